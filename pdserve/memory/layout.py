@@ -1,0 +1,91 @@
+"""Page geometry as frozen data: what a model caches, and how a page of it lies in memory.
+
+A page is one contiguous piece across all layers of its group: `[page, layer, k/v, head, token, dim]`.
+Allocator, planner, transports and tests read this and nothing else about a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint64": 8}
+LAYOUT_VERSION = 1
+
+
+class GroupKind(enum.Enum):
+    """What a group's pages hold. Issue by issue more kinds join (WINDOW, MLA, STATE, INDEX, EMBED)."""
+
+    FULL = "full"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVGroup:
+    """Layers that share a page pool. Heads are those of this rank; `num_kv_heads_total` those of the model."""
+
+    name: str
+    kind: GroupKind
+    num_layers: int
+    page_tokens: int
+    num_kv_heads: int
+    num_kv_heads_total: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def page_shape(self) -> tuple[int, int, int, int, int]:
+        """`(layer, k/v, head, token, dim)` of one page."""
+        return (self.num_layers, 2, self.num_kv_heads, self.page_tokens, self.head_dim)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one page."""
+        return 2 * self.num_kv_heads * self.page_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.num_layers * self.layer_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class KVLayout:
+    """All groups of a model on this rank."""
+
+    groups: tuple[KVGroup, ...]
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens per page; equal in all groups."""
+        return self.groups[0].page_tokens
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token over all groups."""
+        return sum(group.page_bytes // group.page_tokens for group in self.groups)
+
+    def fields(self) -> dict[str, str | int]:
+        """Every fact that two peers must agree on, by a name a user understands."""
+        facts: dict[str, str | int] = {"layout_version": LAYOUT_VERSION, "num_groups": len(self.groups)}
+        for group in self.groups:
+            prefix = "" if len(self.groups) == 1 else f"{group.name}."
+            facts |= {
+                f"{prefix}kind": group.kind.value,
+                f"{prefix}num_layers": group.num_layers,
+                f"{prefix}page_size": group.page_tokens,
+                f"{prefix}num_kv_heads": group.num_kv_heads,
+                f"{prefix}num_kv_heads_total": group.num_kv_heads_total,
+                f"{prefix}head_dim": group.head_dim,
+                f"{prefix}kv_cache_dtype": group.dtype,
+            }
+        return facts
+
+    def fingerprint(self) -> str:
+        """Short digest of `fields()`."""
+        return hashlib.blake2b(repr(sorted(self.fields().items())).encode(), digest_size=8).hexdigest()
+
+
+def pages_for(num_tokens: int, page_tokens: int) -> int:
+    """Pages that hold `num_tokens` tokens."""
+    return -(-num_tokens // page_tokens)

@@ -1,0 +1,42 @@
+"""Bytes to messages and back: msgpack, versioned, bounded. Nothing crosses a socket as pickle."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from pdserve.errors import ProtocolError
+
+T = TypeVar("T")
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+class Codec(Generic[T]):
+    """Encodes and decodes one union of tagged structs, with a version byte in front.
+
+    Raises:
+        ProtocolError: on decode, for another version, an oversized frame, or bytes that do not fit the types.
+    """
+
+    def __init__(self, union: Any, *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+        self._max_bytes = max_bytes
+
+    def encode(self, message: T) -> bytes:
+        """One frame."""
+        return bytes([PROTOCOL_VERSION]) + self._encoder.encode(message)
+
+    def decode(self, frame: bytes) -> T:
+        """The message in `frame`."""
+        if not frame or len(frame) > self._max_bytes:
+            raise ProtocolError(f"frame of {len(frame)} bytes, expected 1 to {self._max_bytes}")
+        if frame[0] != PROTOCOL_VERSION:
+            raise ProtocolError(f"protocol version {frame[0]}, expected {PROTOCOL_VERSION}")
+        try:
+            return self._decoder.decode(memoryview(frame)[1:])
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"frame does not decode: {error}") from error

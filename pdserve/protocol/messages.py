@@ -1,0 +1,164 @@
+"""What the API process and the scheduler process say to each other.
+
+All messages are tagged msgspec structs; `codec` turns them into bytes. Token ids are non-negative ints,
+durations are seconds, wall times are `time.time()` seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pdserve.protocol.sampling import SamplingParams
+
+MAX_ROOM = (1 << 63) - 1
+
+
+class RoomAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the two halves of a request meet: the prefill server's bootstrap address, and the room."""
+
+    host: str
+    port: int | None
+    room: int
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One sequence to generate. `n` > 1 and batches arrive as several of these, each with its own rid and room."""
+
+    rid: str
+    input_ids: list[int]
+    sampling: SamplingParams
+    stream: bool = False
+    top_logprobs: int | None = None
+    """None: no logprobs. 0: of the chosen tokens. N: also of the N most likely ones."""
+    room: RoomAddress | None = None
+    arrival_s: float = 0.0
+
+
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End a request early; `rid` None means all. `reason` "stop" when a stop string was seen in its text."""
+
+    rid: str | None
+    reason: Literal["abort", "stop"] = "abort"
+
+
+class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Forget cached prefixes; refused while requests are running."""
+
+    query_id: str
+
+
+class StateQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask for an `EngineState`."""
+
+    query_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Stop the scheduler."""
+
+
+ToScheduler = GenerateRequest | AbortRequest | FlushCache | StateQuery | Shutdown
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural-log probability of one chosen token, and `(token id, logprob)` of the most likely ones."""
+
+    logprob: float
+    top: list[tuple[int, float]] = msgspec.field(default_factory=list)
+
+
+class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request ended; one terminal state per request.
+
+    `stop`: `matched` is the token id or the stop string. `length`: `length` tokens were generated.
+    `abort`: `message`, the HTTP `status_code` the client gets, and `err_type`.
+    """
+
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+    status_code: int | None = None
+    err_type: str | None = None
+
+
+class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time to the first token went, and what was moved. All seconds; None where it does not apply."""
+
+    queue_s: float | None = None
+    bootstrap_s: float | None = None
+    prefill_s: float | None = None
+    transfer_s: float | None = None
+    first_decode_step_s: float | None = None
+    kv_bytes: int | None = None
+    kv_pages: int | None = None
+    kv_transfer_s: float | None = None
+    """Time the transport spent writing, for GB/s; parts of it overlap with prefill when chunked."""
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of one request; the last one carries `finish` and `timing`."""
+
+    rid: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish: FinishReason | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    timing: RequestTiming | None = None
+
+
+class OutputBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All outputs of one scheduler step."""
+
+    outputs: list[RequestOutput]
+
+
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of the scheduler for `/get_server_info`, `/get_load` and `/metrics`.
+
+    `queues`: length by queue name. `memory`: counts by name, e.g. pages_total, pages_free, pages_leased,
+    pages_held_remote, rows_total, rows_free, aux_total, aux_free, rooms_live.
+    `counters`: ever-growing totals by name. `facts`: static strings and numbers (layout, transport, dtype).
+    """
+
+    queues: dict[str, int]
+    memory: dict[str, int]
+    counters: dict[str, float]
+    facts: dict[str, str | int | float | bool | None]
+    num_running_reqs: int
+    num_queue_reqs: int
+    num_used_tokens: int
+    max_total_tokens: int
+
+
+class StateReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to `StateQuery`."""
+
+    query_id: str
+    state: EngineState
+
+
+class FlushReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to `FlushCache`."""
+
+    query_id: str
+    ok: bool
+    message: str
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Sent once, when the scheduler can take requests. `vocab_size`, `context_length` and `max_total_tokens` bound them."""
+
+    model_type: str
+    architectures: list[str]
+    vocab_size: int
+    context_length: int
+    max_total_tokens: int
+    eos_token_ids: list[int]
+    facts: dict[str, str | int | float | bool | None]
+
+
+ToApi = OutputBatch | StateReply | FlushReply | EngineReady
