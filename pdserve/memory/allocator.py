@@ -1,0 +1,43 @@
+"""Hands out indices of a fixed pool (KV pages, aux slots). Owned by the scheduler thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+
+class PageAllocator:
+    """Free list over `[0, num_pages)`, first in first out, so that a page rests as long as possible before reuse.
+
+    `on_free` sees pages as they come back (tests poison them).
+    """
+
+    def __init__(self, num_pages: int, on_free: Callable[[list[int]], None] | None = None) -> None:
+        self.num_pages = num_pages
+        self._free = deque(range(num_pages))
+        self._is_free = [True] * num_pages
+        self._on_free = on_free
+
+    @property
+    def num_free(self) -> int:
+        """Pages nobody has."""
+        return len(self._free)
+
+    def take(self, num_pages: int) -> list[int] | None:
+        """`num_pages` pages, or None (and nothing taken) when there are fewer."""
+        if num_pages > len(self._free):
+            return None
+        pages = [self._free.popleft() for _ in range(num_pages)]
+        for page in pages:
+            self._is_free[page] = False
+        return pages
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """Return pages; each must be taken."""
+        returned = list(pages)
+        for page in returned:
+            assert not self._is_free[page], f"page {page} freed twice"
+            self._is_free[page] = True
+        self._free.extend(returned)
+        if self._on_free is not None:
+            self._on_free(returned)

@@ -1,0 +1,91 @@
+"""MetadataBuffers: what prefill hands over beside KV pages, one fixed-size slot per request.
+
+A slot is one contiguous piece, so that it is one copy. Every field is padded to 64 bytes (RDMA alignment).
+Written by prefill's scheduler thread, copied by a transport, read by decode's scheduler thread after Success.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+MAX_TOP_LOGPROBS = 20
+_ALIGN = 64
+
+_FIELDS: tuple[tuple[str, str, int], ...] = (
+    ("room", "<u8", 1),
+    ("attempt", "<u8", 1),
+    ("first_token", "<i8", 1),
+    ("cached_tokens", "<i8", 1),
+    ("logprob", "<f8", 1),
+    ("num_top", "<i8", 1),
+    ("top_ids", "<i8", MAX_TOP_LOGPROBS),
+    ("top_logprobs", "<f8", MAX_TOP_LOGPROBS),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AuxRecord:
+    """One slot's content. `logprob` is None when the request asked for none."""
+
+    room: int
+    attempt: int
+    first_token: int
+    cached_tokens: int = 0
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def _slot_dtype() -> np.dtype[np.void]:
+    """A structured dtype whose fields start at multiples of 64 bytes."""
+    names, formats, offsets, offset = [], [], [], 0
+    for name, scalar, count in _FIELDS:
+        names.append(name)
+        formats.append(np.dtype((scalar, (count,))) if count > 1 else np.dtype(scalar))
+        offsets.append(offset)
+        offset += -(-formats[-1].itemsize // _ALIGN) * _ALIGN
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": offset})
+
+
+class MetadataBuffers:
+    """`num_slots` slots in one buffer."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._slots = np.zeros(max(num_slots, 1), dtype=_slot_dtype())
+        self.slot_bytes = self._slots.dtype.itemsize
+
+    @property
+    def buffer(self) -> tuple[int, int]:
+        """`(address, bytes)` for registration with a transport."""
+        return int(self._slots.ctypes.data), self._slots.nbytes
+
+    def write(self, slot: int, record: AuxRecord) -> None:
+        """Fill a slot."""
+        entry = self._slots[slot]
+        entry["room"], entry["attempt"] = record.room, record.attempt
+        entry["first_token"], entry["cached_tokens"] = record.first_token, record.cached_tokens
+        entry["logprob"] = math.nan if record.logprob is None else record.logprob
+        top = record.top[:MAX_TOP_LOGPROBS]
+        entry["num_top"] = len(top)
+        for i, (token, logprob) in enumerate(top):
+            entry["top_ids"][i], entry["top_logprobs"][i] = token, logprob
+
+    def read(self, slot: int) -> AuxRecord:
+        """The content of a slot."""
+        entry = self._slots[slot]
+        num_top = min(max(int(entry["num_top"]), 0), MAX_TOP_LOGPROBS)
+        logprob = float(entry["logprob"])
+        return AuxRecord(
+            room=int(entry["room"]),
+            attempt=int(entry["attempt"]),
+            first_token=int(entry["first_token"]),
+            cached_tokens=int(entry["cached_tokens"]),
+            logprob=None if math.isnan(logprob) else logprob,
+            top=tuple((int(entry["top_ids"][i]), float(entry["top_logprobs"][i])) for i in range(num_top)),
+        )
+
+    def clear(self, slot: int) -> None:
+        """Zero a slot, so that a slot nobody wrote cannot pass for one that was."""
+        self._slots[slot] = np.zeros((), dtype=self._slots.dtype)
