@@ -1,0 +1,260 @@
+"""The message channel between the API process and its scheduler process.
+
+Two one-way streams of framed messages: requests go down, outputs come up. Over processes it is a pair of zmq PUSH/PULL
+sockets on `ipc://` paths in a private directory (mode 0700: nobody else can connect); in tests it is a pair of queues.
+The server owns the API end, on its event loop. The scheduler owns the other end: `recv` belongs to its ingress thread,
+`send` to the scheduler thread, and no third thread may use either.
+
+    API process                                      scheduler process
+    ZmqApiChannel.send   PUSH ── to_scheduler ──> PULL   ZmqSchedulerChannel.recv   (ingress thread)
+    ZmqApiChannel.recv   PULL <──── to_api ────── PUSH   ZmqSchedulerChannel.send   (scheduler thread)
+
+Sends never block: queues are unbounded here, and admission control lives in the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import os
+import queue
+import shutil
+import tempfile
+import threading
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+
+from pdserve.errors import EngineDeadError
+from pdserve.protocol.codec import Codec
+from pdserve.protocol.messages import ToApi, ToScheduler
+
+MAX_IPC_PATH = 100
+"""Unix socket paths end at 107 bytes on Linux; a little room is left."""
+
+
+class ApiChannel(Protocol):
+    """The API process's end; used on its event loop only."""
+
+    async def send(self, message: ToScheduler) -> None:
+        """Hand `message` to the scheduler, in order; does not wait for it to be read."""
+        ...
+
+    async def recv(self) -> ToApi:
+        """The next message from the scheduler.
+
+        Raises:
+            ProtocolError: the frame was no message; the channel stays usable.
+            EngineDeadError: the channel is closed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the sockets."""
+        ...
+
+
+class SchedulerChannel(Protocol):
+    """The scheduler process's end."""
+
+    def recv(self, timeout_s: float) -> ToScheduler | None:
+        """The next message, or None after `timeout_s`; called by the ingress thread only.
+
+        Raises:
+            ProtocolError: the frame was no message; the channel stays usable.
+        """
+        ...
+
+    def send(self, message: ToApi) -> None:
+        """Hand `message` to the API process, in order; called by the scheduler thread only."""
+        ...
+
+    def close(self) -> None:
+        """Release the sockets; called when both threads have ended."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelAddress:
+    """Where the two sockets are; plain data, so that it can be handed to a spawned process."""
+
+    directory: str
+
+    @property
+    def to_scheduler(self) -> str:
+        """Endpoint that the scheduler binds and the API process pushes to."""
+        return f"ipc://{self.directory}/to_scheduler"
+
+    @property
+    def to_api(self) -> str:
+        """Endpoint that the API process binds and the scheduler pushes to."""
+        return f"ipc://{self.directory}/to_api"
+
+
+def create_channel_address() -> ChannelAddress:
+    """Make the private directory. Called by the process that starts the others, which also removes it."""
+    directory = tempfile.mkdtemp(prefix="pdserve-")
+    if len(directory) > MAX_IPC_PATH - len("/to_scheduler"):
+        os.rmdir(directory)
+        directory = tempfile.mkdtemp(prefix="pdserve-", dir="/tmp")
+    return ChannelAddress(directory)
+
+
+def remove_channel_address(address: ChannelAddress) -> None:
+    """Remove the directory and the sockets in it."""
+    shutil.rmtree(address.directory, ignore_errors=True)
+
+
+def _without_limits(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> None:
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+
+
+class ZmqApiChannel:
+    """`ApiChannel` over zmq; make it inside a running event loop."""
+
+    def __init__(self, address: ChannelAddress) -> None:
+        self._down: Codec[ToScheduler] = Codec(ToScheduler)
+        self._up: Codec[ToApi] = Codec(ToApi)
+        self._context = zmq.asyncio.Context()
+        self._push = self._context.socket(zmq.PUSH)
+        self._pull = self._context.socket(zmq.PULL)
+        for socket in (self._push, self._pull):
+            _without_limits(socket)
+        self._pull.bind(address.to_api)
+        self._push.connect(address.to_scheduler)
+
+    async def send(self, message: ToScheduler) -> None:
+        """See `ApiChannel.send`."""
+        if self._push.closed:
+            raise EngineDeadError("the channel to the scheduler is closed")
+        await self._push.send(self._down.encode(message))
+
+    async def recv(self) -> ToApi:
+        """See `ApiChannel.recv`."""
+        if self._pull.closed:
+            raise EngineDeadError("the channel to the scheduler is closed")
+        frame = await self._pull.recv()
+        assert isinstance(frame, bytes)
+        return self._up.decode(frame)
+
+    def close(self) -> None:
+        """See `ApiChannel.close`. A message sent just before is given a moment to leave."""
+        self._push.close(linger=200)
+        self._pull.close(linger=0)
+        self._context.term()
+
+
+class ZmqSchedulerChannel:
+    """`SchedulerChannel` over zmq. The two sockets are separate, so that each thread has its own."""
+
+    def __init__(self, address: ChannelAddress) -> None:
+        self._down: Codec[ToScheduler] = Codec(ToScheduler)
+        self._up: Codec[ToApi] = Codec(ToApi)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._push = self._context.socket(zmq.PUSH)
+        self._pull = self._context.socket(zmq.PULL)
+        for socket in (self._push, self._pull):
+            _without_limits(socket)
+        self._pull.bind(address.to_scheduler)
+        self._push.connect(address.to_api)
+
+    def recv(self, timeout_s: float) -> ToScheduler | None:
+        """See `SchedulerChannel.recv`."""
+        if not self._pull.poll(round(timeout_s * 1000), zmq.POLLIN):
+            return None
+        return self._down.decode(self._pull.recv())
+
+    def send(self, message: ToApi) -> None:
+        """See `SchedulerChannel.send`."""
+        self._push.send(self._up.encode(message))
+
+    def close(self) -> None:
+        """See `SchedulerChannel.close`. A message sent just before is given a moment to leave."""
+        self._push.close(linger=200)
+        self._pull.close(linger=0)
+        self._context.term()
+
+
+class MemoryApiChannel:
+    """`ApiChannel` of an in-memory pair. Messages pass through the codec, as they would between processes."""
+
+    def __init__(self, frames_down: queue.SimpleQueue[bytes]) -> None:
+        self._down: Codec[ToScheduler] = Codec(ToScheduler)
+        self._up: Codec[ToApi] = Codec(ToApi)
+        self._frames_down = frames_down
+        self._frames_up: collections.deque[bytes] = collections.deque()
+        self._lock = threading.Lock()
+        self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self._closed = False
+
+    async def send(self, message: ToScheduler) -> None:
+        """See `ApiChannel.send`."""
+        if self._closed:
+            raise EngineDeadError("the channel to the scheduler is closed")
+        self._frames_down.put(self._down.encode(message))
+
+    async def recv(self) -> ToApi:
+        """See `ApiChannel.recv`."""
+        while True:
+            with self._lock:
+                if self._frames_up:
+                    return self._up.decode(self._frames_up.popleft())
+                if self._closed:
+                    raise EngineDeadError("the channel to the scheduler is closed")
+                if self._reader is None:
+                    self._reader = (asyncio.get_running_loop(), asyncio.Event())
+                arrived = self._reader[1]
+                arrived.clear()
+            await arrived.wait()
+
+    def deliver(self, message: ToApi) -> None:
+        """Called by the other end, from any thread."""
+        frame = self._up.encode(message)
+        with self._lock:
+            self._frames_up.append(frame)
+        self._wake()
+
+    def close(self) -> None:
+        """See `ApiChannel.close`."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            reader = self._reader
+        if reader is not None and not reader[0].is_closed():
+            reader[0].call_soon_threadsafe(reader[1].set)
+
+
+class MemorySchedulerChannel:
+    """`SchedulerChannel` of an in-memory pair."""
+
+    def __init__(self, frames_down: queue.SimpleQueue[bytes], api: MemoryApiChannel) -> None:
+        self._down: Codec[ToScheduler] = Codec(ToScheduler)
+        self._frames_down = frames_down
+        self._api = api
+
+    def recv(self, timeout_s: float) -> ToScheduler | None:
+        """See `SchedulerChannel.recv`."""
+        try:
+            return self._down.decode(self._frames_down.get(timeout=timeout_s))
+        except queue.Empty:
+            return None
+
+    def send(self, message: ToApi) -> None:
+        """See `SchedulerChannel.send`."""
+        self._api.deliver(message)
+
+    def close(self) -> None:
+        """See `SchedulerChannel.close`."""
+
+
+def memory_channel_pair() -> tuple[MemoryApiChannel, MemorySchedulerChannel]:
+    """Both ends of a channel inside one process, for tests and simulated worlds."""
+    frames_down: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    api = MemoryApiChannel(frames_down)
+    return api, MemorySchedulerChannel(frames_down, api)

@@ -1,0 +1,96 @@
+"""The API <-> scheduler channel: both implementations carry the same messages, in order, both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+
+import pytest
+import zmq
+
+from pdserve.errors import EngineDeadError, ProtocolError
+from pdserve.protocol.channel import (
+    ApiChannel,
+    SchedulerChannel,
+    ZmqApiChannel,
+    ZmqSchedulerChannel,
+    create_channel_address,
+    memory_channel_pair,
+    remove_channel_address,
+)
+from pdserve.protocol.messages import AbortRequest, GenerateRequest, OutputBatch, RequestOutput, RoomAddress
+from pdserve.protocol.sampling import SamplingParams
+
+
+async def _round_trip(api: ApiChannel, scheduler: SchedulerChannel) -> None:
+    request = GenerateRequest(
+        rid="a",
+        input_ids=[1, 2, 3],
+        sampling=SamplingParams(stop=("x",), logit_bias={3: 1.5}),
+        room=RoomAddress(host="h", port=None, room=(1 << 63) - 1),
+    )
+    await api.send(request)
+    await api.send(AbortRequest(rid=None))
+    assert await asyncio.to_thread(scheduler.recv, 5.0) == request
+    assert await asyncio.to_thread(scheduler.recv, 5.0) == AbortRequest(rid=None)
+    assert scheduler.recv(0.0) is None
+    batches = [OutputBatch(outputs=[RequestOutput(rid="a", token_ids=[i])]) for i in range(100)]
+    for batch in batches:
+        scheduler.send(batch)
+    assert [await asyncio.wait_for(api.recv(), 5.0) for _ in batches] == batches
+
+
+def test_memory_channel_carries_messages_in_order() -> None:
+    api, scheduler = memory_channel_pair()
+    asyncio.run(_round_trip(api, scheduler))
+
+
+def test_closed_memory_channel_reports_a_dead_engine() -> None:
+    async def run() -> None:
+        api, _ = memory_channel_pair()
+        pending = asyncio.create_task(api.recv())
+        await asyncio.sleep(0)
+        api.close()
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(pending, 5.0)
+
+    asyncio.run(run())
+
+
+def test_zmq_channel_carries_messages_in_order_in_a_private_directory() -> None:
+    address = create_channel_address()
+
+    async def run() -> None:
+        api = ZmqApiChannel(address)
+        scheduler = ZmqSchedulerChannel(address)
+        try:
+            assert stat.S_IMODE(os.stat(address.directory).st_mode) == 0o700
+            await _round_trip(api, scheduler)
+        finally:
+            api.close()
+            scheduler.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        remove_channel_address(address)
+    assert not os.path.exists(address.directory)
+
+
+def test_junk_on_the_socket_is_a_protocol_error_and_the_channel_lives_on() -> None:
+    address = create_channel_address()
+    scheduler = ZmqSchedulerChannel(address)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    push = context.socket(zmq.PUSH)
+    push.connect(address.to_scheduler)
+    try:
+        push.send(b"\x01 no message")
+        with pytest.raises(ProtocolError):
+            scheduler.recv(5.0)
+        assert scheduler.recv(0.0) is None
+    finally:
+        push.close(linger=0)
+        context.term()
+        scheduler.close()
+        remove_channel_address(address)
