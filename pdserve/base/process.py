@@ -1,0 +1,207 @@
+"""Child processes: spawn by argv, readiness by a printed line, death watch, ordered end. By pid only.
+
+`launch_local` and the demo spawn servers through `Child`; every server announces itself with `announce_ready`.
+A child runs in a process group of its own (a Ctrl-C reaches the parent only, which then ends its children in
+order) and is killed by the kernel when the parent dies (Linux). It is not reaped before `end`, so that its pid and
+its group's id cannot be taken by a stranger while they are still signalled:
+
+    spawn -> (ready) -> exited, a zombie -> end: what is left of the group is killed, then the zombie is reaped
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+from pdserve.errors import PdserveError
+
+READY_PREFIX = "PDSERVE_READY "
+
+_EXEC_BOUND_TO_PARENT = """
+import ctypes, os, signal, sys
+parent, argv = int(sys.argv[1]), sys.argv[2:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+try:
+    os.execvp(argv[0], argv)
+except OSError as error:
+    sys.exit(f"cannot run {argv[0]}: {error}")
+"""
+"""Runs in the child before its program: after fork and exec, because a fork hook is not safe beside threads."""
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies (Linux; elsewhere nothing happens).
+
+    For processes that were started by other means than `Child`, such as multiprocessing; called first thing in them.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent_pid:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class ChildError(PdserveError):
+    """A child process did not become ready."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ready:
+    """What a server says when it can serve. `bootstrap_port` is a prefill server's, None for the others."""
+
+    role: str
+    url: str
+    bootstrap_port: int | None = None
+
+
+def announce_ready(ready: Ready) -> None:
+    """Print the line that `Child.wait_ready` waits for, on stdout, at once."""
+    print(READY_PREFIX + json.dumps(dataclasses.asdict(ready)), flush=True)
+
+
+def parse_ready(line: str) -> Ready | None:
+    """The announcement in a line of a child's stdout; None when it is some other line."""
+    if not line.startswith(READY_PREFIX):
+        return None
+    try:
+        fields = json.loads(line.removeprefix(READY_PREFIX))
+        return Ready(role=fields["role"], url=fields["url"], bootstrap_port=fields.get("bootstrap_port"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+class Child:
+    """One child process. Spawn it from the main thread: the kernel ties its life to the thread that did.
+
+    `on_line(line)` gets every line of stdout and stderr that is not the announcement, from reader threads;
+    `on_exit(child)` is called once, from a watcher thread, when the process has ended by whatever cause.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] = lambda line: None,
+        on_exit: Callable[[Child], None] = lambda child: None,
+        read_ready: Callable[[str], Ready | None] = parse_ready,
+    ) -> None:
+        self.name = name
+        self._on_line, self._on_exit, self._read_ready = on_line, on_exit, read_ready
+        self._ready: Ready | None = None
+        self._exited = False
+        self._changed = threading.Condition()
+        wrapper = [sys.executable, "-I", "-S", "-c", _EXEC_BOUND_TO_PARENT, str(os.getpid())]
+        self._process = subprocess.Popen(
+            [*wrapper, *argv],
+            env=None if env is None else dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+            text=True,
+            errors="replace",
+        )
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream,), name=f"{name}-reader", daemon=True)
+            for stream in (self._process.stdout, self._process.stderr)
+        ]
+        self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)
+        for thread in (*self._readers, self._watcher):
+            thread.start()
+
+    @property
+    def pid(self) -> int:
+        """The child's process id, which is its group's too."""
+        return self._process.pid
+
+    @property
+    def exited(self) -> bool:
+        """Whether the process has ended."""
+        with self._changed:
+            return self._exited
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status (negative: the signal that killed it); None before `end` has reaped it."""
+        return self._process.returncode
+
+    def wait_ready(self, timeout_s: float) -> Ready:
+        """Block until the child has announced itself; `ChildError` when it ends first or takes longer."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready is not None or self._exited, timeout_s)
+            if self._exited:
+                raise ChildError(f"{self.name} (pid {self.pid}) ended before it was ready; its output says why")
+            if self._ready is None:
+                raise ChildError(f"{self.name} (pid {self.pid}) was not ready within {timeout_s:g} s")
+            return self._ready
+
+    def wait_exit(self, timeout_s: float) -> bool:
+        """Block until the process has ended; False when it has not within the time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._exited, timeout_s)
+
+    def ask_to_end(self) -> None:
+        """SIGTERM to the process; nothing when it has ended or was reaped."""
+        if self._process.returncode is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def end(self, grace_s: float) -> int:
+        """SIGTERM, then after `grace_s` seconds SIGKILL to it and its whole group; returns the exit status.
+
+        May be called again: later calls change nothing.
+        """
+        if self._process.returncode is None:
+            self.ask_to_end()
+            self.wait_exit(grace_s)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._watcher.join()
+            self._process.wait()
+        for thread in self._readers:
+            thread.join(timeout=1.0)
+        return self._process.returncode
+
+    def _read(self, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                ready = self._read_ready(line.rstrip("\n"))
+                if ready is None:
+                    self._on_line(line.rstrip("\n"))
+                    continue
+                with self._changed:
+                    self._ready = ready
+                    self._changed.notify_all()
+
+    def _watch(self) -> None:
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with self._changed:
+            self._exited = True
+            self._changed.notify_all()
+        self._on_exit(self)
+
+
+def end_all(children: Sequence[Child], grace_s: float) -> None:
+    """End children together: all are asked at once, and share one grace period in seconds."""
+    deadline = time.monotonic() + grace_s
+    for child in children:
+        child.ask_to_end()
+    for child in children:
+        child.end(max(0.0, deadline - time.monotonic()))

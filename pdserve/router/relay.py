@@ -1,0 +1,93 @@
+"""Outcomes as answers to the client. Called by `app`; owns the client's response, not the worker's."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from pdserve.router.dispatch import Outcome, Refused
+from pdserve.router.upstream import Broken, Live, Whole, describe
+
+RETRY_AFTER = {"Retry-After": "1"}
+
+
+def error_body(status: int, message: str, kind: str) -> bytes:
+    """An error in OpenAI's form."""
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}})
+
+
+def error_response(status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> web.Response:
+    """A JSON error that the router itself makes."""
+    return web.Response(
+        status=status, body=error_body(status, message, kind), content_type="application/json", headers=headers
+    )
+
+
+async def relay(request: web.Request, outcome: Outcome, deadline: float) -> web.StreamResponse:
+    """Answer the client; `deadline` is in the event loop's time."""
+    match outcome:
+        case Live():
+            return await _relay_live(request, outcome, deadline)
+        case Whole():
+            return web.Response(status=outcome.status, headers=outcome.headers, body=outcome.body)
+        case Broken():
+            spec = outcome.worker.spec
+            text = f"the {spec.role} worker {spec.url} gave no answer: {outcome.message}"
+            return error_response(502, text, "worker_unreachable", RETRY_AFTER)
+        case Refused():
+            return error_response(503, "no healthy pair of workers", "no_worker", RETRY_AFTER)
+
+
+async def _relay_live(request: web.Request, live: Live, deadline: float) -> web.StreamResponse:
+    """Pass decode's answer through, chunk by chunk as it arrives; a client that stops reading is cut off in time."""
+    response = web.StreamResponse(status=live.response.status, headers=live.headers)
+    await response.prepare(request)
+    tail = b""
+    chunk: bytes | str = live.first
+    while isinstance(chunk, bytes) and chunk:
+        if not await _write(request, response, chunk, deadline):
+            return response
+        tail = (tail + chunk)[-2:]
+        chunk = await _next_chunk(live, deadline)
+    if isinstance(chunk, str):
+        await _end_broken(request, response, tail, chunk)
+    else:
+        await response.write_eof()
+    return response
+
+
+async def _write(request: web.Request, response: web.StreamResponse, chunk: bytes, deadline: float) -> bool:
+    """False where the client did not take the bytes before the deadline; its connection is closed then."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            await response.write(chunk)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        return False
+    return True
+
+
+async def _next_chunk(live: Live, deadline: float) -> bytes | str:
+    """The next bytes, empty at the end; a text where they will not come."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await live.response.content.readany()
+    except TimeoutError:
+        return "the request took longer than the router's --request-timeout"
+    except (aiohttp.ClientError, OSError) as error:
+        return f"the decode worker's answer ended early: {describe(error)}"
+
+
+async def _end_broken(request: web.Request, response: web.StreamResponse, tail: bytes, message: str) -> None:
+    """End an answer that cannot be completed: an error event in a stream, a cut connection otherwise."""
+    if response.content_type == "text/event-stream" and response.content_length is None:
+        gap = b"" if tail.endswith(b"\n\n") else b"\n\n"
+        await response.write(gap + b"data: " + error_body(502, message, "worker_failed") + b"\n\n")
+        await response.write_eof()
+        response.force_close()
+    elif request.transport is not None:
+        request.transport.close()

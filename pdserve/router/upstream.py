@@ -1,0 +1,130 @@
+"""One HTTP call from the router to a worker, with results as values. Called by `dispatch` and `app`.
+
+Answers pass through undecoded, so that what the client gets is byte for byte what the worker sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import aiohttp
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from pdserve.router.config import RouterConfig
+from pdserve.router.workers import Worker
+
+HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+NOT_FORWARDED = HOP_BY_HOP | {"host", "content-length", "content-type", "content-encoding", "expect"}
+"""The body is re-encoded by the router, so what described the client's bytes does not hold any more."""
+
+KEEPALIVE_S = 2.0
+"""Shorter than the 5 s after which uvicorn closes an idle connection: a reused one must not be closing already."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """An answer that was read to its end."""
+
+    worker: Worker
+    status: int
+    headers: CIMultiDict[str]
+    body: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Live:
+    """A good answer whose first bytes are here and whose rest is still to be read; its owner must close `response`."""
+
+    worker: Worker
+    response: aiohttp.ClientResponse
+    headers: CIMultiDict[str]
+    first: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """No answer: the connection could not be made, or ended too early."""
+
+    worker: Worker
+    message: str
+
+
+def make_session(config: RouterConfig) -> aiohttp.ClientSession:
+    """The one session of a router: no limit on connections, no timeout but connecting, nothing decompressed."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s),
+        auto_decompress=False,
+        skip_auto_headers=("Accept-Encoding", "User-Agent"),
+        read_bufsize=1 << 20,
+    )
+
+
+def forwarded_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """A client's headers as sent to workers."""
+    kept = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in NOT_FORWARDED)
+    kept["Content-Type"] = "application/json"
+    return kept
+
+
+def returned_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """A worker's headers as sent to the client: all but those of the connection."""
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in HOP_BY_HOP)
+
+
+async def read_whole(
+    session: aiohttp.ClientSession, worker: Worker, path: str, body: bytes, headers: CIMultiDict[str]
+) -> Whole | Broken:
+    """POST and read the answer to its end. Cancelling it closes the connection."""
+    outcome = await open_live(session, worker, path, body, headers)
+    if not isinstance(outcome, Live):
+        return outcome
+    try:
+        rest = await outcome.response.read()
+    except (aiohttp.ClientError, OSError) as error:
+        return Broken(worker, describe(error))
+    finally:
+        outcome.response.close()
+    return Whole(worker, outcome.response.status, outcome.headers, outcome.first + rest)
+
+
+async def open_live(
+    session: aiohttp.ClientSession, worker: Worker, path: str, body: bytes, headers: CIMultiDict[str]
+) -> Live | Whole | Broken:
+    """POST and wait for the first bytes of a good answer, or for all of a refusal (status 400 or more).
+
+    Cancelling it closes the connection.
+    """
+    try:
+        response = await session.post(worker.spec.url + path, data=body, headers=headers, allow_redirects=False)
+    except (aiohttp.ClientError, OSError) as error:
+        return Broken(worker, describe(error))
+    kept = returned_headers(response.headers)
+    try:
+        if response.status >= 400:
+            return Whole(worker, response.status, kept, await response.read())
+        return Live(worker, response, kept, await response.content.readany())
+    except (aiohttp.ClientError, OSError) as error:
+        response.close()
+        return Broken(worker, describe(error))
+    except BaseException:
+        response.close()
+        raise
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line; some of aiohttp's have no text of their own."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -1,0 +1,155 @@
+"""Fake workers and a router on real sockets (loopback, port 0) for the router's tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from pdserve.router.app import make_app
+from pdserve.router.config import Role, RouterConfig, WorkerSpec
+
+DEADLINE_S = 20.0
+
+Answer = Callable[["FakeWorker", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+
+
+async def answer_ok(worker: FakeWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """A small JSON answer that names the worker."""
+    return web.json_response(
+        {"from": worker.name, "room": body.get("bootstrap_room")}, headers={"X-Worker": worker.name}
+    )
+
+
+@dataclasses.dataclass
+class FakeWorker:
+    """A worker on a port of its own; `answers` are used in turn, the last one for ever."""
+
+    name: str
+    answers: list[Answer]
+    bodies: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    headers: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    paths: list[str] = dataclasses.field(default_factory=list)
+    url: str = ""
+    health_status: int = 200
+    bootstrap_port: int | None = 7000
+    num_health: int = 0
+    num_cancelled: int = 0
+    num_done: int = 0
+    runner: web.AppRunner | None = None
+
+    async def start(self, port: int = 0) -> None:
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/get_server_info", self._info)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/{path:.*}", self._post)
+        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", port).start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+    async def _health(self, request: web.Request) -> web.Response:
+        self.num_health += 1
+        return web.Response(status=self.health_status)
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response({"name": self.name, "disaggregation_bootstrap_port": self.bootstrap_port})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self.name}]})
+
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        body = await request.json() if raw else {}
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        self.paths.append(request.path)
+        answer = self.answers[min(len(self.bodies), len(self.answers)) - 1]
+        try:
+            response = await answer(self, request, body)
+        except (asyncio.CancelledError, ConnectionError):
+            self.num_cancelled += 1
+            raise
+        self.num_done += 1
+        return response
+
+
+class World:
+    """Fake workers, one router, one client session."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self.session = session
+        self.workers: list[FakeWorker] = []
+        self.url = ""
+        self.config: RouterConfig | None = None
+
+    async def worker(self, name: str, *answers: Answer) -> FakeWorker:
+        worker = FakeWorker(name=name, answers=list(answers) or [answer_ok])
+        await worker.start()
+        self.workers.append(worker)
+        return worker
+
+    @contextlib.asynccontextmanager
+    async def router(
+        self, prefills: list[FakeWorker], decodes: list[FakeWorker], *, wait_s: float = 10.0, **options: Any
+    ) -> AsyncIterator[str]:
+        """A router over these workers, ready when it has seen each of them answer a health check."""
+        specs = [WorkerSpec(role=Role.PREFILL, url=w.url, ask_bootstrap_port=True) for w in prefills]
+        role = Role.DECODE if prefills else Role.REGULAR
+        specs += [WorkerSpec(role=role, url=w.url) for w in decodes]
+        settings = {"retry_backoff_s": 0.0, "health_check_interval_s": 0.05} | options
+        runner = web.AppRunner(
+            make_app(RouterConfig(workers=tuple(specs), **settings)), handler_cancellation=True, shutdown_timeout=0.1
+        )
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        expected = {w.url for w in [*prefills, *decodes] if w.health_status == 200 and w.runner is not None}
+        try:
+            await self.until(lambda: self.healthy_urls(url), lambda urls: urls >= expected)
+            yield url
+        finally:
+            await runner.cleanup()
+
+    async def healthy_urls(self, url: str) -> set[str]:
+        async with self.session.get(f"{url}/workers") as response:
+            listed = (await response.json())["workers"]
+        return {entry["url"] for entry in listed if entry["is_healthy"]}
+
+    async def until(self, look: Callable[[], Awaitable[Any]], good: Callable[[Any], bool]) -> Any:
+        """Look until it is good; the test's own deadline bounds it."""
+        while not good(seen := await look()):
+            await asyncio.sleep(0.005)
+        return seen
+
+    async def until_true(self, good: Callable[[], bool]) -> None:
+        while not good():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def run_world() -> Callable[[Callable[[World], Coroutine[Any, Any, None]]], None]:
+    """Run a scenario against a fresh world, within `DEADLINE_S`."""
+
+    async def bounded(scenario: Callable[[World], Coroutine[Any, Any, None]]) -> None:
+        async with aiohttp.ClientSession() as session:
+            world = World(session)
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    await scenario(world)
+            finally:
+                await asyncio.gather(*(worker.stop() for worker in world.workers))
+
+    return lambda scenario: asyncio.run(bounded(scenario))
