@@ -1,0 +1,26 @@
+"""Why something failed, as a value: it crosses threads, processes and hosts where an exception cannot."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.errors import TransferError
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """`code` for machines, `message` for people, `origin` says who saw it first, `retryable` whether a new try may help.
+
+    `status` is the HTTP status a client gets when its request ends with this.
+    """
+
+    code: str
+    message: str
+    origin: str = "local"
+    retryable: bool = True
+    status: int = 502
+
+    @classmethod
+    def from_error(cls, error: TransferError, origin: str = "local") -> Failure:
+        """The value of an exception."""
+        status = 502 if error.retryable else 500
+        return cls(code=error.code, message=str(error), origin=origin, retryable=error.retryable, status=status)

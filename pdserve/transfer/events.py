@@ -1,0 +1,125 @@
+"""What threads report to the scheduler's mailbox about transfers; and the seams that threads stand behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from pdserve.protocol.failure import Failure
+from pdserve.transfer.plan import PageCopy
+from pdserve.transfer.wire import Key
+
+Address = tuple[str, int]
+"""Host and port of a bootstrap server."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrameArrived:
+    """Bytes came in on the control socket."""
+
+    frame: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillFound:
+    """The bootstrap server at `address` says which instance serves there, and where its control socket is."""
+
+    address: Address
+    instance: str
+    endpoint: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillNotFound:
+    """The bootstrap server at `address` did not give an answer in time."""
+
+    address: Address
+    failure: Failure
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PeerGone:
+    """Nobody listens at the peer's endpoint any more: its process is dead, it can write nothing."""
+
+    instance: str
+
+
+@dataclasses.dataclass(slots=True)
+class CopyJob:
+    """One batch of copies to one peer. `source_base` and `destination_base` are pool addresses, one entry per piece.
+
+    `cancelled` is set by the scheduler thread; a worker that has not started the job then skips it.
+    """
+
+    key: Key
+    index: int
+    peer: str
+    transport_address: str
+    pieces: tuple[tuple[int, int, tuple[PageCopy, ...]], ...]
+    """`(source base address, destination base address, copies)` per layout group, and for the aux slot."""
+    num_bytes: int
+    cancelled: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyDone:
+    """`job` has ended: well (`failure` None), or not. `settled`: no byte of it moves any more."""
+
+    job: CopyJob
+    failure: Failure | None
+    settled: bool
+    write_s: float
+
+
+TransferEvent = FrameArrived | PrefillFound | PrefillNotFound | PeerGone | CopyDone
+
+
+class CopyEngine(Protocol):
+    """Runs copy jobs in the background and posts a `CopyDone` for each. `submit` is called by the scheduler thread."""
+
+    @property
+    def settle_s(self) -> float:
+        """Seconds after which a failed, unsettled write, or a write of a dead peer, is known to have stopped."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """How peers' transports reach ours."""
+        ...
+
+    def submit(self, job: CopyJob) -> None:
+        """Queue `job`; never blocks."""
+        ...
+
+    def forget(self, transport_address: str) -> None:
+        """The peer behind this address is gone."""
+        ...
+
+
+class ControlSocket(Protocol):
+    """Sends frames to peers; what arrives is posted as `FrameArrived`. May lose, repeat and reorder."""
+
+    @property
+    def endpoint(self) -> str:
+        """How peers reach us, `host:port`."""
+        ...
+
+    def send(self, endpoint: str, frame: bytes) -> None:
+        """Send `frame`; never blocks. Scheduler thread."""
+        ...
+
+    def forget(self, endpoint: str) -> None:
+        """Close what is open to `endpoint`. Scheduler thread."""
+        ...
+
+
+class Directory(Protocol):
+    """Finds prefill servers and looks whether peers live; answers come as events. Called by the scheduler thread."""
+
+    def find(self, address: Address) -> None:
+        """Ask the bootstrap server; posts `PrefillFound` or `PrefillNotFound`."""
+        ...
+
+    def probe(self, instance: str, endpoint: str) -> None:
+        """See whether anybody listens at `endpoint`; posts `PeerGone` when nobody does."""
+        ...

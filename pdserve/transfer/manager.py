@@ -1,0 +1,276 @@
+"""KVManager: everything a scheduler rank does about KV transfer. Role-free: both halves, one door.
+
+    roles -> KVSender / KVReceiver -> SendSide / ReceiveSide -> Sessions -> control socket
+                                                             -> copy engine -> transport
+    threads -> mailbox -> scheduler -> KVManager.handle
+
+The scheduler thread is the only caller. `poll()` on a handle is a plain read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+from pdserve.base.clock import Clock
+from pdserve.memory.layout import KVLayout
+from pdserve.memory.lease import Lease
+from pdserve.protocol.failure import Failure
+from pdserve.transfer.aux import AuxRecord, MetadataBuffers
+from pdserve.transfer.events import (
+    Address,
+    ControlSocket,
+    CopyDone,
+    CopyEngine,
+    Directory,
+    FrameArrived,
+    PeerGone,
+    PrefillFound,
+    PrefillNotFound,
+    TransferEvent,
+)
+from pdserve.transfer.receive_side import ReceiveSide
+from pdserve.transfer.room import ReceiveRoom, SendRoom
+from pdserve.transfer.send_side import SendSide
+from pdserve.transfer.sessions import DialFailed, Message, Notice, PeerLost, PeerReady, Sessions, SessionTimes
+from pdserve.transfer.state import KVPoll
+from pdserve.transfer.wire import Abort, Done, Ended, Hello, Meta, Region, TransferStats, Wire
+
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+"""A request whose bootstrap host is this moves no bytes: warm-up and health probes (SGLang's convention)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVArgs:
+    """What a rank brings to transfer. `buffers` is `(address, bytes)` of each group's pool; `facts` must match a peer's."""
+
+    instance: str
+    layout: KVLayout
+    buffers: Sequence[tuple[int, int]]
+    aux: MetadataBuffers
+    facts: dict[str, str | int]
+    token: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransferTimes:
+    """Seconds."""
+
+    bootstrap_timeout_s: float = 300.0
+    waiting_timeout_s: float = 300.0
+    sessions: SessionTimes = SessionTimes()
+
+
+class KVManager:
+    """Opens senders and receivers, and applies what the threads report."""
+
+    def __init__(
+        self,
+        args: KVArgs,
+        socket: ControlSocket,
+        engine: CopyEngine,
+        directory: Directory,
+        clock: Clock,
+        times: TransferTimes,
+        *,
+        fake: bool = False,
+    ) -> None:
+        self.args = args
+        self.counters: Counter[str] = Counter()
+        self._all_fake = fake
+        hello = Hello(
+            endpoint=socket.endpoint,
+            facts=args.facts | args.layout.fields() | {"aux_slot_bytes": args.aux.slot_bytes},
+            transport_address=engine.address,
+            kv_regions=tuple(Region(*buffer) for buffer in args.buffers),
+            aux_region=Region(*args.aux.buffer),
+            aux_slot_bytes=args.aux.slot_bytes,
+            answer=False,
+        )
+        self.sessions = Sessions(
+            args.instance, hello, Wire(args.token), socket, directory, clock, times.sessions, self.counters
+        )
+        self.send_side = SendSide(
+            args.layout,
+            [address for address, _ in args.buffers],
+            args.aux.buffer[0],
+            args.aux.slot_bytes,
+            self.sessions,
+            engine,
+            clock,
+            times.bootstrap_timeout_s,
+            self.counters,
+        )
+        self.receive_side = ReceiveSide(
+            args.instance,
+            self.sessions,
+            engine,
+            clock,
+            times.bootstrap_timeout_s,
+            times.waiting_timeout_s,
+            self.counters,
+        )
+
+    def open_sender(self, room: int, host: str, digest: str) -> KVSender:
+        """Raises RequestError 409 when the room is live."""
+        return KVSender(self, self.send_side.open(room, digest, self._is_fake(host)))
+
+    def open_receiver(self, room: int, address: Address, digest: str) -> KVReceiver:
+        """Raises RequestError 409 when the room is live."""
+        return KVReceiver(self, self.receive_side.open(room, address, digest, self._is_fake(address[0])))
+
+    def handle(self, event: TransferEvent) -> None:
+        """Apply one event of a thread."""
+        match event:
+            case CopyDone():
+                self.send_side.on_copy(event)
+            case FrameArrived(frame=frame):
+                self._apply(self.sessions.arrived(frame))
+            case PrefillFound():
+                self._apply(self.sessions.found(event))
+            case PrefillNotFound():
+                self._apply(self.sessions.not_found(event))
+            case PeerGone(instance=instance):
+                self._apply(self.sessions.gone(instance))
+
+    def tick(self) -> None:
+        """Once a step: heartbeats, repeats, time-outs."""
+        self._apply(self.sessions.tick())
+        self.send_side.tick()
+        self.receive_side.tick()
+
+    @property
+    def quiet(self) -> bool:
+        """True when no transfer is open, running, or waiting to be acknowledged."""
+        return not (
+            self.send_side.rooms
+            or self.send_side.outgoing
+            or self.send_side.num_early
+            or self.receive_side.rooms
+            or self.receive_side.published
+            or self.sessions.num_unacked
+        )
+
+    def counts(self) -> dict[str, int]:
+        """Gauges for the audit; all 0 at idle."""
+        return {
+            "rooms_live": len(self.send_side.rooms) + len(self.receive_side.rooms),
+            "keys_writing": len(self.send_side.outgoing),
+            "keys_published": len(self.receive_side.published),
+            "keys_early": self.send_side.num_early,
+            "pages_held_remote": self.receive_side.num_remote_pages,
+            "control_unacked": self.sessions.num_unacked,
+        }
+
+    def _is_fake(self, host: str) -> bool:
+        return self._all_fake or host == FAKE_BOOTSTRAP_HOST
+
+    def _apply(self, notices: list[Notice]) -> None:
+        for notice in notices:
+            match notice:
+                case PeerReady(peer=peer):
+                    self.receive_side.on_peer_ready(peer)
+                case DialFailed(address=address, failure=failure):
+                    self.receive_side.on_dial_failed(address, failure)
+                case PeerLost(peer=peer, failure=failure, gone=gone):
+                    self.counters["peers_lost"] += 1
+                    self.receive_side.on_peer_lost(peer, failure, gone)
+                    self.send_side.on_peer_lost(peer, failure, gone)
+                case Message(peer=peer, body=body):
+                    match body:
+                        case Meta():
+                            self.send_side.on_meta(peer, body)
+                        case Abort():
+                            self.send_side.on_abort(peer, body)
+                        case Done():
+                            self.receive_side.on_done(body)
+                        case Ended():
+                            self.receive_side.on_ended(body)
+
+
+class KVSender:
+    """Prefill's handle on one room."""
+
+    def __init__(self, manager: KVManager, room: SendRoom) -> None:
+        self._side = manager.send_side
+        self._aux = manager.args.aux
+        self._room = room
+        self._num_sent = 0
+
+    def poll(self) -> KVPoll:
+        """Where the transfer stands."""
+        return self._room.state
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why it failed."""
+        return self._room.failure
+
+    def send(self, lease: Lease, num_pages: int) -> None:
+        """Send the request's pages up to the first `num_pages`; those sent before are not sent again."""
+        if self._room.fake or num_pages <= self._num_sent or self.poll() is KVPoll.FAILED:
+            return
+        self._side.send(self._room, lease, self._num_sent, num_pages - self._num_sent)
+        self._num_sent = num_pages
+
+    def finish(self, slot: Lease, record: AuxRecord, times: TransferStats) -> None:
+        """Send the aux record, the last piece. `record.attempt` is filled in here."""
+        if self._room.fake:
+            self._room.move(KVPoll.SUCCESS)
+            return
+        if self.poll() is KVPoll.FAILED or self._room.target is None:
+            return
+        self._aux.write(slot.pages[0], dataclasses.replace(record, attempt=self._room.target.key.attempt))
+        self._side.send_aux(self._room, slot, times)
+
+    def abort(self, failure: Failure) -> None:
+        """End the transfer; the receiver is told."""
+        self._side.fail(self._room, failure)
+
+    def close(self) -> None:
+        """Let go of the room. A transfer still running goes on without the request."""
+        self._side.close(self._room)
+
+
+class KVReceiver:
+    """Decode's handle on one room."""
+
+    def __init__(self, manager: KVManager, room: ReceiveRoom) -> None:
+        self._side = manager.receive_side
+        self._aux = manager.args.aux
+        self._room = room
+
+    def poll(self) -> KVPoll:
+        """Where the transfer stands."""
+        return self._room.state
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why it failed."""
+        return self._room.failure
+
+    @property
+    def stats(self) -> TransferStats:
+        """What the sender measured; after SUCCESS."""
+        return self._room.stats
+
+    def publish(self, lease: Lease, aux: Lease) -> None:
+        """Give our pages and aux slot to the sender."""
+        self._aux.clear(aux.pages[0])
+        if self._room.fake:
+            self._aux.write(aux.pages[0], AuxRecord(self._room.room, self._room.key.attempt, first_token=0))
+        self._side.publish(self._room, (lease,), aux)
+
+    def take(self, aux: Lease) -> AuxRecord | None:
+        """The aux record after SUCCESS; None when it is not of this room, which must fail the request."""
+        record = self._aux.read(aux.pages[0])
+        return record if (record.room, record.attempt) == (self._room.room, self._room.key.attempt) else None
+
+    def abort(self, failure: Failure) -> None:
+        """End the transfer; the sender is told."""
+        self._side.fail(self._room, failure)
+
+    def close(self) -> None:
+        """Let go of the room. Pages stay held until the sender has stopped writing."""
+        self._side.close(self._room)

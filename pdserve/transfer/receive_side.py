@@ -1,0 +1,175 @@
+"""The receiving half of the manager: finds the prefill server, publishes pages, and keeps them until no write can land.
+
+Publishing adds the hold `remote` to the pages. It drops at Done, at a quiesced Ended, or when the peer's process is
+known to be dead and what it had in flight has drained; never because the request ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+from pdserve.base.clock import Clock
+from pdserve.errors import RequestError
+from pdserve.memory.lease import Lease
+from pdserve.protocol.failure import Failure
+from pdserve.transfer.events import Address, CopyEngine
+from pdserve.transfer.room import Published, ReceiveRoom
+from pdserve.transfer.sessions import Peer, Sessions
+from pdserve.transfer.state import KVPoll
+from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta
+
+
+class ReceiveSide:
+    """All rooms that this process receives for. Called by `KVManager` and `KVReceiver`."""
+
+    def __init__(
+        self,
+        instance: str,
+        sessions: Sessions,
+        engine: CopyEngine,
+        clock: Clock,
+        bootstrap_timeout_s: float,
+        waiting_timeout_s: float,
+        counters: Counter[str],
+    ) -> None:
+        self._instance = instance
+        self._sessions = sessions
+        self._engine = engine
+        self._clock = clock
+        self._bootstrap_timeout_s = bootstrap_timeout_s
+        self._waiting_timeout_s = waiting_timeout_s
+        self._counters = counters
+        self._attempts = itertools.count(1)
+        self.rooms: dict[int, ReceiveRoom] = {}
+        self.published: dict[Key, Published] = {}
+
+    # ------------------------------------------------------------------ called by receivers
+
+    def open(self, room: int, address: Address, digest: str, fake: bool) -> ReceiveRoom:
+        """A request will receive from the prefill server behind `address`.
+
+        Raises:
+            RequestError: 409 when the room is live.
+        """
+        if room in self.rooms:
+            raise RequestError(
+                f"bootstrap_room {room} is in use", field="bootstrap_room", status=409, code="room_in_use"
+            )
+        key = Key(room, next(self._attempts), self._instance)
+        record = ReceiveRoom(
+            room=room, digest=digest, opened_at=self._clock.now(), address=address, key=key, fake=fake
+        )
+        self.rooms[room] = record
+        if fake:
+            record.move(KVPoll.WAITING_FOR_INPUT)
+        else:
+            self._dial(record)
+        return record
+
+    def publish(self, room: ReceiveRoom, leases: tuple[Lease, ...], aux: Lease) -> None:
+        """Tell the sender where to write; from here on the pages have the hold `remote`. One lease per layout group."""
+        if room.fake:
+            room.move(KVPoll.SUCCESS)
+            return
+        peer = None if room.peer is None else self._sessions.peer(room.peer)
+        if room.state is not KVPoll.WAITING_FOR_INPUT or peer is None:
+            return
+        for lease in (*leases, aux):
+            lease.hold("remote")
+        room.published_at = self._clock.now()
+        self.published[room.key] = Published(room.key, peer.instance, (*leases, aux))
+        pages = tuple(tuple(lease.pages) for lease in leases)
+        self._sessions.send(
+            peer, Meta(key=room.key, pages=pages, aux_slot=aux.pages[0], prompt_digest=room.digest)
+        )
+
+    def fail(self, room: ReceiveRoom, failure: Failure) -> None:
+        """End a room from our side and tell the sender."""
+        if not room.fail(failure):
+            return
+        peer = None if room.peer is None else self._sessions.peer(room.peer)
+        if peer is not None and not room.fake:
+            self._sessions.send(peer, Abort(key=room.key, failure=failure, prompt_digest=room.digest))
+
+    def close(self, room: ReceiveRoom) -> None:
+        """The request has ended and let go of the room; its pages may stay published."""
+        if self.rooms.get(room.room) is room:
+            del self.rooms[room.room]
+
+    # ------------------------------------------------------------------ what comes in
+
+    def on_peer_ready(self, peer: Peer) -> None:
+        """A session is up: rooms that waited for it go on."""
+        for room in self.rooms.values():
+            if room.peer is None and peer.address is not None and room.address == peer.address:
+                room.peer = peer.instance
+                room.move(KVPoll.WAITING_FOR_INPUT)
+
+    def on_dial_failed(self, address: Address, failure: Failure) -> None:
+        """No session with that prefill server can be had."""
+        self._counters["bootstrap_failed"] += 1
+        for room in self.rooms.values():
+            if room.peer is None and room.address == address:
+                room.fail(failure)
+
+    def on_done(self, done: Done) -> None:
+        """Every byte of a key has landed."""
+        self._release(done.key)
+        room = self.rooms.get(done.key.room)
+        if room is not None and room.key == done.key:
+            room.stats = done.stats
+            room.move(KVPoll.SUCCESS)
+
+    def on_ended(self, ended: Ended) -> None:
+        """The sender gave a key up; perhaps it still writes."""
+        room = self.rooms.get(ended.key.room)
+        if room is not None and room.key == ended.key:
+            room.fail(ended.failure)
+        if ended.quiesced:
+            self._release(ended.key)
+
+    def on_peer_lost(self, peer: Peer, failure: Failure, gone: bool) -> None:
+        """The sender's process is silent (it may still write) or dead (it cannot)."""
+        for room in self.rooms.values():
+            if room.peer == peer.instance:
+                self.fail(room, failure)
+        if gone:
+            self._engine.forget("" if peer.hello is None else peer.hello.transport_address)
+            for entry in self.published.values():
+                if entry.peer == peer.instance and entry.fenced_at is None:
+                    entry.fenced_at = self._clock.now() + self._engine.settle_s
+
+    def tick(self) -> None:
+        """Time-outs, and pages of dead peers whose last bytes have drained."""
+        now = self._clock.now()
+        for room in list(self.rooms.values()):
+            if room.state is KVPoll.BOOTSTRAPPING:
+                self._dial(room)
+                if now - room.opened_at > self._bootstrap_timeout_s:
+                    message = f"no session with the prefill server within {self._bootstrap_timeout_s:g} s"
+                    self.fail(room, Failure(code="bootstrap_timeout", message=message, status=504))
+            elif room.published_at is not None and now - room.published_at > self._waiting_timeout_s:
+                message = f"the KV cache did not come within {self._waiting_timeout_s:g} s"
+                self.fail(room, Failure(code="transfer_timeout", message=message, status=504))
+        for entry in list(self.published.values()):
+            if entry.fenced_at is not None and now >= entry.fenced_at:
+                self._release(entry.key)
+
+    @property
+    def num_remote_pages(self) -> int:
+        """KV pages and aux slots that a peer may write to."""
+        return sum(len(lease.pages) for entry in self.published.values() for lease in entry.leases)
+
+    # ------------------------------------------------------------------ inside
+
+    def _dial(self, room: ReceiveRoom) -> None:
+        peer = self._sessions.dial(room.address)
+        if peer is not None:
+            room.peer = peer.instance
+            room.move(KVPoll.WAITING_FOR_INPUT)
+
+    def _release(self, key: Key) -> None:
+        entry = self.published.pop(key, None)
+        if entry is not None:
+            entry.release()

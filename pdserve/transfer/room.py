@@ -1,0 +1,105 @@
+"""Rooms as each side sees them: the mutable records behind `KVSender` and `KVReceiver`. Scheduler thread only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+
+from pdserve.memory.lease import Lease
+from pdserve.protocol.failure import Failure
+from pdserve.transfer.events import Address, CopyJob
+from pdserve.transfer.state import KVPoll, advance
+from pdserve.transfer.wire import Key, Meta, TransferStats
+
+
+@dataclasses.dataclass(slots=True)
+class Room:
+    """What both sides of a room have: a state that moves by `advance` only, and why it failed."""
+
+    room: int
+    digest: str
+    opened_at: float
+    state: KVPoll = KVPoll.BOOTSTRAPPING
+    failure: Failure | None = None
+
+    def move(self, new: KVPoll) -> None:
+        """A local event."""
+        self.state = advance(self.state, new)
+
+    def fail(self, failure: Failure) -> bool:
+        """Fail, unless the room has ended; True when this call did it."""
+        if self.state in (KVPoll.FAILED, KVPoll.SUCCESS):
+            return False
+        self.state, self.failure = KVPoll.FAILED, failure
+        return True
+
+
+@dataclasses.dataclass(slots=True)
+class SendRoom(Room):
+    """Prefill's side. `target` is set once the receiver's pages are known."""
+
+    target: Meta | None = None
+    fake: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class ReceiveRoom(Room):
+    """Decode's side. `peer` is the prefill instance once the session is ready."""
+
+    address: Address = ("", 0)
+    key: Key = Key(0, 0, "")
+    peer: str | None = None
+    published_at: float | None = None
+    stats: TransferStats = TransferStats()
+    fake: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class Outgoing:
+    """Writes of one key that may still run. Outlives the request; drops its `send` holds when the last one has ended."""
+
+    key: Key
+    peer: str
+    leases: list[Lease]
+    pending: dict[int, CopyJob] = dataclasses.field(default_factory=dict)
+    num_chunks: int = 0
+    sealed_at: float | None = None
+    times: TransferStats = TransferStats()
+    failure: Failure | None = None
+    settled_at: float = 0.0
+    num_bytes: int = 0
+    num_pages: int = 0
+    write_s: float = 0.0
+
+
+@dataclasses.dataclass(slots=True)
+class Published:
+    """Pages whose addresses a peer knows. Outlives the request; drops the `remote` holds when no write can land."""
+
+    key: Key
+    peer: str
+    leases: tuple[Lease, ...]
+    fenced_at: float | None = None
+    """Set when the peer is gone: the time from which nothing of it is in flight."""
+
+    def release(self) -> None:
+        """Nothing can be written any more."""
+        for lease in self.leases:
+            lease.drop("remote")
+
+
+class ClosedKeys:
+    """Keys that never reopen. The newest `limit` are remembered, far more than can be in flight at once."""
+
+    def __init__(self, limit: int = 65536) -> None:
+        self._keys: OrderedDict[Key, None] = OrderedDict()
+        self._limit = limit
+
+    def add(self, key: Key) -> None:
+        """Close `key` for good."""
+        self._keys[key] = None
+        if len(self._keys) > self._limit:
+            self._keys.popitem(last=False)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._keys

@@ -1,0 +1,194 @@
+"""The seam between pdserve and whatever moves bytes. A transport copies; it knows no pages, rooms or requests.
+
+`TransferManager` opens one per scheduler process with `open_transport` and is its only owner. Lives in threads as follows:
+
+    scheduler thread   open_transport, register, address, connect, disconnect, close
+    copy workers       write (several at once, also to the same peer)
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pdserve.errors import ConfigError, TransferError
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRegion:
+    """Memory of this process that may be read by `write` and written by peers: absolute address and length in bytes."""
+
+    address: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copy:
+    """`num_bytes` bytes from `source` here to `destination` in the peer; both absolute addresses."""
+
+    source: int
+    destination: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransportFacts:
+    """What a transport turned out to be on this machine; logged at start and shown in `/server_info`."""
+
+    protocol: str
+    """What carries the bytes: `rdma`, `tcp`, `memory`, or `none`."""
+    moves_bytes: bool
+    """False: nothing arrives, and what the receiver computes from it is noise."""
+    max_outstanding: int | None = None
+    """Copies that may be under way to one peer at a time, over all threads; None: no limit."""
+
+
+class Transport(Protocol):
+    """Moves bytes into the memory of peers."""
+
+    @property
+    def name(self) -> str:
+        """The name in `--disaggregation-transfer-backend`. Any thread, any time."""
+        ...
+
+    @property
+    def facts(self) -> TransportFacts:
+        """What was chosen on this machine. Any thread, any time."""
+        ...
+
+    @property
+    def settle_s(self) -> float:
+        """Seconds after an unsettled failure by which no byte of that write is read here or sent any more.
+
+        A receiver which was stopped meanwhile may still have bytes in its own buffers: it counts from when it runs again.
+        Any thread, any time.
+        """
+        ...
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Make regions readable for `write` and writable for peers.
+
+        Scheduler thread, at start-up, before `address` is given to anybody. Regions must not overlap, and stay
+        allocated until `close`.
+
+        Raises:
+            TransferError: the engine refuses a region (empty, overlapping, locked-memory limit).
+        """
+        ...
+
+    def address(self) -> str:
+        """What a peer passes to `connect`; travels in the handshake. Unique to this incarnation of this process.
+
+        Scheduler thread, after `register`.
+        """
+        ...
+
+    def connect(self, address: str) -> None:
+        """Prepare writing to a peer. A peer that came back has a new address, and needs a new `connect`.
+
+        Scheduler thread or a control thread, before the first `write` to it. May block for about a second.
+
+        Raises:
+            TransferError: the address is malformed, or nobody answers there; nothing was written.
+        """
+        ...
+
+    def disconnect(self, address: str) -> None:
+        """Forget a peer; unknown ones are ignored. Writes under way to it end by themselves, well or badly.
+
+        Scheduler thread or a control thread.
+        """
+        ...
+
+    def write(self, address: str, copies: Sequence[Copy]) -> None:
+        """Copy, and return when every byte is in the peer's memory. Empty copies are skipped.
+
+        Copy-worker threads, several at once.
+
+        Raises:
+            TransferError: `settled` True: no byte of this write will move any more. `settled` False: some may have
+                landed and more may, for up to `settle_s` seconds: neither source nor destination may be reused before.
+        """
+        ...
+
+    def close(self) -> None:
+        """End everything; later calls raise. Scheduler thread, after the copy workers have stopped."""
+        ...
+
+
+class RegionSet:
+    """The registered regions of a process, with the range check that engines do not make. Thread-safe to read."""
+
+    def __init__(self) -> None:
+        self._regions: tuple[MemoryRegion, ...] = ()
+        self._starts: tuple[int, ...] = ()
+
+    @property
+    def regions(self) -> tuple[MemoryRegion, ...]:
+        """All regions by address."""
+        return self._regions
+
+    def add(self, regions: Sequence[MemoryRegion]) -> None:
+        """Add regions. Raises TransferError (settled) when one is empty or two overlap; then none is added."""
+        merged = sorted((*self._regions, *regions), key=lambda region: region.address)
+        for region in regions:
+            if region.num_bytes <= 0 or region.address <= 0:
+                raise TransferError(f"cannot register {region}: empty", code="bad_region", retryable=False)
+        for left, right in zip(merged, merged[1:], strict=False):
+            if left.address + left.num_bytes > right.address:
+                raise TransferError(f"cannot register {right}: overlaps {left}", code="bad_region", retryable=False)
+        self._regions = tuple(merged)
+        self._starts = tuple(region.address for region in merged)
+
+    def holds(self, address: int, num_bytes: int) -> bool:
+        """True when `[address, address + num_bytes)` lies in one region."""
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index < 0:
+            return False
+        region = self._regions[index]
+        return address + num_bytes <= region.address + region.num_bytes
+
+    def check_sources(self, copies: Sequence[Copy]) -> None:
+        """Raise TransferError (settled, not retryable) unless every source range is registered."""
+        for copy in copies:
+            if copy.num_bytes < 0 or not self.holds(copy.source, copy.num_bytes):
+                raise TransferError(
+                    f"source range {copy.source:#x} + {copy.num_bytes} bytes is not registered",
+                    code="bad_range",
+                    retryable=False,
+                )
+
+
+def open_transport(name: str, host: str, ib_device: str | None = None) -> Transport:
+    """Open the transport called `name`; its engine is imported only now.
+
+    `host` is the address that peers reach this process at; `ib_device` names RDMA NICs, comma-separated.
+
+    Raises:
+        ConfigError: no such transport, its library is missing, or it cannot start here.
+    """
+    try:
+        opener = OPENERS[name]
+    except KeyError:
+        raise ConfigError(
+            f"unknown transfer backend {name!r}; there is {', '.join(sorted(OPENERS))}",
+            field="disaggregation_transfer_backend",
+        ) from None
+    return opener(host, ib_device)
+
+
+def _open_mooncake(host: str, ib_device: str | None) -> Transport:
+    from pdserve.transfer.transports.mooncake import MooncakeTransport
+
+    return MooncakeTransport.open(host, ib_device)
+
+
+def _open_fake(host: str, ib_device: str | None) -> Transport:
+    from pdserve.transfer.transports.fake import FakeTransport
+
+    return FakeTransport()
+
+
+OPENERS: dict[str, Callable[[str, str | None], Transport]] = {"mooncake": _open_mooncake, "fake": _open_fake}

@@ -1,0 +1,168 @@
+"""What peers say to each other on the control plane: versioned msgpack, sealed with a keyed digest, bounded in size.
+
+    decode                              prefill
+      | Hello ----------------------------> |   who I am, my layout, where my pools are
+      | <---------------------------- Hello |   (`answer` set), or Refusal naming the field
+      | Meta(key, pages, aux slot) -------> |   you may write here now
+      |        ... pages, then aux, through the transport ...
+      | <------------------------ Done(key) |   every byte has landed
+      | Abort(key) -----------------------> |   stop
+      | <-------------- Ended(key, failure) |   prefill gave up; `quiesced`: no byte will come any more
+      | <-------- Ping, Pong, Ack --------> |   any direction
+
+All but Ack, Ping and Pong are delivered at least once (`sessions` repeats them until acked), in any order;
+every handler is idempotent. A key names one use of a room for good, so late messages cannot hit a later use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+import msgspec
+
+from pdserve.errors import ProtocolError
+from pdserve.protocol.codec import Codec
+from pdserve.protocol.failure import Failure
+
+_SEAL_BYTES = 16
+MAX_FRAME_BYTES = 8 << 20
+
+
+class Key(msgspec.Struct, frozen=True):
+    """One use of a room: `origin` is the receiver's instance id, `attempt` its ever-growing count."""
+
+    room: int
+    attempt: int
+    origin: str
+
+
+class Region(msgspec.Struct, frozen=True):
+    """Registered memory of a peer."""
+
+    address: int
+    num_bytes: int
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Who the sender is. `facts` must be equal on both sides, field by field."""
+
+    endpoint: str
+    facts: dict[str, str | int]
+    transport_address: str
+    kv_regions: tuple[Region, ...]
+    aux_region: Region
+    aux_slot_bytes: int
+    answer: bool
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The handshake is refused because `field` differs."""
+
+    field: str
+    message: str
+
+
+class Meta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The receiver's pages (per layout group) and aux slot for one key, and what the prompt must be."""
+
+    key: Key
+    pages: tuple[tuple[int, ...], ...]
+    aux_slot: int
+    prompt_digest: str
+
+
+class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What the sender measured; durations in seconds, so that no clocks need agree."""
+
+    num_bytes: int = 0
+    num_pages: int = 0
+    write_s: float = 0.0
+    queue_s: float = 0.0
+    bootstrap_s: float = 0.0
+    prefill_s: float = 0.0
+    tail_s: float = 0.0
+    """From the end of the last forward to the last byte."""
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All pages and the aux slot of `key` have landed."""
+
+    key: Key
+    stats: TransferStats
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The sender will not finish `key`. `quiesced`: it promises that no byte of it is written from now on."""
+
+    key: Key
+    failure: Failure
+    quiesced: bool
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The receiver does not want `key` any more; answered with a quiesced `Ended` (or a `Done` on its way)."""
+
+    key: Key
+    failure: Failure
+    prompt_digest: str
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Are you there?"""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """Yes."""
+
+
+class Ack(msgspec.Struct, frozen=True, tag=True):
+    """Packet `seq` has arrived."""
+
+    seq: int
+
+
+Body = Hello | Refusal | Meta | Done | Ended | Abort | Ping | Pong | Ack
+
+
+class Packet(msgspec.Struct, frozen=True, kw_only=True):
+    """One message between two instances; `receiver` guards against a new process behind an old address."""
+
+    sender: str
+    receiver: str
+    seq: int
+    body: Body
+
+
+class Wire:
+    """Packets to frames and back, sealed with the cluster's token (an empty token still catches damage).
+
+    Raises:
+        ProtocolError: on decode, for frames that are too large, wrongly sealed, or no packet.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._codec: Codec[Packet] = Codec(Packet, max_bytes=MAX_FRAME_BYTES)
+        self._key = hashlib.blake2b(token.encode(), digest_size=32).digest()
+
+    def encode(self, packet: Packet) -> bytes:
+        """One sealed frame."""
+        frame = self._codec.encode(packet)
+        return self._seal(frame) + frame
+
+    def decode(self, sealed: bytes) -> Packet:
+        """The packet of a sealed frame."""
+        if len(sealed) <= _SEAL_BYTES or len(sealed) > MAX_FRAME_BYTES:
+            raise ProtocolError(f"control frame of {len(sealed)} bytes")
+        if not hmac.compare_digest(self._seal(sealed[_SEAL_BYTES:]), sealed[:_SEAL_BYTES]):
+            raise ProtocolError("control frame is not sealed with our token")
+        return self._codec.decode(sealed[_SEAL_BYTES:])
+
+    def _seal(self, frame: bytes) -> bytes:
+        return hashlib.blake2b(frame, key=self._key, digest_size=_SEAL_BYTES).digest()
+
+
+def prompt_digest(token_ids: list[int]) -> str:
+    """Short digest of a prompt: both sides must have tokenized the request alike."""
+    packed = b"".join(token.to_bytes(4, "little") for token in token_ids)
+    return hashlib.blake2b(packed, digest_size=8).hexdigest()
