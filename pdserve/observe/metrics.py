@@ -1,0 +1,161 @@
+"""Prometheus metrics of one server, under SGLang's names where it has one, else under `pdserve:`.
+
+Owned by the API process. `RequestMetrics` is written by the engine client as tokens pass; the scheduler's side is a
+snapshot (`EngineState`), turned into gauges and counters when `/metrics` is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from pdserve.protocol.messages import EngineState
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+SGLANG_QUEUES = {
+    "bootstrap": "num_prefill_bootstrap_queue_reqs",
+    "inflight": "num_prefill_inflight_queue_reqs",
+    "prealloc": "num_decode_prealloc_queue_reqs",
+    "transfer": "num_decode_transfer_queue_reqs",
+}
+"""The scheduler's queue names, and the gauges SGLang has for them."""
+
+SGLANG_COUNTERS = ("num_bootstrap_failed_reqs_total", "num_transfer_failed_reqs_total")
+"""Counters that keep SGLang's prefix, and so do all named `kv_transfer_*`. They are shown at 0 before the first event."""
+
+
+class RequestMetrics(Protocol):
+    """What the engine client reports. All durations in seconds."""
+
+    def started(self, prompt_tokens: int) -> None:
+        """A sequence was submitted."""
+        ...
+
+    def first_token(self, ttft_s: float) -> None:
+        """A sequence's first token came."""
+        ...
+
+    def next_tokens(self, gap_s: float) -> None:
+        """Later tokens came, `gap_s` apart each."""
+        ...
+
+    def generated(self, num_tokens: int) -> None:
+        """Tokens came, the first or later ones."""
+        ...
+
+    def finished(self, outcome: str, e2e_s: float) -> None:
+        """A sequence ended: `stop`, `length` or `abort`."""
+        ...
+
+
+class ServerMetrics:
+    """All metrics of a server, in a registry of its own; implements `RequestMetrics`."""
+
+    def __init__(self, model_name: str, engine_type: str) -> None:
+        """`engine_type`: `unified`, `prefill` or `decode`. Both arguments become labels of every sample."""
+        self._registry = CollectorRegistry(auto_describe=False)
+        labels = {"model_name": model_name, "engine_type": engine_type}
+        names = tuple(labels)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"sglang:{name}", text, names, registry=self._registry).labels(**labels)
+
+        def histogram(name: str, text: str) -> Histogram:
+            made = Histogram(f"sglang:{name}", text, names, registry=self._registry, buckets=_SECONDS)
+            return made.labels(**labels)
+
+        self._prompt_tokens = counter("prompt_tokens_total", "prompt tokens taken")
+        self._generation_tokens = counter("generation_tokens_total", "tokens generated")
+        self._requests = counter("num_requests_total", "sequences taken")
+        self._aborted = counter("num_aborted_requests_total", "sequences that ended as aborted")
+        self._ttft = histogram("time_to_first_token_seconds", "from submission to the first token")
+        self._itl = histogram("inter_token_latency_seconds", "between tokens")
+        self._e2e = histogram("e2e_request_latency_seconds", "from submission to the end")
+        self._live = Gauge("pdserve:live_requests", "sequences in progress in the API process", names,
+                           registry=self._registry).labels(**labels)  # fmt: skip
+        self._engine = _EngineCollector(labels)
+        self._registry.register(self._engine)
+
+    def started(self, prompt_tokens: int) -> None:
+        """See `RequestMetrics`."""
+        self._requests.inc()
+        self._prompt_tokens.inc(prompt_tokens)
+        self._live.inc()
+
+    def first_token(self, ttft_s: float) -> None:
+        """See `RequestMetrics`."""
+        self._ttft.observe(ttft_s)
+
+    def next_tokens(self, gap_s: float) -> None:
+        """See `RequestMetrics`."""
+        self._itl.observe(gap_s)
+
+    def generated(self, num_tokens: int) -> None:
+        """See `RequestMetrics`."""
+        self._generation_tokens.inc(num_tokens)
+
+    def finished(self, outcome: str, e2e_s: float) -> None:
+        """See `RequestMetrics`."""
+        self._live.dec()
+        if outcome == "abort":
+            self._aborted.inc()
+        else:
+            self._e2e.observe(e2e_s)
+
+    def render(self, state: EngineState | None) -> bytes:
+        """The text that `/metrics` answers; `state` None leaves the scheduler's part out."""
+        self._engine.state = state
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Turns the newest `EngineState` into metric families."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._names = list(labels)
+        self._values = list(labels.values())
+        self.state: EngineState | None = None
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Called by the registry."""
+        if self.state is None:
+            return
+        yield from self._load(self.state)
+        yield from self._queues(self.state)
+        for name, count in sorted(self.state.memory.items()):
+            yield self._gauge(f"pdserve:{name}", f"KV memory: {name}", count)
+        zeros = dict.fromkeys(SGLANG_COUNTERS, 0.0)
+        for name, total in sorted({**zeros, **self.state.counters}.items()):
+            yield self._counter(name, total)
+
+    def _load(self, state: EngineState) -> Iterator[GaugeMetricFamily]:
+        usage = state.num_used_tokens / state.max_total_tokens if state.max_total_tokens else 0.0
+        yield self._gauge("sglang:num_running_reqs", "requests in the running batch", state.num_running_reqs)
+        yield self._gauge("sglang:num_queue_reqs", "requests that wait", state.num_queue_reqs)
+        yield self._gauge("sglang:num_used_tokens", "token slots in use", state.num_used_tokens)
+        yield self._gauge("sglang:max_total_num_tokens", "token slots in all", state.max_total_tokens)
+        yield self._gauge("sglang:token_usage", "share of token slots in use", usage)
+
+    def _queues(self, state: EngineState) -> Iterator[GaugeMetricFamily]:
+        for queue, name in SGLANG_QUEUES.items():
+            yield self._gauge(f"sglang:{name}", f"length of the {queue} queue", state.queues.get(queue, 0))
+        family = GaugeMetricFamily("pdserve:queue_reqs", "length of a queue", labels=[*self._names, "queue"])
+        for queue, length in sorted(state.queues.items()):
+            family.add_metric([*self._values, queue], length)
+        yield family
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, text, labels=self._names)
+        family.add_metric(self._values, value)
+        return family
+
+    def _counter(self, name: str, total: float) -> CounterMetricFamily:
+        ours = name in SGLANG_COUNTERS or name.startswith("kv_transfer_")
+        family = CounterMetricFamily(f"{'sglang' if ours else 'pdserve'}:{name}", name, labels=self._names)
+        family.add_metric(self._values, total)
+        return family

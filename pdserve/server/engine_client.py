@@ -1,0 +1,293 @@
+"""The API process's view of its scheduler: streams of outputs by request id.
+
+Owned by the application, used on its event loop only. It is the only reader and writer of the API end of the channel.
+
+    submit ──> GenerateRequest per sequence          OutputBatch ──> detokenize ──> Generation of that sequence
+    a stop string in the text ──> AbortRequest(reason="stop"), the sequence ends as finished
+    a Generation that is closed early ──> AbortRequest for each unfinished sequence
+    the channel or the process is gone ──> every Generation fails with EngineDeadError
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+
+import msgspec
+
+from pdserve.errors import EngineDeadError, ProtocolError, RequestError
+from pdserve.observe.metrics import RequestMetrics
+from pdserve.protocol.channel import ApiChannel
+from pdserve.protocol.messages import (
+    AbortRequest,
+    EngineReady,
+    EngineState,
+    FinishReason,
+    FlushReply,
+    GenerateRequest,
+    OutputBatch,
+    RequestOutput,
+    StateReply,
+    ToApi,
+    ToScheduler,
+)
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.server.detokenizer import Detokenizer, NoText
+from pdserve.server.engine_queries import EngineQueries
+from pdserve.server.generation import Generation
+from pdserve.server.output_text import detokenize_output
+from pdserve.server.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class _Sequence:
+    """One live sequence; `seen_s` is when its newest token came (monotonic), None before the first."""
+
+    index: int
+    name: str
+    generation: Generation
+    sampling: SamplingParams
+    detokenizer: Detokenizer
+    started_s: float
+    seen_s: float | None = None
+
+
+class EngineClient:
+    """See the file's docstring. `start` it inside the event loop, `stop` it at the end."""
+
+    def __init__(
+        self, channel: ApiChannel, tokenizer: Tokenizer | None, metrics: RequestMetrics, *, match_stops: bool = True
+    ) -> None:
+        """`match_stops` False leaves stop strings alone: a prefill server's first token is decode's to judge."""
+        self._channel = channel
+        self._tokenizer = tokenizer
+        self._match_stops = match_stops
+        self._metrics = metrics
+        self._live: dict[str, _Sequence] = {}
+        self._names: collections.Counter[str] = collections.Counter()
+        self._queries = EngineQueries(channel)
+        self._ready: EngineReady | None = None
+        self._became_ready = asyncio.Event()
+        self._dead: EngineDeadError | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reader: asyncio.Task[None] | None = None
+
+    # life ------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to read the channel."""
+        if self._reader is None:
+            self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def stop(self) -> None:
+        """Stop reading; every stream fails. The channel stays open and belongs to the caller."""
+        self.fail(EngineDeadError("the server is shutting down"))
+        tasks = [*self._tasks, *([self._reader] if self._reader is not None else [])]
+        if self._reader is not None:
+            self._reader.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def fail(self, error: EngineDeadError) -> None:
+        """The engine is gone: every stream and query ends with `error`, and nothing more is taken."""
+        if self._dead is not None:
+            return
+        self._dead = error
+        self._became_ready.set()
+        for rid, sequence in list(self._live.items()):
+            sequence.generation.fail(error)
+            self._drop(rid, "abort")
+        self._queries.fail(error)
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine is known to be gone."""
+        return self._dead is None
+
+    @property
+    def ready(self) -> EngineReady | None:
+        """What the scheduler announced, once it can take requests and as long as it is there."""
+        return self._ready if self._dead is None else None
+
+    @property
+    def num_live(self) -> int:
+        """Sequences in progress."""
+        return len(self._live)
+
+    async def wait_ready(self, timeout_s: float | None = None) -> EngineReady:
+        """Wait until the scheduler can take requests.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+            TimeoutError: it was not ready in time.
+        """
+        await asyncio.wait_for(self._became_ready.wait(), timeout_s)
+        return self.require_ready()
+
+    def require_ready(self) -> EngineReady:
+        """What the scheduler announced.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+            RequestError: 503 while it is starting.
+        """
+        if self._dead is not None:
+            raise self._dead
+        if self._ready is None:
+            raise RequestError("the engine is starting", status=503, code="engine_starting")
+        return self._ready
+
+    # requests --------------------------------------------------------------------------------------------------------
+
+    async def submit(self, requests: Sequence[GenerateRequest], names: Sequence[str]) -> Generation:
+        """Send the sequences of one body; `names[i]` is the id the client knows sequence i by, `rid`s are unique.
+
+        Raises:
+            RequestError: 400 when a name belongs to a live request, 503 while the engine is starting.
+            EngineDeadError: the engine is gone.
+        """
+        self.require_ready()
+        for name in names:
+            if self._names[name]:
+                raise RequestError(f"rid {name!r} belongs to a request that is still running", field="rid")
+        generation = Generation(len(requests), self._close)
+        now = time.monotonic()
+        for index, (request, name) in enumerate(zip(requests, names, strict=True)):
+            self._live[request.rid] = _Sequence(
+                index, name, generation, request.sampling, self._detokenizer(request.sampling), now
+            )
+            self._names[name] += 1
+            self._metrics.started(len(request.input_ids))
+        try:
+            for request in requests:
+                await self._channel.send(request)
+        except BaseException:
+            generation.close()
+            raise
+        return generation
+
+    def abort(self, name: str | None) -> int:
+        """Abort the sequences the client knows as `name`, all for None; returns how many. Their streams end as aborted."""
+        rids = [rid for rid, sequence in self._live.items() if name is None or sequence.name == name]
+        for rid in rids:
+            self._send_soon(AbortRequest(rid=rid))
+        return len(rids)
+
+    def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
+        if not self._match_stops:
+            sampling = msgspec.structs.replace(sampling, stop=())
+        if self._tokenizer is None:
+            return Detokenizer(NoText(), sampling)
+        return Detokenizer(self._tokenizer.text_decoder(skip_special=sampling.skip_special_tokens), sampling)
+
+    def _close(self, generation: Generation) -> None:
+        for rid in [rid for rid, sequence in self._live.items() if sequence.generation is generation]:
+            self._drop(rid, "abort")
+            self._send_soon(AbortRequest(rid=rid))
+
+    def _drop(self, rid: str, outcome: str) -> None:
+        sequence = self._live.pop(rid)
+        self._names[sequence.name] -= 1
+        if self._names[sequence.name] <= 0:
+            del self._names[sequence.name]
+        self._metrics.finished(outcome, time.monotonic() - sequence.started_s)
+
+    # queries ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def last_state(self) -> EngineState | None:
+        """The newest state seen."""
+        return self._queries.last_state
+
+    async def state(self, timeout_s: float) -> EngineState | None:
+        """The scheduler's state now; the last one seen when it does not answer in time (a long step), or is gone."""
+        if self.ready is None:
+            return self.last_state
+        return await self._queries.state(timeout_s)
+
+    async def flush(self, timeout_s: float) -> FlushReply:
+        """Ask the scheduler to forget cached prefixes.
+
+        Raises:
+            RequestError: 503 when it does not answer in time.
+            EngineDeadError: the engine is gone.
+        """
+        self.require_ready()
+        return await self._queries.flush(timeout_s)
+
+    # messages --------------------------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        while self._dead is None:
+            try:
+                self._handle(await self._channel.recv())
+            except ProtocolError as error:
+                log.error("a message of the scheduler was dropped: %s", error)
+            except EngineDeadError as error:
+                self.fail(error)
+
+    def _handle(self, message: ToApi) -> None:
+        match message:
+            case OutputBatch():
+                for output in message.outputs:
+                    self._on_output(output)
+            case StateReply() | FlushReply():
+                self._queries.on_reply(message)
+            case EngineReady():
+                self._ready = message
+                self._became_ready.set()
+
+    def _on_output(self, output: RequestOutput) -> None:
+        sequence = self._live.get(output.rid)
+        if sequence is None:
+            return  # it was aborted or stopped here, and this was under way
+        finish = output.finish
+        if finish is not None and finish.type == "abort" and finish.status_code is not None:
+            self._drop(output.rid, "abort")
+            sequence.generation.fail(_refusal(finish, finish.status_code))
+            return
+        update = detokenize_output(
+            sequence.index, sequence.detokenizer, output, keep_stop=sequence.sampling.no_stop_trim
+        )
+        self._observe(sequence, len(update.token_ids))
+        if update.finish is not None:
+            self._drop(output.rid, update.finish.type)
+            if finish is None:
+                self._send_soon(AbortRequest(rid=output.rid, reason="stop"))
+        sequence.generation.put(update)
+
+    def _observe(self, sequence: _Sequence, num_tokens: int) -> None:
+        if num_tokens == 0:
+            return
+        now = time.monotonic()
+        if sequence.seen_s is None:
+            self._metrics.first_token(now - sequence.started_s)
+        else:
+            self._metrics.next_tokens((now - sequence.seen_s) / num_tokens)
+        self._metrics.generated(num_tokens)
+        sequence.seen_s = now
+
+    def _send_soon(self, message: ToScheduler) -> None:
+        if self._dead is None:
+            self._spawn(self._send_quietly(message))
+
+    async def _send_quietly(self, message: ToScheduler) -> None:
+        try:
+            await self._channel.send(message)
+        except EngineDeadError as error:
+            self.fail(error)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _refusal(finish: FinishReason, status: int) -> RequestError:
+    field = "bootstrap_room" if status == 409 else None
+    return RequestError(finish.message or "aborted", status=status, code=finish.err_type or "aborted", field=field)

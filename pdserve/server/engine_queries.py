@@ -1,0 +1,70 @@
+"""Questions to the scheduler that have one answer: its state, and the flushing of its cache. Owned by the engine client."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+from pdserve.errors import EngineDeadError, RequestError
+from pdserve.protocol.channel import ApiChannel
+from pdserve.protocol.messages import EngineState, FlushCache, FlushReply, StateQuery, StateReply
+
+
+class EngineQueries:
+    """Pairs replies with the questions that wait for them."""
+
+    def __init__(self, channel: ApiChannel) -> None:
+        self._channel = channel
+        self._states: dict[str, asyncio.Future[EngineState]] = {}
+        self._flushes: dict[str, asyncio.Future[FlushReply]] = {}
+        self.last_state: EngineState | None = None
+
+    async def state(self, timeout_s: float) -> EngineState | None:
+        """The state now, or the last one seen when no answer comes in `timeout_s` or the engine goes."""
+        query_id = uuid.uuid4().hex
+        answer = self._states[query_id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._channel.send(StateQuery(query_id=query_id))
+            return await asyncio.wait_for(answer, timeout_s)
+        except (TimeoutError, EngineDeadError):
+            return self.last_state
+        finally:
+            del self._states[query_id]
+
+    async def flush(self, timeout_s: float) -> FlushReply:
+        """The scheduler's answer to `FlushCache`.
+
+        Raises:
+            RequestError: 503 when it does not answer in `timeout_s`.
+            EngineDeadError: the engine is gone.
+        """
+        query_id = uuid.uuid4().hex
+        answer = self._flushes[query_id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._channel.send(FlushCache(query_id=query_id))
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError as error:
+            raise RequestError("the engine did not answer in time", status=503, code="engine_busy") from error
+        finally:
+            del self._flushes[query_id]
+
+    def on_reply(self, reply: StateReply | FlushReply) -> None:
+        """Called by the engine client's reader; a reply that nobody waits for any more is dropped."""
+        if isinstance(reply, StateReply):
+            self.last_state = reply.state
+            state = self._states.get(reply.query_id)
+            if state is not None and not state.done():
+                state.set_result(reply.state)
+        else:
+            flush = self._flushes.get(reply.query_id)
+            if flush is not None and not flush.done():
+                flush.set_result(reply)
+
+    def fail(self, error: EngineDeadError) -> None:
+        """End all that wait."""
+        for state in self._states.values():
+            if not state.done():
+                state.set_exception(error)
+        for flush in self._flushes.values():
+            if not flush.done():
+                flush.set_exception(error)

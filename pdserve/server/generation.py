@@ -1,0 +1,101 @@
+"""One submitted body as an async iterator of updates. Made and fed by the engine client, read by one endpoint.
+
+Updates of a sequence that the reader has not taken yet are merged, so a slow reader costs memory for its text only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Self
+
+from pdserve.errors import PdserveError
+from pdserve.protocol.messages import FinishReason, RequestTiming, TokenLogprob
+
+
+@dataclasses.dataclass
+class Update:
+    """News of sequence `index`: text that is safe to show, and the tokens since the last update.
+
+    `finish` and `timing` come with the last one. `logprobs` has one entry per token when they were asked for.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    finish: FinishReason | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    timing: RequestTiming | None = None
+
+    def absorb(self, newer: Update) -> None:
+        """Append what came later for the same sequence."""
+        assert newer.index == self.index and self.finish is None
+        self.text += newer.text
+        self.token_ids += newer.token_ids
+        self.logprobs += newer.logprobs
+        self.finish = newer.finish
+        self.prompt_tokens = newer.prompt_tokens
+        self.cached_tokens = newer.cached_tokens
+        self.timing = newer.timing
+
+
+class Generation:
+    """The updates of a body's sequences, in the order of arrival; ends when every sequence has finished.
+
+    Iterating raises the error that ended it: `RequestError` when the scheduler refused a sequence, `EngineDeadError`
+    when the engine is gone. Leaving the `async with` block early aborts what is still running.
+    """
+
+    def __init__(self, num_sequences: int, on_close: Callable[[Generation], None]) -> None:
+        self._unfinished = num_sequences
+        self._on_close = on_close
+        self._pending: dict[int, Update] = {}
+        self._news = asyncio.Event()
+        self._error: PdserveError | None = None
+
+    def put(self, update: Update) -> None:
+        """Called by the engine client on the event loop."""
+        if update.finish is not None:
+            self._unfinished -= 1
+        waiting = self._pending.get(update.index)
+        if waiting is None:
+            self._pending[update.index] = update
+        else:
+            waiting.absorb(update)
+        self._news.set()
+
+    def fail(self, error: PdserveError) -> None:
+        """Called by the engine client; the first error counts."""
+        if self._error is None:
+            self._error = error
+        self._news.set()
+
+    def __aiter__(self) -> AsyncIterator[Update]:
+        return self
+
+    async def __anext__(self) -> Update:
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self._pending:
+                return self._pending.pop(next(iter(self._pending)))
+            if self._unfinished == 0:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what is unfinished and forget the rest."""
+        self._on_close(self)

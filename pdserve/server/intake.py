@@ -1,0 +1,207 @@
+"""From a parsed body to scheduler requests: prompts, rooms, ids. Pure; the endpoints call it before anything is submitted.
+
+A body asks for `num_prompts * n` sequences; sequence `p * n + j` is the j-th answer to prompt p.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from pdserve.config.groups import DisaggMode
+from pdserve.errors import RequestError
+from pdserve.protocol.messages import MAX_ROOM, GenerateRequest, RoomAddress
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.server.json_http import scalar_or_list
+
+MAX_PROMPTS = 4096
+MAX_RID_CHARS = 256
+MAX_TOP_LOGPROBS = 20
+
+
+class Addressed(Protocol):
+    """A body with the bootstrap trio and an id; each a scalar, a list, or None."""
+
+    rid: Any
+    bootstrap_host: Any
+    bootstrap_port: Any
+    bootstrap_room: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptSpec:
+    """One prompt of a body, checked: its tokens, how to sample, how many answers."""
+
+    input_ids: list[int]
+    sampling: SamplingParams
+    top_logprobs: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Intake:
+    """Everything one body asks for, ready to be submitted. `names[i]` is the client's id of sequence i."""
+
+    requests: list[GenerateRequest]
+    names: list[str]
+    n: int
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens, each prompt counted once however many answers it has."""
+        return sum(len(request.input_ids) for request in self.requests[:: self.n])
+
+
+def as_prompts(value: Any, field: str, *, allow_text: bool, allow_ids: bool) -> tuple[list[str | list[int]], bool]:
+    """The prompts in `value`, and whether they came as a batch. Text, token ids, or a list of either.
+
+    Raises:
+        RequestError: 400 naming `field`, for another shape or an empty prompt.
+    """
+    prompts: list[str | list[int]]
+    wrong = RequestError(f"{field} has the wrong type or mixes types", field=field)
+    if allow_text and isinstance(value, str):
+        prompts, batch = [value], False
+    elif not isinstance(value, list):
+        raise wrong
+    elif not value:
+        raise RequestError(f"{field} must not be empty", field=field)
+    elif allow_ids and all(isinstance(entry, int) for entry in value):
+        prompts, batch = [value], False
+    else:
+        prompts, batch = value, True
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError(f"{field} holds {len(prompts)} prompts, at most {MAX_PROMPTS} are taken", field=field)
+    for prompt in prompts:
+        if not ((allow_text and isinstance(prompt, str)) or (allow_ids and isinstance(prompt, list))):
+            raise wrong
+        if not prompt:
+            raise RequestError(f"{field} must not be empty", field=field)
+    return prompts, batch
+
+
+def check_token_ids(token_ids: Sequence[Any], vocab_size: int, field: str) -> None:
+    """Refuse anything but ids in `[0, vocab_size)`.
+
+    Raises:
+        RequestError: 400 naming `field`.
+    """
+    for token_id in token_ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise RequestError(f"{field} must hold token ids in [0, {vocab_size}), got {token_id!r}", field=field)
+
+
+def check_top_logprobs(value: int | None, field: str) -> int | None:
+    """Refuse counts that the engine does not deliver.
+
+    Raises:
+        RequestError: 400 naming `field`.
+    """
+    if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
+        raise RequestError(f"{field} must be in [0, {MAX_TOP_LOGPROBS}], got {value}", field=field)
+    return value
+
+
+def _expand_rooms(room: Any, num_prompts: int, n: int) -> list[int]:
+    """One room per sequence. A scalar counts up; a list has one per sequence, or one per prompt, which counts up over n."""
+    field = "bootstrap_room"
+    rooms = room if isinstance(room, list) else None
+    for value in [room] if rooms is None else rooms:
+        if type(value) is not int or not 0 <= value <= MAX_ROOM:
+            raise RequestError(f"{field} must be an integer in [0, {MAX_ROOM}], got {value!r}", field=field)
+    if rooms is None:
+        expanded = [room + i for i in range(num_prompts * n)]
+    elif len(rooms) == num_prompts * n:
+        expanded = rooms
+    elif len(rooms) == num_prompts:
+        expanded = [base + j for base in rooms for j in range(n)]
+    else:
+        raise RequestError(f"{field} has {len(rooms)} entries for {num_prompts} prompts with n={n}", field=field)
+    if max(expanded) > MAX_ROOM or len(set(expanded)) != len(expanded):
+        raise RequestError(f"{field} must give every sequence its own room up to {MAX_ROOM}", field=field)
+    return expanded
+
+
+def _spread(value: Any, field: str, num_prompts: int, n: int, kind: type) -> list[Any]:
+    if isinstance(value, list) and len(value) == num_prompts * n:
+        return scalar_or_list(value, num_prompts * n, field, kind)
+    return [entry for entry in scalar_or_list(value, num_prompts, field, kind) for _ in range(n)]
+
+
+def rooms_of(body: Addressed, mode: DisaggMode, num_prompts: int, n: int) -> list[RoomAddress] | list[None]:
+    """Where each sequence meets its other half; Nones on a server that does both halves itself.
+
+    `body` has `bootstrap_host`, `bootstrap_port`, `bootstrap_room`: scalars or lists.
+
+    Raises:
+        RequestError: 400 naming the field that is missing or wrong.
+    """
+    if mode == "null":
+        return [None] * (num_prompts * n)
+    if body.bootstrap_room is None:
+        raise RequestError(
+            f"bootstrap_room is missing: this is a {mode} server, send requests through the router",
+            field="bootstrap_room",
+        )
+    rooms = _expand_rooms(body.bootstrap_room, num_prompts, n)
+    hosts = _spread(body.bootstrap_host, "bootstrap_host", num_prompts, n, str)
+    ports = _spread(body.bootstrap_port, "bootstrap_port", num_prompts, n, int)
+    if mode == "decode" and any(not host for host in hosts):
+        raise RequestError("bootstrap_host is missing: decode must know its prefill server", field="bootstrap_host")
+    for port in ports:
+        if port is not None and not 1 <= port <= 65535:
+            raise RequestError(f"bootstrap_port must be in [1, 65535], got {port}", field="bootstrap_port")
+    trio = zip(hosts, ports, rooms, strict=True)
+    return [RoomAddress(host=host or "", port=port, room=room) for host, port, room in trio]
+
+
+def _names(rid: Any, num_prompts: int) -> list[str]:
+    """One name per prompt: the client's, or a new one."""
+    names = scalar_or_list(rid, num_prompts, "rid", str)
+    if isinstance(rid, str) and num_prompts > 1:
+        names = [f"{rid}_{i}" for i in range(num_prompts)]
+    if any(name is not None and not 1 <= len(name) <= MAX_RID_CHARS for name in names):
+        raise RequestError(f"rid must have 1 to {MAX_RID_CHARS} characters", field="rid")
+    given = [name for name in names if name is not None]
+    if len(set(given)) != len(given):
+        raise RequestError("rid must differ between the prompts of a batch", field="rid")
+    return [uuid.uuid4().hex if name is None else name for name in names]
+
+
+def _seeded(sampling: SamplingParams, j: int) -> SamplingParams:
+    """The j-th answer to one prompt has its own seed, so that the answers differ."""
+    if sampling.seed is None or j == 0:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + j) & MAX_ROOM)
+
+
+def make_intake(prompts: Sequence[PromptSpec], n: int, body: Addressed, mode: DisaggMode, *, stream: bool) -> Intake:
+    """All requests of a body whose prompts are checked; `body` has the bootstrap trio and `rid`.
+
+    Each request has an id of its own on the wire, which is never used again, so that late outputs of an aborted request
+    cannot reach another one that the client gave the same `rid`.
+
+    Raises:
+        RequestError: 400 naming the field.
+    """
+    rooms = rooms_of(body, mode, len(prompts), n)
+    names = [name for name in _names(body.rid, len(prompts)) for _ in range(n)]
+    arrival_s = time.time()
+    requests = [
+        GenerateRequest(
+            rid=f"{names[i]}.{secrets.token_hex(4)}",
+            input_ids=prompts[i // n].input_ids,
+            sampling=_seeded(prompts[i // n].sampling, i % n),
+            stream=stream,
+            top_logprobs=prompts[i // n].top_logprobs,
+            room=rooms[i],
+            arrival_s=arrival_s,
+        )
+        for i in range(len(names))
+    ]
+    return Intake(requests, names, n)

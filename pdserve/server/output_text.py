@@ -1,0 +1,35 @@
+"""A scheduler output to the update that a client sees. Called by the engine client for every output of a live sequence."""
+
+from __future__ import annotations
+
+from pdserve.protocol.messages import FinishReason, RequestOutput
+from pdserve.server.detokenizer import Detokenizer
+from pdserve.server.generation import Update
+
+
+def detokenize_output(index: int, detokenizer: Detokenizer, output: RequestOutput, *, keep_stop: bool) -> Update:
+    """The update that `output` makes; cut at a stop string, and without the text of a stop token unless it is wanted."""
+    update = Update(index, prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens)
+    update.finish, update.timing = output.finish, output.timing
+    hidden = _hidden_stop_token(output, keep=keep_stop)
+    last = len(output.token_ids) - 1
+    for position, token_id in enumerate(output.token_ids):
+        update.token_ids.append(token_id)
+        if output.logprobs is not None:
+            update.logprobs.append(output.logprobs[position])
+        if position == last and token_id == hidden:
+            break
+        update.text += detokenizer.push(token_id)
+        if detokenizer.stopped is not None:
+            update.finish = FinishReason(type="stop", matched=detokenizer.stopped)
+            return update
+    if output.finish is not None:
+        update.text += detokenizer.finish()
+    return update
+
+
+def _hidden_stop_token(output: RequestOutput, *, keep: bool) -> int | None:
+    finish = output.finish
+    if keep or finish is None or finish.type != "stop" or not isinstance(finish.matched, int):
+        return None
+    return finish.matched

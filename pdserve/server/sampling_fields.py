@@ -1,0 +1,176 @@
+"""Sampling fields of the two APIs, turned into `SamplingParams` with their final `max_new_tokens`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+from pdserve.config.groups import DisaggMode
+from pdserve.errors import RequestError
+from pdserve.protocol.messages import EngineReady
+from pdserve.protocol.sampling import TOP_K_ALL, SamplingParams, validate_sampling
+from pdserve.server.schemas import NativeSampling, OpenAIBody
+
+V = TypeVar("V")
+
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1024
+MAX_CHAT_TOKENS = 2048
+"""A chat that names no limit gets this many tokens, or what fits into the context if that is less."""
+NATIVE_TOKENS = 128
+COMPLETION_TOKENS = 16
+_OPENAI_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What bounds a request on this server."""
+
+    mode: DisaggMode
+    vocab_size: int
+    context_length: int
+    max_total_tokens: int
+
+    @classmethod
+    def of(cls, ready: EngineReady, mode: DisaggMode) -> Limits:
+        """The limits that the scheduler announced."""
+        return cls(mode, ready.vocab_size, ready.context_length, ready.max_total_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """How many tokens the client wants: None for `default`. `field` is the client's name for it."""
+
+    tokens: int | None
+    default: int
+    field: str
+
+
+def fit_max_tokens(num_prompt: int, ask: Ask, min_tokens: int, limits: Limits, prompt_field: str) -> int:
+    """Tokens to generate for a prompt of `num_prompt` tokens; a default shrinks to what fits, a wish does not.
+
+    A prefill server holds the prompt and one token, so that only the context bounds the rest there.
+
+    Raises:
+        RequestError: 400 naming the prompt or the client's limit.
+    """
+    capacity = min(limits.context_length, limits.max_total_tokens)
+    if num_prompt >= capacity:
+        raise RequestError(
+            f"{prompt_field} has {num_prompt} tokens; at most {capacity - 1} fit "
+            f"(context {limits.context_length}, KV pool {limits.max_total_tokens})",
+            field=prompt_field,
+            code="context_length_exceeded",
+        )
+    longest = limits.context_length if limits.mode == "prefill" else capacity
+    if ask.tokens is None:
+        return min(max(ask.default, min_tokens), longest - num_prompt)
+    if ask.tokens < 1:
+        raise RequestError(f"{ask.field} must be at least 1, got {ask.tokens}", field=ask.field)
+    if num_prompt + ask.tokens > longest:
+        raise RequestError(
+            f"{num_prompt} prompt tokens and {ask.field}={ask.tokens} exceed the {longest} tokens that fit "
+            f"(context {limits.context_length}, KV pool {limits.max_total_tokens})",
+            field=ask.field,
+            code="context_length_exceeded",
+        )
+    return ask.tokens
+
+
+def count_n(n: int | None) -> int:
+    """Sequences per prompt.
+
+    Raises:
+        RequestError: 400 naming `n`.
+    """
+    if n is None:
+        return 1
+    if not 1 <= n <= MAX_N:
+        raise RequestError(f"n must be in [1, {MAX_N}], got {n}", field="n")
+    return n
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_CHARS for text in stops):
+        raise RequestError(
+            f"stop takes at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters", field="stop"
+        )
+    return stops
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+    if not bias:
+        return None
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError as error:
+        raise RequestError(f"logit_bias keys must be token ids: {error}", field="logit_bias") from error
+
+
+def _seed(seed: int | None, field: str) -> int | None:
+    if seed is None:
+        return None
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise RequestError(f"{field} must fit into 64 bits, got {seed}", field=field)
+    return seed & ((1 << 63) - 1)
+
+
+def _given(value: V | None, default: V) -> V:
+    return default if value is None else value
+
+
+def _build(body: NativeSampling | OpenAIBody, min_tokens: int, max_tokens: int, seed: int | None) -> SamplingParams:
+    default = SamplingParams()
+    top_k = _given(body.top_k, -1)
+    return SamplingParams(
+        max_new_tokens=max_tokens,
+        min_new_tokens=min_tokens,
+        temperature=_given(body.temperature, default.temperature),
+        top_p=_given(body.top_p, default.top_p),
+        top_k=TOP_K_ALL if top_k == -1 else min(top_k, TOP_K_ALL),
+        min_p=_given(body.min_p, default.min_p),
+        repetition_penalty=_given(body.repetition_penalty, default.repetition_penalty),
+        frequency_penalty=_given(body.frequency_penalty, default.frequency_penalty),
+        presence_penalty=_given(body.presence_penalty, default.presence_penalty),
+        seed=seed,
+        stop=_stops(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=_given(body.ignore_eos, default.ignore_eos),
+        skip_special_tokens=_given(body.skip_special_tokens, default.skip_special_tokens),
+        spaces_between_special_tokens=_given(body.spaces_between_special_tokens, default.spaces_between_special_tokens),
+        no_stop_trim=_given(body.no_stop_trim, default.no_stop_trim),
+        logit_bias=_logit_bias(body.logit_bias),
+    )
+
+
+def native_sampling(body: NativeSampling, num_prompt: int, limits: Limits, prompt_field: str) -> SamplingParams:
+    """Checked parameters of a `/generate` prompt of `num_prompt` tokens.
+
+    Raises:
+        RequestError: 400 naming the field.
+    """
+    ask = Ask(body.max_new_tokens, NATIVE_TOKENS, "max_new_tokens")
+    min_tokens = _given(body.min_new_tokens, 0)
+    seed = _seed(body.sampling_seed, "sampling_seed") if body.sampling_seed is not None else _seed(body.seed, "seed")
+    max_tokens = fit_max_tokens(num_prompt, ask, min_tokens, limits, prompt_field)
+    return validate_sampling(_build(body, min_tokens, max_tokens, seed), limits.vocab_size)
+
+
+def openai_sampling(body: OpenAIBody, ask: Ask, num_prompt: int, limits: Limits, prompt_field: str) -> SamplingParams:
+    """Checked parameters of an OpenAI prompt of `num_prompt` tokens.
+
+    Raises:
+        RequestError: 400 naming the field by its OpenAI name.
+    """
+    min_tokens = _given(body.min_tokens, 0)
+    max_tokens = fit_max_tokens(num_prompt, ask, min_tokens, limits, prompt_field)
+    try:
+        return validate_sampling(_build(body, min_tokens, max_tokens, _seed(body.seed, "seed")), limits.vocab_size)
+    except RequestError as error:
+        message = error.message
+        for ours, theirs in _OPENAI_NAMES.items():
+            message = message.replace(ours, theirs)
+        field = _OPENAI_NAMES.get(error.field or "", error.field)
+        raise RequestError(message, field=field, status=error.status, code=error.code) from error
