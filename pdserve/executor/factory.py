@@ -1,0 +1,99 @@
+"""From a server's configuration to an executor that is ready to run. Called by the scheduler process at start-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import torch
+
+from pdserve.config.groups import KernelConfig, ServerConfig
+from pdserve.errors import ConfigError
+from pdserve.executor.local import LocalExecutor
+from pdserve.executor.pool_size import pool_tokens
+from pdserve.memory.layout import pages_for
+from pdserve.memory.page_table import PageTable
+from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.torch_sdpa import TorchAttention
+from pdserve.model.config import ModelSpec
+from pdserve.model.families.decoder import kv_layout
+from pdserve.model.loader import load_model, read_spec, resolve_dtype
+from pdserve.model.paths import resolve_model_path
+
+_LOG = logging.getLogger(__name__)
+MAX_PAGE_TOKENS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """An executor and what it was sized to. `dtype` is the number format that weights and KV have."""
+
+    executor: LocalExecutor
+    table: PageTable
+    spec: ModelSpec
+    num_pages: int
+    context_length: int
+    dtype: str
+    device: torch.device
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Token slots in the KV pool."""
+        return self.num_pages * self.executor.layout.page_tokens
+
+
+def build_executor(config: ServerConfig, *, max_rows: int) -> Built:
+    """Load the model and allocate the KV pool for `max_rows` requests at once.
+
+    Raises:
+        ConfigError: a flag does not fit the model or the machine.
+        ModelError: the checkpoint cannot be found, read or run.
+    """
+    page_tokens = config.memory.page_size
+    if not 1 <= page_tokens <= MAX_PAGE_TOKENS:
+        raise ConfigError(f"page_size must be in [1, {MAX_PAGE_TOKENS}], got {page_tokens}", field="page_size")
+    device = prepare_device(config.kernels)
+    path = resolve_model_path(config.model.model_path)
+    spec = read_spec(path)
+    context_length = _context_length(config.model.context_length, spec)
+    load_format = config.model.load_format
+    dtype = resolve_dtype(path, spec, config.model.dtype, load_format=load_format)
+    model = load_model(path, spec, dtype, device, load_format=load_format, seed=config.model.random_seed)
+    layout = kv_layout(spec, page_tokens, dtype)
+    num_tokens = pool_tokens(config.memory, layout, device, context_length=context_length, max_rows=max_rows)
+    num_pages = num_tokens // page_tokens
+    pools = tuple(KVPool(group, num_pages, device) for group in layout.groups)
+    table = PageTable(max_rows, pages_for(context_length, page_tokens))
+    attention = TorchAttention(pools[0], spec.num_heads, device)
+    executor = LocalExecutor(model, layout, pools, attention, table, context_length=context_length, device=device)
+    _LOG.info(
+        "%s in %s on %s: %d MB of weights, KV pool of %d tokens in %d pages (%d MB)",
+        spec.architectures[0], dtype, device, model.params.num_bytes >> 20,
+        num_tokens, num_pages, sum(size for _, size in executor.buffers) >> 20,
+    )  # fmt: skip
+    return Built(executor, table, spec, num_pages, context_length, dtype, device)
+
+
+def prepare_device(kernels: KernelConfig) -> torch.device:
+    """The device to run on; sets torch's threads on CPU. Raises ConfigError when cuda is asked for and absent."""
+    if kernels.cpu_threads is not None:
+        if kernels.cpu_threads < 1:
+            raise ConfigError(f"cpu_threads must be at least 1, got {kernels.cpu_threads}", field="cpu_threads")
+        torch.set_num_threads(kernels.cpu_threads)
+    available = torch.cuda.is_available()
+    if kernels.device == "cuda" and not available:
+        raise ConfigError("device is cuda, but torch sees no CUDA device; use --device cpu", field="device")
+    if kernels.device == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _context_length(asked: int | None, spec: ModelSpec) -> int:
+    """The longest prompt and output together."""
+    if asked is None:
+        return spec.max_positions
+    if not 1 <= asked <= spec.max_positions:
+        raise ConfigError(
+            f"context_length must be in [1, {spec.max_positions}] for this model, got {asked}", field="context_length"
+        )
+    return asked

@@ -1,0 +1,197 @@
+"""Chooses tokens from logits. Called by `LocalExecutor.run`.
+
+Order: logit bias and penalties, bans, temperature, then top-k, top-p and min-p together on the resulting probabilities
+(as SGLang: each filter sees the unfiltered distribution), then one draw by inverting the cumulative distribution at
+a uniform number that is a hash of (seed, position). So a token depends on its logits, its seed and its position, never
+on what else is in the batch or on which server computes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pdserve.executor.batch_builder import to_device
+from pdserve.executor.interface import SampledToken
+from pdserve.executor.row_params import StepParams
+from pdserve.model.forward_batch import IntArray
+from pdserve.protocol.sampling import TOP_K_ALL
+
+_WINDOW = 1024
+"""Top-p looks among this many best tokens first; sorting a whole vocabulary costs ten times as much."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """`token_ids` int64 `[S]` on the device; logprobs float32 `[S]` and top entries `[S, n]` where any row asked."""
+
+    token_ids: Tensor
+    logprobs: Tensor | None
+    top_ids: Tensor | None
+    top_logprobs: Tensor | None
+
+
+def sample(logits: Tensor, params: StepParams, tokens: Tensor) -> Sampled:
+    """Choose one token a row. `logits` float32 `[S, V]`; `tokens` int32 `[num_table_rows, context]`, known tokens."""
+    shaped = _shape(logits, params, tokens)
+    chosen = shaped.argmax(-1)
+    drawing = np.flatnonzero(~params.columns["greedy"])
+    if len(drawing):
+        index = to_device(drawing, logits.device)
+        everyone = len(drawing) == len(params.lines)
+        drawn = _draw(shaped if everyone else shaped.index_select(0, index), params, drawing)
+        chosen = drawn if everyone else chosen.index_copy(0, index, drawn)
+    return _with_logprobs(chosen, logits, params)
+
+
+def to_host(sampled: Sampled, params: StepParams) -> list[SampledToken]:
+    """The result as values; waits for the device."""
+    ids = sampled.token_ids.tolist()
+    if sampled.logprobs is None:
+        return [SampledToken(token) for token in ids]
+    logprobs = sampled.logprobs.tolist()
+    top_ids = sampled.top_ids.tolist() if sampled.top_ids is not None else [[]] * len(ids)
+    top_values = sampled.top_logprobs.tolist() if sampled.top_logprobs is not None else [[]] * len(ids)
+    columns = params.columns
+    return [
+        SampledToken(
+            ids[i], logprobs[i], tuple(zip(top_ids[i], top_values[i], strict=True))[: int(columns["num_top"][i])]
+        )
+        if columns["logprob"][i]
+        else SampledToken(ids[i])
+        for i in range(len(ids))
+    ]
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: IntArray) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) per (seed, position): two rounds of splitmix64 (Steele et al., OOPSLA 2014)."""
+    with np.errstate(over="ignore"):
+        mixed = _splitmix(_splitmix(seeds.astype(np.uint64)) ^ positions.astype(np.uint64))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The splitmix64 output function."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _shape(logits: Tensor, params: StepParams, tokens: Tensor) -> Tensor:
+    """Logits after penalties, bias and bans; `logits` itself stays as it is."""
+    history = np.flatnonzero(params.columns["history"])
+    if not len(history) and not params.bans and not params.biases:
+        return logits
+    shaped = logits.clone()
+    if len(history):
+        _penalise(shaped, params, history, tokens)
+    pairs = [(row, token, bias) for row, entry in params.biases.items() for token, bias in entry.items()]
+    pairs += [(row, token, -np.inf) for row, banned in params.bans.items() for token in banned]
+    if pairs:
+        where = to_device(np.array([(row, token) for row, token, _ in pairs], dtype=np.int64).T, logits.device)
+        amounts = to_device(np.array([amount for _, _, amount in pairs], dtype=np.float32), logits.device)
+        shaped.index_put_((where[0], where[1]), amounts, accumulate=True)
+    return shaped
+
+
+def _penalise(shaped: Tensor, params: StepParams, rows: IntArray, tokens: Tensor) -> None:
+    """Repetition over prompt and output (as transformers), frequency and presence over output (as OpenAI); in place."""
+    device, vocab = shaped.device, shaped.shape[1]
+    columns, lengths = params.columns[rows], params.positions[rows]
+    index = to_device(rows, device)
+    known = tokens.index_select(0, to_device(params.lines[rows], device))[:, : int(lengths.max())].long()
+    place = torch.arange(known.shape[1], device=device)
+    present = place < to_device(lengths, device)[:, None]
+    is_output = present & (place >= to_device(columns["num_prompt"].copy(), device)[:, None])
+    known = torch.where(present, known, 0)
+    zeros = torch.zeros(len(rows), vocab, device=device)
+    seen = zeros.scatter_add(1, known, present.float()) > 0
+    counts = zeros.scatter_add_(1, known, is_output.float())
+    repetition, frequency, presence = (
+        to_device(columns[name].copy(), device)[:, None] for name in ("repetition", "frequency", "presence")
+    )
+    values = shaped.index_select(0, index)
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where(seen, repeated, values)
+    shaped.index_copy_(0, index, values - counts * frequency - (counts > 0) * presence)
+
+
+def _draw(logits: Tensor, params: StepParams, rows: IntArray) -> Tensor:
+    """One token a row at its temperature, within its filters: int64 `[len(rows)]`."""
+    columns, device = params.columns[rows], logits.device
+    temperature = to_device(columns["temperature"].copy(), device)[:, None]
+    probs = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    least = _least_probability(probs, columns)
+    if least is not None:
+        probs = torch.where(probs >= least[:, None], probs, 0.0)
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    points = torch.from_numpy(uniforms(columns["seed"], params.positions[rows])).to(device)[:, None]
+    index = torch.searchsorted(cumulative, points * total, right=True)
+    last = torch.searchsorted(cumulative, total)
+    return torch.minimum(index, last)[:, 0]
+
+
+def _least_probability(probs: Tensor, columns: np.ndarray[tuple[int], np.dtype[np.void]]) -> Tensor | None:
+    """The smallest probability each row may draw, float32 `[R]`, ties included. None: no row filters."""
+    device, vocab = probs.device, probs.shape[1]
+    by_k = columns["top_k"] < min(vocab, TOP_K_ALL)
+    by_p = columns["top_p"] < 1.0
+    least = None
+    if (columns["min_p"] > 0).any():
+        least = probs.amax(-1) * to_device(columns["min_p"].copy(), device)
+    if by_k.any() or by_p.any():
+        rows = np.flatnonzero(by_k | by_p)
+        index = to_device(rows, device)
+        chosen = columns[rows]
+        ranked = _ranked(probs.index_select(0, index), chosen, by_p[rows])
+        floor = torch.zeros(len(columns), device=device).index_copy_(0, index, _floor(ranked, chosen))
+        least = floor if least is None else torch.maximum(least, floor)
+    return least
+
+
+def _floor(ranked: Tensor, columns: np.ndarray[tuple[int], np.dtype[np.void]]) -> Tensor:
+    """The probability of the last token that both top-k and top-p keep. `ranked` `[R, W]` descends."""
+    device = ranked.device
+    top_k = to_device(np.minimum(columns["top_k"], 1 << 30), device)
+    top_p = to_device(columns["top_p"].copy(), device)[:, None]
+    before = ranked.cumsum(-1) - ranked
+    kept = torch.where(top_p < 1.0, before < top_p, True).sum(-1)
+    last = torch.minimum(kept, top_k).clamp(1, ranked.shape[1]) - 1
+    floor = ranked.gather(1, last[:, None])[:, 0]
+    unlimited = (top_p[:, 0] >= 1.0) & (top_k > ranked.shape[1])
+    return torch.where(unlimited, 0.0, floor)
+
+
+def _ranked(
+    probs: Tensor, columns: np.ndarray[tuple[int], np.dtype[np.void]], by_p: npt.NDArray[np.bool_]
+) -> Tensor:
+    """Enough of the best probabilities, descending, to decide every row's top-k and top-p."""
+    vocab = probs.shape[1]
+    deepest = int(np.where(columns["top_k"] < vocab, columns["top_k"], 1).max())
+    window = min(vocab, max(deepest, _WINDOW if by_p.any() else 1))
+    if probs.device.type == "cpu" or not by_p.any():
+        ranked = probs.topk(window, sorted=True).values
+        reached = ranked.sum(-1) >= to_device(columns["top_p"].copy(), probs.device)
+        bounded = torch.from_numpy(columns["top_k"] <= window).to(probs.device)
+        if window == vocab or not by_p.any() or bool((reached | bounded).all()):
+            return ranked
+    return probs.sort(-1, descending=True).values
+
+
+def _with_logprobs(chosen: Tensor, logits: Tensor, params: StepParams) -> Sampled:
+    """Add log-probabilities of the raw logits (before bias, penalties and temperature) where a row wants them."""
+    if not params.columns["logprob"].any():
+        return Sampled(chosen, None, None, None)
+    logprobs = logits.log_softmax(-1)
+    own = logprobs.gather(1, chosen[:, None])[:, 0]
+    num_top = int(params.columns["num_top"].max())
+    if num_top == 0:
+        return Sampled(chosen, own, None, None)
+    top = logprobs.topk(min(num_top, logits.shape[1]), sorted=True)
+    return Sampled(chosen, own, top.indices, top.values)

@@ -1,0 +1,200 @@
+"""Attention through torch's scaled_dot_product_attention, on CPU and CUDA.
+
+Rows with one new token are gathered together, longest with longest, padded and masked. Rows with more are attended one
+by one. What lies in slots that no token of a row has been written to never reaches a result, not even as NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.memory.layout import pages_for
+from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.forward_batch import ForwardBatch, IntArray
+
+_SLACK_PAGES = 4
+"""Rows join a gather while its longest has at most twice their pages plus this."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeGroup:
+    """Rows with one new token each, gathered together: `num_pages` pages a row, of which `length` tokens are used.
+
+    `tokens` `[B]` flat indices; `blocks` `[2 * B * kv_heads * num_pages]` rows of `KVPool.blocks`.
+    `mask` `[B, 1, 1, length]` is true where a row has a token;
+    `junk` are slots of the gathered piece that hold none but are not null pages.
+    Both are None when all rows are `length` long.
+    """
+
+    tokens: Tensor
+    num_rows: int
+    num_pages: int
+    length: int
+    blocks: Tensor
+    mask: Tensor | None
+    junk: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtendRow:
+    """One row with `num_tokens` new tokens at flat index `offset`, ending at position `end`.
+
+    `blocks` and `mask` (`[num_tokens, end]`) are None when the row starts at position 0: its K and V are at hand.
+    """
+
+    offset: int
+    num_tokens: int
+    end: int
+    num_pages: int
+    blocks: Tensor | None
+    mask: Tensor | None
+
+
+class TorchAttention:
+    """The `torch` backend over one KV pool."""
+
+    def __init__(self, pool: KVPool, num_heads: int, device: torch.device) -> None:
+        self._pool = pool
+        self._num_heads = num_heads
+        self._device = device
+
+    def begin(self, batch: ForwardBatch) -> TorchStep:
+        """Gather indices and masks for one step."""
+        host = batch.host
+        is_decode = (host.ends - host.starts) == 1
+        decode, extend = np.flatnonzero(is_decode), np.flatnonzero(~is_decode)
+        groups = [self._decode_group(batch, rows) for rows in self._buckets(host.ends, decode)]
+        rows = [self._extend_row(batch, int(row)) for row in extend]
+        writes = self._pool.slot_index(batch.write_pages, batch.write_slots)
+        return TorchStep(self._pool, self._num_heads, writes, groups, rows)
+
+    def _buckets(self, ends: IntArray, rows: IntArray) -> list[IntArray]:
+        """`rows` sorted by length and cut so that padding at most about doubles what is gathered."""
+        order = rows[np.argsort(ends[rows], kind="stable")]
+        num_pages = -(-ends[order] // self._pool.group.page_tokens)
+        buckets: list[IntArray] = []
+        first = 0
+        for i in range(1, len(order) + 1):
+            if i == len(order) or num_pages[i] > 2 * num_pages[first] + _SLACK_PAGES:
+                buckets.append(order[first:i])
+                first = i
+        return buckets
+
+    def _decode_group(self, batch: ForwardBatch, rows: IntArray) -> DecodeGroup:
+        """Indices for one gather of `rows`, which are sorted by length."""
+        page_tokens = self._pool.group.page_tokens
+        lengths = batch.host.ends[rows]
+        length = int(lengths[-1])
+        num_pages = pages_for(length, page_tokens)
+        pages = batch.host.pages[rows, :num_pages].astype(np.int64)
+        row_pages = -(-lengths // page_tokens)
+        pages[np.arange(num_pages) >= row_pages[:, None]] = self._pool.null_page
+        even = bool(lengths[0] == length)
+        present = np.arange(length) < lengths[:, None]
+        return DecodeGroup(
+            tokens=self._tensor(batch.host.offsets[rows]),
+            num_rows=len(rows),
+            num_pages=num_pages,
+            length=length,
+            blocks=self._tensor(self._block_index(pages)),
+            mask=None if even else self._tensor(present)[:, None, None, :],
+            junk=None if even else self._tensor(self._junk_slots(lengths, row_pages, num_pages)),
+        )
+
+    def _block_index(self, pages: IntArray) -> IntArray:
+        """Rows of `KVPool.blocks` for pages `[B, P]`, in the order `[k/v, B, kv_head, P]`, flat."""
+        heads = self._pool.group.num_kv_heads
+        base = pages[None, :, None, :] * self._pool.page_blocks
+        inner = np.arange(2)[:, None, None, None] * heads + np.arange(heads)[None, None, :, None]
+        index: IntArray = (base + inner).reshape(-1)
+        return index
+
+    def _junk_slots(self, lengths: IntArray, row_pages: IntArray, num_pages: int) -> IntArray:
+        """Slots behind each row's last token, in the gathered piece seen as `[k/v, B, kv_head, slot]`, flat."""
+        heads, page_tokens = self._pool.group.num_kv_heads, self._pool.group.page_tokens
+        counts = row_pages * page_tokens - lengths
+        row = np.repeat(np.arange(len(lengths)), counts)
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        slot = np.repeat(lengths, counts) + within
+        lines = (np.arange(2)[:, None, None] * len(lengths) + row) * heads + np.arange(heads)[:, None]
+        junk: IntArray = (lines * (num_pages * page_tokens) + slot).reshape(-1)
+        return junk
+
+    def _extend_row(self, batch: ForwardBatch, row: int) -> ExtendRow:
+        """Indices for one row with several new tokens."""
+        host = batch.host
+        start, end = int(host.starts[row]), int(host.ends[row])
+        num_pages = pages_for(end, self._pool.group.page_tokens)
+        blocks = mask = None
+        if start:
+            blocks = self._tensor(self._block_index(host.pages[row : row + 1, :num_pages].astype(np.int64)))
+            ones = torch.ones(end - start, end, dtype=torch.bool, device=self._device)
+            mask = ones.tril(diagonal=start)
+        return ExtendRow(int(host.offsets[row]), end - start, end, num_pages, blocks, mask)
+
+    def _tensor(self, array: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Tensor:
+        """`array` on the device; the copy does not wait for it."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self._device.type == "cuda":
+            return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor
+
+
+class TorchStep:
+    """Attention of one step through SDPA."""
+
+    def __init__(
+        self, pool: KVPool, num_heads: int, writes: Tensor, groups: list[DecodeGroup], rows: list[ExtendRow]
+    ) -> None:
+        self._pool = pool
+        self._num_heads = num_heads
+        self._writes = writes
+        self._groups = groups
+        self._rows = rows
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `StepAttention.attend`."""
+        head_dim = self._pool.group.head_dim
+        self._pool.slots(layer, 0).index_copy_(0, self._writes, k.reshape(-1, head_dim))
+        self._pool.slots(layer, 1).index_copy_(0, self._writes, v.reshape(-1, head_dim))
+        out = torch.empty_like(q)
+        for group in self._groups:
+            out.index_copy_(0, group.tokens, self._decode(layer, q, group))
+        for row in self._rows:
+            new = slice(row.offset, row.offset + row.num_tokens)
+            out[new] = self._extend(layer, q[new], k[new], v[new], row)
+        return out.flatten(1)
+
+    def _decode(self, layer: int, q: Tensor, group: DecodeGroup) -> Tensor:
+        """`[B, num_heads, head_dim]`: the query heads of a KV head are treated as its query positions."""
+        spec = self._pool.group
+        gathered = self._pool.blocks(layer).index_select(0, group.blocks)
+        if group.junk is not None:
+            gathered.view(-1, spec.head_dim).index_fill_(0, group.junk, 0.0)
+        shape = (2, group.num_rows, spec.num_kv_heads, group.num_pages * spec.page_tokens, spec.head_dim)
+        k, v = gathered.view(shape)[:, :, :, : group.length]
+        queries = q.index_select(0, group.tokens).view(group.num_rows, spec.num_kv_heads, -1, spec.head_dim)
+        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask)
+        return out.reshape(group.num_rows, self._num_heads, spec.head_dim)
+
+    def _extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, row: ExtendRow) -> Tensor:
+        """`[T, num_heads, head_dim]`: the query heads of a KV head are batches, which share K and V unexpanded."""
+        spec = self._pool.group
+        if row.blocks is None:
+            keys, values = k.transpose(0, 1), v.transpose(0, 1)
+        else:
+            gathered = self._pool.blocks(layer).index_select(0, row.blocks)
+            shape = (2, spec.num_kv_heads, row.num_pages * spec.page_tokens, spec.head_dim)
+            keys, values = gathered.view(shape)[:, :, : row.end]
+        queries = q.view(row.num_tokens, spec.num_kv_heads, -1, spec.head_dim).permute(2, 1, 0, 3)
+        shared = (queries.shape[0], -1, -1, -1)
+        out = F.scaled_dot_product_attention(
+            queries, keys.expand(shared), values.expand(shared), attn_mask=row.mask, is_causal=row.mask is None
+        )
+        return out.permute(2, 1, 0, 3).reshape(row.num_tokens, self._num_heads, spec.head_dim)

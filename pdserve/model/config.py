@@ -1,0 +1,169 @@
+"""What a checkpoint is: `ModelSpec`, read from an HF `config.json`. Everything above the loader reads only this.
+
+Called by the executor factory (and by the gguf reader, which builds the same HF-named dictionary from metadata).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pdserve.errors import ModelError
+from pdserve.model.rope import RopeSpec, read_rope
+
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+DTYPES = ("bfloat16", "float16", "float32")
+_DEFAULT_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A dense grouped-query decoder. Sizes count elements; `dtype` is the checkpoint's, None when it says none."""
+
+    model_type: str
+    architectures: tuple[str, ...]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tied_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: RopeSpec
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str | None
+
+    def digest(self) -> str:
+        """Short hash of the facts that two peers must share. The number format is in the KV layout, not here."""
+        facts = dataclasses.asdict(self)
+        del facts["dtype"], facts["architectures"]
+        facts["eos_token_ids"] = sorted(self.eos_token_ids)
+        return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def read_model_spec(directory: Path) -> ModelSpec:
+    """The spec of the HF checkpoint in `directory`.
+
+    Raises:
+        ModelError: no or damaged `config.json`, or an architecture or feature that pdserve does not run.
+    """
+    config = read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    return spec_from_config(config, read_json(generation) if generation.is_file() else {}, where=str(directory))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises ModelError when it is missing or is not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist; a model directory needs it") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any], *, where: str) -> ModelSpec:
+    """The spec that HF-named `config` and `generation` dictionaries describe; `where` is named in errors."""
+    model_type, architectures = _architecture(config, where)
+    _refuse_unsupported(config, where)
+    hidden, heads = _count(config, "hidden_size", where), _count(config, "num_attention_heads", where)
+    kv_heads = _count(config, "num_key_value_heads", where, default=heads)
+    default_dim = 128 if model_type == "qwen3" else hidden // heads
+    head_dim = _count(config, "head_dim", where, default=default_dim) if model_type != "qwen2" else hidden // heads
+    if heads % kv_heads:
+        raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    max_positions = _count(config, "max_position_embeddings", where, default=_DEFAULT_MAX_POSITIONS[model_type])
+    attention_bias = bool(config.get("attention_bias", False))
+    return ModelSpec(
+        model_type=model_type,
+        architectures=architectures,
+        vocab_size=_count(config, "vocab_size", where),
+        hidden_size=hidden,
+        intermediate_size=_count(config, "intermediate_size", where),
+        num_layers=_count(config, "num_hidden_layers", where),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=True if model_type == "qwen2" else attention_bias,
+        o_bias=False if model_type == "qwen2" else attention_bias,
+        mlp_bias=model_type == "llama" and bool(config.get("mlp_bias", False)),
+        qk_norm=model_type == "qwen3",
+        rope=read_rope(config, max_positions, where),
+        max_positions=max_positions,
+        eos_token_ids=_token_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
+        dtype=_dtype(config, where),
+    )
+
+
+def _architecture(config: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]:
+    """`(model_type, architectures)`; the first architecture decides."""
+    names = tuple(config.get("architectures") or ())
+    if not names:
+        names = tuple(name for name, kind in ARCHITECTURES.items() if kind == config.get("model_type"))
+    if not names or names[0] not in ARCHITECTURES:
+        seen = names[0] if names else config.get("model_type")
+        raise ModelError(f"{where}: architecture {seen!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[names[0]], names
+
+
+def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
+    """Raise for features that would silently give other tokens."""
+    layers = int(config.get("num_hidden_layers") or 0)
+    full = config.get("layer_types") or ["full_attention"]
+    other = sorted({kind for kind in full if kind != "full_attention"})
+    if other:
+        raise ModelError(f"{where}: layer_types has {', '.join(other)}; only full_attention is supported")
+    windowed = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
+    if windowed and config.get("layer_types") is None and layers > int(config.get("max_window_layers", 28)):
+        raise ModelError(f"{where}: use_sliding_window is on; sliding-window attention is not supported")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"{where}: hidden_act {config['hidden_act']!r} is not supported; supported: silu")
+    if config.get("quantization_config"):
+        method = dict(config["quantization_config"]).get("quant_method")
+        raise ModelError(f"{where}: quantization_config (quant_method {method!r}) is not supported")
+
+
+def _count(config: Mapping[str, Any], key: str, where: str, *, default: int | None = None) -> int:
+    """A positive integer field."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{where}: {key} is {value!r}, expected a positive integer")
+    return value
+
+
+def _token_ids(*values: int | Iterable[int] | None) -> tuple[int, ...]:
+    """All ids in `values` (ints, lists of ints, or None), each once, in order."""
+    ids: dict[int, None] = {}
+    for value in values:
+        for token in (value,) if isinstance(value, int) else (value or ()):
+            ids[int(token)] = None
+    return tuple(ids)
+
+
+def _dtype(config: Mapping[str, Any], where: str) -> str | None:
+    """The checkpoint's number format, from the new name `dtype` or the old `torch_dtype`."""
+    name = config.get("dtype") or config.get("torch_dtype")
+    if name is None:
+        return None
+    short = str(name).removeprefix("torch.")
+    if short not in DTYPES:
+        raise ModelError(f"{where}: dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
+    return short

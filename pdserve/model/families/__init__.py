@@ -1,0 +1,1 @@
+"""Model families. Today one: the generic grouped-query decoder with options."""

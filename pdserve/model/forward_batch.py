@@ -1,0 +1,41 @@
+"""One step's tokens as tensors. Built by `executor/batch_builder.py`, read by families and attention backends."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class HostRows:
+    """The batch's rows on the host, in flat order. All int64 `[num_rows]`, but `pages`.
+
+    Row r computes positions `[starts[r], ends[r])`; its first token lies at `offsets[r]` of the flat batch.
+    `pages[r]` is its line of the page table, `[max_pages]` int32; entries beyond its length mean nothing.
+    """
+
+    starts: IntArray
+    ends: IntArray
+    offsets: IntArray
+    pages: npt.NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardBatch:
+    """A flattened batch of N tokens, no padding. Tensors are int64 on the model's device.
+
+    `input_ids`, `positions` `[N]`: token and its position. `write_pages`, `write_slots` `[N]`: where its KV goes.
+    `sample_index` `[S]`: flat indices of the tokens whose logits are wanted. `host`: the same rows on the host.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    write_pages: Tensor
+    write_slots: Tensor
+    sample_index: Tensor
+    host: HostRows

@@ -1,0 +1,176 @@
+"""GGUF files (llama.cpp's format) as HF-named configs and tensors, through the `gguf` package.
+
+Called by `loader` to run such a file, and by `hf_export` to write it as an HF directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pdserve.errors import ModelError
+from pdserve.model.config import ModelSpec, spec_from_config
+from pdserve.model.rope import RopeSpec, yarn_attention_factor
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_CONFIG_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+    "head_dim": "attention.key_length",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
+ROPE_DIVISORS = "rope_freqs.weight"
+
+
+def open_gguf(path: Path) -> GGUFReader:
+    """Map the file. Raises ModelError when it is missing or is not a gguf file."""
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(path)
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist") from None
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise ModelError(f"{path} is not a readable gguf file: {error}") from error
+
+
+def metadata(reader: GGUFReader) -> dict[str, Any]:
+    """All key-value pairs but the long lists of the tokenizer."""
+    return {key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer.ggml.tok")}
+
+
+def text_field(reader: GGUFReader, key: str) -> str | None:
+    """A metadata text, None when the file has none."""
+    field = reader.fields.get(key)
+    return None if field is None else str(field.contents())
+
+
+def hf_config(reader: GGUFReader, path: Path) -> dict[str, Any]:
+    """The file's facts under their names in an HF `config.json`. Raises ModelError for an unsupported architecture."""
+    facts = metadata(reader)
+    arch = facts.get("general.architecture")
+    if arch not in _ARCHITECTURES:
+        raise ModelError(f"{path}: gguf architecture {arch!r} is not supported; supported: {', '.join(_ARCHITECTURES)}")
+    config = {name: facts[f"{arch}.{key}"] for name, key in _CONFIG_KEYS.items() if f"{arch}.{key}" in facts}
+    shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
+    if "token_embd.weight" not in shapes:
+        raise ModelError(f"{path} has no tensor token_embd.weight")
+    config |= {
+        "architectures": [_ARCHITECTURES[arch]],
+        "model_type": arch,
+        "vocab_size": int(shapes["token_embd.weight"][1]),
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "dtype": _dtype(reader),
+        "rope_parameters": _rope_parameters(facts, arch),
+    }
+    for name in ("bos", "eos"):
+        if f"tokenizer.ggml.{name}_token_id" in facts:
+            config[f"{name}_token_id"] = facts[f"tokenizer.ggml.{name}_token_id"]
+    return config
+
+
+def read_spec(path: Path) -> ModelSpec:
+    """The spec of a gguf file. Raises ModelError."""
+    reader = open_gguf(path)
+    config = hf_config(reader, path)
+    facts = metadata(reader)
+    eot = {"eos_token_id": facts.get("tokenizer.ggml.eot_token_id")}
+    spec = spec_from_config(config, eot, where=str(path))
+    rotated = facts.get(f"{config['model_type']}.rope.dimension_count", spec.head_dim)
+    if rotated != spec.head_dim:
+        raise ModelError(f"{path}: rope.dimension_count {rotated} differs from the head size {spec.head_dim}")
+    divisors = [tensor for tensor in reader.tensors if tensor.name == ROPE_DIVISORS]
+    if not divisors:
+        return spec
+    values = tuple(float(value) for value in np.asarray(divisors[0].data, dtype=np.float32))
+    return dataclasses.replace(spec, rope=RopeSpec(theta=spec.rope.theta, freq_divisors=values))
+
+
+def tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """`(HF name, float32 tensor)` of every parameter, dequantised one at a time. Raises ModelError for unknown ones."""
+    from gguf import dequantize
+
+    for tensor in open_gguf(path).tensors:
+        if tensor.name == ROPE_DIVISORS:
+            continue
+        name = hf_name(tensor.name, path)
+        try:
+            values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        except NotImplementedError as error:
+            raise ModelError(f"{path}: {tensor.name} has type {tensor.tensor_type.name}: {error}") from error
+        if spec.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+            values = _unpermute(values, spec.num_heads if "q_proj" in name else spec.num_kv_heads)
+        yield name, torch.from_numpy(np.require(values, requirements=["C", "W"]))
+
+
+def hf_name(name: str, path: Path) -> str:
+    """The HF name of a gguf tensor."""
+    layer = _LAYER.fullmatch(name)
+    if layer is not None and layer[2] in _LAYER_NAMES:
+        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
+    if name not in _TOP_NAMES:
+        raise ModelError(f"{path} has a tensor {name} that pdserve does not use")
+    return _TOP_NAMES[name]
+
+
+def _unpermute(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+    """Undo the reordering of rows by which llama.cpp turns HF's half-split rotation into a pairwise one."""
+    half = values.shape[0] // num_heads // 2
+    return values.reshape(num_heads, half, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def _dtype(reader: GGUFReader) -> str:
+    """The narrowest format that loses little: float32 or float16 where all matrices are that, else bfloat16."""
+    kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
+    return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
+
+
+def _rope_parameters(facts: dict[str, Any], arch: str) -> dict[str, Any]:
+    """HF's `rope_parameters`."""
+    params: dict[str, Any] = {"rope_theta": facts.get(f"{arch}.rope.freq_base", 10000.0), "rope_type": "default"}
+    kind = facts.get(f"{arch}.rope.scaling.type", "none")
+    if kind == "none":
+        return params
+    params |= {"rope_type": kind, "factor": facts.get(f"{arch}.rope.scaling.factor", 1.0)}
+    if kind == "yarn":
+        original = facts.get(f"{arch}.rope.scaling.original_context_length")
+        scale = facts.get(f"{arch}.rope.scaling.attn_factor", 1.0) * yarn_attention_factor(params["factor"], {})
+        params |= {"original_max_position_embeddings": original, "attention_factor": scale}
+    return params
+
+

@@ -1,0 +1,1 @@
+"""Building blocks of model families: plain objects over tensors, no autograd, no registry."""

@@ -1,0 +1,94 @@
+"""From a resolved model path to a model with weights: HF safetensors, a gguf file, or random values.
+
+Called by the executor factory. Files are mapped, not read: each tensor goes straight to its place in the target dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pdserve.errors import ModelError
+from pdserve.model import gguf_file
+from pdserve.model.config import ModelSpec, read_json, read_model_spec
+from pdserve.model.dtypes import torch_dtype
+from pdserve.model.families.decoder import Decoder
+
+_SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def read_spec(path: Path) -> ModelSpec:
+    """The spec of the checkpoint at `path` (a directory or a .gguf file). Raises ModelError."""
+    return gguf_file.read_spec(path) if path.suffix == ".gguf" else read_model_spec(path)
+
+
+def resolve_dtype(path: Path, spec: ModelSpec, asked: str, *, load_format: Literal["auto", "dummy"]) -> str:
+    """The number format to run in: `asked`, or for "auto" the checkpoint's (config first, then its first tensor)."""
+    if asked != "auto":
+        return asked
+    if spec.dtype is not None:
+        return spec.dtype
+    if load_format == "dummy" or path.suffix == ".gguf":
+        return "bfloat16"
+    with _open(_weight_files(path)[0]) as file:
+        name = file.get_slice(sorted(file.keys())[0]).get_dtype()
+    if name not in _SAFETENSORS_DTYPES:
+        raise ModelError(f"{path}: tensors are {name}; supported: {', '.join(_SAFETENSORS_DTYPES)}")
+    return _SAFETENSORS_DTYPES[name]
+
+
+def load_model(
+    path: Path, spec: ModelSpec, dtype: str, device: torch.device, *, load_format: Literal["auto", "dummy"], seed: int
+) -> Decoder:
+    """The model of `spec` with the weights at `path`, or with random ones.
+
+    Raises:
+        ModelError: a file or a tensor is missing, damaged, of another shape, or not one of this architecture.
+    """
+    with torch.inference_mode():
+        model = Decoder(spec, torch_dtype(dtype), device)
+        if load_format == "dummy":
+            model.params.fill_random(seed)
+            return model
+        tensors = gguf_file.tensors(path, spec) if path.suffix == ".gguf" else _safetensors(path)
+        for name, value in tensors:
+            model.params.fill(name, value)
+        model.params.check_filled(str(path))
+    return model
+
+
+def _safetensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """All `(name, tensor)` of a directory, mapped."""
+    for path in _weight_files(directory):
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
+                yield name, file.get_tensor(name)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of `directory`: those its index names, or all there are."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        files = [directory / name for name in names]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelError(f"{directory}: {index.name} names {missing[0]}, which does not exist")
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{directory} has no .safetensors file (with --load-format dummy none is needed)")
+    return files
+
+
+def _open(path: Path) -> safe_open:
+    """Map one safetensors file."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
