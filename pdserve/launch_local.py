@@ -1,0 +1,275 @@
+"""`python -m pdserve.launch_local --model-path M --prefill 1 --decode 1`: a whole service on this machine.
+
+Starts the servers on free loopback ports with a shared random secret, divides the cores among them (a model step that
+shares all cores with another one costs several times its share), waits for each, starts the router before them, and
+prints one line per part and how to point a client at it. Ctrl-C or SIGTERM ends everything: router, decode, prefill.
+A part that dies ends everything too, unless `--keep-going`. Flags that it does not know go to the servers.
+
+    main thread:  spawn servers -> wait ready -> spawn router -> wait ready -> wait for an event -> end all in order
+    other threads: read output, watch for deaths; they only put events on the queue
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import queue
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, get_args
+
+from pdserve.base.process import Child, ChildError, Ready, end_all
+from pdserve.errors import ConfigError
+from pdserve.router.config import PolicyName
+
+CONTROL_TOKEN = "PDSERVE_CONTROL_TOKEN"
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+OWNED_FLAGS = ("--port", "--host", "--disaggregation-mode", "--disaggregation-bootstrap-port")
+LOOPBACK = "127.0.0.1"
+
+SERVER_COMMAND = (sys.executable, "-m", "pdserve.launch_server")
+ROUTER_COMMAND = (sys.executable, "-m", "pdserve.launch_router")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalConfig:
+    """What to start; `server_flags` are handed on to every server."""
+
+    model_path: str
+    num_prefill: int = 1
+    num_decode: int = 1
+    router_host: str = LOOPBACK
+    router_port: int = 8000
+    policy: PolicyName = "least_loaded"
+    cpu_threads: int | None = None
+    log_dir: Path | None = None
+    keep_going: bool = False
+    ready_timeout_s: float = 600.0
+    grace_s: float = 10.0
+    server_flags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for counts below one and for flags that belong to this program."""
+        if self.num_prefill < 1 or self.num_decode < 1:
+            raise ConfigError("--prefill and --decode must be at least 1")
+        if self.cpu_threads is not None and self.cpu_threads < 1:
+            raise ConfigError("--cpu-threads must be at least 1", field="cpu_threads")
+        for given in self.server_flags:
+            if given.partition("=")[0] in OWNED_FLAGS:
+                raise ConfigError(f"launch_local chooses {given.partition('=')[0]} of each server itself; leave it out")
+
+    @property
+    def threads_per_server(self) -> int:
+        """CPU threads of each server: an equal share of the cores this process may use, at least one."""
+        if self.cpu_threads is not None:
+            return self.cpu_threads
+        return max(1, len(os.sched_getaffinity(0)) // (self.num_prefill + self.num_decode))
+
+
+def server_argv(config: LocalConfig, role: str) -> list[str]:
+    """Arguments of one server after the command that runs it."""
+    argv = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", "0", "--disaggregation-mode", role]
+    argv += ["--disaggregation-bootstrap-port", "0"] if role == "prefill" else []
+    return [*argv, "--cpu-threads", str(config.threads_per_server), *config.server_flags]
+
+
+def router_argv(config: LocalConfig, prefills: Sequence[Ready], decodes: Sequence[Ready]) -> list[str]:
+    """Arguments of the router, once the servers have said where they are."""
+    argv = ["--pd-disaggregation", "--host", config.router_host, "--port", str(config.router_port)]
+    argv += ["--policy", config.policy]
+    for ready in prefills:
+        argv += ["--prefill", ready.url, "none" if ready.bootstrap_port is None else str(ready.bootstrap_port)]
+    for ready in decodes:
+        argv += ["--decode", ready.url]
+    return argv
+
+
+def child_env(config: LocalConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The servers' environment: the secret that their control ports share, and their number of threads."""
+    threads = dict.fromkeys(THREAD_VARIABLES, str(config.threads_per_server))
+    return {CONTROL_TOKEN: secrets.token_hex(32)} | dict(inherited) | threads
+
+
+class LocalService:
+    """Owns all children of one service; used from the main thread."""
+
+    def __init__(
+        self,
+        config: LocalConfig,
+        *,
+        server_command: Sequence[str] = SERVER_COMMAND,
+        router_command: Sequence[str] = ROUTER_COMMAND,
+        say: Callable[[str], None] = lambda line: print(line, flush=True),
+    ) -> None:
+        self._config = config
+        self._server_command, self._router_command = server_command, router_command
+        self._say = say
+        self._env = child_env(config, os.environ)
+        self._servers: dict[str, list[Child]] = {"prefill": [], "decode": []}
+        self._routers: list[Child] = []
+        self._logs = contextlib.ExitStack()
+        self._ending = False
+        self.events: queue.SimpleQueue[Child | signal.Signals] = queue.SimpleQueue()
+
+    def start(self) -> str:
+        """Start everything; returns the router's URL. `ChildError` when a part does not come up."""
+        counts = {"prefill": self._config.num_prefill, "decode": self._config.num_decode}
+        for role, count in counts.items():
+            for index in range(count):
+                argv = [*self._server_command, *server_argv(self._config, role)]
+                self._servers[role].append(self._spawn(f"{role}-{index}", argv))
+        deadline = time.monotonic() + self._config.ready_timeout_s
+        ready = {role: [self._wait(child, deadline) for child in group] for role, group in self._servers.items()}
+        argv = [*self._router_command, *router_argv(self._config, ready["prefill"], ready["decode"])]
+        self._routers.append(self._spawn("router", argv))
+        return self._wait(self._routers[0], deadline).url
+
+    def run(self) -> int:
+        """Until a signal or a death: 0 after a signal, 1 after the death of a part (with `keep_going`: of all)."""
+        while True:
+            event = self.events.get()
+            if isinstance(event, signal.Signals):
+                return 0
+            self._say(f"{event.name} (pid {event.pid}) has ended unexpectedly")
+            if not self._config.keep_going or all(child.exited for child in self._children()):
+                return 1
+
+    def close(self) -> None:
+        """End router, then decode, then prefill; leaves no process."""
+        self._ending = True
+        for group in (self._routers, self._servers["decode"], self._servers["prefill"]):
+            end_all(group, self._config.grace_s)
+        self._logs.close()
+
+    def _children(self) -> list[Child]:
+        return [*self._routers, *self._servers["decode"], *self._servers["prefill"]]
+
+    def _wait(self, child: Child, deadline: float) -> Ready:
+        """Wait in slices: a death elsewhere or a signal ends the wait too."""
+        while True:
+            try:
+                ready = child.wait_ready(min(0.2, max(0.0, deadline - time.monotonic())))
+            except ChildError:
+                self._check_start(child, deadline)
+                continue
+            where = "" if ready.bootstrap_port is None else f"  bootstrap port {ready.bootstrap_port}"
+            self._say(f"{child.name:<10} {ready.url}{where}  pid {child.pid}")
+            return ready
+
+    def _check_start(self, child: Child, deadline: float) -> None:
+        """Raise when waiting for a child any longer makes no sense."""
+        with contextlib.suppress(queue.Empty):
+            event = self.events.get_nowait()
+            if isinstance(event, signal.Signals):
+                raise KeyboardInterrupt
+            raise ChildError(f"{event.name} (pid {event.pid}) ended before the service was ready; its output says why")
+        if time.monotonic() >= deadline:
+            raise ChildError(f"{child.name} (pid {child.pid}) was not ready within {self._config.ready_timeout_s:g} s")
+
+    def _spawn(self, name: str, argv: Sequence[str]) -> Child:
+        return Child(name, argv, env=self._env, on_line=self._line_writer(name), on_exit=self._on_exit)
+
+    def _on_exit(self, child: Child) -> None:
+        if not self._ending:
+            self.events.put(child)
+
+    def _line_writer(self, name: str) -> Callable[[str], None]:
+        """Where a child's output goes: its own file in the log directory, or stderr behind its name."""
+        if self._config.log_dir is None:
+            return lambda line: print(f"[{name}] {line}", file=sys.stderr, flush=True)
+        self._config.log_dir.mkdir(parents=True, exist_ok=True)
+        file: IO[str] = self._logs.enter_context((self._config.log_dir / f"{name}.log").open("a", buffering=1))
+        lock = threading.Lock()
+
+        def write(line: str) -> None:
+            with lock:
+                if not file.closed:
+                    file.write(line + "\n")
+
+        return write
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Flags of the whole service; whatever else is given goes to the servers."""
+    parser = argparse.ArgumentParser(prog="python -m pdserve.launch_local", allow_abbrev=False, description=__doc__)
+    add = parser.add_argument
+    add("--model-path", required=True, help="model of all servers, as launch_server takes it")
+    add("--prefill", type=int, default=1, help="number of prefill servers")
+    add("--decode", type=int, default=1, help="number of decode servers")
+    add("--router-host", default=LOOPBACK, help="address the router listens on")
+    add("--router-port", type=int, default=8000, help="0 picks a free one")
+    add("--policy", choices=get_args(PolicyName), default="least_loaded")
+    add("--cpu-threads", type=int, help="CPU threads per server; an equal share of the cores when absent")
+    add("--log-dir", type=Path, help="one file per part instead of the terminal")
+    add("--keep-going", action="store_true", help="go on without a part that died; nothing is started again")
+    add("--ready-timeout", type=float, default=600.0, help="seconds until every part must be ready")
+    add("--grace", type=float, default=10.0, help="seconds a part may take to end before it is killed")
+    return parser
+
+
+def config_from(argv: Sequence[str] | None) -> LocalConfig:
+    """Parse; unknown flags become `server_flags`."""
+    args, rest = make_parser().parse_known_args(argv)
+    return LocalConfig(
+        model_path=args.model_path,
+        num_prefill=args.prefill,
+        num_decode=args.decode,
+        router_host=args.router_host,
+        router_port=args.router_port,
+        policy=args.policy,
+        cpu_threads=args.cpu_threads,
+        log_dir=args.log_dir,
+        keep_going=args.keep_going,
+        ready_timeout_s=args.ready_timeout,
+        grace_s=args.grace,
+        server_flags=tuple(rest),
+    )
+
+
+@contextlib.contextmanager
+def signals_as_events(service: LocalService) -> Iterator[None]:
+    """SIGINT and SIGTERM go on the service's queue; what handled them before is put back at the end."""
+    caught = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(signum, lambda num, _: service.events.put(signal.Signals(num))) for signum in caught]
+    try:
+        yield
+    finally:
+        for signum, handler in zip(caught, before, strict=True):
+            signal.signal(signum, handler)
+
+
+def serve(service: LocalService) -> int:
+    """Start, run and end a service; returns the exit status."""
+    with signals_as_events(service):
+        try:
+            url = service.start()
+            print(f"ready: OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=none", flush=True)
+            return service.run()
+        except KeyboardInterrupt:
+            return 0
+        except ChildError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        finally:
+            service.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 after Ctrl-C or SIGTERM, 1 when a part died, 2 for wrong flags."""
+    try:
+        config = config_from(argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return serve(LocalService(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""The local service starts its parts in order, hands them what they need, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.launch_local import LocalConfig, child_env, config_from, server_argv
+
+EXIT_S = 20.0
+FAKE_PART = """
+import json, os, sys, time
+argv = sys.argv[1:]
+role = argv[argv.index("--disaggregation-mode") + 1] if "--disaggregation-mode" in argv else "router"
+facts = {"pid": os.getpid(), "argv": argv, "role": role}
+facts["env"] = {k: os.environ.get(k) for k in ("PDSERVE_CONTROL_TOKEN", "OMP_NUM_THREADS")}
+print("facts " + json.dumps(facts), flush=True)
+if "--fail-" + role in argv:
+    sys.exit("no such model")
+ready = {"role": role, "url": f"http://127.0.0.1:{os.getpid()}", "bootstrap_port": 77 if role == "prefill" else None}
+print("PDSERVE_READY " + json.dumps(ready), flush=True)
+time.sleep(120)
+"""
+MAIN = """
+import sys
+from pdserve.launch_local import LocalService, config_from, serve
+part = [sys.executable, "-c", sys.argv[1]]
+sys.exit(serve(LocalService(config_from(sys.argv[2:]), server_command=part, router_command=part)))
+"""
+
+
+@contextlib.contextmanager
+def service(logs: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    argv = [sys.executable, "-c", MAIN, FAKE_PART, "--model-path", "m", "--log-dir", str(logs), *flags]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def lines_until_ready(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip("\n"))
+        if line.startswith("ready: "):
+            return lines
+    raise AssertionError(f"ended before it was ready: {lines}")
+
+
+def facts(logs: Path) -> dict[str, dict[str, object]]:
+    """What each part that got as far as saying so was started with, by name."""
+    return {
+        path.stem: json.loads(line.removeprefix("facts "))
+        for path in logs.iterdir()
+        for line in path.read_text().splitlines()
+        if line.startswith("facts ")
+    }
+
+
+def none_left(logs: Path) -> bool:
+    return not any(Path(f"/proc/{part['pid']}").exists() for part in facts(logs).values())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_ends_every_part(tmp_path: Path, signum: signal.Signals) -> None:
+    with service(tmp_path, "--prefill", "2", "--router-port", "0", "--page-size", "64") as process:
+        lines = lines_until_ready(process)
+        parts = facts(tmp_path)
+        assert sorted(parts) == ["decode-0", "prefill-0", "prefill-1", "router"]
+        assert [line.split()[0] for line in lines[:-1]] == ["prefill-0", "prefill-1", "decode-0", "router"]
+        assert lines[-1] == f"ready: OPENAI_BASE_URL=http://127.0.0.1:{parts['router']['pid']}/v1 OPENAI_API_KEY=none"
+        argv = parts["router"]["argv"]
+        assert isinstance(argv, list)
+        for name in ("prefill-0", "prefill-1"):
+            at = argv.index(f"http://127.0.0.1:{parts[name]['pid']}")
+            assert argv[at - 1 : at + 2 : 2] == ["--prefill", "77"]
+        for name in ("prefill-0", "decode-0"):
+            argv = parts[name]["argv"]
+            assert isinstance(argv, list) and argv[-2:] == ["--page-size", "64"]
+        assert len({json.dumps(part["env"]) for part in parts.values()}) == 1
+        process.send_signal(signum)
+        assert process.wait(EXIT_S) == 0
+        assert none_left(tmp_path)
+
+
+def test_a_part_that_dies_ends_the_service_with_an_error(tmp_path: Path) -> None:
+    with service(tmp_path) as process:
+        lines_until_ready(process)
+        os.kill(int(str(facts(tmp_path)["decode-0"]["pid"])), signal.SIGKILL)
+        assert process.wait(EXIT_S) == 1
+        assert process.stdout is not None and "decode-0" in process.stdout.read()
+        assert none_left(tmp_path)
+
+
+def test_keep_going_outlives_a_part(tmp_path: Path) -> None:
+    with service(tmp_path, "--keep-going") as process:
+        lines_until_ready(process)
+        os.kill(int(str(facts(tmp_path)["decode-0"]["pid"])), signal.SIGKILL)
+        assert process.stdout is not None and "decode-0" in process.stdout.readline()
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(EXIT_S) == 0
+        assert none_left(tmp_path)
+
+
+def test_a_part_that_cannot_start_is_reported_and_the_others_end(tmp_path: Path) -> None:
+    with service(tmp_path, "--fail-decode") as process:
+        assert process.wait(EXIT_S) == 1
+        assert process.stderr is not None and "decode-0" in process.stderr.read()
+        assert "no such model" in (tmp_path / "decode-0.log").read_text()
+        assert none_left(tmp_path)
+
+
+def test_cores_are_divided_and_the_secret_is_fresh() -> None:
+    config = LocalConfig(model_path="m")
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert config.threads_per_server == share
+    assert f"--cpu-threads {share}" in " ".join(server_argv(config, "decode"))
+    first, second = child_env(config, {"A": "1"}), child_env(config, {})
+    assert first["A"] == "1" and first["OMP_NUM_THREADS"] == str(share)
+    assert len(first["PDSERVE_CONTROL_TOKEN"]) == 64
+    assert first["PDSERVE_CONTROL_TOKEN"] != second["PDSERVE_CONTROL_TOKEN"]
+    assert child_env(config, {"PDSERVE_CONTROL_TOKEN": "mine"})["PDSERVE_CONTROL_TOKEN"] == "mine"
+
+
+@pytest.mark.parametrize(
+    "extra", [["--port", "1"], ["--host=0.0.0.0"], ["--disaggregation-mode", "null"], ["--prefill", "0"]]
+)
+def test_flags_that_belong_to_the_service_are_refused(extra: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        config_from(["--model-path", "m", *extra])
