@@ -75,6 +75,7 @@ class EngineClient:
         self._ready: EngineReady | None = None
         self._became_ready = asyncio.Event()
         self._dead: EngineDeadError | None = None
+        self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._reader: asyncio.Task[None] | None = None
 
@@ -87,6 +88,7 @@ class EngineClient:
 
     async def stop(self) -> None:
         """Stop reading; every stream fails. The channel stays open and belongs to the caller."""
+        self._stopping = self._dead is None
         self.fail(EngineDeadError("the server is shutting down"))
         tasks = [*self._tasks, *([self._reader] if self._reader is not None else [])]
         if self._reader is not None:
@@ -108,6 +110,11 @@ class EngineClient:
     def alive(self) -> bool:
         """False once the engine is known to be gone."""
         return self._dead is None
+
+    @property
+    def engine_lost(self) -> bool:
+        """True when the engine went away by itself, not because this client was stopped."""
+        return self._dead is not None and not self._stopping
 
     @property
     def ready(self) -> EngineReady | None:

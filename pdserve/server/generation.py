@@ -6,8 +6,9 @@ Updates of a sequence that the reader has not taken yet are merged, so a slow re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -95,6 +96,15 @@ class Generation:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """For the stretch between submission and the reader's `async with`, which a cancelled reader never enters."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Abort what is unfinished and forget the rest."""

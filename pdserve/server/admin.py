@@ -1,0 +1,177 @@
+"""Health, facts, load, metrics, and the few commands: everything that is not generation."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import uuid
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+
+import pdserve
+from pdserve.errors import RequestError
+from pdserve.protocol.messages import MAX_ROOM, EngineState, GenerateRequest, RoomAddress
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.server.context import ServerContext
+from pdserve.server.errors_http import error_body
+from pdserve.server.json_http import convert, json_response, read_json_object
+from pdserve.server.native import WEIGHT_VERSION
+from pdserve.server.schemas import AbortBody
+from pdserve.server.streaming import collect, until_disconnect
+
+STATE_TIMEOUT_S = 1.0
+FLUSH_TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S = 20.0
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+"""A request with this bootstrap host moves no bytes: it warms up or probes one server of a pair alone."""
+
+
+async def health(context: ServerContext) -> Response:
+    """200 when requests can be taken, 503 while the engine starts or when it is gone."""
+    context.client.require_ready()
+    return json_response({"status": "ok"})
+
+
+async def health_generate(context: ServerContext, request: Request) -> Response:
+    """200 when one token could be generated, else 503; probes the engine, not the partner of a pair."""
+    ready = context.client.require_ready()
+    rid = f"health-{uuid.uuid4().hex}"
+    fake = RoomAddress(host=FAKE_BOOTSTRAP_HOST, port=None, room=secrets.randbelow(MAX_ROOM))
+    probe = GenerateRequest(
+        rid=rid,
+        input_ids=[min(1, ready.vocab_size - 1)],
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+        room=None if context.mode == "null" else fake,
+    )
+    generation = await context.client.submit([probe], [rid])
+    with generation.closed_on_error():
+        try:
+            work = asyncio.wait_for(collect(generation, 1), PROBE_TIMEOUT_S)
+            await until_disconnect(request, work)
+        except TimeoutError as error:
+            message = f"no token came within {PROBE_TIMEOUT_S} s"
+            raise RequestError(message, status=503, code="engine_busy") from error
+        except RequestError as error:
+            raise RequestError(f"the probe failed: {error.message}", status=503, code=error.code) from error
+    return json_response({"status": "ok"})
+
+
+async def model_info(context: ServerContext) -> Response:
+    """Facts of the model."""
+    return json_response(_model_facts(context))
+
+
+def _model_facts(context: ServerContext) -> dict[str, Any]:
+    config, ready = context.config.model, context.client.ready
+    return {
+        "model_path": config.model_path,
+        "served_model_name": context.model_name,
+        "tokenizer_path": config.tokenizer_path or config.model_path,
+        "is_generation": True,
+        "weight_version": WEIGHT_VERSION,
+        "model_type": ready.model_type if ready else None,
+        "architectures": ready.architectures if ready else None,
+        "vocab_size": ready.vocab_size if ready else None,
+        "max_context_length": ready.context_length if ready else None,
+    }
+
+
+def _flags(context: ServerContext) -> dict[str, Any]:
+    """Every flag by its name; groups have no name in common."""
+    config = context.config
+    groups = (getattr(config, field.name) for field in dataclasses.fields(config))
+    return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
+
+
+def _state_fields(state: EngineState | None) -> dict[str, Any]:
+    if state is None:
+        return {"internal_states": []}
+    fields = msgspec.to_builtins(state)
+    assert isinstance(fields, dict)
+    return {**fields, "internal_states": [fields]}
+
+
+async def server_info(context: ServerContext) -> Response:
+    """All flags, the facts of model and engine, and the scheduler's counts now."""
+    ready = context.client.ready
+    state = await context.client.state(STATE_TIMEOUT_S)
+    body = {
+        **_flags(context),
+        **_model_facts(context),
+        **_state_fields(state),
+        "engine_facts": ready.facts if ready else {},
+        "status": "ready" if ready else "not_ready",
+        "tp_size": 1,
+        "dp_size": 1,
+        "pp_size": 1,
+        "version": pdserve.__version__,
+    }
+    return json_response(body)
+
+
+async def get_load(context: ServerContext) -> Response:
+    """A list, one entry per data-parallel rank."""
+    context.client.require_ready()
+    state = await context.client.state(STATE_TIMEOUT_S)
+    load = {
+        "dp_rank": 0,
+        "num_tokens": state.num_used_tokens if state else 0,
+        "num_reqs": state.num_running_reqs + state.num_queue_reqs if state else context.client.num_live,
+        "num_running_reqs": state.num_running_reqs if state else 0,
+        "num_waiting_reqs": state.num_queue_reqs if state else 0,
+    }
+    return json_response([load])
+
+
+async def metrics(context: ServerContext) -> Response:
+    """Prometheus text; the scheduler's part is the last known one when it does not answer within a second."""
+    state = await context.client.state(STATE_TIMEOUT_S)
+    return Response(context.metrics.render(state), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def flush_cache(context: ServerContext) -> Response:
+    """Forget cached prefixes; 400 while requests are running."""
+    reply = await context.client.flush(FLUSH_TIMEOUT_S)
+    if not reply.ok:
+        return json_response(error_body(reply.message, 400, code="busy"), status=400)
+    return json_response({"success": True, "message": reply.message})
+
+
+async def abort_request(context: ServerContext, request: Request) -> Response:
+    """Abort one request by its id, or all; an unknown id is no error, as it may just have ended."""
+    body = convert(await read_json_object(request, context.max_body_bytes), AbortBody)
+    if body.rid is None and not body.abort_all:
+        raise RequestError("rid is missing; give it, or abort_all: true", field="rid")
+    return json_response({"num_aborted": context.client.abort(None if body.abort_all else body.rid)})
+
+
+def _model_card(context: ServerContext) -> dict[str, Any]:
+    ready = context.client.ready
+    return {
+        "id": context.model_name,
+        "object": "model",
+        "created": context.started_s,
+        "owned_by": "pdserve",
+        "root": context.config.model.model_path,
+        "parent": None,
+        "max_model_len": ready.context_length if ready else None,
+    }
+
+
+async def list_models(context: ServerContext) -> Response:
+    """The one model."""
+    return json_response({"object": "list", "data": [_model_card(context)]})
+
+
+async def get_model(context: ServerContext, name: str) -> Response:
+    """The one model by its name.
+
+    Raises:
+        RequestError: 404 for another name.
+    """
+    context.check_model(name)
+    return json_response(_model_card(context))

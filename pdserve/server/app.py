@@ -1,0 +1,117 @@
+"""The HTTP application of one server: routes to endpoints. Made by `run`, and by tests over an in-memory scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from pdserve.config.groups import DisaggMode, ServerConfig
+from pdserve.observe.metrics import ServerMetrics
+from pdserve.server import admin
+from pdserve.server.context import ServerContext
+from pdserve.server.engine_client import EngineClient
+from pdserve.server.errors_http import install_error_handlers
+from pdserve.server.native import generate
+from pdserve.server.openai_chat import chat_completions
+from pdserve.server.openai_completions import completions
+from pdserve.server.streaming import ClientGoneError
+from pdserve.server.tokenizer import Tokenizer
+
+_ENGINE_TYPES: dict[DisaggMode, str] = {"null": "unified", "prefill": "prefill", "decode": "decode"}
+
+
+def make_metrics(config: ServerConfig) -> ServerMetrics:
+    """The metrics of a server with this configuration; shared by the engine client and the application."""
+    name = config.model.served_model_name or config.model.model_path
+    return ServerMetrics(name, _ENGINE_TYPES[config.disagg.disaggregation_mode])
+
+
+def create_app(
+    config: ServerConfig, client: EngineClient, tokenizer: Tokenizer | None, metrics: ServerMetrics
+) -> FastAPI:
+    """The application. It starts `client` with its lifespan and stops it at the end; `metrics` is the client's."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        client.start()
+        yield
+        await client.stop()
+
+    app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None)
+    context = ServerContext(config, client, tokenizer, metrics, int(time.time()))
+    install_error_handlers(app)
+    app.add_exception_handler(ClientGoneError, _on_client_gone)
+    _add_generation(app, context)
+    _add_health_and_facts(app, context)
+    _add_commands(app, context)
+    return app
+
+
+async def _on_client_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)
+
+
+def _add_generation(app: FastAPI, context: ServerContext) -> None:
+    @app.post("/v1/chat/completions", response_model=None)
+    async def post_chat_completions(request: Request) -> Response:
+        return await chat_completions(context, request)
+
+    @app.post("/v1/completions", response_model=None)
+    async def post_completions(request: Request) -> Response:
+        return await completions(context, request)
+
+    @app.api_route("/generate", methods=["POST", "PUT"], response_model=None)
+    async def post_generate(request: Request) -> Response:
+        return await generate(context, request)
+
+
+def _add_health_and_facts(app: FastAPI, context: ServerContext) -> None:
+    @app.get("/ready", response_model=None)
+    @app.get("/health", response_model=None)
+    async def get_health() -> Response:
+        return await admin.health(context)
+
+    @app.get("/health_generate", response_model=None)
+    async def get_health_generate(request: Request) -> Response:
+        return await admin.health_generate(context, request)
+
+    @app.get("/model_info", response_model=None)
+    @app.get("/get_model_info", response_model=None)
+    async def get_model_info() -> Response:
+        return await admin.model_info(context)
+
+    @app.get("/server_info", response_model=None)
+    @app.get("/get_server_info", response_model=None)
+    async def get_server_info() -> Response:
+        return await admin.server_info(context)
+
+    @app.get("/get_load", response_model=None)
+    async def get_get_load() -> Response:
+        return await admin.get_load(context)
+
+    @app.get("/metrics", response_model=None)
+    async def get_metrics() -> Response:
+        return await admin.metrics(context)
+
+    @app.get("/v1/models", response_model=None)
+    async def get_models() -> Response:
+        return await admin.list_models(context)
+
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def get_model(name: str) -> Response:
+        return await admin.get_model(context, name)
+
+
+def _add_commands(app: FastAPI, context: ServerContext) -> None:
+    @app.get("/flush_cache", response_model=None)
+    @app.post("/flush_cache", response_model=None)
+    async def flush_cache() -> Response:
+        return await admin.flush_cache(context)
+
+    @app.post("/abort_request", response_model=None)
+    async def abort_request(request: Request) -> Response:
+        return await admin.abort_request(context, request)

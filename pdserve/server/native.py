@@ -1,0 +1,167 @@
+"""`POST /generate`, SGLang's native API: text or token ids, single or batch, whole or as a stream of cumulative text."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+
+from pdserve.errors import RequestError
+from pdserve.server.context import ServerContext
+from pdserve.server.generation import Generation, Update
+from pdserve.server.intake import Intake, PromptSpec, as_prompts, check_token_ids, check_top_logprobs, make_intake
+from pdserve.server.json_http import convert, json_response, read_json_object, refuse_unsupported, scalar_or_list
+from pdserve.server.logprob_format import native_logprobs
+from pdserve.server.sampling_fields import Limits, count_n, native_sampling
+from pdserve.server.schemas import UNSUPPORTED_NATIVE, UNSUPPORTED_NATIVE_SAMPLING, GenerateBody, NativeSampling
+from pdserve.server.streaming import collect, event, stream_response, until_disconnect
+
+WEIGHT_VERSION = "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateCall:
+    """One call of `/generate`, checked and ready to be submitted. `listed`: the answer is a list."""
+
+    context: ServerContext
+    intake: Intake
+    listed: bool
+    stream: bool
+    logprob_text: bool
+    started_s: float
+
+    async def answer(self, request: Request) -> Response:
+        """Submit, and answer at once or as a stream. Prefill answers whole: its half is over with the first token."""
+        generation = await self.context.client.submit(self.intake.requests, self.intake.names)
+        with generation.closed_on_error():
+            if self.stream and self.context.mode != "prefill":
+                return await stream_response(request, self._events(generation))
+            updates = await until_disconnect(request, collect(generation, len(self.intake.requests)))
+            results = [self._result(update) for update in updates]
+            return json_response(results if self.listed else results[0])
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        totals = [Update(index) for index in range(len(self.intake.requests))]
+        async with generation:
+            async for update in generation:
+                totals[update.index].absorb(update)
+                result = self._result(totals[update.index])
+                yield event({"index": update.index, **result} if self.listed else result)
+
+    def _result(self, update: Update) -> dict[str, Any]:
+        request = self.intake.requests[update.index]
+        meta: dict[str, Any] = {
+            "id": self.intake.names[update.index],
+            "finish_reason": _finish(update),
+            "prompt_tokens": len(request.input_ids),
+            "completion_tokens": len(update.token_ids),
+            "cached_tokens": update.cached_tokens,
+            "weight_version": WEIGHT_VERSION,
+            "e2e_latency": time.monotonic() - self.started_s,
+            "timing": msgspec.to_builtins(update.timing) if update.timing is not None else {},
+        }
+        if request.top_logprobs is not None:
+            top = request.top_logprobs > 0
+            meta.update(native_logprobs(self.context.tokenizer, update, top=top, text=self.logprob_text))
+        return {"text": update.text, "output_ids": update.token_ids, "meta_info": meta}
+
+
+def _finish(update: Update) -> dict[str, Any] | None:
+    finish = update.finish
+    if finish is None:
+        return None
+    match finish.type:
+        case "stop":
+            return {"type": "stop", "matched": finish.matched}
+        case "length":
+            return {"type": "length", "length": finish.length or len(update.token_ids)}
+        case "abort":
+            return {
+                "type": "abort",
+                "message": finish.message or "aborted",
+                "status_code": finish.status_code,
+                "err_type": finish.err_type,
+            }
+
+
+async def _prompts(context: ServerContext, body: GenerateBody, vocab_size: int) -> tuple[list[list[int]], str, bool]:
+    """Token ids of every prompt, the name of the field they came in, and whether they came as a batch."""
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestError("exactly one of text and input_ids must be given", field="text")
+    field = "text" if body.text is not None else "input_ids"
+    value = body.text if body.text is not None else body.input_ids
+    prompts, batch = as_prompts(value, field, allow_text=field == "text", allow_ids=field == "input_ids")
+    encoded = []
+    for prompt in prompts:
+        ids = prompt if isinstance(prompt, list) else await context.require_tokenizer(field).encode(prompt, field=field)
+        if not ids:
+            raise RequestError(f"{field} must not be empty", field=field)
+        check_token_ids(ids, vocab_size, field)
+        encoded.append(ids)
+    return encoded, field, batch
+
+
+def _samplings(value: Any, count: int) -> list[NativeSampling]:
+    """`sampling_params` of every prompt: one object for all, or a list."""
+    fields = scalar_or_list({} if value is None else value, count, "sampling_params", dict)
+    prefix = "sampling_params"
+    allowed = [refuse_unsupported(entry or {}, UNSUPPORTED_NATIVE_SAMPLING, prefix=prefix) for entry in fields]
+    return [convert(entry, NativeSampling, prefix=prefix) for entry in allowed]
+
+
+def _top_logprobs(body: GenerateBody, count: int) -> list[int | None]:
+    wanted = scalar_or_list(body.return_logprob, count, "return_logprob", bool)
+    tops = scalar_or_list(body.top_logprobs_num, count, "top_logprobs_num", int)
+    starts = scalar_or_list(body.logprob_start_len, count, "logprob_start_len", int)
+    for want, start in zip(wanted, starts, strict=True):
+        if want and start is not None and start != -1:
+            raise RequestError(
+                f"logprob_start_len must be -1, got {start}: log probabilities of the prompt are not supported",
+                field="logprob_start_len",
+                code="unsupported",
+            )
+    return [
+        check_top_logprobs(top or 0, "top_logprobs_num") if want else None
+        for want, top in zip(wanted, tops, strict=True)
+    ]
+
+
+def _count_n(samplings: list[NativeSampling]) -> int:
+    counts = {count_n(sampling.n) for sampling in samplings}
+    if len(counts) > 1:
+        raise RequestError("sampling_params.n must be the same for all prompts of a batch", field="sampling_params.n")
+    return counts.pop()
+
+
+def _specs(
+    prompts: list[list[int]], samplings: list[NativeSampling], tops: list[int | None], limits: Limits, field: str
+) -> list[PromptSpec]:
+    return [
+        PromptSpec(ids, native_sampling(sampling, len(ids), limits, field), top)
+        for ids, sampling, top in zip(prompts, samplings, tops, strict=True)
+    ]
+
+
+async def generate(context: ServerContext, request: Request) -> Response:
+    """Check everything, then submit; nothing is allocated for a bad request.
+
+    Raises:
+        RequestError: what was wrong with the body.
+    """
+    started_s = time.monotonic()
+    raw = await read_json_object(request, context.max_body_bytes)
+    limits = context.limits()
+    body = convert(refuse_unsupported(raw, UNSUPPORTED_NATIVE), GenerateBody)
+    prompts, field, batch = await _prompts(context, body, limits.vocab_size)
+    samplings = _samplings(body.sampling_params, len(prompts))
+    specs = _specs(prompts, samplings, _top_logprobs(body, len(prompts)), limits, field)
+    n = _count_n(samplings)
+    stream = bool(body.stream)
+    intake = make_intake(specs, n, body, context.mode, stream=stream)
+    call = GenerateCall(context, intake, batch or n > 1, stream, bool(body.return_text_in_logprobs), started_s)
+    return await call.answer(request)
