@@ -79,6 +79,7 @@ class KVManager:
         self.args = args
         self.counters: Counter[str] = Counter()
         self._all_fake = fake
+        self._engine = engine
         hello = Hello(
             endpoint=socket.endpoint,
             facts=args.facts | args.layout.fields() | {"aux_slot_bytes": args.aux.slot_bytes},
@@ -177,6 +178,8 @@ class KVManager:
                     self.counters["peers_lost"] += 1
                     self.receive_side.on_peer_lost(peer, failure, gone)
                     self.send_side.on_peer_lost(peer, failure, gone)
+                    if gone and peer.hello is not None:
+                        self._engine.forget(peer.hello.transport_address)
                 case Message(peer=peer, body=body):
                     match body:
                         case Meta():

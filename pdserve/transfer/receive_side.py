@@ -135,7 +135,6 @@ class ReceiveSide:
             if room.peer == peer.instance:
                 self.fail(room, failure)
         if gone:
-            self._engine.forget("" if peer.hello is None else peer.hello.transport_address)
             for entry in self.published.values():
                 if entry.peer == peer.instance and entry.fenced_at is None:
                     entry.fenced_at = self._clock.now() + self._engine.settle_s

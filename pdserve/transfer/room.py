@@ -8,7 +8,7 @@ from collections import OrderedDict
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address, CopyJob
-from pdserve.transfer.state import KVPoll, advance
+from pdserve.transfer.state import TERMINAL, KVPoll, advance
 from pdserve.transfer.wire import Key, Meta, TransferStats
 
 
@@ -28,9 +28,10 @@ class Room:
 
     def fail(self, failure: Failure) -> bool:
         """Fail, unless the room has ended; True when this call did it."""
-        if self.state in (KVPoll.FAILED, KVPoll.SUCCESS):
+        if self.state in TERMINAL:
             return False
-        self.state, self.failure = KVPoll.FAILED, failure
+        self.move(KVPoll.FAILED)
+        self.failure = failure
         return True
 
 

@@ -1,0 +1,46 @@
+"""What a role answers to the one scheduler loop. A role owns its queues; it never calls the executor's `run`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pdserve.executor.interface import BatchPlan, StepResult
+from pdserve.protocol.failure import Failure
+from pdserve.scheduler.req import Req
+
+
+class Role(Protocol):
+    """A plan, not a program. Called by the scheduler thread, each step in this order: poll, plan, commit."""
+
+    @property
+    def live(self) -> dict[str, Req]:
+        """All requests of the role, by rid."""
+        ...
+
+    def admit(self, req: Req) -> None:
+        """Take a new request into the first queue.
+
+        Raises:
+            RequestError: it can never run here, or its room is live; nothing was kept.
+        """
+        ...
+
+    def poll(self) -> None:
+        """Move requests between queues according to what transfers say."""
+        ...
+
+    def plan(self, step: int) -> BatchPlan | None:
+        """What to compute next; None when nothing can be."""
+        ...
+
+    def commit(self, plan: BatchPlan, result: StepResult) -> None:
+        """Take the result of a plan."""
+        ...
+
+    def end(self, req: Req, failure: Failure | None) -> None:
+        """End a live request early: with a failure, or quietly (its stop string was seen)."""
+        ...
+
+    def queues(self) -> dict[str, int]:
+        """Queue lengths by SGLang's names."""
+        ...

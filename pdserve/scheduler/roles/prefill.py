@@ -1,0 +1,128 @@
+"""The prefill role: computes the prompt and exactly one token, and hands both over.
+
+    bootstrap    a sender is open; waits for the decode server to tell its pages
+       v
+    waiting      waits for memory, a row and an aux slot
+       v
+    active       chunks are computed; the pages of each are sent as soon as they are whole
+       v
+    inflight     all is computed; waits until every byte has landed. The row is free, the pages are held by `send`
+"""
+
+from __future__ import annotations
+
+from pdserve.errors import RequestError
+from pdserve.executor.interface import BatchPlan, SampledToken, StepResult
+from pdserve.protocol.failure import Failure
+from pdserve.protocol.messages import FinishReason, RequestTiming
+from pdserve.scheduler.core import Core, Prefilling, plan_of
+from pdserve.scheduler.req import Req, finish_for_failure
+from pdserve.scheduler.roles.monolith import check_fits
+from pdserve.transfer.aux import AuxRecord
+from pdserve.transfer.manager import KVManager
+from pdserve.transfer.state import KVPoll
+from pdserve.transfer.wire import TransferStats, prompt_digest
+
+LOST = Failure(code="transfer_failed", message="the transfer failed without a reason")
+
+
+class PrefillRole:
+    """Owns bootstrap and inflight queues; `Prefilling` owns waiting and active."""
+
+    def __init__(self, core: Core, kv: KVManager) -> None:
+        self._core = core
+        self._kv = kv
+        self._bootstrap: dict[str, Req] = {}
+        self._prefilling = Prefilling(core, lambda req: req.num_prompt, needs_aux=True)
+        self._inflight: dict[str, Req] = {}
+        self.live: dict[str, Req] = {}
+
+    def admit(self, req: Req) -> None:
+        """See `Role.admit`."""
+        room = req.spec.room
+        if room is None:
+            raise RequestError("a prefill server needs bootstrap_room", field="bootstrap_room")
+        check_fits(self._core, req.num_prompt)
+        req.sender = self._kv.open_sender(room.room, room.host, prompt_digest(req.spec.input_ids))
+        self.live[req.rid] = req
+        self._bootstrap[req.rid] = req
+
+    def poll(self) -> None:
+        """Rooms that are bound go on to waiting; those that ended, leave."""
+        for req in list(self.live.values()):
+            assert req.sender is not None
+            state = req.sender.poll()
+            if state is KVPoll.FAILED:
+                self.end(req, req.sender.failure or LOST)
+            elif state is KVPoll.SUCCESS and req.rid in self._inflight:
+                self._succeed(req)
+            elif req.rid in self._bootstrap and state is KVPoll.WAITING_FOR_INPUT:
+                del self._bootstrap[req.rid]
+                req.times.peer_ready = self._core.clock.now()
+                self._prefilling.waiting.append(req)
+
+    def plan(self, step: int) -> BatchPlan | None:
+        """Chunks within the budget."""
+        return plan_of(step, self._prefilling.plan())
+
+    def commit(self, plan: BatchPlan, result: StepResult) -> None:
+        """Send the pages that became whole; with the last chunk the rest, and the first token."""
+        for row, token in zip(plan.rows, result.tokens, strict=True):
+            req = self.live[row.rid]
+            assert req.sender is not None and req.lease is not None
+            if not self._prefilling.committed(req, row.end):
+                req.sender.send(req.lease, row.end // self._core.memory.layout.page_tokens)
+                continue
+            assert token is not None and req.aux is not None and req.spec.room is not None
+            req.first_token = token
+            self._core.append(req, token)
+            self._core.unseat(req)
+            req.sender.send(req.lease, len(req.lease.pages))
+            record = AuxRecord(
+                room=req.spec.room.room, attempt=0, first_token=token.token_id, logprob=token.logprob, top=token.top
+            )
+            req.sender.finish(req.aux, record, self._stats(req))
+            self._inflight[req.rid] = req
+
+    def end(self, req: Req, failure: Failure | None) -> None:
+        """See `Role.end`. A prefill request has no text to stop at, so a quiet end is an abort."""
+        failure = failure or Failure(code="stopped", message="the request was stopped", status=499)
+        assert req.sender is not None
+        req.sender.abort(failure)
+        self._leave(req)
+        self._core.outbox.emit(req, (), finish_for_failure(failure))
+
+    def queues(self) -> dict[str, int]:
+        """See `Role.queues`."""
+        return {
+            "num_queue_reqs": len(self._prefilling.waiting),
+            "num_running_reqs": len(self._prefilling.active),
+            "num_prefill_bootstrap_queue_reqs": len(self._bootstrap),
+            "num_prefill_inflight_queue_reqs": len(self._inflight),
+        }
+
+    def _succeed(self, req: Req) -> None:
+        self._leave(req)
+        tokens: tuple[SampledToken, ...] = () if req.first_token is None else (req.first_token,)
+        stats = self._stats(req)
+        timing = RequestTiming(queue_s=stats.queue_s, bootstrap_s=stats.bootstrap_s, prefill_s=stats.prefill_s)
+        self._core.outbox.emit(req, tokens, FinishReason(type="length", length=1), timing)
+
+    def _leave(self, req: Req) -> None:
+        assert req.sender is not None
+        req.sender.close()
+        self._prefilling.remove(req)
+        self._bootstrap.pop(req.rid, None)
+        self._inflight.pop(req.rid, None)
+        del self.live[req.rid]
+        self._core.release(req)
+
+    def _stats(self, req: Req) -> TransferStats:
+        times = req.times
+        if times.peer_ready is None or times.started is None or times.prefilled is None:
+            return TransferStats()
+        return TransferStats(
+            bootstrap_s=times.peer_ready - times.arrived,
+            queue_s=times.started - times.peer_ready,
+            prefill_s=times.prefilled - times.started,
+        )

@@ -1,0 +1,118 @@
+"""A model for the simulated world: its next token is a hash of every KV byte that attention would read.
+
+One wrong, missing, stale or swapped byte anywhere changes the tokens, so "same tokens as the monolith" is an oracle
+for everything between the pools. Weights depend on the position, so order matters too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.executor.interface import BatchPlan, Row, SampledToken, StepResult
+from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
+from pdserve.memory.page_table import PageTable
+from pdserve.protocol.sampling import SamplingParams
+
+VOCAB_SIZE = 50257
+POISON = np.uint64(0xDEADDEADDEADDEAD)
+_MAX_TOKENS = 4096
+
+U64 = npt.NDArray[np.uint64]
+
+_rng = np.random.default_rng(20250101)
+_WEIGHTS: U64 = _rng.integers(1, 1 << 63, size=(2, _MAX_TOKENS), dtype=np.uint64) | np.uint64(1)
+
+
+def hash_layout(page_tokens: int, num_layers: int = 3) -> KVLayout:
+    """The pool geometry of the hash model: one head of one 64-bit number."""
+    return KVLayout(
+        (
+            KVGroup(
+                name="full",
+                kind=GroupKind.FULL,
+                num_layers=num_layers,
+                page_tokens=page_tokens,
+                num_kv_heads=1,
+                num_kv_heads_total=1,
+                head_dim=1,
+                dtype="uint64",
+            ),
+        )
+    )
+
+
+def _mix(value: int) -> int:
+    """splitmix64's finalizer."""
+    value = (value + 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)
+    return value ^ (value >> 31)
+
+
+class HashExecutor:
+    """Implements `Executor` over a numpy pool `[page, layer, k/v, 1, token, 1]` of uint64."""
+
+    def __init__(self, layout: KVLayout, num_pages: int, page_table: PageTable) -> None:
+        self._layout = layout
+        self._group = layout.groups[0]
+        self.pool: U64 = np.full((num_pages, *self._group.page_shape), POISON, dtype=np.uint64)
+        self._table = page_table
+        self._tokens: dict[int, list[int]] = {}
+
+    @property
+    def layout(self) -> KVLayout:
+        """See `Executor`."""
+        return self._layout
+
+    @property
+    def buffers(self) -> tuple[tuple[int, int], ...]:
+        """See `Executor`."""
+        return ((int(self.pool.ctypes.data), self.pool.nbytes),)
+
+    def poison(self, pages: list[int]) -> None:
+        """Destroy pages that went back to the allocator, so that whoever reads them gets other tokens."""
+        self.pool[pages] = POISON
+
+    def open_row(
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        top_logprobs: int | None,
+    ) -> None:
+        """See `Executor`."""
+        self._tokens[row] = list(token_ids)
+
+    def close_row(self, row: int) -> None:
+        """See `Executor`."""
+        del self._tokens[row]
+
+    def run(self, plan: BatchPlan) -> StepResult:
+        """See `Executor`."""
+        return StepResult(plan.step, tuple(self._run_row(row) for row in plan.rows))
+
+    def _run_row(self, row: Row) -> SampledToken | None:
+        tokens = self._tokens[row.row]
+        page_tokens = self._group.page_tokens
+        pages = self._table.pages[row.row]
+        last = 0
+        for position in range(row.start, row.end):
+            carry = _mix(tokens[position] * 1_000_003 + position)
+            page, offset = int(pages[position // page_tokens]), position % page_tokens
+            num_pages = position // page_tokens + 1
+            for layer in range(self._group.num_layers):
+                self.pool[page, layer, 0, 0, offset, 0] = carry
+                self.pool[page, layer, 1, 0, offset, 0] = _mix(carry ^ 0x5555)
+                kv = self.pool[pages[:num_pages], layer, :, 0, :, 0].swapaxes(0, 1).reshape(2, -1)[:, : position + 1]
+                carry = _mix(int((kv * _WEIGHTS[:, : position + 1]).sum(dtype=np.uint64)) + layer)
+            last = carry
+        if not row.sample:
+            return None
+        token = last % VOCAB_SIZE
+        del tokens[row.end :]
+        tokens.append(token)
+        return SampledToken(token)

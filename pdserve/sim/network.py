@@ -1,0 +1,167 @@
+"""A seeded network, transport and directory on a manual clock. Everything that may go wrong here goes wrong sometimes."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+
+from pdserve.base.clock import ManualClock
+from pdserve.base.mailbox import Mailbox
+from pdserve.protocol.failure import Failure
+from pdserve.scheduler.scheduler import Event
+from pdserve.transfer.events import Address, CopyDone, CopyJob, FrameArrived, PeerGone, PrefillFound, PrefillNotFound
+from pdserve.transfer.plan import PageCopy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Faults:
+    """Probabilities per message, copy or step; `max_delay_s` bounds how late anything is."""
+
+    lost: float = 0.0
+    repeated: float = 0.2
+    copy_failed: float = 0.0
+    abort: float = 0.0
+    kill: float = 0.0
+    max_delay_s: float = 2.0
+
+
+class SimNet:
+    """Calls things later, in random order. `dead` endpoints hear nothing; their copies in flight may still land."""
+
+    def __init__(self, seed: int, clock: ManualClock, faults: Faults) -> None:
+        self.rng = random.Random(seed)
+        self.clock = clock
+        self.faults = faults
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+        self.mailboxes: dict[str, Mailbox[Event]] = {}
+        self.served: dict[Address, tuple[str, str]] = {}
+
+    def later(self, action: Callable[[], None], max_delay_s: float | None = None) -> None:
+        """Run `action` after a random delay."""
+        delay_s = self.rng.uniform(0, self.faults.max_delay_s if max_delay_s is None else max_delay_s)
+        heapq.heappush(self._queue, (self.clock.now() + delay_s, next(self._count), action))
+
+    def deliver(self) -> None:
+        """Run what is due."""
+        while self._queue and self._queue[0][0] <= self.clock.now():
+            heapq.heappop(self._queue)[2]()
+
+    @property
+    def busy(self) -> bool:
+        """True while anything is on its way."""
+        return bool(self._queue)
+
+    def post(self, endpoint: str, event: Event) -> None:
+        """Post to the mailbox behind `endpoint`, if its process lives."""
+        mailbox = self.mailboxes.get(endpoint)
+        if mailbox is not None:
+            mailbox.post(event)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimSocket:
+    """`ControlSocket` over a `SimNet`: late, reordered, repeated, lost."""
+
+    net: SimNet
+    endpoint: str
+
+    def send(self, endpoint: str, frame: bytes) -> None:
+        """See `ControlSocket`."""
+        faults, rng = self.net.faults, self.net.rng
+        if rng.random() < faults.lost:
+            return
+        for _ in range(2 if rng.random() < faults.repeated else 1):
+            self.net.later(lambda: self.net.post(endpoint, FrameArrived(frame)))
+
+    def forget(self, endpoint: str) -> None:
+        """See `ControlSocket`."""
+
+
+class SimCopyEngine:
+    """`CopyEngine` whose bytes move copy by copy at random moments, from what is in the source at that moment."""
+
+    def __init__(self, net: SimNet, endpoint: str, alive: Callable[[str], bool]) -> None:
+        self._net = net
+        self._endpoint = endpoint
+        self._alive = alive
+
+    @property
+    def settle_s(self) -> float:
+        """See `CopyEngine`: longer than any delay."""
+        return self._net.faults.max_delay_s * 2
+
+    @property
+    def address(self) -> str:
+        """See `CopyEngine`."""
+        return self._endpoint
+
+    def submit(self, job: CopyJob) -> None:
+        """See `CopyEngine`."""
+        self._net.later(lambda: self._start(job))
+
+    def forget(self, transport_address: str) -> None:
+        """See `CopyEngine`."""
+
+    def _start(self, job: CopyJob) -> None:
+        if job.cancelled or not self._alive(job.transport_address):
+            failure = Failure(code="cancelled" if job.cancelled else "peer_gone", message="not started")
+            self._report(CopyDone(job, failure, settled=True, write_s=0.0))
+            return
+        if self._net.rng.random() < self._net.faults.copy_failed:
+            for piece, copy in self._copies(job):
+                if self._net.rng.random() < 0.5:
+                    self._net.later(lambda piece=piece, copy=copy: self._land(job, piece, copy))  # type: ignore[misc]
+            failure = Failure(code="transfer_failed", message="injected")
+            self._report(CopyDone(job, failure, settled=False, write_s=0.0))
+            return
+        left = self._copies(job)
+        self._net.rng.shuffle(left)
+        self._next(job, left)
+
+    def _copies(self, job: CopyJob) -> list[tuple[int, PageCopy]]:
+        return [(i, copy) for i, (_, _, copies) in enumerate(job.pieces) for copy in copies]
+
+    def _next(self, job: CopyJob, left: list[tuple[int, PageCopy]]) -> None:
+        if not left:
+            self._report(CopyDone(job, None, settled=True, write_s=0.0))
+            return
+        piece, copy = left.pop()
+        self._land(job, piece, copy)
+        self._net.later(lambda: self._next(job, left), max_delay_s=0.5)
+
+    def _land(self, job: CopyJob, piece: int, copy: PageCopy) -> None:
+        if self._alive(job.transport_address) and self._alive(self._endpoint):
+            source, destination, _ = job.pieces[piece]
+            ctypes.memmove(destination + copy.destination, source + copy.source, copy.num_bytes)
+
+    def _report(self, event: CopyDone) -> None:
+        for _ in range(2 if self._net.rng.random() < self._net.faults.repeated else 1):
+            self._net.later(lambda: self._net.post(self._endpoint, event))
+
+
+@dataclasses.dataclass(frozen=True)
+class SimDirectory:
+    """`Directory` over a `SimNet`."""
+
+    net: SimNet
+    endpoint: str
+
+    def find(self, address: Address) -> None:
+        """See `Directory`."""
+        self.net.later(lambda: self.net.post(self.endpoint, self._answer(address)))
+
+    def probe(self, instance: str, endpoint: str) -> None:
+        """See `Directory`."""
+        if endpoint not in self.net.mailboxes:
+            self.net.later(lambda: self.net.post(self.endpoint, PeerGone(instance)))
+
+    def _answer(self, address: Address) -> PrefillFound | PrefillNotFound:
+        entry = self.net.served.get(address)
+        if entry is None:
+            return PrefillNotFound(address, Failure(code="bootstrap_unreachable", message=f"nothing at {address}"))
+        return PrefillFound(address, *entry)

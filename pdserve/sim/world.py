@@ -1,0 +1,236 @@
+"""A whole deployment in one process, seeded: prefill and decode schedulers on a simulated network, and the monolith.
+
+The schedulers, roles, leases and transfer managers are the real ones; only clock, network, transport and model are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+
+from pdserve.base.clock import ManualClock
+from pdserve.base.mailbox import Mailbox
+from pdserve.memory.kv_memory import KVMemory
+from pdserve.memory.page_table import PageTable
+from pdserve.protocol.messages import (
+    AbortRequest,
+    EngineReady,
+    FinishReason,
+    FlushReply,
+    GenerateRequest,
+    OutputBatch,
+    RoomAddress,
+    StateReply,
+    ToApi,
+)
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.scheduler.core import Core, Limits, Outbox
+from pdserve.scheduler.roles.decode import DecodeRole
+from pdserve.scheduler.roles.monolith import MonolithRole
+from pdserve.scheduler.roles.prefill import PrefillRole
+from pdserve.scheduler.scheduler import Event, Scheduler
+from pdserve.sim.hash_lm import HashExecutor, hash_layout
+from pdserve.sim.network import Faults, SimCopyEngine, SimDirectory, SimNet, SimSocket
+from pdserve.transfer.aux import MetadataBuffers
+from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
+from pdserve.transfer.sessions import SessionTimes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of every server in the world."""
+
+    page_tokens: int = 4
+    num_pages: int = 24
+    num_rows: int = 8
+    num_aux: int = 6
+    chunk_tokens: int | None = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One request of the workload."""
+
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+
+
+@dataclasses.dataclass(slots=True)
+class Half:
+    """What a client of one server has seen of one request."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+class Node:
+    """One server: a scheduler and everything below it. `mode` is null, prefill or decode."""
+
+    def __init__(self, mode: str, shape: Shape, net: SimNet, endpoint: str, instance: str) -> None:
+        self.mode, self.endpoint, self.instance = mode, endpoint, instance
+        self.halves: dict[str, Half] = defaultdict(Half)
+        layout = hash_layout(shape.page_tokens)
+        table = PageTable(shape.num_rows, shape.num_pages)
+        self.executor = HashExecutor(layout, shape.num_pages, table)
+        self.memory = KVMemory(layout, shape.num_pages, table, shape.num_aux, on_free=self.executor.poison)
+        core = Core(
+            self.memory, self.executor, Outbox(self._hear), net.clock, Limits(chunk_tokens=shape.chunk_tokens)
+        )
+        self.mailbox: Mailbox[Event] = Mailbox()
+        self.kv: KVManager | None = None
+        if mode == "null":
+            self.scheduler = Scheduler(MonolithRole(core), core, None, self.mailbox)
+            return
+        net.mailboxes[endpoint] = self.mailbox
+        args = KVArgs(
+            instance=instance,
+            layout=layout,
+            buffers=self.executor.buffers,
+            aux=MetadataBuffers(shape.num_aux),
+            facts={"model": "hash"},
+        )
+        self.kv = KVManager(
+            args,
+            SimSocket(net, endpoint),
+            SimCopyEngine(net, endpoint, lambda e: e in net.mailboxes),
+            SimDirectory(net, endpoint),
+            net.clock,
+            TransferTimes(
+                bootstrap_timeout_s=120.0, waiting_timeout_s=600.0, sessions=SessionTimes(heartbeat_s=5.0, misses=6)
+            ),
+        )
+        role = PrefillRole(core, self.kv) if mode == "prefill" else DecodeRole(core, self.kv)
+        self.scheduler = Scheduler(role, core, self.kv, self.mailbox)
+
+    @property
+    def idle(self) -> bool:
+        """No request, no transfer, nothing unsaid."""
+        return not self.scheduler.role.live and (self.kv is None or self.kv.quiet)
+
+    def leaks(self) -> dict[str, int]:
+        """What is not free although the node is idle; empty when all is well."""
+        counts = self.memory.counts()
+        names = ("pages", "rows", "aux")
+        lost = {name: counts[f"{name}_total"] - counts[f"{name}_free"] for name in names}
+        if self.kv is not None:
+            lost |= self.kv.counts()
+        return {name: count for name, count in lost.items() if count}
+
+    def _hear(self, message: ToApi) -> None:
+        match message:
+            case OutputBatch(outputs=outputs):
+                for output in outputs:
+                    half = self.halves[output.rid]
+                    assert half.finish is None, f"{output.rid}: output after its end"
+                    half.tokens += output.token_ids
+                    half.finish = output.finish
+            case StateReply() | FlushReply() | EngineReady():
+                pass
+
+
+def monolith_tokens(shape: Shape, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """The tokens that an aggregated server gives for each prompt."""
+    net = SimNet(0, ManualClock(), Faults())
+    node = Node("null", dataclasses.replace(shape, num_pages=256, num_rows=64), net, "mono", "mono")
+    for i, prompt in enumerate(prompts):
+        node.mailbox.post(_request(f"r{i}", prompt, None))
+    for _ in range(100_000):
+        node.scheduler.step()
+        if node.idle:
+            break
+    assert node.idle and not node.leaks(), node.leaks()
+    return [node.halves[f"r{i}"].tokens for i in range(len(prompts))]
+
+
+class World:
+    """One prefill and one decode server, a workload, and faults."""
+
+    ADDRESS = ("prefill", 1)
+
+    def __init__(self, seed: int, shape: Shape, faults: Faults) -> None:
+        self.clock = ManualClock()
+        self.net = SimNet(seed, self.clock, faults)
+        self.rng = self.net.rng
+        self.shape = shape
+        self._births = itertools.count()
+        self.dead: list[Node] = []
+        self.prefill = self._born("prefill")
+        self.decode = self._born("decode")
+        self.num_aborts = 0
+        self.num_kills = 0
+
+    def run(self, prompts: Sequence[Prompt], num_rooms: int, max_steps: int = 60_000) -> list[Half | None]:
+        """Play the workload to its end; each prompt's decode half, None where its server was killed.
+
+        Rooms are drawn from a few numbers and used again as soon as both halves have ended.
+        """
+        todo = list(enumerate(prompts))
+        rooms: dict[int, tuple[int, Node, Node]] = {}
+        results: list[Half | None] = [None] * len(prompts)
+        for _ in range(max_steps):
+            self.clock.advance(0.25)
+            self.net.deliver()
+            free = [room for room in range(num_rooms) if room not in rooms]
+            if todo and free and self.rng.random() < 0.7:
+                room = self.rng.choice(free)
+                index, prompt = todo.pop()
+                rooms[room] = (index, self.prefill, self.decode)
+                self._launch(index, prompt, room)
+            self._misfortune(rooms)
+            for node in (self.prefill, self.decode):
+                if self.rng.random() < 0.6:
+                    node.scheduler.step()
+            for room, (index, prefill, decode) in list(rooms.items()):
+                if self._ended(prefill, index) and self._ended(decode, index):
+                    results[index] = None if decode in self.dead else decode.halves[f"r{index}"]
+                    del rooms[room]
+            if not todo and not rooms and self.prefill.idle and self.decode.idle and not self.net.busy:
+                return results
+        raise AssertionError(
+            f"stuck after {max_steps} steps: rooms {rooms}, leaks {self.prefill.leaks()} {self.decode.leaks()}"
+        )
+
+    # ------------------------------------------------------------------ inside
+
+    def _born(self, mode: str) -> Node:
+        number = next(self._births)
+        node = Node(mode, self.shape, self.net, f"{mode}:{number}", f"{mode}-{number}")
+        if mode == "prefill":
+            self.net.served[self.ADDRESS] = (node.instance, node.endpoint)
+        return node
+
+    def _launch(self, index: int, prompt: Prompt, room: int) -> None:
+        """The router's part: the same request to both, at different moments."""
+        address = RoomAddress(host=self.ADDRESS[0], port=self.ADDRESS[1], room=room)
+        for node in (self.prefill, self.decode):
+            spec = _request(f"r{index}", prompt, address)
+            self.net.later(lambda node=node, spec=spec: node.mailbox.post(spec))  # type: ignore[misc]
+
+    def _misfortune(self, rooms: dict[int, tuple[int, Node, Node]]) -> None:
+        faults = self.net.faults
+        if rooms and self.rng.random() < faults.abort:
+            index, prefill, decode = self.rng.choice(list(rooms.values()))
+            sides = self.rng.choice(((prefill,), (decode,), (prefill, decode)))
+            self.num_aborts += 1
+            for node in sides:
+                node.mailbox.post(AbortRequest(rid=f"r{index}"))
+        if self.rng.random() < faults.kill:
+            self.num_kills += 1
+            victim = self.rng.choice((self.prefill, self.decode))
+            self.dead.append(victim)
+            del self.net.mailboxes[victim.endpoint]
+            if victim is self.prefill:
+                self.prefill = self._born("prefill")
+            else:
+                self.decode = self._born("decode")
+
+    def _ended(self, node: Node, index: int) -> bool:
+        half = node.halves.get(f"r{index}")
+        return node in self.dead or (half is not None and half.finish is not None)
+
+
+def _request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateRequest:
+    sampling = SamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=0.0)
+    return GenerateRequest(rid=rid, input_ids=list(prompt.tokens), sampling=sampling, room=room)

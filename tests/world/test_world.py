@@ -1,0 +1,59 @@
+"""Prefill and decode in the simulated world give the monolith's tokens and leave nothing behind, whatever happens."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pdserve.sim.network import Faults
+from tests.world.workload import play
+
+SEEDS_PER_CASE = 20
+CASES = 10
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_late_reordered_and_repeated_messages_change_nothing(case: int) -> None:
+    for seed in range(case * SEEDS_PER_CASE, (case + 1) * SEEDS_PER_CASE):
+        _, results = play(seed, Faults())
+        assert all(half is not None and half.finish is not None for half in results)
+        assert all(half is None or half.finish is None or half.finish.type == "length" for half in results)
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_lost_messages_are_repeated_until_heard(case: int) -> None:
+    for seed in range(case * SEEDS_PER_CASE, (case + 1) * SEEDS_PER_CASE):
+        _, results = play(seed, Faults(lost=0.2))
+        assert all(half is not None and half.finish and half.finish.type == "length" for half in results)
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_aborts_at_any_moment(case: int) -> None:
+    aborts = finished = 0
+    for seed in range(case * SEEDS_PER_CASE, (case + 1) * SEEDS_PER_CASE):
+        world, results = play(seed, Faults(abort=0.03, lost=0.05))
+        aborts += world.num_aborts
+        finished += sum(half is not None and half.finish is not None and half.finish.type == "length" for half in results)
+    assert aborts > SEEDS_PER_CASE and finished > SEEDS_PER_CASE
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_failed_copies_whose_bytes_land_late(case: int) -> None:
+    for seed in range(case * SEEDS_PER_CASE, (case + 1) * SEEDS_PER_CASE):
+        play(seed, Faults(copy_failed=0.1, abort=0.01))
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_servers_killed_and_reborn(case: int) -> None:
+    kills = 0
+    for seed in range(case * SEEDS_PER_CASE, (case + 1) * SEEDS_PER_CASE):
+        world, _ = play(seed, Faults(kill=0.005, lost=0.05, abort=0.01))
+        kills += world.num_kills
+    assert kills > 0
+
+
+def test_no_thread_is_started() -> None:
+    before = threading.active_count()
+    play(1, Faults())
+    assert threading.active_count() == before

@@ -1,0 +1,43 @@
+"""Workloads of the simulated world, and its oracle. Shared by the world tests and the tests of these tests."""
+
+from __future__ import annotations
+
+import random
+
+from pdserve.sim.network import Faults
+from pdserve.sim.world import Half, Prompt, Shape, World, monolith_tokens
+
+
+def workload(seed: int) -> tuple[Shape, list[Prompt]]:
+    """A seeded shape and prompts; some prompts repeat, so that a late message can meet a later use of its room."""
+    rng = random.Random(seed)
+    shape = Shape(
+        page_tokens=rng.choice((1, 2, 4, 8)),
+        num_pages=rng.choice((32, 48)),
+        num_rows=rng.choice((2, 4, 8)),
+        num_aux=rng.choice((2, 6)),
+        chunk_tokens=rng.choice((None, 1, 3, 5, 9)),
+    )
+    prompts: list[Prompt] = []
+    for _ in range(rng.randint(2, 12)):
+        if prompts and rng.random() < 0.3:
+            prompts.append(rng.choice(prompts))
+        else:
+            tokens = tuple(rng.randint(0, 999) for _ in range(rng.randint(1, 23)))
+            prompts.append(Prompt(tokens, rng.randint(1, 8)))
+    return shape, prompts
+
+
+def play(seed: int, faults: Faults) -> tuple[World, list[Half | None]]:
+    """Run a seed and hold it against the oracle: the monolith's tokens for whoever finished, and nothing left."""
+    shape, prompts = workload(seed)
+    expected = monolith_tokens(shape, prompts)
+    world = World(seed, shape, faults)
+    results = world.run(prompts, num_rooms=4)
+    for index, half in enumerate(results):
+        if half is None or half.finish is None or half.finish.type == "abort":
+            continue
+        assert half.tokens == expected[index], f"seed {seed}, request {index}: tokens differ from the monolith's"
+    for node in (world.prefill, world.decode):
+        assert not node.leaks(), f"seed {seed}: {node.mode} still has {node.leaks()}"
+    return world, results
