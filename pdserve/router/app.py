@@ -171,7 +171,7 @@ def make_app(config: RouterConfig) -> web.Application:
     app.add_routes(router.routes())
 
     async def watch(_: web.Application) -> AsyncIterator[None]:
-        router.pool.start()
+        await router.pool.start()
         yield
         await router.pool.close()
         await session.close()

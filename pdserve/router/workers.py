@@ -63,8 +63,12 @@ class WorkerPool:
             self._metrics.worker_up.labels(worker.spec.role, worker.spec.url).set(0)
             self._metrics.inflight.labels(worker.spec.role, worker.spec.url).set(0)
 
-    def start(self) -> None:
-        """Begin checking; every worker counts as dead until its first good answer."""
+    async def start(self) -> None:
+        """Begin checking, and return when every worker was asked once; each counts as dead until a good answer.
+
+        So a router that says it is ready serves at once where its workers do.
+        """
+        await asyncio.gather(*(self.check(worker) for worker in self.workers))
         self._monitors = [asyncio.create_task(self._monitor(worker)) for worker in self.workers]
 
     async def close(self) -> None:
