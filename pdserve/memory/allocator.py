@@ -23,6 +23,10 @@ class PageAllocator:
         """Pages nobody has."""
         return len(self._free)
 
+    def is_free(self, page: int) -> bool:
+        """True while nobody has `page`."""
+        return self._is_free[page]
+
     def take(self, num_pages: int) -> list[int] | None:
         """`num_pages` pages, or None (and nothing taken) when there are fewer."""
         if num_pages > len(self._free):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox
+from pdserve.memory.allocator import PageAllocator
 from pdserve.protocol.failure import Failure
 from pdserve.scheduler.scheduler import Event
 from pdserve.transfer.events import Address, CopyDone, CopyJob, FrameArrived, PeerGone, PrefillFound, PrefillNotFound
@@ -29,6 +30,14 @@ class Faults:
     max_delay_s: float = 2.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """Registered memory, by its address, and who knows which of its pages are free."""
+
+    page_bytes: int
+    allocator: PageAllocator
+
+
 class SimNet:
     """Calls things later, in random order. `dead` endpoints hear nothing; their copies in flight may still land."""
 
@@ -40,6 +49,7 @@ class SimNet:
         self._count = itertools.count()
         self.mailboxes: dict[str, Mailbox[Event]] = {}
         self.served: dict[Address, tuple[str, str]] = {}
+        self.pools: dict[int, Pool] = {}
 
     def later(self, action: Callable[[], None], max_delay_s: float | None = None) -> None:
         """Run `action` after a random delay."""
@@ -132,12 +142,20 @@ class SimCopyEngine:
             return
         piece, copy = left.pop()
         self._land(job, piece, copy)
-        self._net.later(lambda: self._next(job, left), max_delay_s=0.5)
+        self._net.later(lambda: self._next(job, left))
 
     def _land(self, job: CopyJob, piece: int, copy: PageCopy) -> None:
         if self._alive(job.transport_address) and self._alive(self._endpoint):
             source, destination, _ = job.pieces[piece]
+            self._check(source, copy.source, copy.num_bytes, "reads")
+            self._check(destination, copy.destination, copy.num_bytes, "writes")
             ctypes.memmove(destination + copy.destination, source + copy.source, copy.num_bytes)
+
+    def _check(self, base: int, offset: int, num_bytes: int, verb: str) -> None:
+        """No copy may touch a page that is free: the next owner's bytes would be at risk."""
+        pool = self._net.pools[base]
+        for page in range(offset // pool.page_bytes, -(-(offset + num_bytes) // pool.page_bytes)):
+            assert not pool.allocator.is_free(page), f"a copy {verb} free page {page} of {base:#x}"
 
     def _report(self, event: CopyDone) -> None:
         for _ in range(2 if self._net.rng.random() < self._net.faults.repeated else 1):

@@ -32,7 +32,7 @@ from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, Scheduler
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
-from pdserve.sim.network import Faults, SimCopyEngine, SimDirectory, SimNet, SimSocket
+from pdserve.sim.network import Faults, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
 from pdserve.transfer.sessions import SessionTimes
@@ -84,11 +84,15 @@ class Node:
             self.scheduler = Scheduler(MonolithRole(core), core, None, self.mailbox)
             return
         net.mailboxes[endpoint] = self.mailbox
+        aux = MetadataBuffers(shape.num_aux)
+        pool, group = self.executor.buffers[0][0], layout.groups[0]
+        net.pools[pool] = Pool(group.page_bytes, self.memory.pages.allocator)
+        net.pools[aux.buffer[0]] = Pool(aux.slot_bytes, self.memory.aux.allocator)
         args = KVArgs(
             instance=instance,
             layout=layout,
             buffers=self.executor.buffers,
-            aux=MetadataBuffers(shape.num_aux),
+            aux=aux,
             facts={"model": "hash"},
         )
         self.kv = KVManager(
@@ -164,7 +168,8 @@ class World:
     def run(self, prompts: Sequence[Prompt], num_rooms: int, max_steps: int = 60_000) -> list[Half | None]:
         """Play the workload to its end; each prompt's decode half, None where its server was killed.
 
-        Rooms are drawn from a few numbers and used again as soon as both halves have ended.
+        Rooms are drawn from a few numbers and used again as soon as both halves have ended; a prompt that comes
+        again prefers the room it had, so that late messages of the first use meet the second.
         """
         todo = list(enumerate(prompts))
         rooms: dict[int, tuple[int, Node, Node]] = {}
@@ -174,8 +179,9 @@ class World:
             self.net.deliver()
             free = [room for room in range(num_rooms) if room not in rooms]
             if todo and free and self.rng.random() < 0.7:
-                room = self.rng.choice(free)
                 index, prompt = todo.pop()
+                favourite = sum(prompt.tokens) % num_rooms
+                room = favourite if favourite in free else self.rng.choice(free)
                 rooms[room] = (index, self.prefill, self.decode)
                 self._launch(index, prompt, room)
             self._misfortune(rooms)

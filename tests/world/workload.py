@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import random
 
+from pdserve.memory.layout import pages_for
 from pdserve.sim.network import Faults
 from pdserve.sim.world import Half, Prompt, Shape, World, monolith_tokens
 
+MAX_PROMPT, MAX_NEW = 23, 8
+
 
 def workload(seed: int) -> tuple[Shape, list[Prompt]]:
-    """A seeded shape and prompts; some prompts repeat, so that a late message can meet a later use of its room."""
+    """A seeded shape and prompts. Memory is tight, so that pages are used again as soon as they are free; some prompts repeat, so that a late message can meet a later use of its room."""
     rng = random.Random(seed)
+    page_tokens = rng.choice((1, 2, 4, 8))
     shape = Shape(
-        page_tokens=rng.choice((1, 2, 4, 8)),
-        num_pages=rng.choice((32, 48)),
+        page_tokens=page_tokens,
+        num_pages=pages_for(MAX_PROMPT + MAX_NEW, page_tokens) + rng.choice((0, 1, 4, 16)),
         num_rows=rng.choice((2, 4, 8)),
         num_aux=rng.choice((2, 6)),
         chunk_tokens=rng.choice((None, 1, 3, 5, 9)),
     )
     prompts: list[Prompt] = []
-    for _ in range(rng.randint(2, 12)):
-        if prompts and rng.random() < 0.3:
-            prompts.append(rng.choice(prompts))
+    for _ in range(rng.randint(4, 20)):
+        if prompts and rng.random() < 0.5:
+            prompts.append(rng.choice(prompts[-2:]))
         else:
-            tokens = tuple(rng.randint(0, 999) for _ in range(rng.randint(1, 23)))
-            prompts.append(Prompt(tokens, rng.randint(1, 8)))
+            tokens = tuple(rng.randint(0, 999) for _ in range(rng.randint(1, MAX_PROMPT)))
+            prompts.append(Prompt(tokens, rng.randint(1, MAX_NEW)))
     return shape, prompts
 
 
@@ -33,7 +37,7 @@ def play(seed: int, faults: Faults) -> tuple[World, list[Half | None]]:
     shape, prompts = workload(seed)
     expected = monolith_tokens(shape, prompts)
     world = World(seed, shape, faults)
-    results = world.run(prompts, num_rooms=4)
+    results = world.run(prompts, num_rooms=6)
     for index, half in enumerate(results):
         if half is None or half.finish is None or half.finish.type == "abort":
             continue

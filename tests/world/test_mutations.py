@@ -1,0 +1,159 @@
+"""A test of the tests: each planted bug must make the simulated world fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pdserve.memory.lease import Lease
+from pdserve.protocol.failure import Failure
+from pdserve.sim.network import Faults
+from pdserve.transfer import room as room_module
+from pdserve.transfer import send_side as send_module
+from pdserve.transfer.events import CopyDone
+from pdserve.transfer.manager import KVReceiver, KVSender
+from pdserve.transfer.receive_side import ReceiveSide
+from pdserve.transfer.room import ClosedKeys, Outgoing, ReceiveRoom
+from pdserve.transfer.send_side import SendSide
+from pdserve.transfer.state import KVPoll
+from pdserve.transfer.wire import Ended, Key
+from tests.world.workload import play
+
+Patch = pytest.MonkeyPatch
+MAX_SEEDS = 150
+
+
+def swap_two_pages(patch: Patch) -> None:
+    plan = send_module.plan_pages
+    patch.setattr(send_module, "plan_pages", lambda group, src, dst: plan(group, src, tuple(reversed(dst))))
+
+
+def skip_the_last_layer(patch: Patch) -> None:
+    plan = send_module.plan_pages
+    patch.setattr(
+        send_module, "plan_pages", lambda group, src, dst: plan(group, src, dst, range(group.num_layers - 1))
+    )
+
+
+def free_at_abort(patch: Patch) -> None:
+    fail = ReceiveSide.fail
+
+    def freeing(self: ReceiveSide, room: ReceiveRoom, failure: Failure) -> None:
+        fail(self, room, failure)
+        self._release(room.key)
+
+    patch.setattr(ReceiveSide, "fail", freeing)
+
+
+def free_source_at_the_end_of_the_request(patch: Patch) -> None:
+    hold = Lease.hold
+    patch.setattr(Lease, "hold", lambda self, name: None if name == "send" else hold(self, name))
+
+
+def count_a_repeated_report(patch: Patch) -> None:
+    def counting(self: SendSide, event: CopyDone) -> None:
+        out = self.outgoing.get(event.job.key)
+        if out is not None and out.pending:
+            out.pending.popitem()
+            self._finish(out)
+
+    patch.setattr(SendSide, "on_copy", counting)
+
+
+def max_as_the_update_rule(patch: Patch) -> None:
+    patch.setattr(room_module, "advance", max)
+
+
+def promise_quiet_while_writing(patch: Patch) -> None:
+    stop = SendSide._stop
+
+    def lying(self: SendSide, key: Key, failure: Failure) -> None:
+        self._say(key, Ended(key=key, failure=failure, quiesced=True))
+        stop(self, key, failure)
+
+    patch.setattr(SendSide, "_stop", lying)
+
+
+def no_waiting_for_failed_writes(patch: Patch) -> None:
+    finish = SendSide._finish
+
+    def hasty(self: SendSide, out: Outgoing) -> None:
+        out.settled_at = 0.0
+        finish(self, out)
+
+    patch.setattr(SendSide, "_finish", hasty)
+
+
+def never_promise_quiet(patch: Patch) -> None:
+    ended = ReceiveSide.on_ended
+
+    def deaf(self: ReceiveSide, message: Ended) -> None:
+        ended(self, Ended(key=message.key, failure=message.failure, quiesced=False))
+
+    patch.setattr(ReceiveSide, "on_ended", deaf)
+
+
+def reopen_closed_keys(patch: Patch) -> None:
+    patch.setattr(ClosedKeys, "__contains__", lambda self, key: False)
+
+
+def send_an_unfinished_page(patch: Patch) -> None:
+    send = KVSender.send
+    patch.setattr(
+        KVSender, "send", lambda self, lease, num_pages: send(self, lease, min(num_pages + 1, len(lease.pages)))
+    )
+
+
+def forget_the_room_check(patch: Patch) -> None:
+    """Meaningless alone; together with aux written to the wrong slot it would hand out another request's token."""
+    take = KVReceiver.take
+    patch.setattr(KVReceiver, "take", lambda self, aux: take(self, aux) or self._aux.read(aux.pages[0]))
+    plan = send_module.PageCopy
+    patch.setattr(send_module, "PageCopy", lambda s, d, n: plan(s, 0, n))
+
+
+def succeed_too_early(patch: Patch) -> None:
+    submit = SendSide._submit
+
+    def eager(self: SendSide, room: Any, *args: Any) -> None:
+        submit(self, room, *args)
+        room.move(KVPoll.SUCCESS)
+
+    patch.setattr(SendSide, "_submit", eager)
+
+
+NOTHING = Faults()
+ABORTS = Faults(abort=0.03, copy_failed=0.05)
+MUTANTS: list[tuple[Callable[[Patch], None], Faults]] = [
+    (swap_two_pages, NOTHING),
+    (skip_the_last_layer, NOTHING),
+    (free_at_abort, ABORTS),
+    (free_source_at_the_end_of_the_request, ABORTS),
+    (count_a_repeated_report, NOTHING),
+    (max_as_the_update_rule, ABORTS),
+    (promise_quiet_while_writing, ABORTS),
+    (no_waiting_for_failed_writes, ABORTS),
+    (never_promise_quiet, ABORTS),
+    (reopen_closed_keys, ABORTS),
+    (send_an_unfinished_page, NOTHING),
+    (forget_the_room_check, NOTHING),
+    (succeed_too_early, NOTHING),
+]
+
+
+@pytest.mark.parametrize(("mutant", "faults"), MUTANTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_planted_bug_is_caught(mutant: Callable[[Patch], None], faults: Faults, monkeypatch: Patch) -> None:
+    mutant(monkeypatch)
+    for seed in range(MAX_SEEDS):
+        try:
+            play(seed, faults)
+        except (AssertionError, KeyError):
+            return
+    pytest.fail(f"{mutant.__name__}: not caught in {MAX_SEEDS} seeds")
+
+
+def test_the_same_seeds_pass_without_a_planted_bug() -> None:
+    for seed in range(MAX_SEEDS):
+        play(seed, ABORTS)
