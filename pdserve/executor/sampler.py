@@ -130,7 +130,7 @@ def _draw(logits: Tensor, params: StepParams, rows: IntArray) -> Tensor:
     if least is not None:
         probs = torch.where(probs >= least[:, None], probs, 0.0)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
+    total = cumulative[:, -1:].contiguous()
     points = torch.from_numpy(uniforms(columns["seed"], params.positions[rows])).to(device)[:, None]
     index = torch.searchsorted(cumulative, points * total, right=True)
     last = torch.searchsorted(cumulative, total)

