@@ -1,0 +1,21 @@
+"""Fixtures of the server tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from server_kit import tiny_tokenizer
+
+from pdserve.server.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def ids(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    """Token ids of a text."""
+    return lambda text: tokenizer._encode(text, "text", True)

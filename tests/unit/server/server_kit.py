@@ -1,0 +1,248 @@
+"""A server over a scripted scheduler: real application, real channel codec, real tokenizer, made-up tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from pdserve.config.groups import DisaggConfig, DisaggMode, ModelConfig, ServerConfig, ServingConfig
+from pdserve.errors import EngineDeadError
+from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
+from pdserve.protocol.messages import (
+    AbortRequest,
+    EngineReady,
+    EngineState,
+    FinishReason,
+    FlushCache,
+    FlushReply,
+    GenerateRequest,
+    OutputBatch,
+    RequestOutput,
+    RequestTiming,
+    Shutdown,
+    StateQuery,
+    StateReply,
+    TokenLogprob,
+)
+from pdserve.server.app import create_app, make_metrics
+from pdserve.server.engine_client import EngineClient
+from pdserve.server.tokenizer import Tokenizer
+
+EOS = 0
+CONTEXT = 128
+TEMPLATE = (
+    "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|user|>assistant: {% endif %}"
+)
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """Byte-level BPE: every byte is a token, so that characters fall apart into several."""
+    rust = RustTokenizer(models.BPE())
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>", "<|user|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    rust.train_from_iterator(["hello world the quick brown fox"] * 10, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<|end|>")
+    fast.chat_template = TEMPLATE
+    return Tokenizer(fast)
+
+
+VOCAB = 320
+"""Larger than the tokenizer's, as padded checkpoints are."""
+
+
+class ScriptedScheduler:
+    """Answers each request with `script(request)`: token ids (then EOS), or a finish reason at once.
+
+    `hold` keeps requests open after their tokens. All seen messages are in `requests` and `aborts`.
+    """
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+        self.script: Callable[[GenerateRequest], list[int] | FinishReason] = lambda request: [73, 74]
+        self.hold = False
+        self.silent_queries = False
+        self.busy = False
+        self.tokens_per_output = 1
+        self.requests: list[GenerateRequest] = []
+        self.aborts: list[AbortRequest] = []
+        self.shutdown = False
+        self._held: dict[str, GenerateRequest] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._end = False
+
+    def start(self) -> None:
+        self._channel.send(
+            EngineReady(
+                model_type="llama",
+                architectures=["LlamaForCausalLM"],
+                vocab_size=VOCAB,
+                context_length=CONTEXT,
+                max_total_tokens=1024,
+                eos_token_ids=[EOS],
+                facts={"dtype": "float32"},
+            )
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._end = True
+        self._thread.join(5.0)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._end:
+            message = self._channel.recv(0.01)
+            match message:
+                case GenerateRequest():
+                    self.requests.append(message)
+                    self._answer(message)
+                case AbortRequest():
+                    self.aborts.append(message)
+                    held = self._held.pop(message.rid or "", None)
+                    if held is not None and message.reason == "abort":
+                        finish = FinishReason(type="abort", message="aborted by request")
+                        self._send(RequestOutput(rid=held.rid, token_ids=[], finish=finish))
+                case StateQuery() if not self.silent_queries:
+                    self._channel.send(StateReply(query_id=message.query_id, state=self.state()))
+                case FlushCache():
+                    text = "requests are running" if self.busy else "flushed"
+                    self._channel.send(FlushReply(query_id=message.query_id, ok=not self.busy, message=text))
+                case Shutdown():
+                    self.shutdown = True
+
+    def state(self) -> EngineState:
+        return EngineState(
+            queues={"waiting": 1, "bootstrap": 2},
+            memory={"pages_total": 64, "pages_free": 60, "rows_free": 8, "aux_free": 8, "rooms_live": 1},
+            counters={"kv_transfer_bytes_total": 5.0, "num_transfer_failed_reqs_total": 1.0, "junk_total": 2.0},
+            facts={"transport": "fake"},
+            num_running_reqs=len(self._held),
+            num_queue_reqs=1,
+            num_used_tokens=42,
+            max_total_tokens=1024,
+        )
+
+    def _send(self, *outputs: RequestOutput) -> None:
+        self._channel.send(OutputBatch(outputs=list(outputs)))
+
+    def _answer(self, request: GenerateRequest) -> None:
+        script = self.script(request)
+        if isinstance(script, FinishReason):
+            self._send(RequestOutput(rid=request.rid, token_ids=[], finish=script))
+            return
+        limit = request.sampling.max_new_tokens
+        tokens = [*script, EOS][:limit]
+        size = self.tokens_per_output
+        pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+        for piece in pieces[:-1]:
+            self._send(self._output(request, piece))
+        if self.hold:
+            self._held[request.rid] = request
+            return
+        if tokens[-1] == EOS:
+            finish = FinishReason(type="stop", matched=EOS)
+        else:
+            finish = FinishReason(type="length", length=len(tokens))
+        timing = RequestTiming(queue_s=0.5, kv_bytes=1024, kv_pages=2)
+        self._send(self._output(request, pieces[-1], finish, timing))
+
+    def _output(
+        self,
+        request: GenerateRequest,
+        tokens: list[int],
+        finish: FinishReason | None = None,
+        timing: RequestTiming | None = None,
+    ) -> RequestOutput:
+        logprobs = None
+        if request.top_logprobs is not None:
+            tops = [(token, -0.5) for token in range(2, 2 + request.top_logprobs)]
+            logprobs = [TokenLogprob(-0.25, tops) for _ in tokens]
+        return RequestOutput(
+            rid=request.rid,
+            token_ids=tokens,
+            logprobs=logprobs,
+            finish=finish,
+            prompt_tokens=len(request.input_ids),
+            cached_tokens=3,
+            timing=timing,
+        )
+
+
+@dataclasses.dataclass
+class Bench:
+    """One server under test; `http` speaks to it without a socket."""
+
+    config: ServerConfig
+    scheduler: ScriptedScheduler
+    client: EngineClient
+    channel: MemoryApiChannel
+    tokenizer: Tokenizer
+    app: Any
+    http: httpx.AsyncClient
+
+    def die(self) -> None:
+        self.client.fail(EngineDeadError("killed"))
+
+
+def make_config(mode: DisaggMode = "null", **serving: Any) -> ServerConfig:
+    return ServerConfig(
+        model=ModelConfig(model_path="/models/tiny", served_model_name="tiny"),
+        disagg=DisaggConfig(disaggregation_mode=mode),
+        serving=ServingConfig(port=0, **serving),
+    )
+
+
+@contextlib.asynccontextmanager
+async def bench(
+    tokenizer: Tokenizer, mode: DisaggMode = "null", *, ready: bool = True, **serving: Any
+) -> AsyncIterator[Bench]:
+    """A running server; at its end no stream is left in it."""
+    config = make_config(mode, **serving)
+    api, low = memory_channel_pair()
+    scheduler = ScriptedScheduler(low)
+    metrics = make_metrics(config)
+    client = EngineClient(api, tokenizer, metrics, match_stops=mode != "prefill")
+    app = create_app(config, client, tokenizer, metrics)
+    client.start()
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=20.0) as http:
+        if ready:
+            scheduler.start()
+            await client.wait_ready(5.0)
+        try:
+            yield Bench(config, scheduler, client, api, tokenizer, app, http)
+            await until(lambda: client.num_live == 0)
+        finally:
+            await client.stop()
+            if ready:
+                scheduler.stop()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Poll `condition`; fail after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition not reached in time"
+        await asyncio.sleep(0.005)
+
+
+def sse(text: str) -> list[str]:
+    """The data of each event."""
+    return [line.removeprefix("data: ") for line in text.split("\n\n") if line]
