@@ -128,6 +128,11 @@ class World:
             listed = (await response.json())["workers"]
         return {entry["url"] for entry in listed if entry["is_healthy"]}
 
+    async def loads(self, url: str) -> list[int]:
+        """Requests in flight by worker, as the router counts them."""
+        async with self.session.get(f"{url}/workers") as response:
+            return [entry["load"] for entry in (await response.json())["workers"]]
+
     async def until(self, look: Callable[[], Awaitable[Any]], good: Callable[[Any], bool]) -> Any:
         """Look until it is good; the test's own deadline bounds it."""
         while not good(seen := await look()):

@@ -229,14 +229,9 @@ def test_a_client_that_leaves_ends_both_upstream_calls(run_world: RunWorld, begu
             else:
                 call.cancel()
             await world.until_true(lambda: prefill.num_cancelled == decode.num_cancelled == 1)
-            await world.until(lambda: loads(world, url), lambda seen: seen == [0, 0])
+            await world.until(lambda: world.loads(url), lambda seen: seen == [0, 0])
 
     run_world(scenario)
-
-
-async def loads(world: Any, url: str) -> list[int]:
-    async with world.session.get(url + "/workers") as response:
-        return [worker["load"] for worker in (await response.json())["workers"]]
 
 
 def test_decode_dying_in_a_stream_becomes_an_error_event(run_world: RunWorld) -> None:

@@ -1,0 +1,78 @@
+"""Many requests at once through a real router, while clients leave and workers die."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from aiohttp import web
+
+RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
+
+
+async def ok(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"from": worker.name})
+
+
+async def busy(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "busy"}}, status=503)
+
+
+def test_clients_that_hang_up_at_random_disturb_nobody_and_leave_nothing(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        rng = random.Random(5)
+
+        async def stream(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            for index in range(6):
+                await asyncio.sleep(rng.random() * 0.01)
+                await response.write(f"data: {body['text']} {index}\n\n".encode())
+            return response
+
+        async def client(number: int, url: str) -> str | None:
+            async with world.session.post(url + "/generate", json={"text": str(number)}) as response:
+                if number % 10 == 0:
+                    for _ in range(rng.randrange(4)):
+                        await response.content.readany()
+                    response.close()
+                    return None
+                return str(await response.text())
+
+        prefills = [await world.worker(f"p{i}", busy, ok) for i in range(2)]
+        decodes = [await world.worker(f"d{i}", stream) for i in range(2)]
+        async with world.router(prefills, decodes, policy="least_loaded") as url:
+            answers = await asyncio.gather(*(client(number, url) for number in range(200)))
+            await world.until(lambda: world.loads(url), lambda seen: seen == [0, 0, 0, 0])
+            for number, answer in enumerate(answers):
+                if answer is not None:
+                    assert answer == "".join(f"data: {number} {index}\n\n" for index in range(6))
+        rooms = [body["bootstrap_room"] for decode in decodes for body in decode.bodies]
+        assert len(set(rooms)) == len(rooms) >= 200
+
+    run_world(scenario)
+
+
+def test_a_worker_that_is_killed_under_load_costs_no_answer_while_another_lives(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        async def slow(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await asyncio.sleep(0.05)
+            return await ok(worker, request, body)
+
+        prefill = await world.worker("p")
+        decodes = [await world.worker(f"d{i}", slow) for i in range(2)]
+        async with world.router([prefill], decodes, policy="least_loaded") as url:
+
+            async def client() -> int:
+                async with world.session.post(url + "/generate", json={"text": "a"}) as response:
+                    return int(response.status)
+
+            calls = [asyncio.create_task(client()) for _ in range(40)]
+            await world.until_true(lambda: len(decodes[0].bodies) >= 10)
+            await decodes[0].stop()
+            assert set(await asyncio.gather(*calls)) == {200}
+            await world.until(lambda: world.loads(url), lambda seen: seen == [0, 0, 0])
+
+    run_world(scenario)
