@@ -2,14 +2,15 @@
 
 `TransferManager` opens one per scheduler process with `open_transport` and is its only owner. Lives in threads as follows:
 
-    scheduler thread   open_transport, register, address, connect, disconnect, close
-    copy workers       write (several at once, also to the same peer)
+    scheduler thread   open_transport, register, address, disconnect, close
+    copy workers       connect, write (several at once, also to the same peer)
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -88,7 +89,8 @@ class Transport(Protocol):
     def connect(self, address: str) -> None:
         """Prepare writing to a peer. A peer that came back has a new address, and needs a new `connect`.
 
-        Scheduler thread or a control thread, before the first `write` to it. May block for about a second.
+        A copy worker or control thread, before the first `write` to it; never the scheduler thread, since a peer
+        that is stopped can hold it up for a minute.
 
         Raises:
             TransferError: the address is malformed, or nobody answers there; nothing was written.
@@ -98,7 +100,7 @@ class Transport(Protocol):
     def disconnect(self, address: str) -> None:
         """Forget a peer; unknown ones are ignored. Writes under way to it end by themselves, well or badly.
 
-        Scheduler thread or a control thread.
+        Any thread; never blocks for long.
         """
         ...
 
@@ -136,7 +138,7 @@ class RegionSet:
         for region in regions:
             if region.num_bytes <= 0 or region.address <= 0:
                 raise TransferError(f"cannot register {region}: empty", code="bad_region", retryable=False)
-        for left, right in zip(merged, merged[1:], strict=False):
+        for left, right in itertools.pairwise(merged):
             if left.address + left.num_bytes > right.address:
                 raise TransferError(f"cannot register {right}: overlaps {left}", code="bad_region", retryable=False)
         self._regions = tuple(merged)
