@@ -1,0 +1,136 @@
+"""Health, facts, load, metrics, commands, and what is left of them without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from server_kit import bench, until
+
+from pdserve.protocol.messages import FinishReason
+from pdserve.server.tokenizer import Tokenizer
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+
+
+async def test_health_follows_the_engine(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, ready=False) as b:
+        assert (await b.http.get("/health")).status_code == 503
+        answer = await b.http.post("/v1/completions", json={"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_starting")
+        assert (await b.http.get("/server_info")).json()["status"] == "not_ready"
+        assert (await b.http.get("/metrics")).status_code == 200
+    async with bench(tokenizer) as b:
+        assert (await b.http.get("/health")).status_code == 200
+        b.die()
+        assert (await b.http.get("/health")).status_code == 503
+        answer = await b.http.post("/v1/completions", json={"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+
+
+async def test_the_probe_generates_one_token(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        assert (await b.http.get("/health_generate")).status_code == 200
+        assert b.scheduler.requests[0].sampling.max_new_tokens == 1
+        assert b.scheduler.requests[0].room is None
+        b.scheduler.script = lambda request: FinishReason(type="abort", message="broken", status_code=400)
+        assert (await b.http.get("/health_generate")).status_code == 503
+    async with bench(tokenizer, "prefill") as b:
+        assert (await b.http.get("/health_generate")).status_code == 200
+        room = b.scheduler.requests[0].room
+        assert room is not None
+        assert room.host == "2.2.2.2"
+
+
+async def test_facts(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, "decode") as b:
+        for path in ("/get_server_info", "/server_info"):
+            info = (await b.http.get(path)).json()
+            assert info["disaggregation_mode"] == "decode"
+            assert (info["served_model_name"], info["model_path"]) == ("tiny", "/models/tiny")
+            assert (info["tp_size"], info["dp_size"], info["model_type"]) == (1, 1, "llama")
+            assert info["architectures"] == ["LlamaForCausalLM"]
+            assert info["page_size"] == 16
+            assert info["memory"]["pages_free"] == 60
+            assert info["queues"] == {"waiting": 1, "bootstrap": 2}
+        for path in ("/get_model_info", "/model_info"):
+            assert (await b.http.get(path)).json()["is_generation"] is True
+        load = (await b.http.get("/get_load")).json()
+        assert load[0]["num_tokens"] == 42
+
+
+async def test_metrics_have_sglang_names_and_memory_gauges(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, "prefill") as b:
+        body = {"prompt": "x", "bootstrap_room": 1, "max_tokens": 3}
+        await b.http.post("/v1/completions", json=body)
+        text = (await b.http.get("/metrics")).text
+        labels = '{engine_type="prefill",model_name="tiny"}'
+        for line in (
+            f"sglang:num_running_reqs{labels} 0.0",
+            f"sglang:num_queue_reqs{labels} 1.0",
+            f"sglang:num_used_tokens{labels} 42.0",
+            f"sglang:num_prefill_bootstrap_queue_reqs{labels} 2.0",
+            f"sglang:num_decode_transfer_queue_reqs{labels} 0.0",
+            f"sglang:num_bootstrap_failed_reqs_total{labels} 0.0",
+            f"sglang:num_transfer_failed_reqs_total{labels} 1.0",
+            f"sglang:kv_transfer_bytes_total{labels} 5.0",
+            f"pdserve:junk_total{labels} 2.0",
+            f"pdserve:pages_free{labels} 60.0",
+            f"pdserve:rooms_live{labels} 1.0",
+            f"sglang:num_requests_total{labels} 1.0",
+            f"sglang:generation_tokens_total{labels} 3.0",
+            f"pdserve:live_requests{labels} 0.0",
+        ):
+            assert _same_sample(line, text), line
+
+
+def _same_sample(line: str, text: str) -> bool:
+    """True when `text` has the sample of `line`, whatever the order of its labels."""
+    wanted = _parts(line)
+    return any(_parts(other) == wanted for other in text.splitlines() if not other.startswith("#"))
+
+
+def _parts(line: str) -> tuple[str, frozenset[str], str]:
+    name, _, rest = line.partition("{")
+    labels, _, value = rest.partition("} ")
+    return name, frozenset(labels.split(",")), value
+
+
+async def test_a_silent_scheduler_leaves_the_last_state(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        assert await b.client.state(5.0) == b.scheduler.state()
+        b.scheduler.silent_queries = True
+        assert await b.client.state(0.01) == b.scheduler.state()
+        assert (await b.http.get("/get_load")).json()[0]["num_tokens"] == 42
+
+
+async def test_flush_is_400_when_busy(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        assert (await b.http.post("/flush_cache")).status_code == 200
+        assert (await b.http.get("/flush_cache")).status_code == 200
+        b.scheduler.busy = True
+        assert (await b.http.post("/flush_cache")).status_code == 400
+
+
+async def test_abort_all_and_a_missing_rid(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        assert (await b.http.post("/abort_request", json={})).json()["param"] == "rid"
+        b.scheduler.hold = True
+        calls = [asyncio.create_task(b.http.post("/generate", json={"text": "x"})) for _ in range(3)]
+        await until(lambda: b.client.num_live == 3)
+        assert (await b.http.post("/abort_request", json={"abort_all": True})).json() == {"num_aborted": 3}
+        for answer in await asyncio.gather(*calls):
+            assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_death_of_the_engine_fails_all_that_wait(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        b.scheduler.hold = True
+        b.scheduler.script = lambda request: []
+        calls = [
+            asyncio.create_task(b.http.post("/v1/completions", json={"prompt": "x", "stream": stream}))
+            for stream in (False, True)
+        ]
+        await until(lambda: b.client.num_live == 2)
+        b.die()
+        assert [answer.status_code for answer in await asyncio.gather(*calls)] == [503, 503]

@@ -1,0 +1,187 @@
+"""Bad input gets a 4xx that names the field; nothing reaches the scheduler, and the server still serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from server_kit import bench
+
+from pdserve.server.tokenizer import Tokenizer
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
+PROMPT = {"prompt": "hi"}
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "hi"}, "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"content": "x"}]}, "messages[0]"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 500}]}, "messages"),
+    (CHAT, {**MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+    (CHAT, {**MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {**MESSAGES, "max_completion_tokens": 1000}, "max_completion_tokens"),
+    (CHAT, {**MESSAGES, "max_tokens": 0}, "max_tokens"),
+    (CHAT, {**MESSAGES, "logprobs": 5}, "logprobs"),
+    (CHAT, {**MESSAGES, "top_logprobs": 5}, "top_logprobs"),
+    (CHAT, {**MESSAGES, "logprobs": True, "top_logprobs": 50}, "top_logprobs"),
+    (CHAT, {**MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    (CHAT, {**MESSAGES, "stream": "yes"}, "stream"),
+    (CHAT, {**MESSAGES, "stream_options": 5}, "stream_options"),
+    (COMPLETIONS, {}, "prompt"),
+    (COMPLETIONS, {"prompt": ""}, "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt"),
+    (COMPLETIONS, {"prompt": ["ok", ""]}, "prompt"),
+    (COMPLETIONS, {"prompt": [[5], []]}, "prompt"),
+    (COMPLETIONS, {"prompt": [5, "x"]}, "prompt"),
+    (COMPLETIONS, {"prompt": {"a": 1}}, "prompt"),
+    (COMPLETIONS, {"prompt": [5, True]}, "prompt"),
+    (COMPLETIONS, {"prompt": [5, -1]}, "prompt"),
+    (COMPLETIONS, {"prompt": [5, 320]}, "prompt"),
+    (COMPLETIONS, {"prompt": [5, 1 << 70]}, "prompt"),
+    (COMPLETIONS, {"prompt": [5, 1.5]}, "prompt"),
+    (COMPLETIONS, {"prompt": [5] * 128}, "prompt"),
+    (COMPLETIONS, {"prompt": [5] * 100, "max_tokens": 29}, "max_tokens"),
+    (COMPLETIONS, {**PROMPT, "max_tokens": -1}, "max_tokens"),
+    (COMPLETIONS, {**PROMPT, "max_tokens": "5"}, "max_tokens"),
+    (COMPLETIONS, {**PROMPT, "max_tokens": 1 << 80}, "max_tokens"),
+    (COMPLETIONS, {**PROMPT, "min_tokens": -1}, "min_tokens"),
+    (COMPLETIONS, {**PROMPT, "max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+    (COMPLETIONS, {**PROMPT, "temperature": -0.1}, "temperature"),
+    (COMPLETIONS, {**PROMPT, "temperature": "hot"}, "temperature"),
+    (COMPLETIONS, {**PROMPT, "top_p": 0}, "top_p"),
+    (COMPLETIONS, {**PROMPT, "top_p": 1.5}, "top_p"),
+    (COMPLETIONS, {**PROMPT, "top_k": 0}, "top_k"),
+    (COMPLETIONS, {**PROMPT, "top_k": -2}, "top_k"),
+    (COMPLETIONS, {**PROMPT, "min_p": -1}, "min_p"),
+    (COMPLETIONS, {**PROMPT, "repetition_penalty": 0}, "repetition_penalty"),
+    (COMPLETIONS, {**PROMPT, "frequency_penalty": 3}, "frequency_penalty"),
+    (COMPLETIONS, {**PROMPT, "presence_penalty": -3}, "presence_penalty"),
+    (COMPLETIONS, {**PROMPT, "seed": 1 << 64}, "seed"),
+    (COMPLETIONS, {**PROMPT, "n": 0}, "n"),
+    (COMPLETIONS, {**PROMPT, "n": 1000}, "n"),
+    (COMPLETIONS, {**PROMPT, "stop": ""}, "stop"),
+    (COMPLETIONS, {**PROMPT, "stop": ["a", 5]}, "stop[1]"),
+    (COMPLETIONS, {**PROMPT, "stop": ["a"] * 100}, "stop"),
+    (COMPLETIONS, {**PROMPT, "stop_token_ids": [320]}, "stop_token_ids"),
+    (COMPLETIONS, {**PROMPT, "logit_bias": {"x": 1}}, "logit_bias"),
+    (COMPLETIONS, {**PROMPT, "logit_bias": {"999": 1}}, "logit_bias"),
+    (COMPLETIONS, {**PROMPT, "logprobs": -1}, "logprobs"),
+    (COMPLETIONS, {**PROMPT, "echo": True}, "echo"),
+    (COMPLETIONS, {**PROMPT, "suffix": "x"}, "suffix"),
+    (COMPLETIONS, {**PROMPT, "best_of": 3}, "best_of"),
+    (COMPLETIONS, {**PROMPT, "rid": 5}, "rid"),
+    (COMPLETIONS, {**PROMPT, "model": 5}, "model"),
+    (GENERATE, {}, "text"),
+    (GENERATE, {"text": "a", "input_ids": [5]}, "text"),
+    (GENERATE, {"text": ""}, "text"),
+    (GENERATE, {"text": 5}, "text"),
+    (GENERATE, {"text": [5]}, "text"),
+    (GENERATE, {"input_ids": "a"}, "input_ids"),
+    (GENERATE, {"input_ids": []}, "input_ids"),
+    (GENERATE, {"input_ids": [5] * 200}, "input_ids"),
+    (GENERATE, {"text": "a", "sampling_params": 5}, "sampling_params"),
+    (GENERATE, {"text": "a", "sampling_params": [{}, {}]}, "sampling_params"),
+    (GENERATE, {"text": "a", "sampling_params": {"nonsense": 1}}, "sampling_params.nonsense"),
+    (GENERATE, {"text": "a", "sampling_params": {"top_k": "1"}}, "sampling_params.top_k"),
+    (GENERATE, {"text": "a", "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
+    (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+    (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": 128}}, "max_new_tokens"),
+    (GENERATE, {"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
+    (GENERATE, {"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
+    (GENERATE, {"text": "a", "rid": "x" * 1000}, "rid"),
+    (GENERATE, {"text": "a", "return_logprob": "x"}, "return_logprob"),
+    (GENERATE, {"text": "a", "return_logprob": True, "top_logprobs_num": 999}, "top_logprobs_num"),
+    (GENERATE, {"text": "a", "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
+    (GENERATE, {"text": "a", "image_data": "x"}, "image_data"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BAD)
+async def test_a_bad_field_is_named(tokenizer: Tokenizer, path: str, body: dict[str, Any], param: str) -> None:
+    async with bench(tokenizer) as b:
+        answer = await b.http.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        value = answer.json()
+        assert value["error"]["param"] == param
+        assert param.split(".")[-1] in value["error"]["message"]
+        assert {key: value[key] for key in ("object", "type", "param", "code")} == {
+            "object": "error",
+            "type": "invalid_request_error",
+            "param": param,
+            "code": 400,
+        }
+        assert b.scheduler.requests == []
+        assert (await b.http.post(COMPLETIONS, json=PROMPT)).status_code == 200
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "presence_penalty"])
+async def test_nan_and_infinity_literals_name_their_field(tokenizer: Tokenizer, field: str, literal: str) -> None:
+    async with bench(tokenizer) as b:
+        for path, text in (
+            (COMPLETIONS, f'{{"prompt": "x", "{field}": {literal}}}'),
+            (GENERATE, f'{{"text": "x", "sampling_params": {{"{field}": {literal}}}}}'),
+        ):
+            answer = await b.http.post(path, content=text)
+            assert answer.status_code == 400
+            assert answer.json()["param"] == field
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"5", b"null", b'"x"', b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": x}'],
+)
+async def test_malformed_json_is_400(tokenizer: Tokenizer, body: bytes) -> None:
+    async with bench(tokenizer) as b:
+        for path in (CHAT, COMPLETIONS, GENERATE, "/abort_request"):
+            answer = await b.http.post(path, content=body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["code"] == "invalid_json"
+
+
+async def test_another_model_is_404(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        for path, body in ((CHAT, MESSAGES), (COMPLETIONS, PROMPT)):
+            answer = await b.http.post(path, json={**body, "model": "gpt-4"})
+            assert answer.status_code == 404
+            assert answer.json()["error"]["code"] == "model_not_found"
+
+
+async def test_an_oversized_body_is_413(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, max_request_bytes=1000) as b:
+        assert (await b.http.post(COMPLETIONS, json={"prompt": "x" * 1000})).status_code == 413
+
+        async def parts() -> Any:
+            for _ in range(20):
+                yield b"x" * 100
+
+        assert (await b.http.post(COMPLETIONS, content=parts())).status_code == 413
+
+
+async def test_one_bad_prompt_refuses_the_whole_batch(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        answer = await b.http.post(COMPLETIONS, json={"prompt": ["ok", "x" * 500]})
+        assert answer.status_code == 400
+        assert b.scheduler.requests == []
+
+
+async def test_a_model_without_a_chat_template_says_so(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench(tokenizer) as b:
+        monkeypatch.setattr(tokenizer._hf, "chat_template", None)
+        answer = await b.http.post(CHAT, json=MESSAGES)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_chat_template")
+
+
+async def test_unknown_paths_and_methods_have_the_same_form(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        assert (await b.http.get("/nothing")).json()["error"]["type"] == "not_found_error"
+        answer = await b.http.get(COMPLETIONS)
+        assert (answer.status_code, answer.json()["code"]) == (405, 405)
