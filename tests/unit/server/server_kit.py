@@ -142,6 +142,11 @@ class ScriptedScheduler:
     def _send(self, *outputs: RequestOutput) -> None:
         self._channel.send(OutputBatch(outputs=list(outputs)))
 
+    def refuse(self, request: GenerateRequest, finish: FinishReason) -> None:
+        """End a held request from the outside."""
+        del self._held[request.rid]
+        self._send(RequestOutput(rid=request.rid, token_ids=[], finish=finish))
+
     def _answer(self, request: GenerateRequest) -> None:
         script = self.script(request)
         if isinstance(script, FinishReason):
