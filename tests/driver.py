@@ -67,7 +67,8 @@ class Driver:
         pages = [self._free.pop() for _ in range(needed)]
         row = self.built.table.open(pages)
         assert row is not None
-        self.built.executor.open_row(row, tokens, len(tokens) if num_prompt is None else num_prompt, sampling, top_logprobs)
+        prompt_length = len(tokens) if num_prompt is None else num_prompt
+        self.built.executor.open_row(row, tokens, prompt_length, sampling, top_logprobs)
         return row
 
     def close(self, row: int) -> None:
@@ -77,7 +78,8 @@ class Driver:
 
     def step(self, *rows: tuple[int, int, int, bool]) -> list[SampledToken | None]:
         """Run one plan of `(row, start, end, sample)`."""
-        plan = BatchPlan(next(self._steps), tuple(Row(str(row), row, start, end, take) for row, start, end, take in rows))
+        entries = tuple(Row(str(row), row, start, end, take) for row, start, end, take in rows)
+        plan = BatchPlan(next(self._steps), entries)
         result = self.built.executor.run(plan)
         assert result.step == plan.step
         return list(result.tokens)
@@ -85,10 +87,7 @@ class Driver:
     def generate(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int | None = None
     ) -> list[list[int]]:
-        """Greedy tokens of each prompt. Prefill goes in chunks, one request after another; each step also decodes
-
-        every request that is past its prefill, so batches are mixed.
-        """
+        """Greedy tokens of each prompt. With `chunk`, one request prefills at a time while those before it decode."""
         rows = [self.open(prompt, len(prompt) + num_tokens) for prompt in prompts]
         computed = [0] * len(prompts)
         outputs: list[list[int]] = [[] for _ in prompts]

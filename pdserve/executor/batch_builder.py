@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pdserve.executor.interface import BatchPlan
+from pdserve.memory.layout import pages_for
 from pdserve.memory.page_table import PageTable
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
 
@@ -24,6 +25,7 @@ def build_batch(plan: BatchPlan, table: PageTable, page_tokens: int, tokens: Ten
     positions = np.arange(int(lengths.sum())) - np.repeat(offsets - starts, lengths)
     token_lines = np.repeat(lines, lengths)
     pages = table.pages[token_lines, positions // page_tokens].astype(np.int64)
+    num_pages = pages_for(int(ends.max()), page_tokens)
     sampled = np.flatnonzero([row.sample for row in plan.rows])
     device = tokens.device
     columns = to_device(np.stack((token_lines, positions, pages, positions % page_tokens)), device)
@@ -33,7 +35,7 @@ def build_batch(plan: BatchPlan, table: PageTable, page_tokens: int, tokens: Ten
         write_pages=columns[2],
         write_slots=columns[3],
         sample_index=to_device((offsets + lengths - 1)[sampled], device),
-        host=HostRows(starts=starts, ends=ends, offsets=offsets, pages=table.pages[lines]),
+        host=HostRows(starts=starts, ends=ends, offsets=offsets, pages=table.pages[:, :num_pages][lines]),
     )
 
 

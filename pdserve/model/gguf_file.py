@@ -52,6 +52,7 @@ _TOP_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_TOKEN_LISTS = frozenset(f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores", "merges"))
 _LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 ROPE_DIVISORS = "rope_freqs.weight"
 
@@ -70,7 +71,7 @@ def open_gguf(path: Path) -> GGUFReader:
 
 def metadata(reader: GGUFReader) -> dict[str, Any]:
     """All key-value pairs but the long lists of the tokenizer."""
-    return {key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer.ggml.tok")}
+    return {key: field.contents() for key, field in reader.fields.items() if key not in _TOKEN_LISTS}
 
 
 def text_field(reader: GGUFReader, key: str) -> str | None:

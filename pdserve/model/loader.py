@@ -71,7 +71,7 @@ def _safetensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of `directory`: those its index names, or all there are."""
+    """The safetensors files of `directory`: those its index names, else model.safetensors, else all there are."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
@@ -79,6 +79,8 @@ def _weight_files(directory: Path) -> list[Path]:
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise ModelError(f"{directory}: {index.name} names {missing[0]}, which does not exist")
+    elif (directory / "model.safetensors").is_file():
+        files = [directory / "model.safetensors"]
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files:

@@ -84,7 +84,8 @@ def test_top_p_looks_beyond_its_window_when_it_must() -> None:
 def test_greedy_takes_the_best_and_ties_the_first() -> None:
     logits = torch.stack((logits_of(0), logits_of(1), torch.zeros(VOCAB)))
     best = [int(logits[0].argmax()), int(logits[1].argmax()), 0]
-    assert draw(logits, [SamplingParams(temperature=0.0), SamplingParams(top_k=1), SamplingParams(temperature=0.0)]) == best
+    coldest = SamplingParams(temperature=0.0)
+    assert draw(logits, [coldest, SamplingParams(top_k=1), coldest]) == best
     assert draw(logits[:2], [SamplingParams(temperature=1e-6, seed=1)] * 2) == best[:2]
 
 
@@ -114,7 +115,7 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 def test_uniforms_are_uniform_and_unrelated() -> None:
     seeds, positions = np.meshgrid(np.arange(100, dtype=np.uint64), np.arange(100))
     values = uniforms(seeds.ravel(), positions.ravel())
-    assert 0.0 <= values.min() and values.max() < 1.0
+    assert values.min() >= 0.0 and values.max() < 1.0
     counts, _ = np.histogram(values, bins=20, range=(0.0, 1.0))
     assert ((counts - 500) ** 2 / 500).sum() < 45
     grid = values.reshape(100, 100)
@@ -139,7 +140,10 @@ def test_penalties_change_the_logits_as_documented() -> None:
 def test_frequency_counts_and_presence_does_not() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, 10], logits[:, 11] = 2.0, 0.6
-    requests = [SamplingParams(temperature=0.0, frequency_penalty=0.5), SamplingParams(temperature=0.0, presence_penalty=0.5)]
+    requests = [
+        SamplingParams(temperature=0.0, frequency_penalty=0.5),
+        SamplingParams(temperature=0.0, presence_penalty=0.5),
+    ]
     assert draw(logits, requests, position=5, known=[[0, 10, 10, 10, 9]] * 2) == [11, 10]
 
 

@@ -1,4 +1,4 @@
-"""A .gguf file runs as the HF checkpoint it was made from would. The files are written here, in llama.cpp's order of rows."""
+"""A .gguf file runs as the HF checkpoint it was made from would. The files are written here, as llama.cpp does."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ def test_every_digit_is_a_token(tokenizer: PreTrainedTokenizerFast, text: str, t
 def test_control_tokens_are_single_and_the_template_uses_them(tokenizer: PreTrainedTokenizerFast) -> None:
     assert len(tokenizer) == 49152
     assert tokenizer.encode("<|im_start|><repo_name><|im_end|>") == [1, 3, 2]
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    messages = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert isinstance(text, str) and text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.decode(tokenizer.encode("12 don't é 🙂"), skip_special_tokens=True) == "12 don't é 🙂"
