@@ -52,7 +52,7 @@ class Scheduler:
         self.kv = kv
         self.mailbox = mailbox
         self._max_queued = max_queued
-        self._facts = dict(facts or {})
+        self.facts = dict(facts or {})
         self._step = 0
         self._stopping = False
 
@@ -91,7 +91,7 @@ class Scheduler:
             queues=queues,
             memory=memory,
             counters=counters,
-            facts=self._facts,
+            facts=self.facts,
             num_running_reqs=queues["num_running_reqs"],
             num_queue_reqs=len(self.role.live) - queues["num_running_reqs"],
             num_used_tokens=used,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from pdserve.memory.lease import Lease
@@ -17,7 +15,6 @@ from pdserve.transfer.manager import KVReceiver, KVSender
 from pdserve.transfer.receive_side import ReceiveSide
 from pdserve.transfer.room import ClosedKeys, Outgoing, ReceiveRoom
 from pdserve.transfer.send_side import SendSide
-from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Ended, Key
 from tests.world.workload import play
 
@@ -114,16 +111,6 @@ def forget_the_room_check(patch: Patch) -> None:
     patch.setattr(send_module, "PageCopy", lambda s, d, n: plan(s, 0, n))
 
 
-def succeed_too_early(patch: Patch) -> None:
-    submit = SendSide._submit
-
-    def eager(self: SendSide, room: Any, *args: Any) -> None:
-        submit(self, room, *args)
-        room.move(KVPoll.SUCCESS)
-
-    patch.setattr(SendSide, "_submit", eager)
-
-
 NOTHING = Faults()
 ABORTS = Faults(abort=0.03, copy_failed=0.05)
 MUTANTS: list[tuple[Callable[[Patch], None], Faults]] = [
@@ -139,7 +126,6 @@ MUTANTS: list[tuple[Callable[[Patch], None], Faults]] = [
     (reopen_closed_keys, ABORTS),
     (send_an_unfinished_page, NOTHING),
     (forget_the_room_check, NOTHING),
-    (succeed_too_early, NOTHING),
 ]
 
 

@@ -1,0 +1,134 @@
+"""`python -m pdserve.launch_server --model-path M [--disaggregation-mode prefill|decode]`: one server.
+
+    this process    HTTP (uvicorn), tokenizer, and for a prefill server its bootstrap server in a thread
+    child process   the scheduler: model, KV memory, transfers
+
+Prints one `PDSERVE_READY` line on stdout when it can serve. Either process's death ends the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+
+from pdserve.base.env import control_token
+from pdserve.base.log import setup_logging
+from pdserve.base.process import Ready, announce_ready, die_with_parent
+from pdserve.config import ServerConfig
+from pdserve.config.cli import parse_server_args
+from pdserve.config.resolve import resolve
+from pdserve.errors import PdserveError
+from pdserve.protocol.channel import (
+    ChannelAddress,
+    ZmqApiChannel,
+    ZmqSchedulerChannel,
+    create_channel_address,
+    remove_channel_address,
+)
+
+log = logging.getLogger(__name__)
+
+_STOP_S = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a server until a signal; the exit status is 0, 1 when the engine died, 2 for a wrong configuration."""
+    try:
+        config = resolve(parse_server_args(sys.argv[1:] if argv is None else argv))
+        return launch(config)
+    except PdserveError as error:
+        print(f"pdserve: {error}", file=sys.stderr)
+        return 2
+
+
+def launch(config: ServerConfig) -> int:
+    """Start the parts, serve, and end them in order."""
+    from pdserve.server.run import run_api
+    from pdserve.transfer.bootstrap import BootstrapServer
+
+    mode = config.disagg.disaggregation_mode
+    role = "monolith" if mode == "null" else mode
+    setup_logging(config.observe.log_level, role)
+    bootstrap: BootstrapServer | None = None
+    address = create_channel_address()
+    scheduler: BaseProcess | None = None
+    try:
+        if mode == "prefill":
+            port = config.disagg.disaggregation_bootstrap_port
+            bootstrap = BootstrapServer(config.serving.host, port, token=control_token())
+        bootstrap_port = None if bootstrap is None else bootstrap.port
+        scheduler = _start_scheduler(config, address, bootstrap_port)
+        watched = scheduler
+
+        def announce(port: int) -> None:
+            host = "127.0.0.1" if config.serving.host == "0.0.0.0" else config.serving.host
+            announce_ready(Ready(role=role, url=f"http://{host}:{port}", bootstrap_port=bootstrap_port))
+
+        return run_api(
+            config,
+            lambda: ZmqApiChannel(address),
+            tokenizer_dir=_tokenizer_dir(config),
+            engine_process_alive=lambda: watched.exitcode is None,
+            on_ready=announce,
+            bootstrap_port=bootstrap_port,
+        )
+    finally:
+        if scheduler is not None:
+            _end(scheduler)
+        if bootstrap is not None:
+            bootstrap.close()
+        remove_channel_address(address)
+
+
+def _tokenizer_dir(config: ServerConfig) -> str:
+    from pdserve.model.paths import resolve_model_path
+
+    return config.model.tokenizer_path or str(resolve_model_path(config.model.model_path))
+
+
+def _start_scheduler(config: ServerConfig, address: ChannelAddress, bootstrap_port: int | None) -> BaseProcess:
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(
+        target=scheduler_main, args=(config, address, bootstrap_port, os.getpid()), name="scheduler"
+    )
+    process.start()
+    return process
+
+
+def scheduler_main(config: ServerConfig, address: ChannelAddress, bootstrap_port: int | None, parent_pid: int) -> None:
+    """The scheduler process. Ctrl-C is the parent's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(parent_pid)
+    mode = config.disagg.disaggregation_mode
+    setup_logging(config.observe.log_level, f"{'monolith' if mode == 'null' else mode} scheduler")
+    from pdserve.scheduler.build import run_scheduler
+
+    channel = ZmqSchedulerChannel(address)
+    try:
+        run_scheduler(config, channel, bootstrap_port, control_token())
+    except PdserveError as error:
+        log.error("%s", error)
+        sys.exit(2)
+    finally:
+        channel.close()
+
+
+def _end(process: BaseProcess) -> None:
+    """The scheduler was told to stop through its channel; a deaf one is ended."""
+    process.join(_STOP_S)
+    for stop in (process.terminate, process.kill):
+        if process.exitcode is None:
+            stop()
+            process.join(_STOP_S)
+
+
+if __name__ == "__main__":
+    status = main()
+    assert threading.current_thread() is threading.main_thread()
+    sys.exit(status)
