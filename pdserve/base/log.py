@@ -1,17 +1,29 @@
-"""Logging: one line per record on stderr, with the role that speaks."""
+"""Log set-up, once per process: one line per event, with the role that wrote it, on stderr."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from typing import Literal
+
+Level = Literal["debug", "info", "warning", "error"]
+QUIET = ("aiohttp.access", "asyncio", "httpx", "httpcore", "urllib3", "transformers")
 
 
-def setup_logging(level: str, role: str) -> None:
-    """Set up the root logger of this process. Quiet libraries that talk much."""
+class OneLine(logging.Formatter):
+    """Joins lines, so that one event is one line whatever it says; a traceback follows indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line, with line breaks of the message shown as `\\n`."""
+        record.message = record.message.replace("\r", "\\r").replace("\n", "\\n")
+        return super().formatMessage(record)
+
+
+def setup_logging(level: Level, role: str) -> None:
+    """Send all logs at or above `level` to stderr as `time level role logger: text`. Replaces earlier handlers."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {role} %(levelname).1s %(name)s: %(message)s", "%H:%M:%S"))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
-    for name in ("httpx", "urllib3", "aiohttp.access", "asyncio", "transformers"):
+    text = f"%(asctime)s.%(msecs)03d %(levelname).1s {role.replace('%', '%%')} %(name)s: %(message)s"
+    handler.setFormatter(OneLine(text, datefmt="%H:%M:%S"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for name in QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)

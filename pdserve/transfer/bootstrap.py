@@ -1,221 +1,233 @@
-"""The bootstrap server of a prefill server: where decode servers learn who serves, and at which address each rank is.
+"""Where decode servers find the ranks of a prefill server: a small HTTP server next to it, and the clients.
 
-    PUT /route                                    a rank registers (`RankRoute` as JSON)
-    GET /route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1      the server's facts (`RouteFacts`)
-    GET /route?engine_rank=R&target_dp_group=D&target_pp_rank=P         that rank (`RankRoute`)
-    GET /health
+    PUT /route                    a prefill rank registers a `RankRoute` (JSON)
+    GET /route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1
+                                  the facts that all ranks share
+    GET /route?engine_rank=R&target_dp_group=D&target_pp_rank=P
+                                  the route of one rank
+    GET /health                   200 once all ranks are there, else 503
 
-503 until every rank has registered, 404 for a rank that does not exist, 400 naming the field for junk, 401 without
-the cluster's token where one is set. SGLang's names prefill_dp_rank, prefill_cp_rank, target_tp_rank are understood.
+The query names are SGLang's; its newer `prefill_dp_rank`, `target_tp_rank` and `prefill_cp_rank` mean the same.
+The server runs in the API process of a prefill server; `register_route` is called by its scheduler processes, the
+`fetch_*` functions by the directory threads of decode servers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import hmac
+import logging
 import threading
-from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import requests
 from aiohttp import web
 
 from pdserve.errors import ConfigError, TransferError
+from pdserve.transfer.bootstrap_routes import RankRoute, RouteTable, ServerFacts, parse_query
+
+log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 20
+START_TIMEOUT_S = 10.0
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
 
-
-class RankRoute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One prefill rank. `facts` are what the handshake will compare."""
-
-    instance: str
-    host: str
-    port: int
-    page_size: int
-    kv_cache_dtype: str
-    model: str
-    engine_rank: int = 0
-    dp_rank: int = 0
-    pp_rank: int = 0
-    tp_size: int = 1
-    dp_size: int = 1
-    pp_size: int = 1
-    facts: dict[str, str | int] = {}
-
-    def problem(self) -> str | None:
-        """What is out of range, or None."""
-        if not self.host or not 0 < self.port < 65536:
-            return f"port must be in [1, 65535] and host not empty, got {self.host!r} and {self.port}"
-        for axis, rank, size in (
-            ("engine_rank", self.engine_rank, self.tp_size),
-            ("dp_rank", self.dp_rank, self.dp_size),
-            ("pp_rank", self.pp_rank, self.pp_size),
-        ):
-            if not 0 <= rank < size:
-                return f"{axis} must be in [0, {size}), got {rank}"
-        return None if 1 <= self.page_size else f"page_size must be positive, got {self.page_size}"
-
-
-class RouteFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is the same for all ranks of a prefill server."""
-
-    tp_size: int
-    dp_size: int
-    pp_size: int
-    page_size: int
-    kv_cache_dtype: str
-    model: str
+__all__ = ["BootstrapServer", "RankRoute", "ServerFacts", "fetch_facts", "fetch_rank", "register_route"]
 
 
 class BootstrapServer:
-    """Serves in a thread of its own from construction to `close`."""
+    """The HTTP server, on a thread and an event loop of its own. `port` 0 picks a free one; see `.port`.
 
-    def __init__(self, host: str, port: int, *, token: str) -> None:
-        """Raises ConfigError when the port cannot be bound."""
-        self._host = host
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+
+    def __init__(self, host: str, port: int, *, token: str = "") -> None:
         self._token = token
-        self._routes: dict[tuple[int, int, int], RankRoute] = {}
-        self.counters: Counter[str] = Counter()
-        self.port = port
-        self._loop = asyncio.new_event_loop()
-        self._started = threading.Event()
-        self._error: OSError | None = None
-        self._thread = threading.Thread(target=self._run, name="bootstrap", daemon=True)
+        self._table = RouteTable()
+        self._rejected = 0
+        self._stop: asyncio.Event
+        self._loop: asyncio.AbstractEventLoop
+        started: concurrent.futures.Future[int] = concurrent.futures.Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(host, port, started)), name="bootstrap", daemon=True
+        )
         self._thread.start()
-        self._started.wait()
-        if self._error is not None:
-            self._thread.join()
+        try:
+            self.port = started.result(START_TIMEOUT_S)
+        except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {self._error}", field="disaggregation_bootstrap_port"
-            )
+                f"the bootstrap server cannot listen on {host}:{port}: {error.strerror or error}",
+                field="disaggregation_bootstrap_port",
+            ) from error
+
+    @property
+    def rejected(self) -> int:
+        """Requests refused for what they said or for a wrong token. Any thread."""
+        return self._rejected
 
     def close(self) -> None:
-        """Stop serving."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        """Stop serving and end the thread. Any thread, any number of times."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(START_TIMEOUT_S)
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
+    async def _serve(self, host: str, port: int, started: concurrent.futures.Future[int]) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_put("/route", self._put_route)
-        app.router.add_get("/route", self._get_route)
+        app.router.add_put("/route", self._guarded(self._put))
+        app.router.add_get("/route", self._guarded(self._get))
         app.router.add_get("/health", self._health)
-        runner = web.AppRunner(app, access_log=None)
-        try:
-            self._loop.run_until_complete(self._listen(runner))
-        except OSError as error:
-            self._error = error
-            self._started.set()
-            return
-        self._started.set()
-        self._loop.run_forever()
-        self._loop.run_until_complete(runner.cleanup())
-        self._loop.close()
-
-    async def _listen(self, runner: web.AppRunner) -> None:
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await runner.setup()
-        await web.TCPSite(runner, self._host, self.port).start()
-        self.port = int(runner.addresses[0][1])
+        try:
+            site = web.TCPSite(runner, host, port)
+            await site.start()
+            started.set_result(int(runner.addresses[0][1]))
+        except OSError as error:
+            started.set_exception(error)
+            await runner.cleanup()
+            return
+        await self._stop.wait()
+        await runner.cleanup()
+
+    def _guarded(self, handler: Handler) -> Handler:
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            sent = request.headers.get("Authorization", "")
+            if self._token and not hmac.compare_digest(sent.encode(), f"Bearer {self._token}".encode()):
+                return self._refuse(401, "the control token is missing or wrong; set PDSERVE_CONTROL_TOKEN alike")
+            return await handler(request)
+
+        return guarded
 
     def _refuse(self, status: int, message: str) -> web.Response:
-        self.counters["refused"] += 1
+        self._rejected += 1
+        log.warning("bootstrap request refused: %s", message)
         return web.json_response({"error": {"message": message}}, status=status)
 
-    def _allowed(self, request: web.Request) -> bool:
-        given = request.headers.get("Authorization", "")
-        return not self._token or hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode())
-
-    async def _put_route(self, request: web.Request) -> web.Response:
-        if not self._allowed(request):
-            return self._refuse(401, "the cluster's token is missing or wrong")
+    async def _put(self, request: web.Request) -> web.StreamResponse:
         try:
-            route = msgspec.json.decode(await request.read(), type=RankRoute)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            return self._refuse(400, str(error))
-        if (problem := route.problem()) is not None:
-            return self._refuse(400, problem)
-        for field in ("tp_size", "dp_size", "pp_size", "page_size", "kv_cache_dtype", "model"):
-            for other in self._routes.values():
-                same_rank = (other.engine_rank, other.dp_rank, other.pp_rank) == _rank(route)
-                if not same_rank and getattr(other, field) != getattr(route, field):
-                    ours, theirs = getattr(other, field), getattr(route, field)
-                    return self._refuse(400, f"{field} is {theirs!r}, another rank of this server said {ours!r}")
-        self._routes[_rank(route)] = route
+            body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            return self._refuse(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        try:
+            self._table.put(msgspec.json.decode(body, type=RankRoute))
+        except (msgspec.MsgspecError, ValueError) as error:
+            return self._refuse(400, f"not a route: {error}")
         return web.json_response({"ok": True})
 
-    async def _get_route(self, request: web.Request) -> web.Response:
-        if not self._allowed(request):
-            return self._refuse(401, "the cluster's token is missing or wrong")
-        query = request.query
+    async def _get(self, request: web.Request) -> web.StreamResponse:
         try:
-            rank = int(query.get("engine_rank", query.get("target_tp_rank", "-1")))
-            dp = int(query.get("target_dp_group", query.get("prefill_dp_rank", "-1")))
-            pp = int(query.get("target_pp_rank", "-1"))
-            int(query.get("prefill_cp_rank", "-1"))
+            ranks = parse_query(request.query)
         except ValueError as error:
-            return self._refuse(400, f"ranks must be integers: {error}")
-        first = next(iter(self._routes.values()), None)
-        if first is None or len(self._routes) < first.tp_size * first.dp_size * first.pp_size:
-            return web.json_response({"error": {"message": "not all ranks have registered yet"}}, status=503)
-        if (rank, dp, pp) == (-1, -1, -1):
-            facts = RouteFacts(
-                tp_size=first.tp_size,
-                dp_size=first.dp_size,
-                pp_size=first.pp_size,
-                page_size=first.page_size,
-                kv_cache_dtype=first.kv_cache_dtype,
-                model=first.model,
-            )
-            return web.Response(body=msgspec.json.encode(facts), content_type="application/json")
-        route = self._routes.get((rank, dp, pp))
-        if route is None:
-            return self._refuse(404, f"no rank engine_rank={rank} target_dp_group={dp} target_pp_rank={pp}")
-        return web.Response(body=msgspec.json.encode(route), content_type="application/json")
+            return self._refuse(400, str(error))
+        facts = self._table.facts
+        if facts is None or not self._table.complete:
+            return web.json_response({"error": {"message": "not all prefill ranks have registered yet"}}, status=503)
+        if not ranks:
+            return _json(facts)
+        found = self._table.find(ranks.get("tp_rank", 0), ranks.get("dp_rank", 0), ranks.get("pp_rank", 0))
+        if found is None or ranks.get("cp_rank", 0) != 0:
+            return web.json_response({"error": {"message": f"there is no rank {ranks}"}}, status=404)
+        return _json(found)
 
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "num_ranks": len(self._routes), "counters": dict(self.counters)})
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(
+            text="ok" if self._table.complete else "waiting", status=200 if self._table.complete else 503
+        )
 
 
-def _rank(route: RankRoute) -> tuple[int, int, int]:
-    return route.engine_rank, route.dp_rank, route.pp_rank
+def _json(value: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{port}/route"
+def register_route(host: str, port: int, route: RankRoute, token: str = "", timeout_s: float = 5.0) -> None:
+    """Register a rank with the bootstrap server at `host:port`. Blocks up to `timeout_s`.
+
+    Raises:
+        TransferError: not reachable (retryable), or refused (not retryable; the text names the field).
+    """
+    _request("PUT", host, port, token, timeout_s, body=msgspec.json.encode(route))
 
 
-def _headers(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"} if token else {}
+def fetch_facts(host: str, port: int, token: str = "", timeout_s: float = 5.0) -> ServerFacts:
+    """What all ranks of the prefill server share. Blocks up to `timeout_s`.
 
-
-def register_route(host: str, port: int, route: RankRoute, token: str, timeout_s: float = 10.0) -> None:
-    """Register a rank with its bootstrap server. Raises TransferError."""
-    body = msgspec.json.encode(route)
-    try:
-        answer = requests.put(_url(host, port), data=body, headers=_headers(token), timeout=timeout_s)
-    except requests.RequestException as error:
-        raise TransferError(f"cannot register at {host}:{port}: {error}", code="bootstrap_unreachable") from error
-    if answer.status_code != 200:
-        raise TransferError(f"registration at {host}:{port} refused: {answer.text}", code="bootstrap_refused")
+    Raises:
+        TransferError: not reachable or not complete yet (retryable), or refused (not retryable).
+    """
+    query = {"engine_rank": -1, "target_dp_group": -1, "target_pp_rank": -1}
+    return _decode(_request("GET", host, port, token, timeout_s, query=query), ServerFacts, host, port)
 
 
 def fetch_rank(
-    host: str, port: int, token: str, *, engine_rank: int = 0, dp_rank: int = 0, pp_rank: int = 0, timeout_s: float = 5.0
+    host: str,
+    port: int,
+    token: str = "",
+    *,
+    engine_rank: int = 0,
+    dp_rank: int = 0,
+    pp_rank: int = 0,
+    timeout_s: float = 5.0,
 ) -> RankRoute:
-    """A prefill rank's address, asked of its bootstrap server.
+    """Where one rank is. Blocks up to `timeout_s`.
 
     Raises:
-        TransferError: nobody answers, not ready yet (`bootstrap_unready`), refused, or the answer is junk.
+        TransferError: as `fetch_facts`; not retryable when there is no such rank.
     """
-    ranks = {"engine_rank": engine_rank, "target_dp_group": dp_rank, "target_pp_rank": pp_rank}
+    query = {"engine_rank": engine_rank, "target_dp_group": dp_rank, "target_pp_rank": pp_rank}
+    return _decode(_request("GET", host, port, token, timeout_s, query=query), RankRoute, host, port)
+
+
+def _url(host: str, port: int) -> str:
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/route"
     try:
-        answer = requests.get(_url(host, port), params=ranks, headers=_headers(token), timeout=timeout_s)
+        sane = urlsplit(url).hostname is not None and not set(host) & set("/?#@\\ \t\r\n")
+    except ValueError:
+        sane = False
+    if not sane:
+        raise TransferError(f"not a bootstrap address: {host[:100]!r}", code="bad_address", retryable=False)
+    return url
+
+
+def _request(
+    method: str,
+    host: str,
+    port: int,
+    token: str,
+    timeout_s: float,
+    *,
+    query: Mapping[str, int] | None = None,
+    body: bytes | None = None,
+) -> bytes:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    url = _url(host, port)
+    try:
+        with requests.Session() as session:
+            session.trust_env = False
+            answer = session.request(
+                method, url, params=query, data=body, headers=headers, timeout=timeout_s, allow_redirects=False
+            )
     except requests.RequestException as error:
-        raise TransferError(f"bootstrap server {host}:{port}: {error}", code="bootstrap_unreachable") from error
-    if answer.status_code != 200:
-        code = "bootstrap_unready" if answer.status_code == 503 else "bootstrap_refused"
-        raise TransferError(f"bootstrap server {host}:{port} said {answer.status_code}: {answer.text[:200]}", code=code)
+        message = f"no bootstrap server answers at {host}:{port}: {type(error).__name__}"
+        raise TransferError(message, code="bootstrap_unreachable") from error
+    if answer.status_code == 200:
+        return answer.content
+    raise TransferError(
+        f"the bootstrap server at {host}:{port} answers {answer.status_code}: {answer.text[:500]}",
+        code="bootstrap_unready" if answer.status_code >= 500 else "bootstrap_refused",
+        retryable=answer.status_code >= 500,
+    )
+
+
+def _decode(body: bytes, kind: type[T], host: str, port: int) -> T:
     try:
-        return msgspec.json.decode(answer.content, type=RankRoute)
+        return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:
-        raise TransferError(f"bootstrap server {host}:{port} sent junk: {error}", code="bootstrap_refused") from error
+        message = f"what answers at {host}:{port} is no pdserve bootstrap server: {error}"
+        raise TransferError(message, code="bootstrap_refused", retryable=False) from error

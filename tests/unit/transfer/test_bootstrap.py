@@ -1,0 +1,209 @@
+"""The bootstrap server over real HTTP: what it accepts, what it refuses and how it says so, and its clients."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import requests
+
+from pdserve.errors import ConfigError, TransferError
+from pdserve.transfer.bootstrap import BootstrapServer, RankRoute, fetch_facts, fetch_rank, register_route
+
+HOST = "127.0.0.1"
+SECRET = "a-secret-for-this-test"
+
+
+def route(**changes: Any) -> RankRoute:
+    """A valid route with changes."""
+    fields: dict[str, Any] = {
+        "instance": "first",
+        "host": HOST,
+        "port": 4321,
+        "page_size": 16,
+        "kv_cache_dtype": "float32",
+        "model": "abc",
+        "facts": {"num_layers": 2, "pdserve_version": "1"},
+    }
+    return RankRoute(**(fields | changes))
+
+
+@pytest.fixture
+def server() -> Iterator[BootstrapServer]:
+    running = BootstrapServer(HOST, 0)
+    yield running
+    running.close()
+
+
+def get(server: BootstrapServer, path: str, **query: object) -> requests.Response:
+    return requests.get(f"http://{HOST}:{server.port}{path}", params={k: str(v) for k, v in query.items()}, timeout=5)
+
+
+def put(server: BootstrapServer, body: bytes) -> requests.Response:
+    return requests.put(f"http://{HOST}:{server.port}/route", data=body, timeout=5)
+
+
+def test_a_registered_rank_and_the_shared_facts_are_found(server: BootstrapServer) -> None:
+    register_route(HOST, server.port, route())
+    assert fetch_rank(HOST, server.port) == route()
+    facts = fetch_facts(HOST, server.port)
+    assert (facts.instance, facts.tp_size, facts.page_size) == ("first", 1, 16)
+    assert facts.facts == {"num_layers": 2, "pdserve_version": "1"}
+
+
+def test_before_all_ranks_are_there_it_says_503_and_clients_may_retry(server: BootstrapServer) -> None:
+    assert get(server, "/health").status_code == 503
+    register_route(HOST, server.port, route(tp_size=2, engine_rank=1))
+    assert get(server, "/health").status_code == 503
+    with pytest.raises(TransferError, match="503") as caught:
+        fetch_facts(HOST, server.port)
+    assert caught.value.retryable
+    assert caught.value.code == "bootstrap_unready"
+    register_route(HOST, server.port, route(tp_size=2, engine_rank=0, port=999))
+    assert get(server, "/health").status_code == 200
+    assert fetch_rank(HOST, server.port, engine_rank=1).port == 4321
+    assert fetch_rank(HOST, server.port, engine_rank=0).port == 999
+
+
+def test_a_rank_that_does_not_exist_is_404_and_not_retryable(server: BootstrapServer) -> None:
+    register_route(HOST, server.port, route())
+    with pytest.raises(TransferError, match="404") as caught:
+        fetch_rank(HOST, server.port, engine_rank=3)
+    assert not caught.value.retryable
+
+
+def test_a_new_instance_replaces_the_old_one_with_all_its_ranks(server: BootstrapServer) -> None:
+    for rank in (0, 1):
+        register_route(HOST, server.port, route(tp_size=2, engine_rank=rank))
+    register_route(HOST, server.port, route(instance="second", page_size=64, port=77))
+    assert fetch_facts(HOST, server.port).page_size == 64
+    assert fetch_rank(HOST, server.port).port == 77
+    assert get(server, "/route", engine_rank=1).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"engine_rank": 1, "target_dp_group": 0, "target_pp_rank": 0},
+        {"target_tp_rank": 1, "prefill_dp_rank": 0, "prefill_cp_rank": 0, "target_pp_rank": 0},
+        {"engine_rank": 1},
+    ],
+)
+def test_sglang_s_old_and_new_query_names_find_the_same_rank(server: BootstrapServer, query: dict[str, int]) -> None:
+    for rank in (0, 1):
+        register_route(HOST, server.port, route(tp_size=2, engine_rank=rank, port=1000 + rank))
+    assert get(server, "/route", **query).json()["port"] == 1001
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"port": 0}, "port"),
+        ({"port": 65536}, "port"),
+        ({"port": "80"}, "port"),
+        ({"host": ""}, "host"),
+        ({"instance": None}, "instance"),
+        ({"page_size": -1}, "page_size"),
+        ({"page_size": 16.5}, "page_size"),
+        ({"tp_size": 0}, "tp_size"),
+        ({"engine_rank": 1}, "engine_rank"),
+        ({"dp_rank": -1}, "dp_rank"),
+        ({"pp_rank": 4, "pp_size": 2}, "pp_rank"),
+        ({"kv_cache_dtype": 7}, "kv_cache_dtype"),
+        ({"facts": {"a": [1]}}, "facts"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_its_name_and_counted(
+    server: BootstrapServer, change: dict[str, Any], named: str
+) -> None:
+    fields = msgspec.to_builtins(route()) | change
+    answer = put(server, msgspec.json.encode(fields))
+    assert answer.status_code == 400
+    assert named in answer.json()["error"]["message"]
+    assert server.rejected == 1
+    assert get(server, "/health").status_code == 503
+
+
+@pytest.mark.parametrize("body", [b"", b"junk", b"[]", b"{}", b"\xff\xfe", b'{"instance": "\xff"}', b"{" * 5000])
+def test_junk_is_refused_and_the_server_goes_on(server: BootstrapServer, body: bytes) -> None:
+    assert put(server, body).status_code == 400
+    assert server.rejected == 1
+    register_route(HOST, server.port, route())
+    assert fetch_facts(HOST, server.port).model == "abc"
+
+
+def test_a_body_that_is_too_large_is_refused(server: BootstrapServer) -> None:
+    assert put(server, b'"' + b"x" * (2 << 20) + b'"').status_code == 413
+    register_route(HOST, server.port, route())
+
+
+def test_ranks_of_one_instance_must_agree_and_the_field_is_named(server: BootstrapServer) -> None:
+    register_route(HOST, server.port, route(tp_size=2, engine_rank=0))
+    with pytest.raises(TransferError, match="kv_cache_dtype") as caught:
+        register_route(HOST, server.port, route(tp_size=2, engine_rank=1, kv_cache_dtype="bfloat16"))
+    assert not caught.value.retryable
+    assert server.rejected == 1
+
+
+@pytest.mark.parametrize("value", ["x", "-2", "1e3", "", "99999999999999999999"])
+def test_a_query_that_is_no_rank_is_400_and_names_the_parameter(server: BootstrapServer, value: str) -> None:
+    register_route(HOST, server.port, route())
+    answer = get(server, "/route", target_pp_rank=value)
+    assert answer.status_code == 400
+    assert "target_pp_rank" in answer.json()["error"]["message"]
+
+
+def test_a_token_is_asked_of_everybody_but_the_health_check() -> None:
+    server = BootstrapServer(HOST, 0, token=SECRET)
+    try:
+        for token in ("", "wrong"):
+            with pytest.raises(TransferError, match="401") as caught:
+                register_route(HOST, server.port, route(), token)
+            assert not caught.value.retryable
+        register_route(HOST, server.port, route(), SECRET)
+        with pytest.raises(TransferError, match="401"):
+            fetch_facts(HOST, server.port)
+        assert fetch_facts(HOST, server.port, SECRET).instance == "first"
+        assert fetch_rank(HOST, server.port, SECRET) == route()
+        assert get(server, "/health").status_code == 200
+        assert server.rejected == 3
+    finally:
+        server.close()
+
+
+def test_a_taken_port_is_a_config_error() -> None:
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot listen") as caught:
+            BootstrapServer(HOST, taken.getsockname()[1])
+    assert caught.value.field == "disaggregation_bootstrap_port"
+
+
+def test_a_closed_server_answers_no_more_and_clients_may_retry(server: BootstrapServer) -> None:
+    register_route(HOST, server.port, route())
+    server.close()
+    server.close()
+    with pytest.raises(TransferError) as caught:
+        fetch_facts(HOST, server.port, timeout_s=2.0)
+    assert caught.value.retryable
+    assert caught.value.code == "bootstrap_unreachable"
+
+
+def test_a_silent_server_times_out() -> None:
+    with socket.socket() as silent:
+        silent.bind((HOST, 0))
+        silent.listen()
+        with pytest.raises(TransferError, match="no bootstrap server answers"):
+            fetch_rank(HOST, silent.getsockname()[1], timeout_s=0.2)
+
+
+@pytest.mark.parametrize("host", ["", "a/b", "a b", "user@host", "x?y", "a#b"])
+def test_a_host_that_is_none_is_refused_without_a_request(host: str) -> None:
+    with pytest.raises(TransferError, match="not a bootstrap address") as caught:
+        fetch_facts(host, 80)
+    assert not caught.value.retryable
