@@ -18,6 +18,8 @@ from pdserve.memory.layout import pages_for
 from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 
+_QUERY_BLOCK = 512
+"""Masked queries are attended this many at a time: each block reads no key behind its last query."""
 _SLACK_PAGES = 4
 """Rows join a gather while its longest has at most twice their pages plus this."""
 
@@ -194,7 +196,19 @@ class TorchStep:
             keys, values = gathered.view(shape)[:, :, : row.end]
         queries = q.view(row.num_tokens, spec.num_kv_heads, -1, spec.head_dim).permute(2, 1, 0, 3)
         shared = (queries.shape[0], -1, -1, -1)
-        out = F.scaled_dot_product_attention(
-            queries, keys.expand(shared), values.expand(shared), attn_mask=row.mask, is_causal=row.mask is None
-        )
+        out = _causal(queries, keys.expand(shared), values.expand(shared), row.mask)
         return out.permute(2, 1, 0, 3).reshape(row.num_tokens, self._num_heads, spec.head_dim)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of the last T positions `q` `[_, _, T, D]` over all; `mask` `[T, num keys]`, None when T is all."""
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    num_queries, num_keys = mask.shape
+    blocks = []
+    for first in range(0, num_queries, _QUERY_BLOCK):
+        last = min(first + _QUERY_BLOCK, num_queries)
+        seen = num_keys - num_queries + last
+        keys, values, part = k[:, :, :seen], v[:, :, :seen], mask[first:last, :seen]
+        blocks.append(F.scaled_dot_product_attention(q[:, :, first:last], keys, values, attn_mask=part))
+    return torch.cat(blocks, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,14 @@ from pdserve.model.config import read_model_spec
 from pdserve.model.families.decoder import kv_layout
 from pdserve.protocol.sampling import SamplingParams
 from tests.driver import Driver, build, random_prompt
-from tests.tiny import VOCAB_SIZE, make_tiny
+from tests.tiny import VOCAB_SIZE, Family
 
 PROMPT = random_prompt(37, VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("tiny"))
+def checkpoint(tiny_checkpoint: Callable[[Family], Path]) -> Path:
+    return tiny_checkpoint("llama")
 
 
 def test_the_pool_is_one_aligned_buffer_of_whole_pages(checkpoint: Path) -> None:

@@ -16,17 +16,8 @@ from tests.reference import load_reference, reference_greedy
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PDSERVE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        first = resolve_model_path("smollm2")
-        assert resolve_model_path("smollm2") == first
-    return first
-
-
-@pytest.fixture(scope="module")
-def tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    loaded: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(resolve_tokenizer_path(directory))
+def tokenizer(smollm2_directory: Path) -> PreTrainedTokenizerFast:
+    loaded: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(resolve_tokenizer_path(smollm2_directory))
     return loaded
 
 
@@ -53,18 +44,18 @@ def test_control_tokens_are_single_and_the_template_uses_them(tokenizer: PreTrai
     assert tokenizer.decode(tokenizer.encode("12 don't é 🙂"), skip_special_tokens=True) == "12 don't é 🙂"
 
 
-def test_greedy_tokens_equal_transformers_in_fp32(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_greedy_tokens_equal_transformers_in_fp32(smollm2_directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     texts = ["The", "What is the capital of France?", "def add(a, b):\n    return a", "1, 2, 3, 4, " * 25]
     prompts = [tokenizer.encode(text) for text in texts]
-    reference = load_reference(directory)
-    built = build(directory, dtype="float32", max_total_tokens=2048)
+    reference = load_reference(smollm2_directory)
+    built = build(smollm2_directory, dtype="float32", max_total_tokens=2048)
     assert built.spec.eos_token_ids == (2,)
     outputs = Driver(built).generate(prompts, 12, chunk=64)
     assert outputs == [reference_greedy(reference, prompt, 12) for prompt in prompts]
 
 
-def test_auto_is_bfloat16(directory: Path) -> None:
-    assert build(directory, load_format="dummy", max_total_tokens=256).dtype == "bfloat16"
+def test_auto_is_bfloat16(smollm2_directory: Path) -> None:
+    assert build(smollm2_directory, load_format="dummy", max_total_tokens=256).dtype == "bfloat16"
 
 
 def _slow_make(target: Path) -> None:
