@@ -17,16 +17,19 @@ from pdserve.protocol.messages import EngineState
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
-SGLANG_QUEUES = {
-    "bootstrap": "num_prefill_bootstrap_queue_reqs",
-    "inflight": "num_prefill_inflight_queue_reqs",
-    "prealloc": "num_decode_prealloc_queue_reqs",
-    "transfer": "num_decode_transfer_queue_reqs",
-}
-"""The scheduler's queue names, and the gauges SGLang has for them."""
+SGLANG_QUEUES = (
+    "num_prefill_bootstrap_queue_reqs",
+    "num_prefill_inflight_queue_reqs",
+    "num_decode_prealloc_queue_reqs",
+    "num_decode_transfer_queue_reqs",
+)
+"""Queues with a gauge of their own, shown at 0 by roles that lack them."""
 
-SGLANG_COUNTERS = ("num_bootstrap_failed_reqs_total", "num_transfer_failed_reqs_total")
-"""Counters that keep SGLang's prefix, and so do all named `kv_transfer_*`. They are shown at 0 before the first event."""
+SGLANG_COUNTERS = {
+    "bootstrap_failed": "num_bootstrap_failed_reqs",
+    "copies_failed": "num_transfer_failed_reqs",
+}
+"""The scheduler's counters that SGLang has under another name; shown at 0 before the first event."""
 
 
 class RequestMetrics(Protocol):
@@ -142,8 +145,8 @@ class _EngineCollector(Collector):
         yield self._gauge("sglang:token_usage", "share of token slots in use", usage)
 
     def _queues(self, state: EngineState) -> Iterator[GaugeMetricFamily]:
-        for queue, name in SGLANG_QUEUES.items():
-            yield self._gauge(f"sglang:{name}", f"length of the {queue} queue", state.queues.get(queue, 0))
+        for queue in SGLANG_QUEUES:
+            yield self._gauge(f"sglang:{queue}", "requests in this queue", state.queues.get(queue, 0))
         family = GaugeMetricFamily("pdserve:queue_reqs", "length of a queue", labels=[*self._names, "queue"])
         for queue, length in sorted(state.queues.items()):
             family.add_metric([*self._values, queue], length)
@@ -155,7 +158,8 @@ class _EngineCollector(Collector):
         return family
 
     def _counter(self, name: str, total: float) -> CounterMetricFamily:
-        ours = name in SGLANG_COUNTERS or name.startswith("kv_transfer_")
-        family = CounterMetricFamily(f"{'sglang' if ours else 'pdserve'}:{name}", name, labels=self._names)
+        known = SGLANG_COUNTERS.get(name, name if name.startswith("kv_transfer_") else None)
+        full = f"pdserve:{name}" if known is None else f"sglang:{known}"
+        family = CounterMetricFamily(full, name.replace("_", " "), labels=self._names)
         family.add_metric(self._values, total)
         return family

@@ -79,8 +79,6 @@ class EngineClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._reader: asyncio.Task[None] | None = None
 
-    # life ------------------------------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Begin to read the channel."""
         if self._reader is None:
@@ -296,5 +294,5 @@ class EngineClient:
 
 
 def _refusal(finish: FinishReason, status: int) -> RequestError:
-    field = "bootstrap_room" if status == 409 else None
+    field = "bootstrap_room" if status == 409 and finish.err_type != "rid_in_use" else None
     return RequestError(finish.message or "aborted", status=status, code=finish.err_type or "aborted", field=field)

@@ -74,10 +74,23 @@ async def _watch(server: uvicorn.Server, client: EngineClient, alive: Callable[[
         server.should_exit = True
 
 
-async def _announce(server: uvicorn.Server, port: int, on_listening: Callable[[int], None]) -> None:
+async def _announce(
+    server: uvicorn.Server,
+    client: EngineClient,
+    port: int,
+    on_listening: Callable[[int], None],
+    on_ready: Callable[[int], None],
+) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
     on_listening(port)
+    with contextlib.suppress(EngineDeadError):
+        await client.wait_ready()
+        on_ready(port)
+
+
+def _nothing(port: int) -> None:
+    """Nobody wants to know."""
 
 
 async def serve(
@@ -86,11 +99,13 @@ async def serve(
     tokenizer: Tokenizer | None,
     *,
     engine_process_alive: Callable[[], bool],
-    on_listening: Callable[[int], None],
+    on_listening: Callable[[int], None] = _nothing,
+    on_ready: Callable[[int], None] = _nothing,
 ) -> int:
     """Serve until a signal, or until the engine dies; returns the exit status: 0, or 1 without an engine.
 
-    It listens at once; `/health` turns 200 when the scheduler has announced itself. `on_listening` gets the bound port.
+    It listens at once; `/health` turns 200 when the scheduler has announced itself. `on_listening` gets the bound port, and
+    `on_ready` gets it once requests are taken.
 
     Raises:
         ConfigError: the port cannot be bound.
@@ -113,7 +128,7 @@ async def serve(
     server = _Server(settings)
     _on_signals(server)
     side_tasks = [
-        asyncio.create_task(_announce(server, listener.getsockname()[1], on_listening)),
+        asyncio.create_task(_announce(server, client, listener.getsockname()[1], on_listening, on_ready)),
         asyncio.create_task(_watch(server, client, engine_process_alive)),
     ]
     try:
@@ -135,11 +150,13 @@ def run_api(
     *,
     tokenizer_dir: str | Path | None,
     engine_process_alive: Callable[[], bool],
-    on_listening: Callable[[int], None],
+    on_listening: Callable[[int], None] = _nothing,
+    on_ready: Callable[[int], None] = _nothing,
 ) -> int:
     """Load the tokenizer of `tokenizer_dir` and serve; returns the exit status. Blocks the calling thread.
 
-    `open_channel` is called inside the event loop, where the sockets must be made.
+    `open_channel` is called inside the event loop, where the sockets must be made. `on_listening` gets the bound port
+    when it listens, `on_ready` when the engine can take requests.
 
     Raises:
         ConfigError: the tokenizer cannot be read, or the port cannot be bound.
@@ -152,7 +169,12 @@ def run_api(
         channel = open_channel()
         try:
             return await serve(
-                config, channel, tokenizer, engine_process_alive=engine_process_alive, on_listening=on_listening
+                config,
+                channel,
+                tokenizer,
+                engine_process_alive=engine_process_alive,
+                on_listening=on_listening,
+                on_ready=on_ready,
             )
         finally:
             channel.close()

@@ -129,9 +129,9 @@ class ScriptedScheduler:
 
     def state(self) -> EngineState:
         return EngineState(
-            queues={"waiting": 1, "bootstrap": 2},
+            queues={"waiting": 1, "num_prefill_bootstrap_queue_reqs": 2},
             memory={"pages_total": 64, "pages_free": 60, "rows_free": 8, "aux_free": 8, "rooms_live": 1},
-            counters={"kv_transfer_bytes_total": 5.0, "num_transfer_failed_reqs_total": 1.0, "junk_total": 2.0},
+            counters={"kv_transfer_bytes": 5.0, "copies_failed": 1.0, "control_frames_refused": 2.0},
             facts={"transport": "fake"},
             num_running_reqs=len(self._held),
             num_queue_reqs=1,

@@ -52,7 +52,7 @@ async def test_facts(tokenizer: Tokenizer) -> None:
             assert info["architectures"] == ["LlamaForCausalLM"]
             assert info["page_size"] == 16
             assert info["memory"]["pages_free"] == 60
-            assert info["queues"] == {"waiting": 1, "bootstrap": 2}
+            assert info["queues"] == {"waiting": 1, "num_prefill_bootstrap_queue_reqs": 2}
         for path in ("/get_model_info", "/model_info"):
             assert (await b.http.get(path)).json()["is_generation"] is True
         load = (await b.http.get("/get_load")).json()
@@ -74,7 +74,7 @@ async def test_metrics_have_sglang_names_and_memory_gauges(tokenizer: Tokenizer)
             f"sglang:num_bootstrap_failed_reqs_total{labels} 0.0",
             f"sglang:num_transfer_failed_reqs_total{labels} 1.0",
             f"sglang:kv_transfer_bytes_total{labels} 5.0",
-            f"pdserve:junk_total{labels} 2.0",
+            f"pdserve:control_frames_refused_total{labels} 2.0",
             f"pdserve:pages_free{labels} 60.0",
             f"pdserve:rooms_live{labels} 1.0",
             f"sglang:num_requests_total{labels} 1.0",

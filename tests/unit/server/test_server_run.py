@@ -49,7 +49,7 @@ async def running(tokenizer: Tokenizer) -> AsyncIterator[Running]:
             api,
             tokenizer,
             engine_process_alive=lambda: alive[0],
-            on_listening=listening.set_result,
+            on_ready=listening.set_result,
         )
     )
     try:
@@ -154,14 +154,16 @@ async def test_a_late_refusal_is_an_error_event(tokenizer: Tokenizer, ids: Ids) 
         server.scheduler.hold = True
         server.scheduler.script = lambda request: ids("abc")
         body = {"prompt": "x", "stream": True}
-        async with httpx.AsyncClient(base_url=server.url, timeout=20.0) as http:
-            async with http.stream("POST", "/v1/completions", json=body) as answer:
-                assert answer.status_code == 200
-                lines = answer.aiter_lines()
-                assert (await anext(lines)).startswith("data:")
-                finish = FinishReason(type="abort", message="no pages", status_code=503)
-                server.scheduler.refuse(server.scheduler.requests[0], finish)
-                events = [line.removeprefix("data: ") async for line in lines if line]
+        async with (
+            httpx.AsyncClient(base_url=server.url, timeout=20.0) as http,
+            http.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            assert answer.status_code == 200
+            lines = answer.aiter_lines()
+            assert (await anext(lines)).startswith("data:")
+            finish = FinishReason(type="abort", message="no pages", status_code=503)
+            server.scheduler.refuse(server.scheduler.requests[0], finish)
+            events = [line.removeprefix("data: ") async for line in lines if line]
         assert json.loads(events[-2])["error"]["message"] == "no pages"
         assert events[-1] == "[DONE]"
 
@@ -192,7 +194,7 @@ async def test_a_taken_port_is_a_config_error(tokenizer: Tokenizer) -> None:
         taken = type(config.serving)(port=int(server.url.rsplit(":", 1)[1]))
         config = type(config)(model=config.model, serving=taken)
         with pytest.raises(ConfigError, match="cannot listen"):
-            await serve(config, api, None, engine_process_alive=lambda: True, on_listening=lambda port: None)
+            await serve(config, api, None, engine_process_alive=lambda: True)
 
 
 async def test_run_api_blocks_a_thread_until_the_engine_is_gone(tokenizer: Tokenizer, tmp_path: Path) -> None:
