@@ -58,9 +58,13 @@ class DisaggConfig:
     disaggregation_transfer_backend: TransferBackend = flag("mooncake", help="engine that moves KV pages")
     disaggregation_bootstrap_port: int = flag(8998, help="port of the prefill server's bootstrap server; 0 picks one")
     disaggregation_ib_device: str | None = flag(None, help="RDMA NIC names, comma-separated; all when absent")
-    disaggregation_host: str | None = flag(None, help="address peers reach this server's transfer ports at; host when absent")
+    disaggregation_host: str | None = flag(
+        None, help="address peers reach this server's transfer ports at; host when absent"
+    )
     disaggregation_bootstrap_timeout_s: float = flag(300.0, help="seconds a request waits for its peer")
-    disaggregation_waiting_timeout_s: float = flag(300.0, help="seconds decode waits for the KV after it gave its pages")
+    disaggregation_waiting_timeout_s: float = flag(
+        300.0, help="seconds decode waits for the KV after it gave its pages"
+    )
     disaggregation_heartbeat_interval_s: float = flag(2.0, help="seconds between heartbeats to a peer")
     disaggregation_heartbeat_misses: int = flag(3, help="missed heartbeats after which a peer is taken for dead")
     disaggregation_transfer_threads: int = flag(2, help="threads that copy pages")

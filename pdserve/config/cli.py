@@ -1,0 +1,147 @@
+"""From the command line to a `ServerConfig`. The parser is generated from the annotations of `groups`.
+
+Called by `launch_server`. Nothing is ignored: a flag that SGLang has and pdserve does not honour is refused by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn
+
+from pdserve.config.groups import ModelConfig, ServerConfig
+from pdserve.config.sglang_flags import SGLANG_FLAGS
+from pdserve.config.validate import check
+from pdserve.errors import ConfigError
+
+ALIASES = {"model_path": ("--model",)}
+"""SGLang's other spellings of flags that pdserve has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One field as a flag. `kind` is int, float, str or bool; `choices` is empty when any value will do."""
+
+    group: str
+    field: str
+    names: tuple[str, ...]
+    kind: type[int | float | str | bool]
+    choices: tuple[str, ...]
+    required: bool
+    optional: bool
+    default: Any
+    help: str
+
+
+def flags() -> Iterator[Flag]:
+    """All flags, in the order of `groups`."""
+    for group, group_class in group_classes().items():
+        hints = typing.get_type_hints(group_class)
+        for field in dataclasses.fields(group_class):
+            kind, choices, optional = _parse_hint(hints[field.name])
+            extra: tuple[str, ...] = field.metadata["names"]
+            yield Flag(
+                group=group,
+                field=field.name,
+                names=(f"--{field.name.replace('_', '-')}", *ALIASES.get(field.name, ()), *extra),
+                kind=kind,
+                choices=choices,
+                required=field.default is dataclasses.MISSING,
+                optional=optional,
+                default=None if field.default is dataclasses.MISSING else field.default,
+                help=field.metadata["help"],
+            )
+
+
+def group_classes() -> dict[str, type[Any]]:
+    """The fields of `ServerConfig` and the dataclass of each."""
+    hints = typing.get_type_hints(ServerConfig)
+    return {field.name: hints[field.name] for field in dataclasses.fields(ServerConfig)}
+
+
+def _parse_hint(hint: Any) -> tuple[type[Any], tuple[str, ...], bool]:
+    """(kind, choices, may be None) of an annotation."""
+    optional = False
+    if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union:
+        members = [member for member in typing.get_args(hint) if member is not NoneType]
+        assert len(members) == 1, f"a flag has one type or None, not {hint}"
+        hint, optional = members[0], True
+    if typing.get_origin(hint) is Literal:
+        return str, typing.get_args(hint), optional
+    assert hint in (int, float, str, bool), f"no flag type for {hint}"
+    return hint, (), optional
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ConfigError instead of ending the process; help still prints and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser, one argument group per config group. Absent flags are absent from the result."""
+    parser = _Parser(
+        prog="python -m pdserve.launch_server",
+        description="One pdserve server: monolith, prefill or decode.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    sections = {
+        group: parser.add_argument_group(group, (group_class.__doc__ or "").split("\n")[0])
+        for group, group_class in group_classes().items()
+    }
+    for flag in flags():
+        text = flag.help if flag.default is None else f"{flag.help} (default: {flag.default})"
+        common: dict[str, Any] = {"dest": flag.field, "help": text.replace("%", "%%"), "required": flag.required}
+        if flag.kind is bool:
+            sections[flag.group].add_argument(*flag.names, action=argparse.BooleanOptionalAction, **common)
+        else:
+            choices = flag.choices or None
+            sections[flag.group].add_argument(
+                *flag.names, type=flag.kind, choices=choices, metavar=_metavar(flag), **common
+            )
+    return parser
+
+
+def _metavar(flag: Flag) -> str:
+    return "{" + ",".join(flag.choices) + "}" if flag.choices else flag.kind.__name__.upper()
+
+
+def parse_server_args(argv: Sequence[str]) -> ServerConfig:
+    """Parse and check a command line. `--help` prints and raises SystemExit.
+
+    Raises:
+        ConfigError: a flag is unknown, not honoured, given twice with different values, or its value is out of range.
+    """
+    parser = build_parser()
+    _refuse_foreign_flags(argv)
+    values = vars(parser.parse_args(list(argv)))
+    groups = {
+        group: group_class(**{f.name: values[f.name] for f in dataclasses.fields(group_class) if f.name in values})
+        for group, group_class in group_classes().items()
+    }
+    assert isinstance(groups["model"], ModelConfig)
+    config = ServerConfig(**groups)
+    check(config)
+    return config
+
+
+def _refuse_foreign_flags(argv: Sequence[str]) -> None:
+    """ConfigError for the first flag that is not ours; says so when it is SGLang's, else what comes close."""
+    known: dict[str, Flag] = {name: flag for flag in flags() for name in flag.names}
+    negated = {f"--no-{name[2:]}": flag for name, flag in known.items() if flag.kind is bool}
+    names = known.keys() | negated.keys() | {"--help", "-h"}
+    for word in argv:
+        name = word.partition("=")[0]
+        if not name.startswith("--") or name in names:
+            continue
+        if name in SGLANG_FLAGS:
+            raise ConfigError(f"{name}: SGLang has this flag, pdserve does not honour it yet; leave it out", field=name)
+        close = difflib.get_close_matches(name, sorted(names), n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ConfigError(f"{name}: there is no such flag{hint}", field=name)

@@ -1,0 +1,152 @@
+"""Fills in what the command line left open: ordered pure steps, each saying why. Called by `launch_server` once."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import os
+from collections.abc import Callable
+
+from pdserve.config.groups import ServerConfig
+from pdserve.config.validate import check
+from pdserve.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
+MAX_RUNNING_REQUESTS = 256
+NVIDIA_DRIVER, WSL_DRIVER = "/dev/nvidiactl", "/dev/dxg"
+ANY_ADDRESS = ("0.0.0.0", "::")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What the steps may know of the machine."""
+
+    has_cuda: bool
+    num_cores: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One default that was filled in."""
+
+    field: str
+    value: object
+    reason: str
+
+
+Step = Callable[[ServerConfig, Machine], tuple[ServerConfig, Choice] | None]
+
+
+def look_at_machine() -> Machine:
+    """Ask torch for CUDA, where there is a driver at all, and the system for the cores this process may use."""
+    has_driver = os.path.exists(NVIDIA_DRIVER) or os.path.exists(WSL_DRIVER)
+    has_cuda = has_driver and bool(importlib.import_module("torch").cuda.is_available())
+    return Machine(has_cuda=has_cuda, num_cores=len(os.sched_getaffinity(0)))
+
+
+def resolve(config: ServerConfig, machine: Machine | None = None) -> ServerConfig:
+    """The configuration with every default filled in that does not depend on the model; logs each.
+
+    Raises:
+        ConfigError: what was asked for does not exist here, or contradicts itself.
+    """
+    resolved, choices = fill_in(config, look_at_machine() if machine is None else machine)
+    for choice in choices:
+        log.info("%s = %s: %s", choice.field, choice.value, choice.reason)
+    return resolved
+
+
+def fill_in(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, list[Choice]]:
+    """`resolve` as a pure function: the new configuration, and what was chosen in order."""
+    choices: list[Choice] = []
+    for step in STEPS:
+        outcome = step(config, machine)
+        if outcome is not None:
+            config, choice = outcome
+            choices.append(choice)
+    check(config)
+    _check_together(config, machine)
+    return config, choices
+
+
+def _device(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
+    if config.kernels.device != "auto":
+        return None
+    device, reason = ("cuda", "torch finds a GPU") if machine.has_cuda else ("cpu", "torch finds no GPU")
+    return _set(config, "kernels", "device", device, reason)
+
+
+def _attention_backend(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
+    if config.kernels.attention_backend != "auto":
+        return None
+    return _set(config, "kernels", "attention_backend", "torch", "the only one that is built in")
+
+
+def _served_model_name(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
+    if config.model.served_model_name is not None:
+        return None
+    return _set(config, "model", "served_model_name", config.model.model_path, "the model path")
+
+
+def _chunked_prefill_size(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
+    if config.schedule.chunked_prefill_size is not None:
+        return None
+    device = config.kernels.device
+    return _set(config, "schedule", "chunked_prefill_size", CHUNK_TOKENS[device], f"fills a step on {device}")
+
+
+def _max_running_requests(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
+    if config.schedule.max_running_requests is not None:
+        return None
+    return _set(
+        config, "schedule", "max_running_requests", MAX_RUNNING_REQUESTS, "rows cost little; memory limits first"
+    )
+
+
+def _disaggregation_host(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
+    if config.disagg.disaggregation_host is not None or config.disagg.disaggregation_mode == "null":
+        return None
+    if config.serving.host in ANY_ADDRESS:
+        raise ConfigError(
+            f"--host {config.serving.host} listens everywhere, so peers must be told where this server is: "
+            "give --disaggregation-host ADDRESS",
+            field="disaggregation_host",
+        )
+    return _set(config, "disagg", "disaggregation_host", config.serving.host, "the address of the HTTP server")
+
+
+STEPS: tuple[Step, ...] = (
+    _device,
+    _attention_backend,
+    _served_model_name,
+    _chunked_prefill_size,
+    _max_running_requests,
+    _disaggregation_host,
+)
+
+
+def _check_together(config: ServerConfig, machine: Machine) -> None:
+    """What only shows once all values are known."""
+    if config.kernels.device == "cuda" and not machine.has_cuda:
+        raise ConfigError("--device cuda, but torch finds no GPU; install a CUDA build of torch", field="device")
+    if config.kernels.cpu_threads is not None and config.kernels.cpu_threads > machine.num_cores:
+        raise ConfigError(
+            f"--cpu-threads is {config.kernels.cpu_threads}, but this process may use {machine.num_cores} cores",
+            field="cpu_threads",
+        )
+    context, pool = config.model.context_length, config.memory.max_total_tokens
+    if context is not None and pool is not None and context > pool:
+        raise ConfigError(
+            f"--context-length {context} does not fit the KV pool of --max-total-tokens {pool}",
+            field="context_length",
+        )
+
+
+def _set(config: ServerConfig, group: str, field: str, value: object, reason: str) -> tuple[ServerConfig, Choice]:
+    """`config` with one field of one group replaced."""
+    groups = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    groups[group] = dataclasses.replace(groups[group], **{field: value})
+    return ServerConfig(**groups), Choice(field, value, reason)

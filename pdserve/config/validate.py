@@ -1,0 +1,92 @@
+"""Which values a configuration may have. Pure; called by `cli` and again by `resolve` after it filled in defaults."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+
+from pdserve.config.groups import DisaggConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
+from pdserve.errors import ConfigError
+
+MAX_PAGE_SIZE = 128
+MAX_THREADS = 1024
+_HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+
+
+def check(config: ServerConfig) -> None:
+    """Raise ConfigError, naming the flag, what was given, and what is allowed."""
+    _check_model(config.model)
+    _check_memory(config.memory)
+    _check_schedule(config.schedule)
+    _check_disagg(config.disagg)
+    _between("cpu_threads", config.kernels.cpu_threads, 1, MAX_THREADS)
+    _between("port", config.serving.port, 0, 65535)
+    _at_least("max_request_bytes", config.serving.max_request_bytes, 1024)
+    _check_host("host", config.serving.host)
+
+
+def _check_model(model: ModelConfig) -> None:
+    for field, text in (
+        ("model_path", model.model_path),
+        ("tokenizer_path", model.tokenizer_path),
+        ("served_model_name", model.served_model_name),
+    ):
+        if text is not None and (not text.strip() or "\0" in text):
+            _refuse(field, text, "must not be empty")
+    _at_least("context_length", model.context_length, 2)
+    _between("random_seed", model.random_seed, 0, (1 << 63) - 1)
+
+
+def _check_memory(memory: MemoryConfig) -> None:
+    _between("page_size", memory.page_size, 1, MAX_PAGE_SIZE)
+    _at_least("max_total_tokens", memory.max_total_tokens, memory.page_size)
+    fraction = memory.mem_fraction_static
+    if fraction is not None and not 0.0 < fraction < 1.0:
+        _refuse("mem_fraction_static", fraction, "must lie between 0 and 1")
+
+
+def _check_schedule(schedule: ScheduleConfig) -> None:
+    _at_least("max_running_requests", schedule.max_running_requests, 1)
+    _at_least("max_queued_requests", schedule.max_queued_requests, 1)
+    if schedule.chunked_prefill_size != -1:
+        _at_least("chunked_prefill_size", schedule.chunked_prefill_size, 1, "at least 1, or -1 for no chunking")
+
+
+def _check_disagg(disagg: DisaggConfig) -> None:
+    _between("disaggregation_bootstrap_port", disagg.disaggregation_bootstrap_port, 0, 65535)
+    for field, seconds in (
+        ("disaggregation_bootstrap_timeout_s", disagg.disaggregation_bootstrap_timeout_s),
+        ("disaggregation_waiting_timeout_s", disagg.disaggregation_waiting_timeout_s),
+        ("disaggregation_heartbeat_interval_s", disagg.disaggregation_heartbeat_interval_s),
+    ):
+        if not (math.isfinite(seconds) and seconds > 0):
+            _refuse(field, seconds, "must be more than 0 seconds")
+    _between("disaggregation_heartbeat_misses", disagg.disaggregation_heartbeat_misses, 1, 1000)
+    _between("disaggregation_transfer_threads", disagg.disaggregation_transfer_threads, 1, MAX_THREADS)
+    if disagg.disaggregation_host is not None:
+        _check_host("disaggregation_host", disagg.disaggregation_host)
+        if disagg.disaggregation_host in ("0.0.0.0", "::"):
+            _refuse("disaggregation_host", disagg.disaggregation_host, "must be an address that peers can reach")
+
+
+def _check_host(field: str, host: str) -> None:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if not _HOST_NAME.fullmatch(host):
+            _refuse(field, host, "must be an IP address or a host name")
+
+
+def _between(field: str, value: int | None, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
+        _refuse(field, value, f"must be {low} to {high}")
+
+
+def _at_least(field: str, value: int | None, low: int, what: str | None = None) -> None:
+    if value is not None and value < low:
+        _refuse(field, value, f"must be {what or f'at least {low}'}")
+
+
+def _refuse(field: str, value: object, rule: str) -> None:
+    raise ConfigError(f"--{field.replace('_', '-')} is {value!r}, but {rule}", field=field)
