@@ -8,6 +8,7 @@ Prints one `PDSERVE_READY` line on stdout when it can serve. Either process's de
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import multiprocessing
 import os
@@ -62,6 +63,8 @@ def launch(config: ServerConfig) -> int:
         if mode == "prefill":
             port = config.disagg.disaggregation_bootstrap_port
             bootstrap = BootstrapServer(config.serving.host, port, token=control_token())
+            disagg = dataclasses.replace(config.disagg, disaggregation_bootstrap_port=bootstrap.port)
+            config = dataclasses.replace(config, disagg=disagg)
         bootstrap_port = None if bootstrap is None else bootstrap.port
         scheduler = _start_scheduler(config, address, bootstrap_port)
         watched = scheduler
@@ -76,7 +79,6 @@ def launch(config: ServerConfig) -> int:
             tokenizer_dir=_tokenizer_dir(config),
             engine_process_alive=lambda: watched.exitcode is None,
             on_ready=announce,
-            bootstrap_port=bootstrap_port,
         )
     finally:
         if scheduler is not None:
@@ -87,9 +89,11 @@ def launch(config: ServerConfig) -> int:
 
 
 def _tokenizer_dir(config: ServerConfig) -> str:
-    from pdserve.model.paths import resolve_model_path
+    from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 
-    return config.model.tokenizer_path or str(resolve_model_path(config.model.model_path))
+    if config.model.tokenizer_path is not None:
+        return config.model.tokenizer_path
+    return str(resolve_tokenizer_path(resolve_model_path(config.model.model_path)))
 
 
 def _start_scheduler(config: ServerConfig, address: ChannelAddress, bootstrap_port: int | None) -> BaseProcess:

@@ -174,7 +174,7 @@ def _transfer(
             page_size=config.memory.page_size,
             kv_cache_dtype=built.dtype,
             model=built.spec.digest(),
-            facts=handshake | built.executor.layout.fields(),
+            facts={**handshake, **built.executor.layout.fields()},
         )
         register_route("127.0.0.1" if config.serving.host == "0.0.0.0" else config.serving.host, bootstrap_port, route, token)
     facts: dict[str, Fact] = {

@@ -43,9 +43,9 @@ class HttpDirectory:
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
-                route = fetch_rank(*address, self._token)
+                route = fetch_rank(*address, token=self._token)
             except TransferError as error:
-                if error.code != "bootstrap_refused" and time.monotonic() < deadline and not self._closed:
+                if error.retryable and time.monotonic() < deadline and not self._closed:
                     time.sleep(_RETRY_S)
                     continue
                 self._post(PrefillNotFound(address, Failure.from_error(error, origin=f"{address[0]}:{address[1]}")))
