@@ -7,7 +7,6 @@ import os
 from pdserve.errors import ConfigError
 
 CONTROL_TOKEN = "PDSERVE_CONTROL_TOKEN"
-CACHE_DIR = "PDSERVE_CACHE_DIR"
 
 
 def control_token() -> str:
@@ -20,12 +19,3 @@ def control_token() -> str:
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(f"{CONTROL_TOKEN} must be printable ASCII without spaces")
     return token
-
-
-def cache_dir() -> str:
-    """Where converted checkpoints are kept: `PDSERVE_CACHE_DIR`, else `$XDG_CACHE_HOME/pdserve`, else `~/.cache/pdserve`."""
-    explicit = os.environ.get(CACHE_DIR)
-    if explicit:
-        return os.path.abspath(os.path.expanduser(explicit))
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(base, "pdserve")

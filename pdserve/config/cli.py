@@ -90,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="One pdserve server: monolith, prefill or decode.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
+        exit_on_error=False,
     )
     sections = {
         group: parser.add_argument_group(group, (group_class.__doc__ or "").split("\n")[0])
@@ -97,7 +98,8 @@ def build_parser() -> argparse.ArgumentParser:
     }
     for flag in flags():
         text = flag.help if flag.default is None else f"{flag.help} (default: {flag.default})"
-        common: dict[str, Any] = {"dest": flag.field, "help": text.replace("%", "%%"), "required": flag.required}
+        text = f"{text} (required)" if flag.required else text
+        common: dict[str, Any] = {"dest": flag.field, "help": text.replace("%", "%%")}
         if flag.kind is bool:
             sections[flag.group].add_argument(*flag.names, action=argparse.BooleanOptionalAction, **common)
         else:
@@ -116,11 +118,10 @@ def parse_server_args(argv: Sequence[str]) -> ServerConfig:
     """Parse and check a command line. `--help` prints and raises SystemExit.
 
     Raises:
-        ConfigError: a flag is unknown, not honoured, given twice with different values, or its value is out of range.
+        ConfigError: a flag is unknown, not honoured or missing, or its value is malformed or out of range.
     """
-    parser = build_parser()
     _refuse_foreign_flags(argv)
-    values = vars(parser.parse_args(list(argv)))
+    values = _parse(argv)
     groups = {
         group: group_class(**{f.name: values[f.name] for f in dataclasses.fields(group_class) if f.name in values})
         for group, group_class in group_classes().items()
@@ -129,6 +130,22 @@ def parse_server_args(argv: Sequence[str]) -> ServerConfig:
     config = ServerConfig(**groups)
     check(config)
     return config
+
+
+def _parse(argv: Sequence[str]) -> dict[str, Any]:
+    """The values of the flags that were given, by field. ConfigError names the flag at fault."""
+    try:
+        given, extra = build_parser().parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        name = (error.argument_name or "").partition("/")[0]
+        raise ConfigError(f"{name}: {error.message}", field=name.lstrip("-").replace("-", "_") or None) from error
+    if extra:
+        raise ConfigError(f"unexpected argument {extra[0]!r}; every value follows its flag", field=extra[0])
+    values = vars(given)
+    for flag in flags():
+        if flag.required and flag.field not in values:
+            raise ConfigError(f"{' or '.join(flag.names)} is required", field=flag.field)
+    return values
 
 
 def _refuse_foreign_flags(argv: Sequence[str]) -> None:

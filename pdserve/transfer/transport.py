@@ -1,6 +1,6 @@
 """The seam between pdserve and whatever moves bytes. A transport copies; it knows no pages, rooms or requests.
 
-`TransferManager` opens one per scheduler process with `open_transport` and is its only owner. Lives in threads as follows:
+The composition root opens one per scheduler process with `open_transport`; `CopyWorkers` writes through it. Threads:
 
     scheduler thread   open_transport, register, address, disconnect, close
     copy workers       connect, write (several at once, also to the same peer)
@@ -63,7 +63,7 @@ class Transport(Protocol):
     def settle_s(self) -> float:
         """Seconds after an unsettled failure by which no byte of that write is read here or sent any more.
 
-        A receiver which was stopped meanwhile may still have bytes in its own buffers: it counts from when it runs again.
+        A receiver which was stopped meanwhile may have bytes in its own buffers: it counts from when it runs again.
         Any thread, any time.
         """
         ...

