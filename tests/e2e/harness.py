@@ -1,0 +1,139 @@
+"""Real servers in real processes for end-to-end tests: started on free ports, ended by pid, their last lines shown on failure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import requests
+
+from pdserve.base.process import Child, Ready, end_all
+
+READY_S = 120.0
+GRACE_S = 15.0
+PYTHON = sys.executable
+
+
+class Server:
+    """One started process and what it announced."""
+
+    def __init__(self, name: str, module: str, flags: Sequence[str]) -> None:
+        self.lines: deque[str] = deque(maxlen=200)
+        env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+        self.child = Child(name, [PYTHON, "-m", module, *flags], env=env, on_line=self.lines.append)
+        self.ready: Ready | None = None
+
+    def wait(self) -> Server:
+        """Block until it serves."""
+        try:
+            self.ready = self.child.wait_ready(READY_S)
+        except Exception as error:
+            raise AssertionError("\n".join([str(error), *self.lines])) from error
+        return self
+
+    @property
+    def url(self) -> str:
+        """Base URL."""
+        assert self.ready is not None
+        return self.ready.url
+
+    @property
+    def bootstrap_port(self) -> int:
+        """A prefill server's bootstrap port."""
+        assert self.ready is not None and self.ready.bootstrap_port is not None
+        return self.ready.bootstrap_port
+
+    def state(self) -> dict[str, Any]:
+        """`/get_server_info`."""
+        answer = requests.get(f"{self.url}/get_server_info", timeout=30)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def leaks(self) -> dict[str, int]:
+        """What is not free or not quiet; empty at idle."""
+        memory = self.state()["memory"]
+        lost = {name: memory[f"{name}_total"] - memory[f"{name}_free"] for name in ("pages", "rows", "aux")}
+        lost |= {name: count for name, count in memory.items() if not name.endswith(("_total", "_free"))}
+        return {name: count for name, count in lost.items() if count}
+
+    def kill(self) -> None:
+        """SIGKILL, to this process alone; its scheduler must follow by itself."""
+        os.kill(self.child.pid, 9)
+        assert self.child.wait_exit(10.0)
+
+
+def start_server(model: str, mode: str, *flags: str, name: str | None = None) -> Server:
+    """A server on a free port, one thread, CPU; not waited for."""
+    base = ["--model-path", model, "--port", "0", "--cpu-threads", "1", "--device", "cpu"]
+    if mode != "null":
+        base += ["--disaggregation-mode", mode]
+    if mode == "prefill" and "--disaggregation-bootstrap-port" not in flags:
+        base += ["--disaggregation-bootstrap-port", "0"]
+    return Server(name or mode, "pdserve.launch_server", [*base, *flags])
+
+
+def start_router(prefill: Sequence[Server], decode: Sequence[Server], *flags: str) -> Server:
+    """A router before running servers; not waited for."""
+    argv = ["--pd-disaggregation", "--port", "0", "--health-check-interval", "1"]
+    for server in prefill:
+        argv += ["--prefill", server.url, str(server.bootstrap_port)]
+    for server in decode:
+        argv += ["--decode", server.url]
+    return Server("router", "pdserve.launch_router", [*argv, *flags])
+
+
+class Pair:
+    """One prefill server, one decode server, and a router before them."""
+
+    def __init__(self, prefill: Server, decode: Server, router: Server) -> None:
+        self.prefill, self.decode, self.router = prefill, decode, router
+
+    def generate(self, **body: Any) -> dict[str, Any]:
+        """`/generate` through the router; must be 200."""
+        answer = requests.post(f"{self.router.url}/generate", json=body, timeout=300)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json()) if isinstance(answer.json(), dict) else {"batch": answer.json()}
+
+
+@contextlib.contextmanager
+def running(*servers: Server) -> Iterator[None]:
+    """Wait for servers, and end them at the end whatever happens; a failure shows what they said last."""
+    try:
+        for server in servers:
+            server.wait()
+        yield
+    except BaseException:
+        for server in servers:
+            print(f"--- {server.child.name}\n" + "\n".join(server.lines))
+        raise
+    finally:
+        end_all([server.child for server in servers], GRACE_S)
+
+
+@contextlib.contextmanager
+def running_pair(model: str, *flags: str) -> Iterator[Pair]:
+    """A 1P+1D pair over Mooncake with a router."""
+    prefill, decode = start_server(model, "prefill", *flags), start_server(model, "decode", *flags)
+    with running(prefill, decode):
+        router = start_router([prefill], [decode])
+        with running(router):
+            yield Pair(prefill, decode, router)
+
+
+def until(condition: Any, deadline_s: float, what: str) -> None:
+    """Poll until `condition()` is true."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.05)
+
+
+def assert_idle(*servers: Server, deadline_s: float = 20.0) -> None:
+    """Everything comes free: pages, rows, aux slots, rooms, transfers."""
+    for server in servers:
+        until(lambda server=server: not server.leaks(), deadline_s, f"{server.child.name} idle; has {server.leaks()}")
