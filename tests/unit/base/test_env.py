@@ -1,0 +1,25 @@
+"""Environment variables are read typed, and refused when they cannot be used."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.base.env import CONTROL_TOKEN, control_token
+from pdserve.errors import ConfigError
+
+
+def test_the_control_token_is_empty_when_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CONTROL_TOKEN, raising=False)
+    assert control_token() == ""
+
+
+def test_the_control_token_is_read_without_the_newline_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONTROL_TOKEN, "secret-of-a-cluster\n")
+    assert control_token() == "secret-of-a-cluster"
+
+
+@pytest.mark.parametrize("value", ["two words", "schlüssel", "a\x01b", "a\r\nX-Evil: 1"])
+def test_a_token_that_no_header_can_carry_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(CONTROL_TOKEN, value)
+    with pytest.raises(ConfigError, match=CONTROL_TOKEN):
+        control_token()

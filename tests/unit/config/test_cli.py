@@ -1,0 +1,131 @@
+"""The command line: what it understands, and how it refuses what it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pdserve.config import ServerConfig
+from pdserve.config.cli import flags, parse_server_args
+from pdserve.errors import ConfigError
+
+MODEL = ["--model-path", "m"]
+
+
+def test_the_model_alone_gives_every_default() -> None:
+    config = parse_server_args(MODEL)
+    assert config.model.model_path == "m"
+    for flag in flags():
+        if not flag.required:
+            group = {field.name: getattr(config, field.name) for field in dataclasses.fields(ServerConfig)}[flag.group]
+            assert dataclasses.asdict(group)[flag.field] == flag.default
+
+
+def test_values_arrive_in_their_groups_with_their_types() -> None:
+    words = (
+        "--model m --page-size 64 --mem-fraction-static 0.5 --chunked-prefill-size=-1 --disaggregation-mode decode "
+        "--disaggregation-heartbeat-interval-s 0.5 --port 0 --host ::1 --device cpu"
+    )
+    config = parse_server_args(words.split())
+    assert config.memory.page_size == 64
+    assert config.memory.mem_fraction_static == 0.5
+    assert config.schedule.chunked_prefill_size == -1
+    assert config.disagg.disaggregation_mode == "decode"
+    assert config.disagg.disaggregation_heartbeat_interval_s == 0.5
+    assert (config.serving.host, config.serving.port, config.kernels.device) == ("::1", 0, "cpu")
+
+
+@pytest.mark.parametrize(
+    "name", ["--tp", "--tp-size", "--disable-radix-cache", "--quantization", "--enable-torch-compile"]
+)
+def test_a_flag_of_sglang_that_is_not_honoured_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: SGLang has this flag") as caught:
+        parse_server_args([*MODEL, name, "2"])
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("word", ["--tp=2", "--tp-size=2"])
+def test_a_foreign_flag_is_refused_with_an_equals_sign_too(word: str) -> None:
+    with pytest.raises(ConfigError, match="SGLang has this flag"):
+        parse_server_args([*MODEL, word])
+
+
+def test_an_unknown_flag_names_what_comes_close() -> None:
+    with pytest.raises(ConfigError, match=r"no such flag; did you mean .*--page-size"):
+        parse_server_args([*MODEL, "--page-sise", "16"])
+    with pytest.raises(ConfigError, match=r"no such flag$"):
+        parse_server_args([*MODEL, "--zzzzzzzz"])
+
+
+def test_a_flag_may_not_be_shortened() -> None:
+    with pytest.raises(ConfigError, match="--page: there is no such flag"):
+        parse_server_args([*MODEL, "--page", "16"])
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("", "model-path"),
+        ("--model-path", "model-path"),
+        ("--model m --page-size", "page-size"),
+        ("--model m --page-size x", "page-size"),
+        ("--model m --page-size 1.5", "page-size"),
+        ("--model m --dtype int8", "dtype"),
+        ("--model m --disaggregation-mode both", "disaggregation-mode"),
+        ("--model m stray", "stray"),
+    ],
+)
+def test_what_does_not_parse_is_a_config_error_naming_the_flag(words: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_server_args(words.split())
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        ("model-path", ["", " "]),
+        ("served-model-name", [""]),
+        ("context-length", ["0", "-1"]),
+        ("random-seed", ["-1"]),
+        ("page-size", ["0", "-16", "129"]),
+        ("max-total-tokens", ["0", "15"]),
+        ("mem-fraction-static", ["0", "1", "-0.5", "nan", "inf"]),
+        ("max-running-requests", ["0"]),
+        ("max-queued-requests", ["0"]),
+        ("chunked-prefill-size", ["0", "-2"]),
+        ("disaggregation-bootstrap-port", ["-1", "65536"]),
+        ("disaggregation-host", ["0.0.0.0", "::", "a b", ""]),
+        ("disaggregation-bootstrap-timeout-s", ["0", "-1", "nan", "inf"]),
+        ("disaggregation-waiting-timeout-s", ["0", "nan"]),
+        ("disaggregation-heartbeat-interval-s", ["0", "-inf"]),
+        ("disaggregation-heartbeat-misses", ["0"]),
+        ("disaggregation-transfer-threads", ["0"]),
+        ("cpu-threads", ["0", "-1"]),
+        ("host", ["", "http://x", "a/b", "-x"]),
+        ("port", ["-1", "65536"]),
+        ("max-request-bytes", ["0"]),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_flag_value_and_rule(flag: str, values: list[str]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=f"--{flag} is .* but must") as caught:
+            parse_server_args([*MODEL, f"--{flag}={value}"])
+        assert caught.value.field == flag.replace("-", "_")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "::1", "localhost", "node-3.rack_1.example"])
+def test_hosts_may_be_addresses_or_names(host: str) -> None:
+    assert parse_server_args([*MODEL, "--host", host]).serving.host == host
+
+
+@pytest.mark.parametrize("size", ["1", "128"])
+def test_page_sizes_at_the_ends_are_allowed(size: str) -> None:
+    assert parse_server_args([*MODEL, "--page-size", size]).memory.page_size == int(size)
+
+
+def test_help_prints_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_server_args(["--help"])
+    assert caught.value.code == 0
+    assert "--disaggregation-mode" in capsys.readouterr().out

@@ -1,0 +1,84 @@
+"""Defaults that depend on the machine or on other flags: what is chosen, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from pdserve.config.cli import parse_server_args
+from pdserve.config.resolve import Choice, Machine, fill_in, look_at_machine, resolve
+from pdserve.errors import ConfigError
+
+CPU = Machine(has_cuda=False, num_cores=2)
+GPU = Machine(has_cuda=True, num_cores=16)
+
+
+def choices(words: str, machine: Machine = CPU) -> dict[str, Choice]:
+    """What is filled in for `--model-path m` and more words."""
+    _, chosen = fill_in(parse_server_args(["--model-path", "m", *words.split()]), machine)
+    return {choice.field: choice for choice in chosen}
+
+
+@pytest.mark.parametrize(("machine", "device", "chunk"), [(CPU, "cpu", 2048), (GPU, "cuda", 8192)])
+def test_device_and_chunk_follow_the_machine(machine: Machine, device: str, chunk: int) -> None:
+    config, _ = fill_in(parse_server_args(["--model-path", "m"]), machine)
+    assert config.kernels.device == device
+    assert config.schedule.chunked_prefill_size == chunk
+    assert config.schedule.max_running_requests == 256
+    assert config.model.served_model_name == "m"
+
+
+def test_the_chunk_follows_a_device_that_was_asked_for() -> None:
+    assert choices("--device cpu", GPU)["chunked_prefill_size"].value == 2048
+
+
+def test_what_was_given_stays_as_it_is() -> None:
+    words = (
+        "--device cpu --attention-backend torch --chunked-prefill-size 64 --max-running-requests 3 "
+        "--served-model-name n --disaggregation-mode decode --disaggregation-host node1"
+    )
+    given = parse_server_args(["--model-path", "m", *words.split()])
+    resolved, chosen = fill_in(given, CPU)
+    assert resolved == given
+    assert chosen == []
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_the_transfer_host_is_the_http_host(mode: str) -> None:
+    assert choices(f"--disaggregation-mode {mode} --host 10.0.0.1")["disaggregation_host"].value == "10.0.0.1"
+    assert "disaggregation_host" not in choices("--host 10.0.0.1")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_server_that_listens_everywhere_must_say_where_it_is(host: str) -> None:
+    with pytest.raises(ConfigError, match="--disaggregation-host") as caught:
+        choices(f"--disaggregation-mode prefill --host {host}")
+    assert caught.value.field == "disaggregation_host"
+    assert choices(f"--disaggregation-mode prefill --host {host} --disaggregation-host n1")
+    assert choices(f"--host {host}")
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ("--device cuda", "device"),
+        ("--cpu-threads 3", "cpu_threads"),
+        ("--context-length 100 --max-total-tokens 64", "context_length"),
+    ],
+)
+def test_what_contradicts_the_machine_or_itself_is_refused(words: str, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choices(words)
+    assert caught.value.field == field
+
+
+def test_every_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="pdserve.config.resolve")
+    resolve(parse_server_args(["--model-path", "m"]), CPU)
+    assert "chunked_prefill_size = 2048: fills a step on cpu" in caplog.messages
+    assert "device = cpu: torch finds no GPU" in caplog.messages
+
+
+def test_this_machine_has_a_core() -> None:
+    assert look_at_machine().num_cores >= 1

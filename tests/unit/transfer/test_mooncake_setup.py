@@ -1,0 +1,105 @@
+"""What the mooncake transport decides before the engine runs: protocol, environment, addresses; and its permits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pdserve.errors import ConfigError, TransferError
+from pdserve.transfer.transport import open_transport
+from pdserve.transfer.transports.mooncake import TCP_TIMEOUTS, choose_protocol, session_of, set_environment
+from pdserve.transfer.transports.mooncake_engine import Window
+
+ENGINE_VARIABLES = (
+    *TCP_TIMEOUTS,
+    "MC_FORCE_TCP",
+    "MC_LOG_LEVEL",
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER",
+    "MC_TRANSFER_TIMEOUT",
+)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the engine's variables is set, and what a test sets is gone after it."""
+    for name in ENGINE_VARIABLES:
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
+
+
+def test_tcp_is_chosen_without_a_nic_and_rdma_with_one(tmp_path: Path) -> None:
+    assert choose_protocol(None, tmp_path / "absent") == "tcp"
+    assert choose_protocol(None, tmp_path) == "tcp"
+    (tmp_path / "mlx5_0").mkdir()
+    assert choose_protocol(None, tmp_path) == "rdma"
+    assert choose_protocol("mlx5_0", tmp_path) == "rdma"
+
+
+@pytest.mark.parametrize("named", ["mlx5_9", "mlx5_0,mlx5_9", " mlx5_0 , mlx5_9"])
+def test_a_nic_that_does_not_exist_is_refused_by_name(tmp_path: Path, named: str) -> None:
+    (tmp_path / "mlx5_0").mkdir()
+    with pytest.raises(ConfigError, match="mlx5_9") as caught:
+        choose_protocol(named, tmp_path)
+    assert caught.value.field == "disaggregation_ib_device"
+
+
+def test_the_user_s_environment_wins_and_tcp_is_forced_only_for_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set_environment("rdma") == 5
+    assert "MC_FORCE_TCP" not in os.environ
+    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "9")
+    assert set_environment("tcp") == 9
+    assert os.environ["MC_FORCE_TCP"] == "1"
+
+
+def test_a_timeout_that_is_no_number_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "soon")
+    with pytest.raises(ConfigError, match="MC_TCP_PROGRESS_TIMEOUT_SEC"):
+        set_environment("tcp")
+
+
+def test_a_session_is_found_in_its_address() -> None:
+    assert session_of("127.0.0.1:15001/abc") == "127.0.0.1:15001"
+    assert session_of("[::1]:15001/abc") == "[::1]:15001"
+
+
+@pytest.mark.parametrize(
+    "address", ["", "fake", "host:1", "host:1/", ":1/a", "host/a", "host:x/a", "h:0/a", "h:65536/a"]
+)
+def test_a_malformed_address_is_refused_for_good(address: str) -> None:
+    with pytest.raises(TransferError, match="not a mooncake address") as caught:
+        session_of(address)
+    assert not caught.value.retryable
+
+
+def test_a_missing_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    with pytest.raises(ConfigError, match=r"mooncake-transfer-engine-non-cuda.*libibverbs1") as caught:
+        open_transport("mooncake", "127.0.0.1")
+    assert caught.value.field == "disaggregation_transfer_backend"
+
+
+def test_a_window_never_hands_out_more_permits_than_it_has() -> None:
+    window, lock = Window(10), threading.Lock()
+    held, most = 0, 0
+
+    def work(size: int) -> None:
+        nonlocal held, most
+        for _ in range(200):
+            with window.hold(size):
+                with lock:
+                    held += size
+                    most = max(most, held)
+                with lock:
+                    held -= size
+
+    threads = [threading.Thread(target=work, args=(size,)) for size in (1, 3, 7, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    assert 0 < most <= 10
