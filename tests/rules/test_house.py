@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.config.cli import build_parser, flags
+from pdserve.config.flags_doc import render
 from pdserve.config.sglang_flags import SGLANG_FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +61,11 @@ def test_no_tracked_file_names_a_path_of_somebody_s_machine() -> None:
                 if HOST_PATH.search(line):
                     offenders.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}")
     assert offenders == []
+
+
+def test_the_list_of_flags_is_up_to_date() -> None:
+    listed = (ROOT / "docs" / "flags.md").read_text()
+    assert listed == render(), "run: python -m pdserve.config.flags_doc > docs/flags.md"
 
 
 def test_every_flag_says_what_it_does_and_is_in_the_help() -> None:
