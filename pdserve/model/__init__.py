@@ -1,0 +1,1 @@
+"""Models: checkpoints and tokenizer files on disk, decoder families, layers, attention over pages."""

@@ -1,0 +1,1 @@
+"""What crosses processes: requests, outputs, sampling, failures, and the codec and channel that carry them."""

@@ -1,0 +1,1 @@
+"""The HTTP side of one server: endpoints, tokenizer, detokenizer. Knows the scheduler by its messages only."""

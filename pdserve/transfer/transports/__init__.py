@@ -1,0 +1,1 @@
+"""One file per way to move bytes; `transfer.transport` names them and imports one when it is asked for."""
