@@ -34,7 +34,7 @@ def _check_model(model: ModelConfig) -> None:
     ):
         if text is not None and (not text.strip() or "\0" in text):
             _refuse(field, text, "must not be empty")
-    _at_least("context_length", model.context_length, 2)
+    _at_least("context_length", model.context_length, 1)
     _between("random_seed", model.random_seed, 0, (1 << 63) - 1)
 
 
