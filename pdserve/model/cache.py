@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from pdserve.base.env import cache_dir
 from pdserve.errors import ModelError
 
 
@@ -42,5 +41,8 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
 
 
 def cache_root() -> Path:
-    """Where converted models are kept; see `pdserve.base.env.cache_dir`."""
-    return Path(cache_dir())
+    """Where converted models are kept: $PDSERVE_CACHE, else pdserve/ below $XDG_CACHE_HOME or ~/.cache."""
+    own = os.environ.get("PDSERVE_CACHE")
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pdserve"
