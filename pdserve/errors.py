@@ -54,7 +54,9 @@ class TransferError(PdserveError):
     `settled` tells whether the transport promises that no byte of the failed write moves any more.
     """
 
-    def __init__(self, message: str, *, code: str = "transfer_failed", retryable: bool = True, settled: bool = True) -> None:
+    def __init__(
+        self, message: str, *, code: str = "transfer_failed", retryable: bool = True, settled: bool = True
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.retryable = retryable

@@ -79,6 +79,7 @@ def launch(config: ServerConfig) -> int:
             tokenizer_dir=_tokenizer_dir(config),
             engine_process_alive=lambda: watched.exitcode is None,
             on_ready=announce,
+            own_counters=lambda: {} if bootstrap is None else {"bootstrap_routes_refused": float(bootstrap.rejected)},
         )
     finally:
         if scheduler is not None:

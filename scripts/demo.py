@@ -35,7 +35,6 @@ TTFT_PARTS = (
     ("bootstrap", "bootstrap_s"),
     ("prefill", "prefill_s"),
     ("transfer", "transfer_s"),
-    ("first decode step", "first_decode_step_s"),
 )
 
 
@@ -159,9 +158,11 @@ def describe_kv(timing: RequestTiming) -> str:
 def describe_ttft(timing: RequestTiming) -> str:
     """The servers' share of the time to the first token, by part."""
     fields = msgspec.structs.asdict(timing)
+    step_s = timing.first_decode_step_s
+    then = "" if step_s is None else f"; then the first decode step {step_s * 1e3:.1f}"
     known = [(name, fields[field]) for name, field in TTFT_PARTS if fields[field] is not None]
     parts = " + ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in known)
-    return f"TTFT in the servers: {sum(seconds for _, seconds in known) * 1e3:.1f} ms = {parts}"
+    return f"TTFT in the servers: {sum(seconds for _, seconds in known) * 1e3:.1f} ms = {parts}{then}"
 
 
 def percentile(values: Sequence[float], share: float) -> float:

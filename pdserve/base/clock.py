@@ -1,4 +1,6 @@
-"""Time as an argument. Everything that waits or times out is given a `Clock`; tests and the simulator give a manual one."""
+"""Time as an argument. Everything that waits or times out is given a `Clock`; tests and the simulator give a manual
+one.
+"""
 
 from __future__ import annotations
 

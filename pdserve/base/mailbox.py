@@ -1,4 +1,6 @@
-"""Where threads report to the loop: any thread posts, the scheduler thread drains once a step and may sleep until a post."""
+"""Where threads report to the loop: any thread posts, the scheduler thread drains once a step and may sleep until a
+post.
+"""
 
 from __future__ import annotations
 

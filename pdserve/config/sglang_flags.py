@@ -1,4 +1,4 @@
-"""Names of the server flags that SGLang 0.5.x has and pdserve does not, so that `cli` says "not honoured", not "unknown".
+"""Names of the server flags that SGLang 0.5.x has and pdserve does not: `cli` calls them not honoured, not unknown.
 
 Data only. Flags that pdserve honours are in `groups` and never here (a test keeps the two apart); a flag that becomes
 ours leaves this list.

@@ -16,7 +16,9 @@ from pdserve.protocol.sampling import SamplingParams
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """Compute positions `[start, end)` of the request in page-table row `row`; sample the token at `end` if `sample`."""
+    """Compute positions `[start, end)` of the request in page-table row `row`; sample the token at `end` if
+    `sample`.
+    """
 
     rid: str
     row: int
@@ -69,7 +71,12 @@ class Executor(Protocol):
         ...
 
     def open_row(
-        self, row: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SamplingParams, top_logprobs: int | None
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        top_logprobs: int | None,
     ) -> None:
         """A request takes `row`; `token_ids` are its prompt and any output tokens known so far.
 
@@ -84,5 +91,3 @@ class Executor(Protocol):
     def close_row(self, row: int) -> None:
         """The request has left `row`."""
         ...
-
-

@@ -168,9 +168,7 @@ def _floor(ranked: Tensor, columns: np.ndarray[tuple[int], np.dtype[np.void]]) -
     return torch.where(unlimited, 0.0, floor)
 
 
-def _ranked(
-    probs: Tensor, columns: np.ndarray[tuple[int], np.dtype[np.void]], by_p: npt.NDArray[np.bool_]
-) -> Tensor:
+def _ranked(probs: Tensor, columns: np.ndarray[tuple[int], np.dtype[np.void]], by_p: npt.NDArray[np.bool_]) -> Tensor:
     """Enough of the best probabilities, descending, to decide every row's top-k and top-p."""
     vocab = probs.shape[1]
     deepest = int(np.where(columns["top_k"] < vocab, columns["top_k"], 1).max())

@@ -173,5 +173,3 @@ def _rope_parameters(facts: dict[str, Any], arch: str) -> dict[str, Any]:
         scale = facts.get(f"{arch}.rope.scaling.attn_factor", 1.0) * yarn_attention_factor(params["factor"], {})
         params |= {"original_max_position_embeddings": original, "attention_factor": scale}
     return params
-
-

@@ -6,7 +6,7 @@ snapshot (`EngineState`), turned into gauges and counters when `/metrics` is rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -59,8 +59,13 @@ class RequestMetrics(Protocol):
 class ServerMetrics:
     """All metrics of a server, in a registry of its own; implements `RequestMetrics`."""
 
-    def __init__(self, model_name: str, engine_type: str) -> None:
-        """`engine_type`: `unified`, `prefill` or `decode`. Both arguments become labels of every sample."""
+    def __init__(
+        self, model_name: str, engine_type: str, own_counters: Callable[[], Mapping[str, float]] = dict
+    ) -> None:
+        """`engine_type`: `unified`, `prefill` or `decode`. Both become labels of every sample.
+
+        `own_counters` are totals of this process, shown beside the scheduler's.
+        """
         self._registry = CollectorRegistry(auto_describe=False)
         labels = {"model_name": model_name, "engine_type": engine_type}
         names = tuple(labels)
@@ -81,7 +86,7 @@ class ServerMetrics:
         self._e2e = histogram("e2e_request_latency_seconds", "from submission to the end")
         self._live = Gauge("pdserve:live_requests", "sequences in progress in the API process", names,
                            registry=self._registry).labels(**labels)  # fmt: skip
-        self._engine = _EngineCollector(labels)
+        self._engine = _EngineCollector(labels, own_counters)
         self._registry.register(self._engine)
 
     def started(self, prompt_tokens: int) -> None:
@@ -119,13 +124,16 @@ class ServerMetrics:
 class _EngineCollector(Collector):
     """Turns the newest `EngineState` into metric families."""
 
-    def __init__(self, labels: dict[str, str]) -> None:
+    def __init__(self, labels: dict[str, str], own_counters: Callable[[], Mapping[str, float]]) -> None:
         self._names = list(labels)
         self._values = list(labels.values())
+        self._own_counters = own_counters
         self.state: EngineState | None = None
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """Called by the registry."""
+        for name, total in sorted(self._own_counters().items()):
+            yield self._counter(name, total)
         if self.state is None:
             return
         yield from self._load(self.state)

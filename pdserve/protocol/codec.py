@@ -38,5 +38,5 @@ class Codec(Generic[T]):
             raise ProtocolError(f"protocol version {frame[0]}, expected {PROTOCOL_VERSION}")
         try:
             return self._decoder.decode(memoryview(frame)[1:])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"frame does not decode: {error}") from error

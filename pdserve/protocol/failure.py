@@ -8,7 +8,8 @@ from pdserve.errors import TransferError
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """`code` for machines, `message` for people, `origin` says who saw it first, `retryable` whether a new try may help.
+    """`code` for machines, `message` for people, `origin` says who saw it first, `retryable` whether a new try may
+    help.
 
     `status` is the HTTP status a client gets when its request ends with this.
     """

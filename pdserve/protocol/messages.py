@@ -150,7 +150,10 @@ class FlushReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sent once, when the scheduler can take requests. `vocab_size`, `context_length` and `max_total_tokens` bound them."""
+    """Sent once, when the scheduler can take requests.
+
+    `vocab_size`, `context_length` and `max_total_tokens` bound them.
+    """
 
     model_type: str
     architectures: list[str]

@@ -95,7 +95,9 @@ def build_runtime(
     """A scheduler over `built`, with its transfer manager unless the mode is null."""
     mode = config.disagg.disaggregation_mode
     num_rows = built.table.num_rows
-    memory = KVMemory(built.executor.layout, built.num_pages, built.table, num_aux=0 if mode == "null" else 2 * num_rows)
+    memory = KVMemory(
+        built.executor.layout, built.num_pages, built.table, num_aux=0 if mode == "null" else 2 * num_rows
+    )
     chunk = config.schedule.chunked_prefill_size
     limits = Limits(
         chunk_tokens=None if chunk is None or chunk < 0 else chunk, eos_token_ids=frozenset(built.spec.eos_token_ids)
@@ -176,7 +178,9 @@ def _transfer(
             model=built.spec.digest(),
             facts={**handshake, **built.executor.layout.fields()},
         )
-        register_route("127.0.0.1" if config.serving.host == "0.0.0.0" else config.serving.host, bootstrap_port, route, token)
+        register_route(
+            "127.0.0.1" if config.serving.host == "0.0.0.0" else config.serving.host, bootstrap_port, route, token
+        )
     facts: dict[str, Fact] = {
         "transfer_backend": transport.name,
         "transfer_protocol": transport.facts.protocol,

@@ -42,7 +42,10 @@ class Outbox:
         finish: FinishReason | None = None,
         timing: RequestTiming | None = None,
     ) -> None:
-        """New tokens of `req`, and how it ended if it did. Tokens of the middle of a request that nobody streams wait."""
+        """New tokens of `req`, and how it ended if it did.
+
+        Tokens of the middle of a request that nobody streams wait.
+        """
         logprobs = None
         if req.spec.top_logprobs is not None:
             logprobs = [TokenLogprob(token.logprob or 0.0, list(token.top)) for token in tokens]
@@ -67,9 +70,7 @@ class Outbox:
 class Core:
     """The part of a scheduler that does not depend on the role."""
 
-    def __init__(
-        self, memory: KVMemory, executor: Executor, outbox: Outbox, clock: Clock, limits: Limits
-    ) -> None:
+    def __init__(self, memory: KVMemory, executor: Executor, outbox: Outbox, clock: Clock, limits: Limits) -> None:
         self.memory = memory
         self.executor = executor
         self.outbox = outbox

@@ -126,9 +126,7 @@ class Scheduler:
             self.core.counters["requests"] += 1
         except RequestError as error:
             self.core.counters["requests_refused"] += 1
-            finish = FinishReason(
-                type="abort", message=error.message, status_code=error.status, err_type=error.code
-            )
+            finish = FinishReason(type="abort", message=error.message, status_code=error.status, err_type=error.code)
             self.core.outbox.send(OutputBatch(outputs=[RequestOutput(rid=spec.rid, token_ids=[], finish=finish)]))
 
     def _abort(self, abort: AbortRequest) -> None:
@@ -141,5 +139,3 @@ class Scheduler:
 
     def _num_queued(self) -> int:
         return len(self.role.live) - self.role.queues()["num_running_reqs"]
-
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -24,10 +24,13 @@ from pdserve.server.tokenizer import Tokenizer
 _ENGINE_TYPES: dict[DisaggMode, str] = {"null": "unified", "prefill": "prefill", "decode": "decode"}
 
 
-def make_metrics(config: ServerConfig) -> ServerMetrics:
-    """The metrics of a server with this configuration; shared by the engine client and the application."""
+def make_metrics(config: ServerConfig, own_counters: Callable[[], Mapping[str, float]] = dict) -> ServerMetrics:
+    """The metrics of a server with this configuration; shared by the engine client and the application.
+
+    `own_counters` are ever-growing totals of this process, beside the scheduler's.
+    """
     name = config.model.served_model_name or config.model.model_path
-    return ServerMetrics(name, _ENGINE_TYPES[config.disagg.disaggregation_mode])
+    return ServerMetrics(name, _ENGINE_TYPES[config.disagg.disaggregation_mode], own_counters)
 
 
 def create_app(

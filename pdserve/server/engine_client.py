@@ -177,7 +177,10 @@ class EngineClient:
         return generation
 
     def abort(self, name: str | None) -> int:
-        """Abort the sequences the client knows as `name`, all for None; returns how many. Their streams end as aborted."""
+        """Abort the sequences the client knows as `name`, all for None; returns how many.
+
+        Their streams end as aborted.
+        """
         rids = [rid for rid, sequence in self._live.items() if name is None or sequence.name == name]
         for rid in rids:
             self._send_soon(AbortRequest(rid=rid))

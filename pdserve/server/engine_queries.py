@@ -1,4 +1,7 @@
-"""Questions to the scheduler that have one answer: its state, and the flushing of its cache. Owned by the engine client."""
+"""Questions to the scheduler that have one answer: its state, and the flushing of its cache.
+
+Owned by the engine client.
+"""
 
 from __future__ import annotations
 

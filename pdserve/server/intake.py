@@ -1,4 +1,6 @@
-"""From a parsed body to scheduler requests: prompts, rooms, ids. Pure; the endpoints call it before anything is submitted.
+"""From a parsed body to scheduler requests: prompts, rooms, ids.
+
+Pure; the endpoints call it before anything is submitted.
 
 A body asks for `num_prompts * n` sequences; sequence `p * n + j` is the j-th answer to prompt p.
 """
@@ -108,7 +110,9 @@ def check_top_logprobs(value: int | None, field: str) -> int | None:
 
 
 def _expand_rooms(room: Any, num_prompts: int, n: int) -> list[int]:
-    """One room per sequence. A scalar counts up; a list has one per sequence, or one per prompt, which counts up over n."""
+    """One room per sequence. A scalar counts up; a list has one per sequence, or one per prompt, which counts up
+    over n.
+    """
     field = "bootstrap_room"
     rooms = room if isinstance(room, list) else None
     for value in [room] if rooms is None else rooms:

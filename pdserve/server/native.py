@@ -1,4 +1,6 @@
-"""`POST /generate`, SGLang's native API: text or token ids, single or batch, whole or as a stream of cumulative text."""
+"""`POST /generate`, SGLang's native API: text or token ids, single or batch, whole or as a stream of cumulative
+text.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A scheduler output to the update that a client sees. Called by the engine client for every output of a live sequence."""
+"""A scheduler output to the update that a client sees.
+
+Called by the engine client for every output of a live sequence.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from pdserve.server.generation import Update
 
 
 def detokenize_output(index: int, detokenizer: Detokenizer, output: RequestOutput, *, keep_stop: bool) -> Update:
-    """The update that `output` makes; cut at a stop string, and without the text of a stop token unless it is wanted."""
+    """The update that `output` makes; cut at a stop string, and without the text of a stop token unless it is
+    wanted.
+    """
     update = Update(index, prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens)
     update.finish, update.timing = output.finish, output.timing
     hidden = _hidden_stop_token(output, keep=keep_stop)

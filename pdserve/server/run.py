@@ -11,7 +11,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import uvicorn
@@ -101,16 +101,17 @@ async def serve(
     engine_process_alive: Callable[[], bool],
     on_listening: Callable[[int], None] = _nothing,
     on_ready: Callable[[int], None] = _nothing,
+    own_counters: Callable[[], Mapping[str, float]] = dict,
 ) -> int:
     """Serve until a signal, or until the engine dies; returns the exit status: 0, or 1 without an engine.
 
-    It listens at once; `/health` turns 200 when the scheduler has announced itself. `on_listening` gets the bound port, and
-    `on_ready` gets it once requests are taken.
+    It listens at once; `/health` turns 200 when the scheduler has announced itself. `on_listening` gets the bound
+    port, and `on_ready` gets it once requests are taken. `own_counters` are shown in `/metrics`.
 
     Raises:
         ConfigError: the port cannot be bound.
     """
-    metrics = make_metrics(config)
+    metrics = make_metrics(config, own_counters)
     mode = config.disagg.disaggregation_mode
     client = EngineClient(channel, tokenizer, metrics, match_stops=mode != "prefill")
     app = create_app(config, client, tokenizer, metrics)
@@ -152,11 +153,12 @@ def run_api(
     engine_process_alive: Callable[[], bool],
     on_listening: Callable[[int], None] = _nothing,
     on_ready: Callable[[int], None] = _nothing,
+    own_counters: Callable[[], Mapping[str, float]] = dict,
 ) -> int:
     """Load the tokenizer of `tokenizer_dir` and serve; returns the exit status. Blocks the calling thread.
 
     `open_channel` is called inside the event loop, where the sockets must be made. `on_listening` gets the bound port
-    when it listens, `on_ready` when the engine can take requests.
+    when it listens, `on_ready` when the engine can take requests. `own_counters` are shown in `/metrics`.
 
     Raises:
         ConfigError: the tokenizer cannot be read, or the port cannot be bound.
@@ -175,6 +177,7 @@ def run_api(
                 engine_process_alive=engine_process_alive,
                 on_listening=on_listening,
                 on_ready=on_ready,
+                own_counters=own_counters,
             )
         finally:
             channel.close()

@@ -1,4 +1,7 @@
-"""A seeded network, transport and directory on a manual clock. Everything that may go wrong here goes wrong sometimes."""
+"""A seeded network, transport and directory on a manual clock.
+
+Everything that may go wrong here goes wrong sometimes.
+"""
 
 from __future__ import annotations
 

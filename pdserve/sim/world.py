@@ -75,9 +75,7 @@ class Node:
         table = PageTable(shape.num_rows, shape.num_pages)
         self.executor = HashExecutor(layout, shape.num_pages, table)
         self.memory = KVMemory(layout, shape.num_pages, table, shape.num_aux, on_free=self.executor.poison)
-        core = Core(
-            self.memory, self.executor, Outbox(self._hear), net.clock, Limits(chunk_tokens=shape.chunk_tokens)
-        )
+        core = Core(self.memory, self.executor, Outbox(self._hear), net.clock, Limits(chunk_tokens=shape.chunk_tokens))
         self.mailbox: Mailbox[Event] = Mailbox()
         self.kv: KVManager | None = None
         if mode == "null":

@@ -1,4 +1,7 @@
-"""Finds prefill servers through their bootstrap servers, and looks whether peers still live. Blocking work in threads."""
+"""Finds prefill servers through their bootstrap servers, and looks whether peers still live.
+
+Blocking work in threads.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,9 @@ FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVArgs:
-    """What a rank brings to transfer. `buffers` is `(address, bytes)` of each group's pool; `facts` must match a peer's."""
+    """What a rank brings to transfer. `buffers` is `(address, bytes)` of each group's pool; `facts` must match a
+    peer's.
+    """
 
     instance: str
     layout: KVLayout

@@ -1,4 +1,7 @@
-"""Plan, then copy: which bytes of the source pool go where in the destination pool. Pure; knows layouts, not engines."""
+"""Plan, then copy: which bytes of the source pool go where in the destination pool.
+
+Pure; knows layouts, not engines.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ def plan_pages(
     """Copies that bring `layers` (all when None) of each source page to the destination page of the same index.
 
     A page is one piece across its layers, so a layer range of a page is one copy, and pages that lie side by side
-    in both pools become one copy when whole pages are sent. Both sides have the same geometry (the handshake saw to it).
+    in both pools become one copy when whole pages are sent.
+    Both sides have the same geometry (the handshake saw to it).
     """
     assert len(source_pages) == len(destination_pages), (len(source_pages), len(destination_pages))
     if not source_pages:

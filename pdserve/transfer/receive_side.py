@@ -57,9 +57,7 @@ class ReceiveSide:
                 f"bootstrap_room {room} is in use", field="bootstrap_room", status=409, code="room_in_use"
             )
         key = Key(room, next(self._attempts), self._instance)
-        record = ReceiveRoom(
-            room=room, digest=digest, opened_at=self._clock.now(), address=address, key=key, fake=fake
-        )
+        record = ReceiveRoom(room=room, digest=digest, opened_at=self._clock.now(), address=address, key=key, fake=fake)
         self.rooms[room] = record
         if fake:
             record.move(KVPoll.WAITING_FOR_INPUT)
@@ -80,9 +78,7 @@ class ReceiveSide:
         room.published_at = self._clock.now()
         self.published[room.key] = Published(room.key, peer.instance, (*leases, aux))
         pages = tuple(tuple(lease.pages) for lease in leases)
-        self._sessions.send(
-            peer, Meta(key=room.key, pages=pages, aux_slot=aux.pages[0], prompt_digest=room.digest)
-        )
+        self._sessions.send(peer, Meta(key=room.key, pages=pages, aux_slot=aux.pages[0], prompt_digest=room.digest))
 
     def fail(self, room: ReceiveRoom, failure: Failure) -> None:
         """End a room from our side and tell the sender."""

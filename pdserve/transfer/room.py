@@ -57,7 +57,10 @@ class ReceiveRoom(Room):
 
 @dataclasses.dataclass(slots=True)
 class Outgoing:
-    """Writes of one key that may still run. Outlives the request; drops its `send` holds when the last one has ended."""
+    """Writes of one key that may still run.
+
+    Outlives the request; drops its `send` holds when the last one has ended.
+    """
 
     key: Key
     peer: str

@@ -1,7 +1,8 @@
 """The sending half of the manager: binds receivers' pages to rooms, turns chunks into copy jobs, says how keys ended.
 
 A key's way: Meta binds it -> chunks are submitted -> all have landed: Done.
-                                  \\-> failed or aborted: queued jobs are cancelled, running ones awaited -> Ended(quiesced)
+                                  \\-> failed or aborted: queued jobs are cancelled, running ones awaited ->
+                                  Ended(quiesced)
 `Ended(quiesced)` is a promise, so it is sent only when no job of the key runs and failed writes have settled.
 """
 

@@ -125,7 +125,9 @@ class Sessions:
     # ------------------------------------------------------------------ asking for peers
 
     def dial(self, address: Address) -> Peer | None:
-        """The READY peer behind a bootstrap address; None while one is being looked for (`PeerReady`/`DialFailed` follow)."""
+        """The READY peer behind a bootstrap address; None while one is being looked for (`PeerReady`/`DialFailed`
+        follow).
+        """
         if address not in self._dialled:
             self._dialled[address] = None
             self._directory.find(address)

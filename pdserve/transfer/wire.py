@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from typing import Annotated
 
 import msgspec
 
@@ -28,48 +29,53 @@ from pdserve.protocol.failure import Failure
 _SEAL_BYTES = 16
 MAX_FRAME_BYTES = 8 << 20
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A number that fits both msgpack's and numpy's signed 64 bits."""
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
 
 class Key(msgspec.Struct, frozen=True):
     """One use of a room: `origin` is the receiver's instance id, `attempt` its ever-growing count."""
 
-    room: int
-    attempt: int
-    origin: str
+    room: Count
+    attempt: Count
+    origin: Name
 
 
 class Region(msgspec.Struct, frozen=True):
     """Registered memory of a peer."""
 
-    address: int
-    num_bytes: int
+    address: Count
+    num_bytes: Count
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Who the sender is. `facts` must be equal on both sides, field by field."""
 
-    endpoint: str
-    facts: dict[str, str | int]
-    transport_address: str
+    endpoint: Name
+    facts: dict[Name, Name | int]
+    transport_address: Name
     kv_regions: tuple[Region, ...]
     aux_region: Region
-    aux_slot_bytes: int
+    aux_slot_bytes: Count
     answer: bool
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The handshake is refused because `field` differs."""
 
-    field: str
-    message: str
+    field: Name
+    message: Text
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The receiver's pages (per layout group) and aux slot for one key, and what the prompt must be."""
 
     key: Key
-    pages: tuple[tuple[int, ...], ...]
-    aux_slot: int
-    prompt_digest: str
+    pages: tuple[tuple[Count, ...], ...]
+    aux_slot: Count
+    prompt_digest: Name
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +111,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     key: Key
     failure: Failure
-    prompt_digest: str
+    prompt_digest: Name
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
@@ -119,7 +125,7 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 class Ack(msgspec.Struct, frozen=True, tag=True):
     """Packet `seq` has arrived."""
 
-    seq: int
+    seq: Count
 
 
 Body = Hello | Refusal | Meta | Done | Ended | Abort | Ping | Pong | Ack
@@ -128,9 +134,9 @@ Body = Hello | Refusal | Meta | Done | Ended | Abort | Ping | Pong | Ack
 class Packet(msgspec.Struct, frozen=True, kw_only=True):
     """One message between two instances; `receiver` guards against a new process behind an old address."""
 
-    sender: str
-    receiver: str
-    seq: int
+    sender: Name
+    receiver: Name
+    seq: Count
     body: Body
 
 

@@ -1,4 +1,6 @@
-"""Real servers in real processes for end-to-end tests: started on free ports, ended by pid, their last lines shown on failure."""
+"""Real servers in real processes for end-to-end tests: started on free ports, ended by pid, their last lines shown
+on failure.
+"""
 
 from __future__ import annotations
 

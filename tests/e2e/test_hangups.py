@@ -39,9 +39,10 @@ def test_clients_that_hang_up_disturb_nobody(smollm2_directory: Path) -> None:
             assert (outcome.status, outcome.error, outcome.finish) == (200, None, "length"), outcome
         assert sum(outcome.hung_up for outcome in outcomes) > 0, "some clients must have hung up for this to mean much"
         assert_idle(pair.prefill, pair.decode)
-        assert pair.prefill.state()["counters"]["requests_aborted"] + pair.decode.state()["counters"][
-            "requests_aborted"
-        ] > 0
+        assert (
+            pair.prefill.state()["counters"]["requests_aborted"] + pair.decode.state()["counters"]["requests_aborted"]
+            > 0
+        )
         for server in (pair.prefill, pair.decode):
             metrics = requests.get(f"{server.url}/metrics", timeout=30).text
             values = {

@@ -1,4 +1,6 @@
-"""SIGKILL of one server under load: every client has an answer or an error in time, the survivor goes on, nothing stays."""
+"""SIGKILL of one server under load: every client has an answer or an error in time, the survivor goes on, nothing
+stays.
+"""
 
 from __future__ import annotations
 

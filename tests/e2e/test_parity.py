@@ -53,9 +53,7 @@ def check_pair(model: Path, prompts: list[list[int]], expected: list[list[int]],
 @pytest.mark.parametrize("chunk", ["-1", "64"])
 @pytest.mark.parametrize("page_size", ["1", "16", "64"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_tiny_models(
-    family: Family, page_size: str, chunk: str, tiny_checkpoint: Callable[[Family], Path]
-) -> None:
+def test_tiny_models(family: Family, page_size: str, chunk: str, tiny_checkpoint: Callable[[Family], Path]) -> None:
     model = tiny_checkpoint(family)
     prompts = make_prompts(vocab_size=320)
     expected = reference(model, prompts)

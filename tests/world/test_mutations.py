@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+
 import pytest
 
 from pdserve.memory.lease import Lease
@@ -29,9 +30,7 @@ def swap_two_pages(patch: Patch) -> None:
 
 def skip_the_last_layer(patch: Patch) -> None:
     plan = send_module.plan_pages
-    patch.setattr(
-        send_module, "plan_pages", lambda group, src, dst: plan(group, src, dst, range(group.num_layers - 1))
-    )
+    patch.setattr(send_module, "plan_pages", lambda group, src, dst: plan(group, src, dst, range(group.num_layers - 1)))
 
 
 def free_at_abort(patch: Patch) -> None:

@@ -34,7 +34,9 @@ def test_aborts_at_any_moment(case: int) -> None:
     for seed in range(case * SEEDS_PER_CASE, (case + 1) * SEEDS_PER_CASE):
         world, results = play(seed, Faults(abort=0.03, lost=0.05))
         aborts += world.num_aborts
-        finished += sum(half is not None and half.finish is not None and half.finish.type == "length" for half in results)
+        finished += sum(
+            half is not None and half.finish is not None and half.finish.type == "length" for half in results
+        )
     assert aborts > SEEDS_PER_CASE and finished > SEEDS_PER_CASE
 
 

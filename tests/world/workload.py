@@ -12,7 +12,9 @@ MAX_PROMPT, MAX_NEW = 23, 8
 
 
 def workload(seed: int) -> tuple[Shape, list[Prompt]]:
-    """A seeded shape and prompts. Memory is tight, so that pages are used again as soon as they are free; some prompts repeat, so that a late message can meet a later use of its room."""
+    """A seeded shape and prompts. Memory is tight, so that pages are used again as soon as they are free; some
+    prompts repeat, so that a late message can meet a later use of its room.
+    """
     rng = random.Random(seed)
     page_tokens = rng.choice((1, 2, 4, 8))
     shape = Shape(

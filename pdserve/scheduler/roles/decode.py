@@ -1,12 +1,12 @@
 """The decode role: takes a prompt's KV and first token from a prefill server and generates the rest.
 
-    prealloc     a receiver is open; waits for the session with the prefill server, then for pages and an aux slot
-       v
-    transfer     pages are published (hold `remote`); waits for the bytes
-       v
-    waiting      KV and first token are here; waits for a row. No forward is needed: the first batch is prebuilt
-       v
-    running      one token a step
+prealloc     a receiver is open; waits for the session with the prefill server, then for pages and an aux slot
+   v
+transfer     pages are published (hold `remote`); waits for the bytes
+   v
+waiting      KV and first token are here; waits for a row. No forward is needed: the first batch is prebuilt
+   v
+running      one token a step
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The aggregated server: prefill chunks and decode rows share each step (continuous batching).
 
-    waiting -> prefilling -> running -> finished
+waiting -> prefilling -> running -> finished
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The prefill role: computes the prompt and exactly one token, and hands both over.
 
-    bootstrap    a sender is open; waits for the decode server to tell its pages
-       v
-    waiting      waits for memory, a row and an aux slot
-       v
-    active       chunks are computed; the pages of each are sent as soon as they are whole
-       v
-    inflight     all is computed; waits until every byte has landed. The row is free, the pages are held by `send`
+bootstrap    a sender is open; waits for the decode server to tell its pages
+   v
+waiting      waits for memory, a row and an aux slot
+   v
+active       chunks are computed; the pages of each are sent as soon as they are whole
+   v
+inflight     all is computed; waits until every byte has landed. The row is free, the pages are held by `send`
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_digest_is_of_the_model_and_not_of_the_number_format() -> None:
 
 
 def test_damaged_and_missing_configs_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="config.json does not exist"):
+    with pytest.raises(ModelError, match=r"config\.json does not exist"):
         read_model_spec(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ModelError, match="expected a JSON object"):

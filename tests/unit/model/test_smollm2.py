@@ -93,7 +93,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
 def test_paths_that_are_no_model_say_so(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         resolve_model_path(str(tmp_path / "absent"))
-    with pytest.raises(ModelError, match="no config.json"):
+    with pytest.raises(ModelError, match=r"no config\.json"):
         resolve_model_path(str(tmp_path))
     (tmp_path / "weights.bin").write_text("")
     with pytest.raises(ModelError, match=r"expected a \.gguf file"):

@@ -1,0 +1,172 @@
+"""The command line becomes a configuration, or a ConfigError that names the flag at fault."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.config.cli import flags, group_classes, parse_server_args
+from pdserve.config.groups import ModelConfig, ServerConfig
+from pdserve.config.sglang_flags import SGLANG_FLAGS
+from pdserve.errors import ConfigError
+
+MODEL = ("--model-path", "m")
+
+
+def refusal(*argv: str) -> ConfigError:
+    """The error that this command line meets."""
+    with pytest.raises(ConfigError) as caught:
+        parse_server_args(argv)
+    return caught.value
+
+
+def test_absent_flags_keep_the_defaults_of_the_groups() -> None:
+    assert parse_server_args(MODEL) == ServerConfig(model=ModelConfig(model_path="m"))
+
+
+def test_flags_land_in_their_groups_with_their_types() -> None:
+    config = parse_server_args(
+        [
+            "--model=m", "--dtype", "float32", "--page-size", "64", "--mem-fraction-static=0.5",
+            "--chunked-prefill-size", "-1", "--disaggregation-mode", "decode",
+            "--disaggregation-heartbeat-interval-s", "0.5", "--device", "cpu", "--cpu-threads", "1", "--port", "0",
+            "--log-level", "debug",
+        ]
+    )  # fmt: skip
+    assert (config.model.model_path, config.model.dtype) == ("m", "float32")
+    assert (config.memory.page_size, config.memory.mem_fraction_static) == (64, 0.5)
+    assert config.schedule.chunked_prefill_size == -1
+    assert config.disagg.disaggregation_mode == "decode"
+    assert config.disagg.disaggregation_heartbeat_interval_s == 0.5
+    assert (config.kernels.device, config.kernels.cpu_threads, config.serving.port) == ("cpu", 1, 0)
+    assert config.observe.log_level == "debug"
+
+
+def test_every_field_of_every_group_has_a_flag_of_its_own() -> None:
+    fields = [(group, field.name) for group, cls in group_classes().items() for field in dataclasses.fields(cls)]
+    assert [(flag.group, flag.field) for flag in flags()] == fields
+    names = [name for flag in flags() for name in flag.names]
+    assert len(names) == len(set(names))
+
+
+def test_sglang_flags_are_refused_by_name() -> None:
+    for name in ("--tp-size", "--tp", "--quantization", "--kv-cache-dtype", "--disable-radix-cache", "--lora-paths"):
+        error = refusal(*MODEL, name, "2")
+        assert error.field == name
+        assert name in str(error) and "SGLang" in str(error) and "not honour" in str(error)
+    assert refusal(*MODEL, "--tp-size=2").field == "--tp-size"
+
+
+def test_no_flag_is_both_ours_and_refused() -> None:
+    assert not SGLANG_FLAGS & {name for flag in flags() for name in flag.names}
+    assert all(name.startswith("--") and name == name.strip() for name in SGLANG_FLAGS)
+
+
+def test_an_unknown_flag_is_refused_with_what_comes_close() -> None:
+    error = refusal(*MODEL, "--pagesize", "2")
+    assert error.field == "--pagesize"
+    assert "did you mean --page-size?" in str(error)
+    assert "did you mean" not in str(refusal(*MODEL, "--zzzzqqqq"))
+
+
+def test_a_prefix_of_a_flag_is_not_the_flag() -> None:
+    assert refusal(*MODEL, "--page", "2").field == "--page"
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [
+        (("--page-size", "many"), "page_size"),
+        (("--page-size", "1.5"), "page_size"),
+        (("--page-size",), "page_size"),
+        (("--mem-fraction-static", "half"), "mem_fraction_static"),
+        (("--dtype", "int8"), "dtype"),
+        (("--disaggregation-mode", "both"), "disaggregation_mode"),
+        (("stray",), "stray"),
+        (("-x",), "-x"),
+    ],
+)
+def test_malformed_arguments_name_their_flag(argv: tuple[str, ...], field: str) -> None:
+    error = refusal(*MODEL, *argv)
+    assert error.field == field
+    assert (f"--{field.replace('_', '-')}" if "_" in field else field) in str(error)
+
+
+def test_the_model_is_required() -> None:
+    error = refusal("--page-size", "1")
+    assert error.field == "model_path"
+    assert "--model-path or --model is required" in str(error)
+
+
+def test_a_malformed_alias_names_the_field() -> None:
+    assert refusal("--model").field == "model_path"
+
+
+def test_help_prints_every_flag_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_server_args(["--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for flag in flags() for name in flag.names)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--page-size", "0"), ("--page-size", "129"), ("--max-total-tokens", "15"), ("--max-total-tokens", "-1"),
+        ("--mem-fraction-static", "0"), ("--mem-fraction-static", "1"), ("--mem-fraction-static", "nan"),
+        ("--chunked-prefill-size", "0"), ("--chunked-prefill-size", "-2"), ("--max-running-requests", "0"),
+        ("--max-queued-requests", "0"), ("--context-length", "0"), ("--random-seed", "-1"), ("--port", "-1"),
+        ("--port", "65536"), ("--disaggregation-bootstrap-port", "65536"), ("--cpu-threads", "0"),
+        ("--disaggregation-transfer-threads", "0"), ("--disaggregation-heartbeat-misses", "0"),
+        ("--disaggregation-heartbeat-interval-s", "0"), ("--disaggregation-heartbeat-interval-s", "nan"),
+        ("--disaggregation-bootstrap-timeout-s", "-1"), ("--disaggregation-waiting-timeout-s", "inf"),
+        ("--disaggregation-host", "0.0.0.0"), ("--disaggregation-host", "::"), ("--host", ""), ("--host", "a b"),
+        ("--served-model-name", ""), ("--model-path", " "), ("--max-request-bytes", "0"),
+    ],
+)  # fmt: skip
+def test_a_value_out_of_range_is_refused_by_name(flag: str, value: str) -> None:
+    error = refusal(*MODEL, f"{flag}={value}")
+    assert error.field == flag[2:].replace("-", "_")
+    assert str(error).startswith(f"{flag} is ")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--page-size", "1"), ("--page-size", "128"), ("--max-total-tokens", "16"), ("--mem-fraction-static", "0.99"),
+        ("--chunked-prefill-size", "1"), ("--chunked-prefill-size", "-1"), ("--port", "0"), ("--port", "65535"),
+        ("--max-running-requests", "1"), ("--max-queued-requests", "1"), ("--host", "::1"), ("--host", "node-3.local"),
+        ("--context-length", "1"),
+    ],
+)  # fmt: skip
+def test_the_ends_of_a_range_are_in_it(flag: str, value: str) -> None:
+    config = parse_server_args([*MODEL, f"{flag}={value}"])
+    values = {name: held for group in dataclasses.asdict(config).values() for name, held in group.items()}
+    assert str(values[flag[2:].replace("-", "_")]) == value
+
+
+def test_the_pool_must_hold_a_page() -> None:
+    assert refusal(*MODEL, "--page-size", "64", "--max-total-tokens", "63").field == "max_total_tokens"
+    assert parse_server_args([*MODEL, "--page-size", "64", "--max-total-tokens", "64"]).memory.max_total_tokens == 64
+
+
+_WORDS = st.one_of(st.sampled_from([name for flag in flags() for name in flag.names]), st.text(max_size=8))
+
+
+@given(st.lists(_WORDS, max_size=6))
+def test_any_words_give_a_configuration_or_a_config_error(words: list[str]) -> None:
+    argv = [word for word in words if not word.startswith(("-h", "--help"))]
+    outcome: ServerConfig | ConfigError
+    try:
+        outcome = parse_server_args(argv)
+    except ConfigError as error:
+        outcome = error
+    if isinstance(outcome, ServerConfig):
+        path = outcome.model.model_path
+        assert any(word == path or word.endswith(f"={path}") for word in argv)
+    else:
+        assert str(outcome)
