@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from server_kit import tiny_tokenizer
 
 from pdserve.server.tokenizer import Tokenizer
+from tests.unit.server.server_kit import tiny_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from server_kit import bench, until
 
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.tokenizer import Tokenizer
+from tests.unit.server.server_kit import bench, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 

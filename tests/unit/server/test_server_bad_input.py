@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from server_kit import bench
 
 from pdserve.server.tokenizer import Tokenizer
+from tests.unit.server.server_kit import bench
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_kit import VOCAB
 
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.server.detokenizer import ByteDecoder, Detokenizer, StopMatcher
 from pdserve.server.tokenizer import Tokenizer
+from tests.unit.server.server_kit import VOCAB
 
 TEXTS = (
     "plain words",

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from server_kit import bench, sse, until
 
 from pdserve.protocol.messages import FinishReason, RoomAddress
 from pdserve.server.tokenizer import Tokenizer
+from tests.unit.server.server_kit import bench, sse, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 Ids = Callable[[str], list[int]]

@@ -13,13 +13,13 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from server_kit import ScriptedScheduler, make_config, until
 
 from pdserve.errors import ConfigError
 from pdserve.protocol.channel import memory_channel_pair
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.run import run_api, serve
 from pdserve.server.tokenizer import Tokenizer, load_tokenizer
+from tests.unit.server.server_kit import ScriptedScheduler, make_config, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 Ids = Callable[[str], list[int]]
