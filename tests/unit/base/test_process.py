@@ -16,9 +16,9 @@ from pdserve.base.process import Child, ChildError, Ready, end_all, parse_ready
 READY_S = 20.0
 SERVES = """
 import sys, time
+print("oops", file=sys.stderr, flush=True)
 print("hello", flush=True)
 print('PDSERVE_READY {"role": "prefill", "url": "http://127.0.0.1:5", "bootstrap_port": 6}', flush=True)
-print("oops", file=sys.stderr, flush=True)
 time.sleep(60)
 """
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVES
@@ -105,7 +105,7 @@ def test_grandchildren_in_the_group_go_too() -> None:
     child = Child("p", python(script), on_line=lines.append)
     child.wait_ready(READY_S)
     child.end(READY_S)
-    wait_gone(int(lines[0]))
+    wait_gone(int(next(line for line in lines if line.isdigit())))
 
 
 def test_the_death_of_a_child_is_noticed() -> None:
