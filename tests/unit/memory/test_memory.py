@@ -1,0 +1,174 @@
+"""Allocator, leases, page table, layout, and the facade over them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pdserve.memory.allocator import PageAllocator
+from pdserve.memory.kv_memory import KVMemory
+from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, pages_for
+from pdserve.memory.lease import Hold, Lease, LeasePool
+from pdserve.memory.page_table import PageTable
+
+HOLDS: tuple[Hold, ...] = ("request", "remote", "send", "prefix")
+NUM_PAGES = 12
+GROUP = KVGroup(
+    name="full",
+    kind=GroupKind.FULL,
+    num_layers=3,
+    page_tokens=16,
+    num_kv_heads=2,
+    num_kv_heads_total=2,
+    head_dim=8,
+    dtype="float32",
+)
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Leases against a model that only knows sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.freed: list[int] = []
+        self.pool = LeasePool(PageAllocator(NUM_PAGES, self.freed.extend))
+        self.leases: list[tuple[Lease, list[int], set[Hold]]] = []
+
+    @rule(num_pages=st.integers(0, NUM_PAGES + 2))
+    def reserve(self, num_pages: int) -> None:
+        free = self.pool.num_free
+        lease = self.pool.reserve(num_pages)
+        assert (lease is None) == (num_pages > free)
+        if lease is not None:
+            assert len(set(lease.pages)) == num_pages
+            self.leases.append((lease, list(lease.pages), {"request"}))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), name=st.sampled_from(HOLDS))
+    def hold(self, data: st.DataObject, name: Hold) -> None:
+        lease, _, holds = data.draw(st.sampled_from(self.leases))
+        if holds:
+            lease.hold(name)
+            holds.add(name)
+        else:
+            with pytest.raises(AssertionError):
+                lease.hold(name)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), name=st.sampled_from(HOLDS))
+    def drop(self, data: st.DataObject, name: Hold) -> None:
+        lease, pages, holds = data.draw(st.sampled_from(self.leases))
+        last = holds == {name}
+        del self.freed[:]
+        lease.drop(name)
+        holds.discard(name)
+        assert self.freed == (pages if last else [])
+
+    @invariant()
+    def pages_are_free_exactly_when_nobody_holds_them(self) -> None:
+        held = [page for _, pages, holds in self.leases if holds for page in pages]
+        assert len(held) == len(set(held)), "two leases share a page"
+        assert self.pool.num_free == NUM_PAGES - len(held)
+        assert {page for page in range(NUM_PAGES) if not self.pool.allocator.is_free(page)} == set(held)
+        for lease, pages, holds in self.leases:
+            assert lease.alive == bool(holds)
+            assert lease.pages == (pages if holds else [])
+            assert {name for name in HOLDS if lease.held_by(name)} == holds
+
+
+TestLeases = LeaseMachine.TestCase
+TestLeases.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_page_rests_as_long_as_possible_before_it_is_used_again() -> None:
+    allocator = PageAllocator(4)
+    first = allocator.take(2)
+    assert first == [0, 1]
+    allocator.give_back(first)
+    assert allocator.take(4) == [2, 3, 0, 1]
+
+
+def test_a_page_freed_twice_is_our_mistake() -> None:
+    allocator = PageAllocator(2)
+    pages = allocator.take(1)
+    assert pages is not None
+    allocator.give_back(pages)
+    with pytest.raises(AssertionError, match="page 0 freed twice"):
+        allocator.give_back(pages)
+
+
+def test_nothing_is_taken_when_there_are_too_few() -> None:
+    allocator = PageAllocator(3)
+    assert allocator.take(4) is None
+    assert allocator.num_free == 3
+
+
+def test_rows_hold_their_pages_and_come_back() -> None:
+    table = PageTable(num_rows=2, max_pages_per_row=4)
+    first, second = table.open([5, 6]), table.open([7])
+    assert first is not None and second is not None and first != second
+    assert table.open([1]) is None and table.num_free == 0
+    table.extend(first, 2, [8, 9])
+    assert table.pages[first].tolist() == [5, 6, 8, 9]
+    table.close(first)
+    assert table.num_free == 1
+    with pytest.raises(AssertionError, match="closed twice"):
+        table.close(first)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_pages"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (1500, 94)])
+def test_pages_for_tokens(num_tokens: int, num_pages: int) -> None:
+    assert pages_for(num_tokens, 16) == num_pages
+
+
+def test_a_page_is_one_piece_of_all_layers() -> None:
+    assert GROUP.page_shape == (3, 2, 2, 16, 8)
+    assert GROUP.layer_bytes == 2 * 2 * 16 * 8 * 4
+    assert GROUP.page_bytes == 3 * GROUP.layer_bytes
+    assert KVLayout((GROUP,)).token_bytes == GROUP.page_bytes // 16
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"num_layers": 4}, "num_layers"),
+        ({"page_tokens": 32}, "page_size"),
+        ({"dtype": "bfloat16"}, "kv_cache_dtype"),
+        ({"head_dim": 16}, "head_dim"),
+        ({"num_kv_heads": 1}, "num_kv_heads"),
+        ({"num_kv_heads_total": 4}, "num_kv_heads_total"),
+    ],
+)
+def test_every_difference_has_a_name_and_another_fingerprint(change: dict[str, int | str], field: str) -> None:
+    ours, theirs = KVLayout((GROUP,)), KVLayout((dataclasses.replace(GROUP, **change),))  # type: ignore[arg-type]
+    assert [name for name, value in ours.fields().items() if theirs.fields()[name] != value] == [field]
+    assert ours.fingerprint() != theirs.fingerprint()
+    assert ours.fingerprint() == KVLayout((dataclasses.replace(GROUP),)).fingerprint()
+
+
+def test_groups_are_told_apart_by_name() -> None:
+    layout = KVLayout((GROUP, dataclasses.replace(GROUP, name="window", num_layers=1)))
+    assert layout.fields()["full.num_layers"] == 3
+    assert layout.fields()["window.num_layers"] == 1
+    assert layout.fields()["num_groups"] == 2
+
+
+def test_counts_return_to_their_totals() -> None:
+    memory = KVMemory(KVLayout((GROUP,)), 8, PageTable(2, 8), num_aux=3)
+    assert memory.max_tokens == 128
+    assert memory.reserve_tokens(129) is None
+    lease, aux = memory.reserve_tokens(33), memory.aux.reserve(1)
+    assert lease is not None and aux is not None
+    row = memory.table.open(lease.pages)
+    assert row is not None
+    counts = memory.counts()
+    assert (counts["pages_free"], counts["rows_free"], counts["aux_free"]) == (5, 1, 2)
+    memory.table.close(row)
+    lease.drop("request")
+    aux.drop("request")
+    counts = memory.counts()
+    assert all(counts[f"{name}_free"] == counts[f"{name}_total"] for name in ("pages", "rows", "aux"))

@@ -1,0 +1,148 @@
+"""The pure parts of transfer: state table, copy plans, aux slots."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.transfer import aux as aux_module
+from pdserve.transfer.aux import MAX_TOP_LOGPROBS, AuxRecord, MetadataBuffers
+from pdserve.transfer.plan import plan_pages
+from pdserve.transfer.state import TERMINAL, KVPoll, advance, merge_ranks
+
+PAIRS = list(itertools.product(KVPoll, repeat=2))
+
+
+def test_the_numbers_are_what_min_over_ranks_relies_on() -> None:
+    assert [state.value for state in KVPoll] == [0, 1, 2, 3, 4]
+    assert KVPoll.FAILED < KVPoll.BOOTSTRAPPING < KVPoll.WAITING_FOR_INPUT < KVPoll.TRANSFERRING < KVPoll.SUCCESS
+
+
+@pytest.mark.parametrize(("current", "new"), PAIRS)
+def test_advance(current: KVPoll, new: KVPoll) -> None:
+    after = advance(current, new)
+    if current in TERMINAL:
+        assert after is current, "the first terminal state wins"
+    elif new is KVPoll.FAILED:
+        assert after is KVPoll.FAILED, "failure wins from any live state"
+    else:
+        assert after >= current and after >= new, "forward only"
+    assert advance(after, new) is after, "a repeated event changes nothing"
+
+
+@pytest.mark.parametrize(("left", "right"), PAIRS)
+def test_merging_ranks(left: KVPoll, right: KVPoll) -> None:
+    merged = merge_ranks([left, right])
+    assert merged is merge_ranks([right, left])
+    assert merged in (left, right)
+    assert (merged is KVPoll.FAILED) == (KVPoll.FAILED in (left, right)), "one failure fails all"
+    assert (merged is KVPoll.SUCCESS) == (left is right is KVPoll.SUCCESS), "the slowest rank leads"
+
+
+def _group(num_layers: int, page_tokens: int) -> KVGroup:
+    return KVGroup(
+        name="full",
+        kind=GroupKind.FULL,
+        num_layers=num_layers,
+        page_tokens=page_tokens,
+        num_kv_heads=1,
+        num_kv_heads_total=1,
+        head_dim=2,
+        dtype="bfloat16",
+    )
+
+
+@given(data=st.data(), num_layers=st.integers(1, 4), page_tokens=st.integers(1, 3), num_pages=st.integers(1, 12))
+@settings(max_examples=150, deadline=None)
+def test_a_plan_moves_each_byte_of_the_layers_once_and_no_other(
+    data: st.DataObject, num_layers: int, page_tokens: int, num_pages: int
+) -> None:
+    group = _group(num_layers, page_tokens)
+    count = data.draw(st.integers(0, num_pages))
+    source = data.draw(st.permutations(range(num_pages)))[:count]
+    destination = data.draw(st.permutations(range(num_pages)))[:count]
+    first = data.draw(st.integers(0, num_layers - 1))
+    layers = data.draw(st.sampled_from([None, range(first, data.draw(st.integers(first + 1, num_layers)))]))
+
+    pool_bytes = num_pages * group.page_bytes
+    origin = np.full(pool_bytes, -1, dtype=np.int64)
+    written = np.zeros(pool_bytes, dtype=np.int64)
+    for copy in plan_pages(group, source, destination, layers):
+        origin[copy.destination : copy.destination + copy.num_bytes] = np.arange(
+            copy.source, copy.source + copy.num_bytes
+        )
+        written[copy.destination : copy.destination + copy.num_bytes] += 1
+
+    expected = np.full((num_pages, num_layers, group.layer_bytes), -1, dtype=np.int64)
+    where = np.arange(pool_bytes).reshape(expected.shape)
+    for s, d in zip(source, destination, strict=True):
+        for layer in range(num_layers) if layers is None else layers:
+            expected[d, layer] = where[s, layer]
+    assert (origin == expected.ravel()).all()
+    assert (written == (expected.ravel() >= 0)).all()
+
+
+def test_pages_side_by_side_in_both_pools_become_one_copy() -> None:
+    group = _group(2, 4)
+    plan = plan_pages(group, [3, 4, 5, 9, 10], [0, 1, 2, 4, 3])
+    assert [copy.num_bytes // group.page_bytes for copy in plan] == [3, 1, 1]
+    assert len(plan_pages(group, list(range(100)), list(range(50, 150)))) == 1
+    assert plan_pages(group, [], []) == []
+
+
+def test_pages_must_come_in_pairs() -> None:
+    with pytest.raises(AssertionError):
+        plan_pages(_group(1, 1), [1, 2], [1])
+
+
+TOKENS = st.integers(0, 2**31)
+LOGPROBS = st.floats(-100, 0)
+RECORDS = st.builds(
+    AuxRecord,
+    room=st.integers(0, 2**63 - 1),
+    attempt=st.integers(0, 2**63 - 1),
+    first_token=TOKENS,
+    cached_tokens=TOKENS,
+    logprob=st.none() | LOGPROBS,
+    top=st.lists(st.tuples(TOKENS, LOGPROBS), max_size=MAX_TOP_LOGPROBS).map(tuple),
+)
+
+
+@given(records=st.lists(RECORDS, min_size=3, max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_what_is_written_to_a_slot_is_read_and_disturbs_no_other(records: list[AuxRecord]) -> None:
+    aux = MetadataBuffers(3)
+    for _ in range(2):
+        for slot, record in enumerate(records):
+            aux.write(slot, record)
+    assert [aux.read(slot) for slot in range(3)] == records
+    aux.clear(1)
+    assert aux.read(1) == AuxRecord(room=0, attempt=0, first_token=0, logprob=0.0)
+    assert [aux.read(0), aux.read(2)] == [records[0], records[2]]
+
+
+def test_a_shorter_record_leaves_nothing_of_a_longer_one() -> None:
+    aux = MetadataBuffers(1)
+    aux.write(0, AuxRecord(1, 1, 5, top=tuple((i, -1.0) for i in range(MAX_TOP_LOGPROBS))))
+    short = AuxRecord(2, 1, 6, top=((7, -0.5),))
+    aux.write(0, short)
+    assert aux.read(0) == short
+
+
+def test_every_field_starts_at_64_bytes_for_rdma() -> None:
+    dtype = aux_module._slot_dtype()
+    assert dtype.fields is not None
+    assert all(entry[1] % 64 == 0 for entry in dtype.fields.values())
+    assert MetadataBuffers(4).slot_bytes % 64 == 0
+    assert MetadataBuffers(4).buffer[1] == 4 * MetadataBuffers(4).slot_bytes
+
+
+def test_garbage_in_a_slot_is_read_without_harm() -> None:
+    aux = MetadataBuffers(1)
+    aux._slots.view(np.uint8)[:] = 0xFF
+    assert len(aux.read(0).top) <= MAX_TOP_LOGPROBS
