@@ -7,6 +7,8 @@ client's disconnect ends both halves of its request.
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import random
 from collections.abc import AsyncIterator
 from typing import Any
@@ -25,6 +27,23 @@ from pdserve.router.workers import Worker, WorkerPool
 
 INFO_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 CLIENT_GONE = "499"
+
+
+def explain_not_json(data: bytes, error: orjson.JSONDecodeError) -> str:
+    """Why `data` is refused. NaN and Infinity, which Python clients write though JSON lacks them, by their field."""
+    try:
+        field = _non_finite(json.loads(data))
+    except ValueError:
+        field = None
+    return f"the body is not JSON: {error}" if field is None else f"{field} must be a finite number"
+
+
+def _non_finite(value: object, name: str = "the body") -> str | None:
+    """The name of the first field in `value` that is NaN or infinite."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else name
+    items = value.items() if isinstance(value, dict) else [(name, v) for v in value] if isinstance(value, list) else ()
+    return next((found for key, item in items if (found := _non_finite(item, key)) is not None), None)
 
 
 class RouterApp:
@@ -52,9 +71,10 @@ class RouterApp:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
         try:
-            body = orjson.loads(await request.read())
+            data = await request.read()
+            body = orjson.loads(data)
         except orjson.JSONDecodeError as error:
-            return error_response(400, f"the body is not JSON: {error}", "invalid_request")
+            return error_response(400, explain_not_json(data, error), "invalid_request")
         except web.HTTPRequestEntityTooLarge:
             text = f"the body is larger than {self._config.max_request_bytes} bytes"
             return error_response(413, text, "invalid_request")

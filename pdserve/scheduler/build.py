@@ -150,6 +150,7 @@ def _transfer(
         "pdserve_version": __version__,
         "model": built.spec.digest(),
         "transfer_backend": transport.name,
+        "weights": built.executor.weights_fingerprint,
     }
     args = KVArgs(
         instance=instance,

@@ -1,0 +1,192 @@
+"""What is wrong is refused by name, on real servers, and the servers go on serving."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import zmq
+
+from tests.e2e.harness import Pair, Server, assert_idle, running, running_pair, start_server, until
+from tests.tiny import Family, make_tiny
+
+FLAGS = ("--served-model-name", "tiny", "--max-total-tokens", "8192")
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Pair]:
+    with running_pair(str(tiny_checkpoint("llama")), *FLAGS) as started:
+        yield started
+
+
+def still_serves(pair: Pair) -> None:
+    answer = requests.post(f"{pair.router.url}/v1/chat/completions", json=CHAT, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert_idle(pair.prefill, pair.decode)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "status", "field"),
+    [
+        ("/v1/chat/completions", {"messages": "hello"}, 400, "messages"),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+        ("/v1/chat/completions", {"max_tokens": -1}, 400, "max_tokens"),
+        ("/v1/chat/completions", {"max_tokens": 100_000}, 400, "max_tokens"),
+        ("/v1/chat/completions", {"temperature": -0.5}, 400, "temperature"),
+        ("/v1/chat/completions", {"temperature": float("nan")}, 400, "temperature"),
+        ("/v1/chat/completions", {"top_p": 0}, 400, "top_p"),
+        ("/v1/chat/completions", {"model": "another"}, 404, "model"),
+        ("/v1/completions", {"prompt": ""}, 400, "prompt"),
+        ("/generate", {"input_ids": []}, 400, "input_ids"),
+        ("/generate", {"input_ids": [5] * 5000}, 400, "context"),
+        ("/generate", {"input_ids": [5], "sampling_params": {"top_k": -7}}, 400, "top_k"),
+        ("/generate", {"input_ids": ["five"]}, 400, "input_ids"),
+    ],
+)
+def test_bad_requests_through_the_router(
+    pair: Pair, path: str, change: dict[str, Any], status: int, field: str
+) -> None:
+    body = (CHAT if "chat" in path else {"model": "tiny"} if "completions" in path else {}) | change
+    answer = requests.post(f"{pair.router.url}{path}", json=None, data=_json(body), headers=JSON, timeout=30)
+    assert answer.status_code == status, answer.text
+    assert field in answer.text
+    still_serves(pair)
+
+
+JSON = {"content-type": "application/json"}
+
+
+def _json(body: dict[str, Any]) -> str:
+    import json
+
+    return json.dumps(body, allow_nan=True)
+
+
+def test_malformed_json(pair: Pair) -> None:
+    for url in (pair.router.url, pair.prefill.url, pair.decode.url):
+        for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+            answer = requests.post(url + path, data="{nope", headers=JSON, timeout=30)
+            assert answer.status_code == 400, (url, path, answer.text)
+    still_serves(pair)
+
+
+@pytest.mark.parametrize(
+    ("rooms", "field"),
+    [
+        ({}, "bootstrap_room"),
+        ({"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": -1}, "bootstrap_room"),
+        ({"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1.5}, "bootstrap_room"),
+        ({"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1 << 63}, "bootstrap_room"),
+        ({"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": [1, 2]}, "bootstrap_room"),
+    ],
+)
+def test_bad_rooms_at_the_workers(pair: Pair, rooms: dict[str, Any], field: str) -> None:
+    for server in (pair.prefill, pair.decode):
+        answer = requests.post(f"{server.url}/generate", json={"input_ids": [5, 6], **rooms}, timeout=30)
+        assert answer.status_code == 400, answer.text
+        assert field in answer.text
+    still_serves(pair)
+
+
+def test_a_batch_whose_rooms_differ_in_number(pair: Pair) -> None:
+    rooms = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.prefill.bootstrap_port, "bootstrap_room": [1, 2, 3]}
+    for server in (pair.prefill, pair.decode):
+        answer = requests.post(f"{server.url}/generate", json={"input_ids": [[5], [6]], **rooms}, timeout=30)
+        assert answer.status_code == 400
+        assert "bootstrap_room" in answer.text
+    still_serves(pair)
+
+
+def test_a_live_room_is_refused_with_409(pair: Pair) -> None:
+    body = {"input_ids": [5, 6, 7], "rid": "first", "sampling_params": {"max_new_tokens": 2}}
+    body |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.prefill.bootstrap_port, "bootstrap_room": 42}
+    for room, server in ((42, pair.prefill), (43, pair.decode)):
+        body["bootstrap_room"] = room
+        first = threading.Thread(
+            target=lambda server=server: requests.post(f"{server.url}/generate", json=body, timeout=60)
+        )
+        first.start()
+        until(lambda server=server: server.state()["memory"]["rooms_live"] == 1, 20, "the first request's room")
+        second = requests.post(f"{server.url}/generate", json=body | {"rid": "second"}, timeout=30)
+        assert second.status_code == 409, second.text
+        assert str(room) in second.text
+        requests.post(f"{server.url}/abort_request", json={"rid": "first"}, timeout=30)
+        first.join(timeout=30)
+        assert not first.is_alive()
+    still_serves(pair)
+
+
+def test_junk_on_the_control_port_is_counted(pair: Pair) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    for server in (pair.prefill, pair.decode):
+        before = server.state()["counters"].get("control_frames_refused", 0)
+        socket = context.socket(zmq.PUSH)
+        socket.connect(f"tcp://{server.state()['facts']['control_endpoint']}")
+        for frame in (b"", b"junk", b"\x80\x04\x95pickle", bytes(200)):
+            socket.send(frame)
+        until(
+            lambda server=server, before=before: (
+                server.state()["counters"].get("control_frames_refused", 0) == before + 4
+            ),
+            20,
+            "four refusals",
+        )
+        socket.close(linger=0)
+        assert "control_frames_refused" in requests.get(f"{server.url}/metrics", timeout=30).text
+    context.term()
+    still_serves(pair)
+
+
+def test_junk_on_the_bootstrap_server_is_refused_by_field_and_counted(pair: Pair) -> None:
+    url = f"http://127.0.0.1:{pair.prefill.bootstrap_port}/route"
+    assert requests.put(url, data=b"\x80junk", timeout=10).status_code in (400, 401)
+    wrong = {"instance": "x", "host": "h", "port": "seven", "page_size": 1, "kv_cache_dtype": "a", "model": "m"}
+    answer = requests.put(url, json=wrong, timeout=10)
+    assert answer.status_code == 400
+    assert "port" in answer.text
+    metrics = requests.get(f"{pair.prefill.url}/metrics", timeout=30).text
+    line = next(line for line in metrics.splitlines() if "bootstrap_routes_refused" in line and line[0] != "#")
+    assert float(line.rsplit(" ", 1)[1]) >= 2
+    still_serves(pair)
+
+
+@contextlib.contextmanager
+def stranger(pair: Pair, model: str, *flags: str) -> Iterator[Server]:
+    decode = start_server(model, "decode", *FLAGS, *flags, name="stranger")
+    with running(decode):
+        yield decode
+
+
+@pytest.mark.parametrize(
+    ("field", "flags", "overrides"),
+    [
+        ("page_size", ("--page-size", "32"), {}),
+        ("kv_cache_dtype", ("--dtype", "bfloat16"), {}),
+        ("num_layers", (), {"num_hidden_layers": 2}),
+        ("model", (), {"intermediate_size": 128}),
+    ],
+)
+def test_a_peer_that_differs_is_refused_by_the_name_of_the_field(
+    pair: Pair,
+    tmp_path: Path,
+    tiny_checkpoint: Callable[[Family], Path],
+    field: str,
+    flags: tuple[str, ...],
+    overrides: dict[str, Any],
+) -> None:
+    model = str(make_tiny("llama", tmp_path, **overrides) if overrides else tiny_checkpoint("llama"))
+    refused = pair.prefill.state()["counters"].get("handshakes_refused", 0)
+    rooms = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.prefill.bootstrap_port, "bootstrap_room": 4711}
+    with stranger(pair, model, *flags) as decode:
+        answer = requests.post(f"{decode.url}/generate", json={"input_ids": [5, 6], **rooms}, timeout=10)
+        assert answer.status_code == 500, answer.text
+        assert field in answer.text
+        assert_idle(decode)
+    assert pair.prefill.state()["counters"]["handshakes_refused"] > refused
+    still_serves(pair)
