@@ -1,0 +1,148 @@
+"""What clients see through the router equals what an aggregated server gives: OpenAI's client, `/generate`, probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import requests
+
+from tests.e2e.harness import Pair, Server, assert_idle, running, running_pair, start_server
+from tests.tiny import Family
+
+FLAGS = ("--served-model-name", "tiny", "--max-total-tokens", "8192", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Pair]:
+    with running_pair(str(tiny_checkpoint("qwen3")), *FLAGS) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def monolith(tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Server]:
+    server = start_server(str(tiny_checkpoint("qwen3")), "null", *FLAGS)
+    with running(server):
+        yield server
+
+
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def test_the_openai_client_streams_what_it_gets_whole(pair: Pair, monolith: Server) -> None:
+    messages: Any = [{"role": "user", "content": "Tell me about pages of keys and values."}]
+    texts = []
+    for server in (pair.router, monolith):
+        whole = client(server).chat.completions.create(model="tiny", messages=messages, max_tokens=24, temperature=0)
+        stream = client(server).chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        streamed, usage = "", None
+        for chunk in stream:
+            streamed += "".join(choice.delta.content or "" for choice in chunk.choices)
+            usage = chunk.usage or usage
+        assert usage == whole.usage
+        assert streamed == whole.choices[0].message.content
+        texts.append(streamed)
+    assert texts[0] == texts[1]
+    assert_idle(pair.prefill, pair.decode)
+
+
+def test_several_answers_and_prompts_at_once(pair: Pair) -> None:
+    api = client(pair.router)
+    chat = api.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=5, n=3, seed=11, temperature=1.0
+    )
+    assert [choice.index for choice in chat.choices] == [0, 1, 2]
+    done = api.completions.create(model="tiny", prompt=["one", "two two"], max_tokens=5, n=2, temperature=0)
+    assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
+    assert done.choices[0].text == done.choices[1].text
+    assert_idle(pair.prefill, pair.decode)
+
+
+def test_logprobs_of_the_pair_are_those_of_the_monolith(pair: Pair, monolith: Server) -> None:
+    values = []
+    for server in (pair.router, monolith):
+        answer = client(server).completions.create(
+            model="tiny", prompt="The quick brown fox", max_tokens=6, temperature=0, logprobs=3
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.top_logprobs is not None
+        assert len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 6, "the first token's came with the KV"
+        values.append(logprobs.token_logprobs)
+    assert values[0] == pytest.approx(values[1], abs=1e-3)
+
+
+def test_a_seed_gives_the_same_tokens_apart_and_together(pair: Pair, monolith: Server) -> None:
+    body = {
+        "text": "In the beginning",
+        "sampling_params": {"max_new_tokens": 16, "temperature": 1.0, "sampling_seed": 5, "ignore_eos": True},
+    }
+    outputs = [
+        requests.post(f"{server.url}/generate", json=body, timeout=60).json()["output_ids"]
+        for server in (pair.router, pair.router, monolith)
+    ]
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_penalties_count_the_first_token(pair: Pair, monolith: Server) -> None:
+    sampling = {"max_new_tokens": 24, "temperature": 0, "frequency_penalty": 1.5, "ignore_eos": True}
+    body = {"text": "one one one one", "sampling_params": sampling}
+    outputs = [
+        requests.post(f"{server.url}/generate", json=body, timeout=60).json()["output_ids"]
+        for server in (pair.router, monolith)
+    ]
+    assert outputs[0] == outputs[1]
+
+
+def test_a_request_that_ends_with_its_first_token(pair: Pair) -> None:
+    first = pair.generate(text="hello", sampling_params={"max_new_tokens": 1, "temperature": 0})
+    token = first["output_ids"][0]
+    assert first["meta_info"]["finish_reason"] == {"type": "length", "length": 1}
+    stopped = pair.generate(
+        text="hello", sampling_params={"max_new_tokens": 9, "temperature": 0, "stop_token_ids": [token]}
+    )
+    assert stopped["output_ids"] == [token]
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
+    assert_idle(pair.prefill, pair.decode)
+
+
+def test_a_stop_string_ends_the_request_on_both_servers(pair: Pair) -> None:
+    sampling = {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}
+    text = pair.generate(text="hello", sampling_params=sampling)["text"]
+    stop = text[10:13]
+    answer = pair.generate(text="hello", sampling_params=sampling | {"stop": stop})
+    assert answer["text"] == text[: text.index(stop)]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert_idle(pair.prefill, pair.decode)
+
+
+def test_the_parts_of_ttft_and_what_was_moved(pair: Pair) -> None:
+    answer = pair.generate(input_ids=list(range(3, 103)), sampling_params={"max_new_tokens": 3, "ignore_eos": True})
+    timing = answer["meta_info"]["timing"]
+    assert timing["kv_pages"] == 7
+    facts = pair.decode.state()["facts"]
+    assert timing["kv_bytes"] >= 7 * 16 * facts["kv_token_bytes"]
+    parts = [timing[part] for part in ("queue_s", "bootstrap_s", "prefill_s", "transfer_s", "first_decode_step_s")]
+    assert all(part is not None and part >= 0 for part in parts), timing
+
+
+def test_probes_and_load_of_the_workers(pair: Pair) -> None:
+    for server in (pair.prefill, pair.decode):
+        for path in ("/health", "/health_generate", "/get_model_info", "/model_info", "/server_info", "/v1/models"):
+            answer = requests.get(server.url + path, timeout=60)
+            assert answer.status_code == 200, (path, answer.text)
+        load = requests.get(f"{server.url}/get_load", timeout=60).json()
+        assert isinstance(load, list) and load[0]["num_tokens"] == 0
+        assert requests.post(f"{server.url}/flush_cache", timeout=60).status_code == 200
+    assert requests.get(f"{pair.router.url}/health", timeout=60).status_code == 200
+    assert_idle(pair.prefill, pair.decode)
