@@ -7,6 +7,7 @@ thread. Sends never block: what a dead or slow peer does not take is dropped, an
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 
@@ -15,6 +16,8 @@ import zmq
 from pdserve.errors import ConfigError
 from pdserve.transfer.events import FrameArrived, TransferEvent
 from pdserve.transfer.wire import MAX_FRAME_BYTES
+
+log = logging.getLogger(__name__)
 
 _SEND_QUEUE = 4096
 _POLL_MS = 200
@@ -35,6 +38,7 @@ class ZmqControlSocket:
         try:
             port = self._pull.bind_to_random_port(f"tcp://{bracketed}")
         except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
             raise ConfigError(f"cannot listen on {host} for peers: {error}", field="disaggregation_host") from error
         self.endpoint = f"{bracketed}:{port}"
         self._push: dict[str, zmq.Socket[bytes]] = {}
@@ -44,16 +48,11 @@ class ZmqControlSocket:
 
     def send(self, endpoint: str, frame: bytes) -> None:
         """See `ControlSocket`."""
-        socket = self._push.get(endpoint)
-        if socket is None:
-            socket = self._context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-            if endpoint.startswith("["):
-                socket.setsockopt(zmq.IPV6, 1)
-            socket.connect(f"tcp://{endpoint}")
-            self._push[endpoint] = socket
+        try:
+            socket = self._push.get(endpoint) or self._connect(endpoint)
+        except zmq.ZMQError as error:
+            log.warning("cannot send to %r: %s", endpoint, error)  # a peer's word is no reason to fall over
+            return
         with contextlib.suppress(zmq.Again):
             socket.send(frame, zmq.NOBLOCK)
 
@@ -71,8 +70,25 @@ class ZmqControlSocket:
             self._push.pop(endpoint).close(linger=100)
         self._context.term()
 
+    def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        if endpoint.startswith("["):
+            socket.setsockopt(zmq.IPV6, 1)
+        try:
+            socket.connect(f"tcp://{endpoint}")
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        self._push[endpoint] = socket
+        return socket
+
     def _listen(self) -> None:
-        while not self._closing.is_set():
-            if self._pull.poll(_POLL_MS):
-                self._post(FrameArrived(self._pull.recv()))
-        self._pull.close(linger=0)
+        try:
+            while not self._closing.is_set():
+                if self._pull.poll(_POLL_MS):
+                    self._post(FrameArrived(self._pull.recv()))
+        finally:
+            self._pull.close(linger=0)  # an open socket would hold up `close` for ever

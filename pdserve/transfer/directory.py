@@ -5,6 +5,7 @@ Blocking work in threads.
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pdserve.errors import TransferError
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.bootstrap import fetch_rank
-from pdserve.transfer.events import Address, PeerGone, PrefillFound, PrefillNotFound, TransferEvent
+from pdserve.transfer.events import Address, PeerGone, PeerListens, PrefillFound, PrefillNotFound, TransferEvent
+
+log = logging.getLogger(__name__)
 
 _RETRY_S = 0.25
 _PROBE_TIMEOUT_S = 2.0
@@ -27,6 +30,7 @@ class HttpDirectory:
         self._token = token
         self._patience_s = patience_s
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kv-directory")
+        self._probes = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kv-probe")
         self._closed = False
 
     def find(self, address: Address) -> None:
@@ -35,12 +39,13 @@ class HttpDirectory:
 
     def probe(self, instance: str, endpoint: str) -> None:
         """See `Directory`."""
-        self._pool.submit(self._probe, instance, endpoint)
+        self._probes.submit(self._probe, instance, endpoint)
 
     def close(self) -> None:
         """Let go of the threads; what they are at ends within seconds."""
         self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._probes.shutdown(wait=False, cancel_futures=True)
 
     def _find(self, address: Address) -> None:
         deadline = time.monotonic() + self._patience_s
@@ -53,6 +58,10 @@ class HttpDirectory:
                     continue
                 self._post(PrefillNotFound(address, Failure.from_error(error, origin=f"{address[0]}:{address[1]}")))
                 return
+            except Exception as error:
+                log.exception("looking for the prefill server at %r failed", address)
+                self._post(PrefillNotFound(address, Failure(code="bad_address", message=repr(error), retryable=False)))
+                return
             self._post(PrefillFound(address, route.instance, f"{route.host}:{route.port}"))
             return
 
@@ -62,5 +71,7 @@ class HttpDirectory:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S).close()
         except ConnectionRefusedError:
             self._post(PeerGone(instance))
-        except OSError:
+        except (OSError, ValueError, OverflowError):
             return
+        else:
+            self._post(PeerListens(instance))

@@ -44,6 +44,13 @@ class PeerGone:
     instance: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PeerListens:
+    """Somebody listens at the peer's endpoint. Its process lives, though it may be busy or stopped."""
+
+    instance: str
+
+
 @dataclasses.dataclass(slots=True)
 class CopyJob:
     """One batch of copies to one peer. `source_base` and `destination_base` are pool addresses, one entry per piece.
@@ -71,7 +78,7 @@ class CopyDone:
     write_s: float
 
 
-TransferEvent = FrameArrived | PrefillFound | PrefillNotFound | PeerGone | CopyDone
+TransferEvent = FrameArrived | PrefillFound | PrefillNotFound | PeerGone | PeerListens | CopyDone
 
 
 class CopyEngine(Protocol):
@@ -121,5 +128,8 @@ class Directory(Protocol):
         ...
 
     def probe(self, instance: str, endpoint: str) -> None:
-        """See whether anybody listens at `endpoint`; posts `PeerGone` when nobody does."""
+        """See whether anybody listens at `endpoint`: posts `PeerListens`, or `PeerGone` when nobody does.
+
+        When that host does not answer at all, nothing is posted: it may be dead, or out of reach and still writing.
+        """
         ...

@@ -26,14 +26,16 @@ from pdserve.transfer.events import (
     Directory,
     FrameArrived,
     PeerGone,
+    PeerListens,
     PrefillFound,
     PrefillNotFound,
     TransferEvent,
 )
+from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerReady
 from pdserve.transfer.receive_side import ReceiveSide
 from pdserve.transfer.room import ReceiveRoom, SendRoom
 from pdserve.transfer.send_side import SendSide
-from pdserve.transfer.sessions import DialFailed, Message, Notice, PeerLost, PeerReady, Sessions, SessionTimes
+from pdserve.transfer.sessions import Sessions, SessionTimes
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Abort, Done, Ended, Hello, Meta, Region, TransferStats, Wire
 
@@ -84,7 +86,7 @@ class KVManager:
         self._engine = engine
         hello = Hello(
             endpoint=socket.endpoint,
-            facts=args.facts | args.layout.fields() | {"aux_slot_bytes": args.aux.slot_bytes},
+            facts=args.layout.fields() | {"aux_slot_bytes": args.aux.slot_bytes} | args.facts,
             transport_address=engine.address,
             kv_regions=tuple(Region(*buffer) for buffer in args.buffers),
             aux_region=Region(*args.aux.buffer),
@@ -136,6 +138,8 @@ class KVManager:
                 self._apply(self.sessions.not_found(event))
             case PeerGone(instance=instance):
                 self._apply(self.sessions.gone(instance))
+            case PeerListens(instance=instance):
+                self.sessions.listens(instance)
 
     def tick(self) -> None:
         """Once a step: heartbeats, repeats, time-outs."""
@@ -189,9 +193,11 @@ class KVManager:
                         case Abort():
                             self.send_side.on_abort(peer, body)
                         case Done():
-                            self.receive_side.on_done(body)
+                            if self.receive_side.sends(peer, body.key):
+                                self.receive_side.on_done(body)
                         case Ended():
-                            self.receive_side.on_ended(body)
+                            if self.receive_side.sends(peer, body.key):
+                                self.receive_side.on_ended(body)
 
 
 class KVSender:

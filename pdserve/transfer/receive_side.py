@@ -14,8 +14,9 @@ from pdserve.errors import RequestError
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address, CopyEngine
+from pdserve.transfer.peers import Peer
 from pdserve.transfer.room import Published, ReceiveRoom
-from pdserve.transfer.sessions import Peer, Sessions
+from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta
 
@@ -98,7 +99,7 @@ class ReceiveSide:
     def on_peer_ready(self, peer: Peer) -> None:
         """A session is up: rooms that waited for it go on."""
         for room in self.rooms.values():
-            if room.peer is None and peer.address is not None and room.address == peer.address:
+            if room.peer is None and room.address in peer.addresses:
                 room.peer = peer.instance
                 room.move(KVPoll.WAITING_FOR_INPUT)
 
@@ -108,6 +109,11 @@ class ReceiveSide:
         for room in self.rooms.values():
             if room.peer is None and room.address == address:
                 room.fail(failure)
+
+    def sends(self, peer: Peer, key: Key) -> bool:
+        """True when `peer` is whom the pages of `key` were given to; nobody else can say how it ended."""
+        entry = self.published.get(key)
+        return entry is not None and entry.peer == peer.instance
 
     def on_done(self, done: Done) -> None:
         """Every byte of a key has landed."""

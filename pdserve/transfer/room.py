@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 
+from pdserve.memory.layout import KVLayout
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address, CopyJob
 from pdserve.transfer.state import TERMINAL, KVPoll, advance
-from pdserve.transfer.wire import Key, Meta, TransferStats
+from pdserve.transfer.wire import Hello, Key, Meta, TransferStats
 
 
 @dataclasses.dataclass(slots=True)
@@ -107,3 +108,17 @@ class ClosedKeys:
 
     def __contains__(self, key: Key) -> bool:
         return key in self._keys
+
+
+def misfit(meta: Meta, hello: Hello, layout: KVLayout, aux_slot_bytes: int) -> str | None:
+    """Why the pages or the aux slot that a receiver names cannot be in the pools of its `hello`; None when they can."""
+    num_groups = len(layout.groups)
+    if not len(meta.pages) == len(hello.kv_regions) == num_groups:
+        return f"pages of {len(meta.pages)} groups in {len(hello.kv_regions)} pools, expected {num_groups}"
+    for group, region, pages in zip(layout.groups, hello.kv_regions, meta.pages, strict=True):
+        last = max(pages, default=-1)
+        if (last + 1) * group.page_bytes > region.num_bytes:
+            return f"page {last} lies outside the pool of group {group.name}"
+    if (meta.aux_slot + 1) * aux_slot_bytes > hello.aux_region.num_bytes:
+        return f"aux slot {meta.aux_slot} lies outside its buffer"
+    return None

@@ -19,10 +19,11 @@ from pdserve.memory.layout import KVLayout
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob
+from pdserve.transfer.peers import Peer, PeerState
 from pdserve.transfer.plan import PageCopy, plan_pages
-from pdserve.transfer.room import ClosedKeys, Outgoing, SendRoom
-from pdserve.transfer.sessions import Peer, PeerState, Sessions
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import ClosedKeys, Outgoing, SendRoom, misfit
+from pdserve.transfer.sessions import Sessions
+from pdserve.transfer.state import TERMINAL, KVPoll
 from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta, TransferStats
 
 MAX_EARLY = 4096
@@ -87,6 +88,10 @@ class SendSide:
         assert room.target is not None
         target = tuple(pages[first_page : first_page + num_pages] for pages in room.target.pages)
         source = lease.pages[first_page : first_page + num_pages]
+        if any(len(pages) < len(source) for pages in target):
+            self.fail(room, _failure("bad_metadata", "the decode server gave fewer pages than the prompt has",
+            status=500))
+            return
         peer = self._sessions.peer(room.target.key.origin)
         if peer is None or peer.hello is None:
             room.fail(Failure(code="peer_gone", message="the decode server is gone"))
@@ -119,6 +124,7 @@ class SendSide:
         if not room.fail(failure):
             return
         if room.target is None:
+            self._tombstones.pop((room.room, room.digest), None)
             self._tombstones[room.room, room.digest] = (self._clock.now() + self._timeout_s, failure)
             return
         key = room.target.key
@@ -137,23 +143,32 @@ class SendSide:
         key = meta.key
         if key in self._closed or key.origin != peer.instance:
             return
+        assert peer.hello is not None
+        wrong = misfit(meta, peer.hello, self._layout, self._aux_slot_bytes)
+        if wrong is not None:
+            self._counters["metas_refused"] += 1
+            self._turn_away(peer, key, _failure("bad_metadata", wrong, status=500))
+            return
         room = self.rooms.get(key.room)
-        if room is None or room.state is KVPoll.FAILED:
+        if room is None or room.state in TERMINAL:
             self._early_meta(peer, meta)
             return
         if room.target is not None and room.target.key == key:
             return
         if room.digest != meta.prompt_digest:
-            self._turn_away(peer, key, "prompt_mismatch", "prefill and decode have different prompts for this room")
+            message = "prefill and decode have different prompts for this room"
+            self._turn_away(peer, key, _failure("prompt_mismatch", message))
         elif room.target is None or self._supersedes(room, key):
             room.target = meta
             room.move(KVPoll.WAITING_FOR_INPUT)
         else:
-            self._turn_away(peer, key, "room_in_use", f"room {key.room} already sends to another receiver")
+            self._turn_away(peer, key, _failure("room_in_use", f"room {key.room} already sends to another receiver"))
 
     def on_abort(self, peer: Peer, abort: Abort) -> None:
         """A receiver does not want its key any more."""
         key = abort.key
+        if key.origin != peer.instance:
+            return
         already_closed = key in self._closed
         self._closed.add(key)
         self._early.pop(key, None)
@@ -208,14 +223,20 @@ class SendSide:
         for out in list(self.outgoing.values()):
             if out.settled_at:
                 self._finish(out)
-        for key, (expiry, instance, _) in list(self._early.items()):
+        while self._early:  # the oldest comes first, and all wait equally long
+            key, (expiry, instance, _) = next(iter(self._early.items()))
+            if now < expiry:
+                break
+            del self._early[key]
             peer = self._sessions.peer(instance)
-            if now >= expiry and peer is not None:
-                del self._early[key]
-                self._turn_away(peer, key, "bootstrap_timeout", f"prefill never got a request for room {key.room}")
-        for mark, (expiry, _) in list(self._tombstones.items()):
-            if now >= expiry:
-                del self._tombstones[mark]
+            if peer is not None:
+                message = f"prefill never got a request for room {key.room}"
+                self._turn_away(peer, key, _failure("bootstrap_timeout", message, status=504))
+        while self._tombstones:
+            mark, (expiry, _) = next(iter(self._tombstones.items()))
+            if now < expiry:
+                break
+            del self._tombstones[mark]
 
     @property
     def num_early(self) -> int:
@@ -234,21 +255,21 @@ class SendSide:
         mark = (meta.key.room, meta.prompt_digest)
         entry = self._tombstones.pop(mark, None)
         if entry is not None:
-            self._turn_away(peer, meta.key, entry[1].code, entry[1].message)
+            self._turn_away(peer, meta.key, entry[1])
         elif len(self._early) >= MAX_EARLY:
-            self._turn_away(peer, meta.key, "prefill_overloaded", "too many rooms wait for their prefill request")
+            message = "too many rooms wait for their prefill request"
+            self._turn_away(peer, meta.key, _failure("prefill_overloaded", message, status=503))
         else:
             expiry = self._clock.now() + self._timeout_s
             self._early.setdefault(meta.key, (expiry, peer.instance, meta))
 
-    def _turn_away(self, peer: Peer, key: Key, code: str, message: str) -> None:
+    def _turn_away(self, peer: Peer, key: Key, failure: Failure) -> None:
         self._closed.add(key)
-        failure = Failure(code=code, message=message, origin="prefill")
         self._sessions.send(peer, Ended(key=key, failure=failure, quiesced=True))
 
     def _say(self, key: Key, body: Ended | Done) -> None:
         peer = self._sessions.peer(key.origin)
-        if peer is not None and peer.state in (PeerState.READY, PeerState.SILENT):
+        if peer is not None and peer.hello is not None and peer.state is not PeerState.REFUSED:
             self._sessions.send(peer, body)
 
     def _submit(
@@ -314,3 +335,7 @@ class SendSide:
             write_s=out.write_s,
             tail_s=0.0 if out.sealed_at is None else self._clock.now() - out.sealed_at,
         )
+
+
+def _failure(code: str, message: str, status: int = 502) -> Failure:
+    return Failure(code=code, message=message, origin="prefill", status=status)

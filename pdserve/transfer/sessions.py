@@ -10,10 +10,9 @@ Owned by `KVManager`; scheduler thread only. Results come back as `Notice` value
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import msgspec
 
@@ -21,70 +20,14 @@ from pdserve.base.clock import Clock
 from pdserve.errors import HandshakeError, ProtocolError
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address, ControlSocket, Directory, PrefillFound, PrefillNotFound
-from pdserve.transfer.wire import Abort, Ack, Body, Done, Ended, Hello, Meta, Packet, Ping, Pong, Refusal, Wire
+from pdserve.transfer.peers import DialFailed, Message, Notice, Peer, PeerLost, PeerReady, PeerState, check_facts
+from pdserve.transfer.wire import Ack, Body, Hello, Packet, Ping, Pong, Refusal, Wire
 
 log = logging.getLogger(__name__)
 
-RoomMessage = Meta | Done | Ended | Abort
-
-
-class PeerState(enum.Enum):
-    """Where a session with a peer stands."""
-
-    CONNECTING = "connecting"
-    READY = "ready"
-    SILENT = "silent"
-    REFUSED = "refused"
-
-
-@dataclasses.dataclass(slots=True)
-class Peer:
-    """One process at the other end. `hello` is what it said of itself."""
-
-    instance: str
-    endpoint: str
-    state: PeerState
-    last_heard: float
-    last_ping: float
-    hello: Hello | None = None
-    address: Address | None = None
-    unacked: dict[int, tuple[float, bytes]] = dataclasses.field(default_factory=dict)
-    """seq -> (time to send again, frame)"""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PeerReady:
-    """The handshake with `peer` is complete; `address` when we dialled it."""
-
-    peer: Peer
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DialFailed:
-    """No session with the prefill server at `address` can be had."""
-
-    address: Address
-    failure: Failure
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PeerLost:
-    """`peer` no longer answers; `gone` when its process is known to be dead."""
-
-    peer: Peer
-    failure: Failure
-    gone: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Message:
-    """`peer` said `body` about a room."""
-
-    peer: Peer
-    body: RoomMessage
-
-
-Notice = PeerReady | DialFailed | PeerLost | Message
+BUSY_FACTOR = 10
+"""A peer that answers no ping but still listens may be in a long step: it gets this many times the misses."""
+MAX_GONE = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,6 +64,7 @@ class Sessions:
         self._peers: dict[str, Peer] = {}
         self._dialled: dict[Address, str | None] = {}
         self._seq = itertools.count(1)
+        self._gone: OrderedDict[str, None] = OrderedDict()
 
     # ------------------------------------------------------------------ asking for peers
 
@@ -159,18 +103,18 @@ class Sessions:
 
     def found(self, event: PrefillFound) -> list[Notice]:
         """The directory knows who serves at an address: shake hands, or use the session there is."""
-        self._dialled[event.address] = event.instance
         notices: list[Notice] = []
         for old in list(self._peers.values()):
-            if old.address == event.address and old.instance != event.instance:
+            if event.address in old.addresses and old.instance != event.instance:
                 notices += self.gone(old.instance)
-                self._dialled[event.address] = event.instance
         peer = self._peers.get(event.instance)
         if peer is None:
             peer = self._add(event.instance, event.endpoint)
-        peer.address = event.address
+        peer.addresses.add(event.address)
+        self._dialled[event.address] = event.instance
         if peer.state is PeerState.READY:
             return [*notices, PeerReady(peer)]
+        peer.state, peer.num_missed, peer.listened_at = PeerState.CONNECTING, 0, 0
         self.send(peer, self._me)
         return notices
 
@@ -193,7 +137,8 @@ class Sessions:
         peer = self._peers.get(packet.sender)
         if isinstance(packet.body, Hello):
             return self._hello(packet, packet.body)
-        if peer is None:
+        if peer is None or (peer.hello is None and not isinstance(packet.body, Ack | Ping | Pong | Refusal)):
+            self._counters["control_frames_unexpected"] += 1
             return []
         notices = self._heard(peer)
         match packet.body:
@@ -214,13 +159,22 @@ class Sessions:
 
     def gone(self, instance: str) -> list[Notice]:
         """The process of a peer is known to be dead."""
-        peer = self._peers.pop(instance, None)
+        peer = self._peers.get(instance)
         if peer is None:
             return []
-        self._undial(peer)
-        self._socket.forget(peer.endpoint)
-        message = f"peer {peer.endpoint} is gone"
-        return [PeerLost(peer, Failure(code="peer_gone", message=message, origin=peer.endpoint), gone=True)]
+        self._forget(peer)
+        self._gone[instance] = None
+        if len(self._gone) > MAX_GONE:
+            self._gone.popitem(last=False)
+        failure = Failure(code="peer_gone", message=f"peer {peer.endpoint} is gone", origin=peer.endpoint)
+        self._undial(peer, failure)  # who still waits for a session asks the bootstrap server again
+        return [PeerLost(peer, failure, gone=True)]
+
+    def listens(self, instance: str) -> None:
+        """Somebody listens at the peer's endpoint: it may be busy rather than dead."""
+        peer = self._peers.get(instance)
+        if peer is not None:
+            peer.listened_at = peer.num_missed
 
     def tick(self) -> list[Notice]:
         """Heartbeats, repeats, and peers that have fallen silent. Once a step."""
@@ -230,21 +184,11 @@ class Sessions:
             self._resend(peer, now)
             if now - peer.last_ping < self._times.heartbeat_s:
                 continue
-            if peer.state is PeerState.REFUSED:
-                self._peers.pop(peer.instance)
-                continue
             peer.last_ping = now
-            quiet_s = now - peer.last_heard
-            if quiet_s >= 1.5 * self._times.heartbeat_s:
-                self._directory.probe(peer.instance, peer.endpoint)
-            self._send_once(peer, Ping())
-            if peer.state is not PeerState.SILENT and quiet_s >= self._times.misses * self._times.heartbeat_s:
-                peer.state = PeerState.SILENT
-                self._undial(peer)
-                message = f"peer {peer.endpoint} has been silent for {quiet_s:.1f} s"
-                notices.append(
-                    PeerLost(peer, Failure(code="peer_silent", message=message, origin=peer.endpoint), gone=False)
-                )
+            if peer.state is PeerState.REFUSED:
+                self._forget(peer)
+            else:
+                notices += self._ping(peer)
         return notices
 
     def next_timer_s(self) -> float | None:
@@ -255,7 +199,7 @@ class Sessions:
 
     def _add(self, instance: str, endpoint: str) -> Peer:
         now = self._clock.now()
-        peer = Peer(instance, endpoint, PeerState.CONNECTING, last_heard=now, last_ping=now)
+        peer = Peer(instance, endpoint, PeerState.CONNECTING, last_ping=now)
         self._peers[instance] = peer
         return peer
 
@@ -265,17 +209,16 @@ class Sessions:
         if peer is None:
             if hello.answer:
                 return []
-            for old in list(self._peers.values()):
-                if old.endpoint == hello.endpoint:
-                    notices += self.gone(old.instance)
+            for old in [old for old in self._peers.values() if old.endpoint == hello.endpoint]:
+                if packet.sender in self._gone:
+                    return []  # said before its successor came
+                notices += self.gone(old.instance)
             peer = self._add(packet.sender, hello.endpoint)
         notices += self._heard(peer)
         self._ack(peer, packet.seq)
         try:
             check_facts(self._me.facts, hello.facts)
         except HandshakeError as error:
-            self._counters["handshakes_refused"] += 1
-            log.warning("handshake with %s refused: %s", hello.endpoint, error)
             self.send(peer, Refusal(field=error.field, message=str(error)))
             return notices + self._refused(peer, error.field, str(error))
         first = peer.hello is None
@@ -288,7 +231,7 @@ class Sessions:
         return notices
 
     def _heard(self, peer: Peer) -> list[Notice]:
-        peer.last_heard = self._clock.now()
+        peer.num_missed = peer.listened_at = 0
         if peer.state is PeerState.SILENT:
             peer.state = PeerState.READY if peer.hello is not None else PeerState.CONNECTING
             if peer.state is PeerState.READY:
@@ -296,20 +239,43 @@ class Sessions:
         return []
 
     def _refused(self, peer: Peer, field: str, message: str) -> list[Notice]:
-        peer.state = PeerState.REFUSED
-        address = peer.address
-        self._undial(peer)
-        if address is None:
-            return []
+        """One of us refused the other. The peer stays for one heartbeat more, so that it hears so for certain."""
+        if peer.state is not PeerState.REFUSED:
+            self._counters["handshakes_refused"] += 1
+            log.warning("handshake with %s refused: %s: %s", peer.endpoint, field, message)
+        peer.state, peer.last_ping = PeerState.REFUSED, self._clock.now()
         failure = Failure(
             code="handshake_refused", message=f"{field}: {message}", origin=peer.endpoint, retryable=False, status=500
         )
-        self._peers.pop(peer.instance, None)
-        return [DialFailed(address, failure)]
+        return self._undial(peer, failure)
 
-    def _undial(self, peer: Peer) -> None:
-        if peer.address is not None and self._dialled.get(peer.address) == peer.instance:
-            del self._dialled[peer.address]
+    def _ping(self, peer: Peer) -> list[Notice]:
+        """A heartbeat to `peer`; is it silent?"""
+        if peer.num_missed:
+            self._directory.probe(peer.instance, peer.endpoint)
+        self._send_once(peer, Ping())
+        misses, patience = peer.num_missed, self._times.misses
+        peer.num_missed += 1
+        listens = misses - peer.listened_at < patience and misses < patience * BUSY_FACTOR
+        if peer.state is PeerState.SILENT or misses < patience or listens:
+            return []
+        connecting, peer.state = peer.state is PeerState.CONNECTING, PeerState.SILENT
+        message = f"peer {peer.endpoint} has not answered {misses} heartbeats"
+        failure = Failure(code="peer_silent", message=message, origin=peer.endpoint)
+        dials = self._undial(peer, failure)
+        return [PeerLost(peer, failure, gone=False), *(dials if connecting else ())]
+
+    def _undial(self, peer: Peer, failure: Failure) -> list[Notice]:
+        """Have the addresses of `peer` looked up again next time; who waits there now is told."""
+        addresses = [address for address in peer.addresses if self._dialled.get(address) == peer.instance]
+        for address in addresses:
+            del self._dialled[address]
+        peer.addresses.clear()
+        return [DialFailed(address, failure) for address in addresses]
+
+    def _forget(self, peer: Peer) -> None:
+        del self._peers[peer.instance]
+        self._socket.forget(peer.endpoint)
 
     def _resend(self, peer: Peer, now: float) -> None:
         for seq, (due, frame) in list(peer.unacked.items()):
@@ -324,14 +290,3 @@ class Sessions:
     def _ack(self, peer: Peer, seq: int) -> None:
         if seq:
             self._send_once(peer, Ack(seq))
-
-
-def check_facts(ours: dict[str, str | int], theirs: dict[str, str | int]) -> None:
-    """Both sides must agree on every fact.
-
-    Raises:
-        HandshakeError: naming the first field, in our order, that differs or is missing on one side.
-    """
-    for field in (*ours, *(f for f in theirs if f not in ours)):
-        if ours.get(field) != theirs.get(field):
-            raise HandshakeError(field, ours.get(field), theirs.get(field))

@@ -1,0 +1,86 @@
+"""What `Sessions` knows of one peer, what it tells the manager about it, and the comparison of two servers' facts."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from pdserve.errors import HandshakeError
+from pdserve.protocol.failure import Failure
+from pdserve.transfer.events import Address
+from pdserve.transfer.wire import Abort, Done, Ended, Hello, Meta
+
+RoomMessage = Meta | Done | Ended | Abort
+
+
+class PeerState(enum.Enum):
+    """Where a session with a peer stands."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    SILENT = "silent"
+    REFUSED = "refused"
+
+
+@dataclasses.dataclass(slots=True)
+class Peer:
+    """One process at the other end. `hello` is what it said of itself; the bootstrap servers at `addresses` name it."""
+
+    instance: str
+    endpoint: str
+    state: PeerState
+    last_ping: float
+    hello: Hello | None = None
+    addresses: set[Address] = dataclasses.field(default_factory=set)
+    unacked: dict[int, tuple[float, bytes]] = dataclasses.field(default_factory=dict)
+    """seq -> (time to send again, frame)"""
+    num_missed: int = 0
+    """Pings sent since anything was heard. Counted, not timed: a long step of ours is no silence of the peer."""
+    listened_at: int = 0
+    """`num_missed` when a probe last found that somebody listens there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PeerReady:
+    """The handshake with `peer` is complete."""
+
+    peer: Peer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DialFailed:
+    """No session with the prefill server at `address` can be had."""
+
+    address: Address
+    failure: Failure
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PeerLost:
+    """`peer` no longer answers; `gone` when its process is known to be dead."""
+
+    peer: Peer
+    failure: Failure
+    gone: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """`peer` said `body` about a room."""
+
+    peer: Peer
+    body: RoomMessage
+
+
+Notice = PeerReady | DialFailed | PeerLost | Message
+
+
+def check_facts(ours: dict[str, str | int], theirs: dict[str, str | int]) -> None:
+    """Both sides must agree on every fact.
+
+    Raises:
+        HandshakeError: naming the first field, in our order, that differs or is missing on one side.
+    """
+    for field in (*ours, *(f for f in theirs if f not in ours)):
+        if ours.get(field) != theirs.get(field):
+            raise HandshakeError(field, ours.get(field), theirs.get(field))

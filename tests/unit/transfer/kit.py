@@ -1,0 +1,202 @@
+"""Two or more `KVManager`s joined by lists instead of sockets, on a manual clock: a test says what happens when."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from pdserve.base.clock import ManualClock
+from pdserve.memory.allocator import PageAllocator
+from pdserve.memory.layout import KVLayout
+from pdserve.memory.lease import Lease, LeasePool
+from pdserve.protocol.failure import Failure
+from pdserve.sim.hash_lm import hash_layout
+from pdserve.transfer.aux import AuxRecord, MetadataBuffers
+from pdserve.transfer.events import Address, CopyDone, CopyJob, FrameArrived, PrefillFound
+from pdserve.transfer.manager import KVArgs, KVManager, KVReceiver, KVSender, TransferTimes
+from pdserve.transfer.sessions import SessionTimes
+from pdserve.transfer.wire import Body, Packet, TransferStats, Wire
+
+ADDRESS: Address = ("prefill", 8998)
+TOKEN = "cluster"
+CLIENT_LEFT = Failure(code="aborted", message="the client left", origin="client", status=499)
+FACTS: dict[str, str | int] = {"model": "m", "transfer_backend": "kit"}
+SETTLE_S = 5.0
+HEARTBEAT_S, MISSES, BOOTSTRAP_S, WAITING_S = 2.0, 3, 60.0, 100.0
+
+
+class Net:
+    """Frames on their way, in order. `drop` decides what is lost."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.frames: list[tuple[str, bytes]] = []
+        self.seen: list[Packet] = []
+        self.sides: dict[str, Side] = {}
+        self.drop: Callable[[Packet], bool] = lambda packet: False
+
+    def pump(self) -> None:
+        """Deliver until nothing moves."""
+        wire = Wire(TOKEN)
+        while self.frames:
+            endpoint, frame = self.frames.pop(0)
+            packet = wire.decode(frame)
+            self.seen.append(packet)
+            side = self.sides.get(endpoint)
+            if side is not None and not self.drop(packet):
+                side.kv.handle(FrameArrived(frame))
+
+    def pass_time(self, seconds: float, step_s: float = 0.5) -> None:
+        """Everybody ticks and hears all the while."""
+        for _ in range(round(seconds / step_s)):
+            self.clock.advance(step_s)
+            for side in list(self.sides.values()):
+                side.kv.tick()
+            self.pump()
+
+    def said(self, kind: type[Body]) -> list[Body]:
+        """Bodies of that kind that were sent so far, repeats included."""
+        return [packet.body for packet in self.seen if isinstance(packet.body, kind)]
+
+
+class KitSocket:
+    """`ControlSocket` into a `Net`."""
+
+    def __init__(self, net: Net, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.forgotten: list[str] = []
+        self._net = net
+
+    def send(self, endpoint: str, frame: bytes) -> None:
+        self._net.frames.append((endpoint, frame))
+
+    def forget(self, endpoint: str) -> None:
+        self.forgotten.append(endpoint)
+
+
+class KitEngine:
+    """`CopyEngine` whose jobs end when the test says so."""
+
+    settle_s = SETTLE_S
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.jobs: list[CopyJob] = []
+        self.forgotten: list[str] = []
+
+    def submit(self, job: CopyJob) -> None:
+        self.jobs.append(job)
+
+    def forget(self, transport_address: str) -> None:
+        self.forgotten.append(transport_address)
+
+
+class KitDirectory:
+    """`Directory` that writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.finds: list[Address] = []
+        self.probes: list[tuple[str, str]] = []
+
+    def find(self, address: Address) -> None:
+        self.finds.append(address)
+
+    def probe(self, instance: str, endpoint: str) -> None:
+        self.probes.append((instance, endpoint))
+
+
+class Side:
+    """One server's transfer half, with pools that are only counted."""
+
+    def __init__(
+        self,
+        net: Net,
+        instance: str,
+        *,
+        endpoint: str | None = None,
+        facts: dict[str, str | int] | None = None,
+        token: str = TOKEN,
+        page_tokens: int = 4,
+        num_layers: int = 3,
+        dtype: str = "uint64",
+    ) -> None:
+        self.net, self.instance = net, instance
+        self.endpoint = endpoint or f"{instance}:1"
+        self.pages, self.aux_slots = LeasePool(PageAllocator(16)), LeasePool(PageAllocator(4))
+        self.socket, self.engine, self.directory = KitSocket(net, self.endpoint), KitEngine(instance), KitDirectory()
+        layout = KVLayout((dataclasses.replace(hash_layout(page_tokens, num_layers).groups[0], dtype=dtype),))
+        args = KVArgs(
+            instance=instance,
+            layout=layout,
+            buffers=((1 << 20, 16 * layout.groups[0].page_bytes),),
+            aux=MetadataBuffers(4),
+            facts=FACTS if facts is None else facts,
+            token=token,
+        )
+        times = TransferTimes(
+            bootstrap_timeout_s=BOOTSTRAP_S,
+            waiting_timeout_s=WAITING_S,
+            sessions=SessionTimes(heartbeat_s=HEARTBEAT_S, misses=MISSES),
+        )
+        self.kv = KVManager(args, self.socket, self.engine, self.directory, net.clock, times)
+        net.sides[self.endpoint] = self
+
+    @property
+    def free(self) -> tuple[int, int]:
+        """Free pages and aux slots; all free is (16, 4)."""
+        return self.pages.num_free, self.aux_slots.num_free
+
+    def leases(self, num_pages: int = 3) -> tuple[Lease, Lease]:
+        """Pages and an aux slot."""
+        lease, aux = self.pages.reserve(num_pages), self.aux_slots.reserve(1)
+        assert lease is not None and aux is not None
+        return lease, aux
+
+    def end_jobs(self, failure: Failure | None = None, *, settled: bool = True) -> None:
+        """All submitted jobs end, in the same way."""
+        jobs, self.engine.jobs = self.engine.jobs, []
+        for job in jobs:
+            self.kv.handle(CopyDone(job, failure, settled, write_s=0.1))
+
+
+ALL_FREE = (16, 4)
+
+
+def found(decode: Side, prefill: Side, address: Address = ADDRESS) -> None:
+    """The directory of `decode` answers."""
+    decode.kv.handle(PrefillFound(address, prefill.instance, prefill.endpoint))
+
+
+def meet(**decode_changes: object) -> tuple[Net, Side, Side]:
+    """A prefill and a decode server with a session."""
+    net = Net()
+    prefill, decode = Side(net, "prefill-1"), Side(net, "decode-1", **decode_changes)  # type: ignore[arg-type]
+    decode.kv.sessions.dial(ADDRESS)
+    found(decode, prefill)
+    net.pump()
+    return net, prefill, decode
+
+
+class Pair:
+    """One request on both servers, opened and published."""
+
+    def __init__(self, net: Net, prefill: Side, decode: Side, room: int = 7, digest: str = "d") -> None:
+        self.net, self.prefill, self.decode, self.room = net, prefill, decode, room
+        self.receiver: KVReceiver = decode.kv.open_receiver(room, ADDRESS, digest)
+        self.theirs = decode.leases()
+        self.receiver.publish(*self.theirs)
+        self.sender: KVSender = prefill.kv.open_sender(room, ADDRESS[0], digest)
+        self.mine = prefill.leases()
+        net.pump()
+
+    def send(self) -> None:
+        """All pages and the aux slot are submitted."""
+        self.sender.send(self.mine[0], 3)
+        self.sender.finish(self.mine[1], AuxRecord(self.room, 0, 42), TransferStats(prefill_s=1.0))
+
+    def drop_requests(self) -> None:
+        """Both requests end and let go of everything of theirs."""
+        self.sender.close()
+        self.receiver.close()
+        for lease in (*self.mine, *self.theirs):
+            lease.drop("request")
