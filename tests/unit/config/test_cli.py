@@ -13,13 +13,12 @@ from pdserve.errors import ConfigError
 MODEL = ["--model-path", "m"]
 
 
-def test_the_model_alone_gives_every_default() -> None:
-    config = parse_server_args(MODEL)
-    assert config.model.model_path == "m"
+def test_no_flag_at_all_gives_every_default() -> None:
+    config = parse_server_args([])
+    assert config.model.model_path == "smollm2"
     for flag in flags():
-        if not flag.required:
-            group = {field.name: getattr(config, field.name) for field in dataclasses.fields(ServerConfig)}[flag.group]
-            assert dataclasses.asdict(group)[flag.field] == flag.default
+        group = {field.name: getattr(config, field.name) for field in dataclasses.fields(ServerConfig)}[flag.group]
+        assert dataclasses.asdict(group)[flag.field] == flag.default
 
 
 def test_values_arrive_in_their_groups_with_their_types() -> None:
@@ -66,7 +65,6 @@ def test_a_flag_may_not_be_shortened() -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("", "model-path"),
         ("--model-path", "model-path"),
         ("--model m --page-size", "page-size"),
         ("--model m --page-size x", "page-size"),
