@@ -129,7 +129,9 @@ class Sessions:
             packet = self._wire.decode(frame)
         except ProtocolError as error:
             self._counters["control_frames_refused"] += 1
-            log.warning("control frame refused: %s", error)
+            count = self._counters["control_frames_refused"]
+            if count & (count - 1) == 0:  # whoever floods the port must not flood the log
+                log.warning("control frame refused (%d so far): %s", count, error)
             return []
         if packet.receiver != self.instance:
             self._counters["control_frames_misaddressed"] += 1

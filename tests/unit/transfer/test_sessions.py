@@ -95,6 +95,14 @@ def test_junk_and_wrongly_sealed_frames_are_counted_and_change_nothing() -> None
     assert decode.kv.counters["control_frames_refused"] == 0
 
 
+def test_a_flood_of_junk_is_counted_whole_and_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    _, prefill, _ = meet()
+    for _ in range(1000):
+        prefill.kv.handle(FrameArrived(b"junk"))
+    assert prefill.kv.counters["control_frames_refused"] == 1000
+    assert 0 < len(caplog.records) < 20
+
+
 def test_frames_for_another_instance_are_counted_and_dropped() -> None:
     _, prefill, _ = meet()
     packet = Packet(sender="decode-1", receiver="prefill-0", seq=1, body=Ack(1))

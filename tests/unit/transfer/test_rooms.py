@@ -1,0 +1,415 @@
+"""Rooms, holds and endings, as `KVSender` and `KVReceiver` see them, each step on command."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pdserve.errors import RequestError
+from pdserve.protocol.failure import Failure
+from pdserve.transfer import send_side
+from pdserve.transfer.aux import AuxRecord
+from pdserve.transfer.events import FrameArrived, PeerGone
+from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST
+from pdserve.transfer.state import KVPoll
+from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta, Packet, TransferStats, Wire, prompt_digest
+from tests.unit.transfer.kit import (
+    ADDRESS,
+    ALL_FREE,
+    BOOTSTRAP_S,
+    CLIENT_LEFT,
+    HEARTBEAT_S,
+    SETTLE_S,
+    TOKEN,
+    WAITING_S,
+    Net,
+    Pair,
+    Side,
+    found,
+    meet,
+)
+
+BROKEN = Failure(code="engine_failed", message="the engine says -1")
+
+
+def _quiet_and_free(*sides: Side) -> None:
+    for side in sides:
+        assert side.kv.quiet and side.free == ALL_FREE, (side.instance, side.kv.counts(), side.free)
+
+
+def _say(net: Net, sender: str, to: Side, body: Meta | Done | Ended | Abort) -> None:
+    """Somebody who knows the token says something."""
+    to.kv.handle(FrameArrived(Wire(TOKEN).encode(Packet(sender=sender, receiver=to.instance, seq=1 << 40, body=body))))
+    net.pump()
+
+
+def test_a_transfer_succeeds_and_leaves_nothing() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    assert pair.sender.poll() is KVPoll.WAITING_FOR_INPUT
+    pair.sender.send(pair.mine[0], 2)
+    assert pair.sender.poll() is KVPoll.TRANSFERRING
+    pair.send()
+    assert [job.num_bytes for job in prefill.engine.jobs][-1] == decode.kv.args.aux.slot_bytes
+    assert pair.mine[0].held_by("send") and pair.mine[1].held_by("send")
+    prefill.end_jobs()
+    net.pump()
+    assert pair.sender.poll() is pair.receiver.poll() is KVPoll.SUCCESS
+    assert pair.receiver.stats.num_pages == 3 and pair.receiver.stats.prefill_s == 1.0
+    assert not any(lease.held_by("send") for lease in pair.mine)
+    assert not any(lease.held_by("remote") for lease in pair.theirs)
+    pair.drop_requests()
+    _quiet_and_free(prefill, decode)
+
+
+@pytest.mark.parametrize("host", ["prefill", FAKE_BOOTSTRAP_HOST])
+def test_a_live_room_is_refused_with_409_on_both_sides(host: str) -> None:
+    _, prefill, decode = meet()
+    sender = prefill.kv.open_sender(7, host, "d")
+    receiver = decode.kv.open_receiver(7, (host, 1), "d")
+    for again in (lambda: prefill.kv.open_sender(7, host, "e"), lambda: decode.kv.open_receiver(7, (host, 1), "e")):
+        with pytest.raises(RequestError) as caught:
+            again()
+        assert (caught.value.status, caught.value.field) == (409, "bootstrap_room")
+    sender.close()
+    receiver.close()
+    prefill.kv.open_sender(7, host, "e")
+    decode.kv.open_receiver(7, (host, 1), "e")
+
+
+def test_a_fake_room_goes_through_all_states_without_a_peer() -> None:
+    net = Net()
+    prefill, decode = Side(net, "prefill-1"), Side(net, "decode-1")
+    sender = prefill.kv.open_sender(7, FAKE_BOOTSTRAP_HOST, "d")
+    receiver = decode.kv.open_receiver(7, (FAKE_BOOTSTRAP_HOST, 1), "d")
+    mine, theirs = prefill.leases(), decode.leases()
+    receiver.publish(*theirs)
+    sender.send(mine[0], 3)
+    sender.finish(mine[1], AuxRecord(7, 0, 1), TransferStats())
+    assert sender.poll() is receiver.poll() is KVPoll.SUCCESS
+    assert receiver.take(theirs[1]) is not None
+    assert not net.frames and not prefill.engine.jobs and not decode.directory.finds
+    sender.close()
+    receiver.close()
+    for lease in (*mine, *theirs):
+        lease.drop("request")
+    _quiet_and_free(prefill, decode)
+
+
+def test_metadata_of_another_room_or_attempt_is_not_taken() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    slot, key = pair.theirs[1], pair.receiver._room.key
+    aux = decode.kv.args.aux
+    for room, attempt in ((8, key.attempt), (7, key.attempt + 1), (0, 0)):
+        aux.write(slot.pages[0], AuxRecord(room, attempt, 1))
+        assert pair.receiver.take(slot) is None
+    aux.write(slot.pages[0], AuxRecord(7, key.attempt, 1))
+    assert pair.receiver.take(slot) is not None
+
+
+def test_meta_that_comes_first_waits_for_its_request() -> None:
+    net, prefill, decode = meet()
+    receiver = decode.kv.open_receiver(7, ADDRESS, "d")
+    receiver.publish(*decode.leases())
+    net.pump()
+    assert prefill.kv.counts()["keys_early"] == 1 and not prefill.kv.quiet
+    sender = prefill.kv.open_sender(7, ADDRESS[0], "d")
+    assert sender.poll() is KVPoll.WAITING_FOR_INPUT
+    assert prefill.kv.counts()["keys_early"] == 0
+
+
+def test_meta_whose_request_never_comes_is_turned_away_with_504() -> None:
+    net, prefill, decode = meet()
+    receiver = decode.kv.open_receiver(7, ADDRESS, "d")
+    leases = decode.leases()
+    receiver.publish(*leases)
+    net.pump()
+    net.pass_time(BOOTSTRAP_S + 1)
+    assert receiver.failure is not None
+    assert (receiver.failure.code, receiver.failure.status) == ("bootstrap_timeout", 504)
+    receiver.close()
+    for lease in leases:
+        lease.drop("request")
+    _quiet_and_free(prefill, decode)
+
+
+def test_early_metas_of_a_dead_peer_are_forgotten() -> None:
+    net, prefill, decode = meet()
+    decode.kv.open_receiver(7, ADDRESS, "d").publish(*decode.leases())
+    net.pump()
+    prefill.kv.handle(PeerGone("decode-1"))
+    assert prefill.kv.quiet
+
+
+def test_too_many_early_metas_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(send_side, "MAX_EARLY", 2)
+    net, _, decode = meet()
+    receivers = [decode.kv.open_receiver(room, ADDRESS, "d") for room in range(3)]
+    for receiver in receivers:
+        receiver.publish(*decode.leases(1))
+    net.pump()
+    assert [r.poll() for r in receivers] == [KVPoll.WAITING_FOR_INPUT] * 2 + [KVPoll.FAILED]
+    assert receivers[2].failure is not None and receivers[2].failure.status == 503
+
+
+def test_a_sender_that_gave_up_before_meta_came_tells_the_receiver_why() -> None:
+    net, prefill, decode = meet()
+    sender = prefill.kv.open_sender(7, ADDRESS[0], "d")
+    sender.abort(CLIENT_LEFT)
+    sender.close()
+    receiver = decode.kv.open_receiver(7, ADDRESS, "d")
+    leases = decode.leases()
+    receiver.publish(*leases)
+    net.pump()
+    assert receiver.poll() is KVPoll.FAILED
+    assert receiver.failure is not None and (receiver.failure.code, receiver.failure.status) == ("aborted", 499)
+    receiver.close()
+    for lease in leases:
+        lease.drop("request")
+    _quiet_and_free(prefill, decode)
+
+
+def test_tombstones_are_for_one_prompt_and_a_limited_time() -> None:
+    net, prefill, decode = meet()
+    for room in range(100):
+        sender = prefill.kv.open_sender(room, ADDRESS[0], "d")
+        sender.abort(CLIENT_LEFT)
+        sender.close()
+    other = decode.kv.open_receiver(3, ADDRESS, "another prompt")
+    other.publish(*decode.leases())
+    net.pump()
+    assert other.poll() is KVPoll.WAITING_FOR_INPUT
+    net.pass_time(BOOTSTRAP_S + 1)
+    assert not prefill.kv.send_side._tombstones
+
+
+def test_a_request_nobody_comes_for_times_out_with_504() -> None:
+    net, prefill, _ = meet()
+    sender = prefill.kv.open_sender(7, ADDRESS[0], "d")
+    net.pass_time(BOOTSTRAP_S - 1)
+    assert sender.poll() is KVPoll.BOOTSTRAPPING
+    net.pass_time(2)
+    assert sender.failure is not None and (sender.failure.code, sender.failure.status) == ("bootstrap_timeout", 504)
+
+
+def test_a_receiver_that_finds_no_prefill_server_times_out_with_504() -> None:
+    net = Net()
+    decode = Side(net, "decode-1")
+    receiver = decode.kv.open_receiver(7, ADDRESS, "d")
+    net.pass_time(BOOTSTRAP_S + 1)
+    assert receiver.failure is not None and receiver.failure.status == 504
+
+
+def test_another_prompt_for_the_room_is_turned_away() -> None:
+    net, prefill, decode = meet()
+    sender = prefill.kv.open_sender(7, ADDRESS[0], prompt_digest([1, 2]))
+    receiver = decode.kv.open_receiver(7, ADDRESS, prompt_digest([1, 3]))
+    receiver.publish(*decode.leases())
+    net.pump()
+    assert receiver.failure is not None and receiver.failure.code == "prompt_mismatch"
+    assert sender.poll() is KVPoll.BOOTSTRAPPING, "a late Meta of an earlier use must not fail this one"
+    assert decode.kv.counts()["pages_held_remote"] == 0
+
+
+def test_a_higher_attempt_of_the_same_receiver_supersedes_until_something_was_sent() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    pair.receiver.close()
+    second = decode.kv.open_receiver(7, ADDRESS, "d")
+    pages = decode.leases()
+    second.publish(*pages)
+    net.pump()
+    assert pair.sender._room.target is not None and pair.sender._room.target.pages[0] == tuple(pages[0].pages)
+    pair.sender.send(pair.mine[0], 3)
+    second.close()
+    third = decode.kv.open_receiver(7, ADDRESS, "d")
+    third.publish(*decode.leases())
+    net.pump()
+    assert third.failure is not None and third.failure.code == "room_in_use"
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        pytest.param({"pages": ((0, 16),)}, id="page outside the pool"),
+        pytest.param({"pages": ()}, id="no group"),
+        pytest.param({"pages": ((0,), (1,))}, id="one group too many"),
+        pytest.param({"aux_slot": 4}, id="slot outside the buffer"),
+    ],
+)
+def test_pages_that_are_not_the_peers_are_refused_and_counted(meta: dict[str, object]) -> None:
+    net, prefill, _ = meet()
+    sender = prefill.kv.open_sender(7, ADDRESS[0], "d")
+    good = Meta(key=Key(7, 1, "decode-1"), pages=((0, 1, 2),), aux_slot=0, prompt_digest="d")
+    _say(net, "decode-1", prefill, msgspec.structs.replace(good, **meta))
+    assert prefill.kv.counters["metas_refused"] == 1
+    assert sender.poll() is KVPoll.BOOTSTRAPPING
+    ended = net.said(Ended)[-1]
+    assert isinstance(ended, Ended) and ended.quiesced and ended.failure.code == "bad_metadata"
+
+
+def test_fewer_pages_than_the_prompt_has_fail_the_request_and_nothing_else() -> None:
+    net, prefill, decode = meet()
+    receiver = decode.kv.open_receiver(7, ADDRESS, "d")
+    receiver.publish(*decode.leases(2))
+    sender = prefill.kv.open_sender(7, ADDRESS[0], "d")
+    net.pump()
+    sender.send(prefill.leases()[0], 3)
+    net.pump()
+    assert sender.poll() is receiver.poll() is KVPoll.FAILED
+    assert not prefill.engine.jobs
+
+
+def test_pages_outlive_an_aborted_receiver_until_the_sender_is_quiet() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    pair.sender.send(pair.mine[0], 3)
+    pair.receiver.abort(CLIENT_LEFT)
+    pair.drop_requests()
+    net.pump()
+    assert decode.free == (13, 3) and prefill.free == (13, 4), "a copy still runs"
+    assert prefill.engine.jobs[0].cancelled
+    net.pass_time(30)
+    assert decode.free == (13, 3)
+    prefill.end_jobs(BROKEN)
+    net.pump()
+    _quiet_and_free(prefill, decode)
+    assert prefill.kv.counters["copies_failed"] == 0, "a cancelled copy is no failed one"
+
+
+def test_an_unsettled_copy_holds_both_sides_for_as_long_as_it_may_move() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    pair.send()
+    prefill.end_jobs(BROKEN, settled=False)
+    net.pump()
+    assert pair.sender.failure == BROKEN and pair.receiver.failure == BROKEN, "the requests fail at once"
+    assert prefill.kv.counters["copies_failed"] == 1
+    pair.drop_requests()
+    net.pass_time(SETTLE_S - 1)
+    assert prefill.free != ALL_FREE and decode.free != ALL_FREE
+    net.pass_time(2)
+    _quiet_and_free(prefill, decode)
+
+
+def test_a_settled_failure_lets_go_at_once() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    pair.send()
+    prefill.end_jobs(BROKEN)
+    net.pump()
+    pair.drop_requests()
+    _quiet_and_free(prefill, decode)
+
+
+def test_a_repeated_report_of_a_copy_counts_once() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    pair.send()
+    first = prefill.engine.jobs[0]
+    prefill.engine.jobs = [first, first, first]
+    prefill.end_jobs()
+    net.pump()
+    assert pair.sender.poll() is KVPoll.TRANSFERRING, "the aux slot is still on its way"
+
+
+def test_an_abort_of_a_stranger_is_ignored_and_so_are_its_endings() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    key = pair.receiver._room.key
+    for number, side in enumerate((prefill, decode)):
+        stranger = Side(net, f"stranger-{number}")
+        found(stranger, side)
+        net.pump()
+        for body in (
+            Abort(key=key, failure=CLIENT_LEFT, prompt_digest="d"),
+            Ended(key=key, failure=CLIENT_LEFT, quiesced=True),
+            Done(key=key, stats=TransferStats()),
+        ):
+            _say(net, stranger.instance, side, body)
+    assert pair.sender.poll() is KVPoll.WAITING_FOR_INPUT and pair.receiver.poll() is KVPoll.WAITING_FOR_INPUT
+    assert all(lease.held_by("remote") for lease in pair.theirs)
+
+
+def test_a_closed_key_never_reopens() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    old = next(p for p in net.seen if isinstance(p.body, Meta))
+    pair.receiver.abort(CLIENT_LEFT)
+    net.pump()
+    pair.drop_requests()
+    again = prefill.kv.open_sender(7, ADDRESS[0], "d")
+    prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(old)))
+    assert again.poll() is KVPoll.BOOTSTRAPPING
+
+
+def test_kv_that_does_not_come_in_time_fails_with_504_and_stays_held() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    pair.sender.send(pair.mine[0], 3)
+    net.pass_time(WAITING_S + 1)
+    assert pair.receiver.failure is not None
+    assert (pair.receiver.failure.code, pair.receiver.failure.status) == ("transfer_timeout", 504)
+    assert pair.sender.poll() is KVPoll.FAILED
+    pair.drop_requests()
+    assert decode.free == (13, 3)
+    prefill.end_jobs()
+    net.pump()
+    _quiet_and_free(prefill, decode)
+
+
+def test_pages_given_to_a_dead_prefill_server_are_fenced_first() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    pair.sender.send(pair.mine[0], 3)
+    del net.sides[prefill.endpoint]
+    decode.kv.handle(PeerGone("prefill-1"))
+    assert pair.receiver.failure is not None and pair.receiver.failure.code == "peer_gone"
+    pair.drop_requests()
+    net.pass_time(SETTLE_S - 1)
+    assert decode.free == (13, 3)
+    net.pass_time(2)
+    _quiet_and_free(decode)
+
+
+def test_pages_given_to_a_silent_prefill_server_stay_held_until_it_speaks() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    del net.sides[prefill.endpoint]
+    net.pass_time(5 * HEARTBEAT_S)
+    assert pair.receiver.failure is not None and pair.receiver.failure.code == "peer_silent"
+    pair.drop_requests()
+    net.pass_time(50)
+    assert decode.free == (13, 3), "it may still write"
+    net.sides[prefill.endpoint] = prefill
+    net.pass_time(10)
+    _quiet_and_free(prefill, decode)
+
+
+def test_source_pages_for_a_dead_decode_server_are_held_until_the_copy_ended() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    pair.sender.send(pair.mine[0], 3)
+    del net.sides[decode.endpoint]
+    prefill.kv.handle(PeerGone("decode-1"))
+    assert pair.sender.failure is not None and pair.sender.failure.code == "peer_gone"
+    pair.drop_requests()
+    assert prefill.free == (13, 4) and prefill.engine.jobs[0].cancelled
+    prefill.end_jobs(BROKEN)
+    _quiet_and_free(prefill)
+
+
+def test_nothing_is_sent_twice_nor_after_a_failure() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    for num_pages in (1, 1, 0, 2):
+        pair.sender.send(pair.mine[0], num_pages)
+    assert len(prefill.engine.jobs) == 2
+    pair.sender.abort(CLIENT_LEFT)
+    pair.send()
+    assert len(prefill.engine.jobs) == 2
+    prefill.end_jobs(BROKEN)
+    net.pump()
+    pair.drop_requests()
+    _quiet_and_free(prefill, decode)
