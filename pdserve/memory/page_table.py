@@ -17,6 +17,7 @@ class PageTable:
     def __init__(self, num_rows: int, max_pages_per_row: int) -> None:
         self.pages: npt.NDArray[np.int32] = np.zeros((num_rows, max_pages_per_row), dtype=np.int32)
         self.num_rows = num_rows
+        self.max_pages_per_row = max_pages_per_row
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property

@@ -24,7 +24,7 @@ class Times:
     second_token: float | None = None
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Req:
     """`computed` tokens of `prompt + output_ids` have KV in the lease's pages; `row` while the executor knows it."""
 

@@ -130,12 +130,12 @@ class Scheduler:
             self.core.outbox.send(OutputBatch(outputs=[RequestOutput(rid=spec.rid, token_ids=[], finish=finish)]))
 
     def _abort(self, abort: AbortRequest) -> None:
-        reqs = list(self.role.live.values())
+        live = self.role.live
+        rids = list(live) if abort.rid is None else [abort.rid]
         failure: Failure | None = CLIENT_ABORT if abort.reason == "abort" else None
-        for req in reqs:
-            if abort.rid is None or abort.rid == req.rid:
-                self.core.counters["requests_aborted"] += failure is not None
-                self.role.end(req, failure)
+        for req in [live[rid] for rid in rids if rid in live]:
+            self.core.counters["requests_aborted"] += failure is not None
+            self.role.end(req, failure)
 
     def _num_queued(self) -> int:
         return len(self.role.live) - self.role.queues()["num_running_reqs"]

@@ -95,3 +95,8 @@ def check_fits(core: Core, num_tokens: int) -> None:
             f"prompt and max_new_tokens need {num_tokens} tokens of KV memory, the pool has {core.memory.max_tokens}",
             field="max_new_tokens",
         )
+    if core.memory.num_pages(num_tokens) > core.memory.table.max_pages_per_row:
+        longest = core.memory.table.max_pages_per_row * core.memory.layout.page_tokens
+        raise RequestError(
+            f"prompt and max_new_tokens are {num_tokens} tokens, a request can have {longest}", field="max_new_tokens"
+        )

@@ -1,0 +1,390 @@
+"""The scheduler and its roles with the hash model: refusals, aborts in every queue, finish reasons, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import msgspec
+import pytest
+
+from pdserve.base.clock import ManualClock
+from pdserve.base.mailbox import Mailbox
+from pdserve.executor.interface import BatchPlan, SampledToken, StepResult
+from pdserve.memory.kv_memory import KVMemory
+from pdserve.memory.page_table import PageTable
+from pdserve.protocol.messages import (
+    AbortRequest,
+    FinishReason,
+    FlushCache,
+    FlushReply,
+    GenerateRequest,
+    OutputBatch,
+    RoomAddress,
+    Shutdown,
+    StateQuery,
+    StateReply,
+    ToApi,
+)
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.scheduler.core import Core, Limits, Outbox
+from pdserve.scheduler.req import Req, Times, finish_for_token
+from pdserve.scheduler.roles.monolith import MonolithRole
+from pdserve.scheduler.scheduler import Event, Scheduler
+from pdserve.sim.hash_lm import HashExecutor, hash_layout
+from pdserve.sim.network import Faults
+from pdserve.sim.world import Node, Prompt, Shape, World, monolith_tokens
+
+EOS = 2
+PROMPT = [5, 6, 7, 8, 9]
+
+
+class CountingExecutor(HashExecutor):
+    """The hash model, but its sampled tokens are 100, 101, ... or what `script` says."""
+
+    def __init__(self, layout_pages: int, table: PageTable) -> None:
+        super().__init__(hash_layout(4), layout_pages, table)
+        self.script: list[int] = []
+
+    def run(self, plan: BatchPlan) -> StepResult:
+        result = super().run(plan)
+        tokens = tuple(
+            None if token is None else SampledToken(self.script.pop(0) if self.script else 100, -0.5, ((1, -0.5),))
+            for token in result.tokens
+        )
+        return StepResult(result.step, tokens)
+
+
+class Mono:
+    """An aggregated server whose client is the test."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 16,
+        num_rows: int = 2,
+        chunk: int | None = 4,
+        max_queued: int | None = None,
+        width: int = 16,
+    ) -> None:
+        self.sent: list[ToApi] = []
+        table = PageTable(num_rows, width)
+        self.executor = CountingExecutor(num_pages, table)
+        self.memory = KVMemory(self.executor.layout, num_pages, table, num_aux=0)
+        limits = Limits(chunk_tokens=chunk, eos_token_ids=frozenset({EOS}))
+        core = Core(self.memory, self.executor, Outbox(self.sent.append), ManualClock(), limits)
+        self.mailbox: Mailbox[Event] = Mailbox()
+        self.scheduler = Scheduler(MonolithRole(core), core, None, self.mailbox, max_queued=max_queued)
+
+    def post(
+        self, rid: str, tokens: list[int] | None = None, top_logprobs: int | None = None, **sampling: object
+    ) -> None:
+        params = SamplingParams(**({"max_new_tokens": 4} | sampling))  # type: ignore[arg-type]
+        self.mailbox.post(
+            GenerateRequest(rid=rid, input_ids=tokens or PROMPT, sampling=params, top_logprobs=top_logprobs)
+        )
+
+    def run(self) -> None:
+        """Until nothing lives."""
+        for _ in range(200):
+            self.scheduler.step()
+            if not self.scheduler.role.live:
+                return
+        raise AssertionError(self.scheduler.role.queues())
+
+    def tokens(self, rid: str) -> list[int]:
+        return [token for output in self._outputs(rid) for token in output.token_ids]
+
+    def finish(self, rid: str) -> FinishReason:
+        """The one end of a request."""
+        ends = [output.finish for output in self._outputs(rid) if output.finish is not None]
+        assert len(ends) == 1 and self._outputs(rid)[-1].finish is not None, ends
+        return ends[0]
+
+    def _outputs(self, rid: str):  # type: ignore[no-untyped-def]
+        return [o for message in self.sent if isinstance(message, OutputBatch) for o in message.outputs if o.rid == rid]
+
+    def all_free(self) -> bool:
+        counts = self.memory.counts()
+        return all(counts[f"{name}_free"] == counts[f"{name}_total"] for name in ("pages", "rows", "aux"))
+
+
+@pytest.fixture
+def mono() -> Iterator[Mono]:
+    mono = Mono()
+    yield mono
+    assert mono.all_free() and not mono.scheduler.role.live, mono.memory.counts()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "script", "tokens", "finish"),
+    [
+        ({}, [], [100] * 4, FinishReason(type="length", length=4)),
+        ({"max_new_tokens": 1}, [], [100], FinishReason(type="length", length=1)),
+        ({}, [100, EOS], [100, EOS], FinishReason(type="stop", matched=EOS)),
+        ({}, [EOS], [EOS], FinishReason(type="stop", matched=EOS)),
+        ({"ignore_eos": True}, [EOS], [EOS, 100, 100, 100], FinishReason(type="length", length=4)),
+        ({"stop_token_ids": (7, 9)}, [100, 9], [100, 9], FinishReason(type="stop", matched=9)),
+        ({"stop_token_ids": (9,), "ignore_eos": True}, [EOS, 9], [EOS, 9], FinishReason(type="stop", matched=9)),
+        ({"min_new_tokens": 3}, [EOS, EOS, EOS], [EOS] * 3, FinishReason(type="stop", matched=EOS)),
+        ({"min_new_tokens": 2, "stop_token_ids": (9,)}, [9, 9], [9, 9], FinishReason(type="stop", matched=9)),
+        ({"max_new_tokens": 2}, [100, EOS], [100, EOS], FinishReason(type="stop", matched=EOS)),
+    ],
+)
+def test_finish_reasons(
+    mono: Mono, sampling: dict[str, object], script: list[int], tokens: list[int], finish: FinishReason
+) -> None:
+    mono.executor.script = script
+    mono.post("a", **sampling)
+    mono.run()
+    assert mono.tokens("a") == tokens
+    assert mono.finish("a") == finish
+
+
+def test_stop_tokens_come_before_length() -> None:
+    req = Req(GenerateRequest(rid="a", input_ids=[1], sampling=SamplingParams(max_new_tokens=1)), Times(0.0), [EOS])
+    assert finish_for_token(req, EOS, frozenset({EOS})) == FinishReason(type="stop", matched=EOS)
+
+
+def test_logprobs_only_where_asked(mono: Mono) -> None:
+    mono.post("plain")
+    mono.post("rich", top_logprobs=1)
+    mono.run()
+    assert all(output.logprobs is None for output in mono._outputs("plain"))
+    first = mono._outputs("rich")[0].logprobs
+    assert first is not None and (first[0].logprob, first[0].top) == (-0.5, [(1, -0.5)])
+
+
+def test_a_rid_in_use_is_refused_with_409_and_its_owner_goes_on(mono: Mono) -> None:
+    mono.post("a")
+    mono.post("a")
+    mono.scheduler.step()
+    (refusal,) = [o for o in mono._outputs("a") if o.finish is not None]
+    assert (refusal.finish.type, refusal.finish.status_code) == ("abort", 409)
+    mono.run()
+    assert mono.tokens("a") == [100] * 4
+    mono.post("a")
+    mono.run()
+    assert mono.tokens("a") == [100] * 8, "a rid may be used again"
+
+
+def test_a_full_queue_refuses_with_503() -> None:
+    mono = Mono(num_rows=1, max_queued=2)
+    mono.post("running")
+    mono.scheduler.step()
+    for rid in ("b", "c", "d"):
+        mono.post(rid)
+    mono.scheduler.step()
+    assert (mono.finish("d").status_code, mono.finish("d").err_type) == (503, "queue_full")
+    mono.run()
+    assert [mono.finish(rid).type for rid in ("running", "b", "c")] == ["length"] * 3
+    assert mono.scheduler.state().counters["requests_refused"] == 1
+    assert mono.all_free()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "num_prompt"), [({"num_pages": 4}, 14), ({"num_pages": 16, "width": 4}, 14)], ids=["pool", "row"]
+)
+def test_what_can_never_fit_is_refused_with_400(kwargs: dict[str, int], num_prompt: int) -> None:
+    mono = Mono(**kwargs)
+    mono.post("large", list(range(num_prompt)))
+    mono.post("fits", list(range(num_prompt - 2)))
+    mono.run()
+    assert (mono.finish("large").type, mono.finish("large").status_code) == ("abort", 400)
+    assert mono.finish("fits").type == "length"
+    assert mono.all_free()
+
+
+@pytest.mark.parametrize(("reason", "kind", "status"), [("abort", "abort", 499), ("stop", "stop", None)])
+@pytest.mark.parametrize("steps", range(6))
+def test_an_abort_in_any_queue_leaves_nothing(
+    mono: Mono, steps: int, reason: Literal["abort", "stop"], kind: str, status: int | None
+) -> None:
+    for rid in ("a", "b", "c", "d"):
+        mono.post(rid, max_new_tokens=8)
+    for _ in range(steps):
+        mono.scheduler.step()
+    mono.mailbox.post(AbortRequest(rid="c", reason=reason))
+    mono.mailbox.post(AbortRequest(rid="a"))
+    mono.mailbox.post(AbortRequest(rid="nobody"))
+    mono.mailbox.post(AbortRequest(rid="a"))
+    mono.run()
+    assert (mono.finish("c").type, mono.finish("c").status_code) == (kind, status)
+    assert mono.finish("a").type == "abort"
+    assert mono.finish("b").type == mono.finish("d").type == "length"
+    assert mono.tokens("b") == [100] * 8
+
+
+def test_abort_of_all_ends_all(mono: Mono) -> None:
+    for rid in "abcd":
+        mono.post(rid)
+    mono.scheduler.step()
+    mono.mailbox.post(AbortRequest(rid=None))
+    mono.scheduler.step()
+    assert {mono.finish(rid).type for rid in "abcd"} == {"abort"}
+    assert mono.scheduler.state().counters["requests_aborted"] == 4
+
+
+def test_flush_is_refused_while_requests_run(mono: Mono) -> None:
+    mono.post("a")
+    mono.mailbox.post(FlushCache(query_id="1"))
+    mono.run()
+    mono.mailbox.post(FlushCache(query_id="2"))
+    mono.scheduler.step()
+    assert [(m.query_id, m.ok) for m in mono.sent if isinstance(m, FlushReply)] == [("1", False), ("2", True)]
+
+
+def test_state_counts_what_is_where() -> None:
+    mono = Mono(num_rows=2, num_pages=16, chunk=4)
+    for rid in "abc":
+        mono.post(rid)
+    mono.scheduler.step()
+    mono.mailbox.post(StateQuery(query_id="q"))
+    mono.scheduler.step()
+    reply = next(m for m in mono.sent if isinstance(m, StateReply))
+    state = reply.state
+    assert (state.num_running_reqs, state.num_queue_reqs, state.memory["reqs_live"]) == (1, 2, 3)
+    assert state.memory["pages_total"] - state.memory["pages_free"] == 3, "the worst case of one request"
+    assert (state.num_used_tokens, state.max_total_tokens) == (12, 64)
+    mono.run()
+    after = mono.scheduler.state()
+    assert (after.num_running_reqs, after.num_queue_reqs, after.num_used_tokens) == (0, 0, 0)
+    assert after.counters["prompt_tokens"] == 15 and after.counters["generation_tokens"] == 12
+
+
+def test_chunks_stay_within_the_budget() -> None:
+    mono = Mono(num_rows=4, chunk=3)
+    sizes: list[int] = []
+    run = mono.executor.run
+
+    def watching(plan: BatchPlan) -> StepResult:
+        sizes.append(sum(row.num_tokens for row in plan.rows if row.end <= len(PROMPT)))
+        return run(plan)
+
+    mono.executor.run = watching  # type: ignore[method-assign]
+    for rid in "abcd":
+        mono.post(rid)
+    mono.run()
+    assert max(sizes) == 3 and sum(sizes) == 4 * len(PROMPT)
+
+
+def test_shutdown_ends_the_loop() -> None:
+    mono = Mono()
+    mono.post("a")
+    mono.mailbox.post(Shutdown())
+    mono.scheduler.run()
+    assert mono.scheduler.role.live or mono.finish("a")
+
+
+# ---------------------------------------------------------------------- prefill and decode
+
+QUIET = Faults(repeated=0.0, max_delay_s=0.1)
+QUEUES = {
+    "prefill": (
+        "num_prefill_bootstrap_queue_reqs",
+        "num_queue_reqs",
+        "num_running_reqs",
+        "num_prefill_inflight_queue_reqs",
+    ),
+    "decode": (
+        "num_decode_prealloc_queue_reqs",
+        "num_decode_transfer_queue_reqs",
+        "num_queue_reqs",
+        "num_running_reqs",
+    ),
+}
+
+
+def _world(num_rows: int = 1, num_pages: int = 24) -> World:
+    return World(3, Shape(page_tokens=4, num_pages=num_pages, num_rows=num_rows, num_aux=6, chunk_tokens=2), QUIET)
+
+
+def _request(rid: str, room: int, max_new: int = 6) -> GenerateRequest:
+    return GenerateRequest(
+        rid=rid,
+        input_ids=PROMPT,
+        sampling=SamplingParams(max_new_tokens=max_new, temperature=0.0),
+        room=RoomAddress(host=World.ADDRESS[0], port=World.ADDRESS[1], room=room),
+    )
+
+
+def _turn(world: World, *nodes: Node) -> None:
+    world.clock.advance(0.25)
+    world.net.deliver()
+    for node in nodes or (world.prefill, world.decode):
+        node.scheduler.step()
+
+
+def _until(world: World, condition: Callable[[], bool], *nodes: Node) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        _turn(world, *nodes)
+    raise AssertionError((world.prefill.scheduler.role.queues(), world.decode.scheduler.role.queues()))
+
+
+def _idle(world: World) -> Callable[[], bool]:
+    return lambda: world.prefill.idle and world.decode.idle and not world.net.busy
+
+
+@pytest.mark.parametrize(("mode", "queue"), [(mode, queue) for mode, queues in QUEUES.items() for queue in queues])
+def test_an_abort_in_each_queue_of_each_role_leaves_nothing_on_either_server(mode: str, queue: str) -> None:
+    world = _world()
+    node = world.prefill if mode == "prefill" else world.decode
+    other = world.decode if mode == "prefill" else world.prefill
+    rids = [f"r{i}" for i in range(3)]
+    for i, rid in enumerate(rids):
+        world.prefill.mailbox.post(_request(rid, i))
+        world.decode.mailbox.post(_request(rid, i))
+    _until(world, lambda: node.scheduler.role.queues()[queue] > 0)
+    node.mailbox.post(AbortRequest(rid=None))
+    node.scheduler.step()
+    assert not node.scheduler.role.live
+    for rid in rids:
+        finish = node.halves[rid].finish
+        assert finish is not None
+        assert finish.type in ("abort", "length") and (finish.type != "abort" or finish.status_code == 499)
+    _until(world, lambda: _idle(world)() and all(other.halves[rid].finish is not None for rid in rids))
+    assert not world.prefill.leaks() and not world.decode.leaks()
+    expected = monolith_tokens(world.shape, [Prompt(tuple(PROMPT), 6)])[0]
+    world.prefill.mailbox.post(_request("again", 0))
+    world.decode.mailbox.post(_request("again", 0))
+    _until(world, lambda: "again" in world.decode.halves and world.decode.halves["again"].finish is not None)
+    assert world.decode.halves["again"].tokens == expected, "the next use of the room is as if nothing had happened"
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_worker_refuses_what_it_cannot_pair(mode: str) -> None:
+    world = _world()
+    node = world.prefill if mode == "prefill" else world.decode
+    node.mailbox.post(msgspec.structs.replace(_request("no room", 1), room=None))
+    node.mailbox.post(_request("first", 5))
+    node.mailbox.post(_request("second", 5))
+    node.mailbox.post(msgspec.structs.replace(_request("large", 6), input_ids=list(range(97))))
+    node.scheduler.step()
+    statuses = {rid: half.finish.status_code for rid, half in node.halves.items() if half.finish is not None}
+    assert statuses == {"no room": 400, "second": 409, "large": 400}
+    assert list(node.scheduler.role.live) == ["first"]
+    assert node.kv is not None and node.kv.counts()["rooms_live"] == 1
+
+
+def test_a_refused_request_keeps_nothing_of_the_room_it_asked_for() -> None:
+    world = _world()
+    world.decode.mailbox.post(msgspec.structs.replace(_request("large", 6), input_ids=list(range(97))))
+    world.decode.scheduler.step()
+    assert not world.decode.leaks()
+
+
+def test_prefill_computes_one_token_and_decode_gets_the_same_one() -> None:
+    world = _world(num_rows=4)
+    prompts = [Prompt(tuple(PROMPT), max_new) for max_new in (1, 2, 6)]
+    expected = monolith_tokens(world.shape, prompts)
+    for i, prompt in enumerate(prompts):
+        for node in (world.prefill, world.decode):
+            node.mailbox.post(_request(f"r{i}", i, prompt.max_new_tokens))
+    _until(world, lambda: len(world.decode.halves) == 3 and all(h.finish for h in world.decode.halves.values()))
+    _until(world, _idle(world))
+    for i, tokens in enumerate(expected):
+        assert world.decode.halves[f"r{i}"].tokens == tokens
+        assert world.prefill.halves[f"r{i}"].tokens == tokens[:1]
+    assert not world.prefill.leaks() and not world.decode.leaks()
