@@ -27,8 +27,9 @@ from pdserve.transfer.bootstrap import RankRoute, register_route
 from pdserve.transfer.control import ZmqControlSocket
 from pdserve.transfer.directory import HttpDirectory
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
+from pdserve.transfer.registry import open_transport
 from pdserve.transfer.sessions import SessionTimes
-from pdserve.transfer.transport import MemoryRegion, open_transport
+from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.workers import CopyWorkers
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from pdserve.errors import ConfigError, TransferError
+from pdserve.errors import TransferError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,36 +161,3 @@ class RegionSet:
                     code="bad_range",
                     retryable=False,
                 )
-
-
-def open_transport(name: str, host: str, ib_device: str | None = None) -> Transport:
-    """Open the transport called `name`; its engine is imported only now.
-
-    `host` is the address that peers reach this process at; `ib_device` names RDMA NICs, comma-separated.
-
-    Raises:
-        ConfigError: no such transport, its library is missing, or it cannot start here.
-    """
-    try:
-        opener = OPENERS[name]
-    except KeyError:
-        raise ConfigError(
-            f"unknown transfer backend {name!r}; there is {', '.join(sorted(OPENERS))}",
-            field="disaggregation_transfer_backend",
-        ) from None
-    return opener(host, ib_device)
-
-
-def _open_mooncake(host: str, ib_device: str | None) -> Transport:
-    from pdserve.transfer.transports.mooncake import MooncakeTransport
-
-    return MooncakeTransport.open(host, ib_device)
-
-
-def _open_fake(host: str, ib_device: str | None) -> Transport:
-    from pdserve.transfer.transports.fake import FakeTransport
-
-    return FakeTransport()
-
-
-OPENERS: dict[str, Callable[[str, str | None], Transport]] = {"mooncake": _open_mooncake, "fake": _open_fake}

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from pdserve.errors import ConfigError, TransferError
-from pdserve.transfer.transport import Copy, MemoryRegion, Transport, open_transport
+from pdserve.transfer.registry import open_transport
+from pdserve.transfer.transport import Copy, MemoryRegion, Transport
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from tests.conformance.transport_kit import LocalPeer, Memory, PeerUnderTest, ProcessPeer
 

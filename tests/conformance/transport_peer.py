@@ -11,7 +11,8 @@ import mmap
 import os
 import sys
 
-from pdserve.transfer.transport import MemoryRegion, open_transport
+from pdserve.transfer.registry import open_transport
+from pdserve.transfer.transport import MemoryRegion
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import ConfigError, TransferError
-from pdserve.transfer.transport import open_transport
+from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transports.mooncake import TCP_TIMEOUTS, choose_protocol, session_of, set_environment
 from pdserve.transfer.transports.mooncake_engine import Window
 
