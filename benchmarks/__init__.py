@@ -1,0 +1,1 @@
+"""Benchmarks: each prints ratios of one run against a named peer or limit. `README.md` says what measures what."""

@@ -1,0 +1,118 @@
+"""What every benchmark's report has: the machine, the revision, medians with their spread, Markdown tables, files.
+
+Called by the scripts of this folder. Imports nothing that a GPU machine with torch alone would not have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """The median of several rounds with the smallest and largest of them."""
+
+    median: float
+    low: float
+    high: float
+
+    def show(self, digits: int = 0, unit: str = "") -> str:
+        """`median (low-high)`; the median alone when all rounds are one."""
+        middle = f"{self.median:.{digits}f}{unit}"
+        if self.low == self.high:
+            return middle
+        return f"{middle} ({self.low:.{digits}f}-{self.high:.{digits}f})"
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """Median, least and most of `values`, of which there is at least one."""
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+def ratios(values: Sequence[float], peers: Sequence[float]) -> Spread:
+    """`values[i] / peers[i]`: rounds are compared with the peer's round beside them, then the median is taken."""
+    return spread_of([value / peer for value, peer in zip(values, peers, strict=True)])
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_text: int = 1) -> str:
+    """A Markdown table with padded columns: the first `num_text` columns to the left, all others to the right."""
+    widths = [max(2, *(len(row[i]) for row in (header, *rows))) for i in range(len(header))]
+    rule = [":" + "-" * (w - 1) if i < num_text else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+
+    def line(cells: Sequence[str]) -> str:
+        pairs = enumerate(zip(cells, widths, strict=True))
+        return "| " + " | ".join(c.ljust(w) if i < num_text else c.rjust(w) for i, (c, w) in pairs) + " |"
+
+    return "\n".join([line(header), line(rule), *(line(row) for row in rows)])
+
+
+def machine() -> dict[str, Any]:
+    """What this run has of the machine; `load_1m` says how busy others kept it before."""
+    return {
+        "cpu_model": cpu_model(),
+        "cpus": os.cpu_count(),
+        "cpus_used": sorted(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_1m": round(os.getloadavg()[0], 2),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def git_revision() -> str:
+    """Short hash of HEAD, "+changes" behind it when tracked files differ; "unknown" outside a checkout."""
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*args: str) -> str:
+    """The output of a git command in the checkout."""
+    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def command_line(module: str, argv: Sequence[str] | None) -> str:
+    """The command that repeats this run from the checkout's root."""
+    return f"python -m {module} " + shlex.join(sys.argv[1:] if argv is None else list(argv))
+
+
+def today() -> str:
+    """The date in results' names."""
+    return time.strftime("%Y-%m-%d")
+
+
+def write_results(directory: Path, name: str, text: str, facts: dict[str, Any]) -> list[Path]:
+    """Write `<date>-<name>.md` and `.json` into `directory`; returns their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / f"{today()}-{name}{suffix}" for suffix in (".md", ".json")]
+    paths[0].write_text(text.rstrip() + "\n")
+    paths[1].write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n")
+    return paths
