@@ -28,15 +28,16 @@ def build(
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
     load_format: Literal["auto", "dummy"] = "auto",
     context_length: int | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
 ) -> Built:
-    """An executor on CPU with one thread."""
+    """An executor on CPU with one thread, or on the CUDA device."""
     return build_executor(
         ServerConfig(
             model=ModelConfig(
                 model_path=str(path), dtype=dtype, load_format=load_format, context_length=context_length
             ),
             memory=MemoryConfig(page_size=page_size, max_total_tokens=max_total_tokens),
-            kernels=KernelConfig(device="cpu", cpu_threads=1),
+            kernels=KernelConfig(device=device, cpu_threads=1),
         ),
         max_rows=max_rows,
     )

@@ -61,6 +61,11 @@ class LocalExecutor:
         """Short hash of a sample of the weights: equal for peers that loaded the same model in the same dtype."""
         return self._model.params.fingerprint()
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, which a decode step reads once."""
+        return self._model.params.num_bytes
+
     def open_row(
         self,
         row: int,

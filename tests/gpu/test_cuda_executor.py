@@ -1,0 +1,42 @@
+"""The executor on a CUDA device computes the tokens of the CPU. Skipped without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import executor_checks as checks
+from tests.tiny import FAMILIES, Family
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.fixture(params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[Family], Path]) -> Path:
+    return tiny_checkpoint(request.param)
+
+
+def test_greedy_tokens_equal_the_cpu_s(checkpoint: Path) -> None:
+    expected = checks.greedy_tokens(checkpoint, "cpu", page_size=16, chunk=None, dtype="float32")
+    for page_size in checks.PAGE_SIZES:
+        checks.check_greedy(checkpoint, "cuda", page_size, expected)
+
+
+def test_log_probabilities_equal_the_cpu_s(checkpoint: Path) -> None:
+    assert checks.check_logprobs(checkpoint, "cuda") <= checks.LOGPROB_TOLERANCE
+
+
+def test_seeded_sampling_draws_the_cpu_s_tokens(checkpoint: Path) -> None:
+    checks.check_sampling(checkpoint, "cuda")
+
+
+def test_bf16_results_are_finite_whatever_lies_in_unused_slots(checkpoint: Path) -> None:
+    checks.check_finite_bf16(checkpoint, "cuda")
+
+
+@pytest.mark.parametrize("page_size", checks.PAGE_SIZES)
+def test_decode_goes_on_with_pages_of_another_pool(checkpoint: Path, page_size: int) -> None:
+    checks.check_hand_over(checkpoint, "cuda", page_size)
