@@ -43,7 +43,8 @@ def sample(logits: Tensor, params: StepParams, tokens: Tensor) -> Sampled:
     if len(drawing):
         index = to_device(drawing, logits.device)
         everyone = len(drawing) == len(params.lines)
-        drawn = _draw(shaped if everyone else shaped.index_select(0, index), params, drawing)
+        best = chosen if everyone else chosen.index_select(0, index)
+        drawn = _draw(shaped if everyone else shaped.index_select(0, index), params, drawing, best)
         chosen = drawn if everyone else chosen.index_copy(0, index, drawn)
     return _with_logprobs(chosen, logits, params)
 
@@ -121,8 +122,11 @@ def _penalise(shaped: Tensor, params: StepParams, rows: IntArray, tokens: Tensor
     shaped.index_copy_(0, index, values - counts * frequency - (counts > 0) * presence)
 
 
-def _draw(logits: Tensor, params: StepParams, rows: IntArray) -> Tensor:
-    """One token a row at its temperature, within its filters: int64 `[len(rows)]`."""
+def _draw(logits: Tensor, params: StepParams, rows: IntArray, best: Tensor) -> Tensor:
+    """One token a row at its temperature, within its filters: int64 `[len(rows)]`.
+
+    A row without a distribution (NaN or infinite logits, or none left to choose from) takes its `best`.
+    """
     columns, device = params.columns[rows], logits.device
     temperature = to_device(columns["temperature"].copy(), device)[:, None]
     probs = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
@@ -134,7 +138,8 @@ def _draw(logits: Tensor, params: StepParams, rows: IntArray) -> Tensor:
     points = torch.from_numpy(uniforms(columns["seed"], params.positions[rows])).to(device)[:, None]
     index = torch.searchsorted(cumulative, points * total, right=True)
     last = torch.searchsorted(cumulative, total)
-    return torch.minimum(index, last)[:, 0]
+    drawn = torch.minimum(index, last)[:, 0]
+    return torch.where(total[:, 0].isfinite(), drawn, best)
 
 
 def _least_probability(probs: Tensor, columns: np.ndarray[tuple[int], np.dtype[np.void]]) -> Tensor | None:

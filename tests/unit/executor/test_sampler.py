@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from pdserve.protocol.sampling import SamplingParams
 VOCAB = 50
 NUM_DRAWS = 4000
 EOS = 3
+BIASED = 7
 
 
 def logits_of(seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
@@ -185,3 +188,32 @@ def test_a_row_forgets_its_last_request() -> None:
     params.set(0, 1, SamplingParams(), None)
     picked = params.pick(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64))
     assert not picked.bans and not picked.biases
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"temperature": 1e-50}, id="temperature that is 0 in float32"),
+        pytest.param({"logit_bias": {BIASED: 1e300}}, id="infinite bias"),
+        pytest.param({"logit_bias": dict.fromkeys(range(VOCAB), -1e300)}, id="nothing left"),
+        pytest.param({"min_new_tokens": 2, "stop_token_ids": tuple(range(VOCAB))}, id="all tokens banned"),
+        pytest.param({"repetition_penalty": 1e-50}, id="penalty that is 0 in float32"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_extreme_settings_still_give_a_token(settings: dict[str, Any]) -> None:
+    logits = logits_of().abs()
+    (token,) = draw(logits[None], [SamplingParams(seed=1, **settings)], known=[[BIASED]])
+    assert 0 <= token < VOCAB
+    if "temperature" in settings:
+        assert token == int(logits.argmax())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+def test_logits_that_are_no_numbers_spoil_only_their_row(value: float, top_p: float) -> None:
+    logits = torch.stack([logits_of(), torch.full((VOCAB,), value)])
+    request = SamplingParams(seed=1, top_p=top_p)
+    sane, spoilt = draw(logits, [request, request])
+    assert 0 <= spoilt < VOCAB
+    assert sane == draw(logits[:1], [request])[0]
