@@ -72,6 +72,7 @@ class Scheduler:
             self.kv.tick()
         self.role.poll()
         plan = self.role.plan(self._step)
+        self.core.outbox.flush()
         if plan is not None:
             self._step += 1
             self.role.commit(plan, self.core.executor.run(plan))

@@ -1,11 +1,10 @@
-"""The scheduler and its roles with the hash model: refusals, aborts in every queue, finish reasons, counts."""
+"""The scheduler and the aggregated role with the hash model: refusals, aborts, finish reasons, counts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
-import msgspec
 import pytest
 
 from pdserve.base.clock import ManualClock
@@ -20,7 +19,6 @@ from pdserve.protocol.messages import (
     FlushReply,
     GenerateRequest,
     OutputBatch,
-    RoomAddress,
     Shutdown,
     StateQuery,
     StateReply,
@@ -32,8 +30,6 @@ from pdserve.scheduler.req import Req, Times, finish_for_token
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.scheduler import Event, Scheduler
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
-from pdserve.sim.network import Faults
-from pdserve.sim.world import Node, Prompt, Shape, World, monolith_tokens
 
 EOS = 2
 PROMPT = [5, 6, 7, 8, 9]
@@ -274,117 +270,3 @@ def test_shutdown_ends_the_loop() -> None:
     mono.mailbox.post(Shutdown())
     mono.scheduler.run()
     assert mono.scheduler.role.live or mono.finish("a")
-
-
-# ---------------------------------------------------------------------- prefill and decode
-
-QUIET = Faults(repeated=0.0, max_delay_s=0.1)
-QUEUES = {
-    "prefill": (
-        "num_prefill_bootstrap_queue_reqs",
-        "num_queue_reqs",
-        "num_running_reqs",
-        "num_prefill_inflight_queue_reqs",
-    ),
-    "decode": (
-        "num_decode_prealloc_queue_reqs",
-        "num_decode_transfer_queue_reqs",
-        "num_queue_reqs",
-        "num_running_reqs",
-    ),
-}
-
-
-def _world(num_rows: int = 1, num_pages: int = 24) -> World:
-    return World(3, Shape(page_tokens=4, num_pages=num_pages, num_rows=num_rows, num_aux=6, chunk_tokens=2), QUIET)
-
-
-def _request(rid: str, room: int, max_new: int = 6) -> GenerateRequest:
-    return GenerateRequest(
-        rid=rid,
-        input_ids=PROMPT,
-        sampling=SamplingParams(max_new_tokens=max_new, temperature=0.0),
-        room=RoomAddress(host=World.ADDRESS[0], port=World.ADDRESS[1], room=room),
-    )
-
-
-def _turn(world: World, *nodes: Node) -> None:
-    world.clock.advance(0.25)
-    world.net.deliver()
-    for node in nodes or (world.prefill, world.decode):
-        node.scheduler.step()
-
-
-def _until(world: World, condition: Callable[[], bool], *nodes: Node) -> None:
-    for _ in range(3000):
-        if condition():
-            return
-        _turn(world, *nodes)
-    raise AssertionError((world.prefill.scheduler.role.queues(), world.decode.scheduler.role.queues()))
-
-
-def _idle(world: World) -> Callable[[], bool]:
-    return lambda: world.prefill.idle and world.decode.idle and not world.net.busy
-
-
-@pytest.mark.parametrize(("mode", "queue"), [(mode, queue) for mode, queues in QUEUES.items() for queue in queues])
-def test_an_abort_in_each_queue_of_each_role_leaves_nothing_on_either_server(mode: str, queue: str) -> None:
-    world = _world()
-    node = world.prefill if mode == "prefill" else world.decode
-    other = world.decode if mode == "prefill" else world.prefill
-    rids = [f"r{i}" for i in range(3)]
-    for i, rid in enumerate(rids):
-        world.prefill.mailbox.post(_request(rid, i))
-        world.decode.mailbox.post(_request(rid, i))
-    _until(world, lambda: node.scheduler.role.queues()[queue] > 0)
-    node.mailbox.post(AbortRequest(rid=None))
-    node.scheduler.step()
-    assert not node.scheduler.role.live
-    for rid in rids:
-        finish = node.halves[rid].finish
-        assert finish is not None
-        assert finish.type in ("abort", "length") and (finish.type != "abort" or finish.status_code == 499)
-    _until(world, lambda: _idle(world)() and all(other.halves[rid].finish is not None for rid in rids))
-    assert not world.prefill.leaks() and not world.decode.leaks()
-    expected = monolith_tokens(world.shape, [Prompt(tuple(PROMPT), 6)])[0]
-    world.prefill.mailbox.post(_request("again", 0))
-    world.decode.mailbox.post(_request("again", 0))
-    _until(world, lambda: "again" in world.decode.halves and world.decode.halves["again"].finish is not None)
-    assert world.decode.halves["again"].tokens == expected, "the next use of the room is as if nothing had happened"
-
-
-@pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_a_worker_refuses_what_it_cannot_pair(mode: str) -> None:
-    world = _world()
-    node = world.prefill if mode == "prefill" else world.decode
-    node.mailbox.post(msgspec.structs.replace(_request("no room", 1), room=None))
-    node.mailbox.post(_request("first", 5))
-    node.mailbox.post(_request("second", 5))
-    node.mailbox.post(msgspec.structs.replace(_request("large", 6), input_ids=list(range(97))))
-    node.scheduler.step()
-    statuses = {rid: half.finish.status_code for rid, half in node.halves.items() if half.finish is not None}
-    assert statuses == {"no room": 400, "second": 409, "large": 400}
-    assert list(node.scheduler.role.live) == ["first"]
-    assert node.kv is not None and node.kv.counts()["rooms_live"] == 1
-
-
-def test_a_refused_request_keeps_nothing_of_the_room_it_asked_for() -> None:
-    world = _world()
-    world.decode.mailbox.post(msgspec.structs.replace(_request("large", 6), input_ids=list(range(97))))
-    world.decode.scheduler.step()
-    assert not world.decode.leaks()
-
-
-def test_prefill_computes_one_token_and_decode_gets_the_same_one() -> None:
-    world = _world(num_rows=4)
-    prompts = [Prompt(tuple(PROMPT), max_new) for max_new in (1, 2, 6)]
-    expected = monolith_tokens(world.shape, prompts)
-    for i, prompt in enumerate(prompts):
-        for node in (world.prefill, world.decode):
-            node.mailbox.post(_request(f"r{i}", i, prompt.max_new_tokens))
-    _until(world, lambda: len(world.decode.halves) == 3 and all(h.finish for h in world.decode.halves.values()))
-    _until(world, _idle(world))
-    for i, tokens in enumerate(expected):
-        assert world.decode.halves[f"r{i}"].tokens == tokens
-        assert world.prefill.halves[f"r{i}"].tokens == tokens[:1]
-    assert not world.prefill.leaks() and not world.decode.leaks()
