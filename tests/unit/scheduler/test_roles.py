@@ -143,5 +143,5 @@ def test_the_first_token_leaves_decode_before_the_next_forward(monkeypatch: pyte
     monkeypatch.setattr(decode.executor, "run", watched)
     for node in (world.prefill, decode):
         node.mailbox.post(_request("r0", room=1, max_new=3))
-    _until(world, _idle(world))
+    _until(world, lambda: decode.halves["r0"].finish is not None)
     assert seen == [1, 2]
