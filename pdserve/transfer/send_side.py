@@ -89,8 +89,9 @@ class SendSide:
         target = tuple(pages[first_page : first_page + num_pages] for pages in room.target.pages)
         source = lease.pages[first_page : first_page + num_pages]
         if any(len(pages) < len(source) for pages in target):
-            self.fail(room, _failure("bad_metadata", "the decode server gave fewer pages than the prompt has",
-            status=500))
+            self.fail(
+                room, _failure("bad_metadata", "the decode server gave fewer pages than the prompt has", status=500)
+            )
             return
         peer = self._sessions.peer(room.target.key.origin)
         if peer is None or peer.hello is None:

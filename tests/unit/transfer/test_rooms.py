@@ -1,4 +1,4 @@
-"""Rooms, holds and endings, as `KVSender` and `KVReceiver` see them, each step on command."""
+"""Rooms as `KVSender` and `KVReceiver` see them: opening, binding, refusing, waiting in vain."""
 
 from __future__ import annotations
 
@@ -18,14 +18,10 @@ from tests.unit.transfer.kit import (
     ALL_FREE,
     BOOTSTRAP_S,
     CLIENT_LEFT,
-    HEARTBEAT_S,
-    SETTLE_S,
     TOKEN,
-    WAITING_S,
     Net,
     Pair,
     Side,
-    found,
     meet,
 )
 
@@ -259,157 +255,3 @@ def test_fewer_pages_than_the_prompt_has_fail_the_request_and_nothing_else() -> 
     net.pump()
     assert sender.poll() is receiver.poll() is KVPoll.FAILED
     assert not prefill.engine.jobs
-
-
-def test_pages_outlive_an_aborted_receiver_until_the_sender_is_quiet() -> None:
-    net, prefill, decode = meet()
-    pair = Pair(net, prefill, decode)
-    pair.sender.send(pair.mine[0], 3)
-    pair.receiver.abort(CLIENT_LEFT)
-    pair.drop_requests()
-    net.pump()
-    assert decode.free == (13, 3) and prefill.free == (13, 4), "a copy still runs"
-    assert prefill.engine.jobs[0].cancelled
-    net.pass_time(30)
-    assert decode.free == (13, 3)
-    prefill.end_jobs(BROKEN)
-    net.pump()
-    _quiet_and_free(prefill, decode)
-    assert prefill.kv.counters["copies_failed"] == 0, "a cancelled copy is no failed one"
-
-
-def test_an_unsettled_copy_holds_both_sides_for_as_long_as_it_may_move() -> None:
-    net, prefill, decode = meet()
-    pair = Pair(net, prefill, decode)
-    pair.send()
-    prefill.end_jobs(BROKEN, settled=False)
-    net.pump()
-    assert pair.sender.failure == BROKEN and pair.receiver.failure == BROKEN, "the requests fail at once"
-    assert prefill.kv.counters["copies_failed"] == 1
-    pair.drop_requests()
-    net.pass_time(SETTLE_S - 1)
-    assert prefill.free != ALL_FREE and decode.free != ALL_FREE
-    net.pass_time(2)
-    _quiet_and_free(prefill, decode)
-
-
-def test_a_settled_failure_lets_go_at_once() -> None:
-    net, prefill, decode = meet()
-    pair = Pair(net, prefill, decode)
-    pair.send()
-    prefill.end_jobs(BROKEN)
-    net.pump()
-    pair.drop_requests()
-    _quiet_and_free(prefill, decode)
-
-
-def test_a_repeated_report_of_a_copy_counts_once() -> None:
-    net, prefill, decode = meet()
-    pair = Pair(net, prefill, decode)
-    pair.send()
-    first = prefill.engine.jobs[0]
-    prefill.engine.jobs = [first, first, first]
-    prefill.end_jobs()
-    net.pump()
-    assert pair.sender.poll() is KVPoll.TRANSFERRING, "the aux slot is still on its way"
-
-
-def test_an_abort_of_a_stranger_is_ignored_and_so_are_its_endings() -> None:
-    net, prefill, decode = meet()
-    pair = Pair(net, prefill, decode)
-    key = pair.receiver._room.key
-    for number, side in enumerate((prefill, decode)):
-        stranger = Side(net, f"stranger-{number}")
-        found(stranger, side)
-        net.pump()
-        for body in (
-            Abort(key=key, failure=CLIENT_LEFT, prompt_digest="d"),
-            Ended(key=key, failure=CLIENT_LEFT, quiesced=True),
-            Done(key=key, stats=TransferStats()),
-        ):
-            _say(net, stranger.instance, side, body)
-    assert pair.sender.poll() is KVPoll.WAITING_FOR_INPUT and pair.receiver.poll() is KVPoll.WAITING_FOR_INPUT
-    assert all(lease.held_by("remote") for lease in pair.theirs)
-
-
-def test_a_closed_key_never_reopens() -> None:
-    net, prefill, decode = meet()
-    pair = Pair(net, prefill, decode)
-    old = next(p for p in net.seen if isinstance(p.body, Meta))
-    pair.receiver.abort(CLIENT_LEFT)
-    net.pump()
-    pair.drop_requests()
-    again = prefill.kv.open_sender(7, ADDRESS[0], "d")
-    prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(old)))
-    assert again.poll() is KVPoll.BOOTSTRAPPING
-
-
-def test_kv_that_does_not_come_in_time_fails_with_504_and_stays_held() -> None:
-    net, prefill, decode = meet()
-    pair = Pair(net, prefill, decode)
-    pair.sender.send(pair.mine[0], 3)
-    net.pass_time(WAITING_S + 1)
-    assert pair.receiver.failure is not None
-    assert (pair.receiver.failure.code, pair.receiver.failure.status) == ("transfer_timeout", 504)
-    assert pair.sender.poll() is KVPoll.FAILED
-    pair.drop_requests()
-    assert decode.free == (13, 3)
-    prefill.end_jobs()
-    net.pump()
-    _quiet_and_free(prefill, decode)
-
-
-def test_pages_given_to_a_dead_prefill_server_are_fenced_first() -> None:
-    net, prefill, decode = meet()
-    pair = Pair(net, prefill, decode)
-    pair.sender.send(pair.mine[0], 3)
-    del net.sides[prefill.endpoint]
-    decode.kv.handle(PeerGone("prefill-1"))
-    assert pair.receiver.failure is not None and pair.receiver.failure.code == "peer_gone"
-    pair.drop_requests()
-    net.pass_time(SETTLE_S - 1)
-    assert decode.free == (13, 3)
-    net.pass_time(2)
-    _quiet_and_free(decode)
-
-
-def test_pages_given_to_a_silent_prefill_server_stay_held_until_it_speaks() -> None:
-    net, prefill, decode = meet()
-    pair = Pair(net, prefill, decode)
-    del net.sides[prefill.endpoint]
-    net.pass_time(5 * HEARTBEAT_S)
-    assert pair.receiver.failure is not None and pair.receiver.failure.code == "peer_silent"
-    pair.drop_requests()
-    net.pass_time(50)
-    assert decode.free == (13, 3), "it may still write"
-    net.sides[prefill.endpoint] = prefill
-    net.pass_time(10)
-    _quiet_and_free(prefill, decode)
-
-
-def test_source_pages_for_a_dead_decode_server_are_held_until_the_copy_ended() -> None:
-    net, prefill, decode = meet()
-    pair = Pair(net, prefill, decode)
-    pair.sender.send(pair.mine[0], 3)
-    del net.sides[decode.endpoint]
-    prefill.kv.handle(PeerGone("decode-1"))
-    assert pair.sender.failure is not None and pair.sender.failure.code == "peer_gone"
-    pair.drop_requests()
-    assert prefill.free == (13, 4) and prefill.engine.jobs[0].cancelled
-    prefill.end_jobs(BROKEN)
-    _quiet_and_free(prefill)
-
-
-def test_nothing_is_sent_twice_nor_after_a_failure() -> None:
-    net, prefill, decode = meet()
-    pair = Pair(net, prefill, decode)
-    for num_pages in (1, 1, 0, 2):
-        pair.sender.send(pair.mine[0], num_pages)
-    assert len(prefill.engine.jobs) == 2
-    pair.sender.abort(CLIENT_LEFT)
-    pair.send()
-    assert len(prefill.engine.jobs) == 2
-    prefill.end_jobs(BROKEN)
-    net.pump()
-    pair.drop_requests()
-    _quiet_and_free(prefill, decode)
