@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from pdserve.errors import TransferError
@@ -18,7 +20,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     origin: str = "local"
     retryable: bool = True
-    status: int = 502
+    status: Annotated[int, msgspec.Meta(ge=400, le=599)] = 502
 
     @classmethod
     def from_error(cls, error: TransferError, origin: str = "local") -> Failure:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import uuid
-from collections.abc import Callable
 
 from pdserve import __version__
 from pdserve.base.clock import Clock, MonotonicClock
@@ -38,19 +38,6 @@ _INGRESS_POLL_S = 0.5
 Fact = str | int | float | bool | None
 
 
-class Runtime:
-    """A scheduler with the threads and sockets it stands on. `close` ends them in order."""
-
-    def __init__(self, scheduler: Scheduler, closers: list[Callable[[], None]]) -> None:
-        self.scheduler = scheduler
-        self._closers = closers
-
-    def close(self) -> None:
-        """End threads and sockets."""
-        for close in reversed(self._closers):
-            close()
-
-
 def run_scheduler(config: ServerConfig, channel: SchedulerChannel, bootstrap_port: int | None, token: str) -> None:
     """Build everything, announce readiness, and run the loop until it is shut down.
 
@@ -61,11 +48,13 @@ def run_scheduler(config: ServerConfig, channel: SchedulerChannel, bootstrap_por
     """
     mailbox: Mailbox[Event] = Mailbox()
     built = build_executor(config, max_rows=config.schedule.max_running_requests or 1)
-    runtime = build_runtime(config, built, channel, mailbox, MonotonicClock(), bootstrap_port, token)
     stop = threading.Event()
-    ingress = threading.Thread(target=_ingress, args=(channel, mailbox, stop), name="ingress", daemon=True)
-    ingress.start()
-    try:
+    with contextlib.ExitStack() as stack:
+        scheduler = build_scheduler(config, built, channel, mailbox, MonotonicClock(), bootstrap_port, token, stack)
+        ingress = threading.Thread(target=_ingress, args=(channel, mailbox, stop), name="ingress", daemon=True)
+        ingress.start()
+        stack.callback(ingress.join)
+        stack.callback(stop.set)
         channel.send(
             EngineReady(
                 model_type=built.spec.model_type,
@@ -74,17 +63,13 @@ def run_scheduler(config: ServerConfig, channel: SchedulerChannel, bootstrap_por
                 context_length=built.context_length,
                 max_total_tokens=built.max_total_tokens,
                 eos_token_ids=list(built.spec.eos_token_ids),
-                facts=dict(runtime.scheduler.facts),
+                facts=dict(scheduler.facts),
             )
         )
-        runtime.scheduler.run()
-    finally:
-        stop.set()
-        ingress.join()
-        runtime.close()
+        scheduler.run()
 
 
-def build_runtime(
+def build_scheduler(
     config: ServerConfig,
     built: Built,
     channel: SchedulerChannel,
@@ -92,8 +77,9 @@ def build_runtime(
     clock: Clock,
     bootstrap_port: int | None,
     token: str,
-) -> Runtime:
-    """A scheduler over `built`, with its transfer manager unless the mode is null."""
+    stack: contextlib.ExitStack,
+) -> Scheduler:
+    """A scheduler over `built`, with its transfer manager unless the mode is null; `stack` ends threads and sockets."""
     mode = config.disagg.disaggregation_mode
     num_rows = built.table.num_rows
     memory = KVMemory(
@@ -113,19 +99,15 @@ def build_runtime(
         "kv_token_bytes": built.executor.layout.token_bytes,
     }
     role: Role
+    kv: KVManager | None
     if mode == "null":
-        return Runtime(
-            Scheduler(
-                MonolithRole(core), core, None, mailbox, max_queued=config.schedule.max_queued_requests, facts=facts
-            ),
-            [],
-        )
-    kv, more_facts, closers = _transfer(config, built, mailbox, clock, memory.aux.num_total, bootstrap_port, token)
-    role = PrefillRole(core, kv) if mode == "prefill" else DecodeRole(core, kv)
-    scheduler = Scheduler(
-        role, core, kv, mailbox, max_queued=config.schedule.max_queued_requests, facts=facts | more_facts
-    )
-    return Runtime(scheduler, closers)
+        role, kv = MonolithRole(core), None
+    else:
+        num_aux = memory.aux.num_total
+        kv, more_facts = _transfer(config, built, mailbox, clock, num_aux, bootstrap_port, token, stack)
+        facts |= more_facts
+        role = PrefillRole(core, kv) if mode == "prefill" else DecodeRole(core, kv)
+    return Scheduler(role, core, kv, mailbox, max_queued=config.schedule.max_queued_requests, facts=facts)
 
 
 def _transfer(
@@ -136,16 +118,21 @@ def _transfer(
     num_aux: int,
     bootstrap_port: int | None,
     token: str,
-) -> tuple[KVManager, dict[str, Fact], list[Callable[[], None]]]:
+    stack: contextlib.ExitStack,
+) -> tuple[KVManager, dict[str, Fact]]:
     """The transfer manager on real sockets and a real transport; a prefill rank registers with its bootstrap server."""
     disagg = config.disagg
     host = disagg.disaggregation_host or config.serving.host
     transport = open_transport(disagg.disaggregation_transfer_backend, host, disagg.disaggregation_ib_device)
+    stack.callback(transport.close)
     aux = MetadataBuffers(num_aux)
     transport.register([MemoryRegion(*buffer) for buffer in (*built.executor.buffers, aux.buffer)])
     socket = ZmqControlSocket(host, mailbox.post)
+    stack.callback(socket.close)
     workers = CopyWorkers(transport, mailbox.post, disagg.disaggregation_transfer_threads)
+    stack.callback(workers.close)
     directory = HttpDirectory(mailbox.post, token)
+    stack.callback(directory.close)
     instance = uuid.uuid4().hex
     handshake: dict[str, str | int] = {
         "pdserve_version": __version__,
@@ -189,7 +176,7 @@ def _transfer(
         "control_endpoint": socket.endpoint,
         "instance": instance,
     }
-    return kv, facts, [transport.close, workers.close, socket.close, directory.close]
+    return kv, facts
 
 
 def _ingress(channel: SchedulerChannel, mailbox: Mailbox[Event], stop: threading.Event) -> None:

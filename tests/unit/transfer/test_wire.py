@@ -167,3 +167,11 @@ def test_a_codec_refuses_bad_text_and_deep_nesting_as_a_protocol_error() -> None
 def test_digests_tell_prompts_apart() -> None:
     assert prompt_digest([1, 2, 3]) == prompt_digest([1, 2, 3])
     assert len({prompt_digest(p) for p in ([1, 2, 3], [1, 2], [3, 2, 1], [258, 3], [])}) == 5
+
+
+def test_a_status_that_is_no_http_error_is_refused() -> None:
+    key = Key(1, 1, "decode")
+    lie = Ended(key=key, failure=Failure(code="x", message="y", status=7), quiesced=True)
+    frame = Wire("token").encode(Packet(sender="a", receiver="b", seq=1, body=lie))
+    with pytest.raises(ProtocolError):
+        Wire("token").decode(frame)
