@@ -37,17 +37,23 @@ log = logging.getLogger(__name__)
 
 ROLES: dict[DisaggMode, str] = {"null": "monolith", "prefill": "prefill", "decode": "decode"}
 _STOP_S = 5.0
+_REFUSED = 2
+"""Exit status of a process whose configuration was wrong."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a server until a signal; the exit status is 0, 1 when the engine died, 2 for a wrong configuration."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the HTTP server takes them over
+        signal.signal(number, signal.default_int_handler)
     try:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
         setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode])
         return launch(resolve(config))
     except PdserveError as error:
         print(f"pdserve: {error}", file=sys.stderr)
-        return 2
+        return _REFUSED
+    except KeyboardInterrupt:
+        return 0
 
 
 def launch(config: ServerConfig) -> int:
@@ -60,7 +66,9 @@ def launch(config: ServerConfig) -> int:
     bootstrap: BootstrapServer | None = None
     address = create_channel_address()
     scheduler: BaseProcess | None = None
+    served = False
     try:
+        tokenizer_dir = _tokenizer_dir(config)  # first, for it refuses a wrong path at once
         if mode == "prefill":
             port = config.disagg.disaggregation_bootstrap_port
             bootstrap = BootstrapServer(config.serving.host, port, token=control_token())
@@ -74,20 +82,22 @@ def launch(config: ServerConfig) -> int:
             host = "127.0.0.1" if config.serving.host == "0.0.0.0" else config.serving.host
             announce_ready(Ready(role=role, url=f"http://{host}:{port}", bootstrap_port=bootstrap_port))
 
-        return run_api(
+        status = run_api(
             config,
             lambda: ZmqApiChannel(address),
-            tokenizer_dir=_tokenizer_dir(config),
+            tokenizer_dir=tokenizer_dir,
             engine_process_alive=lambda: watched.exitcode is None,
             on_ready=announce,
             own_counters=lambda: {} if bootstrap is None else {"bootstrap_routes_refused": float(bootstrap.rejected)},
         )
+        served = True
     finally:
         if scheduler is not None:
-            _end(scheduler)
+            _end(scheduler, told=served)
         if bootstrap is not None:
             bootstrap.close()
         remove_channel_address(address)
+    return _REFUSED if scheduler.exitcode == _REFUSED else status
 
 
 def _tokenizer_dir(config: ServerConfig) -> str:
@@ -119,14 +129,15 @@ def scheduler_main(config: ServerConfig, address: ChannelAddress, bootstrap_port
         run_scheduler(config, channel, bootstrap_port, control_token())
     except PdserveError as error:
         log.error("%s", error)
-        sys.exit(2)
+        sys.exit(_REFUSED)
     finally:
         channel.close()
 
 
-def _end(process: BaseProcess) -> None:
-    """The scheduler was told to stop through its channel; a deaf one is ended."""
-    process.join(_STOP_S)
+def _end(process: BaseProcess, *, told: bool) -> None:
+    """End the scheduler. One that was told to stop through its channel gets time for it."""
+    if told:
+        process.join(_STOP_S)
     for stop in (process.terminate, process.kill):
         if process.exitcode is None:
             stop()

@@ -1,0 +1,80 @@
+"""How a server process ends when it cannot or must not go on starting: soon, with one clear line, and alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.tiny import make_tiny
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny("llama", tmp_path_factory.mktemp("models") / "llama"))
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Iterator[Path]:
+    """Where the server makes its private directory."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+def start(sockets: Path, model: str, *flags: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "pdserve.launch_server", "--model-path", model, "--cpu-threads", "1", *flags]
+    env = os.environ | {"TMPDIR": str(sockets)}
+    return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def assert_refused(process: subprocess.Popen[str], text: str) -> None:
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2, said
+    assert text in said and "Traceback" not in said
+
+
+def test_a_wrong_model_path_is_one_line_before_anything_starts(sockets: Path) -> None:
+    process = start(sockets, "/no/such/model", "--port", "0", "--log-level", "error")
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2
+    assert said.splitlines() == [line for line in said.splitlines() if "/no/such/model" in line][:1]
+    assert not list(sockets.iterdir())
+
+
+def test_what_the_scheduler_refuses_ends_the_server_with_2(sockets: Path, model: str) -> None:
+    assert_refused(start(sockets, model, "--port", "0", "--context-length", "999999"), "context_length must be in")
+
+
+def test_a_taken_port_is_refused_without_waiting_for_the_scheduler(sockets: Path, model: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert_refused(start(sockets, model, "--port", str(port)), f"cannot listen on 127.0.0.1:{port}")
+    assert not list(sockets.iterdir())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_it_starts_ends_it_quietly(sockets: Path, model: str, signum: signal.Signals) -> None:
+    process = start(sockets, model, "--port", "0", "--log-level", "error")
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not (children := psutil.Process(process.pid).children(recursive=True)):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signum)
+        _, said = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (0, "")
+    assert not psutil.wait_procs(children, timeout=5.0)[1]
+    assert not list(sockets.iterdir())
