@@ -33,7 +33,7 @@ def explain_not_json(data: bytes, error: orjson.JSONDecodeError) -> str:
     """Why `data` is refused. NaN and Infinity, which Python clients write though JSON lacks them, by their field."""
     try:
         field = _non_finite(json.loads(data))
-    except ValueError:
+    except (ValueError, RecursionError):
         field = None
     return f"the body is not JSON: {error}" if field is None else f"{field} must be a finite number"
 
@@ -85,6 +85,8 @@ class RouterApp:
             async with asyncio.timeout_at(deadline) as limit, self._dispatcher.answer(call) as outcome:
                 limit.reschedule(None)
                 return await relay(request, outcome, deadline)
+        except orjson.JSONEncodeError as error:
+            return error_response(400, f"the body is nested too deeply: {error}", "invalid_request")
         except TimeoutError:
             text = f"no answer within the router's --request-timeout of {self._config.request_timeout_s:g} s"
             return error_response(504, text, "timeout")
