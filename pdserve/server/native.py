@@ -159,6 +159,7 @@ async def generate(context: ServerContext, request: Request) -> Response:
     raw = await read_json_object(request, context.max_body_bytes)
     limits = context.limits()
     body = convert(refuse_unsupported(raw, UNSUPPORTED_NATIVE), GenerateBody)
+    context.check_model(body.model)
     prompts, field, batch = await _prompts(context, body, limits.vocab_size)
     samplings = _samplings(body.sampling_params, len(prompts))
     specs = _specs(prompts, samplings, _top_logprobs(body, len(prompts)), limits, field)

@@ -184,5 +184,5 @@ def load_tokenizer(directory: str | Path, chat_template_file: str | None = None)
 def _read_template(file: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the chat template {file}: {error}", field="chat_template") from error

@@ -149,7 +149,7 @@ async def test_malformed_json_is_400(tokenizer: Tokenizer, body: bytes) -> None:
 
 async def test_another_model_is_404(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer) as b:
-        for path, body in ((CHAT, MESSAGES), (COMPLETIONS, PROMPT)):
+        for path, body in ((CHAT, MESSAGES), (COMPLETIONS, PROMPT), (GENERATE, {"text": "a"})):
             answer = await b.http.post(path, json={**body, "model": "gpt-4"})
             assert answer.status_code == 404
             assert answer.json()["error"]["code"] == "model_not_found"

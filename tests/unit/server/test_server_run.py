@@ -232,3 +232,6 @@ async def test_a_tokenizer_directory_may_be_empty_or_broken(tmp_path: Path) -> N
         load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="chat template"):
         load_tokenizer(tmp_path, str(tmp_path / "absent.jinja"))
+    (tmp_path / "latin1.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="chat template"):
+        load_tokenizer(tmp_path, str(tmp_path / "latin1.jinja"))
