@@ -31,7 +31,7 @@ class ModelConfig:
     dtype: DType = flag("auto", help="auto takes the checkpoint's dtype")
     context_length: int | None = flag(None, help="longest prompt + output in tokens; the model's own when absent")
     load_format: Literal["auto", "dummy"] = flag("auto", help="dummy: random weights from the config alone")
-    random_seed: int = flag(0, help="seed for dummy weights and for requests that give none")
+    random_seed: int = flag(0, help="seed for dummy weights")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

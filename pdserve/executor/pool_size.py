@@ -10,6 +10,7 @@ from pdserve.errors import ConfigError
 from pdserve.memory.layout import KVLayout
 
 CPU_CAP_BYTES = 4 << 30
+"""The most that is taken when no flag asks for more."""
 CPU_FRACTION = 0.2
 """Share of the available RAM; several servers of one host each take it, and pages cost nothing until touched."""
 CUDA_FRACTION = 0.88
@@ -44,6 +45,7 @@ def _available_bytes(fraction: float | None, device: torch.device) -> int:
     if fraction is not None and not 0.0 < fraction < 1.0:
         raise ConfigError(f"mem_fraction_static must be in (0, 1), got {fraction}", field="mem_fraction_static")
     if device.type == "cpu":
-        return min(CPU_CAP_BYTES, int(psutil.virtual_memory().available * (fraction or CPU_FRACTION)))
+        available = psutil.virtual_memory().available
+        return int(available * fraction) if fraction else min(CPU_CAP_BYTES, int(available * CPU_FRACTION))
     free, total = torch.cuda.mem_get_info(device)
     return max(0, free - int(total * (1.0 - (fraction or CUDA_FRACTION))))

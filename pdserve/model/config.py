@@ -83,7 +83,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any], *
     hidden, heads = _count(config, "hidden_size", where), _count(config, "num_attention_heads", where)
     kv_heads = _count(config, "num_key_value_heads", where, default=heads)
     default_dim = 128 if model_type == "qwen3" else hidden // heads
-    head_dim = _count(config, "head_dim", where, default=default_dim) if model_type != "qwen2" else hidden // heads
+    head_dim = _count(config, "head_dim", where, default=default_dim)
     if heads % kv_heads:
         raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     max_positions = _count(config, "max_position_embeddings", where, default=_DEFAULT_MAX_POSITIONS[model_type])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import types
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -145,6 +147,15 @@ def test_the_pool_is_bounded_by_need_and_by_the_cap() -> None:
     assert small == 2 * 112
     large = pool_tokens(MemoryConfig(), layout, cpu, context_length=1 << 20, max_rows=256)
     assert 0 < large * layout.token_bytes <= CPU_CAP_BYTES and large % 16 == 0
+
+
+def test_a_memory_fraction_is_honoured_beyond_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, free = _layout(8), types.SimpleNamespace(available=100 * CPU_CAP_BYTES)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    asked = pool_tokens(
+        MemoryConfig(mem_fraction_static=0.5), layout, torch.device("cpu"), context_length=1 << 30, max_rows=256
+    )
+    assert asked * layout.token_bytes > 49 * CPU_CAP_BYTES
 
 
 def test_memory_fraction_out_of_range_is_refused() -> None:

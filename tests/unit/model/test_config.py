@@ -49,6 +49,12 @@ def test_families_differ_in_their_options() -> None:
     assert spec().num_kv_heads == 4
 
 
+def test_every_family_may_say_its_head_size() -> None:
+    names = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    for kind, name in names.items():
+        assert spec(architectures=[name], model_type=kind, head_dim=24).head_dim == 24
+
+
 def test_eos_ids_come_from_both_files() -> None:
     assert spec({"eos_token_id": [7, 2]}, eos_token_id=2).eos_token_ids == (2, 7)
     assert spec().eos_token_ids == ()
