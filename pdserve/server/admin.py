@@ -51,12 +51,14 @@ async def health_generate(context: ServerContext, request: Request) -> Response:
     with generation.closed_on_error():
         try:
             work = asyncio.wait_for(collect(generation, 1), PROBE_TIMEOUT_S)
-            await until_disconnect(request, work)
+            (update,) = await until_disconnect(request, work)
         except TimeoutError as error:
             message = f"no token came within {PROBE_TIMEOUT_S} s"
             raise RequestError(message, status=503, code="engine_busy") from error
         except RequestError as error:
             raise RequestError(f"the probe failed: {error.message}", status=503, code=error.code) from error
+    if not update.token_ids:
+        raise RequestError("the probe was aborted", status=503, code="aborted")
     return json_response({"status": "ok"})
 
 

@@ -26,7 +26,6 @@ from pdserve.protocol.messages import (
     AbortRequest,
     EngineReady,
     EngineState,
-    FinishReason,
     FlushReply,
     GenerateRequest,
     OutputBatch,
@@ -39,7 +38,7 @@ from pdserve.protocol.sampling import SamplingParams
 from pdserve.server.detokenizer import Detokenizer, NoText
 from pdserve.server.engine_queries import EngineQueries
 from pdserve.server.generation import Generation
-from pdserve.server.output_text import detokenize_output
+from pdserve.server.output_text import detokenize_output, refusal
 from pdserve.server.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -255,9 +254,10 @@ class EngineClient:
         if sequence is None:
             return  # it was aborted or stopped here, and this was under way
         finish = output.finish
-        if finish is not None and finish.type == "abort" and finish.status_code is not None:
+        refused = refusal(finish)
+        if refused is not None:
             self._drop(output.rid, "abort")
-            sequence.generation.fail(_refusal(finish, finish.status_code))
+            sequence.generation.fail(refused)
             return
         update = detokenize_output(
             sequence.index, sequence.detokenizer, output, keep_stop=sequence.sampling.no_stop_trim
@@ -294,8 +294,3 @@ class EngineClient:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _refusal(finish: FinishReason, status: int) -> RequestError:
-    field = "bootstrap_room" if status == 409 and finish.err_type != "rid_in_use" else None
-    return RequestError(finish.message or "aborted", status=status, code=finish.err_type or "aborted", field=field)

@@ -5,9 +5,26 @@ Called by the engine client for every output of a live sequence.
 
 from __future__ import annotations
 
+from pdserve.errors import RequestError
 from pdserve.protocol.messages import FinishReason, RequestOutput
 from pdserve.server.detokenizer import Detokenizer
 from pdserve.server.generation import Update
+
+ABORTED_STATUS = 499
+"""Status of an abort that somebody asked for."""
+
+
+def refusal(finish: FinishReason | None) -> RequestError | None:
+    """The error that a sequence ended with, None where it ended well or not yet.
+
+    An abort that was asked for ends well: its client gets the text so far. As an error, routers would try it again.
+    """
+    if finish is None or finish.type != "abort" or finish.status_code in (None, ABORTED_STATUS):
+        return None
+    status = finish.status_code
+    assert status is not None
+    field = "bootstrap_room" if status == 409 and finish.err_type != "rid_in_use" else None
+    return RequestError(finish.message or "aborted", status=status, code=finish.err_type or "aborted", field=field)
 
 
 def detokenize_output(index: int, detokenizer: Detokenizer, output: RequestOutput, *, keep_stop: bool) -> Update:

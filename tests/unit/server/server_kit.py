@@ -117,7 +117,7 @@ class ScriptedScheduler:
                     self.aborts.append(message)
                     held = self._held.pop(message.rid or "", None)
                     if held is not None and message.reason == "abort":
-                        finish = FinishReason(type="abort", message="aborted by request")
+                        finish = FinishReason(type="abort", message="aborted by request", status_code=499)
                         self._send(RequestOutput(rid=held.rid, token_ids=[], finish=finish))
                 case StateQuery() if not self.silent_queries:
                     self._channel.send(StateReply(query_id=message.query_id, state=self.state()))
@@ -156,10 +156,12 @@ class ScriptedScheduler:
         tokens = [*script, EOS][:limit]
         size = self.tokens_per_output
         pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+        hold = self.hold
+        if hold:
+            self._held[request.rid] = request  # before its tokens: a test may refuse it once it sees them
         for piece in pieces[:-1]:
             self._send(self._output(request, piece))
-        if self.hold:
-            self._held[request.rid] = request
+        if hold:
             return
         if tokens[-1] == EOS:
             finish = FinishReason(type="stop", matched=EOS)

@@ -35,6 +35,8 @@ async def test_the_probe_generates_one_token(tokenizer: Tokenizer) -> None:
         assert b.scheduler.requests[0].room is None
         b.scheduler.script = lambda request: FinishReason(type="abort", message="broken", status_code=400)
         assert (await b.http.get("/health_generate")).status_code == 503
+        b.scheduler.script = lambda request: FinishReason(type="abort", message="aborted", status_code=499)
+        assert (await b.http.get("/health_generate")).status_code == 503
     async with bench(tokenizer, "prefill") as b:
         assert (await b.http.get("/health_generate")).status_code == 200
         room = b.scheduler.requests[0].room

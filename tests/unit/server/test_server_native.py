@@ -101,6 +101,19 @@ async def test_abort_by_rid_ends_the_stream_as_aborted(tokenizer: Tokenizer) -> 
         assert (await b.http.post("/generate", json={"text": "hi", "rid": "r1"})).status_code == 200
 
 
+async def test_an_aborted_stream_keeps_its_text_and_says_abort(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        b.scheduler.hold = True
+        body = {"prompt": "hi", "rid": "r1", "stream": True}
+        pending = asyncio.create_task(b.http.post("/v1/completions", json=body))
+        await until(lambda: b.client.num_live == 1)
+        await b.http.post("/abort_request", json={"rid": "r1"})
+        answer = await pending
+        *chunks, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+        assert (answer.status_code, done) == (200, "[DONE]")
+        assert json.loads(chunks[-1])["choices"][0]["finish_reason"] == "abort"
+
+
 PD = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998}
 
 
