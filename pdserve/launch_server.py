@@ -8,6 +8,7 @@ Prints one `PDSERVE_READY` line on stdout when it can serve. Either process's de
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import multiprocessing
@@ -15,8 +16,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import NoReturn
 
 from pdserve.base.env import control_token
 from pdserve.base.log import setup_logging
@@ -36,6 +40,7 @@ from pdserve.protocol.channel import (
 log = logging.getLogger(__name__)
 
 ROLES: dict[DisaggMode, str] = {"null": "monolith", "prefill": "prefill", "decode": "decode"}
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 _STOP_S = 5.0
 _REFUSED = 2
 """Exit status of a process whose configuration was wrong."""
@@ -43,8 +48,8 @@ _REFUSED = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a server until a signal; the exit status is 0, 1 when the engine died, 2 for a wrong configuration."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # until the HTTP server takes them over
-        signal.signal(number, signal.default_int_handler)
+    for number in _ENDING:  # until the HTTP server takes them over
+        signal.signal(number, _leave)
     try:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
         setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode])
@@ -52,8 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PdserveError as error:
         print(f"pdserve: {error}", file=sys.stderr)
         return _REFUSED
-    except KeyboardInterrupt:
-        return 0
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """Not KeyboardInterrupt: where that passes through `exec`, CPython ends with the signal's status, though caught."""
+    raise SystemExit(0)
 
 
 def launch(config: ServerConfig) -> int:
@@ -75,7 +83,8 @@ def launch(config: ServerConfig) -> int:
             disagg = dataclasses.replace(config.disagg, disaggregation_bootstrap_port=bootstrap.port)
             config = dataclasses.replace(config, disagg=disagg)
         bootstrap_port = None if bootstrap is None else bootstrap.port
-        scheduler = _start_scheduler(config, address, bootstrap_port)
+        with _signals_deferred():
+            scheduler = _start_scheduler(config, address, bootstrap_port)
         watched = scheduler
 
         def announce(port: int) -> None:
@@ -106,6 +115,26 @@ def _tokenizer_dir(config: ServerConfig) -> str:
     if config.model.tokenizer_path is not None:
         return config.model.tokenizer_path
     return str(resolve_tokenizer_path(resolve_model_path(config.model.model_path)))
+
+
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """A signal that comes inside is raised at the end: a child half started would complain of its missing other half.
+
+    What is started inside does not see Ctrl-C, which a terminal sends to every process of the group.
+    """
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in _ENDING}
+    resource_tracker.ensure_running()  # first, for it unblocks what is blocked here
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            raise SystemExit(0)
 
 
 def _start_scheduler(config: ServerConfig, address: ChannelAddress, bootstrap_port: int | None) -> BaseProcess:

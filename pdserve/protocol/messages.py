@@ -99,7 +99,10 @@ class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one request; the last one carries `finish` and `timing`."""
+    """New tokens of one request; the last one carries `finish`.
+
+    `timing` comes whenever a part of it has become known.
+    """
 
     rid: str
     token_ids: list[int]

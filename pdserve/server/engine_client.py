@@ -30,6 +30,7 @@ from pdserve.protocol.messages import (
     GenerateRequest,
     OutputBatch,
     RequestOutput,
+    RequestTiming,
     StateReply,
     ToApi,
     ToScheduler,
@@ -46,7 +47,10 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class _Sequence:
-    """One live sequence; `seen_s` is when its newest token came (monotonic), None before the first."""
+    """One live sequence; `seen_s` is when its newest token came (monotonic), None before the first.
+
+    `timing` is the newest that the scheduler sent: a stop string ends the sequence before the scheduler's last output.
+    """
 
     index: int
     name: str
@@ -55,6 +59,7 @@ class _Sequence:
     detokenizer: Detokenizer
     started_s: float
     seen_s: float | None = None
+    timing: RequestTiming | None = None
 
 
 class EngineClient:
@@ -262,6 +267,7 @@ class EngineClient:
         update = detokenize_output(
             sequence.index, sequence.detokenizer, output, keep_stop=sequence.sampling.no_stop_trim
         )
+        sequence.timing = update.timing = output.timing or sequence.timing
         self._observe(sequence, len(update.token_ids))
         if update.finish is not None:
             self._drop(output.rid, update.finish.type)

@@ -20,7 +20,8 @@ from pdserve.protocol.messages import FinishReason, RequestTiming, TokenLogprob
 class Update:
     """News of sequence `index`: text that is safe to show, and the tokens since the last update.
 
-    `finish` and `timing` come with the last one. `logprobs` has one entry per token when they were asked for.
+    `finish` comes with the last one, `timing` is the newest known.
+    `logprobs` has one entry per token when they were asked for.
     """
 
     index: int

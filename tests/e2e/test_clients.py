@@ -123,6 +123,7 @@ def test_a_stop_string_ends_the_request_on_both_servers(pair: Pair) -> None:
     answer = pair.generate(text="hello", sampling_params=sampling | {"stop": stop})
     assert answer["text"] == text[: text.index(stop)]
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert answer["meta_info"]["timing"]["first_decode_step_s"] > 0, "known before the stop string ended the request"
     assert_idle(pair.prefill, pair.decode)
 
 

@@ -83,7 +83,8 @@ class DecodeRole:
             req = self.live[row.rid]
             assert token is not None
             finish = self._running.commit(req, token)
-            self._core.outbox.emit(req, (token,), finish, self._timing(req) if finish else None)
+            timing = self._timing(req) if finish or len(req.output_ids) == 2 else None
+            self._core.outbox.emit(req, (token,), finish, timing)
             if finish is not None:
                 self._leave(req)
 
@@ -136,7 +137,7 @@ class DecodeRole:
         req.computed = req.num_prompt
         token = SampledToken(record.first_token, record.logprob, record.top)
         finish = self._core.append(req, token)
-        self._core.outbox.emit(req, (token,), finish, self._timing(req) if finish else None)
+        self._core.outbox.emit(req, (token,), finish, self._timing(req))
         if finish is not None:
             self._leave(req)
         else:

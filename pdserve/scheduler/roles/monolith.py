@@ -49,7 +49,8 @@ class MonolithRole:
                 finish = self._core.append(req, token)
                 if finish is None:
                     self._running.add(req)
-            self._core.outbox.emit(req, (token,), finish, self._timing(req) if finish else None)
+            timing = self._timing(req) if finish or len(req.output_ids) <= 2 else None
+            self._core.outbox.emit(req, (token,), finish, timing)
             if finish is not None:
                 self._leave(req)
 
