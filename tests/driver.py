@@ -12,7 +12,7 @@ import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.executor.factory import Built, build_executor
-from pdserve.executor.interface import BatchPlan, Row, SampledToken
+from pdserve.executor.interface import BatchPlan, Row, SampledToken, run
 from pdserve.memory.layout import pages_for
 from pdserve.protocol.sampling import SamplingParams
 
@@ -81,7 +81,7 @@ class Driver:
         """Run one plan of `(row, start, end, sample)`."""
         entries = tuple(Row(str(row), row, start, end, take) for row, start, end, take in rows)
         plan = BatchPlan(next(self._steps), entries)
-        result = self.built.executor.run(plan)
+        result = run(self.built.executor, plan)
         assert result.step == plan.step
         return list(result.tokens)
 

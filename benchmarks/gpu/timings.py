@@ -17,7 +17,7 @@ import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.executor.factory import Built, build_executor
-from pdserve.executor.interface import BatchPlan, Row
+from pdserve.executor.interface import BatchPlan, Row, run
 from pdserve.memory.layout import DTYPE_BYTES, pages_for
 from pdserve.protocol.sampling import SamplingParams
 from tests.driver import random_prompt
@@ -175,7 +175,7 @@ class Timer:
         """Seconds of one step."""
         plan = BatchPlan(0, tuple(Row(str(row), row, start, end, True) for row, start, end in ranges))
         began = time.perf_counter()
-        self._built.executor.run(plan)
+        run(self._built.executor, plan)
         return time.perf_counter() - began
 
     def _close(self, rows: list[int]) -> None:

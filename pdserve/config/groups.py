@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 DisaggMode = Literal["null", "prefill", "decode"]
 TransferBackend = Literal["mooncake", "fake"]
+EvictionPolicy = Literal["lru", "lfu", "priority"]
+SchedulePolicy = Literal["fcfs", "lpm", "priority"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 
 
@@ -41,6 +43,8 @@ class MemoryConfig:
     page_size: int = flag(16, help="tokens per KV page, 1 to 128")
     max_total_tokens: int | None = flag(None, help="token slots in the KV pool; from free memory when absent")
     mem_fraction_static: float | None = flag(None, help="share of memory for weights and KV pool, in (0, 1)")
+    disable_radix_cache: bool = flag(False, help="do not keep the KV of prompts for later prompts that begin alike")
+    radix_eviction_policy: EvictionPolicy = flag("lru", help="which cached pages go first when memory is short")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,21 @@ class ScheduleConfig:
 
     max_running_requests: int | None = flag(None, help="requests that hold KV rows at once")
     chunked_prefill_size: int | None = flag(None, help="prompt tokens per step; -1 turns chunking off")
+    max_prefill_tokens: int = flag(16384, help="prompt tokens per step when chunking is off")
     max_queued_requests: int | None = flag(None, help="waiting requests before new ones get 503")
+    schedule_policy: SchedulePolicy = flag(
+        "fcfs", help="order of waiting requests: of arrival, longest cached prefix first, or highest priority first"
+    )
+    schedule_aging_s: float = flag(
+        10.0, help="seconds of waiting that weigh as much as one priority level, or as 256 cached tokens with lpm"
+    )
+    schedule_conservativeness: float = flag(
+        1.0, help="above 1 reserves more memory for running requests: fewer retractions, smaller batches"
+    )
+    num_reserved_decode_tokens: int = flag(512, help="tokens kept free for each request that decode has accepted")
+    disable_overlap_schedule: bool | None = flag(
+        None, help="process each step's results before the next step is launched"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +88,17 @@ class DisaggConfig:
     disaggregation_heartbeat_interval_s: float = flag(2.0, help="seconds between heartbeats to a peer")
     disaggregation_heartbeat_misses: int = flag(3, help="missed heartbeats after which a peer is taken for dead")
     disaggregation_transfer_threads: int = flag(2, help="threads that copy pages")
+    disaggregation_layerwise_transfer: bool = flag(
+        False, help="prefill sends pages layer group by layer group while later layers still compute"
+    )
+    disaggregation_layerwise_groups: int = flag(4, help="layer groups that a page is sent in")
+    disaggregation_decode_enable_radix_cache: bool = flag(
+        False, help="decode keeps the KV of finished turns, and prefill sends only the rest of the next one"
+    )
+    disaggregation_decode_enable_offload_kvcache: bool = flag(
+        False, help="a retracted request's KV goes to host memory and back; else it is computed again"
+    )
+    disaggregation_decode_offload_gb: float = flag(4.0, help="host memory for the KV of retracted requests, in GB")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +108,9 @@ class KernelConfig:
     device: Literal["auto", "cpu", "cuda"] = flag("auto", help="auto: cuda where there is one")
     attention_backend: Literal["auto", "torch"] = flag("auto", help="implementation of attention over pages")
     cpu_threads: int | None = flag(None, help="torch threads on CPU; all cores when absent")
+    enable_deterministic_inference: bool = flag(
+        False, help="a request's tokens do not depend on what else is computed, nor on chunks, pages or retraction"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -98,6 +98,14 @@ def _chunked_prefill_size(config: ServerConfig, machine: Machine) -> tuple[Serve
     return _set(config, "schedule", "chunked_prefill_size", CHUNK_TOKENS[device], f"fills a step on {device}")
 
 
+def _disable_overlap_schedule(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
+    if config.schedule.disable_overlap_schedule is not None:
+        return None
+    on_cpu = config.kernels.device == "cpu"
+    reason = "the CPU that plans is the one that computes" if on_cpu else "the GPU computes while the CPU plans"
+    return _set(config, "schedule", "disable_overlap_schedule", on_cpu, reason)
+
+
 def _max_running_requests(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
     if config.schedule.max_running_requests is not None:
         return None
@@ -123,6 +131,7 @@ STEPS: tuple[Step, ...] = (
     _attention_backend,
     _served_model_name,
     _chunked_prefill_size,
+    _disable_overlap_schedule,
     _max_running_requests,
     _disaggregation_host,
 )
@@ -137,6 +146,21 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
             f"--cpu-threads is {config.kernels.cpu_threads}, but this process may use {machine.num_cores} cores",
             field="cpu_threads",
         )
+    disagg, mode = config.disagg, config.disagg.disaggregation_mode
+    for field, wanted, asked in (
+        ("disaggregation_layerwise_transfer", ("prefill",), disagg.disaggregation_layerwise_transfer),
+        ("disaggregation_decode_enable_radix_cache", ("decode",), disagg.disaggregation_decode_enable_radix_cache),
+        (
+            "disaggregation_decode_enable_offload_kvcache",
+            ("decode", "null"),
+            disagg.disaggregation_decode_enable_offload_kvcache,
+        ),
+    ):
+        if asked and mode not in wanted:
+            raise ConfigError(
+                f"--{field.replace('_', '-')} is for --disaggregation-mode {' or '.join(wanted)}, not {mode}",
+                field=field,
+            )
     context, pool = config.model.context_length, config.memory.max_total_tokens
     if context is not None and pool is not None and context > pool:
         raise ConfigError(

@@ -26,34 +26,33 @@ disable-aiter-allreduce-fusion-in-decode disable-aiter-allreduce-fusion-in-prefi
 disable-chunked-prefix-cache disable-cuda-graph disable-cuda-graph-padding disable-custom-all-reduce
 disable-decode-cuda-graph disable-fast-image-processor disable-flashinfer-autotune
 disable-flashinfer-cutlass-moe-fp4-allgather disable-hybrid-swa-memory disable-outlines-disk-cache
-disable-overlap-schedule disable-prefill-cuda-graph disable-priority-preemption disable-radix-cache
-disable-shared-experts-fusion disable-tokenizer-batch-decode disaggregation-decode-allocation-policy
-disaggregation-decode-dp disaggregation-decode-enable-offload-kvcache disaggregation-decode-enable-radix-cache
-disaggregation-decode-extra-slots disaggregation-decode-host-receive-threshold
-disaggregation-decode-polling-interval disaggregation-decode-retraction-backup disaggregation-decode-tp
-disaggregation-enable-kv-checksum disaggregation-prefill-pp dist-init-addr dist-timeout dllm-algorithm
-dllm-algorithm-config dllm-block-size dllm-fdfo download-dir dp dp-size ds-channel-config-path ds-heavy-channel-num
-ds-heavy-channel-type ds-heavy-token-num ds-sparse-decode-threshold dsa-decode-backend dsa-paged-mqa-logits-backend
-dsa-prefill-backend dsa-topk-backend dsa-triton-union dsv4-attn-backend dsv4-prefill-backend dwdp-size
-dynamic-batch-tokenizer-batch-size dynamic-batch-tokenizer-batch-timeout elastic-ep-backend elastic-ep-initial-size
-elastic-ep-join-mode elastic-ep-join-rank-offset elastic-ep-scale-timeout enable-adaptive-dispatch-to-encoder
+disable-prefill-cuda-graph disable-priority-preemption disable-shared-experts-fusion disable-tokenizer-batch-decode
+disaggregation-decode-allocation-policy disaggregation-decode-dp disaggregation-decode-extra-slots
+disaggregation-decode-host-receive-threshold disaggregation-decode-polling-interval
+disaggregation-decode-retraction-backup disaggregation-decode-tp disaggregation-enable-kv-checksum
+disaggregation-prefill-pp dist-init-addr dist-timeout dllm-algorithm dllm-algorithm-config dllm-block-size dllm-fdfo
+download-dir dp dp-size ds-channel-config-path ds-heavy-channel-num ds-heavy-channel-type ds-heavy-token-num
+ds-sparse-decode-threshold dsa-decode-backend dsa-paged-mqa-logits-backend dsa-prefill-backend dsa-topk-backend
+dsa-triton-union dsv4-attn-backend dsv4-prefill-backend dwdp-size dynamic-batch-tokenizer-batch-size
+dynamic-batch-tokenizer-batch-timeout elastic-ep-backend elastic-ep-initial-size elastic-ep-join-mode
+elastic-ep-join-rank-offset elastic-ep-scale-timeout enable-adaptive-dispatch-to-encoder
 enable-aiter-allreduce-fusion enable-amd-monokernel enable-attn-tp-input-scattered
 enable-broadcast-mm-inputs-process enable-cache-report enable-cp-decode-attn-tp enable-cudagraph-gc
 enable-custom-logit-processor enable-decoder-swa-bounded-replay enable-deepseek-v4-fp4-indexer
-enable-dense-mlp-attn-tp enable-deterministic-inference enable-double-sparsity enable-dp-attention
-enable-dp-attention-local-control-broadcast enable-dp-lm-head enable-draft-weights-cpu-backup
-enable-dsa-cache-layer-split enable-dsa-fused-indexer enable-dynamic-batch-tokenizer enable-dynamic-chunking
-enable-elastic-expert-backup enable-encoder-swa-bounded-replay enable-eplb enable-expert-distribution-metrics
-enable-flashinfer-allreduce-fusion enable-flashinfer-autotune enable-flexkv enable-forward-pass-metrics
-enable-fp32-lm-head enable-fused-moe-sum-all-reduce enable-fused-qk-norm-rope enable-hicache
-enable-hierarchical-cache enable-hisparse enable-http-worker-reuseport enable-http2 enable-int8-mamba-checkpoint
-enable-kv-cache-sharding enable-layernorm-sp enable-layerwise-nvtx-marker enable-lean-attention
-enable-linear-replayssm enable-linear-replayssm-spec enable-linker-mla-dedup enable-lmcache enable-lora
-enable-lora-overlap-loading enable-mamba-cache-stochastic-rounding enable-megamoe-for-layernorm-sp
-enable-memory-saver enable-metrics enable-metrics-for-all-schedulers enable-mfu-metrics enable-mis
-enable-mixed-chunk enable-mm-global-cache enable-mscclpp enable-multi-layer-eagle enable-multimodal
-enable-nan-detection enable-nccl-nvls enable-nsa-prefill-context-parallel enable-nvidia-megakernel enable-p2p-check
-enable-page-major-kv-layout enable-paged-experts enable-pd-role-switch enable-pdmux enable-piecewise-cuda-graph
+enable-dense-mlp-attn-tp enable-double-sparsity enable-dp-attention enable-dp-attention-local-control-broadcast
+enable-dp-lm-head enable-draft-weights-cpu-backup enable-dsa-cache-layer-split enable-dsa-fused-indexer
+enable-dynamic-batch-tokenizer enable-dynamic-chunking enable-elastic-expert-backup
+enable-encoder-swa-bounded-replay enable-eplb enable-expert-distribution-metrics enable-flashinfer-allreduce-fusion
+enable-flashinfer-autotune enable-flexkv enable-forward-pass-metrics enable-fp32-lm-head
+enable-fused-moe-sum-all-reduce enable-fused-qk-norm-rope enable-hicache enable-hierarchical-cache enable-hisparse
+enable-http-worker-reuseport enable-http2 enable-int8-mamba-checkpoint enable-kv-cache-sharding enable-layernorm-sp
+enable-layerwise-nvtx-marker enable-lean-attention enable-linear-replayssm enable-linear-replayssm-spec
+enable-linker-mla-dedup enable-lmcache enable-lora enable-lora-overlap-loading
+enable-mamba-cache-stochastic-rounding enable-megamoe-for-layernorm-sp enable-memory-saver enable-metrics
+enable-metrics-for-all-schedulers enable-mfu-metrics enable-mis enable-mixed-chunk enable-mm-global-cache
+enable-mscclpp enable-multi-layer-eagle enable-multimodal enable-nan-detection enable-nccl-nvls
+enable-nsa-prefill-context-parallel enable-nvidia-megakernel enable-p2p-check enable-page-major-kv-layout
+enable-paged-experts enable-pd-role-switch enable-pdmux enable-piecewise-cuda-graph
 enable-precise-embedding-interpolation enable-prefill-cp enable-prefill-delayer enable-prefix-mm-cache
 enable-priority-scheduling enable-profile-cuda-graph enable-quant-communications enable-request-time-stats-logging
 enable-response-store enable-return-aux-hidden-states enable-return-hidden-states enable-return-indexer-topk
@@ -89,55 +88,54 @@ log-requests-level log-requests-target lora-backend lora-drain-wait-threshold lo
 lora-strict-loading lora-target-modules lora-use-virtual-experts mamba-backend mamba-cache-philox-rounds
 mamba-full-memory-ratio mamba-max-states-per-path mamba-radix-cache-strategy mamba-ssm-dtype mamba-track-interval
 max-ep-size max-loaded-loras max-lora-chunk-size max-lora-rank max-loras-per-batch max-mamba-cache-size
-max-prefill-tokens media-url-max-file-size-mb min-free-slots-delay mlx-enable-sampling mm-attention-backend
-mm-enable-dp-encoder mm-feature-transport mm-global-cache-backend mm-io-worker-num mm-max-concurrent-calls
-mm-per-request-timeout mm-preprocess-cache-size-mb mm-process-config mm-processor-worker-num model-checksum
-model-config-parser model-impl model-loader-extra-config modelexpress-config modelopt-checkpoint-restore-path
-modelopt-checkpoint-save-path modelopt-export-path modelopt-quant moe-a2a-backend moe-data-parallel-size
-moe-dense-tp-size moe-dp-size moe-runner-backend monokernel-backend mooncake-ib-device msprobe-dump-config
-multi-item-scoring-delimiter nccl-init-addr nccl-port nnodes node-rank nsa-decode-backend nsa-prefill-backend
-num-continuous-decode-steps num-reserved-decode-tokens numa-node offload-group-size offload-mode
-offload-num-in-group offload-prefetch-step optimistic-prefill-attempts otlp-service-name otlp-traces-endpoint
-paged-experts-num-resident pdmux-config-path piecewise-cuda-graph-compiler piecewise-cuda-graph-max-tokens
-piecewise-cuda-graph-tokens pipeline-parallel-size ple-offload-backend ple-offload-dir ple-offload-embedding pp
-pp-async-batch-depth pp-max-micro-batch-size pp-size pre-warm-nccl preferred-sampling-params
-prefill-attention-backend prefill-decode-interval prefill-decode-interval-min-bs
+media-url-max-file-size-mb min-free-slots-delay mlx-enable-sampling mm-attention-backend mm-enable-dp-encoder
+mm-feature-transport mm-global-cache-backend mm-io-worker-num mm-max-concurrent-calls mm-per-request-timeout
+mm-preprocess-cache-size-mb mm-process-config mm-processor-worker-num model-checksum model-config-parser model-impl
+model-loader-extra-config modelexpress-config modelopt-checkpoint-restore-path modelopt-checkpoint-save-path
+modelopt-export-path modelopt-quant moe-a2a-backend moe-data-parallel-size moe-dense-tp-size moe-dp-size
+moe-runner-backend monokernel-backend mooncake-ib-device msprobe-dump-config multi-item-scoring-delimiter
+nccl-init-addr nccl-port nnodes node-rank nsa-decode-backend nsa-prefill-backend num-continuous-decode-steps
+numa-node offload-group-size offload-mode offload-num-in-group offload-prefetch-step optimistic-prefill-attempts
+otlp-service-name otlp-traces-endpoint paged-experts-num-resident pdmux-config-path piecewise-cuda-graph-compiler
+piecewise-cuda-graph-max-tokens piecewise-cuda-graph-tokens pipeline-parallel-size ple-offload-backend
+ple-offload-dir ple-offload-embedding pp pp-async-batch-depth pp-max-micro-batch-size pp-size pre-warm-nccl
+preferred-sampling-params prefill-attention-backend prefill-decode-interval prefill-decode-interval-min-bs
 prefill-delayer-forward-passes-buckets prefill-delayer-max-delay-ms prefill-delayer-max-delay-passes
 prefill-delayer-queue-min-ratio prefill-delayer-token-usage-low-watermark prefill-delayer-wait-seconds-buckets
 prefill-kv-cache-dequant-dtype prefill-max-requests prefill-only-disable-kv-cache prefill-round-robin-balance
 priority-scheduling-preemption-threshold prompt-tokens-buckets qsa-indexer-dtype quantization
-quantization-param-path quantize-and-serve radix-cache-backend radix-eviction-policy radix-eviction-policy-config
-reasoning-parser remote-instance-weight-loader-backend remote-instance-weight-loader-seed-instance-ip
+quantization-param-path quantize-and-serve radix-cache-backend radix-eviction-policy-config reasoning-parser
+remote-instance-weight-loader-backend remote-instance-weight-loader-seed-instance-ip
 remote-instance-weight-loader-seed-instance-service-port remote-instance-weight-loader-send-weights-group-ports
 remote-instance-weight-loader-start-seed-via-transfer-engine retraction-policy return-aux-hidden-state-layer-ids
 return-hidden-states-mode return-input-ids return-output-ids revision rl-on-policy-target rl-quant-profile
-sampling-backend sampling-defaults sampling-mask-max-tokens schedule-conservativeness
-schedule-low-priority-values-first schedule-policy scheduler-recv-interval shared-experts-tp-size show-time-cost
-sidecar sidecar-args skip-server-warmup skip-tokenizer-init sleep-on-idle sm-group-num smg-grpc-mode
-smg-http-sidecar-port soft-watchdog-timeout spec-trace-dir speculative-accept-threshold-acc
-speculative-accept-threshold-single speculative-adaptive speculative-adaptive-config speculative-algorithm
-speculative-attention-mode speculative-dflash-block-size speculative-domino-candidate-pool-size
-speculative-draft-attention-backend speculative-draft-kv-cache-dtype speculative-draft-load-format
-speculative-draft-model speculative-draft-model-path speculative-draft-model-quantization
-speculative-draft-model-revision speculative-draft-sink-size speculative-draft-window-size
-speculative-dsa-topk-backend speculative-dspark-align-verify-tokens-to-graph-tier speculative-dspark-block-size
-speculative-dspark-confidence-sts-path speculative-dspark-sps-table-path speculative-eagle-topk
-speculative-enable-w4a4-mxfp4-megamoe speculative-moe-a2a-backend speculative-moe-runner-backend
-speculative-ngram-branch-length speculative-ngram-capacity speculative-ngram-external-corpus-max-tokens
-speculative-ngram-external-corpus-path speculative-ngram-external-sam-budget speculative-ngram-match-type
-speculative-ngram-max-bfs-breadth speculative-ngram-max-match-window-size speculative-ngram-max-trie-depth
-speculative-ngram-min-bfs-breadth speculative-ngram-min-match-window-size speculative-num-draft-tokens
-speculative-num-steps speculative-token-map speculative-use-block-verification speculative-use-rejection-sampling
-ssl-ca-certs ssl-certfile ssl-keyfile ssl-keyfile-password startup-weight-load-mode stream-interval stream-output
-stream-response-default-include-usage strip-thinking-cache swa-full-tokens-ratio swa-prefix-tails
-tbo-token-distribution-threshold tensor-parallel-size tokenizer-backend tokenizer-metrics-allowed-custom-labels
-tokenizer-metrics-custom-labels-header tokenizer-mode tokenizer-worker-num tool-call-parser tool-server
-torch-compile-max-bs torchao-config tp tp-size trace-modules triton-attention-num-kv-splits
-triton-attention-reduce-in-fp32 triton-attention-split-tile-size trust-mm-content-hashes trust-remote-code
-trust-request-chat-template unified-cache-external-linker-backend unified-cache-external-linker-config uno-lora-path
-use-ray uvicorn-access-log-exclude-prefixes warmups watchdog-timeout watermark-config weight-cache-mode
-weight-cache-socket weight-cache-timeout weight-loader-disable-mmap weight-loader-drop-cache-after-load
-weight-loader-prefetch-checkpoints weight-loader-prefetch-num-threads weight-version
+sampling-backend sampling-defaults sampling-mask-max-tokens schedule-low-priority-values-first
+scheduler-recv-interval shared-experts-tp-size show-time-cost sidecar sidecar-args skip-server-warmup
+skip-tokenizer-init sleep-on-idle sm-group-num smg-grpc-mode smg-http-sidecar-port soft-watchdog-timeout
+spec-trace-dir speculative-accept-threshold-acc speculative-accept-threshold-single speculative-adaptive
+speculative-adaptive-config speculative-algorithm speculative-attention-mode speculative-dflash-block-size
+speculative-domino-candidate-pool-size speculative-draft-attention-backend speculative-draft-kv-cache-dtype
+speculative-draft-load-format speculative-draft-model speculative-draft-model-path
+speculative-draft-model-quantization speculative-draft-model-revision speculative-draft-sink-size
+speculative-draft-window-size speculative-dsa-topk-backend speculative-dspark-align-verify-tokens-to-graph-tier
+speculative-dspark-block-size speculative-dspark-confidence-sts-path speculative-dspark-sps-table-path
+speculative-eagle-topk speculative-enable-w4a4-mxfp4-megamoe speculative-moe-a2a-backend
+speculative-moe-runner-backend speculative-ngram-branch-length speculative-ngram-capacity
+speculative-ngram-external-corpus-max-tokens speculative-ngram-external-corpus-path
+speculative-ngram-external-sam-budget speculative-ngram-match-type speculative-ngram-max-bfs-breadth
+speculative-ngram-max-match-window-size speculative-ngram-max-trie-depth speculative-ngram-min-bfs-breadth
+speculative-ngram-min-match-window-size speculative-num-draft-tokens speculative-num-steps speculative-token-map
+speculative-use-block-verification speculative-use-rejection-sampling ssl-ca-certs ssl-certfile ssl-keyfile
+ssl-keyfile-password startup-weight-load-mode stream-interval stream-output stream-response-default-include-usage
+strip-thinking-cache swa-full-tokens-ratio swa-prefix-tails tbo-token-distribution-threshold tensor-parallel-size
+tokenizer-backend tokenizer-metrics-allowed-custom-labels tokenizer-metrics-custom-labels-header tokenizer-mode
+tokenizer-worker-num tool-call-parser tool-server torch-compile-max-bs torchao-config tp tp-size trace-modules
+triton-attention-num-kv-splits triton-attention-reduce-in-fp32 triton-attention-split-tile-size
+trust-mm-content-hashes trust-remote-code trust-request-chat-template unified-cache-external-linker-backend
+unified-cache-external-linker-config uno-lora-path use-ray uvicorn-access-log-exclude-prefixes warmups
+watchdog-timeout watermark-config weight-cache-mode weight-cache-socket weight-cache-timeout
+weight-loader-disable-mmap weight-loader-drop-cache-after-load weight-loader-prefetch-checkpoints
+weight-loader-prefetch-num-threads weight-version
 """
 
 SGLANG_FLAGS: frozenset[str] = frozenset(f"--{name}" for name in _NAMES.split())

@@ -49,12 +49,24 @@ def _check_memory(memory: MemoryConfig) -> None:
 def _check_schedule(schedule: ScheduleConfig) -> None:
     _at_least("max_running_requests", schedule.max_running_requests, 1)
     _at_least("max_queued_requests", schedule.max_queued_requests, 1)
+    _at_least("max_prefill_tokens", schedule.max_prefill_tokens, 1)
+    _at_least("num_reserved_decode_tokens", schedule.num_reserved_decode_tokens, 0)
+    for field, number in (
+        ("schedule_aging_s", schedule.schedule_aging_s),
+        ("schedule_conservativeness", schedule.schedule_conservativeness),
+    ):
+        if not (math.isfinite(number) and number > 0):
+            _refuse(field, number, "must be more than 0")
     if schedule.chunked_prefill_size != -1:
         _at_least("chunked_prefill_size", schedule.chunked_prefill_size, 1, "at least 1, or -1 for no chunking")
 
 
 def _check_disagg(disagg: DisaggConfig) -> None:
     _between("disaggregation_bootstrap_port", disagg.disaggregation_bootstrap_port, 0, 65535)
+    _at_least("disaggregation_layerwise_groups", disagg.disaggregation_layerwise_groups, 1)
+    offload_gb = disagg.disaggregation_decode_offload_gb
+    if not (math.isfinite(offload_gb) and offload_gb > 0):
+        _refuse("disaggregation_decode_offload_gb", offload_gb, "must be more than 0")
     for field, seconds in (
         ("disaggregation_bootstrap_timeout_s", disagg.disaggregation_bootstrap_timeout_s),
         ("disaggregation_waiting_timeout_s", disagg.disaggregation_waiting_timeout_s),

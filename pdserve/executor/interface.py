@@ -7,7 +7,7 @@ sampled token behind them, so a plan names only rows and ranges. The page table 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pdserve.memory.layout import KVLayout
@@ -57,8 +57,46 @@ class StepResult:
     tokens: tuple[SampledToken | None, ...]
 
 
+class LayerMarks(Protocol):
+    """Says when the KV of the first layers of a launched step is written. Made by `Executor.launch` where asked for.
+
+    Waited on by copy workers, never by the scheduler thread or inside attention.
+    """
+
+    def wait(self, num_layers: int, timeout_s: float) -> bool:
+        """Block until layers `[0, num_layers)` of the step are in the pool; False after `timeout_s`. Any thread."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepHandle:
+    """A launched step, to be given to `Executor.resolve` once.
+
+    `marks` say where it stands, layer by layer; None where `launch` was not asked for them. `finish` waits for the
+    step; only the executor calls it.
+    """
+
+    plan: BatchPlan
+    marks: LayerMarks | None
+    finish: Callable[[], StepResult]
+
+
+class HostPages(Protocol):
+    """KV pages that were copied to host memory by `Executor.offload`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that they take."""
+        ...
+
+
 class Executor(Protocol):
-    """Runs plans. Called by the scheduler thread only."""
+    """Runs plans. Called by the scheduler thread only.
+
+    Steps run in the order of their launch. A launched step reads page table, row parameters and token rows as they are
+    at the launch, and writes KV and tokens until it is resolved: its pages and rows must not be given to anybody else
+    before. `offload` and `restore` are called while no step is unresolved.
+    """
 
     @property
     def layout(self) -> KVLayout:
@@ -84,10 +122,30 @@ class Executor(Protocol):
         """
         ...
 
-    def run(self, plan: BatchPlan) -> StepResult:
-        """Compute the plan: writes KV pages, samples, appends sampled tokens to their rows."""
+    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+        """Begin to compute the plan: writes KV pages, samples, appends sampled tokens to their rows.
+
+        The next plan may use these tokens before `resolve`.
+        """
+        ...
+
+    def resolve(self, handle: StepHandle) -> StepResult:
+        """Wait for the oldest unresolved step and return what it sampled."""
+        ...
+
+    def offload(self, pages: Sequence[int]) -> HostPages:
+        """Copy the KV of `pages` to host memory."""
+        ...
+
+    def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
+        """Copy saved KV into `pages`, as many as were saved; the host copy may then be dropped."""
         ...
 
     def close_row(self, row: int) -> None:
         """The request has left `row`."""
         ...
+
+
+def run(executor: Executor, plan: BatchPlan) -> StepResult:
+    """Compute one plan from beginning to end."""
+    return executor.resolve(executor.launch(plan))

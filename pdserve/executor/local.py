@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pdserve.executor.batch_builder import build_batch, plan_arrays, to_device
-from pdserve.executor.interface import BatchPlan, SampledToken, StepResult
+from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepHandle, StepResult
 from pdserve.executor.row_params import RowParams
 from pdserve.executor.sampler import sample, to_host
 from pdserve.memory.layout import KVLayout
@@ -88,9 +88,25 @@ class LocalExecutor:
         self._open.remove(row)
         self._params.clear(row)
 
+    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+        """See `Executor.launch`."""
+        result = self._run(plan)
+        return StepHandle(plan, None, lambda: result)
+
+    def resolve(self, handle: StepHandle) -> StepResult:
+        """See `Executor.resolve`."""
+        return handle.finish()
+
+    def offload(self, pages: Sequence[int]) -> HostPages:
+        """See `Executor.offload`."""
+        raise NotImplementedError
+
+    def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
+        """See `Executor.restore`."""
+        raise NotImplementedError
+
     @torch.inference_mode()
-    def run(self, plan: BatchPlan) -> StepResult:
-        """See `Executor.run`."""
+    def _run(self, plan: BatchPlan) -> StepResult:
         if not plan.rows:
             return StepResult(plan.step, ())
         assert all(row.row in self._open for row in plan.rows), "the plan names a row that is not open"

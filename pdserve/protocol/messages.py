@@ -34,6 +34,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """None: no logprobs. 0: of the chosen tokens. N: also of the N most likely ones."""
     room: RoomAddress | None = None
     arrival_s: float = 0.0
+    priority: int = 0
+    """Higher runs first under `--schedule-policy priority`, and its prefix stays longer with priority eviction."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -73,7 +75,7 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
     """Why a request ended; one terminal state per request.
 
     `stop`: `matched` is the token id or the stop string. `length`: `length` tokens were generated.
-    `abort`: `message`, the HTTP `status_code` the client gets, and `err_type`.
+    `abort`: `message`, the HTTP `status_code` the client gets, `err_type`, and for a 503 when to come back.
     """
 
     type: Literal["stop", "length", "abort"]
@@ -82,6 +84,7 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
     message: str | None = None
     status_code: int | None = None
     err_type: str | None = None
+    retry_after_s: int | None = None
 
 
 class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +128,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     `queues`: length by queue name. `memory`: counts by name, e.g. pages_total, pages_free, pages_leased,
     pages_held_remote, rows_total, rows_free, aux_total, aux_free, rooms_live.
     `counters`: ever-growing totals by name. `facts`: static strings and numbers (layout, transport, dtype).
+    `audit`: what the self-audit found, a sentence each: a page, row, slot or room with no owner or two. Empty is well.
     """
 
     queues: dict[str, int]
@@ -135,6 +139,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     num_queue_reqs: int
     num_used_tokens: int
     max_total_tokens: int
+    audit: list[str] = msgspec.field(default_factory=list)
 
 
 class StateReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from pdserve.base.mailbox import Mailbox
 from pdserve.errors import RequestError
+from pdserve.executor.interface import run
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import (
     AbortRequest,
@@ -75,7 +76,7 @@ class Scheduler:
         self.core.outbox.flush()
         if plan is not None:
             self._step += 1
-            self.role.commit(plan, self.core.executor.run(plan))
+            self.role.commit(plan, run(self.core.executor, plan))
         self.core.outbox.flush()
         return plan is not None
 

@@ -6,12 +6,13 @@ for everything between the pools. Weights depend on the position, so order matte
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.executor.interface import BatchPlan, Row, SampledToken, StepResult
+from pdserve.executor.interface import BatchPlan, HostPages, Row, SampledToken, StepHandle, StepResult
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.sampling import SamplingParams
@@ -61,6 +62,7 @@ class HashExecutor:
         self.pool: U64 = np.full((num_pages, *self._group.page_shape), POISON, dtype=np.uint64)
         self._table = page_table
         self._tokens: dict[int, list[int]] = {}
+        self.late = False
 
     @property
     def layout(self) -> KVLayout:
@@ -91,14 +93,33 @@ class HashExecutor:
         """See `Executor`."""
         del self._tokens[row]
 
-    def run(self, plan: BatchPlan) -> StepResult:
-        """See `Executor`."""
-        return StepResult(plan.step, tuple(self._run_row(row) for row in plan.rows))
+    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+        """See `Executor`.
 
-    def _run_row(self, row: Row) -> SampledToken | None:
+        A late executor computes when it is asked for the result, from the page table as it was at the launch.
+        """
+        step = _Step(self, plan, {row.row: self._table.pages[row.row].copy() for row in plan.rows})
+        if not self.late:
+            step.result()
+        return StepHandle(plan, step if layer_marks else None, step.result)
+
+    def resolve(self, handle: StepHandle) -> StepResult:
+        """See `Executor`."""
+        return handle.finish()
+
+    def offload(self, pages: Sequence[int]) -> HostPages:
+        """See `Executor`."""
+        return _Saved(self.pool[list(pages)].copy())
+
+    def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
+        """See `Executor`."""
+        assert isinstance(saved, _Saved)
+        self.pool[list(pages)] = saved.content
+
+    def compute(self, row: Row, pages: npt.NDArray[np.int32]) -> SampledToken | None:
+        """One row of a step. `pages` are its page-table line at the launch."""
         tokens = self._tokens[row.row]
         page_tokens = self._group.page_tokens
-        pages = self._table.pages[row.row]
         last = 0
         for position in range(row.start, row.end):
             carry = _mix(tokens[position] * 1_000_003 + position)
@@ -116,3 +137,34 @@ class HashExecutor:
         del tokens[row.end :]
         tokens.append(token)
         return SampledToken(token)
+
+
+class _Step:
+    """A launched step. Implements `LayerMarks`: all layers at once, for rows are computed token by token."""
+
+    def __init__(self, executor: HashExecutor, plan: BatchPlan, tables: dict[int, npt.NDArray[np.int32]]) -> None:
+        self._executor, self._plan, self._tables = executor, plan, tables
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Compute, unless that is done."""
+        if self._result is None:
+            tokens = tuple(self._executor.compute(row, self._tables[row.row]) for row in self._plan.rows)
+            self._result = StepResult(self._plan.step, tokens)
+        return self._result
+
+    def wait(self, num_layers: int, timeout_s: float) -> bool:
+        """See `LayerMarks`; never waits, since nothing else could run meanwhile."""
+        return self._result is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """Implements `HostPages`."""
+
+    content: U64
+
+    @property
+    def num_bytes(self) -> int:
+        """See `HostPages`."""
+        return self.content.nbytes

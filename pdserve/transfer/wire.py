@@ -70,9 +70,13 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The receiver's pages (per layout group) and aux slot for one key, and what the prompt must be."""
+    """The receiver's pages (per layout group) and aux slot for one key, and what the prompt must be.
+
+    The receiver has the KV of the first `cached_tokens` tokens, whole pages; `pages` are those for the rest.
+    """
 
     key: Key
+    cached_tokens: Count = 0
     pages: tuple[tuple[Count, ...], ...]
     aux_slot: Count
     prompt_digest: Name

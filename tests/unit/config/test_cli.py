@@ -36,7 +36,7 @@ def test_values_arrive_in_their_groups_with_their_types() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["--tp", "--tp-size", "--disable-radix-cache", "--quantization", "--enable-torch-compile"]
+    "name", ["--tp", "--tp-size", "--disable-cuda-graph", "--quantization", "--enable-torch-compile"]
 )
 def test_a_flag_of_sglang_that_is_not_honoured_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: SGLang has this flag") as caught:

@@ -36,7 +36,7 @@ def test_the_chunk_follows_a_device_that_was_asked_for() -> None:
 def test_what_was_given_stays_as_it_is() -> None:
     words = (
         "--device cpu --attention-backend torch --chunked-prefill-size 64 --max-running-requests 3 "
-        "--served-model-name n --disaggregation-mode decode --disaggregation-host node1"
+        "--served-model-name n --disaggregation-mode decode --disaggregation-host node1 --disable-overlap-schedule"
     )
     given = parse_server_args(["--model-path", "m", *words.split()])
     resolved, chosen = fill_in(given, CPU)

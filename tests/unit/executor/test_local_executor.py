@@ -14,7 +14,7 @@ import torch
 from pdserve.config.groups import KernelConfig, MemoryConfig
 from pdserve.errors import ConfigError
 from pdserve.executor.factory import prepare_device
-from pdserve.executor.interface import BatchPlan, Executor
+from pdserve.executor.interface import BatchPlan, Executor, run
 from pdserve.executor.pool_size import CPU_CAP_BYTES, pool_tokens
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.model.config import read_model_spec
@@ -95,7 +95,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch(checkpoint: Path) -> None:
 
 
 def test_an_empty_plan_is_an_empty_result(checkpoint: Path) -> None:
-    assert build(checkpoint).executor.run(BatchPlan(3, ())).tokens == ()
+    assert run(build(checkpoint).executor, BatchPlan(3, ())).tokens == ()
 
 
 def test_a_plan_that_samples_nothing_gives_none(checkpoint: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from pdserve.executor.interface import BatchPlan, StepResult
+from pdserve.executor.interface import BatchPlan, StepHandle
 from pdserve.protocol.messages import (
     AbortRequest,
     GenerateRequest,
@@ -134,13 +134,13 @@ def test_the_first_token_leaves_decode_before_the_next_forward(monkeypatch: pyte
     world = _world()
     decode = world.decode
     seen: list[int] = []
-    run = decode.executor.run
+    launch = decode.executor.launch
 
-    def watched(plan: BatchPlan) -> StepResult:
+    def watched(plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
         seen.append(len(decode.halves["r0"].tokens))
-        return run(plan)
+        return launch(plan, layer_marks=layer_marks)
 
-    monkeypatch.setattr(decode.executor, "run", watched)
+    monkeypatch.setattr(decode.executor, "launch", watched)
     for node in (world.prefill, decode):
         node.mailbox.post(_request("r0", room=1, max_new=3))
     _until(world, lambda: decode.halves["r0"].finish is not None)

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox
-from pdserve.executor.interface import BatchPlan, SampledToken, StepResult
+from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, StepResult
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.messages import (
@@ -42,8 +42,8 @@ class CountingExecutor(HashExecutor):
         super().__init__(hash_layout(4), layout_pages, table)
         self.script: list[int] = []
 
-    def run(self, plan: BatchPlan) -> StepResult:
-        result = super().run(plan)
+    def resolve(self, handle: StepHandle) -> StepResult:
+        result = super().resolve(handle)
         tokens = tuple(
             None if token is None else SampledToken(self.script.pop(0) if self.script else 100, -0.5, ((1, -0.5),))
             for token in result.tokens
@@ -251,13 +251,13 @@ def test_state_counts_what_is_where() -> None:
 def test_chunks_stay_within_the_budget() -> None:
     mono = Mono(num_rows=4, chunk=3)
     sizes: list[int] = []
-    run = mono.executor.run
+    launch = mono.executor.launch
 
-    def watching(plan: BatchPlan) -> StepResult:
+    def watching(plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
         sizes.append(sum(row.num_tokens for row in plan.rows if row.end <= len(PROMPT)))
-        return run(plan)
+        return launch(plan, layer_marks=layer_marks)
 
-    mono.executor.run = watching  # type: ignore[method-assign]
+    mono.executor.launch = watching  # type: ignore[method-assign]
     for rid in "abcd":
         mono.post(rid)
     mono.run()
