@@ -5,6 +5,8 @@ Built by the loader, which fills `params`; run by the executor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,12 +52,19 @@ class Decoder:
         else:
             self._head = self.params.new("lm_head.weight", spec.vocab_size, spec.hidden_size)
 
-    def forward(self, batch: ForwardBatch, attention: StepAttention) -> Tensor:
-        """Run all layers; logits of the tokens at `batch.sample_index`: float32 `[S, vocab_size]`."""
+    def forward(
+        self, batch: ForwardBatch, attention: StepAttention, on_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """Run all layers; logits of the tokens at `batch.sample_index`: float32 `[S, vocab_size]`.
+
+        `on_layer(i)` is called once layer i's KV is written, or its writing enqueued on a device that has a queue.
+        """
         x = F.embedding(batch.input_ids, self._embedding)
         cos, sin = self._rotary.tables(batch.positions)
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
             x = layer(x, cos, sin, attention)
+            if on_layer is not None:
+                on_layer(index)
         x = self._norm(x.index_select(0, batch.sample_index))
         return F.linear(x, self._head).float()
 
