@@ -35,17 +35,24 @@ class RequestError(PdserveError):
     """One request is refused.
 
     `status` is the HTTP status (400 invalid, 404 unknown model, 409 live room, 503 overloaded),
-    `field` the request field at fault, `code` a short machine-readable word.
+    `field` the request field at fault, `code` a short machine-readable word, `retry_after_s` when to come back.
     """
 
     def __init__(
-        self, message: str, *, field: str | None = None, status: int = 400, code: str = "invalid_request"
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        status: int = 400,
+        code: str = "invalid_request",
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.status = status
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class TransferError(PdserveError):

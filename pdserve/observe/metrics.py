@@ -6,6 +6,7 @@ snapshot (`EngineState`), turned into gauges and counters when `/metrics` is rea
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
@@ -25,11 +26,21 @@ SGLANG_QUEUES = (
 )
 """Queues with a gauge of their own, shown at 0 by roles that lack them."""
 
+RETRACTED_QUEUE = "retracted"
+"""The queue of requests that were retracted and wait to go on: `sglang:num_retracted_reqs`."""
+
+NEW_TOKEN_RATIO = "new_token_ratio"
+"""The fact that is shown as `sglang:new_token_ratio`, where the scheduler has it."""
+
 SGLANG_COUNTERS = {
     "bootstrap_failed": "num_bootstrap_failed_reqs",
     "copies_failed": "num_transfer_failed_reqs",
+    "requests_retracted": "num_retracted_requests",
 }
 """The scheduler's counters that SGLang has under another name; shown at 0 before the first event."""
+
+HIT_RATE_PROMPTS = 128
+"""Prompts that `sglang:cache_hit_rate` looks back on."""
 
 
 class RequestMetrics(Protocol):
@@ -43,6 +54,10 @@ class RequestMetrics(Protocol):
         """A sequence's first token came."""
         ...
 
+    def prompt_done(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """A sequence's prompt is in the KV cache; `cached_tokens` of it were there before."""
+        ...
+
     def next_tokens(self, gap_s: float) -> None:
         """Later tokens came, `gap_s` apart each."""
         ...
@@ -54,6 +69,23 @@ class RequestMetrics(Protocol):
     def finished(self, outcome: str, e2e_s: float) -> None:
         """A sequence ended: `stop`, `length` or `abort`."""
         ...
+
+
+class HitRate:
+    """The share of the newest prompts' tokens that were cached."""
+
+    def __init__(self, num_prompts: int) -> None:
+        """Looks back on `num_prompts` prompts."""
+        self._newest: deque[tuple[int, int]] = deque(maxlen=num_prompts)
+
+    def add(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """One more prompt."""
+        self._newest.append((prompt_tokens, cached_tokens))
+
+    def value(self) -> float:
+        """Between 0 and 1; 0 before the first prompt."""
+        prompt_tokens = sum(prompt for prompt, _ in self._newest)
+        return sum(cached for _, cached in self._newest) / prompt_tokens if prompt_tokens else 0.0
 
 
 class ServerMetrics:
@@ -73,6 +105,9 @@ class ServerMetrics:
         def counter(name: str, text: str) -> Counter:
             return Counter(f"sglang:{name}", text, names, registry=self._registry).labels(**labels)
 
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, names, registry=self._registry).labels(**labels)
+
         def histogram(name: str, text: str) -> Histogram:
             made = Histogram(f"sglang:{name}", text, names, registry=self._registry, buckets=_SECONDS)
             return made.labels(**labels)
@@ -84,8 +119,13 @@ class ServerMetrics:
         self._ttft = histogram("time_to_first_token_seconds", "from submission to the first token")
         self._itl = histogram("inter_token_latency_seconds", "between tokens")
         self._e2e = histogram("e2e_request_latency_seconds", "from submission to the end")
-        self._live = Gauge("pdserve:live_requests", "sequences in progress in the API process", names,
-                           registry=self._registry).labels(**labels)  # fmt: skip
+        cached = Counter("sglang:cached_tokens_total", "prompt tokens whose KV was there already",
+                         (*names, "cache_source"), registry=self._registry)  # fmt: skip
+        self._cached_tokens = cached.labels(**labels, cache_source="device")
+        self._hit_rate = HitRate(HIT_RATE_PROMPTS)
+        hit_rate = gauge("sglang:cache_hit_rate", f"share of cached tokens in the newest {HIT_RATE_PROMPTS} prompts")
+        hit_rate.set_function(self._hit_rate.value)
+        self._live = gauge("pdserve:live_requests", "sequences in progress in the API process")
         self._engine = _EngineCollector(labels, own_counters)
         self._registry.register(self._engine)
 
@@ -98,6 +138,11 @@ class ServerMetrics:
     def first_token(self, ttft_s: float) -> None:
         """See `RequestMetrics`."""
         self._ttft.observe(ttft_s)
+
+    def prompt_done(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """See `RequestMetrics`."""
+        self._cached_tokens.inc(cached_tokens)
+        self._hit_rate.add(prompt_tokens, cached_tokens)
 
     def next_tokens(self, gap_s: float) -> None:
         """See `RequestMetrics`."""
@@ -140,6 +185,8 @@ class _EngineCollector(Collector):
         yield from self._queues(self.state)
         for name, count in sorted(self.state.memory.items()):
             yield self._gauge(f"pdserve:{name}", f"KV memory: {name}", count)
+        text = "what the self-audit found: pages, rows, slots and rooms with no owner or two"
+        yield self._gauge("pdserve:audit_differences", text, len(self.state.audit))
         zeros = dict.fromkeys(SGLANG_COUNTERS, 0.0)
         for name, total in sorted({**zeros, **self.state.counters}.items()):
             yield self._counter(name, total)
@@ -151,10 +198,16 @@ class _EngineCollector(Collector):
         yield self._gauge("sglang:num_used_tokens", "token slots in use", state.num_used_tokens)
         yield self._gauge("sglang:max_total_num_tokens", "token slots in all", state.max_total_tokens)
         yield self._gauge("sglang:token_usage", "share of token slots in use", usage)
+        ratio = state.facts.get(NEW_TOKEN_RATIO)
+        if isinstance(ratio, float | int):
+            text = "share of a running request's remaining tokens that memory is kept free for"
+            yield self._gauge("sglang:new_token_ratio", text, ratio)
 
     def _queues(self, state: EngineState) -> Iterator[GaugeMetricFamily]:
         for queue in SGLANG_QUEUES:
             yield self._gauge(f"sglang:{queue}", "requests in this queue", state.queues.get(queue, 0))
+        retracted = state.queues.get(RETRACTED_QUEUE, 0)
+        yield self._gauge("sglang:num_retracted_reqs", "retracted requests that wait to go on", retracted)
         family = GaugeMetricFamily("pdserve:queue_reqs", "length of a queue", labels=[*self._names, "queue"])
         for queue, length in sorted(state.queues.items()):
             family.add_metric([*self._values, queue], length)

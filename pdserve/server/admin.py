@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import secrets
+import time
 import uuid
 from typing import Any
 
@@ -14,7 +16,7 @@ from fastapi.responses import Response
 
 import pdserve
 from pdserve.errors import RequestError
-from pdserve.protocol.messages import MAX_ROOM, EngineState, GenerateRequest, RoomAddress
+from pdserve.protocol.messages import MAX_ROOM, EngineState, FlushReply, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.server.context import ServerContext
 from pdserve.server.errors_http import error_body
@@ -25,6 +27,8 @@ from pdserve.server.streaming import collect, until_disconnect
 
 STATE_TIMEOUT_S = 1.0
 FLUSH_TIMEOUT_S = 10.0
+FLUSH_RETRY_S = 0.02
+MAX_FLUSH_WAIT_S = 600.0
 PROBE_TIMEOUT_S = 20.0
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 """A request with this bootstrap host moves no bytes: it warms up or probes one server of a pair alone."""
@@ -56,7 +60,8 @@ async def health_generate(context: ServerContext, request: Request) -> Response:
             message = f"no token came within {PROBE_TIMEOUT_S} s"
             raise RequestError(message, status=503, code="engine_busy") from error
         except RequestError as error:
-            raise RequestError(f"the probe failed: {error.message}", status=503, code=error.code) from error
+            message = f"the probe failed: {error.message}"
+            raise RequestError(message, status=503, code=error.code, retry_after_s=error.retry_after_s) from error
     if not update.token_ids:
         raise RequestError("the probe was aborted", status=503, code="aborted")
     return json_response({"status": "ok"})
@@ -135,12 +140,36 @@ async def metrics(context: ServerContext) -> Response:
     return Response(context.metrics.render(state), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def flush_cache(context: ServerContext) -> Response:
-    """Forget cached prefixes; 400 while requests are running."""
-    reply = await context.client.flush(FLUSH_TIMEOUT_S)
+async def flush_cache(context: ServerContext, request: Request) -> Response:
+    """Forget cached prefixes; 400 while requests are running, after the `timeout` in seconds that the query may give.
+
+    Nothing is dropped from under a running request: a scheduler that is not idle refuses.
+    """
+    reply = await until_disconnect(request, _flush(context, _flush_wait_s(request)))
     if not reply.ok:
         return json_response(error_body(reply.message, 400, code="busy"), status=400)
     return json_response({"success": True, "message": reply.message})
+
+
+def _flush_wait_s(request: Request) -> float:
+    text = request.query_params.get("timeout", "0")
+    try:
+        wait_s = float(text)
+    except ValueError:
+        wait_s = math.nan
+    if not 0 <= wait_s <= MAX_FLUSH_WAIT_S:
+        raise RequestError(f"timeout must be 0 to {MAX_FLUSH_WAIT_S:g} seconds, got {text!r}", field="timeout")
+    return wait_s
+
+
+async def _flush(context: ServerContext, wait_s: float) -> FlushReply:
+    """The first reply that says ok, or the last one before `wait_s` is over."""
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        reply = await context.client.flush(FLUSH_TIMEOUT_S)
+        if reply.ok or time.monotonic() >= deadline_s:
+            return reply
+        await asyncio.sleep(FLUSH_RETRY_S)
 
 
 async def abort_request(context: ServerContext, request: Request) -> Response:

@@ -112,8 +112,8 @@ def _add_health_and_facts(app: FastAPI, context: ServerContext) -> None:
 def _add_commands(app: FastAPI, context: ServerContext) -> None:
     @app.get("/flush_cache", response_model=None)
     @app.post("/flush_cache", response_model=None)
-    async def flush_cache() -> Response:
-        return await admin.flush_cache(context)
+    async def flush_cache(request: Request) -> Response:
+        return await admin.flush_cache(context, request)
 
     @app.post("/abort_request", response_model=None)
     async def abort_request(request: Request) -> Response:

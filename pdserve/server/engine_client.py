@@ -148,7 +148,7 @@ class EngineClient:
         if self._dead is not None:
             raise self._dead
         if self._ready is None:
-            raise RequestError("the engine is starting", status=503, code="engine_starting")
+            raise RequestError("the engine is starting", status=503, code="engine_starting", retry_after_s=1)
         return self._ready
 
     # requests --------------------------------------------------------------------------------------------------------
@@ -268,19 +268,20 @@ class EngineClient:
             sequence.index, sequence.detokenizer, output, keep_stop=sequence.sampling.no_stop_trim
         )
         sequence.timing = update.timing = output.timing or sequence.timing
-        self._observe(sequence, len(update.token_ids))
+        self._observe(sequence, output, len(update.token_ids))
         if update.finish is not None:
             self._drop(output.rid, update.finish.type)
             if finish is None:
                 self._send_soon(AbortRequest(rid=output.rid, reason="stop"))
         sequence.generation.put(update)
 
-    def _observe(self, sequence: _Sequence, num_tokens: int) -> None:
+    def _observe(self, sequence: _Sequence, output: RequestOutput, num_tokens: int) -> None:
         if num_tokens == 0:
             return
         now = time.monotonic()
         if sequence.seen_s is None:
             self._metrics.first_token(now - sequence.started_s)
+            self._metrics.prompt_done(output.prompt_tokens, output.cached_tokens)
         else:
             self._metrics.next_tokens((now - sequence.seen_s) / num_tokens)
         self._metrics.generated(num_tokens)

@@ -48,9 +48,11 @@ def describe(error: PdserveError) -> tuple[int, dict[str, Any]]:
 
 
 def error_response(error: PdserveError) -> Response:
-    """The answer to a request that failed before its first byte."""
+    """The answer to a request that failed before its first byte; says when to come back where that is known."""
     status, body = describe(error)
-    return json_response(body, status=status)
+    retry_after_s = error.retry_after_s if isinstance(error, RequestError) else None
+    headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return json_response(body, status=status, headers=headers)
 
 
 def error_event(error: PdserveError) -> bytes:

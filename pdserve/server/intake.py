@@ -28,9 +28,10 @@ MAX_TOP_LOGPROBS = 20
 
 
 class Addressed(Protocol):
-    """A body with the bootstrap trio and an id; each a scalar, a list, or None."""
+    """A body with the bootstrap trio and an id, each a scalar, a list, or None; and one priority for all it asks."""
 
     rid: Any
+    priority: int | None
     bootstrap_host: Any
     bootstrap_port: Any
     bootstrap_room: Any
@@ -185,7 +186,7 @@ def _seeded(sampling: SamplingParams, j: int) -> SamplingParams:
 
 
 def make_intake(prompts: Sequence[PromptSpec], n: int, body: Addressed, mode: DisaggMode, *, stream: bool) -> Intake:
-    """All requests of a body whose prompts are checked; `body` has the bootstrap trio and `rid`.
+    """All requests of a body whose prompts are checked; `body` has the bootstrap trio, `rid`, priority.
 
     Each request has an id of its own on the wire, which is never used again, so that late outputs of an aborted request
     cannot reach another one that the client gave the same `rid`.
@@ -205,6 +206,7 @@ def make_intake(prompts: Sequence[PromptSpec], n: int, body: Addressed, mode: Di
             top_logprobs=prompts[i // n].top_logprobs,
             room=rooms[i],
             arrival_s=arrival_s,
+            priority=body.priority or 0,
         )
         for i in range(len(names))
     ]

@@ -24,7 +24,13 @@ def refusal(finish: FinishReason | None) -> RequestError | None:
     status = finish.status_code
     assert status is not None
     field = "bootstrap_room" if status == 409 and finish.err_type != "rid_in_use" else None
-    return RequestError(finish.message or "aborted", status=status, code=finish.err_type or "aborted", field=field)
+    return RequestError(
+        finish.message or "aborted",
+        status=status,
+        code=finish.err_type or "aborted",
+        field=field,
+        retry_after_s=finish.retry_after_s,
+    )
 
 
 def detokenize_output(index: int, detokenizer: Detokenizer, output: RequestOutput, *, keep_stop: bool) -> Update:

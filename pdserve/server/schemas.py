@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+"""Higher runs first; the same for all prompts of a body."""
 
 UNSUPPORTED_NATIVE = (
     "audio_data", "custom_logit_processor", "data_parallel_rank", "image_data", "input_embeds", "lora_path",
@@ -59,6 +62,7 @@ class GenerateBody(msgspec.Struct):
     logprob_start_len: Any = None
     return_text_in_logprobs: bool | None = None
     rid: Any = None
+    priority: Priority | None = None
     model: str | None = None
     bootstrap_host: Any = None
     bootstrap_port: Any = None
@@ -98,6 +102,7 @@ class OpenAIBody(msgspec.Struct):
     logit_bias: dict[str, float] | None = None
     return_meta_info: bool | None = None
     rid: Any = None
+    priority: Priority | None = None
     bootstrap_host: Any = None
     bootstrap_port: Any = None
     bootstrap_room: Any = None

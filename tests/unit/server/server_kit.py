@@ -79,6 +79,8 @@ class ScriptedScheduler:
         self.hold = False
         self.silent_queries = False
         self.busy = False
+        self.num_flushes = 0
+        self.cached: Callable[[GenerateRequest], int] = lambda request: 3
         self.tokens_per_output = 1
         self.requests: list[GenerateRequest] = []
         self.aborts: list[AbortRequest] = []
@@ -122,6 +124,7 @@ class ScriptedScheduler:
                 case StateQuery() if not self.silent_queries:
                     self._channel.send(StateReply(query_id=message.query_id, state=self.state()))
                 case FlushCache():
+                    self.num_flushes += 1
                     text = "requests are running" if self.busy else "flushed"
                     self._channel.send(FlushReply(query_id=message.query_id, ok=not self.busy, message=text))
                 case Shutdown():
@@ -129,10 +132,17 @@ class ScriptedScheduler:
 
     def state(self) -> EngineState:
         return EngineState(
-            queues={"waiting": 1, "num_prefill_bootstrap_queue_reqs": 2},
-            memory={"pages_total": 64, "pages_free": 60, "rows_free": 8, "aux_free": 8, "rooms_live": 1},
-            counters={"kv_transfer_bytes": 5.0, "copies_failed": 1.0, "control_frames_refused": 2.0},
-            facts={"transport": "fake"},
+            queues={"waiting": 1, "num_prefill_bootstrap_queue_reqs": 2, "retracted": 4},
+            memory={"pages_total": 64, "pages_free": 60, "pages_cached": 3, "rows_free": 8, "rooms_live": 1},
+            counters={
+                "kv_transfer_bytes": 5.0,
+                "copies_failed": 1.0,
+                "control_frames_refused": 2.0,
+                "requests_retracted": 6.0,
+                "offloaded_pages": 7.0,
+            },
+            facts={"transport": "fake", "new_token_ratio": 0.5},
+            audit=["page 7 has no owner", "room 9 has two"],
             num_running_reqs=len(self._held),
             num_queue_reqs=1,
             num_used_tokens=42,
@@ -187,7 +197,7 @@ class ScriptedScheduler:
             logprobs=logprobs,
             finish=finish,
             prompt_tokens=len(request.input_ids),
-            cached_tokens=3,
+            cached_tokens=self.cached(request),
             timing=timing,
         )
 

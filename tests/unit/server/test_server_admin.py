@@ -54,7 +54,9 @@ async def test_facts(tokenizer: Tokenizer) -> None:
             assert info["architectures"] == ["LlamaForCausalLM"]
             assert info["page_size"] == 16
             assert info["memory"]["pages_free"] == 60
-            assert info["queues"] == {"waiting": 1, "num_prefill_bootstrap_queue_reqs": 2}
+            assert info["queues"]["num_prefill_bootstrap_queue_reqs"] == 2
+            assert info["memory"]["pages_cached"] == 3
+            assert info["audit"] == info["internal_states"][0]["audit"] == ["page 7 has no owner", "room 9 has two"]
         for path in ("/get_model_info", "/model_info"):
             assert (await b.http.get(path)).json()["is_generation"] is True
         load = (await b.http.get("/get_load")).json()
@@ -79,6 +81,12 @@ async def test_metrics_have_sglang_names_and_memory_gauges(tokenizer: Tokenizer)
             f"pdserve:control_frames_refused_total{labels} 2.0",
             f"pdserve:pages_free{labels} 60.0",
             f"pdserve:rooms_live{labels} 1.0",
+            f"pdserve:pages_cached{labels} 3.0",
+            f"pdserve:audit_differences{labels} 2.0",
+            f"sglang:num_retracted_requests_total{labels} 6.0",
+            f"sglang:num_retracted_reqs{labels} 4.0",
+            f"sglang:new_token_ratio{labels} 0.5",
+            f"pdserve:offloaded_pages_total{labels} 7.0",
             f"sglang:num_requests_total{labels} 1.0",
             f"sglang:generation_tokens_total{labels} 3.0",
             f"pdserve:live_requests{labels} 0.0",
@@ -111,7 +119,29 @@ async def test_flush_is_400_when_busy(tokenizer: Tokenizer) -> None:
         assert (await b.http.post("/flush_cache")).status_code == 200
         assert (await b.http.get("/flush_cache")).status_code == 200
         b.scheduler.busy = True
-        assert (await b.http.post("/flush_cache")).status_code == 400
+        refused = await b.http.post("/flush_cache")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "busy")
+        assert refused.json()["message"] == "requests are running"
+
+
+async def test_flush_waits_for_idle_as_long_as_it_is_told_to(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        b.scheduler.busy = True
+        call = asyncio.create_task(b.http.post("/flush_cache?timeout=20"))
+        await until(lambda: b.scheduler.num_flushes >= 2)
+        assert not call.done()
+        b.scheduler.busy = False
+        assert (await call).status_code == 200
+        b.scheduler.busy = True
+        assert (await b.http.post("/flush_cache?timeout=0.05")).status_code == 400
+
+
+@pytest.mark.parametrize("timeout", ["-1", "nan", "inf", "soon", "", "1e9"])
+async def test_flush_refuses_what_is_no_time(tokenizer: Tokenizer, timeout: str) -> None:
+    async with bench(tokenizer) as b:
+        answer = await b.http.post("/flush_cache", params={"timeout": timeout})
+        assert (answer.status_code, answer.json()["param"]) == (400, "timeout")
+        assert b.scheduler.num_flushes == 0
 
 
 async def test_abort_all_and_a_missing_rid(tokenizer: Tokenizer) -> None:
