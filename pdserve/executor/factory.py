@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 
 import torch
 
@@ -13,10 +14,14 @@ from pdserve.executor.local import LocalExecutor
 from pdserve.executor.pool_size import pool_tokens
 from pdserve.memory.layout import pages_for
 from pdserve.memory.page_table import PageTable
+from pdserve.model.attention.fixed_blocks import FixedBlockAttention
+from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
 from pdserve.model.config import ModelSpec
 from pdserve.model.families.decoder import kv_layout
+from pdserve.model.layers.fixed import FixedKernels
+from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.loader import load_model, read_spec, resolve_dtype
 from pdserve.model.paths import resolve_model_path
 
@@ -58,13 +63,21 @@ def build_executor(config: ServerConfig, *, max_rows: int) -> Built:
     context_length = _context_length(config.model.context_length, spec)
     load_format = config.model.load_format
     dtype = resolve_dtype(path, spec, config.model.dtype, load_format=load_format)
-    model = load_model(path, spec, dtype, device, load_format=load_format, seed=config.model.random_seed)
+    deterministic = config.kernels.enable_deterministic_inference
+    kernels = _kernels(deterministic, device)
+    model = load_model(
+        path, spec, dtype, device, load_format=load_format, seed=config.model.random_seed, kernels=kernels
+    )
     layout = kv_layout(spec, page_tokens, dtype)
     num_tokens = pool_tokens(config.memory, layout, device, context_length=context_length, max_rows=max_rows)
     num_pages = num_tokens // page_tokens
     pools = tuple(KVPool(group, num_pages, device) for group in layout.groups)
     table = PageTable(max_rows, pages_for(context_length, page_tokens))
-    attention = TorchAttention(pools[0], spec.num_heads, device)
+    attention: AttentionBackend
+    if deterministic:
+        attention = FixedBlockAttention(pools[0], spec.num_heads, device)
+    else:
+        attention = TorchAttention(pools[0], spec.num_heads, device)
     executor = LocalExecutor(model, layout, pools, attention, table, context_length=context_length, device=device)
     _LOG.info(
         "%s in %s on %s: %d MB of weights, KV pool of %d tokens in %d pages (%d MB)",
@@ -86,6 +99,18 @@ def prepare_device(kernels: KernelConfig) -> torch.device:
     if kernels.device == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _kernels(deterministic: bool, device: torch.device) -> Kernels:
+    """The arithmetic of the model's layers; in deterministic mode torch is told not to trade bits for speed."""
+    if not deterministic:
+        return FastKernels()
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return FixedKernels()
 
 
 def _context_length(asked: int | None, spec: ModelSpec) -> int:

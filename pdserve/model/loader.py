@@ -18,6 +18,7 @@ from pdserve.model import gguf_file
 from pdserve.model.config import ModelSpec, read_json, read_model_spec
 from pdserve.model.dtypes import torch_dtype
 from pdserve.model.families.decoder import Decoder
+from pdserve.model.layers.kernels import Kernels
 
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -43,15 +44,23 @@ def resolve_dtype(path: Path, spec: ModelSpec, asked: str, *, load_format: Liter
 
 
 def load_model(
-    path: Path, spec: ModelSpec, dtype: str, device: torch.device, *, load_format: Literal["auto", "dummy"], seed: int
+    path: Path,
+    spec: ModelSpec,
+    dtype: str,
+    device: torch.device,
+    *,
+    load_format: Literal["auto", "dummy"],
+    seed: int,
+    kernels: Kernels | None = None,
 ) -> Decoder:
-    """The model of `spec` with the weights at `path`, or with random ones.
+    """The model of `spec` with the weights at `path`, or with random ones. `kernels`: see `Decoder`.
 
     Raises:
+        ConfigError: `kernels` cannot do what they promise on this device.
         ModelError: a file or a tensor is missing, damaged, of another shape, or not one of this architecture.
     """
     with torch.inference_mode():
-        model = Decoder(spec, torch_dtype(dtype), device)
+        model = Decoder(spec, torch_dtype(dtype), device, kernels)
         if load_format == "dummy":
             model.params.fill_random(seed)
             return model

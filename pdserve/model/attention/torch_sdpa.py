@@ -9,19 +9,17 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.memory.layout import pages_for
 from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.page_gather import PageGather
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 
 _QUERY_BLOCK = 512
 """Masked queries are attended this many at a time: each block reads no key behind its last query."""
-_SLACK_PAGES = 4
-"""Rows join a gather while its longest has at most twice their pages plus this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,28 +63,17 @@ class TorchAttention:
         self._pool = pool
         self._num_heads = num_heads
         self._device = device
+        self._gather = PageGather(pool, device)
 
     def begin(self, batch: ForwardBatch) -> TorchStep:
         """Gather indices and masks for one step."""
         host = batch.host
         is_decode = (host.ends - host.starts) == 1
         decode, extend = np.flatnonzero(is_decode), np.flatnonzero(~is_decode)
-        groups = [self._decode_group(batch, rows) for rows in self._buckets(host.ends, decode)]
+        groups = [self._decode_group(batch, rows) for rows in self._gather.buckets(host.ends, decode)]
         rows = [self._extend_row(batch, int(row)) for row in extend]
         writes = self._pool.slot_index(batch.write_pages, batch.write_slots)
         return TorchStep(self._pool, self._num_heads, writes, groups, rows)
-
-    def _buckets(self, ends: IntArray, rows: IntArray) -> list[IntArray]:
-        """`rows` sorted by length and cut so that padding at most about doubles what is gathered."""
-        order = rows[np.argsort(ends[rows], kind="stable")]
-        num_pages = -(-ends[order] // self._pool.group.page_tokens)
-        buckets: list[IntArray] = []
-        first = 0
-        for i in range(1, len(order) + 1):
-            if i == len(order) or num_pages[i] > 2 * num_pages[first] + _SLACK_PAGES:
-                buckets.append(order[first:i])
-                first = i
-        return buckets
 
     def _decode_group(self, batch: ForwardBatch, rows: IntArray) -> DecodeGroup:
         """Indices for one gather of `rows`, which are sorted by length."""
@@ -100,33 +87,14 @@ class TorchAttention:
         even = bool(lengths[0] == length)
         present = np.arange(length) < lengths[:, None]
         return DecodeGroup(
-            tokens=self._tensor(batch.host.offsets[rows]),
+            tokens=self._gather.tensor(batch.host.offsets[rows]),
             num_rows=len(rows),
             num_pages=num_pages,
             length=length,
-            blocks=self._tensor(self._block_index(pages)),
-            mask=None if even else self._tensor(present)[:, None, None, :],
-            junk=None if even else self._tensor(self._junk_slots(lengths, row_pages, num_pages)),
+            blocks=self._gather.tensor(self._gather.block_index(pages)),
+            mask=None if even else self._gather.tensor(present)[:, None, None, :],
+            junk=None if even else self._gather.tensor(self._gather.junk_slots(lengths, row_pages, num_pages)),
         )
-
-    def _block_index(self, pages: IntArray) -> IntArray:
-        """Rows of `KVPool.blocks` for pages `[B, P]`, in the order `[k/v, B, kv_head, P]`, flat."""
-        heads = self._pool.group.num_kv_heads
-        base = pages[None, :, None, :] * self._pool.page_blocks
-        inner = np.arange(2)[:, None, None, None] * heads + np.arange(heads)[None, None, :, None]
-        index: IntArray = (base + inner).reshape(-1)
-        return index
-
-    def _junk_slots(self, lengths: IntArray, row_pages: IntArray, num_pages: int) -> IntArray:
-        """Slots behind each row's last token, in the gathered piece seen as `[k/v, B, kv_head, slot]`, flat."""
-        heads, page_tokens = self._pool.group.num_kv_heads, self._pool.group.page_tokens
-        counts = row_pages * page_tokens - lengths
-        row = np.repeat(np.arange(len(lengths)), counts)
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        slot = np.repeat(lengths, counts) + within
-        lines = (np.arange(2)[:, None, None] * len(lengths) + row) * heads + np.arange(heads)[:, None]
-        junk: IntArray = (lines * (num_pages * page_tokens) + slot).reshape(-1)
-        return junk
 
     def _extend_row(self, batch: ForwardBatch, row: int) -> ExtendRow:
         """Indices for one row with several new tokens."""
@@ -135,17 +103,11 @@ class TorchAttention:
         num_pages = pages_for(end, self._pool.group.page_tokens)
         blocks = mask = None
         if start:
-            blocks = self._tensor(self._block_index(host.pages[row : row + 1, :num_pages].astype(np.int64)))
+            pages = host.pages[row : row + 1, :num_pages].astype(np.int64)
+            blocks = self._gather.tensor(self._gather.block_index(pages))
             ones = torch.ones(end - start, end, dtype=torch.bool, device=self._device)
             mask = ones.tril(diagonal=start)
         return ExtendRow(int(host.offsets[row]), end - start, end, num_pages, blocks, mask)
-
-    def _tensor(self, array: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Tensor:
-        """`array` on the device; the copy does not wait for it."""
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor
 
 
 class TorchStep:

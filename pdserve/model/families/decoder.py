@@ -15,6 +15,7 @@ from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.model.attention.interface import StepAttention
 from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.layers.linear import Linear
 from pdserve.model.layers.norm import RMSNorm
 from pdserve.model.layers.rotary import Rotary, rotate
@@ -37,20 +38,27 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
 
 
 class Decoder:
-    """The whole model. Weights are allocated here, uninitialised, and filled through `params`."""
+    """The whole model. Weights are allocated here, uninitialised, and filled through `params`.
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    `kernels` are the library's fastest when absent.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
+        kernels = kernels or FastKernels()
         self.spec = spec
         self.params = ParamSlots(dtype, device)
         self._rotary = Rotary(spec.rope, spec.head_dim, dtype, device)
         self._embedding = self.params.new("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self._layers = [DecoderLayer(spec, index, self.params) for index in range(spec.num_layers)]
+        self._layers = [DecoderLayer(spec, index, self.params, kernels) for index in range(spec.num_layers)]
         self._norm = RMSNorm(self.params.new("model.norm.weight", spec.hidden_size), spec.rms_norm_eps)
         if spec.tied_embeddings:
             self.params.ignore("lm_head.weight")
-            self._head = self._embedding
+            head = self._embedding
         else:
-            self._head = self.params.new("lm_head.weight", spec.vocab_size, spec.hidden_size)
+            head = self.params.new("lm_head.weight", spec.vocab_size, spec.hidden_size)
+        self._head = Linear(kernels, head)
 
     def forward(
         self, batch: ForwardBatch, attention: StepAttention, on_layer: Callable[[int], None] | None = None
@@ -66,24 +74,26 @@ class Decoder:
             if on_layer is not None:
                 on_layer(index)
         x = self._norm(x.index_select(0, batch.sample_index))
-        return F.linear(x, self._head).float()
+        return self._head(x).float()
 
 
 class DecoderLayer:
     """Attention and feed-forward, each normalised before and added to what came in."""
 
-    def __init__(self, spec: ModelSpec, index: int, params: ParamSlots) -> None:
+    def __init__(self, spec: ModelSpec, index: int, params: ParamSlots, kernels: Kernels) -> None:
         prefix = f"model.layers.{index}."
+        self._kernels = kernels
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         attn, mlp = prefix + "self_attn.", prefix + "mlp."
         parts = ((attn + "q_proj", q_size), (attn + "k_proj", kv_size), (attn + "v_proj", kv_size))
         self._index, self._heads, self._kv_heads = index, spec.num_heads, spec.num_kv_heads
         self._head_dim = spec.head_dim
-        self._qkv = _linear(params, parts, spec.hidden_size, spec.qkv_bias)
-        self._out = _linear(params, ((attn + "o_proj", spec.hidden_size),), q_size, spec.o_bias)
+        self._qkv = _linear(kernels, params, parts, spec.hidden_size, spec.qkv_bias)
+        self._out = _linear(kernels, params, ((attn + "o_proj", spec.hidden_size),), q_size, spec.o_bias)
         gate_up = ((mlp + "gate_proj", spec.intermediate_size), (mlp + "up_proj", spec.intermediate_size))
-        self._gate_up = _linear(params, gate_up, spec.hidden_size, spec.mlp_bias)
-        self._down = _linear(params, ((mlp + "down_proj", spec.hidden_size),), spec.intermediate_size, spec.mlp_bias)
+        self._gate_up = _linear(kernels, params, gate_up, spec.hidden_size, spec.mlp_bias)
+        down = ((mlp + "down_proj", spec.hidden_size),)
+        self._down = _linear(kernels, params, down, spec.intermediate_size, spec.mlp_bias)
         eps = spec.rms_norm_eps
         self._input_norm = RMSNorm(params.new(prefix + "input_layernorm.weight", spec.hidden_size), eps)
         self._post_norm = RMSNorm(params.new(prefix + "post_attention_layernorm.weight", spec.hidden_size), eps)
@@ -96,7 +106,7 @@ class DecoderLayer:
         """`[N, hidden]` to `[N, hidden]`; `x` is overwritten."""
         x += self._attention(self._input_norm(x), cos, sin, attention)
         gate, up = self._gate_up(self._post_norm(x)).chunk(2, -1)
-        x += self._down(F.silu(gate).mul_(up))
+        x += self._down(self._kernels.swiglu(gate, up))
         return x
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
@@ -110,7 +120,10 @@ class DecoderLayer:
         return self._out(mixed)
 
 
-def _linear(params: ParamSlots, parts: tuple[tuple[str, int], ...], num_in: int, bias: bool) -> Linear:
+def _linear(
+    kernels: Kernels, params: ParamSlots, parts: tuple[tuple[str, int], ...], num_in: int, bias: bool
+) -> Linear:
     """One layer that stacks the checkpoint's `parts` (`(name, rows)`)."""
     weight = params.stacked(tuple((f"{name}.weight", rows) for name, rows in parts), num_in)
-    return Linear(weight, params.stacked(tuple((f"{name}.bias", rows) for name, rows in parts)) if bias else None)
+    biases = params.stacked(tuple((f"{name}.bias", rows) for name, rows in parts)) if bias else None
+    return Linear(kernels, weight, biases)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
+
+from pdserve.model.layers.kernels import Kernels
 
 
 class Linear:
     """`x @ weight.T + bias`; `weight` is `[out, in]`, `bias` `[out]` or absent."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
+        self._kernels = kernels
+        num_out, num_in = weight.shape
+        kernels.prepare_linear(num_out, num_in, weight.dtype, weight.device, bias is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[N, in]` to `[N, out]`."""
-        return F.linear(x, self.weight, self.bias)
+        return self._kernels.linear(x, self.weight, self.bias)

@@ -1,0 +1,236 @@
+"""Deterministic mode: a request's logits and KV have the same bits in any batch, chunk, page size and order of work.
+
+The checks compare KV bytes of every layer and the log-probabilities of the best tokens. That they can fail shows in the
+default mode, which differs on the same work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
+from pdserve.executor.factory import Built, build_executor
+from pdserve.executor.interface import SampledToken
+from pdserve.protocol.sampling import SamplingParams
+from tests.driver import GREEDY, Driver, random_prompt
+from tests.tiny import FAMILIES, VOCAB_SIZE, make_tiny
+
+NUM_NEW = 6
+LENGTH = 150
+TOP = 20
+PROMPT = random_prompt(LENGTH, VOCAB_SIZE)
+SEEDED = SamplingParams(temperature=1.3, seed=5, top_p=0.9, top_k=50, frequency_penalty=0.3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What must not depend on the rest: tokens with log-probabilities, and the KV `[layer, k/v, head, token, dim]`."""
+
+    tokens: tuple[SampledToken, ...]
+    kv: torch.Tensor
+
+    def same_bits(self, other: Answer) -> bool:
+        """Every bit equal."""
+        return self.tokens == other.tokens and torch.equal(_bits(self.kv), _bits(other.kv))
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The bytes of `values`."""
+    return values.contiguous().view(torch.uint8)
+
+
+def make(
+    path: Path, *, page_size: int = 16, deterministic: bool = True, threads: int = 1, dtype: str = "auto"
+) -> Driver:
+    """A driver of an executor with a fresh pool full of NaN. `threads` are torch's."""
+    config = ServerConfig(
+        model=ModelConfig(model_path=str(path), dtype=dtype, load_format="auto"),  # type: ignore[arg-type]
+        memory=MemoryConfig(page_size=page_size, max_total_tokens=8192),
+        kernels=KernelConfig(device="cpu", cpu_threads=threads, enable_deterministic_inference=deterministic),
+    )
+    return Driver(build_executor(config, max_rows=16))
+
+
+def kv_of(built: Built, row: int, num_tokens: int) -> torch.Tensor:
+    """The row's KV in order of tokens, `[layer, k/v, head, token, dim]`, a copy."""
+    page = built.executor.layout.page_tokens
+    pages = built.table.pages[row, : -(-num_tokens // page)].tolist()
+    kv = built.executor.pools[0].pages[pages].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+    return kv[:, :, :, :num_tokens].clone()
+
+
+def answer(
+    driver: Driver,
+    *,
+    chunk: int = LENGTH,
+    others: int = 0,
+    known: tuple[int, ...] = (),
+    sampling: SamplingParams = GREEDY,
+) -> Answer:
+    """PROMPT and NUM_NEW tokens. `known` were computed before and are a part of the prompt now, as after a retraction.
+
+    `others` requests of many lengths prefill and decode in the same steps, before and behind it.
+    """
+    tokens = [*PROMPT, *known]
+    total = LENGTH + NUM_NEW
+    row = driver.open(tokens, total, sampling, num_prompt=LENGTH, top_logprobs=TOP)
+    noise = [_Noise(driver, index) for index in range(others)]
+    sampled: list[SampledToken] = []
+    start = 0
+    while len(known) + len(sampled) < NUM_NEW:
+        have = len(tokens) + len(sampled)
+        end = min(start + chunk, have)
+        before, behind = noise[: others // 2], noise[others // 2 :]
+        plan = [*(one.next() for one in before), (row, start, end, end == have), *(one.next() for one in behind)]
+        result = driver.step(*plan)[len(before)]
+        if result is not None:
+            sampled.append(result)
+        start = end
+    kv = kv_of(driver.built, row, start)
+    for opened in (row, *(one.row for one in noise)):
+        driver.close(opened)
+    return Answer(tuple(sampled), kv)
+
+
+class _Noise:
+    """A request that prefills in chunks of its own and then decodes."""
+
+    def __init__(self, driver: Driver, index: int) -> None:
+        self._length = 3 + 29 * index
+        self._chunk = 1 + 13 * (index % 5)
+        self._at = 0
+        sampling = SamplingParams(temperature=0.7, seed=index, top_k=3 + index)
+        prompt = random_prompt(self._length, VOCAB_SIZE, seed=index + 1)
+        self.row = driver.open(prompt, self._length + LENGTH + NUM_NEW, sampling)
+
+    def next(self) -> tuple[int, int, int, bool]:
+        """Its part of the next plan."""
+        end = min(self._at + self._chunk, self._length) if self._at < self._length else self._at + 1
+        part = (self.row, self._at, end, end >= self._length)
+        self._at = end
+        return part
+
+
+@pytest.fixture(scope="module", params=[(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, dtype = request.param
+    return make_tiny(family, tmp_path_factory.mktemp(f"{family}_{dtype}"), dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> Answer:
+    """Alone, whole, pages of 16."""
+    return answer(make(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def driver(checkpoint: Path) -> Driver:
+    return make(checkpoint)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads are global in torch."""
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("others", [1, 8])
+def test_alone_or_among_others(driver: Driver, expected: Answer, others: int) -> None:
+    assert answer(driver, others=others).same_bits(expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+def test_whole_or_in_chunks(driver: Driver, expected: Answer, chunk: int) -> None:
+    assert answer(driver, chunk=chunk).same_bits(expected)
+
+
+@pytest.mark.parametrize("page_size", [1, 48, 64, 128])
+def test_any_page_size(checkpoint: Path, expected: Answer, page_size: int) -> None:
+    assert answer(make(checkpoint, page_size=page_size), others=3, chunk=40).same_bits(expected)
+
+
+@pytest.mark.parametrize("computed", [1, NUM_NEW - 1])
+def test_decoded_tokens_recomputed_as_a_prompt(driver: Driver, expected: Answer, computed: int) -> None:
+    known = tuple(token.token_id for token in expected.tokens[:computed])
+    again = answer(driver, known=known, chunk=64, others=2)
+    assert again.same_bits(dataclasses.replace(expected, tokens=expected.tokens[computed:]))
+
+
+def test_seeded_sampling_with_filters(driver: Driver) -> None:
+    alone = answer(driver, sampling=SEEDED)
+    assert answer(driver, sampling=SEEDED, others=8, chunk=16).same_bits(alone)
+    assert len({token.token_id for token in alone.tokens}) > 1
+
+
+def test_pages_computed_elsewhere_and_a_cached_prefix(checkpoint: Path, expected: Answer) -> None:
+    """Decode on a second executor, and the rest of a prompt behind pages that another request has computed."""
+    prefill, decode = make(checkpoint), make(checkpoint, page_size=16)
+    source = prefill.open(PROMPT, LENGTH, num_prompt=LENGTH, top_logprobs=TOP)
+    first = prefill.step((source, 0, LENGTH, True))[0]
+    assert first == expected.tokens[0]
+    for shared in (LENGTH, 96):
+        row = decode.open([*PROMPT, first.token_id], LENGTH + NUM_NEW, num_prompt=LENGTH, top_logprobs=TOP)
+        count = -(-shared // 16)
+        pages = prefill.built.executor.pools[0].pages[prefill.built.table.pages[source, :count].tolist()]
+        decode.built.executor.pools[0].pages[decode.built.table.pages[row, :count].tolist()] = pages
+        sampled, start = [first], shared
+        while len(sampled) < NUM_NEW:
+            end = LENGTH + len(sampled)
+            token = decode.step((row, start, end, True))[0]
+            assert token is not None
+            sampled.append(token)
+            start = end
+        assert Answer(tuple(sampled), kv_of(decode.built, row, start)).same_bits(expected)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_any_number_of_threads(checkpoint: Path, expected: Answer, threads: int) -> None:
+    assert answer(make(checkpoint, threads=threads), others=8, chunk=40).same_bits(expected)
+
+
+def test_other_kernels_but_the_same_model(checkpoint: Path, expected: Answer) -> None:
+    """Against the default mode: the same tokens in float32, and KV close in any format."""
+    usual = answer(make(checkpoint, deterministic=False))
+    wide = expected.kv.dtype == torch.float32
+    torch.testing.assert_close(
+        usual.kv.float(), expected.kv.float(), rtol=1e-3 if wide else 0.1, atol=1e-3 if wide else 0.5
+    )
+    if wide:
+        assert [token.token_id for token in usual.tokens] == [token.token_id for token in expected.tokens]
+
+
+SMOL_SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
+    "num_hidden_layers": 2, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def _differences(path: Path, deterministic: bool, dtype: str) -> tuple[bool, ...]:
+    """Whether each of a few ways of doing the same work gives other bits than the plain way."""
+    config = ServerConfig(
+        model=ModelConfig(model_path=str(path), dtype=dtype, load_format="dummy"),  # type: ignore[arg-type]
+        memory=MemoryConfig(max_total_tokens=8192),
+        kernels=KernelConfig(device="cpu", cpu_threads=1, enable_deterministic_inference=deterministic),
+    )
+    driver = Driver(build_executor(config, max_rows=16))
+    plain = answer(driver)
+    known = tuple(token.token_id for token in plain.tokens[: NUM_NEW - 1])
+    variants = (answer(driver, others=8), answer(driver, chunk=1), answer(driver, chunk=64))
+    again = answer(driver, known=known)
+    recomputed = dataclasses.replace(plain, tokens=plain.tokens[NUM_NEW - 1 :])
+    return (*(not variant.same_bits(plain) for variant in variants), not again.same_bits(recomputed))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_the_mode_the_same_work_gives_other_bits(tmp_path: Path, dtype: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMOL_SHAPE))
+    assert not any(_differences(tmp_path, True, dtype))
+    assert any(_differences(tmp_path, False, dtype))
