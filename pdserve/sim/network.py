@@ -18,6 +18,7 @@ from pdserve.memory.allocator import PageAllocator
 from pdserve.protocol.failure import Failure
 from pdserve.scheduler.scheduler import Event
 from pdserve.transfer.events import Address, CopyDone, CopyJob, FrameArrived, PeerGone, PrefillFound, PrefillNotFound
+from pdserve.transfer.gated import CANCELLED, GATE_TIMEOUT_S, NEVER_WRITTEN, PEER_GONE
 from pdserve.transfer.plan import PageCopy
 
 
@@ -96,7 +97,10 @@ class SimSocket:
 
 
 class SimCopyEngine:
-    """`CopyEngine` whose bytes move copy by copy at random moments, from what is in the source at that moment."""
+    """`CopyEngine` whose bytes move copy by copy at random moments, from what is in the source at that moment.
+
+    A job with a closed gate is looked at again after random delays.
+    """
 
     def __init__(self, net: SimNet, endpoint: str, alive: Callable[[str], bool]) -> None:
         self._net = net
@@ -115,15 +119,25 @@ class SimCopyEngine:
 
     def submit(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
-        self._net.later(lambda: self._start(job))
+        expires_at = self._net.clock.now() + GATE_TIMEOUT_S
+        self._net.later(lambda: self._start(job, expires_at))
 
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`."""
 
-    def _start(self, job: CopyJob) -> None:
+    def _start(self, job: CopyJob, expires_at: float) -> None:
+        if not self._alive(self._endpoint):
+            return  # the process is dead, and so are its threads
         if job.cancelled or not self._alive(job.transport_address):
-            failure = Failure(code="cancelled" if job.cancelled else "peer_gone", message="not started")
+            failure = CANCELLED if job.cancelled else PEER_GONE
             self._report(CopyDone(job, failure, settled=True, write_s=0.0))
+            return
+        if job.ready is not None and not job.ready(0.0):
+            if self._net.clock.now() < expires_at:
+                soon_s = max(self._net.faults.max_delay_s, 0.001)  # never at once: `deliver` would not end
+                self._net.later(lambda: self._start(job, expires_at), soon_s)
+            else:
+                self._report(CopyDone(job, NEVER_WRITTEN, settled=True, write_s=0.0))
             return
         if self._net.rng.random() < self._net.faults.copy_failed:
             for piece, copy in self._copies(job):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pdserve.protocol.failure import Failure
@@ -11,6 +12,15 @@ from pdserve.transfer.wire import Key
 
 Address = tuple[str, int]
 """Host and port of a bootstrap server."""
+Ready = Callable[[float], bool]
+"""A gate: waits up to so many seconds until some layers of a step are written; True when they are.
+
+Called by copy workers, never by the scheduler thread. Once True, always True.
+"""
+Gates = Sequence[tuple[range, Ready]]
+"""Layer ranges which together cover all layers once, each with its gate. None at all: everything is written."""
+Piece = tuple[int, int, tuple[PageCopy, ...]]
+"""Source base address, destination base address, and copies between the two pools."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +63,7 @@ class PeerListens:
 
 @dataclasses.dataclass(slots=True)
 class CopyJob:
-    """One batch of copies to one peer. `source_base` and `destination_base` are pool addresses, one entry per piece.
+    """One batch of copies to one peer. Not begun before `ready`, its gate, is open; None: there is nothing to wait for.
 
     `cancelled` is set by the scheduler thread; a worker that has not started the job then skips it.
     """
@@ -62,15 +72,19 @@ class CopyJob:
     index: int
     peer: str
     transport_address: str
-    pieces: tuple[tuple[int, int, tuple[PageCopy, ...]], ...]
-    """`(source base address, destination base address, copies)` per layout group, and for the aux slot."""
+    pieces: tuple[Piece, ...]
+    """One per layout group, or one for the aux slot."""
     num_bytes: int
+    ready: Ready | None = None
     cancelled: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyDone:
-    """`job` has ended: well (`failure` None), or not. `settled`: no byte of it moves any more."""
+    """`job` has ended: well (`failure` None), or not. `settled`: no byte of it moves any more.
+
+    `write_s` is the time in the transport; waiting for a gate is no part of it.
+    """
 
     job: CopyJob
     failure: Failure | None

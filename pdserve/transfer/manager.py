@@ -15,9 +15,8 @@ from collections.abc import Sequence
 
 from pdserve.base.clock import Clock
 from pdserve.memory.layout import KVLayout
-from pdserve.memory.lease import Lease
-from pdserve.protocol.failure import Failure
-from pdserve.transfer.aux import AuxRecord, MetadataBuffers
+from pdserve.transfer.aux import MetadataBuffers
+from pdserve.transfer.chunk import ChunkPlanner
 from pdserve.transfer.events import (
     Address,
     ControlSocket,
@@ -31,13 +30,14 @@ from pdserve.transfer.events import (
     PrefillNotFound,
     TransferEvent,
 )
+from pdserve.transfer.handles import KVReceiver, KVSender
 from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerReady
 from pdserve.transfer.receive_side import ReceiveSide
-from pdserve.transfer.room import ReceiveRoom, SendRoom
 from pdserve.transfer.send_side import SendSide
 from pdserve.transfer.sessions import Sessions, SessionTimes
-from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import Abort, Done, Ended, Hello, Meta, Region, TransferStats, Wire
+from pdserve.transfer.wire import Abort, Done, Ended, Hello, Meta, Region, Wire
+
+__all__ = ["FAKE_BOOTSTRAP_HOST", "KVArgs", "KVManager", "KVReceiver", "KVSender", "TransferTimes"]
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 """A request whose bootstrap host is this moves no bytes: warm-up and health probes (SGLang's convention)."""
@@ -97,10 +97,9 @@ class KVManager:
             args.instance, hello, Wire(args.token), socket, directory, clock, times.sessions, self.counters
         )
         self.send_side = SendSide(
-            args.layout,
-            [address for address, _ in args.buffers],
-            args.aux.buffer[0],
-            args.aux.slot_bytes,
+            ChunkPlanner(
+                args.layout, tuple(address for address, _ in args.buffers), args.aux.buffer[0], args.aux.slot_bytes
+            ),
             self.sessions,
             engine,
             clock,
@@ -114,16 +113,27 @@ class KVManager:
             clock,
             times.bootstrap_timeout_s,
             times.waiting_timeout_s,
+            args.layout.page_tokens,
             self.counters,
         )
 
-    def open_sender(self, room: int, host: str, digest: str) -> KVSender:
-        """Raises RequestError 409 when the room is live."""
-        return KVSender(self, self.send_side.open(room, digest, self._is_fake(host)))
+    def open_sender(self, room: int, host: str, digest: str, num_tokens: int | None = None) -> KVSender:
+        """A handle to send a prompt of `num_tokens` tokens; with None, a receiver's pages are not checked against it.
+
+        Raises:
+            RequestError: 409 when the room is live.
+        """
+        record = self.send_side.open(room, digest, self._is_fake(host), num_tokens)
+        return KVSender(self.send_side, self.args.aux, self.args.layout.page_tokens, record)
 
     def open_receiver(self, room: int, address: Address, digest: str) -> KVReceiver:
-        """Raises RequestError 409 when the room is live."""
-        return KVReceiver(self, self.receive_side.open(room, address, digest, self._is_fake(address[0])))
+        """A handle to receive from the prefill server behind `address`.
+
+        Raises:
+            RequestError: 409 when the room is live.
+        """
+        record = self.receive_side.open(room, address, digest, self._is_fake(address[0]))
+        return KVReceiver(self.receive_side, self.args.aux, record)
 
     def handle(self, event: TransferEvent) -> None:
         """Apply one event of a thread."""
@@ -198,90 +208,3 @@ class KVManager:
                         case Ended():
                             if self.receive_side.sends(peer, body.key):
                                 self.receive_side.on_ended(body)
-
-
-class KVSender:
-    """Prefill's handle on one room."""
-
-    def __init__(self, manager: KVManager, room: SendRoom) -> None:
-        self._side = manager.send_side
-        self._aux = manager.args.aux
-        self._room = room
-        self._num_sent = 0
-
-    def poll(self) -> KVPoll:
-        """Where the transfer stands."""
-        return self._room.state
-
-    @property
-    def failure(self) -> Failure | None:
-        """Why it failed."""
-        return self._room.failure
-
-    def send(self, lease: Lease, num_pages: int) -> None:
-        """Send the request's pages up to the first `num_pages`; those sent before are not sent again."""
-        if self._room.fake or num_pages <= self._num_sent or self.poll() is KVPoll.FAILED:
-            return
-        self._side.send(self._room, lease, self._num_sent, num_pages - self._num_sent)
-        self._num_sent = num_pages
-
-    def finish(self, slot: Lease, record: AuxRecord, times: TransferStats) -> None:
-        """Send the aux record, the last piece. `record.attempt` is filled in here."""
-        if self._room.fake:
-            self._room.move(KVPoll.SUCCESS)
-            return
-        if self.poll() is KVPoll.FAILED or self._room.target is None:
-            return
-        self._aux.write(slot.pages[0], dataclasses.replace(record, attempt=self._room.target.key.attempt))
-        self._side.send_aux(self._room, slot, times)
-
-    def abort(self, failure: Failure) -> None:
-        """End the transfer; the receiver is told."""
-        self._side.fail(self._room, failure)
-
-    def close(self) -> None:
-        """Let go of the room. A transfer still running goes on without the request."""
-        self._side.close(self._room)
-
-
-class KVReceiver:
-    """Decode's handle on one room."""
-
-    def __init__(self, manager: KVManager, room: ReceiveRoom) -> None:
-        self._side = manager.receive_side
-        self._aux = manager.args.aux
-        self._room = room
-
-    def poll(self) -> KVPoll:
-        """Where the transfer stands."""
-        return self._room.state
-
-    @property
-    def failure(self) -> Failure | None:
-        """Why it failed."""
-        return self._room.failure
-
-    @property
-    def stats(self) -> TransferStats:
-        """What the sender measured; after SUCCESS."""
-        return self._room.stats
-
-    def publish(self, lease: Lease, aux: Lease) -> None:
-        """Give our pages and aux slot to the sender."""
-        self._aux.clear(aux.pages[0])
-        if self._room.fake:
-            self._aux.write(aux.pages[0], AuxRecord(self._room.room, self._room.key.attempt, first_token=0))
-        self._side.publish(self._room, (lease,), aux)
-
-    def take(self, aux: Lease) -> AuxRecord | None:
-        """The aux record after SUCCESS; None when it is not of this room, which must fail the request."""
-        record = self._aux.read(aux.pages[0])
-        return record if (record.room, record.attempt) == (self._room.room, self._room.key.attempt) else None
-
-    def abort(self, failure: Failure) -> None:
-        """End the transfer; the sender is told."""
-        self._side.fail(self._room, failure)
-
-    def close(self) -> None:
-        """Let go of the room. Pages stay held until the sender has stopped writing."""
-        self._side.close(self._room)

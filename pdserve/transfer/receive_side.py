@@ -32,6 +32,7 @@ class ReceiveSide:
         clock: Clock,
         bootstrap_timeout_s: float,
         waiting_timeout_s: float,
+        page_tokens: int,
         counters: Counter[str],
     ) -> None:
         self._instance = instance
@@ -40,6 +41,7 @@ class ReceiveSide:
         self._clock = clock
         self._bootstrap_timeout_s = bootstrap_timeout_s
         self._waiting_timeout_s = waiting_timeout_s
+        self._page_tokens = page_tokens
         self._counters = counters
         self._attempts = itertools.count(1)
         self.rooms: dict[int, ReceiveRoom] = {}
@@ -66,8 +68,14 @@ class ReceiveSide:
             self._dial(record)
         return record
 
-    def publish(self, room: ReceiveRoom, leases: tuple[Lease, ...], aux: Lease) -> None:
-        """Tell the sender where to write; from here on the pages have the hold `remote`. One lease per layout group."""
+    def publish(self, room: ReceiveRoom, leases: tuple[Lease, ...], aux: Lease, cached_tokens: int = 0) -> None:
+        """Tell the sender where to write; from here on the pages have the hold `remote`. One lease per layout group.
+
+        The first `cached_tokens` tokens, whole pages, are here already. Their pages may be shared with other requests,
+        so the sender does not learn their addresses.
+        """
+        num_cached, rest = divmod(cached_tokens, self._page_tokens)
+        assert rest == 0 and num_cached <= min(len(lease.pages) for lease in leases), cached_tokens
         if room.fake:
             room.move(KVPoll.SUCCESS)
             return
@@ -77,9 +85,17 @@ class ReceiveSide:
         for lease in (*leases, aux):
             lease.hold("remote")
         room.published_at = self._clock.now()
-        self.published[room.key] = Published(room.key, peer.instance, (*leases, aux))
-        pages = tuple(tuple(lease.pages) for lease in leases)
-        self._sessions.send(peer, Meta(key=room.key, pages=pages, aux_slot=aux.pages[0], prompt_digest=room.digest))
+        pages = tuple(tuple(lease.pages[num_cached:]) for lease in leases)
+        num_told = sum(map(len, pages)) + len(aux.pages)
+        self.published[room.key] = Published(room.key, peer.instance, (*leases, aux), num_told)
+        meta = Meta(
+            key=room.key,
+            cached_tokens=cached_tokens,
+            pages=pages,
+            aux_slot=aux.pages[0],
+            prompt_digest=room.digest,
+        )
+        self._sessions.send(peer, meta)
 
     def fail(self, room: ReceiveRoom, failure: Failure) -> None:
         """End a room from our side and tell the sender."""
@@ -160,7 +176,7 @@ class ReceiveSide:
     @property
     def num_remote_pages(self) -> int:
         """KV pages and aux slots that a peer may write to."""
-        return sum(len(lease.pages) for entry in self.published.values() for lease in entry.leases)
+        return sum(entry.num_pages for entry in self.published.values())
 
     # ------------------------------------------------------------------ inside
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 
-from pdserve.memory.layout import KVLayout
+from pdserve.memory.layout import KVLayout, pages_for
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address, CopyJob
@@ -41,6 +41,8 @@ class SendRoom(Room):
     """Prefill's side. `target` is set once the receiver's pages are known."""
 
     target: Meta | None = None
+    num_tokens: int | None = None
+    """Tokens of the prompt, where the request said so."""
     fake: bool = False
 
 
@@ -84,6 +86,8 @@ class Published:
     key: Key
     peer: str
     leases: tuple[Lease, ...]
+    num_pages: int
+    """KV pages and aux slots that the peer was told; a lease may have more, which it must not touch."""
     fenced_at: float | None = None
     """Set when the peer is gone: the time from which nothing of it is in flight."""
 
@@ -119,6 +123,19 @@ def misfit(meta: Meta, hello: Hello, layout: KVLayout, aux_slot_bytes: int) -> s
         last = max(pages, default=-1)
         if (last + 1) * group.page_bytes > region.num_bytes:
             return f"page {last} lies outside the pool of group {group.name}"
+    if meta.cached_tokens % layout.page_tokens:
+        return f"cached_tokens is {meta.cached_tokens}, expected whole pages of {layout.page_tokens} tokens"
     if (meta.aux_slot + 1) * aux_slot_bytes > hello.aux_region.num_bytes:
         return f"aux slot {meta.aux_slot} lies outside its buffer"
+    return None
+
+
+def shortfall(meta: Meta, num_tokens: int, page_tokens: int) -> str | None:
+    """Why a prompt of `num_tokens` tokens cannot go to the pages of `meta`; None when it can."""
+    if meta.cached_tokens > num_tokens:
+        return f"cached_tokens is {meta.cached_tokens}, but the prompt has {num_tokens} tokens"
+    num_missing = pages_for(num_tokens, page_tokens) - meta.cached_tokens // page_tokens
+    num_given = min(map(len, meta.pages), default=0)
+    if num_given < num_missing:
+        return f"pages has {num_given} pages, but {num_missing} of the prompt's are missing"
     return None

@@ -1,5 +1,8 @@
 """The sending half of the manager: binds receivers' pages to rooms, turns chunks into copy jobs, says how keys ended.
 
+A chunk is pages times layers of one request. Each layer range of it is a job of its own, which waits in a copy worker
+until these layers are written; pages that the receiver has already are in no job.
+
 A key's way: Meta binds it -> chunks are submitted -> all have landed: Done.
                                   \\-> failed or aborted: queued jobs are cancelled, running ones awaited ->
                                   Ended(quiesced)
@@ -9,24 +12,23 @@ A key's way: Meta binds it -> chunks are submitted -> all have landed: Done.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import msgspec
 
 from pdserve.base.clock import Clock
 from pdserve.errors import RequestError
-from pdserve.memory.layout import KVLayout
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob
+from pdserve.transfer.chunk import ChunkPlanner
+from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, Gates, Piece, Ready
 from pdserve.transfer.peers import Peer, PeerState
-from pdserve.transfer.plan import PageCopy, plan_pages
-from pdserve.transfer.room import ClosedKeys, Outgoing, SendRoom, misfit
+from pdserve.transfer.room import ClosedKeys, Outgoing, SendRoom, misfit, shortfall
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.state import TERMINAL, KVPoll
+from pdserve.transfer.unmatched import Unmatched
 from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta, TransferStats
 
-MAX_EARLY = 4096
+PEER_GONE = Failure(code="peer_gone", message="the decode server is gone")
 
 
 class SendSide:
@@ -34,20 +36,15 @@ class SendSide:
 
     def __init__(
         self,
-        layout: KVLayout,
-        kv_bases: Sequence[int],
-        aux_base: int,
-        aux_slot_bytes: int,
+        chunks: ChunkPlanner,
         sessions: Sessions,
         engine: CopyEngine,
         clock: Clock,
         timeout_s: float,
         counters: Counter[str],
     ) -> None:
-        self._layout = layout
-        self._kv_bases = kv_bases
-        self._aux_base = aux_base
-        self._aux_slot_bytes = aux_slot_bytes
+        self._chunks = chunks
+        self._page_tokens = chunks.layout.page_tokens
         self._sessions = sessions
         self._engine = engine
         self._clock = clock
@@ -55,14 +52,14 @@ class SendSide:
         self._counters = counters
         self.rooms: dict[int, SendRoom] = {}
         self.outgoing: dict[Key, Outgoing] = {}
-        self._early: dict[Key, tuple[float, str, Meta]] = {}
-        self._tombstones: dict[tuple[int, str], tuple[float, Failure]] = {}
+        self._unmatched = Unmatched(clock, timeout_s)
         self._closed = ClosedKeys()
 
     # ------------------------------------------------------------------ called by senders
 
-    def open(self, room: int, digest: str, fake: bool) -> SendRoom:
-        """A request will send for `room`.
+    def open(self, room: int, digest: str, fake: bool, num_tokens: int | None = None) -> SendRoom:
+        """A request will send for `room`. With `num_tokens`, the prompt's, a receiver whose pages do not fit it is
+        turned away as it comes.
 
         Raises:
             RequestError: 409 when the room is live.
@@ -71,51 +68,48 @@ class SendSide:
             raise RequestError(
                 f"bootstrap_room {room} is in use", field="bootstrap_room", status=409, code="room_in_use"
             )
-        record = SendRoom(room=room, digest=digest, opened_at=self._clock.now(), fake=fake)
+        record = SendRoom(room=room, digest=digest, opened_at=self._clock.now(), num_tokens=num_tokens, fake=fake)
         self.rooms[room] = record
-        self._tombstones.pop((room, digest), None)
+        self._unmatched.exhume(room, digest)
         if fake:
             record.move(KVPoll.WAITING_FOR_INPUT)
-        for key, (_, instance, meta) in list(self._early.items()):
-            peer = self._sessions.peer(instance)
-            if key.room == room and peer is not None:
-                del self._early[key]
-                self.on_meta(peer, meta)
+        for early in self._unmatched.take_room(room):
+            peer = self._sessions.peer(early.instance)
+            if peer is not None:
+                self.on_meta(peer, early.meta)
         return record
 
-    def send(self, room: SendRoom, lease: Lease, first_page: int, num_pages: int) -> None:
-        """Send pages `[first_page, first_page + num_pages)` of the request. The key must be bound."""
+    def send(self, room: SendRoom, lease: Lease, pages: range, gates: Gates) -> None:
+        """Send `pages` (numbers within the request, at least one) of `lease`, each layer range once its gate is open.
+
+        The key must be bound, and its receiver must not have any of these pages already.
+        """
         assert room.target is not None
-        target = tuple(pages[first_page : first_page + num_pages] for pages in room.target.pages)
-        source = lease.pages[first_page : first_page + num_pages]
-        if any(len(pages) < len(source) for pages in target):
-            self.fail(
-                room, _failure("bad_metadata", "the decode server gave fewer pages than the prompt has", status=500)
-            )
+        first = room.target.cached_tokens // self._page_tokens
+        assert pages and pages.start >= first, (pages, first)
+        source = lease.pages[pages.start : pages.stop]
+        target = tuple(theirs[pages.start - first : pages.stop - first] for theirs in room.target.pages)
+        if any(len(theirs) < len(source) for theirs in target):
+            message = "the decode server gave fewer pages than the prompt has"
+            self.fail(room, _failure("bad_metadata", message, status=500))
             return
         peer = self._sessions.peer(room.target.key.origin)
         if peer is None or peer.hello is None:
-            room.fail(Failure(code="peer_gone", message="the decode server is gone"))
+            room.fail(PEER_GONE)
             return
-        pieces = tuple(
-            (base, region.address, tuple(plan_pages(group, source, pages)))
-            for group, base, region, pages in zip(
-                self._layout.groups, self._kv_bases, peer.hello.kv_regions, target, strict=True
-            )
-        )
-        if num_pages:
-            self._submit(room, peer, lease, pieces, num_pages)
+        for layers, ready in self._chunks.layer_ranges(gates):
+            self._submit(room, peer, lease, self._chunks.pages(peer.hello, source, target, layers), ready)
+        if room.target.key in self.outgoing:
+            self.outgoing[room.target.key].num_pages += len(source)
 
     def send_aux(self, room: SendRoom, slot: Lease, times: TransferStats) -> None:
         """Send the aux slot, the last piece of the key; nothing may be sent for it afterwards. `times` go into Done."""
         assert room.target is not None
         peer = self._sessions.peer(room.target.key.origin)
         if peer is None or peer.hello is None:
-            room.fail(Failure(code="peer_gone", message="the decode server is gone"))
+            room.fail(PEER_GONE)
             return
-        size = self._aux_slot_bytes
-        copy = PageCopy(slot.pages[0] * size, room.target.aux_slot * size, size)
-        self._submit(room, peer, slot, ((self._aux_base, peer.hello.aux_region.address, (copy,)),), 0)
+        self._submit(room, peer, slot, self._chunks.aux(peer.hello, slot.pages[0], room.target.aux_slot))
         out = self.outgoing.get(room.target.key)
         if out is not None:
             out.sealed_at, out.times = self._clock.now(), times
@@ -125,8 +119,7 @@ class SendSide:
         if not room.fail(failure):
             return
         if room.target is None:
-            self._tombstones.pop((room.room, room.digest), None)
-            self._tombstones[room.room, room.digest] = (self._clock.now() + self._timeout_s, failure)
+            self._unmatched.bury(room.room, room.digest, failure)
             return
         key = room.target.key
         self._say(key, Ended(key=key, failure=failure, quiesced=False))
@@ -145,10 +138,9 @@ class SendSide:
         if key in self._closed or key.origin != peer.instance:
             return
         assert peer.hello is not None
-        wrong = misfit(meta, peer.hello, self._layout, self._aux_slot_bytes)
+        wrong = misfit(meta, peer.hello, self._chunks.layout, self._chunks.aux_slot_bytes)
         if wrong is not None:
-            self._counters["metas_refused"] += 1
-            self._turn_away(peer, key, _failure("bad_metadata", wrong, status=500))
+            self._refuse(peer, key, wrong)
             return
         room = self.rooms.get(key.room)
         if room is None or room.state in TERMINAL:
@@ -159,6 +151,8 @@ class SendSide:
         if room.digest != meta.prompt_digest:
             message = "prefill and decode have different prompts for this room"
             self._turn_away(peer, key, _failure("prompt_mismatch", message))
+        elif (wrong := self._shortfall(room, meta)) is not None:
+            self._refuse(peer, key, wrong)
         elif room.target is None or self._supersedes(room, key):
             room.target = meta
             room.move(KVPoll.WAITING_FOR_INPUT)
@@ -172,7 +166,7 @@ class SendSide:
             return
         already_closed = key in self._closed
         self._closed.add(key)
-        self._early.pop(key, None)
+        self._unmatched.forget_key(key)
         room = self.rooms.get(key.room)
         if room is not None and room.digest == abort.prompt_digest:
             bound = room.target is not None and room.target.key == key
@@ -210,9 +204,8 @@ class SendSide:
         for room in self.rooms.values():
             if room.target is not None and room.target.key.origin == peer.instance and room.fail(failure):
                 self._stop(room.target.key, failure)
-        for key, (_, instance, _) in list(self._early.items()):
-            if instance == peer.instance and gone:
-                del self._early[key]
+        if gone:
+            self._unmatched.forget_peer(peer.instance)
 
     def tick(self) -> None:
         """Time-outs, and failed writes that have settled."""
@@ -224,25 +217,16 @@ class SendSide:
         for out in list(self.outgoing.values()):
             if out.settled_at:
                 self._finish(out)
-        while self._early:  # the oldest comes first, and all wait equally long
-            key, (expiry, instance, _) = next(iter(self._early.items()))
-            if now < expiry:
-                break
-            del self._early[key]
-            peer = self._sessions.peer(instance)
+        for early in self._unmatched.expire():
+            peer = self._sessions.peer(early.instance)
             if peer is not None:
-                message = f"prefill never got a request for room {key.room}"
-                self._turn_away(peer, key, _failure("bootstrap_timeout", message, status=504))
-        while self._tombstones:
-            mark, (expiry, _) = next(iter(self._tombstones.items()))
-            if now < expiry:
-                break
-            del self._tombstones[mark]
+                message = f"prefill never got a request for room {early.meta.key.room}"
+                self._turn_away(peer, early.meta.key, _failure("bootstrap_timeout", message, status=504))
 
     @property
     def num_early(self) -> int:
         """Receivers whose prefill request has not come yet."""
-        return len(self._early)
+        return self._unmatched.num_early
 
     # ------------------------------------------------------------------ inside
 
@@ -253,16 +237,20 @@ class SendSide:
         return key.origin == bound.origin and key.attempt > bound.attempt and bound not in self.outgoing
 
     def _early_meta(self, peer: Peer, meta: Meta) -> None:
-        mark = (meta.key.room, meta.prompt_digest)
-        entry = self._tombstones.pop(mark, None)
-        if entry is not None:
-            self._turn_away(peer, meta.key, entry[1])
-        elif len(self._early) >= MAX_EARLY:
+        failure = self._unmatched.exhume(meta.key.room, meta.prompt_digest)
+        if failure is not None:
+            self._turn_away(peer, meta.key, failure)
+        elif not self._unmatched.keep(peer.instance, meta):
             message = "too many rooms wait for their prefill request"
             self._turn_away(peer, meta.key, _failure("prefill_overloaded", message, status=503))
-        else:
-            expiry = self._clock.now() + self._timeout_s
-            self._early.setdefault(meta.key, (expiry, peer.instance, meta))
+
+    def _shortfall(self, room: SendRoom, meta: Meta) -> str | None:
+        return None if room.num_tokens is None else shortfall(meta, room.num_tokens, self._page_tokens)
+
+    def _refuse(self, peer: Peer, key: Key, wrong: str) -> None:
+        """A Meta that no receiver of ours would send."""
+        self._counters["metas_refused"] += 1
+        self._turn_away(peer, key, _failure("bad_metadata", wrong, status=500))
 
     def _turn_away(self, peer: Peer, key: Key, failure: Failure) -> None:
         self._closed.add(key)
@@ -274,12 +262,7 @@ class SendSide:
             self._sessions.send(peer, body)
 
     def _submit(
-        self,
-        room: SendRoom,
-        peer: Peer,
-        lease: Lease,
-        pieces: tuple[tuple[int, int, tuple[PageCopy, ...]], ...],
-        num_pages: int,
+        self, room: SendRoom, peer: Peer, lease: Lease, pieces: tuple[Piece, ...], ready: Ready | None = None
     ) -> None:
         assert room.target is not None and peer.hello is not None
         if room.state is KVPoll.FAILED:
@@ -290,10 +273,9 @@ class SendSide:
             lease.hold("send")
             out.leases.append(lease)
         num_bytes = sum(copy.num_bytes for _, _, copies in pieces for copy in copies)
-        job = CopyJob(key, out.num_chunks, peer.instance, peer.hello.transport_address, pieces, num_bytes)
+        job = CopyJob(key, out.num_chunks, peer.instance, peer.hello.transport_address, pieces, num_bytes, ready)
         out.pending[job.index] = job
         out.num_chunks += 1
-        out.num_pages += num_pages
         room.move(KVPoll.TRANSFERRING)
         self._engine.submit(job)
 

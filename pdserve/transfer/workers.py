@@ -2,27 +2,47 @@
 
 A peer's jobs always go to the same thread, so that a peer that hangs delays nobody but those who share its thread,
 and so that each thread knows alone whom it is connected to. Which thread that is, only the scheduler thread knows.
+
+A job with a closed gate is kept aside, and holds up no other: a thread runs what is ready first, and waits for its
+oldest gate, in short bits, only when there is nothing else to do.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdserve.errors import TransferError
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import CopyDone, CopyJob, TransferEvent
+from pdserve.transfer.gated import CANCELLED, PEER_GONE, GatedJobs
 from pdserve.transfer.transport import Copy, Transport
 
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
+GATE_SLICE_S = 0.004
+"""How long a thread waits for a gate before it looks at its queue again."""
 
-Jobs = queue.SimpleQueue[CopyJob | str | None]
-"""Jobs, addresses to disconnect, and None at the end."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Forget:
+    """The peer behind this address is gone."""
+
+    transport_address: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _End:
+    """Nothing comes after this."""
+
+
+Orders = queue.SimpleQueue[CopyJob | _Forget | _End]
 
 
 class CopyWorkers:
@@ -31,13 +51,13 @@ class CopyWorkers:
     def __init__(self, transport: Transport, post: Callable[[TransferEvent], None], num_threads: int) -> None:
         self._transport = transport
         self._post = post
-        self._queues: list[Jobs] = [queue.SimpleQueue() for _ in range(num_threads)]
+        self._queues: list[Orders] = [queue.SimpleQueue() for _ in range(num_threads)]
         self._thread_of: dict[str, int] = {}
         self._closing = threading.Event()
         self.address = transport.address()
         self._threads = [
-            threading.Thread(target=self._work, args=(jobs,), name=f"kv-copy-{i}", daemon=True)
-            for i, jobs in enumerate(self._queues)
+            threading.Thread(target=self._work, args=(orders,), name=f"kv-copy-{i}", daemon=True)
+            for i, orders in enumerate(self._queues)
         ]
         for thread in self._threads:
             thread.start()
@@ -61,34 +81,53 @@ class CopyWorkers:
         self._transport.disconnect(transport_address)  # ends what runs
         index = self._thread_of.pop(transport_address, None)
         if index is not None:
-            self._queues[index].put(transport_address)  # and once more behind a connect that runs just now
+            self._queues[index].put(_Forget(transport_address))  # and once more behind a connect that runs just now
 
     def close(self) -> None:
-        """End the threads. Writes under way are cut off; queued jobs are not begun."""
+        """End the threads. Writes under way are cut off; queued jobs, and those with a closed gate, are not begun."""
         self._closing.set()
         for address in self._thread_of:
             self._transport.disconnect(address)
-        for jobs in self._queues:
-            jobs.put(None)
+        for orders in self._queues:
+            orders.put(_End())
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 log.warning("%s still copies after %g s, and is left behind", thread.name, CLOSE_TIMEOUT_S)
 
-    def _work(self, jobs: Jobs) -> None:
+    def _work(self, orders: Orders) -> None:
         connected: set[str] = set()
-        while (job := jobs.get()) is not None:
-            if isinstance(job, CopyJob):
-                self._post(self._run(job, connected))
-            else:
-                connected.discard(job)
-                self._transport.disconnect(job)
+        gated = GatedJobs()
+        while True:
+            match _next_order(orders, gated):
+                case CopyJob(ready=None) as job:
+                    self._post(self._run(job, connected))
+                case CopyJob(ready=ready) as job:
+                    assert ready is not None
+                    gated.add(job, ready)
+                    if not orders.empty():
+                        continue  # take in all that came before the gates are asked
+                case _Forget(transport_address=address):
+                    self._report_unsent(gated.drop(address), PEER_GONE)
+                    connected.discard(address)
+                    self._transport.disconnect(address)
+                case _End():
+                    self._report_unsent(gated.clear(), CANCELLED)
+                    return
+            for job, failure in gated.take():
+                if failure is None:
+                    self._post(self._run(job, connected))
+                else:
+                    self._report_unsent([job], failure)
+
+    def _report_unsent(self, jobs: Sequence[CopyJob], failure: Failure) -> None:
+        for job in jobs:
+            self._post(CopyDone(job, failure, settled=True, write_s=0.0))
 
     def _run(self, job: CopyJob, connected: set[str]) -> CopyDone:
         if job.cancelled or self._closing.is_set():
-            failure = Failure(code="cancelled", message="the transfer was cancelled before this piece was sent")
-            return CopyDone(job, failure, settled=True, write_s=0.0)
+            return CopyDone(job, CANCELLED, settled=True, write_s=0.0)
         copies = [
             Copy(source + copy.source, destination + copy.destination, copy.num_bytes)
             for source, destination, pieces in job.pieces
@@ -108,3 +147,21 @@ class CopyWorkers:
             failure = Failure(code="internal", message=repr(error), retryable=False, status=500)
             return CopyDone(job, failure, settled=False, write_s=time.monotonic() - started)
         return CopyDone(job, None, settled=True, write_s=time.monotonic() - started)
+
+
+def _next_order(orders: Orders, gated: GatedJobs) -> CopyJob | _Forget | _End | None:
+    """What to do next; None when a while has passed, or a gate has opened. Blocks for good only with no gated job."""
+    if not gated:
+        return orders.get()
+    try:
+        return orders.get_nowait()
+    except queue.Empty:
+        pass
+    looks_again_at = time.monotonic() + GATE_SLICE_S
+    if gated.wait(GATE_SLICE_S):
+        return None
+    left_s = looks_again_at - time.monotonic()
+    if left_s > 0:  # a gate that will never open does not wait
+        with contextlib.suppress(queue.Empty):
+            return orders.get(timeout=left_s)
+    return None

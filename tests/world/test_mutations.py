@@ -9,8 +9,8 @@ import pytest
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.sim.network import Faults
+from pdserve.transfer import chunk as chunk_module
 from pdserve.transfer import room as room_module
-from pdserve.transfer import send_side as send_module
 from pdserve.transfer.events import CopyDone
 from pdserve.transfer.manager import KVReceiver, KVSender
 from pdserve.transfer.receive_side import ReceiveSide
@@ -24,13 +24,13 @@ MAX_SEEDS = 150
 
 
 def swap_two_pages(patch: Patch) -> None:
-    plan = send_module.plan_pages
-    patch.setattr(send_module, "plan_pages", lambda group, src, dst: plan(group, src, tuple(reversed(dst))))
+    plan = chunk_module.plan_pages
+    patch.setattr(chunk_module, "plan_pages", lambda group, src, dst, layers: plan(group, src, dst[::-1], layers))
 
 
 def skip_the_last_layer(patch: Patch) -> None:
-    plan = send_module.plan_pages
-    patch.setattr(send_module, "plan_pages", lambda group, src, dst: plan(group, src, dst, range(group.num_layers - 1)))
+    plan = chunk_module.plan_pages
+    patch.setattr(chunk_module, "plan_pages", lambda group, src, dst, layers: plan(group, src, dst, layers[:-1]))
 
 
 def free_at_abort(patch: Patch) -> None:
@@ -106,8 +106,8 @@ def forget_the_room_check(patch: Patch) -> None:
     """Meaningless alone; together with aux written to the wrong slot it would hand out another request's token."""
     take = KVReceiver.take
     patch.setattr(KVReceiver, "take", lambda self, aux: take(self, aux) or self._aux.read(aux.pages[0]))
-    plan = send_module.PageCopy
-    patch.setattr(send_module, "PageCopy", lambda s, d, n: plan(s, 0, n))
+    plan = chunk_module.PageCopy
+    patch.setattr(chunk_module, "PageCopy", lambda s, d, n: plan(s, 0, n))
 
 
 NOTHING = Faults()

@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.errors import RequestError
 from pdserve.protocol.failure import Failure
-from pdserve.transfer import send_side
+from pdserve.transfer import unmatched
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import FrameArrived, PeerGone
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST
@@ -139,7 +139,7 @@ def test_early_metas_of_a_dead_peer_are_forgotten() -> None:
 
 
 def test_too_many_early_metas_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(send_side, "MAX_EARLY", 2)
+    monkeypatch.setattr(unmatched, "MAX_EARLY", 2)
     net, _, decode = meet()
     receivers = [decode.kv.open_receiver(room, ADDRESS, "d") for room in range(3)]
     for receiver in receivers:
@@ -177,7 +177,7 @@ def test_tombstones_are_for_one_prompt_and_a_limited_time() -> None:
     net.pump()
     assert other.poll() is KVPoll.WAITING_FOR_INPUT
     net.pass_time(BOOTSTRAP_S + 1)
-    assert not prefill.kv.send_side._tombstones
+    assert prefill.kv.send_side._unmatched.num_tombstones == 0
 
 
 def test_a_request_nobody_comes_for_times_out_with_504() -> None:

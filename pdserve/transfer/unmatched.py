@@ -1,0 +1,96 @@
+"""Halves that have not met: receivers whose prefill request has not come, and requests that ended before their Meta.
+
+Owned by `SendSide`, scheduler thread only.
+
+    Meta, no request yet     ─> waits (early)  ─> the request opens its room: taken
+                                               ─> the time is up: turned away
+    request ended, no Meta   ─> tombstone      ─> Meta comes: turned away with the same failure
+                                               ─> the room opens again with this prompt, or the time is up: gone
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pdserve.base.clock import Clock
+from pdserve.protocol.failure import Failure
+from pdserve.transfer.wire import Key, Meta
+
+MAX_EARLY = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EarlyMeta:
+    """A Meta that came before its request; `instance` is the receiver's process."""
+
+    expires_at: float
+    instance: str
+    meta: Meta
+
+
+class Unmatched:
+    """Early Metas by key, tombstones by (room, prompt digest). All live equally long, so the oldest expires first."""
+
+    def __init__(self, clock: Clock, timeout_s: float) -> None:
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._early: dict[Key, EarlyMeta] = {}
+        self._tombstones: dict[tuple[int, str], tuple[float, Failure]] = {}
+
+    @property
+    def num_early(self) -> int:
+        """Receivers whose prefill request has not come yet."""
+        return len(self._early)
+
+    @property
+    def num_tombstones(self) -> int:
+        """Requests that ended before their receiver came."""
+        return len(self._tombstones)
+
+    def keep(self, instance: str, meta: Meta) -> bool:
+        """Let a Meta wait for its request; one that waits already goes on waiting. False when too many do."""
+        if meta.key in self._early:
+            return True
+        if len(self._early) >= MAX_EARLY:
+            return False
+        self._early[meta.key] = EarlyMeta(self._clock.now() + self._timeout_s, instance, meta)
+        return True
+
+    def take_room(self, room: int) -> list[EarlyMeta]:
+        """Whoever waits for `room`, which opens now."""
+        keys = [key for key in self._early if key.room == room]
+        return [self._early.pop(key) for key in keys]
+
+    def forget_key(self, key: Key) -> None:
+        """Its receiver does not want it any more."""
+        self._early.pop(key, None)
+
+    def forget_peer(self, instance: str) -> None:
+        """The receiver's process is dead."""
+        self._early = {key: early for key, early in self._early.items() if early.instance != instance}
+
+    def bury(self, room: int, digest: str, failure: Failure) -> None:
+        """A request ended before its receiver was known."""
+        self._tombstones.pop((room, digest), None)
+        self._tombstones[room, digest] = (self._clock.now() + self._timeout_s, failure)
+
+    def exhume(self, room: int, digest: str) -> Failure | None:
+        """Why the request of this room and prompt ended, told once; None when there is no tombstone."""
+        entry = self._tombstones.pop((room, digest), None)
+        return None if entry is None else entry[1]
+
+    def expire(self) -> list[EarlyMeta]:
+        """Drop what has waited too long; the early ones of it are returned."""
+        now = self._clock.now()
+        expired: list[EarlyMeta] = []
+        while self._early:
+            key, early = next(iter(self._early.items()))
+            if now < early.expires_at:
+                break
+            expired.append(self._early.pop(key))
+        while self._tombstones:
+            mark, (expires_at, _) = next(iter(self._tombstones.items()))
+            if now < expires_at:
+                break
+            del self._tombstones[mark]
+        return expired
