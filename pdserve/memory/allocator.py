@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 
 class PageAllocator:
     """Free list over `[0, num_pages)`, first in first out, so that a page rests as long as possible before reuse.
@@ -15,7 +17,7 @@ class PageAllocator:
     def __init__(self, num_pages: int, on_free: Callable[[list[int]], None] | None = None) -> None:
         self.num_pages = num_pages
         self._free = deque(range(num_pages))
-        self._is_free = [True] * num_pages
+        self._is_free = bytearray(b"\1") * num_pages
         self._on_free = on_free
 
     @property
@@ -25,7 +27,11 @@ class PageAllocator:
 
     def is_free(self, page: int) -> bool:
         """True while nobody has `page`."""
-        return self._is_free[page]
+        return bool(self._is_free[page])
+
+    def free_pages(self) -> tuple[list[int], list[int]]:
+        """The free list in its order, and the pages for which `is_free` holds, ascending. For the audit."""
+        return list(self._free), np.frombuffer(self._is_free, np.uint8).nonzero()[0].tolist()
 
     def take(self, num_pages: int) -> list[int] | None:
         """`num_pages` pages, or None (and nothing taken) when there are fewer."""
@@ -33,7 +39,7 @@ class PageAllocator:
             return None
         pages = [self._free.popleft() for _ in range(num_pages)]
         for page in pages:
-            self._is_free[page] = False
+            self._is_free[page] = 0
         return pages
 
     def give_back(self, pages: Iterable[int]) -> None:
@@ -41,7 +47,7 @@ class PageAllocator:
         returned = list(pages)
         for page in returned:
             assert not self._is_free[page], f"page {page} freed twice"
-            self._is_free[page] = True
+            self._is_free[page] = 1
         self._free.extend(returned)
         if self._on_free is not None:
             self._on_free(returned)

@@ -19,17 +19,24 @@ class PageTable:
         self.num_rows = num_rows
         self.max_pages_per_row = max_pages_per_row
         self._free = list(range(num_rows - 1, -1, -1))
+        self._is_open = bytearray(num_rows)
 
     @property
     def num_free(self) -> int:
         """Rows that no request has."""
         return len(self._free)
 
+    @property
+    def open_rows(self) -> list[int]:
+        """Rows that requests have, ascending."""
+        return [row for row, is_open in enumerate(self._is_open) if is_open]
+
     def open(self, pages: Sequence[int]) -> int | None:
         """Take a row and write `pages` into it; None when all rows are taken."""
         if not self._free:
             return None
         row = self._free.pop()
+        self._is_open[row] = 1
         self.pages[row, : len(pages)] = pages
         return row
 
@@ -39,5 +46,20 @@ class PageTable:
 
     def close(self, row: int) -> None:
         """Give `row` back."""
-        assert row not in self._free, f"row {row} closed twice"
+        assert self._is_open[row], f"row {row} closed twice"
+        self._is_open[row] = 0
         self._free.append(row)
+
+    def audit(self) -> list[str]:
+        """A sentence for every way in which open rows and free rows are not all rows, each once."""
+        closed = set(range(self.num_rows)) - set(self.open_rows)
+        free, found = set(self._free), list[str]()
+        if len(free) != len(self._free):
+            found.append(f"rows: the free list has {len(self._free) - len(free)} rows twice")
+        if free - closed:
+            found.append(
+                f"rows: {len(free - closed)} of {self.num_rows} are both open and free: {sorted(free - closed)}"
+            )
+        if closed - free:
+            found.append(f"rows: {len(closed - free)} of {self.num_rows} are lost: {sorted(closed - free)}")
+        return found

@@ -15,7 +15,7 @@ from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, pages_for
 from pdserve.memory.lease import Hold, Lease, LeasePool
 from pdserve.memory.page_table import PageTable
 
-HOLDS: tuple[Hold, ...] = ("request", "remote", "send", "prefix")
+HOLDS: tuple[Hold, ...] = ("request", "remote", "send")
 NUM_PAGES = 12
 GROUP = KVGroup(
     name="full",
