@@ -78,7 +78,10 @@ def build_executor(config: ServerConfig, *, max_rows: int) -> Built:
         attention = FixedBlockAttention(pools[0], spec.num_heads, device)
     else:
         attention = TorchAttention(pools[0], spec.num_heads, device)
-    executor = LocalExecutor(model, layout, pools, attention, table, context_length=context_length, device=device)
+    overlap = config.schedule.disable_overlap_schedule is False
+    executor = LocalExecutor(
+        model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap
+    )
     _LOG.info(
         "%s in %s on %s: %d MB of weights, KV pool of %d tokens in %d pages (%d MB)",
         spec.architectures[0], dtype, device, model.params.num_bytes >> 20,

@@ -1,29 +1,55 @@
 """The executor of one process and one device: owns the model, the KV pool, and every row's tokens.
 
-Built by `factory`, called by the scheduler thread only.
+Built by `factory`, called by the scheduler thread only; the runner may compute on another one. What the scheduler may
+change is read in `launch`: page table, row parameters, and the tokens of rows opened since the last launch. What
+changes with the steps themselves, KV and tokens on the device, is touched in their order only.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from pdserve.executor.batch_builder import build_batch, plan_arrays, to_device
+from pdserve.executor import host_pages
+from pdserve.executor.batch_builder import HostBatch, build_batch, read_plan, to_device
+from pdserve.executor.fetch import fetch
 from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepHandle, StepResult
-from pdserve.executor.row_params import RowParams
+from pdserve.executor.row_params import RowParams, StepParams
+from pdserve.executor.runners import CallingThread, Collect, DeviceStream, OnLayer, OwnThread, Runner
 from pdserve.executor.sampler import sample, to_host
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.families.decoder import Decoder
+from pdserve.model.forward_batch import IntArray
 from pdserve.protocol.sampling import SamplingParams
 
 
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """Everything that a step is computed from, as it was at the launch.
+
+    `writes` are rows opened since the launch before, and their tokens. `batch` is None when the plan has no rows,
+    `params` when none of them samples.
+    """
+
+    plan: BatchPlan
+    writes: dict[int, IntArray]
+    batch: HostBatch | None
+    params: StepParams | None
+
+
 class LocalExecutor:
-    """Implements `Executor`. `context_length` is the most tokens a row can have, prompt and output together."""
+    """Implements `Executor`. `context_length` is the most tokens a row can have, prompt and output together.
+
+    With `overlap`, steps are computed on CPU by a thread that `close` ends; on CUDA the host never waits in `launch`.
+    """
 
     def __init__(
         self,
@@ -35,6 +61,7 @@ class LocalExecutor:
         *,
         context_length: int,
         device: torch.device,
+        overlap: bool = False,
     ) -> None:
         self._model = model
         self._layout = layout
@@ -45,6 +72,9 @@ class LocalExecutor:
         self._tokens = torch.empty(table.num_rows, context_length + 1, dtype=torch.int32, device=device)
         self._params = RowParams(table.num_rows, model.spec.eos_token_ids)
         self._open: set[int] = set()
+        self._unwritten: dict[int, IntArray] = {}
+        self._launched: deque[StepHandle] = deque()
+        self._runner = _runner(device, overlap)
 
     @property
     def layout(self) -> KVLayout:
@@ -74,52 +104,96 @@ class LocalExecutor:
         sampling: SamplingParams,
         top_logprobs: int | None,
     ) -> None:
-        """See `Executor.open_row`."""
+        """See `Executor.open_row`. The tokens reach the device with the next step."""
         assert row not in self._open, f"row {row} opened twice"
         assert 0 < len(token_ids) < self._tokens.shape[1], f"{len(token_ids)} tokens do not fit a row"
         self._open.add(row)
-        ids = np.asarray(token_ids, dtype=np.int64)
-        self._tokens[row, : len(ids)] = to_device(ids, self.device)
+        self._unwritten[row] = np.asarray(token_ids, dtype=np.int64)
         self._params.set(row, num_prompt_tokens, sampling, top_logprobs)
 
     def close_row(self, row: int) -> None:
         """See `Executor.close_row`."""
         assert row in self._open, f"row {row} closed but not open"
         self._open.remove(row)
+        self._unwritten.pop(row, None)
         self._params.clear(row)
 
     def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
         """See `Executor.launch`."""
-        result = self._run(plan)
-        return StepHandle(plan, None, lambda: result)
+        marks, collect = self._runner.begin(partial(self._compute, self._read(plan)), layer_marks)
+        handle = StepHandle(plan, marks, collect)
+        self._launched.append(handle)
+        return handle
 
     def resolve(self, handle: StepHandle) -> StepResult:
-        """See `Executor.resolve`."""
+        """See `Executor.resolve`. Raises what the computation raised."""
+        assert self._launched and self._launched[0] is handle, "steps are resolved once, in the order of their launch"
+        self._launched.popleft()
         return handle.finish()
 
     def offload(self, pages: Sequence[int]) -> HostPages:
-        """See `Executor.offload`."""
-        raise NotImplementedError
+        """See `Executor.offload`. Waits for the copy: the pages may be written by a peer as soon as they are free."""
+        assert not self._launched, "offload while a step is unresolved"
+        with self._runner.behind():
+            saved = host_pages.save(self.pools, pages)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+        return saved
 
     def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
         """See `Executor.restore`."""
-        raise NotImplementedError
+        assert not self._launched, "restore while a step is unresolved"
+        assert isinstance(saved, host_pages.SavedPages), "pages that another executor saved"
+        with self._runner.behind():
+            host_pages.load(self.pools, saved, pages)
+
+    def close(self) -> None:
+        """End the thread, if there is one, when it has computed what was launched. Nothing may be launched after."""
+        self._runner.close()
+
+    def _read(self, plan: BatchPlan) -> _Step:
+        """What the plan is computed from, read now."""
+        assert all(row.row in self._open for row in plan.rows), "the plan names a row that is not open"
+        writes, self._unwritten = self._unwritten, {}
+        if not plan.rows:
+            return _Step(plan, writes, None, None)
+        batch = read_plan(plan, self._table, self._layout.page_tokens)
+        params = None
+        if len(batch.sampled):
+            params = self._params.pick(batch.lines[batch.sampled], batch.rows.ends[batch.sampled])
+        return _Step(plan, writes, batch, params)
 
     @torch.inference_mode()
-    def _run(self, plan: BatchPlan) -> StepResult:
-        if not plan.rows:
-            return StepResult(plan.step, ())
-        assert all(row.row in self._open for row in plan.rows), "the plan names a row that is not open"
-        batch = build_batch(plan, self._table, self._layout.page_tokens, self._tokens)
-        logits = self._model.forward(batch, self._attention.begin(batch))
-        results: list[SampledToken | None] = [None] * len(plan.rows)
-        sampling = np.flatnonzero([row.sample for row in plan.rows])
-        if len(sampling):
-            lines, _, ends = plan_arrays(plan)
-            params = self._params.pick(lines[sampling], ends[sampling])
-            chosen = sample(logits, params, self._tokens)
-            where = to_device(np.stack((params.lines, params.positions)), self.device)
+    def _compute(self, step: _Step, on_layer: OnLayer | None) -> Collect:
+        """Forward and sampling, on whatever thread the runner has for it."""
+        for row, ids in step.writes.items():
+            self._tokens[row, : len(ids)] = to_device(ids, self.device)
+        if step.batch is None:
+            if on_layer is not None:
+                on_layer(self._model.spec.num_layers - 1)
+            return partial(StepResult, step.plan.step, ())
+        batch = build_batch(step.batch, self._tokens)
+        logits = self._model.forward(batch, self._attention.begin(batch), on_layer)
+        chosen = None
+        if step.params is not None:
+            chosen = sample(logits, step.params, self._tokens)
+            where = to_device(np.stack((step.params.lines, step.params.positions)), self.device)
             self._tokens.index_put_((where[0], where[1]), chosen.token_ids.int())
-            for index, token in zip(sampling.tolist(), to_host(chosen, params), strict=True):
-                results[index] = token
-        return StepResult(plan.step, tuple(results))
+        fetched = fetch(chosen, self.device)
+
+        def collect() -> StepResult:
+            tokens: list[SampledToken | None] = [None] * len(step.plan.rows)
+            arrived = fetched()
+            if step.batch is not None and step.params is not None and arrived is not None:
+                for index, token in zip(step.batch.sampled.tolist(), to_host(arrived, step.params), strict=True):
+                    tokens[index] = token
+            return StepResult(step.plan.step, tuple(tokens))
+
+        return collect
+
+
+def _runner(device: torch.device, overlap: bool) -> Runner:
+    """Where steps are computed on `device`."""
+    if device.type == "cuda":
+        return DeviceStream(device)
+    return OwnThread() if overlap else CallingThread()

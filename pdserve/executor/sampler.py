@@ -1,4 +1,4 @@
-"""Chooses tokens from logits. Called by `LocalExecutor.run`.
+"""Chooses tokens from logits, without waiting for the device. Called by `LocalExecutor`.
 
 Order: logit bias and penalties, bans, temperature, then top-k, top-p and min-p together on the resulting probabilities
 (as SGLang: each filter sees the unfiltered distribution), then one draw by inverting the cumulative distribution at
@@ -135,7 +135,7 @@ def _draw(logits: Tensor, params: StepParams, rows: IntArray, best: Tensor) -> T
         probs = torch.where(probs >= least[:, None], probs, 0.0)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:].contiguous()
-    points = torch.from_numpy(uniforms(columns["seed"], params.positions[rows])).to(device)[:, None]
+    points = to_device(uniforms(columns["seed"], params.positions[rows]), device)[:, None]
     index = torch.searchsorted(cumulative, points * total, right=True)
     last = torch.searchsorted(cumulative, total)
     drawn = torch.minimum(index, last)[:, 0]
@@ -174,15 +174,19 @@ def _floor(ranked: Tensor, columns: np.ndarray[tuple[int], np.dtype[np.void]]) -
 
 
 def _ranked(probs: Tensor, columns: np.ndarray[tuple[int], np.dtype[np.void]], by_p: npt.NDArray[np.bool_]) -> Tensor:
-    """Enough of the best probabilities, descending, to decide every row's top-k and top-p."""
+    """Enough of the best probabilities, descending, to decide every row's top-k and top-p.
+
+    Only the CPU may look whether a window was enough: on a device that would be waiting for it, so all are sorted.
+    """
     vocab = probs.shape[1]
     deepest = int(np.where(columns["top_k"] < vocab, columns["top_k"], 1).max())
     window = min(vocab, max(deepest, _WINDOW if by_p.any() else 1))
     if probs.device.type == "cpu" or not by_p.any():
         ranked = probs.topk(window, sorted=True).values
-        reached = ranked.sum(-1) >= to_device(columns["top_p"].copy(), probs.device)
-        bounded = torch.from_numpy(columns["top_k"] <= window).to(probs.device)
-        if window == vocab or not by_p.any() or bool((reached | bounded).all()):
+        if window == vocab or not by_p.any():
+            return ranked
+        reached = ranked.sum(-1) >= torch.from_numpy(columns["top_p"].copy())
+        if bool((reached | torch.from_numpy(columns["top_k"] <= window)).all()):
             return ranked
     return probs.sort(-1, descending=True).values
 

@@ -50,6 +50,7 @@ def run_scheduler(config: ServerConfig, channel: SchedulerChannel, bootstrap_por
     built = build_executor(config, max_rows=config.schedule.max_running_requests or 1)
     stop = threading.Event()
     with contextlib.ExitStack() as stack:
+        stack.callback(built.executor.close)
         scheduler = build_scheduler(config, built, channel, mailbox, MonotonicClock(), bootstrap_port, token, stack)
         ingress = threading.Thread(target=_ingress, args=(channel, mailbox, stop), name="ingress", daemon=True)
         ingress.start()
