@@ -3,7 +3,8 @@
 Starts the servers on free loopback ports with a shared random secret, divides the cores among them (a model step that
 shares all cores with another one costs several times its share), waits for each, starts the router before them, and
 prints one line per part and how to point a client at it. Ctrl-C or SIGTERM ends everything: router, decode, prefill.
-A part that dies ends everything too, unless `--keep-going`. Flags that it does not know go to the servers.
+A part that dies ends everything too, unless `--keep-going`. Flags that it does not know go to the servers, those
+that concern one role (`--disaggregation-decode-enable-radix-cache`) to its servers only.
 
     main thread:  spawn servers -> wait ready -> spawn router -> wait ready -> wait for an event -> end all in order
     other threads: read output, watch for deaths; they only put events on the queue
@@ -26,12 +27,14 @@ from pathlib import Path
 from typing import IO, get_args
 
 from pdserve.base.process import Child, ChildError, Ready, end_all
+from pdserve.config.role_flags import Role, flags_for
 from pdserve.errors import ConfigError
-from pdserve.router.config import PolicyName
+from pdserve.router.config import POLICY_HELP, PolicyName
 
 CONTROL_TOKEN = "PDSERVE_CONTROL_TOKEN"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 OWNED_FLAGS = ("--port", "--host", "--disaggregation-mode", "--disaggregation-bootstrap-port")
+DECODE_CACHE = "--disaggregation-decode-enable-radix-cache"
 LOOPBACK = "127.0.0.1"
 
 SERVER_COMMAND = (sys.executable, "-m", "pdserve.launch_server")
@@ -40,7 +43,7 @@ ROUTER_COMMAND = (sys.executable, "-m", "pdserve.launch_router")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalConfig:
-    """What to start; `server_flags` are handed on to every server."""
+    """What to start; `server_flags` are handed on to the servers, those of one role to its servers only."""
 
     model_path: str
     num_prefill: int = 1
@@ -73,11 +76,11 @@ class LocalConfig:
         return max(1, len(os.sched_getaffinity(0)) // (self.num_prefill + self.num_decode))
 
 
-def server_argv(config: LocalConfig, role: str) -> list[str]:
+def server_argv(config: LocalConfig, role: Role) -> list[str]:
     """Arguments of one server after the command that runs it."""
     argv = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", "0", "--disaggregation-mode", role]
     argv += ["--disaggregation-bootstrap-port", "0"] if role == "prefill" else []
-    return [*argv, "--cpu-threads", str(config.threads_per_server), *config.server_flags]
+    return [*argv, "--cpu-threads", str(config.threads_per_server), *flags_for(role, config.server_flags)]
 
 
 def router_argv(config: LocalConfig, prefills: Sequence[Ready], decodes: Sequence[Ready]) -> list[str]:
@@ -112,7 +115,7 @@ class LocalService:
         self._server_command, self._router_command = server_command, router_command
         self._say = say
         self._env = child_env(config, os.environ)
-        self._servers: dict[str, list[Child]] = {"prefill": [], "decode": []}
+        self._servers: dict[Role, list[Child]] = {"prefill": [], "decode": []}
         self._routers: list[Child] = []
         self._logs = contextlib.ExitStack()
         self._ending = False
@@ -120,7 +123,7 @@ class LocalService:
 
     def start(self) -> str:
         """Start everything; returns the router's URL. `ChildError` when a part does not come up."""
-        counts = {"prefill": self._config.num_prefill, "decode": self._config.num_decode}
+        counts: dict[Role, int] = {"prefill": self._config.num_prefill, "decode": self._config.num_decode}
         for role, count in counts.items():
             for index in range(count):
                 argv = [*self._server_command, *server_argv(self._config, role)]
@@ -205,7 +208,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--decode", type=int, default=1, help="number of decode servers")
     add("--router-host", default=LOOPBACK, help="address the router listens on")
     add("--router-port", type=int, default=8000, help="0 picks a free one")
-    add("--policy", choices=get_args(PolicyName), default="least_loaded")
+    add(
+        "--policy", choices=get_args(PolicyName), help=f"{POLICY_HELP}; the last where decode caches, else least_loaded"
+    )
     add("--cpu-threads", type=int, help="CPU threads per server; an equal share of the cores when absent")
     add("--log-dir", type=Path, help="one file per part instead of the terminal")
     add("--keep-going", action="store_true", help="go on without a part that died; nothing is started again")
@@ -223,7 +228,7 @@ def config_from(argv: Sequence[str] | None) -> LocalConfig:
         num_decode=args.decode,
         router_host=args.router_host,
         router_port=args.router_port,
-        policy=args.policy,
+        policy=args.policy or ("consistent_hashing" if DECODE_CACHE in rest else "least_loaded"),
         cpu_threads=args.cpu_threads,
         log_dir=args.log_dir,
         keep_going=args.keep_going,

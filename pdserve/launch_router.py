@@ -21,7 +21,15 @@ from aiohttp import web
 from pdserve.base.process import Ready, announce_ready
 from pdserve.errors import ConfigError
 from pdserve.router.app import make_app
-from pdserve.router.config import PolicyName, Role, RouterConfig, WorkerSpec, parse_worker_url, prefill_spec
+from pdserve.router.config import (
+    POLICY_HELP,
+    PolicyName,
+    Role,
+    RouterConfig,
+    WorkerSpec,
+    parse_worker_url,
+    prefill_spec,
+)
 
 DEFAULTS = RouterConfig(workers=(WorkerSpec(role=Role.REGULAR, url="http://127.0.0.1"),))
 
@@ -34,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prefill", action="append", nargs="+", default=[], metavar=("URL", "PORT"), help="prefill server; repeatable")
     add("--decode", action="append", default=[], metavar="URL", help="decode server; repeatable")
     add("--worker-urls", nargs="+", default=[], metavar="URL", help="servers that do both halves")
-    add("--policy", choices=get_args(PolicyName), default=DEFAULTS.policy, help="which workers a request goes to")
+    add("--policy", choices=get_args(PolicyName), default=DEFAULTS.policy, help=POLICY_HELP)
     add("--host", default=DEFAULTS.host, help="address to listen on")
     add("--port", type=int, default=DEFAULTS.port, help="HTTP port; 0 picks a free one")
     add("--health-check-interval", type=float, default=DEFAULTS.health_check_interval_s)

@@ -9,7 +9,13 @@ from urllib.parse import urlsplit
 
 from pdserve.errors import ConfigError
 
-PolicyName = Literal["random", "least_loaded"]
+PolicyName = Literal["random", "least_loaded", "consistent_hashing"]
+"""`consistent_hashing` keeps a conversation on its servers, as SGLang's gateway does; see `conversation`."""
+
+POLICY_HELP = (
+    "which servers a request goes to: any, the least loaded, or by its conversation, which stays where its KV cache is "
+    "(header X-SMG-Routing-Key or X-Session-ID, field prompt_cache_key or user, else how its prompt begins)"
+)
 
 
 class Role(enum.StrEnum):

@@ -3,7 +3,7 @@
     try 1..max_tries:  pick pair, mint room
                        prefill POST ----- read whole ----->|
                        decode  POST ----- first bytes ---->| judge: decode answered -> relay; one failed -> cancel both
-    after the first byte nothing is tried again
+    after the first byte nothing is tried again, nor when the last worker that was left says when to come back
 
 A pair is one thing: whatever ends a try (a failed half, the client's disconnect, the deadline) closes both
 connections, which is how a worker learns that it must abort. Called by `app`; relaying is in `relay`.
@@ -24,6 +24,7 @@ import orjson
 from multidict import CIMultiDict
 
 from pdserve.router.config import RouterConfig
+from pdserve.router.conversation import conversation_key
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.rooms import with_rooms
 from pdserve.router.upstream import Broken, Live, Whole, open_live, read_whole
@@ -76,6 +77,11 @@ def retryable(outcome: Outcome) -> bool:
     return isinstance(outcome, Broken) or (isinstance(outcome, Whole) and outcome.status in RETRYABLE_STATUSES)
 
 
+def told_to_wait(outcome: Outcome) -> bool:
+    """Whether a worker said when to come back (`Retry-After`): it has no room, and knows it."""
+    return isinstance(outcome, Whole) and "Retry-After" in outcome.headers
+
+
 class Dispatcher:
     """Sends calls to pairs; one per app."""
 
@@ -97,9 +103,11 @@ class Dispatcher:
     async def answer(self, call: Call) -> AsyncIterator[Outcome]:
         """The final outcome, tried as often as allowed; leaving the block closes whatever is still open."""
         avoid: set[Worker] = set()
+        by_conversation = self._config.policy == "consistent_hashing"
+        key = conversation_key(call.path, call.body, call.headers) if by_conversation else None
         outcome: Outcome = Refused()
         for attempt in range(1, self._config.max_tries + 1):
-            pair = self._pool.pick(avoid)
+            pair = self._pool.pick(avoid, key)
             if pair is None:
                 break
             if attempt > 1:
@@ -110,6 +118,8 @@ class Dispatcher:
                     return
             outcome = tried
             avoid.add(tried.worker)
+            if told_to_wait(tried) and not self._pool.others(tried.worker.spec.role, avoid):
+                break
             await self._after_failure(tried, attempt)
         yield outcome
 

@@ -17,8 +17,9 @@ import aiohttp
 import orjson
 
 from pdserve.router.config import Role, RouterConfig, WorkerSpec
+from pdserve.router.conversation import ConversationKey
 from pdserve.router.metrics import RouterMetrics
-from pdserve.router.policies import POLICIES
+from pdserve.router.policies import POLICIES, Candidate
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +83,19 @@ class WorkerPool:
         """The healthy workers of a role."""
         return [worker for worker in self.workers if worker.healthy and worker.spec.role is role]
 
-    def pick(self, avoid: Collection[Worker] = ()) -> Pair | None:
-        """The pair for one try, workers in `avoid` only where there is no other; None when no pair is alive."""
-        regular = self._pick_one(Role.REGULAR, avoid)
+    def others(self, role: Role, avoid: Collection[Worker]) -> list[Worker]:
+        """The healthy workers of a role that are not in `avoid`."""
+        return [worker for worker in self.healthy(role) if worker not in avoid]
+
+    def pick(self, avoid: Collection[Worker] = (), key: ConversationKey | None = None) -> Pair | None:
+        """The pair for one try, workers in `avoid` only where there is no other; None when no pair is alive.
+
+        `key` is the request's conversation, for the policy that goes by it.
+        """
+        regular = self._pick_one(Role.REGULAR, avoid, key)
         if regular is not None:
             return Pair(prefill=None, decode=regular)
-        prefill, decode = self._pick_one(Role.PREFILL, avoid), self._pick_one(Role.DECODE, avoid)
+        prefill, decode = self._pick_one(Role.PREFILL, avoid, key), self._pick_one(Role.DECODE, avoid, key)
         if prefill is None or decode is None:
             return None
         return Pair(prefill=prefill, decode=decode)
@@ -113,12 +121,12 @@ class WorkerPool:
             running.add_done_callback(lambda _: self._checks.pop(worker, None))
         await asyncio.shield(running)
 
-    def _pick_one(self, role: Role, avoid: Collection[Worker]) -> Worker | None:
-        healthy = self.healthy(role)
-        candidates = [worker for worker in healthy if worker not in avoid] or healthy
-        if not candidates:
+    def _pick_one(self, role: Role, avoid: Collection[Worker], key: ConversationKey | None) -> Worker | None:
+        workers = self.others(role, avoid) or self.healthy(role)
+        if not workers:
             return None
-        return candidates[self._choose([worker.inflight for worker in candidates], self._rng)]
+        candidates = [Candidate(worker.spec.url, worker.inflight) for worker in workers]
+        return workers[self._choose(candidates, key, self._rng)]
 
     async def _monitor(self, worker: Worker) -> None:
         interval = self._config.health_check_interval_s

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.config.cli import flags, parse_server_args
+from pdserve.config.resolve import Machine, fill_in
+from pdserve.config.role_flags import Role, flags_for, role_of
 from pdserve.errors import ConfigError
 from pdserve.launch_local import LocalConfig, child_env, config_from, server_argv
 
@@ -141,3 +144,70 @@ def test_cores_are_divided_and_the_secret_is_fresh() -> None:
 def test_flags_that_belong_to_the_service_are_refused(extra: list[str]) -> None:
     with pytest.raises(ConfigError):
         config_from(["--model-path", "m", *extra])
+
+
+ROLES: tuple[Role, Role] = ("prefill", "decode")
+
+
+@pytest.mark.parametrize(
+    ("given", "prefill", "decode"),
+    [
+        ("--disaggregation-layerwise-transfer", True, False),
+        ("--no-disaggregation-layerwise-transfer", True, False),
+        ("--disaggregation-layerwise-groups 2", True, False),
+        ("--disaggregation-layerwise-groups=2", True, False),
+        ("--disaggregation-decode-enable-radix-cache", False, True),
+        ("--no-disaggregation-decode-enable-radix-cache", False, True),
+        ("--disaggregation-decode-enable-offload-kvcache", False, True),
+        ("--disaggregation-decode-offload-gb 1.5", False, True),
+        ("--num-reserved-decode-tokens=64", False, True),
+        ("--page-size 64", True, True),
+        ("--chunked-prefill-size -1", True, True),
+        ("--enable-deterministic-inference", True, True),
+        ("--disaggregation-transfer-backend=fake", True, True),
+    ],
+)
+def test_a_flag_reaches_the_role_it_concerns_with_its_value(given: str, prefill: bool, decode: bool) -> None:
+    around = ["--context-length", "512", *given.split(), "--dtype=float32"]
+    without = ["--context-length", "512", "--dtype=float32"]
+    assert flags_for("prefill", around) == (around if prefill else without)
+    assert flags_for("decode", around) == (around if decode else without)
+
+
+def test_every_flag_of_one_role_can_be_given_and_both_servers_accept_their_share() -> None:
+    given = [
+        word
+        for flag in flags()
+        if role_of(flag.field) is not None
+        for word in ([flag.names[0]] if flag.kind is bool else [flag.names[0], str(flag.default)])
+    ]
+    config = config_from(["--model-path", "m", "--cpu-threads", "1", *given])
+    for role in ROLES:
+        resolved, _ = fill_in(parse_server_args(server_argv(config, role)), Machine(has_cuda=False, num_cores=2))
+        assert resolved.disagg.disaggregation_layerwise_transfer is (role == "prefill")
+        assert resolved.disagg.disaggregation_decode_enable_radix_cache is (role == "decode")
+
+
+def test_what_is_no_flag_reaches_every_server_which_refuses_it() -> None:
+    for argv in (["--bogus", "5"], ["stray"], ["--disaggregation-decode-bogus=1"], ["--page-size"]):
+        for role in ROLES:
+            assert flags_for(role, argv) == argv
+
+
+def test_a_value_that_is_missing_does_not_take_the_next_flag_along() -> None:
+    argv = ["--num-reserved-decode-tokens", "--page-size", "64"]
+    assert flags_for("prefill", argv) == ["--page-size", "64"]
+    assert flags_for("decode", argv) == argv
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        ([], "least_loaded"),
+        (["--disaggregation-decode-enable-radix-cache"], "consistent_hashing"),
+        (["--disaggregation-decode-enable-radix-cache", "--policy", "random"], "random"),
+        (["--policy", "consistent_hashing"], "consistent_hashing"),
+    ],
+)
+def test_the_router_keeps_conversations_in_place_where_decode_caches(flags: list[str], policy: str) -> None:
+    assert config_from(["--model-path", "m", *flags]).policy == policy

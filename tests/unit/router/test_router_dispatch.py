@@ -155,11 +155,57 @@ def test_an_overloaded_half_is_tried_again_with_a_new_room(run_world: RunWorld, 
 
 def test_tries_end_and_the_workers_answer_is_passed_on(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
-        prefill, decode = await world.worker("p"), await world.worker("d", refuse(503, **{"Retry-After": "9"}))
+        prefill, decode = await world.worker("p"), await world.worker("d", refuse(503))
         async with world.router([prefill], [decode]) as url:
             async with world.session.post(url + GENERATE, json={"text": "a"}) as response:
-                assert (response.status, response.headers["Retry-After"]) == (503, "9")
+                assert response.status == 503
+                assert (await response.json())["error"]["message"] == "d says 503"
         assert len(decode.bodies) == 3
+
+    run_world(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("full", ["prefill", "decode"])
+def test_a_full_worker_is_not_pestered_and_its_time_to_come_back_is_passed_on(
+    run_world: RunWorld, full: str, stream: bool
+) -> None:
+    async def scenario(world: Any) -> None:
+        no_room = refuse(503, **{"Retry-After": "9"})
+        prefill = await world.worker("p", no_room if full == "prefill" else silent)
+        decode = await world.worker("d", no_room if full == "decode" else silent)
+        async with world.router([prefill], [decode]) as url:
+            async with world.session.post(url + GENERATE, json={"text": "a", "stream": stream}) as response:
+                assert (response.status, response.headers["Retry-After"]) == (503, "9")
+                assert (await response.json())["error"]["message"] == f"{full[0]} says 503"
+        assert len(prefill.bodies) == len(decode.bodies) == 1
+        other = prefill if full == "decode" else decode
+        await world.until_true(lambda: other.num_cancelled == 1)
+
+    run_world(scenario)
+
+
+def test_while_another_worker_has_room_nobody_is_told_to_come_back(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefill = await world.worker("p")
+        decodes = [await world.worker("d0", refuse(503, **{"Retry-After": "9"})), await world.worker("d1")]
+        async with world.router([prefill], decodes) as url:
+            for _ in range(8):
+                async with world.session.post(url + GENERATE, json={"text": "a"}) as response:
+                    assert response.status == 200
+        assert len(decodes[1].bodies) == 8
+
+    run_world(scenario)
+
+
+def test_when_all_are_full_each_was_asked_once(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefill = await world.worker("p")
+        decodes = [await world.worker(f"d{i}", refuse(503, **{"Retry-After": "9"})) for i in range(2)]
+        async with world.router([prefill], decodes, max_tries=5) as url:
+            async with world.session.post(url + GENERATE, json={"text": "a"}) as response:
+                assert (response.status, response.headers["Retry-After"]) == (503, "9")
+        assert [len(decode.bodies) for decode in decodes] == [1, 1]
 
     run_world(scenario)
 
