@@ -86,8 +86,8 @@ class SendSide:
         """
         assert room.target is not None
         first = room.target.cached_tokens // self._page_tokens
-        assert pages and pages.start >= first, (pages, first)
         source = lease.pages[pages.start : pages.stop]
+        assert pages and pages.start >= first and len(source) == len(pages), (pages, first, len(lease.pages))
         target = tuple(theirs[pages.start - first : pages.stop - first] for theirs in room.target.pages)
         if any(len(theirs) < len(source) for theirs in target):
             message = "the decode server gave fewer pages than the prompt has"
@@ -135,7 +135,7 @@ class SendSide:
     def on_meta(self, peer: Peer, meta: Meta) -> None:
         """A receiver tells its pages for a room."""
         key = meta.key
-        if key in self._closed or key.origin != peer.instance:
+        if key in self._closed or key in self.outgoing or key.origin != peer.instance:
             return
         assert peer.hello is not None
         wrong = misfit(meta, peer.hello, self._chunks.layout, self._chunks.aux_slot_bytes)

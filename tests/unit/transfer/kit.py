@@ -78,9 +78,9 @@ class KitEngine:
     """`CopyEngine` whose jobs end when the test says so."""
 
     settle_s = SETTLE_S
+    address = ""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self) -> None:
         self.jobs: list[CopyJob] = []
         self.forgotten: list[str] = []
 
@@ -106,7 +106,7 @@ class KitDirectory:
 
 
 class Side:
-    """One server's transfer half, with pools that are only counted."""
+    """One server's transfer half, with pools of 16 pages that are only counted, unless `buffer` says where they lie."""
 
     def __init__(
         self,
@@ -119,16 +119,19 @@ class Side:
         page_tokens: int = 4,
         num_layers: int = 3,
         dtype: str = "uint64",
+        buffer: tuple[int, int] | None = None,
+        transport_address: str | None = None,
     ) -> None:
         self.net, self.instance = net, instance
         self.endpoint = endpoint or f"{instance}:1"
         self.pages, self.aux_slots = LeasePool(PageAllocator(16)), LeasePool(PageAllocator(4))
-        self.socket, self.engine, self.directory = KitSocket(net, self.endpoint), KitEngine(instance), KitDirectory()
+        self.socket, self.engine, self.directory = KitSocket(net, self.endpoint), KitEngine(), KitDirectory()
+        self.engine.address = transport_address or instance
         layout = KVLayout((dataclasses.replace(hash_layout(page_tokens, num_layers).groups[0], dtype=dtype),))
         args = KVArgs(
             instance=instance,
             layout=layout,
-            buffers=((1 << 20, 16 * layout.groups[0].page_bytes),),
+            buffers=(buffer or (1 << 20, 16 * layout.groups[0].page_bytes),),
             aux=MetadataBuffers(4),
             facts=FACTS if facts is None else facts,
             token=token,
@@ -178,14 +181,16 @@ def meet(**decode_changes: object) -> tuple[Net, Side, Side]:
 
 
 class Pair:
-    """One request on both servers, opened and published."""
+    """One request on both servers, opened and published: a prompt of three pages, the first of them cached perhaps."""
 
-    def __init__(self, net: Net, prefill: Side, decode: Side, room: int = 7, digest: str = "d") -> None:
+    def __init__(
+        self, net: Net, prefill: Side, decode: Side, room: int = 7, digest: str = "d", cached_tokens: int = 0
+    ) -> None:
         self.net, self.prefill, self.decode, self.room = net, prefill, decode, room
         self.receiver: KVReceiver = decode.kv.open_receiver(room, ADDRESS, digest)
         self.theirs = decode.leases()
-        self.receiver.publish(*self.theirs)
-        self.sender: KVSender = prefill.kv.open_sender(room, ADDRESS[0], digest)
+        self.receiver.publish(*self.theirs, cached_tokens)
+        self.sender: KVSender = prefill.kv.open_sender(room, ADDRESS[0], digest, num_tokens=12)
         self.mine = prefill.leases()
         net.pump()
 
