@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu.check_cuda [--write] [--skip-timings]
 
-First the checks of `executor_checks` for tiny Llama, Qwen2 and Qwen3 models, then decode and prefill of a model of the
-shape of Qwen3-0.6B with random weights in bf16, beside the copy bandwidth and the matmul rate of the same device in the
-same run. Writes into $OUT when that is set, else with `--write` into `benchmarks/results/`. Exit status: 0 all checks
-passed, 1 one failed, 3 there is no CUDA device. Needs nothing but torch, transformers and pdserve's light packages.
+First the checks of `executor_checks` and `ahead_checks` for tiny Llama, Qwen2 and Qwen3 models, then decode and prefill
+of a model of the shape of Qwen3-0.6B with random weights in bf16, beside the copy bandwidth and the matmul rate of the
+same device in the same run. Writes into $OUT when that is set, else with `--write` into `benchmarks/results/`.
+Exit status: 0 all checks passed, 1 one failed, 3 there is no CUDA device. Needs nothing but torch, transformers and
+pdserve's light packages.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if __package__ in (None, ""):  # run by its path: `benchmarks`, `pdserve` and `t
 import torch
 
 from benchmarks import report
+from benchmarks.gpu import ahead_checks, timings
 from benchmarks.gpu import executor_checks as checks
-from benchmarks.gpu import timings
 from tests.tiny import FAMILIES, make_tiny
 
 EXIT_FAILED, EXIT_NO_DEVICE = 1, 3
@@ -81,6 +82,16 @@ def checks_of(family: str, checkpoint: Path, device: checks.Device) -> list[tupl
         (f"{family}: fp32 log-probabilities", partial(checks.check_logprobs, checkpoint, device)),
         (f"{family}: seeded sampling", partial(checks.check_sampling, checkpoint, device)),
         (f"{family}: bf16 results are finite in a pool of NaN", partial(checks.check_finite_bf16, checkpoint, device)),
+        (f"{family}: steps launched ahead", partial(ahead_checks.check_ahead, checkpoint, device)),
+        (f"{family}: a launch never waits", partial(ahead_checks.check_launch_never_waits, checkpoint, device)),
+        (f"{family}: layer marks", partial(ahead_checks.check_layer_marks, checkpoint, device)),
+        *(
+            (
+                f"{family}: pages to the host and back, page size {size}",
+                partial(ahead_checks.check_offload, checkpoint, device, size),
+            )
+            for size in checks.PAGE_SIZES
+        ),
     ]
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.executor.batch_builder import to_device
 from pdserve.model.attention.kv_pool import KVPool
 
 PIECE_BYTES = 32 << 20
@@ -66,4 +68,4 @@ def _rows(pool: KVPool) -> Tensor:
 
 def _index(pages: Sequence[int], device: torch.device) -> Tensor:
     """Page numbers on the device."""
-    return torch.tensor(pages, dtype=torch.int64).to(device)
+    return to_device(np.asarray(pages, dtype=np.int64), device)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import ahead_checks
 from benchmarks.gpu import executor_checks as checks
 from tests.tiny import FAMILIES, Family
 
@@ -40,3 +41,20 @@ def test_bf16_results_are_finite_whatever_lies_in_unused_slots(checkpoint: Path)
 @pytest.mark.parametrize("page_size", checks.PAGE_SIZES)
 def test_decode_goes_on_with_pages_of_another_pool(checkpoint: Path, page_size: int) -> None:
     checks.check_hand_over(checkpoint, "cuda", page_size)
+
+
+def test_steps_launched_ahead_are_the_cpu_s_steps(checkpoint: Path) -> None:
+    ahead_checks.check_ahead(checkpoint, "cuda")
+
+
+def test_a_launch_never_waits_for_the_device(checkpoint: Path) -> None:
+    ahead_checks.check_launch_never_waits(checkpoint, "cuda")
+
+
+def test_the_kv_of_a_layer_is_there_when_it_is_marked(checkpoint: Path) -> None:
+    ahead_checks.check_layer_marks(checkpoint, "cuda")
+
+
+@pytest.mark.parametrize("page_size", checks.PAGE_SIZES)
+def test_pages_go_to_the_host_and_back(checkpoint: Path, page_size: int) -> None:
+    ahead_checks.check_offload(checkpoint, "cuda", page_size)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import check_cuda, timings
+from benchmarks.gpu import ahead_checks, check_cuda, timings
 from benchmarks.gpu import executor_checks as checks
 from tests.tiny import Family
 
@@ -23,6 +23,10 @@ def test_all_checks_pass_on_cpu(checkpoint: Path) -> None:
     checks.check_sampling(checkpoint, "cpu")
     checks.check_finite_bf16(checkpoint, "cpu")
     checks.check_hand_over(checkpoint, "cpu", 16)
+    ahead_checks.check_ahead(checkpoint, "cpu")
+    ahead_checks.check_launch_never_waits(checkpoint, "cpu")
+    ahead_checks.check_layer_marks(checkpoint, "cpu")
+    ahead_checks.check_offload(checkpoint, "cpu", 16)
 
 
 def test_a_wrong_token_is_found(checkpoint: Path) -> None:

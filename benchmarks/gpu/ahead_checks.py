@@ -1,0 +1,140 @@
+"""What must hold for steps that are launched ahead on a device. Shared by `check_cuda.py` and `tests/gpu`.
+
+Each check raises AssertionError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.executor_checks import LOGPROB_TOLERANCE, Device, prompts
+from pdserve.executor.factory import Built
+from pdserve.executor.interface import BatchPlan, LayerMarks, Row
+from pdserve.memory.layout import pages_for
+from pdserve.protocol.sampling import SamplingParams
+from tests.ahead import build_ahead, generate_ahead, requests, sampled, token_ids
+from tests.driver import Driver
+
+DEPTHS = (1, 2)
+LIMIT_S = 60.0
+OFFLOADED = SamplingParams(temperature=1.2, seed=3, repetition_penalty=1.2, frequency_penalty=0.4)
+
+
+@contextlib.contextmanager
+def built_on(checkpoint: Path, device: Device, page_size: int = 16) -> Iterator[Built]:
+    """An executor with overlap, closed at the end."""
+    built = build_ahead(checkpoint, overlap=True, device=device, page_size=page_size)
+    try:
+        yield built
+    finally:
+        built.executor.close()
+
+
+def check_ahead(checkpoint: Path, device: Device) -> None:
+    """At each depth the tokens and log-probabilities are the CPU's of steps one by one, penalties and all."""
+    with built_on(checkpoint, "cpu") as built:
+        expected = generate_ahead(built, requests(), depth=1)
+    for depth in DEPTHS:
+        with built_on(checkpoint, device) as built:
+            found = generate_ahead(built, requests(), depth=depth)
+        assert token_ids(found) == token_ids(expected), f"depth {depth}: tokens differ from those of the CPU"
+        for have, want in zip(sampled(found), sampled(expected), strict=True):
+            assert (have.logprob is None) == (want.logprob is None)
+            if have.logprob is not None and want.logprob is not None:
+                assert abs(have.logprob - want.logprob) <= LOGPROB_TOLERANCE, f"depth {depth}: {have}, not {want}"
+
+
+def check_launch_never_waits(checkpoint: Path, device: Device) -> None:
+    """No operation of a launch waits for the device, whatever is sampled; torch raises where one does."""
+    with built_on(checkpoint, device) as built:
+        generate_ahead(built, requests(), depth=2)
+    with built_on(checkpoint, device) as built:
+        launch = built.executor.launch
+
+        def watched(plan: BatchPlan, *, layer_marks: bool = False) -> object:
+            with _waiting_is_an_error(device):
+                return launch(plan, layer_marks=layer_marks)
+
+        built.executor.launch = watched  # type: ignore[method-assign, assignment]
+        generate_ahead(built, requests(), depth=2, layer_marks=True)
+
+
+def check_layer_marks(checkpoint: Path, device: Device) -> None:
+    """Another thread finds the KV of each layer in a pool of NaN as soon as it is marked."""
+    prompt = prompts()[-1]
+    with built_on(checkpoint, device) as built:
+        row = Driver(built).open(prompt, len(prompt) + 1)
+        whole = built.table.pages[row, : len(prompt) // 16].tolist()
+        num_layers = built.executor.layout.groups[0].num_layers
+        found: list[bool] = []
+
+        def work(marks: LayerMarks) -> None:
+            for layer in range(num_layers):
+                marked = marks.wait(layer + 1, LIMIT_S)
+                found.append(marked and not bool(built.executor.pools[0].pages[whole, layer].isnan().any()))
+
+        if device == "cuda":
+            torch.cuda.synchronize()  # the driver's NaN
+        handle = built.executor.launch(BatchPlan(0, (Row("a", row, 0, len(prompt), True),)), layer_marks=True)
+        assert handle.marks is not None
+        worker = threading.Thread(target=work, args=(handle.marks,))
+        worker.start()
+        built.executor.resolve(handle)
+        worker.join(LIMIT_S)
+        assert found == [True] * num_layers, f"layers whose KV was there when they were marked: {found}"
+
+
+def check_offload(checkpoint: Path, device: Device, page_size: int) -> None:
+    """A request whose KV goes to the host and back into other pages goes on as if nothing had happened."""
+    prompt, num_new, before = prompts()[-1], 12, 5
+    limit = len(prompt) + num_new
+    with built_on(checkpoint, device, page_size) as built:
+        driver, executor = Driver(built), built.executor
+        expected = _generate(driver, driver.open(prompt, limit, OFFLOADED), 0, len(prompt), num_new)
+        row = driver.open(prompt, limit, OFFLOADED)
+        tokens = _generate(driver, row, 0, len(prompt), before)
+        computed = len(prompt) + before - 1
+        pages = built.table.pages[row, : pages_for(computed, page_size)].tolist()
+        content = executor.pools[0].pages[pages].view(torch.uint8).cpu()
+        saved = executor.offload(pages)
+        driver.close(row)
+        executor.pools[0].pages[pages] = float("nan")
+        again = driver.open([*prompt, *tokens], limit, OFFLOADED, num_prompt=len(prompt))
+        target = built.table.pages[again, : len(pages)].tolist()
+        executor.restore(saved, target)
+        tokens += _generate(driver, again, computed, computed + 1, num_new - before)
+        assert tokens == expected, f"page size {page_size}: {tokens}, not {expected}"
+        executor.restore(saved, target)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        restored = executor.pools[0].pages[target].view(torch.uint8).cpu()
+        assert torch.equal(restored, content), f"page size {page_size}: other bytes came back"
+
+
+@contextlib.contextmanager
+def _waiting_is_an_error(device: Device) -> Iterator[None]:
+    """On CUDA: operations that wait for the device raise."""
+    if device != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _generate(driver: Driver, row: int, start: int, end: int, num_tokens: int) -> list[int]:
+    """Tokens of `row` by a step over `[start, end)` and decode steps behind it."""
+    found = []
+    for _ in range(num_tokens):
+        token = driver.step((row, start, end, True))[0]
+        assert token is not None
+        found.append(token.token_id)
+        start, end = end, end + 1
+    return found
