@@ -23,11 +23,9 @@ SGLANG_QUEUES = (
     "num_prefill_inflight_queue_reqs",
     "num_decode_prealloc_queue_reqs",
     "num_decode_transfer_queue_reqs",
+    "num_retracted_reqs",
 )
 """Queues with a gauge of their own, shown at 0 by roles that lack them."""
-
-RETRACTED_QUEUE = "retracted"
-"""The queue of requests that were retracted and wait to go on: `sglang:num_retracted_reqs`."""
 
 NEW_TOKEN_RATIO = "new_token_ratio"
 """The fact that is shown as `sglang:new_token_ratio`, where the scheduler has it."""
@@ -206,8 +204,6 @@ class _EngineCollector(Collector):
     def _queues(self, state: EngineState) -> Iterator[GaugeMetricFamily]:
         for queue in SGLANG_QUEUES:
             yield self._gauge(f"sglang:{queue}", "requests in this queue", state.queues.get(queue, 0))
-        retracted = state.queues.get(RETRACTED_QUEUE, 0)
-        yield self._gauge("sglang:num_retracted_reqs", "retracted requests that wait to go on", retracted)
         family = GaugeMetricFamily("pdserve:queue_reqs", "length of a queue", labels=[*self._names, "queue"])
         for queue, length in sorted(state.queues.items()):
             family.add_metric([*self._values, queue], length)

@@ -25,7 +25,9 @@ from pdserve.router.rooms import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH
 from pdserve.router.upstream import forwarded_headers, make_session
 from pdserve.router.workers import Worker, WorkerPool
 
-INFO_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+INFO_TIMEOUT_S = 10.0
+INFO_TIMEOUT = aiohttp.ClientTimeout(total=INFO_TIMEOUT_S)
+MAX_EXTRA_S = 600.0
 CLIENT_GONE = "499"
 
 
@@ -172,13 +174,14 @@ class RouterApp:
         return parsed if isinstance(parsed, dict) else {"error": f"not an object: {type(parsed).__name__}"}
 
     async def _pass_on(self, request: web.Request, worker: Worker, body: bytes) -> int:
+        """The worker's status; 502 where it does not answer."""
         try:
             async with self._session.request(
                 request.method,
                 worker.spec.url + request.path_qs,
                 data=body,
                 headers=forwarded_headers(request.headers),
-                timeout=INFO_TIMEOUT,
+                timeout=_patience(request),
             ) as response:
                 return response.status
         except (aiohttp.ClientError, OSError):
@@ -200,6 +203,13 @@ def make_app(config: RouterConfig) -> web.Application:
 
     app.cleanup_ctx.append(watch)
     return app
+
+
+def _patience(request: web.Request) -> aiohttp.ClientTimeout:
+    """How long a worker may take; longer by the `timeout` in seconds that `/flush_cache` may wait for idle."""
+    text = request.query.get("timeout", "")
+    extra_s = float(text) if text.replace(".", "", 1).isdecimal() else 0.0
+    return aiohttp.ClientTimeout(total=INFO_TIMEOUT_S + min(extra_s, MAX_EXTRA_S))
 
 
 def _describe(worker: Worker) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from pdserve.router import app
+
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 GENERATE = "/generate"
 
@@ -187,4 +189,39 @@ def test_deep_nesting_is_a_400(run_world: RunWorld, body: str) -> None:
             assert response.status == 400
         assert not prefill.bodies and not decode.bodies
 
+    run_world(scenario)
+
+
+def test_a_flush_reaches_all_and_is_as_bad_as_the_worst_answer(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        async def busy(worker: Any, request: Any, body: dict[str, Any]) -> Any:
+            return web.json_response({"message": "2 requests are running"}, status=400)
+
+        prefill, decode = await world.worker("p"), await world.worker("d", busy)
+        async with world.router([prefill], [decode]) as url, world.session.post(url + "/flush_cache") as response:
+            assert response.status == 400
+            assert (await response.json())["workers"] == {prefill.url: 200, decode.url: 400}
+        assert prefill.paths == decode.paths == ["/flush_cache"]
+
+    run_world(scenario)
+
+
+def test_a_flush_that_may_wait_is_waited_for(run_world: RunWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(world: Any) -> None:
+        gate = asyncio.Event()
+
+        async def waits(worker: Any, request: Any, body: dict[str, Any]) -> Any:
+            await gate.wait()
+            return web.json_response({"waited": request.query.get("timeout")})
+
+        worker = await world.worker("w", waits)
+        async with world.router([], [worker]) as url:
+            patient = asyncio.create_task(world.session.post(url + "/flush_cache?timeout=60"))
+            async with world.session.post(url + "/flush_cache") as response:
+                assert response.status == 502, "nobody said that it may take this long"
+            gate.set()
+            async with await patient as response:
+                assert response.status == 200
+
+    monkeypatch.setattr(app, "INFO_TIMEOUT_S", 0.2)
     run_world(scenario)

@@ -132,7 +132,7 @@ class ScriptedScheduler:
 
     def state(self) -> EngineState:
         return EngineState(
-            queues={"waiting": 1, "num_prefill_bootstrap_queue_reqs": 2, "retracted": 4},
+            queues={"waiting": 1, "num_prefill_bootstrap_queue_reqs": 2, "num_retracted_reqs": 4},
             memory={"pages_total": 64, "pages_free": 60, "pages_cached": 3, "rows_free": 8, "rooms_live": 1},
             counters={
                 "kv_transfer_bytes": 5.0,
