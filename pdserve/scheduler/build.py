@@ -22,6 +22,7 @@ from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, Scheduler
+from pdserve.scheduler.waiting import WaitingQueue
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.bootstrap import RankRoute, register_route
 from pdserve.transfer.control import ZmqControlSocket
@@ -84,12 +85,14 @@ def build_scheduler(
     mode = config.disagg.disaggregation_mode
     num_rows = built.table.num_rows
     memory = KVMemory(
-        built.executor.layout, built.num_pages, built.table, num_aux=0 if mode == "null" else 2 * num_rows
+        built.executor.layout,
+        built.num_pages,
+        built.table,
+        num_aux=0 if mode == "null" else 2 * num_rows,
+        prefix_cache=_caches_prefixes(config),
+        eviction=config.memory.radix_eviction_policy,
     )
-    chunk = config.schedule.chunked_prefill_size
-    limits = Limits(
-        chunk_tokens=None if chunk is None or chunk < 0 else chunk, eos_token_ids=frozenset(built.spec.eos_token_ids)
-    )
+    limits = _limits(config, built)
     core = Core(memory, built.executor, Outbox(channel.send), clock, limits)
     facts: dict[str, Fact] = {
         "dtype": built.dtype,
@@ -99,16 +102,47 @@ def build_scheduler(
         "layout": str(built.executor.layout.fields()),
         "kv_token_bytes": built.executor.layout.token_bytes,
     }
+    waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory)
     role: Role
     kv: KVManager | None
     if mode == "null":
-        role, kv = MonolithRole(core), None
+        role, kv = MonolithRole(core, waiting), None
     else:
         num_aux = memory.aux.num_total
         kv, more_facts = _transfer(config, built, mailbox, clock, num_aux, bootstrap_port, token, stack)
         facts |= more_facts
-        role = PrefillRole(core, kv) if mode == "prefill" else DecodeRole(core, kv)
-    return Scheduler(role, core, kv, mailbox, max_queued=config.schedule.max_queued_requests, facts=facts)
+        role = PrefillRole(core, kv, waiting) if mode == "prefill" else DecodeRole(core, kv, waiting)
+    return Scheduler(
+        role,
+        core,
+        kv,
+        mailbox,
+        max_queued=config.schedule.max_queued_requests,
+        overlap=not config.schedule.disable_overlap_schedule,
+        facts=facts,
+    )
+
+
+def _caches_prefixes(config: ServerConfig) -> bool:
+    """Prefill and monolith keep prefixes unless told not to, decode only when told to."""
+    if config.disagg.disaggregation_mode == "decode":
+        return config.disagg.disaggregation_decode_enable_radix_cache
+    return not config.memory.disable_radix_cache
+
+
+def _limits(config: ServerConfig, built: Built) -> Limits:
+    schedule, disagg = config.schedule, config.disagg
+    chunk = schedule.chunked_prefill_size
+    offload = disagg.disaggregation_decode_enable_offload_kvcache
+    return Limits(
+        chunk_tokens=None if chunk is None or chunk < 0 else chunk,
+        prefill_tokens=schedule.max_prefill_tokens,
+        reserved_decode_tokens=schedule.num_reserved_decode_tokens,
+        conservativeness=schedule.schedule_conservativeness,
+        offload_bytes=int(disagg.disaggregation_decode_offload_gb * 1e9) if offload else 0,
+        layer_groups=disagg.disaggregation_layerwise_groups if disagg.disaggregation_layerwise_transfer else 0,
+        eos_token_ids=frozenset(built.spec.eos_token_ids),
+    )
 
 
 def _transfer(

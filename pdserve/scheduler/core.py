@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pdserve.base.clock import Clock
 from pdserve.executor.interface import BatchPlan, Executor, Row, SampledToken
 from pdserve.memory.kv_memory import KVMemory
+from pdserve.memory.lease import Lease
 from pdserve.protocol.messages import (
     FinishReason,
     OutputBatch,
@@ -22,9 +23,19 @@ from pdserve.scheduler.req import Req, finish_for_token
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a step may hold. `chunk_tokens` None: prompts are not cut."""
+    """What a step may hold, and how much memory is kept for what runs.
+
+    `chunk_tokens` None: prompts are not cut, and a step takes prompts of up to `prefill_tokens` together.
+    `offload_bytes` 0: the KV of retracted requests is computed again.
+    """
 
     chunk_tokens: int | None
+    prefill_tokens: int = 16384
+    reserved_decode_tokens: int = 512
+    conservativeness: float = 1.0
+    offload_bytes: int = 0
+    layer_groups: int = 0
+    """Layer groups that prefill sends a page in; 0: whole pages after the step."""
     eos_token_ids: frozenset[int] = frozenset()
 
 
@@ -42,10 +53,7 @@ class Outbox:
         finish: FinishReason | None = None,
         timing: RequestTiming | None = None,
     ) -> None:
-        """New tokens of `req`, and how it ended if it did.
-
-        Tokens of the middle of a request that nobody streams wait.
-        """
+        """New tokens of `req`, and how it ended if it did."""
         logprobs = None
         if req.spec.top_logprobs is not None:
             logprobs = [TokenLogprob(token.logprob or 0.0, list(token.top)) for token in tokens]
@@ -56,6 +64,7 @@ class Outbox:
                 logprobs=logprobs,
                 finish=finish,
                 prompt_tokens=req.num_prompt,
+                cached_tokens=req.num_cached,
                 timing=timing,
             )
         )
@@ -67,8 +76,21 @@ class Outbox:
             self._outputs = []
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Claim:
+    """What a request had when it let go, and the newest step that may still use it."""
+
+    step: int
+    row: int | None
+    leases: tuple[Lease, ...]
+
+
 class Core:
-    """The part of a scheduler that does not depend on the role."""
+    """The part of a scheduler that does not depend on the role.
+
+    What a request gives back while a step is under way is free only when that step has been resolved: the step may
+    still write its next token's KV, though nobody wants it.
+    """
 
     def __init__(self, memory: KVMemory, executor: Executor, outbox: Outbox, clock: Clock, limits: Limits) -> None:
         self.memory = memory
@@ -77,6 +99,23 @@ class Core:
         self.clock = clock
         self.limits = limits
         self.counters: Counter[str] = Counter()
+        self.offloaded_bytes = 0
+        self._launched = self._resolved = 0
+        self._limbo: deque[_Claim] = deque()
+
+    # ------------------------------------------------------------------ steps under way
+
+    def launched(self, step: int) -> None:
+        """Step `step` is under way."""
+        self._launched = step
+
+    def resolved(self, step: int) -> None:
+        """All steps up to `step` have ended."""
+        self._resolved = step
+        while self._limbo and self._limbo[0].step <= step:
+            self._free(self._limbo.popleft())
+
+    # ------------------------------------------------------------------ a request's claims
 
     def seat(self, req: Req) -> bool:
         """Give `req`, which has a lease, a row; False when all are taken."""
@@ -89,20 +128,44 @@ class Core:
         self.executor.open_row(row, tokens, req.num_prompt, req.spec.sampling, req.spec.top_logprobs)
         return True
 
+    def grow(self, req: Req, num_tokens: int) -> bool:
+        """Pages of a seated request for `num_tokens` tokens; False when there is too little memory."""
+        lease, row = req.lease, req.row
+        assert lease is not None and row is not None
+        before = len(lease.pages)
+        if not self.memory.grow(lease, num_tokens):
+            return False
+        if len(lease.pages) > before:
+            self.memory.table.extend(row, before, lease.pages[before:])
+        return True
+
+    def cache(self, req: Req) -> None:
+        """What is computed may serve others that begin alike."""
+        if req.lease is not None:
+            self.memory.cache(req.lease, req.packed(req.computed), req.spec.priority)
+
     def unseat(self, req: Req) -> None:
         """Take the row back; the pages stay."""
         if req.row is not None:
-            self.executor.close_row(req.row)
-            self.memory.table.close(req.row)
+            self._give_back(_Claim(self._launched, req.row, ()))
             req.row = None
 
     def release(self, req: Req) -> None:
         """The request's own claim on rows, pages and aux slot ends here; transfers may hold pages longer."""
-        self.unseat(req)
-        for lease in (req.lease, req.aux):
-            if lease is not None:
-                lease.drop("request")
-        req.lease = req.aux = None
+        self._leave_device(req)
+        self._forget_saved(req)
+
+    def retract(self, req: Req) -> None:
+        """A running request gives way: its KV goes to host memory, or is computed again when it resumes.
+
+        No step may be under way.
+        """
+        if not self._save(req):
+            self.cache(req)
+            self.counters["recomputed_tokens"] += req.computed
+            req.computed = 0
+        req.planned = req.computed
+        self._leave_device(req)
 
     def append(self, req: Req, token: SampledToken) -> FinishReason | None:
         """A new output token; whether it is the last one."""
@@ -110,99 +173,52 @@ class Core:
         self.counters["generation_tokens"] += 1
         return finish_for_token(req, token.token_id, self.limits.eos_token_ids)
 
+    def restore(self, req: Req) -> None:
+        """Bring saved KV into the request's lease. No step may be under way."""
+        assert req.saved is not None and req.lease is not None and self._launched == self._resolved
+        pages = req.lease.pages[: self.memory.num_pages(req.computed)]
+        self.executor.restore(req.saved, pages)
+        self.counters["restored_pages"] += len(pages)
+        self._forget_saved(req)
 
-class Prefilling:
-    """Prompts on their way through the model, in chunks, first come first served. Shared by monolith and prefill role.
+    # ------------------------------------------------------------------ inside
 
-    `waiting` have no memory yet; `active` have a lease and a row and are partly computed.
-    """
-
-    def __init__(self, core: Core, num_tokens_of: Callable[[Req], int], needs_aux: bool) -> None:
-        self._core = core
-        self._num_tokens_of = num_tokens_of
-        self._needs_aux = needs_aux
-        self.waiting: deque[Req] = deque()
-        self.active: list[Req] = []
-
-    def plan(self) -> list[Row]:
-        """The next chunks within the token budget; admits waiting requests while memory, rows and budget last."""
-        budget = self._core.limits.chunk_tokens
-        rows: list[Row] = []
-        for req in self.active:
-            budget = self._chunk(req, rows, budget)
-        while self.waiting and (budget is None or budget > 0) and self._admit(self.waiting[0]):
-            req = self.waiting.popleft()
-            self.active.append(req)
-            budget = self._chunk(req, rows, budget)
-        return rows
-
-    def committed(self, req: Req, end: int) -> bool:
-        """The chunk up to `end` is computed; True when the prompt is complete (the request leaves `active`)."""
-        req.computed = end
-        self._core.counters["prompt_tokens"] += 0 if end < req.num_prompt else req.num_prompt
-        if end < req.num_prompt:
+    def _save(self, req: Req) -> bool:
+        """Copy what is computed to host memory; False when that is not wanted, or full."""
+        lease = req.lease
+        assert lease is not None and self._launched == self._resolved
+        pages = lease.pages[: self.memory.num_pages(req.computed)]
+        num_bytes = len(pages) * self.memory.layout.token_bytes * self.memory.layout.page_tokens
+        if self.offloaded_bytes + num_bytes > self.limits.offload_bytes:
             return False
-        self.active.remove(req)
-        req.times.prefilled = self._core.clock.now()
+        req.saved = self.executor.offload(pages)
+        self.offloaded_bytes += req.saved.num_bytes
+        self.counters["offloaded_pages"] += len(pages)
         return True
 
-    def remove(self, req: Req) -> None:
-        """Forget a request that ends early."""
-        if req in self.waiting:
-            self.waiting.remove(req)
-        if req in self.active:
-            self.active.remove(req)
+    def _forget_saved(self, req: Req) -> None:
+        if req.saved is not None:
+            self.offloaded_bytes -= req.saved.num_bytes
+            req.saved = None
 
-    def _admit(self, req: Req) -> bool:
-        memory = self._core.memory
-        if memory.table.num_free == 0 or (self._needs_aux and memory.aux.num_free == 0):
-            return False
-        req.lease = memory.reserve_tokens(self._num_tokens_of(req))
-        if req.lease is None:
-            return False
-        if self._needs_aux:
-            req.aux = memory.aux.reserve(1)
-        req.times.started = self._core.clock.now()
-        return self._core.seat(req)
+    def _leave_device(self, req: Req) -> None:
+        leases = tuple(lease for lease in (req.lease, req.aux) if lease is not None)
+        if leases or req.row is not None:
+            self._give_back(_Claim(self._launched, req.row, leases))
+        req.lease = req.aux = req.row = None
 
-    def _chunk(self, req: Req, rows: list[Row], budget: int | None) -> int | None:
-        assert req.row is not None
-        left = req.num_prompt - req.computed
-        take = left if budget is None else min(left, budget)
-        if take:
-            end = req.computed + take
-            rows.append(Row(req.rid, req.row, req.computed, end, sample=end == req.num_prompt))
-        return None if budget is None else budget - take
+    def _give_back(self, claim: _Claim) -> None:
+        if self._launched == self._resolved:
+            self._free(claim)
+        else:
+            self._limbo.append(claim)
 
-
-class Running:
-    """Requests that get one token a step. Shared by monolith and decode role."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self.reqs: dict[str, Req] = {}
-
-    def add(self, req: Req) -> None:
-        """Decode `req` from the next step on."""
-        self.reqs[req.rid] = req
-
-    def plan(self) -> list[Row]:
-        """One row per request: compute the last token, sample the next."""
-        return [
-            Row(req.rid, req.row, req.computed, req.computed + 1, sample=True)
-            for req in self.reqs.values()
-            if req.row is not None
-        ]
-
-    def commit(self, req: Req, token: SampledToken) -> FinishReason | None:
-        """The token of this step; a finished request leaves."""
-        req.computed += 1
-        finish = self._core.append(req, token)
-        if req.times.second_token is None:
-            req.times.second_token = self._core.clock.now()
-        if finish is not None:
-            del self.reqs[req.rid]
-        return finish
+    def _free(self, claim: _Claim) -> None:
+        if claim.row is not None:
+            self.executor.close_row(claim.row)
+            self.memory.table.close(claim.row)
+        for lease in claim.leases:
+            lease.drop("request")
 
 
 def plan_of(step: int, rows: list[Row]) -> BatchPlan | None:

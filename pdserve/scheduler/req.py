@@ -1,14 +1,19 @@
-"""A request as the scheduler sees it. Written by its role only."""
+"""A request as the scheduler sees it. Written by its role and the planners it uses."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from pdserve.executor.interface import SampledToken
+import numpy as np
+
+from pdserve.executor.interface import HostPages, SampledToken
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import FinishReason, GenerateRequest
 from pdserve.transfer.manager import KVReceiver, KVSender
+
+MAX_RETRACTIONS = 3
+"""After so many a request is left alone, so that retraction cannot storm."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -26,18 +31,27 @@ class Times:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Req:
-    """`computed` tokens of `prompt + output_ids` have KV in the lease's pages; `row` while the executor knows it."""
+    """`computed` tokens of `prompt + output_ids` have KV in the lease's pages, `planned` will have once all launched
+    steps are resolved; `row` while the executor knows the request. `saved` is the KV of the first `computed` tokens
+    while they are in host memory instead.
+    """
 
     spec: GenerateRequest
     times: Times
     output_ids: list[int] = dataclasses.field(default_factory=list)
     computed: int = 0
+    planned: int = 0
+    num_cached: int = 0
+    """Prompt tokens that the first computation of the prompt found in a prefix cache."""
+    num_retractions: int = 0
+    saved: HostPages | None = None
     lease: Lease | None = None
     aux: Lease | None = None
     row: int | None = None
     sender: KVSender | None = None
     receiver: KVReceiver | None = None
     first_token: SampledToken | None = None
+    _packed: bytes = b""
 
     @property
     def rid(self) -> str:
@@ -50,9 +64,30 @@ class Req:
         return len(self.spec.input_ids)
 
     @property
+    def num_known(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.spec.input_ids) + len(self.output_ids)
+
+    @property
     def num_worst(self) -> int:
-        """Tokens the request can have at most."""
-        return self.num_prompt + self.spec.sampling.max_new_tokens
+        """Tokens whose KV the request can need at most; its last token is never computed."""
+        return self.num_prompt + self.spec.sampling.max_new_tokens - 1
+
+    @property
+    def has_worst_case(self) -> bool:
+        """True when it gave way so often that it has, or gets when it resumes, all the memory that it can need."""
+        return self.num_retractions >= MAX_RETRACTIONS
+
+    @property
+    def num_left(self) -> int:
+        """Output tokens that may still come."""
+        return self.spec.sampling.max_new_tokens - len(self.output_ids)
+
+    def packed(self, num_tokens: int) -> bytes:
+        """The first `num_tokens` known tokens as int32 bytes, the key of the prefix cache."""
+        if len(self._packed) < 4 * num_tokens:
+            self._packed = np.asarray(self.spec.input_ids + self.output_ids, dtype=np.int32).tobytes()
+        return self._packed[: 4 * num_tokens]
 
 
 def finish_for_token(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:

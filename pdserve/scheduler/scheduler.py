@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from pdserve.base.mailbox import Mailbox
 from pdserve.errors import RequestError
-from pdserve.executor.interface import run
+from pdserve.executor.interface import BatchPlan, StepHandle
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import (
     AbortRequest,
@@ -24,6 +24,7 @@ from pdserve.protocol.messages import (
     ToScheduler,
 )
 from pdserve.scheduler.core import Core
+from pdserve.scheduler.pace import Pace
 from pdserve.scheduler.req import CLIENT_ABORT, Req, Times
 from pdserve.scheduler.roles.base import Role
 from pdserve.transfer.events import TransferEvent
@@ -46,6 +47,7 @@ class Scheduler:
         mailbox: Mailbox[Event],
         *,
         max_queued: int | None = None,
+        overlap: bool = False,
         facts: Mapping[str, str | int | float | bool | None] | None = None,
     ) -> None:
         self.role = role
@@ -54,7 +56,12 @@ class Scheduler:
         self.mailbox = mailbox
         self._max_queued = max_queued
         self.facts = dict(facts or {})
+        self._overlap = overlap
+        self._layer_marks = core.limits.layer_groups > 0
         self._step = 0
+        self._under_way: StepHandle | None = None
+        self._audited = True
+        self._pace = Pace(core.clock)
         self._stopping = False
 
     def run(self) -> None:
@@ -64,21 +71,75 @@ class Scheduler:
                 timer_s = None if self.kv is None else self.kv.sessions.next_timer_s()
                 waiting = self.kv is not None and not self.kv.quiet
                 self.mailbox.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)
+        if self._under_way is not None:
+            self.core.executor.resolve(self._under_way)
 
     def step(self) -> bool:
-        """One turn; True when something was computed."""
+        """One turn; True when something was computed.
+
+        With overlap the next step is planned and launched while the last one is under way, and only then are the last
+        one's results taken.
+        """
         for event in self.mailbox.drain():
             self._handle(event)
         if self.kv is not None:
             self.kv.tick()
         self.role.poll()
-        plan = self.role.plan(self._step)
+        before = self._under_way
+        if before is not None and self.role.must_settle:
+            self._settle(before)
+            before = None
+        plan = self.role.plan(self._step + 1)
         self.core.outbox.flush()
-        if plan is not None:
-            self._step += 1
-            self.role.commit(plan, run(self.core.executor, plan))
+        self._under_way = None if plan is None else self._launch(plan)
+        if before is not None:
+            self._settle(before)
+        if self._under_way is not None and not self._overlap:
+            self._settle(self._under_way)
+            self._under_way = None
         self.core.outbox.flush()
-        return plan is not None
+        if not self._audited and self._idle:
+            self._audit_at_idle()
+        return plan is not None or before is not None
+
+    def audit(self) -> list[str]:
+        """What does not add up, a sentence each: a page, row, slot or room that has no owner, or two, or a dead one."""
+        found = self.core.memory.audit()
+        live = self.role.live
+        if self._under_way is None:
+            found += [
+                f"{len(lease.owned)} {name} are held for request {lease.owner!r}, which has ended"
+                for name, pool in (("pages", self.core.memory.pages), ("aux slots", self.core.memory.aux))
+                for lease in pool.live_leases
+                if lease.held_by("request") and lease.owner not in live
+            ]
+        if self.kv is not None and (num_rooms := self.kv.counts()["rooms_live"]) != len(live):
+            found.append(f"{num_rooms} rooms are live for {len(live)} requests")
+        if self._idle and self.core.offloaded_bytes:
+            found.append(f"{self.core.offloaded_bytes} bytes of host memory are held for no request")
+        return found
+
+    @property
+    def _idle(self) -> bool:
+        return not self.role.live and self._under_way is None and (self.kv is None or self.kv.quiet)
+
+    def _audit_at_idle(self) -> None:
+        self._audited = True
+        for sentence in self.audit():
+            self.core.counters["audit_differences"] += 1
+            log.error("self-audit: %s", sentence)
+
+    def _launch(self, plan: BatchPlan) -> StepHandle:
+        self._step, self._audited = plan.step, False
+        handle = self.core.executor.launch(plan, layer_marks=self._layer_marks)
+        self.core.launched(plan.step)
+        self.role.launched(handle)
+        return handle
+
+    def _settle(self, handle: StepHandle) -> None:
+        result = self.core.executor.resolve(handle)
+        self.core.resolved(handle.plan.step)
+        self.role.commit(handle.plan, result)
 
     def state(self) -> EngineState:
         """The snapshot behind `/get_server_info` and `/metrics`."""
@@ -88,7 +149,9 @@ class Scheduler:
         if self.kv is not None:
             memory |= self.kv.counts()
             counters |= {name: float(value) for name, value in self.kv.counters.items()}
-        used = (memory["pages_total"] - memory["pages_free"]) * self.core.memory.layout.page_tokens
+        used = (
+            memory["pages_total"] - memory["pages_free"] - memory["pages_evictable"]
+        ) * self.core.memory.layout.page_tokens
         return EngineState(
             queues=queues,
             memory=memory,
@@ -98,6 +161,7 @@ class Scheduler:
             num_queue_reqs=len(self.role.live) - queues["num_running_reqs"],
             num_used_tokens=used,
             max_total_tokens=self.core.memory.max_tokens,
+            audit=self.audit(),
         )
 
     def _handle(self, event: Event) -> None:
@@ -109,9 +173,7 @@ class Scheduler:
             case StateQuery(query_id=query_id):
                 self.core.outbox.send(StateReply(query_id=query_id, state=self.state()))
             case FlushCache(query_id=query_id):
-                idle = not self.role.live
-                message = "nothing is cached" if idle else f"{len(self.role.live)} requests are running"
-                self.core.outbox.send(FlushReply(query_id=query_id, ok=idle, message=message))
+                self.core.outbox.send(self._flush_cache(query_id))
             case Shutdown():
                 self._stopping = True
             case _:
@@ -119,16 +181,26 @@ class Scheduler:
                 self.kv.handle(event)
 
     def _admit(self, spec: GenerateRequest) -> None:
+        retry_after_s: int | None = None
         try:
             if spec.rid in self.role.live:
                 raise RequestError(f"rid {spec.rid!r} is in use", field="rid", status=409, code="rid_in_use")
             if self._max_queued is not None and self._num_queued() >= self._max_queued:
+                retry_after_s = self._pace.retry_after_s(self._num_ended())
                 raise RequestError(f"{self._max_queued} requests wait already", status=503, code="queue_full")
+            self._pace.sample(self._num_ended())
+            self._audited = False
             self.role.admit(Req(spec, Times(arrived=self.core.clock.now())))
             self.core.counters["requests"] += 1
         except RequestError as error:
             self.core.counters["requests_refused"] += 1
-            finish = FinishReason(type="abort", message=error.message, status_code=error.status, err_type=error.code)
+            finish = FinishReason(
+                type="abort",
+                message=error.message,
+                status_code=error.status,
+                err_type=error.code,
+                retry_after_s=retry_after_s,
+            )
             self.core.outbox.send(OutputBatch(outputs=[RequestOutput(rid=spec.rid, token_ids=[], finish=finish)]))
 
     def _abort(self, abort: AbortRequest) -> None:
@@ -138,6 +210,15 @@ class Scheduler:
         for req in [live[rid] for rid in rids if rid in live]:
             self.core.counters["requests_aborted"] += failure is not None
             self.role.end(req, failure)
+
+    def _flush_cache(self, query_id: str) -> FlushReply:
+        num_live = len(self.role.live)
+        if num_live:
+            return FlushReply(query_id=query_id, ok=False, message=f"{num_live} requests are running")
+        return FlushReply(query_id=query_id, ok=True, message=f"{self.core.memory.flush()} cached pages were dropped")
+
+    def _num_ended(self) -> int:
+        return self.core.counters["requests"] - len(self.role.live)
 
     def _num_queued(self) -> int:
         return len(self.role.live) - self.role.queues()["num_running_reqs"]

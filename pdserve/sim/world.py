@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox
+from pdserve.config.groups import EvictionPolicy, SchedulePolicy
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.messages import (
@@ -31,6 +32,7 @@ from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, Scheduler
+from pdserve.scheduler.waiting import WaitingQueue
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
 from pdserve.sim.network import Faults, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket
 from pdserve.transfer.aux import MetadataBuffers
@@ -47,6 +49,17 @@ class Shape:
     num_rows: int = 8
     num_aux: int = 6
     chunk_tokens: int | None = 5
+    prefix_cache: bool = True
+    decode_prefix_cache: bool = False
+    eviction: EvictionPolicy = "lru"
+    policy: SchedulePolicy = "fcfs"
+    overlap: bool = False
+    late: bool = False
+    """The executor computes when a step is resolved, not when it is launched."""
+    offload_pages: int = 0
+    """Pages of host memory for retracted requests."""
+    reserved_decode_tokens: int = 4
+    layer_groups: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +68,7 @@ class Prompt:
 
     tokens: tuple[int, ...]
     max_new_tokens: int
+    priority: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,12 +88,28 @@ class Node:
         layout = hash_layout(shape.page_tokens)
         table = PageTable(shape.num_rows, shape.num_pages)
         self.executor = HashExecutor(layout, shape.num_pages, table)
-        self.memory = KVMemory(layout, shape.num_pages, table, shape.num_aux, on_free=self.executor.poison)
-        core = Core(self.memory, self.executor, Outbox(self._hear), net.clock, Limits(chunk_tokens=shape.chunk_tokens))
+        self.executor.late = shape.late
+        self.memory = KVMemory(
+            layout,
+            shape.num_pages,
+            table,
+            shape.num_aux,
+            on_free=self.executor.poison,
+            prefix_cache=shape.decode_prefix_cache if mode == "decode" else shape.prefix_cache,
+            eviction=shape.eviction,
+        )
+        limits = Limits(
+            chunk_tokens=shape.chunk_tokens,
+            reserved_decode_tokens=shape.reserved_decode_tokens,
+            offload_bytes=shape.offload_pages * layout.groups[0].page_bytes,
+            layer_groups=shape.layer_groups if mode == "prefill" else 0,
+        )
+        core = Core(self.memory, self.executor, Outbox(self._hear), net.clock, limits)
+        waiting = WaitingQueue(shape.policy, 10.0, self.memory)
         self.mailbox: Mailbox[Event] = Mailbox()
         self.kv: KVManager | None = None
         if mode == "null":
-            self.scheduler = Scheduler(MonolithRole(core), core, None, self.mailbox)
+            self.scheduler = Scheduler(MonolithRole(core, waiting), core, None, self.mailbox, overlap=shape.overlap)
             return
         net.mailboxes[endpoint] = self.mailbox
         aux = MetadataBuffers(shape.num_aux)
@@ -100,11 +130,11 @@ class Node:
             SimDirectory(net, endpoint),
             net.clock,
             TransferTimes(
-                bootstrap_timeout_s=120.0, waiting_timeout_s=600.0, sessions=SessionTimes(heartbeat_s=5.0, misses=6)
+                bootstrap_timeout_s=400.0, waiting_timeout_s=600.0, sessions=SessionTimes(heartbeat_s=5.0, misses=6)
             ),
         )
-        role = PrefillRole(core, self.kv) if mode == "prefill" else DecodeRole(core, self.kv)
-        self.scheduler = Scheduler(role, core, self.kv, self.mailbox)
+        role = PrefillRole(core, self.kv, waiting) if mode == "prefill" else DecodeRole(core, self.kv, waiting)
+        self.scheduler = Scheduler(role, core, self.kv, self.mailbox, overlap=shape.overlap)
 
     @property
     def idle(self) -> bool:
@@ -114,8 +144,10 @@ class Node:
     def leaks(self) -> dict[str, int]:
         """What is not free although the node is idle; empty when all is well."""
         counts = self.memory.counts()
+        counts["pages_free"] += counts["pages_evictable"]
         names = ("pages", "rows", "aux")
         lost = {name: counts[f"{name}_total"] - counts[f"{name}_free"] for name in names}
+        lost |= dict.fromkeys(self.scheduler.audit(), 1)
         if self.kv is not None:
             lost |= self.kv.counts()
         return {name: count for name, count in lost.items() if count}
@@ -135,7 +167,8 @@ class Node:
 def monolith_tokens(shape: Shape, prompts: Sequence[Prompt]) -> list[list[int]]:
     """The tokens that an aggregated server gives for each prompt."""
     net = SimNet(0, ManualClock(), Faults())
-    node = Node("null", dataclasses.replace(shape, num_pages=256, num_rows=64), net, "mono", "mono")
+    roomy = Shape(page_tokens=shape.page_tokens, num_pages=512, num_rows=64, prefix_cache=False)
+    node = Node("null", roomy, net, "mono", "mono")
     for i, prompt in enumerate(prompts):
         node.mailbox.post(_request(f"r{i}", prompt, None))
     for _ in range(100_000):
@@ -237,4 +270,6 @@ class World:
 
 def _request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateRequest:
     sampling = SamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=0.0)
-    return GenerateRequest(rid=rid, input_ids=list(prompt.tokens), sampling=sampling, room=room)
+    return GenerateRequest(
+        rid=rid, input_ids=list(prompt.tokens), sampling=sampling, room=room, priority=prompt.priority
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pdserve.executor.interface import BatchPlan, StepResult
+from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.protocol.failure import Failure
 from pdserve.scheduler.req import Req
 
@@ -29,12 +29,21 @@ class Role(Protocol):
         """Move requests between queues according to what transfers say."""
         ...
 
+    @property
+    def must_settle(self) -> bool:
+        """True when the next plan can only be made once no step is under way."""
+        ...
+
     def plan(self, step: int) -> BatchPlan | None:
         """What to compute next; None when nothing can be."""
         ...
 
+    def launched(self, handle: StepHandle) -> None:
+        """The plan is under way, with layer marks where the scheduler asks for them."""
+        ...
+
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
-        """Take the result of a plan."""
+        """Take the result of a plan. The next one may have been launched already; rows of ended requests are void."""
         ...
 
     def end(self, req: Req, failure: Failure | None) -> None:

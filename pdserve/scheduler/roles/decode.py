@@ -6,21 +6,30 @@ transfer     pages are published (hold `remote`); waits for the bytes
    v
 waiting      KV and first token are here; waits for a row. No forward is needed: the first batch is prebuilt
    v
-running      one token a step
+running      one token a step, memory page by page
+   v ^
+retracted    gave way when memory ran out; comes back before anything new is let in, its KV from host memory or computed
+             again here
+
+Rows are for running requests alone, so a full running batch never keeps prefill waiting.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from collections.abc import Iterator
 
 from pdserve.errors import RequestError
-from pdserve.executor.interface import BatchPlan, SampledToken, StepResult
+from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, StepResult
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import FinishReason, RequestTiming
-from pdserve.scheduler.core import Core, Running, plan_of
+from pdserve.scheduler.core import Core
+from pdserve.scheduler.fits import check_fits
+from pdserve.scheduler.generating import Generating
 from pdserve.scheduler.req import Req, finish_for_failure
-from pdserve.scheduler.roles.monolith import check_fits
+from pdserve.scheduler.reserve import Reserve
 from pdserve.scheduler.roles.prefill import LOST
+from pdserve.scheduler.waiting import WaitingQueue
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import prompt_digest
@@ -29,15 +38,15 @@ WRONG_ROOM = Failure(code="metadata_mismatch", message="the metadata that came i
 
 
 class DecodeRole:
-    """Owns all four queues. Reserves a request's worst case when it publishes pages."""
+    """Owns prealloc, transfer and waiting queues; `Generating` has the batch and the retracted."""
 
-    def __init__(self, core: Core, kv: KVManager) -> None:
+    def __init__(self, core: Core, kv: KVManager, retracted: WaitingQueue) -> None:
         self._core = core
         self._kv = kv
         self._prealloc: dict[str, Req] = {}
         self._transfer: dict[str, Req] = {}
-        self._waiting: deque[Req] = deque()
-        self._running = Running(core)
+        self._waiting: dict[str, Req] = {}
+        self._generating = Generating(core, retracted, self._headroom_tokens)
         self.live: dict[str, Req] = {}
 
     def admit(self, req: Req) -> None:
@@ -53,14 +62,16 @@ class DecodeRole:
 
     def poll(self) -> None:
         """Publish pages where there is memory, take what has landed, seat what waits."""
-        blocked = False
+        may_publish = not len(self._generating.prefilling.waiting)
+        reserve: Reserve | None = None
         for req in list(self._prealloc.values()):
             assert req.receiver is not None
             state = req.receiver.poll()
             if state is KVPoll.FAILED:
                 self.end(req, req.receiver.failure or LOST)
-            elif state is KVPoll.WAITING_FOR_INPUT and not blocked:
-                blocked = not self._publish(req)
+            elif state is KVPoll.WAITING_FOR_INPUT and may_publish:
+                reserve = reserve or Reserve(self._core.limits.reserved_decode_tokens, self._held())
+                may_publish = self._publish(req, reserve)
         for req in list(self._transfer.values()):
             assert req.receiver is not None
             state = req.receiver.poll()
@@ -68,21 +79,26 @@ class DecodeRole:
                 self.end(req, req.receiver.failure or LOST)
             elif state is KVPoll.SUCCESS:
                 self._receive(req)
-        while self._waiting and self._core.memory.table.num_free:
-            req = self._waiting.popleft()
+        for req in list(itertools.islice(self._waiting.values(), self._core.memory.table.num_free)):
+            del self._waiting[req.rid]
             self._core.seat(req)
-            self._running.add(req)
+            self._generating.running.add(req)
+
+    @property
+    def must_settle(self) -> bool:
+        """See `Role.must_settle`."""
+        return self._generating.must_settle
 
     def plan(self, step: int) -> BatchPlan | None:
-        """One token for each running request."""
-        return plan_of(step, self._running.plan())
+        """One token for each running request, and what the retracted ones must compute again."""
+        return self._generating.plan(step)
+
+    def launched(self, handle: StepHandle) -> None:
+        """Nothing is sent anywhere."""
 
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
         """Append the tokens."""
-        for row, token in zip(plan.rows, result.tokens, strict=True):
-            req = self.live[row.rid]
-            assert token is not None
-            finish = self._running.commit(req, token)
+        for req, token, finish in self._generating.commit(self.live, plan, result):
             timing = self._timing(req) if finish or len(req.output_ids) == 2 else None
             self._core.outbox.emit(req, (token,), finish, timing)
             if finish is not None:
@@ -98,26 +114,35 @@ class DecodeRole:
 
     def queues(self) -> dict[str, int]:
         """See `Role.queues`."""
+        running, prefilling = self._generating.running, self._generating.prefilling
         return {
             "num_queue_reqs": len(self._waiting),
-            "num_running_reqs": len(self._running.reqs),
+            "num_running_reqs": len(running.reqs) + len(prefilling.active),
+            "num_retracted_reqs": len(prefilling.waiting),
             "num_decode_prealloc_queue_reqs": len(self._prealloc),
             "num_decode_transfer_queue_reqs": len(self._transfer),
         }
 
-    def _publish(self, req: Req) -> bool:
+    def _publish(self, req: Req, reserve: Reserve) -> bool:
         """Take memory for the request and tell prefill where to write; False when there is too little."""
         memory = self._core.memory
-        if memory.aux.num_free == 0:
+        free_tokens = memory.num_available * memory.layout.page_tokens
+        if (
+            memory.aux.num_free == 0
+            or free_tokens - memory.num_pages(req.num_prompt) * memory.layout.page_tokens < reserve.tokens
+        ):
             return False
-        lease = memory.reserve_tokens(req.num_worst)
-        aux = memory.aux.reserve(1) if lease is not None else None
-        if lease is None or aux is None:
+        prompt = req.packed(req.num_prompt)
+        lease = memory.reserve_tokens(req.num_prompt, req.rid, prompt, req.num_prompt)
+        if lease is None:
             return False
+        aux = memory.aux.reserve(1, req.rid)
+        assert aux is not None, "a slot was free"
         req.lease, req.aux = lease, aux
         assert req.receiver is not None
         req.times.published = self._core.clock.now()
-        req.receiver.publish(lease, aux)
+        req.receiver.publish(lease, aux, lease.num_prefix_pages * memory.layout.page_tokens)
+        reserve.add(req)
         del self._prealloc[req.rid]
         self._transfer[req.rid] = req
         return True
@@ -134,24 +159,35 @@ class DecodeRole:
         req.aux.drop("request")
         req.aux = None
         req.receiver.close()
-        req.computed = req.num_prompt
+        req.computed = req.planned = req.num_prompt
+        req.num_cached = record.cached_tokens
+        self._core.cache(req)
         token = SampledToken(record.first_token, record.logprob, record.top)
         finish = self._core.append(req, token)
         self._core.outbox.emit(req, (token,), finish, self._timing(req))
         if finish is not None:
             self._leave(req)
         else:
-            self._waiting.append(req)
+            self._waiting[req.rid] = req
+
+    def _headroom_tokens(self, req: Req) -> float:
+        """What must stay free when the retracted `req` comes back."""
+        return Reserve(self._core.limits.reserved_decode_tokens, self._held()).tokens
+
+    def _held(self) -> Iterator[Req]:
+        """Requests that have memory and will need more."""
+        running, active = self._generating.running.reqs, self._generating.prefilling.active
+        return itertools.chain(running.values(), active.values(), self._transfer.values(), self._waiting.values())
 
     def _leave(self, req: Req) -> None:
         assert req.receiver is not None
         req.receiver.close()
         self._prealloc.pop(req.rid, None)
         self._transfer.pop(req.rid, None)
-        self._running.reqs.pop(req.rid, None)
-        if req in self._waiting:
-            self._waiting.remove(req)
+        self._waiting.pop(req.rid, None)
+        self._generating.remove(req)
         del self.live[req.rid]
+        self._core.cache(req)
         self._core.release(req)
 
     def _timing(self, req: Req) -> RequestTiming:

@@ -11,13 +11,17 @@ inflight     all is computed; waits until every byte has landed. The row is free
 
 from __future__ import annotations
 
+from functools import partial
+
 from pdserve.errors import RequestError
-from pdserve.executor.interface import BatchPlan, SampledToken, StepResult
+from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, StepResult
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import FinishReason, RequestTiming
-from pdserve.scheduler.core import Core, Prefilling, plan_of
+from pdserve.scheduler.core import Core, plan_of
+from pdserve.scheduler.fits import check_fits
+from pdserve.scheduler.prefilling import Prefilling
 from pdserve.scheduler.req import Req, finish_for_failure
-from pdserve.scheduler.roles.monolith import check_fits
+from pdserve.scheduler.waiting import WaitingQueue
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.state import KVPoll
@@ -29,11 +33,11 @@ LOST = Failure(code="transfer_failed", message="the transfer failed without a re
 class PrefillRole:
     """Owns bootstrap and inflight queues; `Prefilling` owns waiting and active."""
 
-    def __init__(self, core: Core, kv: KVManager) -> None:
+    def __init__(self, core: Core, kv: KVManager, waiting: WaitingQueue) -> None:
         self._core = core
         self._kv = kv
         self._bootstrap: dict[str, Req] = {}
-        self._prefilling = Prefilling(core, lambda req: req.num_prompt, needs_aux=True)
+        self._prefilling = Prefilling(core, waiting, lambda req: 0.0, needs_aux=True)
         self._inflight: dict[str, Req] = {}
         self.live: dict[str, Req] = {}
 
@@ -59,27 +63,53 @@ class PrefillRole:
             elif req.rid in self._bootstrap and state is KVPoll.WAITING_FOR_INPUT:
                 del self._bootstrap[req.rid]
                 req.times.peer_ready = self._core.clock.now()
-                self._prefilling.waiting.append(req)
+                self._prefilling.waiting.add(req)
+
+    @property
+    def must_settle(self) -> bool:
+        """See `Role.must_settle`: a started prompt has all its memory."""
+        return False
 
     def plan(self, step: int) -> BatchPlan | None:
         """Chunks within the budget."""
         return plan_of(step, self._prefilling.plan())
 
+    def launched(self, handle: StepHandle) -> None:
+        """With layer marks, the pages that this step makes whole leave layer group by layer group."""
+        marks = handle.marks
+        if marks is None:
+            return
+        num_layers, num_groups = self._core.memory.layout.groups[0].num_layers, self._core.limits.layer_groups
+        ends = sorted({-(-num_layers * (i + 1) // num_groups) for i in range(num_groups)})
+        layers = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        gates = [(group, partial(marks.wait, group.stop)) for group in layers]
+        for row in handle.plan.rows:
+            req = self.live[row.rid]
+            assert req.sender is not None and req.lease is not None
+            req.sender.send(req.lease, self._num_whole_pages(req, row.end), gates)
+
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
         """Send the pages that became whole; with the last chunk the rest, and the first token."""
         for row, token in zip(plan.rows, result.tokens, strict=True):
-            req = self.live[row.rid]
+            req = self.live.get(row.rid)
+            if req is None or req.row != row.row:
+                continue
             assert req.sender is not None and req.lease is not None
-            if not self._prefilling.committed(req, row.end):
-                req.sender.send(req.lease, row.end // self._core.memory.layout.page_tokens)
+            complete = self._prefilling.committed(req, row.end)
+            req.sender.send(req.lease, self._num_whole_pages(req, row.end))
+            if not complete:
                 continue
             assert token is not None and req.aux is not None and req.spec.room is not None
             req.first_token = token
             self._core.append(req, token)
             self._core.unseat(req)
-            req.sender.send(req.lease, len(req.lease.pages))
             record = AuxRecord(
-                room=req.spec.room.room, attempt=0, first_token=token.token_id, logprob=token.logprob, top=token.top
+                room=req.spec.room.room,
+                attempt=0,
+                first_token=token.token_id,
+                cached_tokens=req.num_cached,
+                logprob=token.logprob,
+                top=token.top,
             )
             req.sender.finish(req.aux, record, self._stats(req))
             self._inflight[req.rid] = req
@@ -100,6 +130,11 @@ class PrefillRole:
             "num_prefill_bootstrap_queue_reqs": len(self._bootstrap),
             "num_prefill_inflight_queue_reqs": len(self._inflight),
         }
+
+    def _num_whole_pages(self, req: Req, end: int) -> int:
+        """Pages in which nothing is missing once tokens `[0, end)` are computed."""
+        memory = self._core.memory
+        return memory.num_pages(end) if end >= req.num_prompt else end // memory.layout.page_tokens
 
     def _succeed(self, req: Req) -> None:
         self._leave(req)

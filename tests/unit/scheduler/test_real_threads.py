@@ -29,6 +29,7 @@ from pdserve.scheduler.core import Core, Limits, Outbox
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, Scheduler
+from pdserve.scheduler.waiting import WaitingQueue
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
 from pdserve.sim.world import Prompt, Shape, monolith_tokens
 from pdserve.transfer.aux import MetadataBuffers
@@ -84,7 +85,8 @@ class Server:
         )
         if mode == "prefill":
             served[ADDRESS] = (mode, self._socket.endpoint)
-        role = PrefillRole(core, kv) if mode == "prefill" else DecodeRole(core, kv)
+        waiting = WaitingQueue("fcfs", 10.0, core.memory)
+        role = PrefillRole(core, kv, waiting) if mode == "prefill" else DecodeRole(core, kv, waiting)
         self._thread = threading.Thread(target=Scheduler(role, core, kv, self.mailbox).run, name=mode)
         self._thread.start()
 

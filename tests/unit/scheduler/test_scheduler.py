@@ -29,6 +29,7 @@ from pdserve.scheduler.core import Core, Limits, Outbox
 from pdserve.scheduler.req import Req, Times, finish_for_token
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.scheduler import Event, Scheduler
+from pdserve.scheduler.waiting import WaitingQueue
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
 
 EOS = 2
@@ -70,7 +71,9 @@ class Mono:
         limits = Limits(chunk_tokens=chunk, eos_token_ids=frozenset({EOS}))
         core = Core(self.memory, self.executor, Outbox(self.sent.append), ManualClock(), limits)
         self.mailbox: Mailbox[Event] = Mailbox()
-        self.scheduler = Scheduler(MonolithRole(core), core, None, self.mailbox, max_queued=max_queued)
+        self.scheduler = Scheduler(
+            MonolithRole(core, WaitingQueue("fcfs", 10.0, core.memory)), core, None, self.mailbox, max_queued=max_queued
+        )
 
     def post(
         self, rid: str, tokens: list[int] | None = None, top_logprobs: int | None = None, **sampling: object
@@ -240,7 +243,7 @@ def test_state_counts_what_is_where() -> None:
     reply = next(m for m in mono.sent if isinstance(m, StateReply))
     state = reply.state
     assert (state.num_running_reqs, state.num_queue_reqs, state.memory["reqs_live"]) == (1, 2, 3)
-    assert state.memory["pages_total"] - state.memory["pages_free"] == 3, "the worst case of one request"
+    assert state.memory["pages_total"] - state.memory["pages_free"] == 2, "the prompt of one request"
     assert (state.num_used_tokens, state.max_total_tokens) == (12, 64)
     mono.run()
     after = mono.scheduler.state()

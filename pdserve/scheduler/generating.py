@@ -1,0 +1,64 @@
+"""The part of a role that generates text: a running batch and prompts on their way into it, in one step.
+
+Shared by monolith and decode role by composition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from pdserve.executor.interface import BatchPlan, SampledToken, StepResult
+from pdserve.protocol.messages import FinishReason
+from pdserve.scheduler.core import Core, plan_of
+from pdserve.scheduler.prefilling import Prefilling
+from pdserve.scheduler.req import Req
+from pdserve.scheduler.running import Running
+from pdserve.scheduler.waiting import WaitingQueue
+
+
+class Generating:
+    """Owns `Running` and `Prefilling`, and brings retracted requests from one back to the other.
+
+    `headroom_tokens(req)` must stay free when `req` starts.
+    """
+
+    def __init__(self, core: Core, waiting: WaitingQueue, headroom_tokens: Callable[[Req], float]) -> None:
+        self._core = core
+        self.running = Running(core, self._retract)
+        self.prefilling = Prefilling(core, waiting, headroom_tokens, needs_aux=False)
+
+    @property
+    def must_settle(self) -> bool:
+        """See `Role.must_settle`."""
+        return self.running.is_short or self.prefilling.restores
+
+    def plan(self, step: int) -> BatchPlan | None:
+        """Decode rows first, then chunks within the budget."""
+        return plan_of(step, self.running.plan() + self.prefilling.plan())
+
+    def commit(
+        self, live: dict[str, Req], plan: BatchPlan, result: StepResult
+    ) -> Iterator[tuple[Req, SampledToken, FinishReason | None]]:
+        """The requests that got a token, and how they ended if they did; finished prompts join the running."""
+        for row, token in zip(plan.rows, result.tokens, strict=True):
+            req = live.get(row.rid)
+            if req is None or req.row != row.row:
+                continue
+            if row.rid in self.running.reqs:
+                assert token is not None
+                yield req, token, self.running.commit(req, token)
+            elif self.prefilling.committed(req, row.end):
+                assert token is not None
+                finish = self._core.append(req, token)
+                if finish is None:
+                    self.running.add(req)
+                yield req, token, finish
+
+    def remove(self, req: Req) -> None:
+        """Forget a request, wherever it stands."""
+        self.prefilling.remove(req)
+        self.running.reqs.pop(req.rid, None)
+
+    def _retract(self, req: Req) -> None:
+        self._core.retract(req)
+        self.prefilling.waiting.add(req, resumed=True)

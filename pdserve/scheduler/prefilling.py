@@ -1,0 +1,174 @@
+"""Prompts on their way through the model, in chunks. Shared by all roles (decode: retracted requests only).
+
+waiting   no memory yet, in the order of the policy
+   v
+active    has a lease over all its known tokens and a row; what started, always goes on
+
+A step has a budget of prompt tokens. The oldest active prompt comes first, but one that does not fit the step leaves up
+to half of it to prompts that can be finished in it, so that a long prompt at most doubles its own time and holds
+nobody back for all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+from pdserve.executor.interface import Row
+from pdserve.scheduler.core import Core
+from pdserve.scheduler.req import Req
+from pdserve.scheduler.waiting import WaitingQueue
+
+LOOK_AHEAD = 32
+"""Waiting requests that a step looks at behind one that cannot start now."""
+
+
+class Prefilling:
+    """Admission and chunks. `headroom_tokens(req)` is memory that must stay free for what runs if `req` starts."""
+
+    def __init__(
+        self, core: Core, waiting: WaitingQueue, headroom_tokens: Callable[[Req], float], *, needs_aux: bool
+    ) -> None:
+        self._core = core
+        self._headroom_tokens = headroom_tokens
+        self._needs_aux = needs_aux
+        self.waiting = waiting
+        self.active: dict[str, Req] = {}
+
+    def plan(self) -> list[Row]:
+        """The next chunks; admits waiting requests while memory, rows and budget last."""
+        if not self.active and not len(self.waiting):
+            return []
+        limits = self._core.limits
+        budget = limits.prefill_tokens if limits.chunk_tokens is None else limits.chunk_tokens
+        rows: list[Row] = []
+        long = next((req for req in self.active.values() if _left(req) > budget), None)
+        if long is not None:
+            spent = self._short_ones(budget // 2, long, rows)
+            self._chunk(long, rows, budget - spent)
+            return rows
+        for req in self.active.values():
+            budget -= self._chunk(req, rows, budget)
+        for req in self._candidates():
+            whole = limits.chunk_tokens is None
+            if budget <= 0 or (whole and rows and req.num_known > budget):
+                break
+            if not self._start(req):
+                break
+            budget -= self._chunk(req, rows, _left(req) if whole else budget)
+        return rows
+
+    @property
+    def restores(self) -> bool:
+        """True when a waiting request has its KV in host memory: nothing may be under way when it comes back."""
+        return any(req.saved is not None for req in itertools.islice(self.waiting, self.waiting.num_resumed))
+
+    def committed(self, req: Req, end: int) -> bool:
+        """The chunk up to `end` is computed; True when all is (the request leaves `active`)."""
+        req.computed = end
+        self._core.cache(req)
+        if end < req.num_known:
+            return False
+        del self.active[req.rid]
+        if req.times.prefilled is None:
+            self._core.counters["prompt_tokens"] += req.num_prompt
+            self._core.counters["cached_tokens"] += req.num_cached
+            req.times.prefilled = self._core.clock.now()
+        return True
+
+    def remove(self, req: Req) -> None:
+        """Forget a request that ends early."""
+        if req in self.waiting:
+            self.waiting.remove(req)
+        self.active.pop(req.rid, None)
+
+    # ------------------------------------------------------------------ inside
+
+    def _short_ones(self, budget: int, long: Req, rows: list[Row]) -> int:
+        """Chunks of prompts that end within `budget` tokens; how many tokens they take."""
+        spent = 0
+        for req in self.active.values():
+            if req is not long and _left(req) <= budget - spent:
+                spent += self._chunk(req, rows, budget)
+        for req in self._candidates():
+            if spent >= budget:
+                break
+            if req.num_known - self._num_cached(req) > budget - spent:
+                continue
+            if not self._start(req):
+                break
+            spent += self._chunk(req, rows, budget)
+        return spent
+
+    def _candidates(self) -> Iterator[Req]:
+        """The head of the queue, without those whose next page an active prompt computes just now: they wait for it."""
+        self.waiting.refresh()
+        under_way = {self._next_page(req, req.computed) for req in self.active.values()}
+        for req in list(itertools.islice(self.waiting, LOOK_AHEAD)):
+            next_page = self._next_page(req, self._num_cached(req))
+            if next_page is None or next_page not in under_way:
+                yield req
+                if req.rid in self.active:
+                    under_way.add(next_page)
+
+    def _next_page(self, req: Req, num_tokens: int) -> bytes | None:
+        """The tokens up to the end of the page after the first `num_tokens`; None when no page that others can use."""
+        page_tokens = self._core.memory.layout.page_tokens
+        end = (num_tokens // page_tokens + 1) * page_tokens
+        return req.packed(end) if self._core.memory.has_prefix_cache and end < req.num_known else None
+
+    def _start(self, req: Req) -> bool:
+        """Give a waiting request memory, row, aux slot, and what is cached or saved of it; False when it must wait."""
+        core, memory = self._core, self._core.memory
+        if memory.table.num_free == 0 or (self._needs_aux and memory.aux.num_free == 0):
+            return False
+        goal = req.num_known
+        if self.active or memory.table.num_free < memory.table.num_rows:
+            after = memory.num_available * memory.layout.page_tokens - (goal - self._num_cached(req))
+            if after < self._headroom_tokens(req):
+                return False
+        num_tokens = req.num_worst if req.has_worst_case else goal
+        req.lease = memory.reserve_tokens(num_tokens, req.rid, *self._prefix(req))
+        if req.lease is None:
+            return False
+        if self._needs_aux:
+            req.aux = memory.aux.reserve(1, req.rid)
+        self.waiting.remove(req)
+        self.active[req.rid] = req
+        seated = core.seat(req)
+        assert seated, "a row was free"
+        if req.saved is not None:
+            core.restore(req)
+        else:
+            req.computed = req.lease.num_prefix_pages * memory.layout.page_tokens
+        req.planned = req.computed
+        if req.times.started is None:
+            req.times.started = core.clock.now()
+            req.num_cached = req.computed
+        return True
+
+    def _prefix(self, req: Req) -> tuple[bytes, int]:
+        """What may be taken from the cache: all but the last token, whose logits are wanted."""
+        return (b"", 0) if req.saved is not None else (req.packed(req.num_known), req.num_known - 1)
+
+    def _num_cached(self, req: Req) -> int:
+        return self._core.memory.match_prefix(*self._prefix(req))
+
+    def _chunk(self, req: Req, rows: list[Row], budget: int) -> int:
+        """Add the next chunk of at most `budget` tokens; how many it takes. One that is cut ends with a page."""
+        assert req.row is not None
+        take = min(_left(req), budget)
+        if take < _left(req):
+            page_tokens = self._core.memory.layout.page_tokens
+            aligned = (req.planned + take) // page_tokens * page_tokens - req.planned
+            take = aligned if aligned > 0 else take
+        if take <= 0:
+            return 0
+        end = req.planned + take
+        rows.append(Row(req.rid, req.row, req.planned, end, sample=end == req.num_known))
+        req.planned = end
+        return take
+
+
+def _left(req: Req) -> int:
+    return req.num_known - req.planned
