@@ -90,13 +90,14 @@ class Lease:
 class LeasePool:
     """An allocator, the prefix cache over its pages if there is one, and the leases; counts in pages.
 
-    `live_leases` has the leases that anyone holds, in the order in which they began.
+    `live_leases` has the leases that anyone holds, in the order in which they began. `num_evicted` counts pages.
     """
 
     def __init__(self, allocator: PageAllocator, tree: RadixTree | None = None) -> None:
         self.allocator = allocator
         self.tree = tree
         self.live_leases: dict[Lease, None] = {}
+        self.num_evicted = 0
 
     @property
     def num_total(self) -> int:
@@ -199,5 +200,7 @@ class LeasePool:
         if num_pages > self.num_available:
             return None
         if self.tree is not None and num_pages > self.num_free:
-            self.allocator.give_back(self.tree.evict(num_pages - self.num_free))
+            evicted = self.tree.evict(num_pages - self.num_free)
+            self.num_evicted += len(evicted)
+            self.allocator.give_back(evicted)
         return self.allocator.take(num_pages)
