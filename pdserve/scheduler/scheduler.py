@@ -146,6 +146,7 @@ class Scheduler:
         queues = self.role.queues()
         memory = self.core.memory.counts() | {"reqs_live": len(self.role.live)}
         counters: dict[str, float] = {name: float(value) for name, value in self.core.counters.items()}
+        counters["evicted_pages"] = float(self.core.memory.pages.num_evicted)
         if self.kv is not None:
             memory |= self.kv.counts()
             counters |= {name: float(value) for name, value in self.kv.counters.items()}
@@ -156,7 +157,7 @@ class Scheduler:
             queues=queues,
             memory=memory,
             counters=counters,
-            facts=self.facts,
+            facts={**self.facts, **self.role.facts()},
             num_running_reqs=queues["num_running_reqs"],
             num_queue_reqs=len(self.role.live) - queues["num_running_reqs"],
             num_used_tokens=used,
@@ -181,13 +182,16 @@ class Scheduler:
                 self.kv.handle(event)
 
     def _admit(self, spec: GenerateRequest) -> None:
-        retry_after_s: int | None = None
         try:
             if spec.rid in self.role.live:
                 raise RequestError(f"rid {spec.rid!r} is in use", field="rid", status=409, code="rid_in_use")
             if self._max_queued is not None and self._num_queued() >= self._max_queued:
-                retry_after_s = self._pace.retry_after_s(self._num_ended())
-                raise RequestError(f"{self._max_queued} requests wait already", status=503, code="queue_full")
+                raise RequestError(
+                    f"{self._max_queued} requests wait already",
+                    status=503,
+                    code="queue_full",
+                    retry_after_s=self._pace.retry_after_s(self._num_ended()),
+                )
             self._pace.sample(self._num_ended())
             self._audited = False
             self.role.admit(Req(spec, Times(arrived=self.core.clock.now())))
@@ -199,7 +203,7 @@ class Scheduler:
                 message=error.message,
                 status_code=error.status,
                 err_type=error.code,
-                retry_after_s=retry_after_s,
+                retry_after_s=error.retry_after_s,
             )
             self.core.outbox.send(OutputBatch(outputs=[RequestOutput(rid=spec.rid, token_ids=[], finish=finish)]))
 

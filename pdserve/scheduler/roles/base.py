@@ -53,3 +53,7 @@ class Role(Protocol):
     def queues(self) -> dict[str, int]:
         """Queue lengths by SGLang's names."""
         ...
+
+    def facts(self) -> dict[str, float]:
+        """Numbers that steer the role, for `/get_server_info` and `/metrics`."""
+        ...

@@ -123,6 +123,10 @@ class DecodeRole:
             "num_decode_transfer_queue_reqs": len(self._transfer),
         }
 
+    def facts(self) -> dict[str, float]:
+        """See `Role.facts`."""
+        return {"new_token_ratio": self._generating.running.ratio.value}
+
     def _publish(self, req: Req, reserve: Reserve) -> bool:
         """Take memory for the request and tell prefill where to write; False when there is too little."""
         memory = self._core.memory
@@ -141,7 +145,9 @@ class DecodeRole:
         req.lease, req.aux = lease, aux
         assert req.receiver is not None
         req.times.published = self._core.clock.now()
-        req.receiver.publish(lease, aux, lease.num_prefix_pages * memory.layout.page_tokens)
+        num_cached = lease.num_prefix_pages * memory.layout.page_tokens
+        self._core.counters["decode_cached_tokens"] += num_cached
+        req.receiver.publish(lease, aux, num_cached)
         reserve.add(req)
         del self._prealloc[req.rid]
         self._transfer[req.rid] = req

@@ -69,6 +69,10 @@ class MonolithRole:
             "num_retracted_reqs": prefilling.waiting.num_resumed,
         }
 
+    def facts(self) -> dict[str, float]:
+        """See `Role.facts`."""
+        return {"new_token_ratio": self._generating.running.ratio.value}
+
     def _headroom_tokens(self, req: Req) -> float:
         running, active = self._generating.running, self._generating.prefilling.active
         starting = sum(min(other.num_left, CLIP_TOKENS) for other in (req, *active.values()))

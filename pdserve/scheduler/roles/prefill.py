@@ -131,6 +131,10 @@ class PrefillRole:
             "num_prefill_inflight_queue_reqs": len(self._inflight),
         }
 
+    def facts(self) -> dict[str, float]:
+        """See `Role.facts`."""
+        return {}
+
     def _num_whole_pages(self, req: Req, end: int) -> int:
         """Pages in which nothing is missing once tokens `[0, end)` are computed."""
         memory = self._core.memory

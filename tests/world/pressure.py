@@ -1,0 +1,139 @@
+"""Deployments that are far too small for their load: every page is fought for. Shared with the tests.
+
+`python -m tests.world.pressure --seeds 2000` plays seeds on all cores and prints how often each event happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import multiprocessing
+import random
+from collections import Counter
+
+from pdserve.memory.layout import pages_for
+from pdserve.sim.network import Faults
+from pdserve.sim.world import Half, Prompt, Shape, World, monolith_tokens
+
+MAX_PROMPT, MAX_NEW = 40, 24
+FAULTS = Faults(lost=0.05, max_delay_s=0.6, abort=0.005, copy_failed=0.01)
+KILLS = Faults(lost=0.05, max_delay_s=0.6, abort=0.005, copy_failed=0.02, kill=0.004)
+IN_MOST = ("cached_tokens", "evicted_pages", "requests_retracted", "offloaded_pages", "restored_pages", "aborts")
+"""What must happen in more than half of the seeds for a run to say something; the rest must happen at all."""
+AT_ALL = ("recomputed_tokens", "decode_cached_tokens", "copies_failed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """One seed: what happened, and how often."""
+
+    shape: Shape
+    events: Counter[str]
+    num_finished: int
+
+
+def pressured(seed: int) -> tuple[Shape, list[Prompt]]:
+    """A seeded shape with hardly more memory than one request can need, and conversations that begin alike."""
+    rng = random.Random(seed)
+    page_tokens = rng.choice((1, 2, 4, 8))
+    shape = Shape(
+        page_tokens=page_tokens,
+        num_pages=pages_for(MAX_PROMPT + MAX_NEW, page_tokens) + rng.choice((0, 1, 3, 6)),
+        num_rows=rng.choice((4, 8)),
+        num_aux=rng.choice((4, 8)),
+        chunk_tokens=rng.choice((None, page_tokens * rng.randint(1, 8), page_tokens * rng.randint(1, 64))),
+        decode_prefix_cache=rng.random() < 0.5,
+        eviction=rng.choice(("lru", "lfu", "priority")),
+        policy=rng.choice(("fcfs", "lpm", "priority")),
+        overlap=rng.random() < 0.5,
+        late=rng.random() < 0.5,
+        offload_pages=rng.choice((0, 6, 100, 100, 100)),
+        reserved_decode_tokens=rng.choice((0, 1, 2)),
+        layer_groups=rng.choice((0, 0, 1, 2, 3)),
+    )
+    begins = [_tokens(rng, rng.randint(4, 20)) for _ in range(2)]
+    prompts: list[Prompt] = []
+    for _ in range(rng.randint(5, 10)):
+        tokens = rng.choice(begins) + _tokens(rng, rng.randint(1, 4))
+        prompts.append(Prompt(tokens, rng.randint(4, MAX_NEW), rng.randint(0, 2)))
+    answers = monolith_tokens(shape, prompts)
+    for prompt, answer in zip(prompts[:4], answers, strict=False):  # second turns
+        tokens = (prompt.tokens + tuple(answer))[: MAX_PROMPT - 2] + _tokens(rng, 2)
+        prompts.append(Prompt(tokens, rng.randint(4, MAX_NEW)))
+    rng.shuffle(prompts)
+    return shape, prompts
+
+
+def press(seed: int, faults: Faults) -> Played:
+    """Run a seed and hold it against the oracle: the monolith's tokens for whoever finished, and nothing left."""
+    shape, prompts = pressured(seed)
+    expected = monolith_tokens(shape, prompts)
+    world = World(seed, shape, faults)
+    results = world.run(prompts, num_rooms=8)
+    finished = 0
+    for index, half in enumerate(results):
+        if half is None or half.finish is None or half.finish.type == "abort":
+            continue
+        finished += 1
+        assert half.tokens == expected[index], f"seed {seed}, request {index}: tokens differ from the monolith's"
+    for node in (world.prefill, world.decode):
+        assert not node.leaks(), f"seed {seed}: {node.mode} still has {node.leaks()}"
+    return Played(shape, _events(world, results), finished)
+
+
+def _events(world: World, results: list[Half | None]) -> Counter[str]:
+    events: Counter[str] = Counter(aborts=world.num_aborts, kills=world.num_kills)
+    for node in (world.prefill, world.decode, *world.dead):
+        for name, number in node.scheduler.state().counters.items():
+            events[name] += int(number)
+    return events
+
+
+def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randint(0, 999) for _ in range(count))
+
+
+@dataclasses.dataclass
+class Tally:
+    """Many seeds together: how often each event happened, and in how many seeds."""
+
+    num_seeds: int = 0
+    num_finished: int = 0
+    times: Counter[str] = dataclasses.field(default_factory=Counter)
+    seeds: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def add(self, played: Played) -> None:
+        """One more seed."""
+        self.num_seeds += 1
+        self.num_finished += played.num_finished
+        self.times += played.events
+        self.seeds += Counter(name for name, number in played.events.items() if number)
+
+    def lacks(self) -> list[str]:
+        """Events that did not happen often enough."""
+        rare = [name for name in IN_MOST if self.seeds[name] * 2 <= self.num_seeds]
+        return rare + [name for name in AT_ALL if not self.seeds[name]]
+
+
+def _press(seed: int) -> Played:
+    return press(seed, FAULTS)
+
+
+def main() -> None:
+    """Print the tally of many seeds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=2000)
+    count = parser.parse_args().seeds
+    tally = Tally()
+    with multiprocessing.Pool() as pool:
+        for played in pool.imap_unordered(_press, range(count), chunksize=20):
+            tally.add(played)
+    print(f"{count} seeds, {tally.num_finished} requests finished with the monolith's tokens, nothing left")
+    print("| event | times | seeds |\n|---|---|---|")
+    for name in (*IN_MOST, *AT_ALL):
+        print(f"| {name} | {tally.times[name]} | {tally.seeds[name]} |")
+    assert not tally.lacks(), tally.lacks()
+
+
+if __name__ == "__main__":
+    main()

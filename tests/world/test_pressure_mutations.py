@@ -1,0 +1,119 @@
+"""A test of the tests: bugs of scheduling and memory, planted one by one, must make the pressed world fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pdserve.memory.kv_memory import KVMemory
+from pdserve.memory.lease import Lease
+from pdserve.memory.prefix.node import Node
+from pdserve.memory.prefix.radix import RadixTree
+from pdserve.scheduler.core import Core
+from pdserve.scheduler.req import Req
+from pdserve.scheduler.running import Running
+from pdserve.sim.hash_lm import HashExecutor
+from pdserve.transfer.events import Gates
+from pdserve.transfer.handles import KVReceiver, KVSender
+from tests.world.pressure import FAULTS, press
+
+Patch = pytest.MonkeyPatch
+MAX_SEEDS = 150
+
+
+def free_while_a_step_is_under_way(patch: Patch) -> None:
+    patch.setattr(Core, "_give_back", Core._free)
+
+
+def cache_a_page_that_is_not_computed(patch: Patch) -> None:
+    cache = KVMemory.cache
+
+    def hasty(self: KVMemory, lease: Lease, token_ids: bytes, priority: int = 0) -> None:
+        whole = len(lease.pages) * self.layout.page_tokens * 4
+        cache(self, lease, token_ids + bytes(max(0, whole - len(token_ids))) if token_ids else b"", priority)
+
+    patch.setattr(KVMemory, "cache", hasty)
+
+
+def forget_locks(patch: Patch) -> None:
+    def nothing(self: RadixTree, node: Node) -> None:
+        """Locks nothing."""
+
+    patch.setattr(RadixTree, "lock", nothing)
+    patch.setattr(RadixTree, "unlock", nothing)
+
+
+def restore_nothing(patch: Patch) -> None:
+    patch.setattr(HashExecutor, "restore", lambda self, saved, pages: None)
+
+
+def resume_as_if_nothing_had_been_lost(patch: Patch) -> None:
+    retract = Core.retract
+
+    def forgetful(self: Core, req: Req) -> None:
+        computed = req.computed
+        retract(self, req)
+        if req.saved is None:
+            req.output_ids[:] = req.output_ids[: max(0, computed - req.num_prompt)]
+
+    patch.setattr(Core, "retract", forgetful)
+
+
+def keep_the_pages_of_the_retracted(patch: Patch) -> None:
+    leave = Core._leave_device
+
+    def clinging(self: Core, req: Req) -> None:
+        if req.num_retractions and req.lease is not None:
+            req.lease.hold("send")
+        leave(self, req)
+
+    patch.setattr(Core, "_leave_device", clinging)
+
+
+def send_layers_that_are_not_written(patch: Patch) -> None:
+    send = KVSender.send
+
+    def hasty(self: KVSender, lease: Lease, num_pages: int, gates: Gates = ()) -> None:
+        send(self, lease, num_pages, [(layers, lambda timeout_s: True) for layers, _ in gates])
+
+    patch.setattr(KVSender, "send", hasty)
+
+
+def claim_one_page_more_than_decode_has(patch: Patch) -> None:
+    publish = KVReceiver.publish
+
+    def boastful(self: KVReceiver, lease: Lease, aux: Lease, cached_tokens: int = 0) -> None:
+        more = 8 if cached_tokens == 0 and len(lease.pages) > 8 else 0
+        publish(self, lease, aux, cached_tokens + more)
+
+    patch.setattr(KVReceiver, "publish", boastful)
+
+
+def plan_beyond_the_lease(patch: Patch) -> None:
+    patch.setattr(Running, "is_short", property(lambda self: False))
+    patch.setattr(Core, "grow", lambda self, req, num_tokens: True)
+
+
+MUTANTS: list[Callable[[Patch], None]] = [
+    free_while_a_step_is_under_way,
+    cache_a_page_that_is_not_computed,
+    forget_locks,
+    restore_nothing,
+    resume_as_if_nothing_had_been_lost,
+    keep_the_pages_of_the_retracted,
+    send_layers_that_are_not_written,
+    claim_one_page_more_than_decode_has,
+    plan_beyond_the_lease,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda value: value.__name__)
+def test_planted_bug_is_caught(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutant(monkeypatch)
+    for seed in range(MAX_SEEDS):
+        try:
+            press(seed, FAULTS)
+        except (AssertionError, KeyError, IndexError):
+            return
+    pytest.fail(f"{mutant.__name__}: not caught in {MAX_SEEDS} seeds")
