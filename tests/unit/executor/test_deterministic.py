@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.executor.factory import Built, build_executor
 from pdserve.executor.interface import SampledToken
+from pdserve.model.attention import fixed_blocks
 from pdserve.protocol.sampling import SamplingParams
 from tests.driver import GREEDY, Driver, random_prompt
 from tests.tiny import FAMILIES, VOCAB_SIZE, make_tiny
@@ -193,6 +195,32 @@ def test_pages_computed_elsewhere_and_a_cached_prefix(checkpoint: Path, expected
 @pytest.mark.parametrize("threads", [2, 3])
 def test_any_number_of_threads(checkpoint: Path, expected: Answer, threads: int) -> None:
     assert answer(make(checkpoint, threads=threads), others=8, chunk=40).same_bits(expected)
+
+
+def test_narrow_pieces_for_long_contexts_change_nothing(
+    driver: Driver, expected: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fixed_blocks, "_SCORE_BYTES", 1 << 15)
+    assert answer(driver, others=3, chunk=64).same_bits(expected)
+    monkeypatch.setattr(fixed_blocks, "_SCORE_BYTES", 1)
+    assert answer(driver).same_bits(expected)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1},
+        {"hidden_size": 112, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 40},
+        {"intermediate_size": 100, "mlp_bias": True, "attention_bias": True},
+    ],
+)
+def test_any_shape_of_heads_and_layers(tmp_path: Path, shape: dict[str, Any]) -> None:
+    driver = make(make_tiny("llama", tmp_path, **shape))
+    plain = answer(driver)
+    assert answer(driver, others=8, chunk=40).same_bits(plain)
+    known = tuple(token.token_id for token in plain.tokens[:3])
+    assert answer(driver, known=known).same_bits(dataclasses.replace(plain, tokens=plain.tokens[3:]))
 
 
 def test_other_kernels_but_the_same_model(checkpoint: Path, expected: Answer) -> None:
