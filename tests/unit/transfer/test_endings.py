@@ -118,6 +118,19 @@ def test_a_closed_key_never_reopens() -> None:
     assert again.poll() is KVPoll.BOOTSTRAPPING
 
 
+def test_a_key_that_is_still_being_stopped_is_not_taken_for_a_new_one() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    meta = next(p for p in net.seen if isinstance(p.body, Meta))
+    pair.sender.send(pair.mine[0], 3)
+    pair.sender.abort(CLIENT_LEFT)
+    pair.drop_requests()
+    again = Packet(sender=meta.sender, receiver=meta.receiver, seq=1 << 40, body=meta.body)
+    prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(again)))
+    assert prefill.kv.counts()["keys_early"] == 0
+    assert prefill.kv.open_sender(7, ADDRESS[0], "d").poll() is KVPoll.BOOTSTRAPPING
+
+
 def test_kv_that_does_not_come_in_time_fails_with_504_and_stays_held() -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)

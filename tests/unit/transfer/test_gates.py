@@ -271,6 +271,15 @@ def test_time_is_up_for_a_gate_only_after_the_limit() -> None:
     assert not jobs and not jobs.wait(0.0)
 
 
+def test_nothing_is_left_of_a_gate_whose_jobs_were_all_cancelled() -> None:
+    jobs, cancelled = GatedJobs(), [_job(0), _job(1)]
+    for job in cancelled:
+        jobs.add(job, lambda timeout_s: pytest.fail("nobody waits for this gate any more"))
+        job.cancelled = True
+    assert [failure.code for _, failure in jobs.take() if failure is not None] == ["cancelled"] * 2
+    assert not jobs
+
+
 def test_dropping_a_peer_keeps_the_others_and_clearing_keeps_none() -> None:
     def shut(timeout_s: float) -> bool:
         return False
