@@ -96,6 +96,11 @@ class KVReceiver:
         return self._room.state
 
     @property
+    def is_fake(self) -> bool:
+        """True when no bytes come: whatever is in the pages then is nobody's KV."""
+        return self._room.fake
+
+    @property
     def failure(self) -> Failure | None:
         """Why it failed."""
         return self._room.failure

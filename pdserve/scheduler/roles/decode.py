@@ -167,7 +167,7 @@ class DecodeRole:
         req.receiver.close()
         req.computed = req.planned = req.num_prompt
         req.num_cached = record.cached_tokens
-        self._core.cache(req)
+        self._keep(req)
         token = SampledToken(record.first_token, record.logprob, record.top)
         finish = self._core.append(req, token)
         self._core.outbox.emit(req, (token,), finish, self._timing(req))
@@ -185,6 +185,11 @@ class DecodeRole:
         running, active = self._generating.running.reqs, self._generating.prefilling.active
         return itertools.chain(running.values(), active.values(), self._transfer.values(), self._waiting.values())
 
+    def _keep(self, req: Req) -> None:
+        """What is computed may serve the next turn; a fake transfer brings nothing that could."""
+        if req.receiver is not None and not req.receiver.is_fake:
+            self._core.cache(req)
+
     def _leave(self, req: Req) -> None:
         assert req.receiver is not None
         req.receiver.close()
@@ -193,7 +198,7 @@ class DecodeRole:
         self._waiting.pop(req.rid, None)
         self._generating.remove(req)
         del self.live[req.rid]
-        self._core.cache(req)
+        self._keep(req)
         self._core.release(req)
 
     def _timing(self, req: Req) -> RequestTiming:

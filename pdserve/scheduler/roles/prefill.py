@@ -47,7 +47,8 @@ class PrefillRole:
         if room is None:
             raise RequestError("a prefill server needs bootstrap_room", field="bootstrap_room")
         check_fits(self._core, req.num_prompt)
-        req.sender = self._kv.open_sender(room.room, room.host, prompt_digest(req.spec.input_ids))
+        digest = prompt_digest(req.spec.input_ids)
+        req.sender = self._kv.open_sender(room.room, room.host, digest, req.num_prompt)
         self.live[req.rid] = req
         self._bootstrap[req.rid] = req
 

@@ -7,105 +7,20 @@ from typing import Literal
 
 import pytest
 
-from pdserve.base.clock import ManualClock
-from pdserve.base.mailbox import Mailbox
-from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, StepResult
-from pdserve.memory.kv_memory import KVMemory
-from pdserve.memory.page_table import PageTable
+from pdserve.executor.interface import BatchPlan, StepHandle
 from pdserve.protocol.messages import (
     AbortRequest,
     FinishReason,
     FlushCache,
     FlushReply,
     GenerateRequest,
-    OutputBatch,
     Shutdown,
     StateQuery,
     StateReply,
-    ToApi,
 )
 from pdserve.protocol.sampling import SamplingParams
-from pdserve.scheduler.core import Core, Limits, Outbox
 from pdserve.scheduler.req import Req, Times, finish_for_token
-from pdserve.scheduler.roles.monolith import MonolithRole
-from pdserve.scheduler.scheduler import Event, Scheduler
-from pdserve.scheduler.waiting import WaitingQueue
-from pdserve.sim.hash_lm import HashExecutor, hash_layout
-
-EOS = 2
-PROMPT = [5, 6, 7, 8, 9]
-
-
-class CountingExecutor(HashExecutor):
-    """The hash model, but its sampled tokens are 100, 101, ... or what `script` says."""
-
-    def __init__(self, layout_pages: int, table: PageTable) -> None:
-        super().__init__(hash_layout(4), layout_pages, table)
-        self.script: list[int] = []
-
-    def resolve(self, handle: StepHandle) -> StepResult:
-        result = super().resolve(handle)
-        tokens = tuple(
-            None if token is None else SampledToken(self.script.pop(0) if self.script else 100, -0.5, ((1, -0.5),))
-            for token in result.tokens
-        )
-        return StepResult(result.step, tokens)
-
-
-class Mono:
-    """An aggregated server whose client is the test."""
-
-    def __init__(
-        self,
-        *,
-        num_pages: int = 16,
-        num_rows: int = 2,
-        chunk: int | None = 4,
-        max_queued: int | None = None,
-        width: int = 16,
-    ) -> None:
-        self.sent: list[ToApi] = []
-        table = PageTable(num_rows, width)
-        self.executor = CountingExecutor(num_pages, table)
-        self.memory = KVMemory(self.executor.layout, num_pages, table, num_aux=0)
-        limits = Limits(chunk_tokens=chunk, eos_token_ids=frozenset({EOS}))
-        core = Core(self.memory, self.executor, Outbox(self.sent.append), ManualClock(), limits)
-        self.mailbox: Mailbox[Event] = Mailbox()
-        self.scheduler = Scheduler(
-            MonolithRole(core, WaitingQueue("fcfs", 10.0, core.memory)), core, None, self.mailbox, max_queued=max_queued
-        )
-
-    def post(
-        self, rid: str, tokens: list[int] | None = None, top_logprobs: int | None = None, **sampling: object
-    ) -> None:
-        params = SamplingParams(**({"max_new_tokens": 4} | sampling))  # type: ignore[arg-type]
-        self.mailbox.post(
-            GenerateRequest(rid=rid, input_ids=tokens or PROMPT, sampling=params, top_logprobs=top_logprobs)
-        )
-
-    def run(self) -> None:
-        """Until nothing lives."""
-        for _ in range(200):
-            self.scheduler.step()
-            if not self.scheduler.role.live:
-                return
-        raise AssertionError(self.scheduler.role.queues())
-
-    def tokens(self, rid: str) -> list[int]:
-        return [token for output in self._outputs(rid) for token in output.token_ids]
-
-    def finish(self, rid: str) -> FinishReason:
-        """The one end of a request."""
-        ends = [output.finish for output in self._outputs(rid) if output.finish is not None]
-        assert len(ends) == 1 and self._outputs(rid)[-1].finish is not None, ends
-        return ends[0]
-
-    def _outputs(self, rid: str):  # type: ignore[no-untyped-def]
-        return [o for message in self.sent if isinstance(message, OutputBatch) for o in message.outputs if o.rid == rid]
-
-    def all_free(self) -> bool:
-        counts = self.memory.counts()
-        return all(counts[f"{name}_free"] == counts[f"{name}_total"] for name in ("pages", "rows", "aux"))
+from tests.unit.scheduler.kit import EOS, PROMPT, Mono
 
 
 @pytest.fixture

@@ -1,0 +1,129 @@
+"""An aggregated server in one object: the real scheduler on a model whose tokens the test chooses."""
+
+from __future__ import annotations
+
+from pdserve.base.clock import ManualClock
+from pdserve.base.mailbox import Mailbox
+from pdserve.config.groups import SchedulePolicy
+from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, StepResult
+from pdserve.memory.kv_memory import KVMemory
+from pdserve.memory.page_table import PageTable
+from pdserve.protocol.messages import FinishReason, GenerateRequest, OutputBatch, ToApi
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.scheduler.core import Core, Limits, Outbox
+from pdserve.scheduler.roles.monolith import MonolithRole
+from pdserve.scheduler.scheduler import Event, Scheduler
+from pdserve.scheduler.waiting import WaitingQueue
+from pdserve.sim.hash_lm import HashExecutor, hash_layout
+
+EOS = 2
+PROMPT = [5, 6, 7, 8, 9]
+
+
+class CountingExecutor(HashExecutor):
+    """The hash model, but its sampled tokens are 100, 101, ... or what `script` says."""
+
+    def __init__(self, layout_pages: int, table: PageTable) -> None:
+        super().__init__(hash_layout(4), layout_pages, table)
+        self.script: list[int] = []
+        self.plans: list[BatchPlan] = []
+
+    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+        self.plans.append(plan)
+        return super().launch(plan, layer_marks=layer_marks)
+
+    def resolve(self, handle: StepHandle) -> StepResult:
+        result = super().resolve(handle)
+        tokens = tuple(
+            None if token is None else SampledToken(self.script.pop(0) if self.script else 100, -0.5, ((1, -0.5),))
+            for token in result.tokens
+        )
+        return StepResult(result.step, tokens)
+
+
+class Mono:
+    """An aggregated server whose client is the test."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 16,
+        num_rows: int = 2,
+        chunk: int | None = 4,
+        max_queued: int | None = None,
+        width: int = 16,
+        prefix_cache: bool = False,
+        policy: SchedulePolicy = "fcfs",
+        overlap: bool = False,
+        late: bool = False,
+        offload_bytes: int = 0,
+    ) -> None:
+        self.sent: list[ToApi] = []
+        table = PageTable(num_rows, width)
+        self.executor = CountingExecutor(num_pages, table)
+        self.executor.late = late
+        self.clock = ManualClock()
+        self.memory = KVMemory(
+            self.executor.layout, num_pages, table, num_aux=0, on_free=self.executor.poison, prefix_cache=prefix_cache
+        )
+        limits = Limits(chunk_tokens=chunk, offload_bytes=offload_bytes, eos_token_ids=frozenset({EOS}))
+        self.core = core = Core(self.memory, self.executor, Outbox(self.sent.append), self.clock, limits)
+        self.mailbox: Mailbox[Event] = Mailbox()
+        self.scheduler = Scheduler(
+            MonolithRole(core, WaitingQueue(policy, 10.0, core.memory)),
+            core,
+            None,
+            self.mailbox,
+            max_queued=max_queued,
+            overlap=overlap,
+        )
+
+    def post(
+        self,
+        rid: str,
+        tokens: list[int] | None = None,
+        top_logprobs: int | None = None,
+        priority: int = 0,
+        **sampling: object,
+    ) -> None:
+        params = SamplingParams(**({"max_new_tokens": 4} | sampling))  # type: ignore[arg-type]
+        self.mailbox.post(
+            GenerateRequest(
+                rid=rid,
+                input_ids=tokens or PROMPT,
+                sampling=params,
+                top_logprobs=top_logprobs,
+                priority=priority,
+            )
+        )
+
+    def step(self) -> dict[str, tuple[int, int]]:
+        """One step; the rows it planned, `(start, end)` by rid."""
+        before = len(self.executor.plans)
+        self.clock.advance(0.01)
+        self.scheduler.step()
+        return {row.rid: (row.start, row.end) for plan in self.executor.plans[before:] for row in plan.rows}
+
+    def run(self) -> None:
+        """Until nothing lives, and nothing is under way."""
+        for _ in range(600):
+            if not self.step() and not self.scheduler.role.live:
+                return
+        raise AssertionError(self.scheduler.role.queues())
+
+    def tokens(self, rid: str) -> list[int]:
+        return [token for output in self._outputs(rid) for token in output.token_ids]
+
+    def finish(self, rid: str) -> FinishReason:
+        """The one end of a request."""
+        ends = [output.finish for output in self._outputs(rid) if output.finish is not None]
+        assert len(ends) == 1 and self._outputs(rid)[-1].finish is not None, ends
+        return ends[0]
+
+    def _outputs(self, rid: str):  # type: ignore[no-untyped-def]
+        return [o for message in self.sent if isinstance(message, OutputBatch) for o in message.outputs if o.rid == rid]
+
+    def all_free(self) -> bool:
+        counts = self.memory.counts()
+        counts["pages_free"] += counts["pages_evictable"]
+        return all(counts[f"{name}_free"] == counts[f"{name}_total"] for name in ("pages", "rows", "aux"))

@@ -1,0 +1,150 @@
+"""What a step computes: fairness between long and short prompts, prefixes computed once, memory kept for growth."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.protocol.messages import AbortRequest, FlushCache, FlushReply
+from pdserve.scheduler.req import MAX_RETRACTIONS
+from pdserve.scheduler.running import NewTokenRatio
+from tests.unit.scheduler.kit import Mono
+
+LONG, SHORT = list(range(1, 401)), list(range(1000, 1010))
+
+
+def test_a_long_prompt_leaves_half_of_each_step_to_short_ones() -> None:
+    mono = Mono(num_pages=300, num_rows=8, chunk=40, width=200)
+    mono.post("long", LONG)
+    assert mono.step() == {"long": (0, 40)}
+    for rid in ("a", "b", "c"):
+        mono.post(rid, SHORT, max_new_tokens=1)
+    assert mono.step() == {"a": (0, 10), "b": (0, 10), "long": (40, 60)}, "two short ones end, the long one goes on"
+    assert mono.step() == {"c": (0, 10), "long": (60, 88)}, "chunks that are cut end with a page"
+    assert {rid for rid in "abc" if mono.finish(rid)} == set("abc")
+    mono.run()
+    assert mono.finish("long").type == "length" and mono.all_free()
+
+
+def test_a_second_long_prompt_waits_for_the_first() -> None:
+    mono = Mono(num_pages=300, num_rows=8, chunk=40, width=200)
+    mono.post("one", LONG)
+    mono.post("two", LONG[::-1])
+    steps = [mono.step() for _ in range(10)]
+    assert steps[:9] == [{"one": (i * 40, i * 40 + 40)} for i in range(9)]
+    assert "two" in mono.step()
+
+
+def test_without_chunks_prompts_are_taken_whole() -> None:
+    mono = Mono(num_pages=300, num_rows=8, chunk=None, width=200)
+    mono.core.limits = type(mono.core.limits)(chunk_tokens=None, prefill_tokens=30)
+    mono.post("long", LONG, max_new_tokens=1)
+    mono.post("a", SHORT, max_new_tokens=1)
+    mono.post("b", SHORT, max_new_tokens=1)
+    assert mono.step() == {"long": (0, 400)}
+    assert mono.step() == {"a": (0, 10), "b": (0, 10)}
+
+
+def test_a_prefix_that_is_being_computed_is_waited_for_not_computed_again() -> None:
+    mono = Mono(num_pages=300, num_rows=70, chunk=64, width=200, prefix_cache=True)
+    prefix = LONG[:200]
+    for i in range(64):
+        mono.post(str(i), [*prefix, 5000 + i, 6000 + i], max_new_tokens=2)
+        if i == 10:
+            mono.post("other", SHORT, max_new_tokens=2)
+    assert [set(mono.step()), set(mono.step())] == [{"0"}, {"0", "other"}], "other shares nothing and is not held back"
+    mono.run()
+    rows = [row for plan in mono.executor.plans for row in plan.rows if row.rid != "other"]
+    assert sum(row.num_tokens for row in rows if row.end <= 202) == 200 + 64 * 2
+    assert mono.core.counters["cached_tokens"] == 63 * 200
+    assert mono.all_free()
+
+
+def test_a_prefix_whose_owner_is_aborted_is_computed_by_the_next() -> None:
+    mono = Mono(num_pages=300, num_rows=8, chunk=8, width=200, prefix_cache=True)
+    mono.post("a", LONG[:100])
+    mono.post("b", [*LONG[:100], 7])
+    assert mono.step() == {"a": (0, 8)}
+    mono.mailbox.post(AbortRequest(rid="a"))
+    assert mono.step() == {"b": (8, 16)}, "what a has computed is kept"
+    mono.run()
+    assert mono.finish("b").type == "length" and mono.all_free()
+
+
+def test_a_flush_empties_the_cache_when_idle() -> None:
+    mono = Mono(num_pages=300, num_rows=8, chunk=64, width=200, prefix_cache=True)
+    mono.post("a", LONG[:100])
+    mono.run()
+    assert mono.memory.counts()["pages_cached"] == 25
+    mono.mailbox.post(FlushCache(query_id="q"))
+    mono.step()
+    assert [m.ok for m in mono.sent if isinstance(m, FlushReply)] == [True]
+    assert mono.memory.counts()["pages_cached"] == 0
+    mono.post("b", LONG[:100])
+    assert mono.step() == {"b": (0, 64)}
+
+
+def test_memory_is_kept_for_what_running_requests_are_expected_to_need() -> None:
+    mono = Mono(num_pages=50, num_rows=8, chunk=64, width=50)
+    mono.post("a", SHORT, max_new_tokens=150)
+    mono.step()
+    mono.post("b", SHORT, max_new_tokens=150)
+    assert "b" not in mono.step(), "0.7 x 150 tokens twice do not fit 200"
+    mono.run()
+    assert mono.core.counters["requests_retracted"] == 0
+
+
+@pytest.mark.parametrize("offload_bytes", [0, 1 << 20])
+def test_retraction_is_bounded_and_changes_no_token(offload_bytes: int) -> None:
+    roomy = Mono(num_pages=500, num_rows=8, chunk=64, width=100)
+    tight = Mono(num_pages=60, num_rows=8, chunk=64, width=60, offload_bytes=offload_bytes)
+    for mono in (roomy, tight):
+        mono.executor.resolve = super(type(mono.executor), mono.executor).resolve  # type: ignore[method-assign]
+        for i in range(8):
+            mono.post(str(i), [i * 100 + j + 3 for j in range(10)], max_new_tokens=100, ignore_eos=True)
+        ratio = mono.scheduler.role._generating.running.ratio  # type: ignore[attr-defined]
+        ratio.value = ratio._least = 0.05  # far too hopeful, so that memory runs out
+    worst: dict[str, int] = {}
+    for _ in range(2000):
+        tight.step()
+        for req in tight.scheduler.role.live.values():
+            worst[req.rid] = max(worst.get(req.rid, 0), req.num_retractions)
+        if not tight.scheduler.role.live:
+            break
+    roomy.run()
+    assert tight.core.counters["requests_retracted"] > 0 and max(worst.values()) <= MAX_RETRACTIONS
+    assert (tight.core.counters["offloaded_pages"] > 0) == (offload_bytes > 0)
+    assert worst["0"] == 0, "the oldest never gives way"
+    for i in range(8):
+        assert tight.tokens(str(i)) == roomy.tokens(str(i)) and len(tight.tokens(str(i))) == 100
+    assert tight.all_free() and tight.core.offloaded_bytes == 0 and tight.scheduler.audit() == []
+
+
+def test_an_abort_of_a_retracted_request_frees_its_host_memory() -> None:
+    mono = Mono(num_pages=20, num_rows=4, chunk=64, width=20, offload_bytes=1 << 20)
+    mono.scheduler.role._generating.running.ratio.value = 0.0  # type: ignore[attr-defined]
+    for rid in "ab":
+        mono.post(rid, SHORT, max_new_tokens=60, ignore_eos=True)
+    for _ in range(200):
+        mono.step()
+        if mono.core.offloaded_bytes:
+            break
+    assert mono.core.offloaded_bytes and mono.scheduler.role.queues()["num_retracted_reqs"] == 1
+    mono.mailbox.post(AbortRequest(rid=None))
+    mono.run()
+    assert mono.core.offloaded_bytes == 0 and mono.all_free()
+
+
+def test_the_ratio_falls_with_good_steps_and_rises_to_what_was_used() -> None:
+    ratio = NewTokenRatio(1.0)
+    assert ratio.value == 0.7
+    for _ in range(1000):
+        ratio.decay()
+    assert ratio.value == pytest.approx(0.098)
+    mono = Mono(num_pages=100, num_rows=4, width=50)
+    mono.post("a", max_new_tokens=100)
+    for _ in range(30):
+        mono.step()
+    req = mono.scheduler.role.live["a"]
+    ratio.raise_to([req])
+    assert ratio.value == pytest.approx((len(req.output_ids) + 16) / 100)
+    assert NewTokenRatio(3.0).value == 1.0
