@@ -228,3 +228,18 @@ def test_a_long_prompt_is_matched_up_to_its_first_other_token(page_tokens: int) 
         other = tokens.copy()
         other[position] += 70_000
         assert tree.peek(other.tobytes(), 4096) == position // page_tokens
+
+
+def test_new_pages_do_not_inherit_the_hits_of_those_before() -> None:
+    tree = tree_with(("a", [0]), ("x", [2]), eviction="lfu")
+    for text in ("a", "a", "x"):
+        tree.use(tree.match(letters(text), 1).node)
+    tree.insert(letters("ab"), [0, 1])
+    assert [tree.evict(1) for _ in range(3)] == [[1], [2], [0]]
+
+
+def test_new_pages_do_not_inherit_the_priority_of_those_before() -> None:
+    tree = RadixTree(PAGE_TOKENS, "priority")
+    for text, pages, priority in (("a", [0], 2), ("x", [2], 1), ("ab", [0, 1], 0)):
+        tree.insert(letters(text), pages, priority)
+    assert [tree.evict(1) for _ in range(3)] == [[1], [2], [0]]
