@@ -10,13 +10,12 @@ the ratio of the two, which is below 1x where overlap wins. On CPU the steps of 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):  # run by its path: `benchmarks`, `pdserve` and `tests` lie in the checkout's root
-    import sys
-
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report
@@ -118,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     times.append(loop.run(batch, args.context, args.steps, plan_ms / 1e3) * 1e3)
             off, on = (report.spread_of(times).show(2) for times in found)
             table.append([str(batch), f"{plan_ms:g}", off, on, report.ratios(found[1], found[0]).show(2, "x")])
+            print(" | ".join(table[-1]), file=sys.stderr, flush=True)
     for one in built:
         one.executor.close()
     print(
