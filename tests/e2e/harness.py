@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import requests
@@ -45,6 +46,11 @@ class Server:
         return self.ready.url
 
     @property
+    def workers(self) -> tuple[Server, ...]:
+        """The servers that have memory: for a monolith, itself."""
+        return (self,)
+
+    @property
     def bootstrap_port(self) -> int:
         """A prefill server's bootstrap port."""
         assert self.ready is not None and self.ready.bootstrap_port is not None
@@ -56,12 +62,31 @@ class Server:
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
-    def leaks(self) -> dict[str, int]:
-        """What is not free or not quiet; empty at idle."""
-        memory = self.state()["memory"]
+    def counter(self, name: str) -> float:
+        """One of the scheduler's totals; 0 before its first event."""
+        return float(self.state()["counters"].get(name, 0))
+
+    def metrics(self) -> dict[str, float]:
+        """`/metrics` by name, without labels."""
+        answer = requests.get(f"{self.url}/metrics", timeout=30)
+        assert answer.status_code == 200, answer.text
+        lines = [line for line in answer.text.splitlines() if line and not line.startswith("#")]
+        return {line.split("{")[0].split(" ")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+    def leaks(self) -> dict[str, Any]:
+        """What is not free, not quiet or does not add up; empty at idle. Pages that only the prefix cache has are free:
+        whoever needs them gets them.
+        """
+        state = self.state()
+        memory = state["memory"]
+        evictable = memory["pages_evictable"]
         lost = {name: memory[f"{name}_total"] - memory[f"{name}_free"] for name in ("pages", "rows", "aux")}
-        lost |= {name: count for name, count in memory.items() if not name.endswith(("_total", "_free"))}
-        return {name: count for name, count in lost.items() if count}
+        lost["pages"] -= evictable
+        lost["pages_locked"] = memory["pages_cached"] - evictable
+        cached = ("pages_cached", "pages_evictable")
+        lost |= {n: count for n, count in memory.items() if n not in cached and not n.endswith(("_total", "_free"))}
+        wrong = {"audit": state["audit"], "audit_differences": state["counters"].get("audit_differences", 0)}
+        return {name: what for name, what in (lost | wrong).items() if what}
 
     def kill(self) -> None:
         """SIGKILL, to this process alone; its scheduler must follow by itself."""
@@ -95,6 +120,16 @@ class Pair:
     def __init__(self, prefill: Server, decode: Server, router: Server) -> None:
         self.prefill, self.decode, self.router = prefill, decode, router
 
+    @property
+    def url(self) -> str:
+        """Where clients go."""
+        return self.router.url
+
+    @property
+    def workers(self) -> tuple[Server, ...]:
+        """The servers that have memory."""
+        return (self.prefill, self.decode)
+
     def generate(self, **body: Any) -> dict[str, Any]:
         """`/generate` through the router; must be 200."""
         answer = requests.post(f"{self.router.url}/generate", json=body, timeout=300)
@@ -118,13 +153,36 @@ def running(*servers: Server) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def running_pair(model: str, *flags: str) -> Iterator[Pair]:
+def running_pair(
+    model: str, *flags: str, prefill_flags: Sequence[str] = (), decode_flags: Sequence[str] = ()
+) -> Iterator[Pair]:
     """A 1P+1D pair over Mooncake with a router."""
-    prefill, decode = start_server(model, "prefill", *flags), start_server(model, "decode", *flags)
+    prefill = start_server(model, "prefill", *flags, *prefill_flags)
+    decode = start_server(model, "decode", *flags, *decode_flags)
     with running(prefill, decode):
         router = start_router([prefill], [decode])
         with running(router):
             yield Pair(prefill, decode, router)
+
+
+@contextlib.contextmanager
+def running_monolith(model: str, *flags: str) -> Iterator[Server]:
+    """One aggregated server."""
+    server = start_server(model, "null", *flags, name="monolith")
+    with running(server):
+        yield server
+
+
+def generate_all(url: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All bodies to `/generate` at once, each on a connection of its own; every one must be answered with 200."""
+
+    def ask(body: dict[str, Any]) -> dict[str, Any]:
+        answer = requests.post(f"{url}/generate", json=body, timeout=240)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    with ThreadPoolExecutor(max_workers=len(bodies)) as pool:
+        return list(pool.map(ask, bodies))
 
 
 def until(condition: Any, deadline_s: float, what: str) -> None:
@@ -136,6 +194,6 @@ def until(condition: Any, deadline_s: float, what: str) -> None:
 
 
 def assert_idle(*servers: Server, deadline_s: float = 20.0) -> None:
-    """Everything comes free: pages, rows, aux slots, rooms, transfers."""
+    """Everything comes free: pages, rows, aux slots, rooms, transfers; and the self-audit finds nothing."""
     for server in servers:
         until(lambda server=server: not server.leaks(), deadline_s, f"{server.child.name} idle; has {server.leaks()}")

@@ -6,8 +6,6 @@ import asyncio
 import random
 from pathlib import Path
 
-import requests
-
 from tests.e2e.clients import chat_all
 from tests.e2e.harness import assert_idle, running_pair
 
@@ -44,12 +42,8 @@ def test_clients_that_hang_up_disturb_nobody(smollm2_directory: Path) -> None:
             > 0
         )
         for server in (pair.prefill, pair.decode):
-            metrics = requests.get(f"{server.url}/metrics", timeout=30).text
-            values = {
-                line.split("{")[0].split(" ")[0]: float(line.rsplit(" ", 1)[1])
-                for line in metrics.splitlines()
-                if line and not line.startswith("#")
-            }
-            memory = server.state()["memory"]
-            assert values["pdserve:pages_free"] == memory["pages_total"] == values["pdserve:pages_total"]
+            values, memory = server.metrics(), server.state()["memory"]
+            assert values["pdserve:pages_free"] + values["pdserve:pages_evictable"] == memory["pages_total"]
+            assert values["pdserve:pages_total"] == memory["pages_total"]
             assert values["pdserve:rooms_live"] == values["pdserve:pages_held_remote"] == 0
+            assert values["pdserve:audit_differences"] == 0
