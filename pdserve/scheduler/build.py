@@ -118,7 +118,7 @@ def build_scheduler(
         kv,
         mailbox,
         max_queued=config.schedule.max_queued_requests,
-        overlap=not config.schedule.disable_overlap_schedule,
+        overlap=config.schedule.disable_overlap_schedule is False,
         facts=facts,
     )
 
@@ -174,6 +174,7 @@ def _transfer(
         "model": built.spec.digest(),
         "transfer_backend": transport.name,
         "weights": built.executor.weights_fingerprint,
+        "enable_deterministic_inference": int(config.kernels.enable_deterministic_inference),
     }
     args = KVArgs(
         instance=instance,
