@@ -211,3 +211,12 @@ def test_a_dead_lease_takes_nothing() -> None:
     with pytest.raises(AssertionError, match="dead lease"):
         memory.cache(lease, letters("a"))
     assert memory.audit() == []
+
+
+def test_a_lease_has_no_more_cached_pages_than_it_asked_for() -> None:
+    memory = make_memory(6)
+    serve(memory, "abcd").drop("request")
+    lease = memory.reserve_tokens(2 * PAGE_TOKENS, "r", letters("abcd"), 4 * PAGE_TOKENS)
+    assert lease is not None
+    assert (lease.pages, lease.num_prefix_pages) == ([0, 1], 2)
+    assert memory.audit() == []

@@ -243,3 +243,10 @@ def test_new_pages_do_not_inherit_the_priority_of_those_before() -> None:
     for text, pages, priority in (("a", [0], 2), ("x", [2], 1), ("ab", [0, 1], 0)):
         tree.insert(letters(text), pages, priority)
     assert [tree.evict(1) for _ in range(3)] == [[1], [2], [0]]
+
+
+def test_a_request_of_low_priority_takes_none_from_what_it_shares() -> None:
+    tree = RadixTree(PAGE_TOKENS, "priority")
+    for text, page, priority in (("a", 0, 2), ("x", 1, 1), ("a", 9, 0)):
+        tree.insert(letters(text), [page], priority)
+    assert [tree.evict(1) for _ in range(2)] == [[1], [0]]
