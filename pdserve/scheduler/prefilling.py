@@ -20,7 +20,7 @@ from pdserve.scheduler.req import Req
 from pdserve.scheduler.waiting import WaitingQueue
 
 LOOK_AHEAD = 32
-"""Waiting requests that a step looks at behind one that cannot start now."""
+"""Waiting requests that a step may pass over; those that it starts do not count."""
 
 
 class Prefilling:
@@ -104,12 +104,16 @@ class Prefilling:
         """The head of the queue, without those whose next page an active prompt computes just now: they wait for it."""
         self.waiting.refresh()
         under_way = {self._next_page(req, req.computed) for req in self.active.values()}
-        for req in list(itertools.islice(self.waiting, LOOK_AHEAD)):
+        num_passed = 0
+        while num_passed < min(LOOK_AHEAD, len(self.waiting)):
+            req = self.waiting[num_passed]
             next_page = self._next_page(req, self._num_cached(req))
             if next_page is None or next_page not in under_way:
                 yield req
-                if req.rid in self.active:
-                    under_way.add(next_page)
+            if req.rid in self.active:
+                under_way.add(next_page)
+            else:
+                num_passed += 1
 
     def _next_page(self, req: Req, num_tokens: int) -> bytes | None:
         """The tokens up to the end of the page after the first `num_tokens`; None when no page that others can use."""

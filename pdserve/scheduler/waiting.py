@@ -43,6 +43,10 @@ class WaitingQueue:
     def __contains__(self, req: Req) -> bool:
         return req.rid in self._place
 
+    def __getitem__(self, index: int) -> Req:
+        """The one that has `index` others before it."""
+        return self._entries[index][3]
+
     def __iter__(self) -> Iterator[Req]:
         """In order. The queue must not be changed meanwhile."""
         return (entry[3] for entry in self._entries)

@@ -1,0 +1,302 @@
+"""Real schedulers of every role on `CostModelExecutor`s and a network without delay, for `bench_scheduler`.
+
+What is real: scheduler, roles, memory, prefix cache, page table, transfer manager, encoding of outputs. What is not:
+the device, and the transport, in which bytes never arrive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import time
+from collections import Counter
+
+from pdserve.base.clock import ManualClock
+from pdserve.base.mailbox import Mailbox
+from pdserve.config.groups import SchedulePolicy
+from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
+from pdserve.memory.kv_memory import KVMemory
+from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
+from pdserve.memory.page_table import PageTable
+from pdserve.protocol.codec import Codec
+from pdserve.protocol.failure import Failure
+from pdserve.protocol.messages import GenerateRequest, RoomAddress, ToApi
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.scheduler.core import Core, Limits, Outbox
+from pdserve.scheduler.req import Req
+from pdserve.scheduler.roles.base import Role
+from pdserve.scheduler.roles.decode import DecodeRole
+from pdserve.scheduler.roles.monolith import MonolithRole
+from pdserve.scheduler.roles.prefill import PrefillRole
+from pdserve.scheduler.scheduler import Event, Scheduler
+from pdserve.scheduler.waiting import WaitingQueue
+from pdserve.sim.cost_model import CostModel, CostModelExecutor
+from pdserve.sim.network import Faults, SimNet, SimSocket
+from pdserve.transfer.aux import MetadataBuffers
+from pdserve.transfer.events import Address, CopyJob, PrefillFound
+from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST, KVArgs, KVManager, TransferTimes
+from pdserve.transfer.sessions import SessionTimes
+
+PAGE_TOKENS = 16
+PREFILL: Address = ("prefill", 1)
+NOWHERE: Address = ("nowhere", 1)
+FAKE: Address = (FAKE_BOOTSTRAP_HOST, 1)
+NEVER_S = 1e12
+LAYOUT = KVLayout(
+    (
+        KVGroup(
+            name="full",
+            kind=GroupKind.FULL,
+            num_layers=1,
+            page_tokens=PAGE_TOKENS,
+            num_kv_heads=1,
+            num_kv_heads_total=1,
+            head_dim=1,
+            dtype="bfloat16",
+        ),
+    )
+)
+"""Pages of a few bytes: what schedulers do does not depend on their size."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of one server."""
+
+    num_rows: int
+    num_pages: int
+    max_pages_per_row: int
+    num_aux: int = 0
+    chunk_tokens: int = 8192
+    policy: SchedulePolicy = "fcfs"
+
+
+class Watch(Counter[str]):
+    """CPU nanoseconds of the current step, by what they were spent on."""
+
+    def timed(self, name: str, began: int) -> None:
+        """Count what has passed since `began`, a `time.thread_time_ns`, for `name`."""
+        self[name] += time.thread_time_ns() - began
+
+
+class WatchedExecutor(CostModelExecutor):
+    """Its own CPU time is counted as `device`, so that it can be taken off a step's."""
+
+    watch: Watch
+
+    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+        """See `Executor`."""
+        began = time.thread_time_ns()
+        handle = super().launch(plan, layer_marks=layer_marks)
+        self.watch.timed("device", began)
+        return handle
+
+    def resolve(self, handle: StepHandle) -> StepResult:
+        """See `Executor`."""
+        began = time.thread_time_ns()
+        result = super().resolve(handle)
+        self.watch.timed("device", began)
+        return result
+
+
+class WatchedRole:
+    """Implements `Role`: another one, with its CPU time counted as `poll`, `plan` and `commit`."""
+
+    def __init__(self, role: Role, watch: Watch) -> None:
+        self.role, self.watch = role, watch
+
+    @property
+    def live(self) -> dict[str, Req]:
+        """See `Role`."""
+        return self.role.live
+
+    def admit(self, req: Req) -> None:
+        """See `Role`."""
+        self.role.admit(req)
+
+    def poll(self) -> None:
+        """See `Role`."""
+        began = time.thread_time_ns()
+        self.role.poll()
+        self.watch.timed("poll", began)
+
+    @property
+    def must_settle(self) -> bool:
+        """See `Role`. Counted as `plan`."""
+        began = time.thread_time_ns()
+        answer = self.role.must_settle
+        self.watch.timed("plan", began)
+        return answer
+
+    def plan(self, step: int) -> BatchPlan | None:
+        """See `Role`."""
+        began = time.thread_time_ns()
+        plan = self.role.plan(step)
+        self.watch.timed("plan", began)
+        return plan
+
+    def launched(self, handle: StepHandle) -> None:
+        """See `Role`."""
+        self.role.launched(handle)
+
+    def commit(self, plan: BatchPlan, result: StepResult) -> None:
+        """See `Role`."""
+        began = time.thread_time_ns()
+        self.role.commit(plan, result)
+        self.watch.timed("commit", began)
+
+    def end(self, req: Req, failure: Failure | None) -> None:
+        """See `Role`."""
+        self.role.end(req, failure)
+
+    def queues(self) -> dict[str, int]:
+        """See `Role`."""
+        return self.role.queues()
+
+    def facts(self) -> dict[str, float]:
+        """See `Role`."""
+        return self.role.facts()
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldEngine:
+    """`CopyEngine` whose copies never end."""
+
+    address: str
+    settle_s: float = 0.0
+
+    def submit(self, job: CopyJob) -> None:
+        """See `CopyEngine`."""
+
+    def forget(self, transport_address: str) -> None:
+        """See `CopyEngine`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDirectory:
+    """`Directory` that knows one prefill server; about any other it never answers."""
+
+    net: SimNet
+    endpoint: str
+
+    def find(self, address: Address) -> None:
+        """See `Directory`."""
+        entry = self.net.served.get(address)
+        if entry is not None:
+            self.net.post(self.endpoint, PrefillFound(address, *entry))
+
+    def probe(self, instance: str, endpoint: str) -> None:
+        """See `Directory`."""
+
+
+class CostedServer:
+    """One scheduler with all that is below it. `mode` is null, prefill or decode."""
+
+    def __init__(self, mode: str, sizes: Sizes, net: SimNet) -> None:
+        self.watch = Watch()
+        self.mailbox: Mailbox[Event] = Mailbox()
+        self.memory = KVMemory(
+            LAYOUT,
+            sizes.num_pages,
+            PageTable(sizes.num_rows, sizes.max_pages_per_row),
+            sizes.num_aux,
+            prefix_cache=True,
+        )
+        executor = WatchedExecutor(LAYOUT, sizes.num_pages, CostModel(), net.clock)
+        executor.watch = self.watch
+        limits = Limits(chunk_tokens=sizes.chunk_tokens, reserved_decode_tokens=0)
+        codec: Codec[ToApi] = Codec(ToApi)
+        self.core = Core(self.memory, executor, Outbox(lambda message: self._send(codec, message)), net.clock, limits)
+        waiting = WaitingQueue(sizes.policy, 10.0, self.memory)
+        self.kv = None if mode == "null" else self._transfer(mode, executor, sizes.num_aux, net)
+        self.scheduler = Scheduler(self._role(mode, waiting), self.core, self.kv, self.mailbox)
+        self.num_bytes_sent = 0
+
+    def step(self) -> Watch:
+        """One step of the scheduler; what it cost. `step` is all but the device."""
+        self.watch.clear()
+        began = time.thread_time_ns()
+        self.scheduler.step()
+        self.watch.timed("step", began)
+        self.watch["step"] -= self.watch["device"]
+        return self.watch
+
+    def queues(self) -> dict[str, int]:
+        """Queue lengths by SGLang's names."""
+        return self.scheduler.role.queues()
+
+    def ballast(self, num_pages_left: int) -> None:
+        """Take pages until so many are available."""
+        spare = self.memory.num_available - num_pages_left
+        assert spare >= 0 and self.memory.pages.reserve(spare, "ballast") is not None, (spare, num_pages_left)
+
+    def limit(self, *, reserved_decode_tokens: int, chunk_tokens: int) -> None:
+        """Change what was set to get to the state that a case begins with."""
+        self.core.limits = dataclasses.replace(
+            self.core.limits, reserved_decode_tokens=reserved_decode_tokens, chunk_tokens=chunk_tokens
+        )
+
+    def _send(self, codec: Codec[ToApi], message: ToApi) -> None:
+        self.num_bytes_sent += len(codec.encode(message))
+
+    def _role(self, mode: str, waiting: WaitingQueue) -> Role:
+        role: Role
+        if self.kv is None:
+            role = MonolithRole(self.core, waiting)
+        elif mode == "prefill":
+            role = PrefillRole(self.core, self.kv, waiting)
+        else:
+            role = DecodeRole(self.core, self.kv, waiting)
+        return WatchedRole(role, self.watch)
+
+    def _transfer(self, mode: str, executor: WatchedExecutor, num_aux: int, net: SimNet) -> KVManager:
+        net.mailboxes[mode] = self.mailbox
+        if mode == "prefill":
+            net.served[PREFILL] = (mode, mode)
+        times = SessionTimes(heartbeat_s=NEVER_S, resend_s=NEVER_S)
+        return KVManager(
+            KVArgs(
+                instance=mode,
+                layout=LAYOUT,
+                buffers=executor.buffers,
+                aux=MetadataBuffers(num_aux),
+                facts={"model": ""},
+            ),
+            SimSocket(net, mode),
+            HeldEngine(mode),
+            OneDirectory(net, mode),
+            net.clock,
+            TransferTimes(bootstrap_timeout_s=NEVER_S, waiting_timeout_s=NEVER_S, sessions=times),
+        )
+
+
+def instant_net() -> SimNet:
+    """A network that delivers at once."""
+    return SimNet(0, ManualClock(), Faults(repeated=0.0, max_delay_s=0.0))
+
+
+class Prompts:
+    """Makes requests: every other prompt begins like one of a few others. The same for the same seed."""
+
+    def __init__(self, num_tokens: int, max_new_tokens: int, first: int = 0) -> None:
+        self._rng = random.Random(0)
+        self._num_tokens = num_tokens
+        self._sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
+        self._heads = [self._tokens(num_tokens // 2) for _ in range(8)]
+        self._numbers = itertools.count(first)
+
+    def make(self, address: Address = FAKE) -> GenerateRequest:
+        """The next request; its two halves meet at `address`."""
+        number = next(self._numbers)
+        head = self._rng.choice(self._heads) if number % 2 else []
+        return GenerateRequest(
+            rid=f"request-{number}",
+            input_ids=head + self._tokens(self._num_tokens - len(head)),
+            sampling=self._sampling,
+            room=RoomAddress(host=address[0], port=address[1], room=number),
+            priority=number % 3,
+        )
+
+    def _tokens(self, count: int) -> list[int]:
+        return list(self._rng.randbytes(count))
