@@ -67,7 +67,7 @@ class Scheduler:
     def run(self) -> None:
         """Step until shut down; sleeps while there is nothing to compute and nothing posted."""
         while not self._stopping:
-            if not self.step():
+            if not self.step() and not self._stopping:
                 timer_s = None if self.kv is None else self.kv.sessions.next_timer_s()
                 waiting = self.kv is not None and not self.kv.quiet
                 self.mailbox.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)

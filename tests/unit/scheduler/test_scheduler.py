@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Literal
 
@@ -188,3 +189,12 @@ def test_shutdown_ends_the_loop() -> None:
     mono.mailbox.post(Shutdown())
     mono.scheduler.run()
     assert mono.scheduler.role.live or mono.finish("a")
+
+
+def test_a_shutdown_while_idle_is_not_slept_on() -> None:
+    mono = Mono()
+    loop = threading.Thread(target=mono.scheduler.run, daemon=True)
+    mono.mailbox.post(Shutdown())
+    loop.start()
+    loop.join(timeout=10)
+    assert not loop.is_alive()
