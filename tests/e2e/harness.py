@@ -185,6 +185,26 @@ def generate_all(url: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, A
         return list(pool.map(ask, bodies))
 
 
+def generate_while_some_leave(
+    url: str, staying: Sequence[dict[str, Any]], leaving: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The answers to `staying`, while the clients of `leaving` hang up one after the other, each after more tokens."""
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(max_workers=1) as pool:
+        streams = [
+            stack.enter_context(
+                requests.post(f"{url}/generate", json={**body, "stream": True}, stream=True, timeout=240)
+            )
+            for body in leaving
+        ]
+        answers = pool.submit(generate_all, url, staying)
+        for number, stream in enumerate(streams):
+            lines = stream.iter_lines()
+            for _ in range(2 + 8 * number):
+                next(lines)
+            stream.close()
+        return answers.result()
+
+
 def until(condition: Any, deadline_s: float, what: str) -> None:
     """Poll until `condition()` is true."""
     end = time.monotonic() + deadline_s

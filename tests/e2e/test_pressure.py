@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 
 from tests.e2e.harness import (
     Pair,
     Server,
     assert_idle,
     generate_all,
+    generate_while_some_leave,
     running_monolith,
     running_pair,
 )
@@ -122,29 +121,8 @@ def test_clients_that_leave_while_memory_is_short(served: tuple[Served, bool], e
     generates = deployment.workers[-1]
     bodies = requests_of_load()
     leavers = range(1, NUM_REQUESTS, 3)
-    outcomes: dict[int, list[int]] = {}
-
-    def run() -> None:
-        staying = [i for i in range(NUM_REQUESTS) if i not in leavers]
-        answers = generate_all(deployment.url, [bodies[i] for i in staying])
-        outcomes.update({i: answer["output_ids"] for i, answer in zip(staying, answers, strict=True)})
-
-    with contextlib.ExitStack() as stack:
-        streams = [
-            stack.enter_context(
-                requests.post(f"{deployment.url}/generate", json=bodies[i] | {"stream": True}, stream=True, timeout=240)
-            )
-            for i in leavers
-        ]
-        thread = threading.Thread(target=run)
-        thread.start()
-        for number, stream in enumerate(streams):
-            lines = stream.iter_lines()
-            for _ in range(2 + 12 * number):
-                next(lines)
-            stream.close()
-        thread.join(timeout=240)
-        assert not thread.is_alive(), "clients hang"
-    assert outcomes == {i: tokens for i, tokens in enumerate(expected) if i not in leavers}
+    staying = [i for i in range(NUM_REQUESTS) if i not in leavers]
+    answers = generate_while_some_leave(deployment.url, [bodies[i] for i in staying], [bodies[i] for i in leavers])
+    assert [answer["output_ids"] for answer in answers] == [expected[i] for i in staying]
     assert_idle(*deployment.workers)
     assert generates.counter("requests_aborted") > 0
