@@ -5,8 +5,8 @@ waiting   no memory yet, in the order of the policy
 active    has a lease over all its known tokens and a row; what started, always goes on
 
 A step has a budget of prompt tokens. The oldest active prompt comes first, but one that does not fit the step leaves up
-to half of it to prompts that can be finished in it, so that a long prompt at most doubles its own time and holds
-nobody back for all of it.
+to half of it to shorter prompts: those that can be finished in it, and then one that is at most half as long as what
+is left of the long one. So a long prompt at most doubles its own time and holds nobody back for all of it.
 """
 
 from __future__ import annotations
@@ -85,35 +85,55 @@ class Prefilling:
     # ------------------------------------------------------------------ inside
 
     def _short_ones(self, budget: int, long: Req, rows: list[Row]) -> int:
-        """Chunks of prompts that end within `budget` tokens; how many tokens they take."""
+        """Chunks of prompts that end within `budget` tokens; what these leave of it goes to one prompt that ends long
+        before `long` does. How many tokens they take.
+        """
         spent = 0
+        partial: Req | None = None
         for req in self.active.values():
-            if req is not long and _left(req) <= budget - spent:
+            if req is long:
+                continue
+            if _left(req) <= budget - spent:
                 spent += self._chunk(req, rows, budget)
+            else:
+                partial = partial or req
         for req in self._candidates():
             if spent >= budget:
                 break
-            if req.num_known - self._num_cached(req) > budget - spent:
-                continue
-            if not self._start(req):
-                break
-            spent += self._chunk(req, rows, budget)
+            missing = req.num_known - self._num_cached(req)
+            if missing <= budget - spent:
+                if not self._start(req):
+                    return spent
+                spent += self._chunk(req, rows, budget)
+            elif partial is None and missing <= _left(long) // 2:
+                partial = req
+        if partial is not None and spent < budget and (partial.rid in self.active or self._start_alone(partial)):
+            spent += self._chunk(partial, rows, budget - spent)
         return spent
+
+    def _start_alone(self, req: Req) -> bool:
+        """Start `req` unless what was started since it was looked at computes its next page."""
+        return self._next_page(req, self._num_cached(req)) not in self._under_way() and self._start(req)
+
+    def _under_way(self) -> set[bytes]:
+        """The next pages of active prompts, where others can use them."""
+        pages = (self._next_page(req, req.computed) for req in self.active.values())
+        return {page for page in pages if page is not None}
 
     def _candidates(self) -> Iterator[Req]:
         """The head of the queue, without those whose next page an active prompt computes just now: they wait for it."""
         self.waiting.refresh()
-        under_way = {self._next_page(req, req.computed) for req in self.active.values()}
+        under_way = self._under_way()
         num_passed = 0
         while num_passed < min(LOOK_AHEAD, len(self.waiting)):
             req = self.waiting[num_passed]
             next_page = self._next_page(req, self._num_cached(req))
-            if next_page is None or next_page not in under_way:
+            if next_page not in under_way:
                 yield req
-            if req.rid in self.active:
-                under_way.add(next_page)
-            else:
+            if req.rid not in self.active:
                 num_passed += 1
+            elif next_page is not None:
+                under_way.add(next_page)
 
     def _next_page(self, req: Req, num_tokens: int) -> bytes | None:
         """The tokens up to the end of the page after the first `num_tokens`; None when no page that others can use."""

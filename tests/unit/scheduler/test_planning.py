@@ -25,6 +25,21 @@ def test_a_long_prompt_leaves_half_of_each_step_to_short_ones() -> None:
     assert mono.finish("long").type == "length" and mono.all_free()
 
 
+def test_a_prompt_of_several_half_steps_goes_on_beside_a_much_longer_one() -> None:
+    mono = Mono(num_pages=300, num_rows=8, chunk=40, width=200)
+    mono.post("long", LONG)
+    assert mono.step() == {"long": (0, 40)}
+    mono.post("middle", list(range(2000, 2050)), max_new_tokens=1)
+    assert mono.step() == {"middle": (0, 20), "long": (40, 60)}
+    mono.post("short", SHORT, max_new_tokens=1)
+    assert mono.step() == {"short": (0, 10), "middle": (20, 28), "long": (60, 80)}, "what ends in this step comes first"
+    assert mono.step() == {"middle": (28, 48), "long": (80, 100)}
+    assert mono.step() == {"middle": (48, 50), "long": (100, 136)}
+    assert mono.finish("middle").type == mono.finish("short").type == "length"
+    mono.run()
+    assert mono.finish("long").type == "length" and mono.all_free()
+
+
 def test_a_second_long_prompt_waits_for_the_first() -> None:
     mono = Mono(num_pages=300, num_rows=8, chunk=40, width=200)
     mono.post("one", LONG)
