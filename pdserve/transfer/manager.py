@@ -157,6 +157,16 @@ class KVManager:
         self.send_side.tick()
         self.receive_side.tick()
 
+    def take_moved(self) -> list[int]:
+        """Rooms whose state has moved since the last call and that are open still, oldest move first.
+
+        What a role would see if it polled all its handles, at the cost of those that have something to say.
+        """
+        moved = [*self.send_side.moved, *self.receive_side.moved]
+        self.send_side.moved.clear()
+        self.receive_side.moved.clear()
+        return moved
+
     @property
     def quiet(self) -> bool:
         """True when no transfer is open, running, or waiting to be acknowledged."""

@@ -46,6 +46,12 @@ class ReceiveSide:
         self._attempts = itertools.count(1)
         self.rooms: dict[int, ReceiveRoom] = {}
         self.published: dict[Key, Published] = {}
+        self.moved: dict[int, None] = {}
+        self._seeking: dict[Address, dict[int, ReceiveRoom]] = {}
+        """Rooms without a session, in the order of their opening."""
+        self._expecting: dict[int, ReceiveRoom] = {}
+        """Rooms whose pages are published, in that order."""
+        self._fenced: dict[Key, Published] = {}
 
     # ------------------------------------------------------------------ called by receivers
 
@@ -60,12 +66,21 @@ class ReceiveSide:
                 f"bootstrap_room {room} is in use", field="bootstrap_room", status=409, code="room_in_use"
             )
         key = Key(room, next(self._attempts), self._instance)
-        record = ReceiveRoom(room=room, digest=digest, opened_at=self._clock.now(), address=address, key=key, fake=fake)
+        record = ReceiveRoom(
+            room=room,
+            digest=digest,
+            opened_at=self._clock.now(),
+            moved=self.moved,
+            address=address,
+            key=key,
+            fake=fake,
+        )
         self.rooms[room] = record
         if fake:
             record.move(KVPoll.WAITING_FOR_INPUT)
         else:
-            self._dial(record)
+            self._seeking.setdefault(address, {})[room] = record
+            self._dial(address)
         return record
 
     def publish(self, room: ReceiveRoom, leases: tuple[Lease, ...], aux: Lease, cached_tokens: int = 0) -> None:
@@ -85,6 +100,7 @@ class ReceiveSide:
         for lease in (*leases, aux):
             lease.hold("remote")
         room.published_at = self._clock.now()
+        self._expecting[room.room] = room
         pages = tuple(tuple(lease.pages[num_cached:]) for lease in leases)
         num_told = sum(map(len, pages)) + len(aux.pages)
         self.published[room.key] = Published(room.key, peer.instance, (*leases, aux), num_told)
@@ -109,22 +125,24 @@ class ReceiveSide:
         """The request has ended and let go of the room; its pages may stay published."""
         if self.rooms.get(room.room) is room:
             del self.rooms[room.room]
+            self.moved.pop(room.room, None)
+            self._expecting.pop(room.room, None)
+            seeking = self._seeking.get(room.address, {})
+            if seeking.pop(room.room, None) is not None and not seeking:
+                del self._seeking[room.address]
 
     # ------------------------------------------------------------------ what comes in
 
     def on_peer_ready(self, peer: Peer) -> None:
         """A session is up: rooms that waited for it go on."""
-        for room in self.rooms.values():
-            if room.peer is None and room.address in peer.addresses:
-                room.peer = peer.instance
-                room.move(KVPoll.WAITING_FOR_INPUT)
+        for address in peer.addresses:
+            self._bind(address, peer)
 
     def on_dial_failed(self, address: Address, failure: Failure) -> None:
         """No session with that prefill server can be had."""
         self._counters["bootstrap_failed"] += 1
-        for room in self.rooms.values():
-            if room.peer is None and room.address == address:
-                room.fail(failure)
+        for room in self._seeking.pop(address, {}).values():
+            room.fail(failure)
 
     def sends(self, peer: Peer, key: Key) -> bool:
         """True when `peer` is whom the pages of `key` were given to; nobody else can say how it ended."""
@@ -156,22 +174,26 @@ class ReceiveSide:
             for entry in self.published.values():
                 if entry.peer == peer.instance and entry.fenced_at is None:
                     entry.fenced_at = self._clock.now() + self._engine.settle_s
+                    self._fenced[entry.key] = entry
 
     def tick(self) -> None:
-        """Time-outs, and pages of dead peers whose last bytes have drained."""
+        """Time-outs, and pages of dead peers whose last bytes have drained. Looks at the oldest rooms only."""
         now = self._clock.now()
-        for room in list(self.rooms.values()):
-            if room.state is KVPoll.BOOTSTRAPPING:
-                self._dial(room)
-                if now - room.opened_at > self._bootstrap_timeout_s:
-                    message = f"no session with the prefill server within {self._bootstrap_timeout_s:g} s"
-                    self.fail(room, Failure(code="bootstrap_timeout", message=message, status=504))
-            elif room.published_at is not None and now - room.published_at > self._waiting_timeout_s:
-                message = f"the KV cache did not come within {self._waiting_timeout_s:g} s"
-                self.fail(room, Failure(code="transfer_timeout", message=message, status=504))
-        for entry in list(self.published.values()):
-            if entry.fenced_at is not None and now >= entry.fenced_at:
-                self._release(entry.key)
+        for address, seeking in list(self._seeking.items()):
+            for room in list(itertools.takewhile(lambda r: self._seeks_too_long(r, now), seeking.values())):
+                del seeking[room.room]
+                message = f"no session with the prefill server within {self._bootstrap_timeout_s:g} s"
+                self.fail(room, Failure(code="bootstrap_timeout", message=message, status=504))
+            if seeking:
+                self._dial(address)
+            else:
+                del self._seeking[address]
+        for room in list(itertools.takewhile(lambda r: self._waits_too_long(r, now), self._expecting.values())):
+            del self._expecting[room.room]
+            message = f"the KV cache did not come within {self._waiting_timeout_s:g} s"
+            self.fail(room, Failure(code="transfer_timeout", message=message, status=504))
+        for entry in [entry for entry in self._fenced.values() if entry.fenced_at is None or now >= entry.fenced_at]:
+            self._release(entry.key)
 
     @property
     def num_remote_pages(self) -> int:
@@ -180,13 +202,25 @@ class ReceiveSide:
 
     # ------------------------------------------------------------------ inside
 
-    def _dial(self, room: ReceiveRoom) -> None:
-        peer = self._sessions.dial(room.address)
+    def _dial(self, address: Address) -> None:
+        """Ask for a session; where there is one, the rooms that want it go on."""
+        peer = self._sessions.dial(address)
         if peer is not None:
+            self._bind(address, peer)
+
+    def _bind(self, address: Address, peer: Peer) -> None:
+        for room in self._seeking.pop(address, {}).values():
             room.peer = peer.instance
             room.move(KVPoll.WAITING_FOR_INPUT)
 
+    def _seeks_too_long(self, room: ReceiveRoom, now: float) -> bool:
+        return now - room.opened_at > self._bootstrap_timeout_s
+
+    def _waits_too_long(self, room: ReceiveRoom, now: float) -> bool:
+        return room.published_at is not None and now - room.published_at > self._waiting_timeout_s
+
     def _release(self, key: Key) -> None:
+        self._fenced.pop(key, None)
         entry = self.published.pop(key, None)
         if entry is not None:
             entry.release()

@@ -22,10 +22,14 @@ class Room:
     opened_at: float
     state: KVPoll = KVPoll.BOOTSTRAPPING
     failure: Failure | None = None
+    moved: dict[int, None] = dataclasses.field(default_factory=dict)
+    """Numbers of the rooms of this side that have moved, in order; shared by all of them, emptied by the manager."""
 
     def move(self, new: KVPoll) -> None:
         """A local event."""
-        self.state = advance(self.state, new)
+        before, self.state = self.state, advance(self.state, new)
+        if self.state is not before:
+            self.moved[self.room] = None
 
     def fail(self, failure: Failure) -> bool:
         """Fail, unless the room has ended; True when this call did it."""

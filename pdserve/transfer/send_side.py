@@ -11,6 +11,7 @@ A key's way: Meta binds it -> chunks are submitted -> all have landed: Done.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import msgspec
@@ -52,6 +53,9 @@ class SendSide:
         self._counters = counters
         self.rooms: dict[int, SendRoom] = {}
         self.outgoing: dict[Key, Outgoing] = {}
+        self.moved: dict[int, None] = {}
+        self._settling: dict[Key, Outgoing] = {}
+        """Keys with a failed write that may still land."""
         self._unmatched = Unmatched(clock, timeout_s)
         self._closed = ClosedKeys()
 
@@ -68,7 +72,9 @@ class SendSide:
             raise RequestError(
                 f"bootstrap_room {room} is in use", field="bootstrap_room", status=409, code="room_in_use"
             )
-        record = SendRoom(room=room, digest=digest, opened_at=self._clock.now(), num_tokens=num_tokens, fake=fake)
+        record = SendRoom(
+            room=room, digest=digest, opened_at=self._clock.now(), moved=self.moved, num_tokens=num_tokens, fake=fake
+        )
         self.rooms[room] = record
         self._unmatched.exhume(room, digest)
         if fake:
@@ -129,6 +135,7 @@ class SendSide:
         """The request has ended and let go of the room."""
         if self.rooms.get(room.room) is room:
             del self.rooms[room.room]
+            self.moved.pop(room.room, None)
 
     # ------------------------------------------------------------------ what comes in
 
@@ -187,6 +194,7 @@ class SendSide:
             self._counters["copies_failed"] += not event.job.cancelled
             if not event.settled:
                 out.settled_at = max(out.settled_at, self._clock.now() + self._engine.settle_s)
+                self._settling[out.key] = out
             if out.failure is None:
                 room = self.rooms.get(out.key.room)
                 if room is not None and room.target is not None and room.target.key == out.key:
@@ -208,15 +216,14 @@ class SendSide:
             self._unmatched.forget_peer(peer.instance)
 
     def tick(self) -> None:
-        """Time-outs, and failed writes that have settled."""
+        """Time-outs, and failed writes that have settled. Looks at the oldest rooms only."""
         now = self._clock.now()
-        for room in list(self.rooms.values()):
-            if room.state is KVPoll.BOOTSTRAPPING and now - room.opened_at > self._timeout_s:
+        for room in list(itertools.takewhile(lambda r: now - r.opened_at > self._timeout_s, self.rooms.values())):
+            if room.state is KVPoll.BOOTSTRAPPING:
                 message = f"no decode server came for room {room.room} within {self._timeout_s:g} s"
                 self.fail(room, Failure(code="bootstrap_timeout", message=message, status=504))
-        for out in list(self.outgoing.values()):
-            if out.settled_at:
-                self._finish(out)
+        for out in list(self._settling.values()):
+            self._finish(out)
         for early in self._unmatched.expire():
             peer = self._sessions.peer(early.instance)
             if peer is not None:
@@ -298,6 +305,7 @@ class SendSide:
         if out.failure is None and out.sealed_at is None:
             return
         del self.outgoing[out.key]
+        self._settling.pop(out.key, None)
         self._closed.add(out.key)
         for lease in out.leases:
             lease.drop("send")

@@ -43,7 +43,11 @@ class DecodeRole:
     def __init__(self, core: Core, kv: KVManager, retracted: WaitingQueue) -> None:
         self._core = core
         self._kv = kv
+        self._rooms: dict[int, Req] = {}
+        """By room, while the room is open."""
         self._prealloc: dict[str, Req] = {}
+        self._ready: dict[str, Req] = {}
+        """Those in prealloc that have a session."""
         self._transfer: dict[str, Req] = {}
         self._waiting: dict[str, Req] = {}
         self._generating = Generating(core, retracted, self._headroom_tokens)
@@ -58,27 +62,15 @@ class DecodeRole:
         address = (room.host, room.port or 0)
         req.receiver = self._kv.open_receiver(room.room, address, prompt_digest(req.spec.input_ids))
         self.live[req.rid] = req
+        self._rooms[room.room] = req
         self._prealloc[req.rid] = req
 
     def poll(self) -> None:
         """Publish pages where there is memory, take what has landed, seat what waits."""
-        may_publish = not len(self._generating.prefilling.waiting)
-        reserve: Reserve | None = None
-        for req in list(self._prealloc.values()):
-            assert req.receiver is not None
-            state = req.receiver.poll()
-            if state is KVPoll.FAILED:
-                self.end(req, req.receiver.failure or LOST)
-            elif state is KVPoll.WAITING_FOR_INPUT and may_publish:
-                reserve = reserve or Reserve(self._core.limits.reserved_decode_tokens, self._held())
-                may_publish = self._publish(req, reserve)
-        for req in list(self._transfer.values()):
-            assert req.receiver is not None
-            state = req.receiver.poll()
-            if state is KVPoll.FAILED:
-                self.end(req, req.receiver.failure or LOST)
-            elif state is KVPoll.SUCCESS:
-                self._receive(req)
+        self._take_moves()
+        if self._ready and not len(self._generating.prefilling.waiting):
+            self._publish_ready()
+            self._take_moves()
         for req in list(itertools.islice(self._waiting.values(), self._core.memory.table.num_free)):
             del self._waiting[req.rid]
             self._core.seat(req)
@@ -127,6 +119,30 @@ class DecodeRole:
         """See `Role.facts`."""
         return {"new_token_ratio": self._generating.running.ratio.value}
 
+    def _take_moves(self) -> None:
+        """What has become of rooms since the last look; those in which nothing happened cost nothing."""
+        for room in self._kv.take_moved():
+            req = self._rooms[room]
+            assert req.receiver is not None
+            state = req.receiver.poll()
+            if state is KVPoll.FAILED:
+                self.end(req, req.receiver.failure or LOST)
+            elif state is KVPoll.SUCCESS:
+                self._receive(req)
+            elif state is KVPoll.WAITING_FOR_INPUT and req.rid in self._prealloc:
+                self._ready[req.rid] = req
+
+    def _publish_ready(self) -> None:
+        """Publish pages, the oldest first, until one finds too little memory."""
+        reserve = Reserve(self._core.limits.reserved_decode_tokens, self._held())
+        published: list[str] = []
+        for rid, req in self._ready.items():
+            if not self._publish(req, reserve):
+                break
+            published.append(rid)
+        for rid in published:
+            del self._ready[rid]
+
     def _publish(self, req: Req, reserve: Reserve) -> bool:
         """Take memory for the request and tell prefill where to write; False when there is too little."""
         memory = self._core.memory
@@ -164,7 +180,7 @@ class DecodeRole:
         req.times.received = self._core.clock.now()
         req.aux.drop("request")
         req.aux = None
-        req.receiver.close()
+        self._close(req)
         req.computed = req.planned = req.num_prompt
         req.num_cached = record.cached_tokens
         self._keep(req)
@@ -191,15 +207,22 @@ class DecodeRole:
             self._core.cache(req)
 
     def _leave(self, req: Req) -> None:
-        assert req.receiver is not None
-        req.receiver.close()
+        self._close(req)
         self._prealloc.pop(req.rid, None)
+        self._ready.pop(req.rid, None)
         self._transfer.pop(req.rid, None)
         self._waiting.pop(req.rid, None)
         self._generating.remove(req)
         del self.live[req.rid]
         self._keep(req)
         self._core.release(req)
+
+    def _close(self, req: Req) -> None:
+        """Let go of the room, whose number may be used again."""
+        assert req.receiver is not None and req.spec.room is not None
+        req.receiver.close()
+        if self._rooms.get(req.spec.room.room) is req:
+            del self._rooms[req.spec.room.room]
 
     def _timing(self, req: Req) -> RequestTiming:
         """The time to the first token, in parts that add up to it."""

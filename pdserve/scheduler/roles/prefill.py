@@ -39,6 +39,7 @@ class PrefillRole:
         self._bootstrap: dict[str, Req] = {}
         self._prefilling = Prefilling(core, waiting, lambda req: 0.0, needs_aux=True)
         self._inflight: dict[str, Req] = {}
+        self._rooms: dict[int, Req] = {}
         self.live: dict[str, Req] = {}
 
     def admit(self, req: Req) -> None:
@@ -50,11 +51,13 @@ class PrefillRole:
         digest = prompt_digest(req.spec.input_ids)
         req.sender = self._kv.open_sender(room.room, room.host, digest, req.num_prompt)
         self.live[req.rid] = req
+        self._rooms[room.room] = req
         self._bootstrap[req.rid] = req
 
     def poll(self) -> None:
         """Rooms that are bound go on to waiting; those that ended, leave."""
-        for req in list(self.live.values()):
+        for room in self._kv.take_moved():
+            req = self._rooms[room]
             assert req.sender is not None
             state = req.sender.poll()
             if state is KVPoll.FAILED:
@@ -149,8 +152,9 @@ class PrefillRole:
         self._core.outbox.emit(req, tokens, FinishReason(type="length", length=1), timing)
 
     def _leave(self, req: Req) -> None:
-        assert req.sender is not None
+        assert req.sender is not None and req.spec.room is not None
         req.sender.close()
+        del self._rooms[req.spec.room.room]
         self._prefilling.remove(req)
         self._bootstrap.pop(req.rid, None)
         self._inflight.pop(req.rid, None)

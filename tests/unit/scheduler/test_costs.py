@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from benchmarks.costed_states import STATES, Case, RoleName
+from pdserve.transfer.handles import KVReceiver, KVSender
+from pdserve.transfer.state import KVPoll
 from tests.unit.scheduler.kit import Mono
 
 
@@ -13,3 +18,24 @@ def test_a_flood_of_short_prompts_fills_the_steps_budget() -> None:
     assert len(mono.step()) == 100
     mono.run()
     assert mono.all_free()
+
+
+@pytest.mark.parametrize(
+    ("role", "state"), [(role, state) for role, state in STATES if role != "null" and state != "step"]
+)
+def test_rooms_in_which_nothing_happens_are_not_looked_at(
+    role: RoleName, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = STATES[role, state](Case(role, state, "fcfs", 3, 40))
+    made.server.step()
+    looks: list[KVReceiver | KVSender] = []
+
+    def counted(handle: KVReceiver | KVSender) -> KVPoll:
+        looks.append(handle)
+        return handle._room.state
+
+    for kind in (KVReceiver, KVSender):
+        monkeypatch.setattr(kind, "poll", counted)
+    made.server.step()
+    made.check()
+    assert not looks
