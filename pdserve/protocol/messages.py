@@ -52,9 +52,10 @@ class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StateQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask for an `EngineState`."""
+    """Ask for an `EngineState`. `audit`: check the books first, which takes time in proportion to the pool."""
 
     query_id: str
+    audit: bool = False
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -128,7 +129,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     `queues`: length by queue name. `memory`: counts by name, e.g. pages_total, pages_free, pages_leased,
     pages_held_remote, rows_total, rows_free, aux_total, aux_free, rooms_live.
     `counters`: ever-growing totals by name. `facts`: static strings and numbers (layout, transport, dtype).
-    `audit`: what the self-audit found, a sentence each: a page, row, slot or room with no owner or two. Empty is well.
+    `audit`: what the newest self-audit found, a sentence each: a page, row, slot or room with no owner or two.
     """
 
     queues: dict[str, int]

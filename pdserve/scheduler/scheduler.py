@@ -61,6 +61,7 @@ class Scheduler:
         self._step = 0
         self._under_way: StepHandle | None = None
         self._audited = True
+        self._found: list[str] = []
         self._pace = Pace(core.clock)
         self._stopping = False
 
@@ -124,8 +125,8 @@ class Scheduler:
         return not self.role.live and self._under_way is None and (self.kv is None or self.kv.quiet)
 
     def _audit_at_idle(self) -> None:
-        self._audited = True
-        for sentence in self.audit():
+        self._audited, self._found = True, self.audit()
+        for sentence in self._found:
             self.core.counters["audit_differences"] += 1
             log.error("self-audit: %s", sentence)
 
@@ -162,7 +163,7 @@ class Scheduler:
             num_queue_reqs=len(self.role.live) - queues["num_running_reqs"],
             num_used_tokens=used,
             max_total_tokens=self.core.memory.max_tokens,
-            audit=self.audit(),
+            audit=self._found,
         )
 
     def _handle(self, event: Event) -> None:
@@ -171,7 +172,9 @@ class Scheduler:
                 self._admit(event)
             case AbortRequest():
                 self._abort(event)
-            case StateQuery(query_id=query_id):
+            case StateQuery(query_id=query_id, audit=audit):
+                if audit:
+                    self._found = self.audit()
                 self.core.outbox.send(StateReply(query_id=query_id, state=self.state()))
             case FlushCache(query_id=query_id):
                 self.core.outbox.send(self._flush_cache(query_id))

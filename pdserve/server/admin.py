@@ -105,7 +105,7 @@ def _state_fields(state: EngineState | None) -> dict[str, Any]:
 async def server_info(context: ServerContext) -> Response:
     """All flags, the facts of model and engine, and the scheduler's counts now."""
     ready = context.client.ready
-    state = await context.client.state(STATE_TIMEOUT_S)
+    state = await context.client.state(STATE_TIMEOUT_S, audit=True)
     body = {
         **_flags(context),
         **_model_facts(context),

@@ -216,11 +216,11 @@ class EngineClient:
         """The newest state seen."""
         return self._queries.last_state
 
-    async def state(self, timeout_s: float) -> EngineState | None:
+    async def state(self, timeout_s: float, *, audit: bool = False) -> EngineState | None:
         """The scheduler's state now; the last one seen when it does not answer in time (a long step), or is gone."""
         if self.ready is None:
             return self.last_state
-        return await self._queries.state(timeout_s)
+        return await self._queries.state(timeout_s, audit=audit)
 
     async def flush(self, timeout_s: float) -> FlushReply:
         """Ask the scheduler to forget cached prefixes.

@@ -22,12 +22,15 @@ class EngineQueries:
         self._flushes: dict[str, asyncio.Future[FlushReply]] = {}
         self.last_state: EngineState | None = None
 
-    async def state(self, timeout_s: float) -> EngineState | None:
-        """The state now, or the last one seen when no answer comes in `timeout_s` or the engine goes."""
+    async def state(self, timeout_s: float, *, audit: bool = False) -> EngineState | None:
+        """The state now, or the last one seen when no answer comes in `timeout_s` or the engine goes.
+
+        `audit`: after a self-audit.
+        """
         query_id = uuid.uuid4().hex
         answer = self._states[query_id] = asyncio.get_running_loop().create_future()
         try:
-            await self._channel.send(StateQuery(query_id=query_id))
+            await self._channel.send(StateQuery(query_id=query_id, audit=audit))
             return await asyncio.wait_for(answer, timeout_s)
         except (TimeoutError, EngineDeadError):
             return self.last_state

@@ -72,7 +72,7 @@ def test_the_audit_runs_at_idle_and_is_counted(caplog: pytest.LogCaptureFixture)
     assert lost is not None
     mono.run()
     assert mono.core.counters["audit_differences"] > 0 and "self-audit" in caplog.text
-    mono.mailbox.post(StateQuery(query_id="q"))
+    mono.mailbox.post(StateQuery(query_id="q", audit=True))
     mono.step()
     state = next(m.state for m in mono.sent if isinstance(m, StateReply))
     assert state.audit and state.counters["audit_differences"] > 0
