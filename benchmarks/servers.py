@@ -1,6 +1,6 @@
 """pdserve's servers as child processes on free ports, for benchmarks that start what they measure.
 
-Ended by pid when the `with` block is left, whatever happens in it.
+All of them are ended by pid when the `with` block is left, whatever happens in it.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from pdserve.base.process import Child, ChildError, Ready, end_all
+from pdserve.launch_local import LocalConfig, LocalService
 
 READY_S = 120.0
 GRACE_S = 15.0
@@ -65,3 +68,37 @@ def monolith_and_pair(model: str, dtype: str, *, threads: int) -> Iterator[dict[
         flags = ["--pd-disaggregation", "--port", "0", "--prefill", sender.url, str(sender.bootstrap_port)]
         router = start("router", "pdserve.launch_router", [*flags, "--decode", receiver.url], 1)
         yield {"monolith": monolith.wait().url, "1P1D": router.wait().url}
+
+
+@contextlib.contextmanager
+def monolith(model: str, dtype: str, *, threads: int, flags: Sequence[str] = ()) -> Iterator[str]:
+    """URL of a monolith with `threads` threads; `flags` are more flags of `launch_server`."""
+    argv = [*server_flags(model, dtype, "null", threads), *flags]
+    server = Server("monolith", "pdserve.launch_server", argv, threads)
+    try:
+        yield server.wait().url
+    finally:
+        end_all([server.child], GRACE_S)
+
+
+@contextlib.contextmanager
+def local_pair(model: str, dtype: str, *, threads: int, flags: Sequence[str] = ()) -> Iterator[str]:
+    """URL of the router of a `launch_local` service of 1P1D, whose servers have `threads` threads each.
+
+    `flags` are more flags of `launch_local`; those of one role go to its server only.
+    """
+    flags = ("--dtype", dtype, "--device", "cpu", *flags)
+    with tempfile.TemporaryDirectory(prefix="pdserve-logs-") as log_dir:
+        config = LocalConfig(
+            model_path=model,
+            router_port=0,
+            cpu_threads=threads,
+            log_dir=Path(log_dir),
+            ready_timeout_s=READY_S,
+            server_flags=flags,
+        )
+        service = LocalService(config, say=lambda line: None)
+        try:
+            yield service.start()
+        finally:
+            service.close()
