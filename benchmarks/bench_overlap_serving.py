@@ -1,0 +1,154 @@
+"""Overlap scheduling end to end on CPU: a monolith with one step in flight against one that takes steps one by one.
+
+    python -m benchmarks.bench_overlap_serving [--rounds 5] [--write]
+
+`bench_overlap` asks the same of the executor alone. Here two real servers of the same model and threads, both up for
+the whole run, serve the same `--streams` streams over HTTP in turn; ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie in the checkout's root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import bench_serving, report
+from benchmarks.servers import monolith
+
+OFF, ON = "one by one", "one in flight"
+FLAGS = {OFF: "--disable-overlap-schedule", ON: "--no-disable-overlap-schedule"}
+METRICS = (
+    ("output_tok_s", "output tok/s", 1),
+    ("itl_p50_ms", "ITL p50, ms", 1),
+    ("itl_p99_ms", "ITL p99, ms", 1),
+)
+Rounds = dict[str, list[dict[str, float]]]
+"""For each side the metrics of each round."""
+
+
+def measure(args: argparse.Namespace, url: str, seed: int, output_len: int) -> dict[str, float]:
+    """All streams once.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    flags = bench_serving.parse_flags(
+        [
+            "--base-url", url, "--prompts", "ids", "--ignore-eos", "--num-warmup", "0", "--seed", str(seed),
+            "--num-prompts", str(args.streams), "--concurrency", str(args.streams),
+            "--input-len", str(args.input_len), "--output-len", str(output_len),
+        ]
+    )  # fmt: skip
+    summary = bench_serving.summarize(flags, *asyncio.run(bench_serving.run_all(flags)))
+    if summary["num_errors"]:
+        raise RuntimeError(f"{url}: {summary['errors']}")
+    return {
+        "output_tok_s": summary["output_tokens_per_s"],
+        "itl_p50_ms": summary["itl"]["p50_ms"],
+        "itl_p99_ms": summary["itl"]["p99_ms"],
+    }
+
+
+def run_rounds(args: argparse.Namespace, urls: dict[str, str]) -> Rounds:
+    """Warm up, then both in turn; who is first changes with the round."""
+    for url in urls.values():
+        measure(args, url, 0, 8)
+    rounds: Rounds = {side: [] for side in urls}
+    for index in range(args.rounds):
+        for side in urls if index % 2 == 0 else reversed(urls):
+            rounds[side].append(measure(args, urls[side], args.seed + index + 1, args.output_len))
+            print(f"round {index} {side:<14} {rounds[side][-1]}", flush=True)
+    return rounds
+
+
+def table(rounds: Rounds) -> str:
+    """Both sides, and their ratio."""
+    rows = [
+        [side, *(report.spread_of([one[name] for one in found]).show(digits) for name, _, digits in METRICS)]
+        for side, found in rounds.items()
+    ]
+    ratios = [
+        report.ratios([one[name] for one in rounds[ON]], [one[name] for one in rounds[OFF]]).show(2, "x")
+        for name, _, _ in METRICS
+    ]
+    rows.append([f"{ON} / {OFF}", *ratios])
+    return report.markdown_table(["steps", *(label for _, label, _ in METRICS)], rows)
+
+
+def document(args: argparse.Namespace, facts: dict[str, Any], rounds: Rounds) -> str:
+    """The whole report in Markdown."""
+    machine = facts["machine"]
+    return f"""# Overlap scheduling on CPU, {facts["date"]}
+
+{args.model}, {args.dtype}: {args.streams} streams of {args.output_len} tokens, prompts of {args.input_len}; monoliths \
+with {args.threads} thread(s). Median of {args.rounds} interleaved rounds (least-most).
+
+{table(rounds)}
+
+- Machine: {machine["cpu_model"]}, {machine["cpus"]} cores, {machine["platform"]}; load before the run \
+{machine["load_1m"]}, after it {facts["load_after"]} (the run itself is about {args.threads}).
+- Revision {facts["revision"]}; the run took {facts["duration_s"]:.0f} s.
+- Command: `{facts["command"]}`
+"""
+
+
+def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
+    """All flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="smollm2", help="as --model-path of a server")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    add("--streams", type=int, default=8)
+    add("--input-len", type=int, default=64)
+    add("--output-len", type=int, default=128)
+    add("--threads", type=int, default=2, help="torch threads of each server")
+    add("--rounds", type=int, default=5)
+    add("--seed", type=int, default=0)
+    add("--write", action="store_true", help="write <date>-overlap-cpu.md and .json")
+    add("--results", type=Path, default=report.RESULTS, help="where to")
+    args = parser.parse_args(argv)
+    if min(args.streams, args.rounds, args.threads) < 1 or args.output_len < 2:
+        parser.error("--streams, --rounds and --threads must be at least 1, --output-len 2")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print, and write when asked."""
+    args = parse_flags(argv)
+    began = time.perf_counter()
+    machine = report.machine()
+    print(machine, flush=True)
+    with contextlib.ExitStack() as stack:
+        urls = {
+            side: stack.enter_context(monolith(args.model, args.dtype, threads=args.threads, flags=[flag]))
+            for side, flag in FLAGS.items()
+        }
+        rounds = run_rounds(args, urls)
+    facts = {
+        "date": report.today(),
+        "command": report.command_line("benchmarks.bench_overlap_serving", argv),
+        "revision": report.git_revision(),
+        "machine": machine,
+        "load_after": round(os.getloadavg()[0], 2),
+        "duration_s": time.perf_counter() - began,
+        "rounds": rounds,
+    }
+    text = document(args, facts, rounds)
+    print("\n" + text)
+    if args.write:
+        for path in report.write_results(args.results, "overlap-cpu", text, facts):
+            print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Benchmarks that load real servers: what is counted, the flags of each variant, tables; and tiny runs (slow)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench_interference, bench_overcommit, bench_overlap_serving
+from benchmarks.bench_interference import part_of
+from tests.tiny import Family
+
+
+def test_gaps_count_while_all_streams_run_and_prompts_arrive() -> None:
+    times = [[1.0, 2.0, 4.0, 7.0, 11.0], [1.5, 3.0, 6.0, 9.0]]
+    assert sorted(part_of(times, [], 0.0).gaps_s) == [1.5, 2.0, 3.0, 3.0, 3.0], "from 1.5, when both run, to 9.0"
+    late = part_of(times, [0.5], 3.0)
+    assert sorted(late.gaps_s) == [3.0, 3.0, 3.0] and late.duration_s == 6.0
+    assert late.metrics()["itl_max_ms"] == 3000.0 and late.metrics()["ttft_p50_ms"] == 500.0
+    assert part_of(times, [], 0.0).metrics()["ttft_p50_ms"] is None
+
+
+def test_interference_tables_compare_within_a_round() -> None:
+    def one(scale: float, ttft: float | None) -> dict[str, float | None]:
+        names = [name for name, _, _ in bench_interference.METRICS]
+        return {name: ttft if name.startswith("ttft") else scale for name in names}
+
+    rounds: bench_interference.Rounds = {
+        ("monolith", False): [one(1.0, None)],
+        ("1P1D", False): [one(2.0, None)],
+        ("monolith", True): [one(8.0, 10.0)],
+        ("1P1D", True): [one(4.0, 30.0)],
+    }
+    lines = bench_interference.ratio_table(rounds).splitlines()[2:]
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert found[0] == ["monolith: with prompts / alone", *["8.00x"] * 4, "", ""]
+    assert found[1] == ["1P1D: with prompts / alone", *["2.00x"] * 4, "", ""]
+    assert found[2] == ["with prompts: 1P1D / monolith", *["0.50x"] * 4, "3.00x", "3.00x"]
+    assert bench_interference.absolute_table(rounds).count("\n") == 5
+
+
+def test_the_small_pool_is_a_third_of_what_all_need() -> None:
+    args = bench_overcommit.parse_flags(["--requests", "10", "--input-len", "40", "--output-len", "60"])
+    assert bench_overcommit.tokens_of_all(args) == 10 * 112, "whole pages"
+
+    def pool(variant: str) -> int:
+        flags = bench_overcommit.flags_of(args, "monolith", variant)
+        return int(flags[flags.index("--max-total-tokens") + 1])
+
+    assert [pool(variant) for variant in bench_overcommit.VARIANTS] == [1120, 384, 384]
+    for system, reserved in (("monolith", False), ("1P1D", True)):
+        flags = bench_overcommit.flags_of(args, system, "offload")
+        assert bench_overcommit.OFFLOAD in flags and ("--num-reserved-decode-tokens" in flags) is reserved
+
+
+def test_every_error_counts() -> None:
+    good = {"errors": 0.0, "audit": 0.0}
+    assert bench_overcommit.num_errors({("monolith", "enough"): [good], ("1P1D", "offload"): [good]}) == 0
+    assert bench_overcommit.num_errors({("monolith", "enough"): [good, good | {"audit": 2.0}]}) == 2
+
+
+@pytest.mark.slow
+def test_tiny_runs_of_all_three_write(tiny_checkpoint: Callable[[Family], Path], tmp_path: Path) -> None:
+    common = ["--model", str(tiny_checkpoint("llama")), "--rounds", "1", "--write", "--results", str(tmp_path)]
+    short = ["--streams", "2", "--prompt-len", "40", "--every", "0.05", "--output-len", "60"]
+    assert bench_interference.main([*common, *short]) == 0
+    assert bench_overcommit.main([*common, "--requests", "6", "--input-len", "16", "--output-len", "24"]) == 0
+    assert bench_overlap_serving.main([*common, "--streams", "2", "--input-len", "8", "--output-len", "16"]) == 0
+    (path,) = tmp_path.glob("*-overcommit.json")
+    found = {(entry["system"], entry["variant"]): entry["rounds"] for entry in json.loads(path.read_text())["rounds"]}
+    assert all(one["errors"] == one["audit"] == 0 for rounds in found.values() for one in rounds)
+    assert len(list(tmp_path.glob("*.md"))) == 3
