@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 import uuid
@@ -68,7 +69,17 @@ def run_scheduler(config: ServerConfig, channel: SchedulerChannel, bootstrap_por
                 facts=dict(scheduler.facts),
             )
         )
+        keep_for_good()
         scheduler.run()
+
+
+def keep_for_good() -> None:
+    """Everything that is built by now lives as long as the process, so garbage collections need not look at it.
+
+    Modules and weights are some hundred thousand objects: without this, now and then a step takes 15 ms longer.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def build_scheduler(
@@ -141,6 +152,7 @@ def _limits(config: ServerConfig, built: Built) -> Limits:
         conservativeness=schedule.schedule_conservativeness,
         offload_bytes=int(disagg.disaggregation_decode_offload_gb * 1e9) if offload else 0,
         layer_groups=disagg.disaggregation_layerwise_groups if disagg.disaggregation_layerwise_transfer else 0,
+        prealloc_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
         eos_token_ids=frozenset(built.spec.eos_token_ids),
     )
 
