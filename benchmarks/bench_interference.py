@@ -101,16 +101,23 @@ async def play(args: argparse.Namespace, url: str, seed: int, *, prompts: bool) 
                     arrivals.append(asyncio.create_task(send(args.prompt_len, args.prompt_output_len)))
                 await asyncio.wait(streams, timeout=args.every, return_when=asyncio.FIRST_COMPLETED)
         times = [[began + at for at in result.arrivals_s] for began, result in await asyncio.gather(*streams)]
-        ttfts = [result.arrivals_s[0] for _, result in await asyncio.gather(*arrivals)]
+        ttfts = [result.arrivals_s[0] for _, result in await asyncio.gather(*arrivals) if result.arrivals_s]
     return part_of(times, ttfts, since)
 
 
 def part_of(times: Sequence[Sequence[float]], ttfts_s: list[float], since: float) -> Part:
-    """Gaps that began at `since` or later, and while all streams ran: once one has ended, steps are cheaper."""
+    """Gaps that began at `since` or later, and while all streams ran: once one has ended, steps are cheaper.
+
+    Raises:
+        RuntimeError: there are none.
+    """
     since = max(since, max(stream[0] for stream in times))
     until = min(stream[-1] for stream in times)
     pairs = [pair for stream in times for pair in itertools.pairwise(stream)]
-    return Part([b - a for a, b in pairs if since <= a and b <= until], ttfts_s, until - since)
+    gaps = [b - a for a, b in pairs if since <= a and b <= until]
+    if not gaps:
+        raise RuntimeError("the streams were over before the first prompt came; raise --output-len or lower --every")
+    return Part(gaps, ttfts_s, until - since)
 
 
 def run_rounds(args: argparse.Namespace, urls: dict[str, str]) -> Rounds:
