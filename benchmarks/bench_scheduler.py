@@ -84,15 +84,18 @@ def exponent(found: Sequence[Measured], part: str) -> float | None:
         for one in found
         if one.case.num_running >= SLOPE_FROM
     ]
-    return None if len({x for x, _ in points}) < 2 else statistics.linear_regression(*zip(*points, strict=True)).slope
+    return slope(points)
 
 
 def per_queued_ns(found: Sequence[Measured]) -> float | None:
     """Nanoseconds a step that one more queued request costs, by least squares; None of fewer than two sizes."""
-    points = [(one.case.num_queued, one.p50_us["step"]) for one in found]
-    if len({x for x, _ in points}) < 2:
-        return None
-    return statistics.linear_regression(*zip(*points, strict=True)).slope * 1e3
+    us = slope([(one.case.num_queued, one.p50_us["step"]) for one in found])
+    return None if us is None else us * 1e3
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float | None:
+    """The slope of the line through `points` by least squares; None of fewer than two places."""
+    return None if len({x for x, _ in points}) < 2 else statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
 def cases(args: argparse.Namespace) -> tuple[list[Case], list[Case]]:
@@ -125,15 +128,20 @@ def running_table(found: Sequence[Measured]) -> str:
 
 
 def slope_table(found: Sequence[Measured]) -> str:
-    """A line per role and policy: how the cost per running request grows."""
+    """A line per role and policy: how the cost per running request grows, and what one more costs.
+
+    Prefill has no exponents: what it does in a step does not depend on the number of requests on their way.
+    """
     header = ["role", "policy", *(f"exponent of {p} / running" for p in ("planning", "commit", "step"))]
+    header.append("one more, us a step")
     groups: dict[tuple[str, str], list[Measured]] = {}
     for one in found:
         groups.setdefault((one.case.role, one.case.policy), []).append(one)
-    rows = [
-        [*group, *(_number(exponent(ones, part), "+.2f") for part in ("planning", "commit", "step"))]
-        for group, ones in groups.items()
-    ]
+    rows = []
+    for group, ones in groups.items():
+        exponents = [None if group[0] == "prefill" else exponent(ones, p) for p in ("planning", "commit", "step")]
+        more = slope([(one.case.num_running, one.p50_us["step"]) for one in ones])
+        rows.append([*group, *(_number(value, "+.2f") for value in exponents), _number(more, ".2f")])
     return report.markdown_table(header, rows, num_text=2)
 
 
