@@ -43,7 +43,9 @@ class MemoryConfig:
     page_size: int = flag(16, help="tokens per KV page, 1 to 128")
     max_total_tokens: int | None = flag(None, help="token slots in the KV pool; from free memory when absent")
     mem_fraction_static: float | None = flag(None, help="share of memory for weights and KV pool, in (0, 1)")
-    disable_radix_cache: bool = flag(False, help="do not keep the KV of prompts for later prompts that begin alike")
+    disable_radix_cache: bool = flag(
+        False, help="prefill and monolith: do not keep the KV of prompts for later ones that begin alike"
+    )
     radix_eviction_policy: EvictionPolicy = flag("lru", help="which cached pages go first when memory is short")
 
 
@@ -54,7 +56,7 @@ class ScheduleConfig:
     max_running_requests: int | None = flag(None, help="requests that hold KV rows at once")
     chunked_prefill_size: int | None = flag(None, help="prompt tokens per step; -1 turns chunking off")
     max_prefill_tokens: int = flag(16384, help="prompt tokens per step when chunking is off")
-    max_queued_requests: int | None = flag(None, help="waiting requests before new ones get 503")
+    max_queued_requests: int | None = flag(None, help="waiting requests, beyond free rows, before new ones get 503")
     schedule_policy: SchedulePolicy = flag(
         "fcfs", help="order of waiting requests: of arrival, longest cached prefix first, or highest priority first"
     )

@@ -68,6 +68,13 @@ class KVMemory:
         page_tokens = self.layout.page_tokens
         return self.pages.tree.peek(token_ids, max_tokens // page_tokens) * page_tokens
 
+    def num_taken(self, num_tokens: int, prefix: bytes, max_prefix_tokens: int) -> int:
+        """How much `num_available` falls by when `reserve_tokens` is called with these."""
+        num_pages = self.num_pages(num_tokens)
+        if self.pages.tree is None:
+            return num_pages
+        return num_pages - self.pages.tree.peek_locked(prefix, max_prefix_tokens // self.layout.page_tokens)
+
     def reserve_tokens(
         self, num_tokens: int, owner: str = "", prefix: bytes | None = None, max_prefix_tokens: int = 0
     ) -> Lease | None:
@@ -86,16 +93,17 @@ class KVMemory:
         """
         return self.pages.grow(lease, self.num_pages(num_tokens))
 
-    def cache(self, lease: Lease, token_ids: bytes, priority: int = 0) -> None:
+    def cache(self, lease: Lease, token_ids: bytes, priority: int = 0, *, ending: bool = False) -> None:
         """The KV of `token_ids`, from the first token on, is in the lease's pages: keep the whole pages of it.
 
-        They are locked while the lease lives. Called again as more is computed; nothing happens without a cache.
+        They are locked while the lease lives. Called again as more is computed, and with `ending` just before the
+        request's hold drops; see `LeasePool.cache`. Nothing happens without a cache.
         """
         if self.pages.tree is None:
             return
         page_tokens = self.layout.page_tokens
         num_pages = len(token_ids) // TOKEN_BYTES // page_tokens
-        self.pages.cache(lease, token_ids[: num_pages * page_tokens * TOKEN_BYTES], num_pages, priority)
+        self.pages.cache(lease, token_ids[: num_pages * page_tokens * TOKEN_BYTES], num_pages, priority, ending=ending)
 
     def flush(self) -> int:
         """Empty the cache but for what live leases lock; returns the number of pages that are free now."""

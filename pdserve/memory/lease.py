@@ -147,17 +147,21 @@ class LeasePool:
         lease.extend(fresh)
         return True
 
-    def cache(self, lease: Lease, tokens: bytes, num_pages: int, priority: int = 0) -> None:
+    def cache(self, lease: Lease, tokens: bytes, num_pages: int, priority: int = 0, *, ending: bool = False) -> None:
         """The first `num_pages` pages of `lease` have the KV of `tokens`, no more, no less: the cache takes them.
 
-        Those that it has already stay with the lease, as spares. All are locked while the lease lives. Calling again
-        with fewer pages than are locked changes nothing. Without a cache nothing happens.
+        All are locked while the lease lives. A lease whose pages the cache has already from somebody else keeps its
+        own and locks no others beside them, or it would need twice what its tokens do; only when it is `ending` is
+        what follows them taken, and they stay with it as spares. Calling again with fewer pages than are locked
+        changes nothing. Without a cache nothing happens.
         """
         assert lease.alive, "cache of a dead lease"
         if self.tree is None or num_pages <= lease.num_locked_pages:
             return
         assert num_pages <= len(lease.pages), f"{num_pages} pages to cache of a lease of {len(lease.pages)}"
         first_new = lease.num_locked_pages
+        if not ending and self.tree.peek(tokens, num_pages) > first_new:
+            return
         inserted = self.tree.insert(tokens, lease.pages[:num_pages], priority, lease.node)
         if lease.node is None:
             self.tree.lock(inserted.node)

@@ -152,6 +152,7 @@ def _limits(config: ServerConfig, built: Built) -> Limits:
         conservativeness=schedule.schedule_conservativeness,
         offload_bytes=int(disagg.disaggregation_decode_offload_gb * 1e9) if offload else 0,
         layer_groups=disagg.disaggregation_layerwise_groups if disagg.disaggregation_layerwise_transfer else 0,
+        prealloc_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
         eos_token_ids=frozenset(built.spec.eos_token_ids),
     )
 

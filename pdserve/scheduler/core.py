@@ -34,6 +34,8 @@ class Limits:
     reserved_decode_tokens: int = 512
     conservativeness: float = 1.0
     offload_bytes: int = 0
+    prealloc_timeout_s: float = 300.0
+    """How long decode lets a request wait for its session and memory."""
     layer_groups: int = 0
     """Layer groups that prefill sends a page in; 0: whole pages after the step."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -115,6 +117,16 @@ class Core:
         while self._limbo and self._limbo[0].step <= step:
             self._free(self._limbo.popleft())
 
+    @property
+    def settled(self) -> bool:
+        """True while no step is under way."""
+        return self._launched == self._resolved
+
+    @property
+    def rows_in_limbo(self) -> int:
+        """Rows that were given back while a step was under way."""
+        return sum(claim.row is not None for claim in self._limbo)
+
     # ------------------------------------------------------------------ a request's claims
 
     def seat(self, req: Req) -> bool:
@@ -139,10 +151,10 @@ class Core:
             self.memory.table.extend(row, before, lease.pages[before:])
         return True
 
-    def cache(self, req: Req) -> None:
-        """What is computed may serve others that begin alike."""
-        if req.lease is not None:
-            self.memory.cache(req.lease, req.packed(req.computed), req.spec.priority)
+    def cache(self, req: Req, *, ending: bool = False) -> None:
+        """What is computed may serve others that begin alike. `ending`: the request lets go of it next."""
+        if req.lease is not None and req.cacheable:
+            self.memory.cache(req.lease, req.packed(req.computed), req.spec.priority, ending=ending)
 
     def unseat(self, req: Req) -> None:
         """Take the row back; the pages stay."""
@@ -152,6 +164,7 @@ class Core:
 
     def release(self, req: Req) -> None:
         """The request's own claim on rows, pages and aux slot ends here; transfers may hold pages longer."""
+        self.cache(req, ending=True)
         self._leave_device(req)
         self._forget_saved(req)
 
@@ -161,8 +174,7 @@ class Core:
         No step may be under way.
         """
         if not self._save(req):
-            self.cache(req)
-            self.counters["recomputed_tokens"] += req.computed
+            self.cache(req, ending=True)
             req.computed = 0
         req.planned = req.computed
         self._leave_device(req)
@@ -175,7 +187,7 @@ class Core:
 
     def restore(self, req: Req) -> None:
         """Bring saved KV into the request's lease. No step may be under way."""
-        assert req.saved is not None and req.lease is not None and self._launched == self._resolved
+        assert req.saved is not None and req.lease is not None and self.settled
         pages = req.lease.pages[: self.memory.num_pages(req.computed)]
         self.executor.restore(req.saved, pages)
         self.counters["restored_pages"] += len(pages)
@@ -186,7 +198,7 @@ class Core:
     def _save(self, req: Req) -> bool:
         """Copy what is computed to host memory; False when that is not wanted, or full."""
         lease = req.lease
-        assert lease is not None and self._launched == self._resolved
+        assert lease is not None and self.settled
         pages = lease.pages[: self.memory.num_pages(req.computed)]
         num_bytes = len(pages) * self.memory.layout.token_bytes * self.memory.layout.page_tokens
         if self.offloaded_bytes + num_bytes > self.limits.offload_bytes:
@@ -208,7 +220,7 @@ class Core:
         req.lease = req.aux = req.row = None
 
     def _give_back(self, claim: _Claim) -> None:
-        if self._launched == self._resolved:
+        if self.settled:
             self._free(claim)
         else:
             self._limbo.append(claim)

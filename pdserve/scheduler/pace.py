@@ -7,8 +7,7 @@ from collections import deque
 
 from pdserve.base.clock import Clock
 
-_SAMPLES, _SAMPLE_S = 30, 1.0
-_MOST_S = 60
+_WINDOW_S, _SAMPLE_S = 30.0, 1.0
 
 
 class Pace:
@@ -16,19 +15,25 @@ class Pace:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)
+        self._samples: deque[tuple[float, int]] = deque()
 
     def sample(self, num_ended: int) -> None:
         """So many requests have ended so far."""
-        now = self._clock.now()
+        now = self._forget()
         if not self._samples or now - self._samples[-1][0] >= _SAMPLE_S:
             self._samples.append((now, num_ended))
 
     def retry_after_s(self, num_ended: int) -> int:
-        """Whole seconds, at least 1, until one more request has ended at the pace of the last half minute."""
+        """Whole seconds, 1 to 30, until one more request has ended at the pace of the last half minute."""
+        now = self._forget()
         if not self._samples:
             return 1
         since, before = self._samples[0]
-        if num_ended <= before:
-            return min(_MOST_S, max(1, math.ceil(self._clock.now() - since)))
-        return min(_MOST_S, max(1, math.ceil((self._clock.now() - since) / (num_ended - before))))
+        return max(1, math.ceil((now - since) / max(1, num_ended - before)))
+
+    def _forget(self) -> float:
+        """Drop samples that are too old; the time now."""
+        now = self._clock.now()
+        while self._samples and now - self._samples[0][0] > _WINDOW_S:
+            self._samples.popleft()
+        return now

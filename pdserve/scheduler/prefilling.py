@@ -11,7 +11,6 @@ is left of the long one. So a long prompt at most doubles its own time and holds
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 
 from pdserve.executor.interface import Row
@@ -20,7 +19,9 @@ from pdserve.scheduler.req import Req
 from pdserve.scheduler.waiting import WaitingQueue
 
 LOOK_AHEAD = 32
-"""Waiting requests that a step may pass over; those that it starts do not count."""
+"""Waiting requests that a step looks at in vain: so many new ones, and so many of those that waited for a page."""
+SCAN = 1024
+"""Places of the queue that a step passes at most."""
 
 
 class Prefilling:
@@ -34,6 +35,8 @@ class Prefilling:
         self._needs_aux = needs_aux
         self.waiting = waiting
         self.active: dict[str, Req] = {}
+        self._waits_for: dict[str, bytes] = {}
+        """Waiting requests that would compute what an active one computes: the tokens up to the end of that page."""
 
     def plan(self) -> list[Row]:
         """The next chunks; admits waiting requests while memory, rows and budget last."""
@@ -60,8 +63,11 @@ class Prefilling:
 
     @property
     def restores(self) -> bool:
-        """True when a waiting request has its KV in host memory: nothing may be under way when it comes back."""
-        return any(req.saved is not None for req in itertools.islice(self.waiting, self.waiting.num_resumed))
+        """True when a request can come back whose KV is in host memory: nothing may be under way when it does."""
+        if not self.waiting.num_resumed:
+            return False
+        head = self.waiting[0]
+        return head.saved is not None and self._may_start(head)
 
     def committed(self, req: Req, end: int) -> bool:
         """The chunk up to `end` is computed; True when all is (the request leaves `active`)."""
@@ -81,12 +87,13 @@ class Prefilling:
         if req in self.waiting:
             self.waiting.remove(req)
         self.active.pop(req.rid, None)
+        self._waits_for.pop(req.rid, None)
 
     # ------------------------------------------------------------------ inside
 
     def _short_ones(self, budget: int, long: Req, rows: list[Row]) -> int:
-        """Chunks of prompts that end within `budget` tokens; what these leave of it goes to one prompt that ends long
-        before `long` does. How many tokens they take.
+        """Chunks of prompts that end within `budget` tokens, and of one that ends long before `long` does; once it has
+        started, half of `budget` is kept for it. How many tokens they take.
         """
         spent = 0
         partial: Req | None = None
@@ -97,13 +104,14 @@ class Prefilling:
                 spent += self._chunk(req, rows, budget)
             else:
                 partial = partial or req
+        most = budget if partial is None else budget - min(_left(partial), budget // 2)
         for req in self._candidates():
-            if spent >= budget:
+            if spent >= most:
                 break
             missing = req.num_known - self._num_cached(req)
-            if missing <= budget - spent:
+            if missing <= most - spent:
                 if not self._start(req):
-                    return spent
+                    break
                 spent += self._chunk(req, rows, budget)
             elif partial is None and missing <= _left(long) // 2:
                 partial = req
@@ -124,14 +132,23 @@ class Prefilling:
         """The head of the queue, without those whose next page an active prompt computes just now: they wait for it."""
         self.waiting.refresh()
         under_way = self._under_way()
-        num_passed = 0
-        while num_passed < min(LOOK_AHEAD, len(self.waiting)):
-            req = self.waiting[num_passed]
+        place = num_new = num_again = 0
+        while place < min(SCAN, len(self.waiting)) and num_new < LOOK_AHEAD:
+            req = self.waiting[place]
+            waits_for = self._waits_for.get(req.rid)
+            if waits_for is not None and (waits_for in under_way or num_again == LOOK_AHEAD):
+                place += 1
+                continue
             next_page = self._next_page(req, self._num_cached(req))
-            if next_page not in under_way:
+            if next_page is not None and next_page in under_way:
+                self._waits_for[req.rid] = next_page
+            else:
+                self._waits_for.pop(req.rid, None)
                 yield req
             if req.rid not in self.active:
-                num_passed += 1
+                place += 1
+                num_new += waits_for is None
+                num_again += waits_for is not None
             elif next_page is not None:
                 under_way.add(next_page)
 
@@ -141,18 +158,21 @@ class Prefilling:
         end = (num_tokens // page_tokens + 1) * page_tokens
         return req.packed(end) if self._core.memory.has_prefix_cache and end < req.num_known else None
 
+    def _may_start(self, req: Req) -> bool:
+        """True when there are a row, an aux slot, and memory for it beside what the running ones will need."""
+        memory = self._core.memory
+        if memory.table.num_free == 0 or (self._needs_aux and memory.aux.num_free == 0):
+            return False
+        left = memory.num_available - memory.num_taken(req.num_reserved, *self._prefix(req))
+        alone = not self.active and memory.table.num_free == memory.table.num_rows
+        return left >= 0 and (alone or left * memory.layout.page_tokens >= self._headroom_tokens(req))
+
     def _start(self, req: Req) -> bool:
         """Give a waiting request memory, row, aux slot, and what is cached or saved of it; False when it must wait."""
         core, memory = self._core, self._core.memory
-        if memory.table.num_free == 0 or (self._needs_aux and memory.aux.num_free == 0):
+        if not self._may_start(req) or (req.saved is not None and not core.settled):
             return False
-        goal = req.num_known
-        if self.active or memory.table.num_free < memory.table.num_rows:
-            after = memory.num_available * memory.layout.page_tokens - (goal - self._num_cached(req))
-            if after < self._headroom_tokens(req):
-                return False
-        num_tokens = req.num_worst if req.has_worst_case else goal
-        req.lease = memory.reserve_tokens(num_tokens, req.rid, *self._prefix(req))
+        req.lease = memory.reserve_tokens(req.num_reserved, req.rid, *self._prefix(req))
         if req.lease is None:
             return False
         if self._needs_aux:
@@ -166,6 +186,8 @@ class Prefilling:
         else:
             req.computed = req.lease.num_prefix_pages * memory.layout.page_tokens
         req.planned = req.computed
+        if req.num_retractions:
+            core.counters["recomputed_tokens"] += req.num_known - 1 - req.computed
         if req.times.started is None:
             req.times.started = core.clock.now()
             req.num_cached = req.computed

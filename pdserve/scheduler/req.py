@@ -12,8 +12,8 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import FinishReason, GenerateRequest
 from pdserve.transfer.manager import KVReceiver, KVSender
 
-MAX_RETRACTIONS = 3
-"""After so many a request is left alone, so that retraction cannot storm."""
+RESUME_TOKENS = 16
+"""Output tokens that a request which gave way once has memory for when it resumes; doubles with each time."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -44,6 +44,8 @@ class Req:
     num_cached: int = 0
     """Prompt tokens that the first computation of the prompt found in a prefix cache."""
     num_retractions: int = 0
+    cacheable: bool = True
+    """False when the KV is nobody's: a fake transfer brought it."""
     saved: HostPages | None = None
     lease: Lease | None = None
     aux: Lease | None = None
@@ -74,9 +76,13 @@ class Req:
         return self.num_prompt + self.spec.sampling.max_new_tokens - 1
 
     @property
-    def has_worst_case(self) -> bool:
-        """True when it gave way so often that it has, or gets when it resumes, all the memory that it can need."""
-        return self.num_retractions >= MAX_RETRACTIONS
+    def num_reserved(self) -> int:
+        """Tokens that it gets memory for when it starts: those it knows, and more each time it gave way.
+
+        So it can give way only so often (the logarithm of its output) before it has all that it can need.
+        """
+        ahead = RESUME_TOKENS << self.num_retractions - 1 if self.num_retractions else 0
+        return max(self.num_known, min(self.num_known + ahead, self.num_worst))
 
     @property
     def num_left(self) -> int:

@@ -35,10 +35,14 @@ class NewTokenRatio:
         """A decode step went well."""
         self.value = max(self._least, self.value - self._decay)
 
+    def reset(self) -> None:
+        """Nothing runs: what comes next may be of another kind."""
+        self.value = self._init
+
     def raise_to(self, reqs: list[Req]) -> None:
         """Memory ran out with these running: expect of the others what these have used, and some steps more."""
         used = sum(len(req.output_ids) + RETRACT_STEPS for req in reqs)
-        allowed = sum(req.spec.sampling.max_new_tokens for req in reqs)
+        allowed = sum(len(req.output_ids) + min(req.num_left, CLIP_TOKENS) for req in reqs)
         self.value = max(self.value, min(1.0, used / max(1, allowed)))
 
 
@@ -62,11 +66,15 @@ class Running:
         return len(self.reqs) > num_available and self._pages_wanted(1) > num_available
 
     def expected_tokens(self) -> float:
-        """KV tokens that the running requests are still expected to take."""
-        return self.ratio.value * sum(min(req.num_left, CLIP_TOKENS) for req in self.reqs.values())
+        """KV token slots that the running requests are still expected to take, whole pages."""
+        left = sum(min(req.num_left, CLIP_TOKENS) for req in self.reqs.values())
+        return self.ratio.value * left + self._core.memory.layout.page_tokens * len(self.reqs)
 
     def plan(self) -> list[Row]:
         """One row per request that has memory for it: compute the last token, sample the next."""
+        if not self.reqs:
+            self.ratio.reset()
+            return []
         if self.is_short:
             self._make_room()
         page_tokens = self._core.memory.layout.page_tokens
@@ -108,11 +116,19 @@ class Running:
                 wanted += -(-missing // page_tokens)
         return wanted
 
+    def _has_all(self, req: Req) -> bool:
+        """True when the request has all the memory that it can need."""
+        assert req.lease is not None
+        return len(req.lease.pages) >= self._core.memory.num_pages(req.num_worst)
+
     def _make_room(self) -> None:
-        """Retract requests, those that are cheapest to bring back first. The oldest stays."""
+        """Retract requests, those that are cheapest to bring back first.
+
+        The oldest stays, and those that need no more memory.
+        """
         memory = self._core.memory
         oldest = min(self.reqs.values(), key=lambda req: req.times.arrived)
-        victims = [req for req in self.reqs.values() if req is not oldest and not req.has_worst_case]
+        victims = [req for req in self.reqs.values() if req is not oldest and not self._has_all(req)]
         victims.sort(key=lambda req: (-req.computed, req.times.arrived))
         self.ratio.raise_to(list(self.reqs.values()))
         while victims and self._pages_wanted(RETRACT_STEPS) > memory.num_available:

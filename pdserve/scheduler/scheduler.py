@@ -105,15 +105,17 @@ class Scheduler:
 
     def audit(self) -> list[str]:
         """What does not add up, a sentence each: a page, row, slot or room that has no owner, or two, or a dead one."""
-        found = self.core.memory.audit()
-        live = self.role.live
+        memory, live = self.core.memory, self.role.live
+        found = memory.audit()
         if self._under_way is None:
             found += [
-                f"{len(lease.owned)} {name} are held for request {lease.owner!r}, which has ended"
-                for name, pool in (("pages", self.core.memory.pages), ("aux slots", self.core.memory.aux))
+                f"{len(lease.pages)} {name} are held for request {lease.owner!r}, which has ended: {lease!r}"
+                for name, pool in (("pages", memory.pages), ("aux slots", memory.aux))
                 for lease in pool.live_leases
-                if lease.held_by("request") and lease.owner not in live
+                if self._idle or (lease.held_by("request") and lease.owner not in live)
             ]
+            taken = {req.row for req in live.values()}
+            found += [f"row {row} is open for no request" for row in memory.table.open_rows if row not in taken]
         if self.kv is not None and (num_rooms := self.kv.counts()["rooms_live"]) > len(live):
             found.append(f"{num_rooms} rooms are live for {len(live)} requests")
         if self._idle and self.core.offloaded_bytes:
@@ -125,8 +127,12 @@ class Scheduler:
         return not self.role.live and self._under_way is None and (self.kv is None or self.kv.quiet)
 
     def _audit_at_idle(self) -> None:
-        self._audited, self._found = True, self.audit()
-        for sentence in self._found:
+        self._audited = True
+        self._record(self.audit())
+
+    def _record(self, found: list[str]) -> None:
+        self._found = found
+        for sentence in found:
             self.core.counters["audit_differences"] += 1
             log.error("self-audit: %s", sentence)
 
@@ -174,7 +180,7 @@ class Scheduler:
                 self._abort(event)
             case StateQuery(query_id=query_id, audit=audit):
                 if audit:
-                    self._found = self.audit()
+                    self._record(self.audit())
                 self.core.outbox.send(StateReply(query_id=query_id, state=self.state()))
             case FlushCache(query_id=query_id):
                 self.core.outbox.send(self._flush_cache(query_id))
@@ -188,7 +194,7 @@ class Scheduler:
         try:
             if spec.rid in self.role.live:
                 raise RequestError(f"rid {spec.rid!r} is in use", field="rid", status=409, code="rid_in_use")
-            if self._max_queued is not None and self._num_queued() >= self._max_queued:
+            if self._is_full():
                 raise RequestError(
                     f"{self._max_queued} requests wait already",
                     status=503,
@@ -227,5 +233,8 @@ class Scheduler:
     def _num_ended(self) -> int:
         return self.core.counters["requests"] - len(self.role.live)
 
-    def _num_queued(self) -> int:
-        return len(self.role.live) - self.role.queues()["num_running_reqs"]
+    def _is_full(self) -> bool:
+        """True when as many wait as may, beyond those that free rows are about to take."""
+        return (
+            self._max_queued is not None and self.role.num_waiting >= self._max_queued + self.core.memory.table.num_free
+        )

@@ -1,7 +1,8 @@
 """The order of requests that wait to be started. Owned by `Prefilling`.
 
-Every policy is a number per request, smallest first, that does not change while the request waits: what waits longer
-gains on what came later at the same pace. So nothing is sorted twice, and nothing starves.
+Every policy is a number per request, smallest first, that time does not change: what waits longer gains on all that
+came later at the same pace. So nothing starves, and nothing is sorted twice but the head of `lpm` when the cache has
+changed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ LPM_WINDOW = 64
 """How many requests at the head are looked up again when the cache has changed."""
 LPM_TOKENS = 256
 """Cached tokens that weigh as much as `aging_s` seconds of waiting."""
+LPM_MOST = 6
+"""A longer prefix than so many times `LPM_TOKENS` weighs no more."""
 
 Entry = tuple[bool, float, int, Req]
 """(not resumed, rank, number of arrival, request): numbers differ, so requests are never compared."""
@@ -91,7 +94,7 @@ class WaitingQueue:
 
     def _by_prefix(self, req: Req) -> float:
         num_cached = self._memory.match_prefix(req.packed(req.num_known), req.num_known - 1)
-        return req.times.arrived - self._aging_s * num_cached / LPM_TOKENS
+        return req.times.arrived - self._aging_s * min(num_cached / LPM_TOKENS, LPM_MOST)
 
 
 def _arrival(req: Req) -> float:

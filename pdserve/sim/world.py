@@ -102,6 +102,7 @@ class Node:
             chunk_tokens=shape.chunk_tokens,
             reserved_decode_tokens=shape.reserved_decode_tokens,
             offload_bytes=shape.offload_pages * layout.groups[0].page_bytes,
+            prealloc_timeout_s=400.0,
             layer_groups=shape.layer_groups if mode == "prefill" else 0,
         )
         core = Core(self.memory, self.executor, Outbox(self._hear), net.clock, limits)
@@ -158,6 +159,7 @@ class Node:
                 for output in outputs:
                     half = self.halves[output.rid]
                     assert half.finish is None, f"{output.rid}: output after its end"
+                    assert output.cached_tokens <= output.prompt_tokens, output
                     half.tokens += output.token_ids
                     half.finish = output.finish
             case StateReply() | FlushReply() | EngineReady():
@@ -170,7 +172,7 @@ def monolith_tokens(shape: Shape, prompts: Sequence[Prompt]) -> list[list[int]]:
     roomy = Shape(page_tokens=shape.page_tokens, num_pages=512, num_rows=64, prefix_cache=False)
     node = Node("null", roomy, net, "mono", "mono")
     for i, prompt in enumerate(prompts):
-        node.mailbox.post(_request(f"r{i}", prompt, None))
+        node.mailbox.post(request(f"r{i}", prompt, None))
     for _ in range(100_000):
         node.scheduler.step()
         if node.idle:
@@ -242,7 +244,7 @@ class World:
         """The router's part: the same request to both, at different moments."""
         address = RoomAddress(host=self.ADDRESS[0], port=self.ADDRESS[1], room=room)
         for node in (self.prefill, self.decode):
-            spec = _request(f"r{index}", prompt, address)
+            spec = request(f"r{index}", prompt, address)
             self.net.later(lambda node=node, spec=spec: node.mailbox.post(spec))  # type: ignore[misc]
 
     def _misfortune(self, rooms: dict[int, tuple[int, Node, Node]]) -> None:
@@ -268,7 +270,8 @@ class World:
         return node in self.dead or (half is not None and half.finish is not None)
 
 
-def _request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateRequest:
+def request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateRequest:
+    """A greedy request for one server."""
     sampling = SamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=0.0)
     return GenerateRequest(
         rid=rid, input_ids=list(prompt.tokens), sampling=sampling, room=room, priority=prompt.priority

@@ -11,9 +11,11 @@ import multiprocessing
 import random
 from collections import Counter
 
+from pdserve.base.clock import ManualClock
 from pdserve.memory.layout import pages_for
-from pdserve.sim.network import Faults
-from pdserve.sim.world import Half, Prompt, Shape, World, monolith_tokens
+from pdserve.protocol.messages import AbortRequest
+from pdserve.sim.network import Faults, SimNet
+from pdserve.sim.world import Half, Node, Prompt, Shape, World, monolith_tokens, request
 
 MAX_PROMPT, MAX_NEW = 40, 24
 FAULTS = Faults(lost=0.05, max_delay_s=0.6, abort=0.005, copy_failed=0.01)
@@ -62,6 +64,34 @@ def pressured(seed: int) -> tuple[Shape, list[Prompt]]:
         prompts.append(Prompt(tokens, rng.randint(4, MAX_NEW)))
     rng.shuffle(prompts)
     return shape, prompts
+
+
+def press_monolith(seed: int) -> Counter[str]:
+    """The aggregated server with hardly more memory than its largest request needs; what happened."""
+    rng = random.Random(seed)
+    shape, prompts = pressured(seed)
+    need = max(len(prompt.tokens) + prompt.max_new_tokens - 1 for prompt in prompts)
+    num_pages = pages_for(need, shape.page_tokens) + rng.choice((0, 0, 1, 5))
+    shape = dataclasses.replace(shape, num_pages=num_pages, prefix_cache=rng.random() < 0.8)
+    expected = monolith_tokens(shape, prompts)
+    net = SimNet(seed, ManualClock(), Faults())
+    node = Node("null", shape, net, "mono", "mono")
+    todo = list(enumerate(prompts))
+    for _ in range(20_000):
+        net.clock.advance(0.05)
+        if todo and rng.random() < 0.5:
+            index, prompt = todo.pop()
+            node.mailbox.post(request(f"r{index}", prompt, None))
+        if rng.random() < 0.01:
+            node.mailbox.post(AbortRequest(rid=f"r{rng.randrange(len(prompts))}"))
+        if not node.scheduler.step() and not todo and node.idle:
+            break
+    assert node.idle, f"seed {seed}: stuck with {node.scheduler.role.queues()}"
+    for index, tokens in enumerate(expected):
+        half = node.halves[f"r{index}"]
+        assert half.finish is not None and (half.finish.type == "abort" or half.tokens == tokens), f"seed {seed}"
+    assert not node.leaks(), f"seed {seed}: {node.leaks()}"
+    return node.scheduler.core.counters
 
 
 def press(seed: int, faults: Faults) -> Played:

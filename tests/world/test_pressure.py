@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from tests.world.pressure import FAULTS, KILLS, Tally, press
+from tests.world.pressure import FAULTS, KILLS, Tally, press, press_monolith
 
 CASES, SEEDS_PER_CASE = 10, 200
 
@@ -23,3 +25,10 @@ def test_and_so_do_those_that_are_killed(case: int) -> None:
     for seed in range(10_000 + case * 50, 10_000 + (case + 1) * 50):
         tally.add(press(seed, KILLS))
     assert tally.seeds["kills"] * 3 > tally.num_seeds
+
+
+def test_a_monolith_with_memory_for_its_largest_request_only() -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(200):
+        totals += press_monolith(seed)
+    assert totals["requests_retracted"] and totals["restored_pages"] and totals["recomputed_tokens"]

@@ -70,6 +70,15 @@ class RadixTree:
         node, used = self._walk(tokens, max_pages)
         return node.end - len(node.pages) + used
 
+    def peek_locked(self, tokens: bytes, max_pages: int) -> int:
+        """Pages of `tokens` that are cached and locked, so that another lock takes nothing. Changes nothing."""
+        node, used = self._walk(tokens, max_pages)
+        if node.locks:
+            return node.end - len(node.pages) + used
+        while node.parent is not None and not node.locks:
+            node = node.parent
+        return node.end
+
     def match(self, tokens: bytes, max_pages: int) -> Match:
         """The longest cached beginning of `tokens`, at most `max_pages`. May split a node; no use is counted."""
         node, used = self._walk(tokens, max_pages)

@@ -25,6 +25,11 @@ class Role(Protocol):
         """
         ...
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started."""
+        ...
+
     def poll(self) -> None:
         """Move requests between queues according to what transfers say."""
         ...

@@ -40,17 +40,17 @@ WRONG_ROOM = Failure(code="metadata_mismatch", message="the metadata that came i
 class DecodeRole:
     """Owns prealloc, transfer and waiting queues; `Generating` has the batch and the retracted."""
 
-    def __init__(self, core: Core, kv: KVManager, retracted: WaitingQueue) -> None:
+    def __init__(self, core: Core, kv: KVManager, ready: WaitingQueue) -> None:
         self._core = core
         self._kv = kv
         self._rooms: dict[int, Req] = {}
         """By room, while the room is open."""
         self._prealloc: dict[str, Req] = {}
-        self._ready: dict[str, Req] = {}
+        self._ready = ready
         """Those in prealloc that have a session."""
         self._transfer: dict[str, Req] = {}
         self._waiting: dict[str, Req] = {}
-        self._generating = Generating(core, retracted, self._headroom_tokens)
+        self._generating = Generating(core, WaitingQueue("fcfs", 1.0, core.memory), self._headroom_tokens)
         self.live: dict[str, Req] = {}
 
     def admit(self, req: Req) -> None:
@@ -61,14 +61,21 @@ class DecodeRole:
         check_fits(self._core, req.num_worst)
         address = (room.host, room.port or 0)
         req.receiver = self._kv.open_receiver(room.room, address, prompt_digest(req.spec.input_ids))
+        req.cacheable = not req.receiver.is_fake
         self.live[req.rid] = req
         self._rooms[room.room] = req
         self._prealloc[req.rid] = req
 
+    @property
+    def num_waiting(self) -> int:
+        """See `Role.num_waiting`."""
+        return len(self._prealloc) + len(self._generating.prefilling.waiting)
+
     def poll(self) -> None:
         """Publish pages where there is memory, take what has landed, seat what waits."""
         self._take_moves()
-        if self._ready and not len(self._generating.prefilling.waiting):
+        self._end_the_overdue()
+        if len(self._ready) and not len(self._generating.prefilling.waiting):
             self._publish_ready()
             self._take_moves()
         for req in list(itertools.islice(self._waiting.values(), self._core.memory.table.num_free)):
@@ -130,18 +137,21 @@ class DecodeRole:
             elif state is KVPoll.SUCCESS:
                 self._receive(req)
             elif state is KVPoll.WAITING_FOR_INPUT and req.rid in self._prealloc:
-                self._ready[req.rid] = req
+                self._ready.add(req)
 
     def _publish_ready(self) -> None:
-        """Publish pages, the oldest first, until one finds too little memory."""
+        """Publish pages, in the order of the policy, until one finds too little memory."""
         reserve = Reserve(self._core.limits.reserved_decode_tokens, self._held())
-        published: list[str] = []
-        for rid, req in self._ready.items():
-            if not self._publish(req, reserve):
-                break
-            published.append(rid)
-        for rid in published:
-            del self._ready[rid]
+        self._ready.refresh()
+        while len(self._ready) and self._publish(self._ready[0], reserve):
+            self._ready.remove(self._ready[0])
+
+    def _end_the_overdue(self) -> None:
+        """End those that wait too long for memory; the transfer manager ends those without a session at that age."""
+        latest = self._core.clock.now() - self._core.limits.prealloc_timeout_s
+        for req in list(itertools.takewhile(lambda req: req.times.arrived < latest, self._prealloc.values())):
+            message = f"no KV memory was free within {self._core.limits.prealloc_timeout_s:g} s"
+            self.end(req, Failure(code="prealloc_timeout", message=message, status=503))
 
     def _publish(self, req: Req, reserve: Reserve) -> bool:
         """Take memory for the request and tell prefill where to write; False when there is too little."""
@@ -177,13 +187,13 @@ class DecodeRole:
             self.end(req, WRONG_ROOM)
             return
         del self._transfer[req.rid]
-        req.times.received = self._core.clock.now()
+        req.times.received = req.times.started = req.times.prefilled = self._core.clock.now()
         req.aux.drop("request")
         req.aux = None
         self._close(req)
         req.computed = req.planned = req.num_prompt
         req.num_cached = record.cached_tokens
-        self._keep(req)
+        self._core.cache(req)
         token = SampledToken(record.first_token, record.logprob, record.top)
         finish = self._core.append(req, token)
         self._core.outbox.emit(req, (token,), finish, self._timing(req))
@@ -201,20 +211,15 @@ class DecodeRole:
         running, active = self._generating.running.reqs, self._generating.prefilling.active
         return itertools.chain(running.values(), active.values(), self._transfer.values(), self._waiting.values())
 
-    def _keep(self, req: Req) -> None:
-        """What is computed may serve the next turn; a fake transfer brings nothing that could."""
-        if req.receiver is not None and not req.receiver.is_fake:
-            self._core.cache(req)
-
     def _leave(self, req: Req) -> None:
         self._close(req)
         self._prealloc.pop(req.rid, None)
-        self._ready.pop(req.rid, None)
+        if req in self._ready:
+            self._ready.remove(req)
         self._transfer.pop(req.rid, None)
         self._waiting.pop(req.rid, None)
         self._generating.remove(req)
         del self.live[req.rid]
-        self._keep(req)
         self._core.release(req)
 
     def _close(self, req: Req) -> None:

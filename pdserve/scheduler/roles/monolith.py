@@ -31,6 +31,11 @@ class MonolithRole:
         self.live[req.rid] = req
         self._generating.prefilling.waiting.add(req)
 
+    @property
+    def num_waiting(self) -> int:
+        """See `Role.num_waiting`."""
+        return len(self._generating.prefilling.waiting)
+
     def poll(self) -> None:
         """Nothing to wait for."""
 
@@ -81,7 +86,6 @@ class MonolithRole:
     def _leave(self, req: Req) -> None:
         self._generating.remove(req)
         del self.live[req.rid]
-        self._core.cache(req)
         self._core.release(req)
 
     def _timing(self, req: Req) -> RequestTiming:

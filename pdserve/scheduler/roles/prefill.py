@@ -54,6 +54,11 @@ class PrefillRole:
         self._rooms[room.room] = req
         self._bootstrap[req.rid] = req
 
+    @property
+    def num_waiting(self) -> int:
+        """See `Role.num_waiting`."""
+        return len(self._bootstrap) + len(self._prefilling.waiting)
+
     def poll(self) -> None:
         """Rooms that are bound go on to waiting; those that ended, leave."""
         for room in self._kv.take_moved():

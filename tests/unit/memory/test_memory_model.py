@@ -71,8 +71,14 @@ class MemoryMachine(RuleBasedStateMachine):
         self.tenants.append(Tenant(lease, owner, prefix, pages, len(hit), len(hit), {"request"}))
 
     @precondition(lambda self: self.tenants)
-    @rule(data=st.data(), num_pages=st.integers(1, 4), cache=st.booleans(), priority=st.integers(0, 2))
-    def compute(self, data: st.DataObject, num_pages: int, cache: bool, priority: int) -> None:
+    @rule(
+        data=st.data(),
+        num_pages=st.integers(1, 4),
+        cache=st.booleans(),
+        priority=st.integers(0, 2),
+        ending=st.booleans(),
+    )
+    def compute(self, data: st.DataObject, num_pages: int, cache: bool, priority: int, ending: bool) -> None:
         tenant = data.draw(st.sampled_from(self.tenants))
         until = min(len(tenant.pages), tenant.num_computed + num_pages)
         for i in range(tenant.num_computed, until):
@@ -80,16 +86,19 @@ class MemoryMachine(RuleBasedStateMachine):
             self.content[tenant.pages[i]] = tenant.prefix[: i + 1]
         tenant.num_computed = until
         if cache:
-            self._cache(tenant, until, priority)
+            self._cache(tenant, until, priority, ending)
 
     @precondition(lambda self: self.tenants)
-    @rule(data=st.data())
-    def cache_less_than_before(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), ending=st.booleans())
+    def cache_less_than_before(self, data: st.DataObject, ending: bool) -> None:
         tenant = data.draw(st.sampled_from(self.tenants))
-        self._cache(tenant, data.draw(st.integers(0, tenant.num_computed)), 0)
+        self._cache(tenant, data.draw(st.integers(0, tenant.num_computed)), 0, ending)
 
-    def _cache(self, tenant: Tenant, num_pages: int, priority: int) -> None:
-        self.memory.cache(tenant.lease, tokens_of(tenant.prefix[:num_pages]), priority)
+    def _cache(self, tenant: Tenant, num_pages: int, priority: int, ending: bool) -> None:
+        self.memory.cache(tenant.lease, tokens_of(tenant.prefix[:num_pages]), priority, ending=ending)
+        num_known = sum(tenant.prefix[: i + 1] in self.cached for i in range(num_pages))
+        if not ending and num_known > tenant.num_locked:
+            return
         for i in range(num_pages):
             self.cached.setdefault(tenant.prefix[: i + 1], tenant.pages[i])
         tenant.num_locked = max(tenant.num_locked, num_pages)

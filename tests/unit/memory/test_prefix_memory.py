@@ -69,9 +69,11 @@ def test_two_that_compute_the_same_at_once_end_with_one_copy() -> None:
     memory.cache(one, letters("ab"))
     memory.cache(two, letters("abcd"))
     assert two.pages == mine, "page tables stay true"
-    assert memory.holders() == {"one": 1, "two": 2}
+    assert memory.holders() == {"one": 1, "two": 4}, "or `two` would need its own pages and lock those of `one`"
+    memory.cache(two, letters("abcd"), ending=True)
+    assert memory.holders() == {"one": 1, "two": 2}, "c and d are cached, a and b are spares"
     memory.cache(one, letters("abc"))
-    assert memory.holders() == {"one": 1, "two": 2}, "page c of `two` is cached, that of `one` is a spare"
+    assert memory.holders() == {"one": 1, "two": 2}
     assert memory.audit() == []
     one.drop("request")
     two.drop("request")

@@ -76,3 +76,14 @@ def test_the_audit_runs_at_idle_and_is_counted(caplog: pytest.LogCaptureFixture)
     mono.step()
     state = next(m.state for m in mono.sent if isinstance(m, StateReply))
     assert state.audit and state.counters["audit_differences"] > 0
+
+
+def test_at_idle_the_audit_names_whatever_is_still_held() -> None:
+    mono = Mono(num_rows=4)
+    lease = mono.memory.reserve_tokens(8, "ghost")
+    assert lease is not None
+    lease.hold("remote")
+    lease.drop("request")
+    mono.memory.table.open([1])
+    found = "; ".join(mono.scheduler.audit())
+    assert "'ghost'" in found and "remote" in found and "row 0 is open for no request" in found

@@ -145,3 +145,32 @@ def test_the_first_token_leaves_decode_before_the_next_forward(monkeypatch: pyte
         node.mailbox.post(_request("r0", room=1, max_new=3))
     _until(world, lambda: decode.halves["r0"].finish is not None)
     assert seen == [1, 2]
+
+
+@pytest.mark.parametrize("offload_pages", [0, 100])
+def test_what_a_fake_transfer_brought_is_never_cached(offload_pages: int) -> None:
+    shape = Shape(
+        page_tokens=4, num_pages=17, decode_prefix_cache=True, reserved_decode_tokens=0, offload_pages=offload_pages
+    )
+    world = World(3, shape, QUIET)
+    decode = world.decode
+    for i in range(4):
+        spec = msgspec.structs.replace(_request(f"r{i}", i, 24), input_ids=list(range(i * 100, i * 100 + 20)))
+        decode.mailbox.post(msgspec.structs.replace(spec, room=RoomAddress(host="2.2.2.2", port=1, room=i)))
+    _until(world, lambda: len(decode.halves) == 4 and all(half.finish for half in decode.halves.values()), decode)
+    assert decode.scheduler.core.counters["requests_retracted"] > 0, "the case is about retracted requests too"
+    assert decode.memory.counts()["pages_cached"] == 0 and not decode.leaks()
+
+
+def test_decode_ends_a_request_that_waits_too_long_for_memory() -> None:
+    world = _world(num_pages=6)
+    lease = world.decode.memory.reserve_tokens(24, "somebody else")
+    assert lease is not None
+    for node in (world.prefill, world.decode):
+        node.mailbox.post(_request("r0", 1))
+    _until(world, lambda: world.decode.halves["r0"].finish is not None)
+    finish = world.decode.halves["r0"].finish
+    assert finish is not None and finish.type == "abort"
+    lease.drop("request")
+    _until(world, _idle(world))
+    assert not world.decode.leaks() and not world.prefill.leaks()
