@@ -29,9 +29,15 @@ def free_while_a_step_is_under_way(patch: Patch) -> None:
 def cache_a_page_that_is_not_computed(patch: Patch) -> None:
     cache = KVMemory.cache
 
-    def hasty(self: KVMemory, lease: Lease, token_ids: bytes, priority: int = 0) -> None:
+    def hasty(self: KVMemory, lease: Lease, token_ids: bytes, priority: int = 0, *, ending: bool = False) -> None:
         whole = len(lease.pages) * self.layout.page_tokens * 4
-        cache(self, lease, token_ids + bytes(max(0, whole - len(token_ids))) if token_ids else b"", priority)
+        cache(
+            self,
+            lease,
+            token_ids + bytes(max(0, whole - len(token_ids))) if token_ids else b"",
+            priority,
+            ending=ending,
+        )
 
     patch.setattr(KVMemory, "cache", hasty)
 
