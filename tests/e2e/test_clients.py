@@ -50,7 +50,10 @@ def test_the_openai_client_streams_what_it_gets_whole(pair: Pair, monolith: Serv
         for chunk in stream:
             streamed += "".join(choice.delta.content or "" for choice in chunk.choices)
             usage = chunk.usage or usage
-        assert usage == whole.usage
+        assert usage is not None and whole.usage is not None
+        cached = {"prompt_tokens_details": True}
+        assert usage.model_dump(exclude=cached) == whole.usage.model_dump(exclude=cached)
+        assert usage.prompt_tokens_details is not None, "the second time the prompt is cached"
         assert streamed == whole.choices[0].message.content
         texts.append(streamed)
     assert texts[0] == texts[1]

@@ -109,7 +109,7 @@ def test_three_times_too_much_is_answered_in_full(served: tuple[Served, bool], e
     assert counters["requests_retracted"] <= 3 * NUM_REQUESTS, "retraction is bounded"
     if offloads:
         assert counters["offloaded_pages"] == counters["restored_pages"] > 0
-        assert "recomputed_tokens" not in counters
+        assert counters.get("recomputed_tokens", 0) == 0
     else:
         assert counters["recomputed_tokens"] > 0
     assert_idle(*deployment.workers)
