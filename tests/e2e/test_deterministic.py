@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.harness import Pair, Server, assert_idle, generate_all, running_monolith, running_pair
+from tests.e2e.harness import Pair, Server, assert_idle, generate_all, generate_batch, running_monolith, running_pair
 from tests.tiny import VOCAB_SIZE, Family
 
 MODE = "--enable-deterministic-inference"
@@ -59,7 +59,7 @@ def play_alone(served: Served, bodies: list[dict[str, Any]]) -> list[dict[str, A
 
 def check(served: Served, bodies: list[dict[str, Any]], expected: list[Answer], *, retracts: bool = False) -> None:
     """All at once from an empty cache; then, with what is cached by then, one after the other and at once."""
-    many = generate_all(served.url, bodies)
+    many = generate_batch(served.url, bodies)
     assert [exact(answer) for answer in many] == expected, "16 at once"
     assert (served.workers[-1].counter("requests_retracted") > 0) == retracts
     alone = play_alone(served, bodies)

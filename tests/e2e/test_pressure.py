@@ -17,6 +17,7 @@ from tests.e2e.harness import (
     Server,
     assert_idle,
     generate_all,
+    generate_batch,
     generate_while_some_leave,
     running_monolith,
     running_pair,
@@ -98,7 +99,7 @@ def served(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[Family], P
 def test_three_times_too_much_is_answered_in_full(served: tuple[Served, bool], expected: list[list[int]]) -> None:
     deployment, offloads = served
     generates = deployment.workers[-1]
-    answers = generate_all(deployment.url, requests_of_load())
+    answers = generate_batch(deployment.url, requests_of_load())
     assert [answer["output_ids"] for answer in answers] == expected
     for answer in answers:
         assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": NEW_TOKENS}
