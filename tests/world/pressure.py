@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import multiprocessing
 import random
 from collections import Counter
@@ -145,8 +146,13 @@ class Tally:
         return rare + [name for name in AT_ALL if not self.seeds[name]]
 
 
-def _press(seed: int) -> Played:
-    return press(seed, FAULTS)
+def tally_of(seeds: range, faults: Faults) -> Tally:
+    """Play many seeds on all cores."""
+    tally = Tally()
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        for played in pool.imap_unordered(functools.partial(press, faults=faults), seeds, chunksize=20):
+            tally.add(played)
+    return tally
 
 
 def main() -> None:
@@ -154,10 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=2000)
     count = parser.parse_args().seeds
-    tally = Tally()
-    with multiprocessing.Pool() as pool:
-        for played in pool.imap_unordered(_press, range(count), chunksize=20):
-            tally.add(played)
+    tally = tally_of(range(count), FAULTS)
     print(f"{count} seeds, {tally.num_finished} requests finished with the monolith's tokens, nothing left")
     print("| event | times | seeds |\n|---|---|---|")
     for name in (*IN_MOST, *AT_ALL):
