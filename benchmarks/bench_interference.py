@@ -84,7 +84,8 @@ async def play(args: argparse.Namespace, url: str, seed: int, *, prompts: bool) 
 
         async def send(num_tokens: int, output_len: int) -> tuple[float, Result]:
             began = time.perf_counter()
-            job = Job(prompt=[rng.randrange(10, 1000) for _ in range(num_tokens)], output_len=output_len, at_s=0.0)
+            prompt = [rng.randrange(10, args.vocab_size) for _ in range(num_tokens)]
+            job = Job(prompt=prompt, output_len=output_len, at_s=0.0)
             result = await bench_serving.run_one(session, flags, job)
             if result.error is not None:
                 raise RuntimeError(f"{url}: {result.error}")
@@ -191,6 +192,7 @@ Ratios of the same round (ITL and TTFT: lower is better):
 {machine["load_1m"]}, after it {facts["load_after"]} (the run itself is about 2).
 - Threads: monolith {args.threads}, prefill and decode {args.threads // 2} each; router and load generator share these \
 cores. More flags of all servers: `{" ".join(args.server_flags) or "none"}`.
+- {report.busy_note(machine["load_1m"])}
 - Revision {facts["revision"]}; the run took {facts["duration_s"]:.0f} s.
 - Command: `{facts["command"]}`
 """
@@ -210,6 +212,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--every", type=float, default=5.0, help="seconds between prompts; the first comes after as many")
     add("--threads", type=int, default=2, help="torch threads in all; each server of the pair has half")
     add("--rounds", type=int, default=3)
+    add("--vocab-size", type=int, default=1000, help="random token ids are 10 to this")
     add("--seed", type=int, default=0)
     add("--write", action="store_true", help="write <date>-interference.md and .json")
     add("--results", type=Path, default=report.RESULTS, help="where to")

@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace, url: str, seed: int) -> dict[str, float]:
             "--base-url", url, "--prompts", "ids", "--ignore-eos", "--num-warmup", "0", "--seed", str(seed),
             "--num-prompts", str(args.requests), "--concurrency", str(args.requests),
             "--input-len", str(args.input_len), "--output-len", str(args.output_len),
-            "--request-timeout", str(args.timeout),
+            "--request-timeout", str(args.timeout), "--vocab-size", str(args.vocab_size),
         ]
     )  # fmt: skip
     summary = bench_serving.summarize(flags, *asyncio.run(bench_serving.run_all(flags)))
@@ -148,6 +148,7 @@ Median of {args.rounds} interleaved rounds (least-most). Errors in all: **{num_e
 - Threads: monolith {args.threads}, prefill and decode {args.threads // 2} each. Of 1P1D the counts are decode's, and \
 both servers' pools are that small.
 - Flags of the smaller ones: `{" ".join(flags_of(args, "1P1D", "offload"))}`.
+- {report.busy_note(machine["load_1m"])}
 - Revision {facts["revision"]}; the run took {facts["duration_s"]:.0f} s.
 - Command: `{facts["command"]}`
 """
@@ -168,6 +169,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=2, help="torch threads in all; each server of the pair has half")
     add("--rounds", type=int, default=2)
     add("--timeout", type=float, default=300.0, help="seconds a request may take")
+    add("--vocab-size", type=int, default=1000, help="random token ids are 10 to this")
     add("--seed", type=int, default=0)
     add("--write", action="store_true", help="write <date>-overcommit.md and .json")
     add("--results", type=Path, default=report.RESULTS, help="where to")

@@ -45,7 +45,7 @@ def measure(args: argparse.Namespace, url: str, seed: int, output_len: int) -> d
         [
             "--base-url", url, "--prompts", "ids", "--ignore-eos", "--num-warmup", "0", "--seed", str(seed),
             "--num-prompts", str(args.streams), "--concurrency", str(args.streams),
-            "--input-len", str(args.input_len), "--output-len", str(output_len),
+            "--input-len", str(args.input_len), "--output-len", str(output_len), "--vocab-size", str(args.vocab_size),
         ]
     )  # fmt: skip
     summary = bench_serving.summarize(flags, *asyncio.run(bench_serving.run_all(flags)))
@@ -96,6 +96,7 @@ with {args.threads} thread(s). Median of {args.rounds} interleaved rounds (least
 
 - Machine: {machine["cpu_model"]}, {machine["cpus"]} cores, {machine["platform"]}; load before the run \
 {machine["load_1m"]}, after it {facts["load_after"]} (the run itself is about {args.threads}).
+- {report.busy_note(machine["load_1m"])}
 - Revision {facts["revision"]}; the run took {facts["duration_s"]:.0f} s.
 - Command: `{facts["command"]}`
 """
@@ -112,6 +113,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output-len", type=int, default=128)
     add("--threads", type=int, default=2, help="torch threads of each server")
     add("--rounds", type=int, default=5)
+    add("--vocab-size", type=int, default=1000, help="random token ids are 10 to this")
     add("--seed", type=int, default=0)
     add("--write", action="store_true", help="write <date>-overlap-cpu.md and .json")
     add("--results", type=Path, default=report.RESULTS, help="where to")

@@ -22,6 +22,8 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+QUIET_LOAD = 1.5
+"""One-minute load average below which real time may be measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,13 @@ def machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
     }
+
+
+def busy_note(*loads: float) -> str:
+    """A sentence when others kept the machine busy before the run: real time measured then says little."""
+    if max(loads) < QUIET_LOAD:
+        return "The cores were quiet before the run."
+    return "**Others used the cores, so times and their ratios are rough: repeat this on quiet cores.**"
 
 
 def cpu_model() -> str:

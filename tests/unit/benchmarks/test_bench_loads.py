@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_interference, bench_overcommit, bench_overlap_serving
+from benchmarks import bench_interference, bench_overcommit, bench_overlap_serving, report
 from benchmarks.bench_interference import part_of
-from tests.tiny import Family
+from tests.tiny import VOCAB_SIZE, Family
 
 
 def test_gaps_count_while_all_streams_run_and_prompts_arrive() -> None:
@@ -61,9 +61,14 @@ def test_every_error_counts() -> None:
     assert bench_overcommit.num_errors({("monolith", "enough"): [good, good | {"audit": 2.0}]}) == 2
 
 
+def test_a_busy_machine_is_named() -> None:
+    assert "quiet before" in report.busy_note(0.3) and "repeat" in report.busy_note(0.3, 4.0)
+
+
 @pytest.mark.slow
 def test_tiny_runs_of_all_three_write(tiny_checkpoint: Callable[[Family], Path], tmp_path: Path) -> None:
-    common = ["--model", str(tiny_checkpoint("llama")), "--rounds", "1", "--write", "--results", str(tmp_path)]
+    model = ["--model", str(tiny_checkpoint("llama")), "--vocab-size", str(VOCAB_SIZE)]
+    common = [*model, "--rounds", "1", "--write", "--results", str(tmp_path)]
     short = ["--streams", "2", "--prompt-len", "40", "--every", "0.05", "--output-len", "60"]
     assert bench_interference.main([*common, *short]) == 0
     assert bench_overcommit.main([*common, "--requests", "6", "--input-len", "16", "--output-len", "24"]) == 0
