@@ -169,6 +169,9 @@ class HeldEngine:
     def submit(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
 
+    def cancel(self, job: CopyJob) -> None:
+        """See `CopyEngine`."""
+
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`."""
 

@@ -37,6 +37,18 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How many processes run the model, and on which hosts."""
+
+    tp_size: int = flag(1, help="ranks that each layer is split over", names=("--tp", "--tensor-parallel-size"))
+    pp_size: int = flag(1, help="stages that the layers are split into", names=("--pp", "--pipeline-parallel-size"))
+    dp_size: int = flag(1, help="replicas of the model behind one HTTP server", names=("--dp", "--data-parallel-size"))
+    nnodes: int = flag(1, help="hosts that one replica's ranks are spread over")
+    node_rank: int = flag(0, help="which of them this is; 0 has the HTTP server")
+    dist_init_addr: str | None = flag(None, help="HOST:PORT at node 0 where the ranks meet; needed with several hosts")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     """How much KV memory, in which pages."""
 
@@ -100,6 +112,15 @@ class DisaggConfig:
     disaggregation_decode_enable_offload_kvcache: bool = flag(
         False, help="a retracted request's KV goes to host memory and back; else it is computed again"
     )
+    disaggregation_decode_tp: int | None = flag(
+        None, help="on prefill: the only tp_size of a decode server that is taken; found out when absent"
+    )
+    disaggregation_decode_dp: int | None = flag(
+        None, help="on prefill: the only dp_size of a decode server that is taken; found out when absent"
+    )
+    disaggregation_prefill_pp: int | None = flag(
+        None, help="on prefill: its own pp_size, as SGLang has it given; found out when absent"
+    )
     disaggregation_decode_offload_gb: float = flag(4.0, help="host memory for the KV of retracted requests, in GB")
 
 
@@ -137,6 +158,7 @@ class ServerConfig:
     """Everything one server is started with."""
 
     model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
     memory: MemoryConfig = MemoryConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     disagg: DisaggConfig = DisaggConfig()

@@ -161,6 +161,21 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
                 f"--{field.replace('_', '-')} is for --disaggregation-mode {' or '.join(wanted)}, not {mode}",
                 field=field,
             )
+    for field, size in (
+        ("disaggregation_decode_tp", disagg.disaggregation_decode_tp),
+        ("disaggregation_decode_dp", disagg.disaggregation_decode_dp),
+        ("disaggregation_prefill_pp", disagg.disaggregation_prefill_pp),
+    ):
+        if size is not None and mode != "prefill":
+            raise ConfigError(
+                f"--{field.replace('_', '-')} is for --disaggregation-mode prefill, not {mode}", field=field
+            )
+    if disagg.disaggregation_prefill_pp not in (None, config.parallel.pp_size):
+        raise ConfigError(
+            f"--disaggregation-prefill-pp is {disagg.disaggregation_prefill_pp}, but --pp-size is "
+            f"{config.parallel.pp_size}",
+            field="disaggregation_prefill_pp",
+        )
     context, pool = config.model.context_length, config.memory.max_total_tokens
     if context is not None and pool is not None and context > pool:
         raise ConfigError(

@@ -6,17 +6,26 @@ import ipaddress
 import math
 import re
 
-from pdserve.config.groups import DisaggConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
+from pdserve.config.groups import (
+    DisaggConfig,
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    ServerConfig,
+)
 from pdserve.errors import ConfigError
 
 MAX_PAGE_SIZE = 128
 MAX_THREADS = 1024
+MAX_RANKS = 4096
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 
 def check(config: ServerConfig) -> None:
     """Raise ConfigError, naming the flag, what was given, and what is allowed."""
     _check_model(config.model)
+    _check_parallel(config.parallel)
     _check_memory(config.memory)
     _check_schedule(config.schedule)
     _check_disagg(config.disagg)
@@ -36,6 +45,29 @@ def _check_model(model: ModelConfig) -> None:
             _refuse(field, text, "must not be empty")
     _at_least("context_length", model.context_length, 1)
     _between("random_seed", model.random_seed, 0, (1 << 63) - 1)
+
+
+def _check_parallel(parallel: ParallelConfig) -> None:
+    for field, size in (
+        ("tp_size", parallel.tp_size),
+        ("pp_size", parallel.pp_size),
+        ("dp_size", parallel.dp_size),
+        ("nnodes", parallel.nnodes),
+    ):
+        _between(field, size, 1, MAX_RANKS)
+    num_ranks = parallel.tp_size * parallel.pp_size
+    if num_ranks % parallel.nnodes:
+        _refuse("nnodes", parallel.nnodes, f"must divide the {num_ranks} ranks of --tp-size and --pp-size")
+    _between("node_rank", parallel.node_rank, 0, parallel.nnodes - 1)
+    if parallel.nnodes > 1 and parallel.dp_size > 1:
+        _refuse("dp_size", parallel.dp_size, "must be 1 with --nnodes: start each replica as a server of its own")
+    if parallel.nnodes > 1 and parallel.dist_init_addr is None:
+        _refuse("dist_init_addr", None, "must be given with --nnodes")
+    if parallel.dist_init_addr is not None:
+        host, _, port = parallel.dist_init_addr.rpartition(":")
+        if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            _refuse("dist_init_addr", parallel.dist_init_addr, "must be HOST:PORT")
+        _check_host("dist_init_addr", host)
 
 
 def _check_memory(memory: MemoryConfig) -> None:
@@ -64,6 +96,12 @@ def _check_schedule(schedule: ScheduleConfig) -> None:
 def _check_disagg(disagg: DisaggConfig) -> None:
     _between("disaggregation_bootstrap_port", disagg.disaggregation_bootstrap_port, 0, 65535)
     _at_least("disaggregation_layerwise_groups", disagg.disaggregation_layerwise_groups, 1)
+    for field, size in (
+        ("disaggregation_decode_tp", disagg.disaggregation_decode_tp),
+        ("disaggregation_decode_dp", disagg.disaggregation_decode_dp),
+        ("disaggregation_prefill_pp", disagg.disaggregation_prefill_pp),
+    ):
+        _between(field, size, 1, MAX_RANKS)
     offload_gb = disagg.disaggregation_decode_offload_gb
     if not (math.isfinite(offload_gb) and offload_gb > 0):
         _refuse("disaggregation_decode_offload_gb", offload_gb, "must be more than 0")

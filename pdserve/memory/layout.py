@@ -10,19 +10,27 @@ import dataclasses
 import enum
 import hashlib
 
+from pdserve.base.parallel import Place, kv_heads_of, layers_of
+
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint64": 8}
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 
 class GroupKind(enum.Enum):
-    """What a group's pages hold. Issue by issue more kinds join (WINDOW, MLA, STATE, INDEX, EMBED)."""
+    """What a group's pages hold. Issue by issue more kinds join (WINDOW, STATE, INDEX, EMBED)."""
 
     FULL = "full"
+    """Keys and values of every token."""
+    MLA = "mla"
+    """One latent vector for every token, the same on all tensor ranks (arXiv:2405.04434)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVGroup:
-    """Layers that share a page pool. Heads are those of this rank; `num_kv_heads_total` those of the model."""
+    """Layers that share a page pool: those of the whole model, or after `of_rank` those of one rank.
+
+    `num_kv_heads` are the heads in a page, `num_kv_heads_total` those of the model; MLA has one, which is the latent.
+    """
 
     name: str
     kind: GroupKind
@@ -36,22 +44,46 @@ class KVGroup:
     @property
     def page_shape(self) -> tuple[int, int, int, int, int]:
         """`(layer, k/v, head, token, dim)` of one page."""
-        return (self.num_layers, 2, self.num_kv_heads, self.page_tokens, self.head_dim)
+        return (self.num_layers, self.num_planes, self.num_kv_heads, self.page_tokens, self.head_dim)
+
+    @property
+    def num_planes(self) -> int:
+        """Keys and values, or the latent alone."""
+        return 1 if self.kind is GroupKind.MLA else 2
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one plane of one layer of one page."""
+        return self.page_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer of one page."""
-        return 2 * self.num_kv_heads * self.page_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_planes * self.num_kv_heads * self.head_bytes
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
         return self.num_layers * self.layer_bytes
 
+    def layers_of(self, place: Place) -> range:
+        """Which of the model's layers a rank has. To be asked of the whole model's group, as the two below."""
+        return layers_of(self.num_layers, place.shape.pp_size, place.pp_rank)
+
+    def heads_of(self, place: Place) -> range:
+        """Which of the model's KV heads a rank has."""
+        return kv_heads_of(self.num_kv_heads_total, place.shape.tp_size, place.tp_rank)
+
+    def of_rank(self, place: Place) -> KVGroup:
+        """What of this group lies in the pages of one rank."""
+        assert self.num_kv_heads == self.num_kv_heads_total, "already a rank's"
+        layers, heads = self.layers_of(place), self.heads_of(place)
+        return dataclasses.replace(self, num_layers=len(layers), num_kv_heads=len(heads))
+
 
 @dataclasses.dataclass(frozen=True)
 class KVLayout:
-    """All groups of a model on this rank."""
+    """All groups of a model, or of one rank of it."""
 
     groups: tuple[KVGroup, ...]
 
@@ -65,8 +97,12 @@ class KVLayout:
         """KV bytes of one token over all groups."""
         return sum(group.page_bytes // group.page_tokens for group in self.groups)
 
+    def of_rank(self, place: Place) -> KVLayout:
+        """What of it lies in the pages of one rank."""
+        return KVLayout(tuple(group.of_rank(place) for group in self.groups))
+
     def fields(self) -> dict[str, str | int]:
-        """Every fact that two peers must agree on, by a name a user understands."""
+        """Every fact that two peers must agree on, by a name a user understands. Of the whole model, not of a rank."""
         facts: dict[str, str | int] = {"layout_version": LAYOUT_VERSION, "num_groups": len(self.groups)}
         for group in self.groups:
             prefix = "" if len(self.groups) == 1 else f"{group.name}."
@@ -75,7 +111,6 @@ class KVLayout:
                 f"{prefix}num_layers": group.num_layers,
                 f"{prefix}page_size": group.page_tokens,
                 f"{prefix}num_kv_heads": group.num_kv_heads,
-                f"{prefix}num_kv_heads_total": group.num_kv_heads_total,
                 f"{prefix}head_dim": group.head_dim,
                 f"{prefix}kv_cache_dtype": group.dtype,
             }

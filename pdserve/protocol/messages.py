@@ -141,6 +141,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     num_used_tokens: int
     max_total_tokens: int
     audit: list[str] = msgspec.field(default_factory=list)
+    replicas: list[EngineState] = msgspec.field(default_factory=list)
+    """The states that this one is the sum of, by data-parallel rank; none when there is one replica."""
 
 
 class StateReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):

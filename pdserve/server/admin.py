@@ -99,7 +99,8 @@ def _state_fields(state: EngineState | None) -> dict[str, Any]:
         return {"internal_states": []}
     fields = msgspec.to_builtins(state)
     assert isinstance(fields, dict)
-    return {**fields, "internal_states": [fields]}
+    replicas = fields.pop("replicas")
+    return {**fields, "internal_states": replicas or [fields]}
 
 
 async def server_info(context: ServerContext) -> Response:
@@ -112,9 +113,6 @@ async def server_info(context: ServerContext) -> Response:
         **_state_fields(state),
         "engine_facts": ready.facts if ready else {},
         "status": "ready" if ready else "not_ready",
-        "tp_size": 1,
-        "dp_size": 1,
-        "pp_size": 1,
         "version": pdserve.__version__,
     }
     return json_response(body)
@@ -124,14 +122,20 @@ async def get_load(context: ServerContext) -> Response:
     """A list, one entry per data-parallel rank."""
     context.client.require_ready()
     state = await context.client.state(STATE_TIMEOUT_S)
-    load = {
-        "dp_rank": 0,
+    if state is None:
+        return json_response([_load(0, None, context.client.num_live)])
+    return json_response([_load(rank, one, 0) for rank, one in enumerate(state.replicas or [state])])
+
+
+def _load(dp_rank: int, state: EngineState | None, num_live: int) -> dict[str, int]:
+    """The load of one replica; `num_live` requests are known when it has never said anything."""
+    return {
+        "dp_rank": dp_rank,
         "num_tokens": state.num_used_tokens if state else 0,
-        "num_reqs": state.num_running_reqs + state.num_queue_reqs if state else context.client.num_live,
+        "num_reqs": state.num_running_reqs + state.num_queue_reqs if state else num_live,
         "num_running_reqs": state.num_running_reqs if state else 0,
         "num_waiting_reqs": state.num_queue_reqs if state else 0,
     }
-    return json_response([load])
 
 
 async def metrics(context: ServerContext) -> Response:

@@ -122,6 +122,9 @@ class SimCopyEngine:
         expires_at = self._net.clock.now() + GATE_TIMEOUT_S
         self._net.later(lambda: self._start(job, expires_at))
 
+    def cancel(self, job: CopyJob) -> None:
+        """See `CopyEngine`."""
+
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`."""
 

@@ -1,6 +1,7 @@
 """From a chunk of a request, pages times layers, to the copies that carry it. Pure; called by `SendSide`.
 
-Knows where our pools and a peer's are, which layers go together, and what of several layout groups goes when.
+Knows where the pools of our ranks and of a peer's are, which layers go together, and what of several layout groups
+goes when.
 """
 
 from __future__ import annotations
@@ -8,18 +9,37 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVLayout
 from pdserve.transfer.events import Gates, Piece, Ready
-from pdserve.transfer.plan import PageCopy, plan_pages
+from pdserve.transfer.plan import PageCopy, plan_feed
+from pdserve.transfer.topology import feeds
 from pdserve.transfer.wire import Hello
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What one of our ranks copies to the peer's rank behind `transport_address`."""
+
+    rank: int
+    transport_address: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(copy.num_bytes for _, _, copies in self.pieces for copy in copies)
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkPlanner:
-    """`kv_bases` are the addresses of our pools, one per layout group; `aux_base` that of our aux slots."""
+    """`layout` is the whole model's. `kv_bases[rank]` are the addresses of a rank's pools, one per layout group;
+    `aux_base` that of our aux slots, which are at rank 0.
+    """
 
     layout: KVLayout
-    kv_bases: tuple[int, ...]
+    shape: ParallelShape
+    kv_bases: tuple[tuple[int, ...], ...]
     aux_base: int
     aux_slot_bytes: int
 
@@ -33,24 +53,33 @@ class ChunkPlanner:
         assert all(layers for layers, _ in ranges) and covered == list(range(num_layers)), gates
         return ranges
 
-    def pages(
-        self, peer: Hello, source: Sequence[int], target: Sequence[Sequence[int]], layers: range
-    ) -> tuple[Piece, ...]:
+    def pages(self, peer: Hello, source: Sequence[int], target: Sequence[Sequence[int]], layers: range) -> list[Part]:
         """Copies of `layers` of the first group, from our pages `source` to the peer's `target`, given per group.
 
         Other groups have layers of their own: they go whole, with the first group's last ones, when all is written.
         """
         first = self.layout.groups[0]
         last = layers.stop == first.num_layers
-        return tuple(
-            (base, region.address, tuple(plan_pages(group, source, pages, layers if group is first else None)))
-            for group, base, region, pages in zip(
-                self.layout.groups, self.kv_bases, peer.kv_regions, target, strict=True
-            )
-            if group is first or last
-        )
+        pieces: dict[tuple[int, int], list[Piece]] = {}
+        for index, (group, pages) in enumerate(zip(self.layout.groups, target, strict=True)):
+            if group is not first and not last:
+                continue
+            wanted = layers if group is first else None
+            for feed in feeds(group, self.shape, peer.shape):
+                ours, theirs = self.shape.place(feed.source_rank), peer.shape.place(feed.destination_rank)
+                copies = plan_feed(group, ours, theirs, feed, source, pages, wanted)
+                if copies:
+                    base = self.kv_bases[feed.source_rank][index]
+                    address = peer.ranks[feed.destination_rank].kv_regions[index].address
+                    ends = (feed.source_rank, feed.destination_rank)
+                    pieces.setdefault(ends, []).append((base, address, tuple(copies)))
+        return [
+            Part(rank, peer.ranks[target_rank].transport_address, tuple(found))
+            for (rank, target_rank), found in pieces.items()
+        ]
 
-    def aux(self, peer: Hello, source_slot: int, target_slot: int) -> tuple[Piece, ...]:
+    def aux(self, peer: Hello, source_slot: int, target_slot: int) -> Part:
         """The copy of an aux slot."""
         size = self.aux_slot_bytes
-        return ((self.aux_base, peer.aux_region.address, (PageCopy(source_slot * size, target_slot * size, size),)),)
+        copy = PageCopy(source_slot * size, target_slot * size, size)
+        return Part(0, peer.ranks[0].transport_address, ((self.aux_base, peer.aux_region.address, (copy,)),))

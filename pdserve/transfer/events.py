@@ -12,11 +12,35 @@ from pdserve.transfer.wire import Key
 
 Address = tuple[str, int]
 """Host and port of a bootstrap server."""
-Ready = Callable[[float], bool]
-"""A gate: waits up to so many seconds until some layers of a step are written; True when they are.
 
-Called by copy workers, never by the scheduler thread. Once True, always True.
-"""
+
+class Ready(Protocol):
+    """A gate: whether some layers of a step are written.
+
+    Called by copy workers, never by the scheduler thread. Once True, always True.
+    """
+
+    def __call__(self, timeout_s: float, /) -> bool:
+        """Wait up to so many seconds; True when they are."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerGate:
+    """The gate of the first `num_layers` layers of the model in step `step`. `wait` is what `LayerMarks.wait` is.
+
+    It says so much because other ranks than ours wait for the same of their own.
+    """
+
+    step: int
+    num_layers: int
+    wait: Callable[[int, float], bool]
+
+    def __call__(self, timeout_s: float, /) -> bool:
+        """See `Ready`."""
+        return self.wait(self.num_layers, timeout_s)
+
+
 Gates = Sequence[tuple[range, Ready]]
 """Layer ranges which together cover all layers once, each with its gate. None at all: everything is written."""
 Piece = tuple[int, int, tuple[PageCopy, ...]]
@@ -63,7 +87,9 @@ class PeerListens:
 
 @dataclasses.dataclass(slots=True)
 class CopyJob:
-    """One batch of copies to one peer. Not begun before `ready`, its gate, is open; None: there is nothing to wait for.
+    """One batch of copies from one of our ranks to one of a peer's.
+
+    Not begun before `ready`, its gate, is open; None: there is nothing to wait for.
 
     `cancelled` is set by the scheduler thread; a worker that has not started the job then skips it.
     """
@@ -77,6 +103,8 @@ class CopyJob:
     num_bytes: int
     ready: Ready | None = None
     cancelled: bool = False
+    rank: int = 0
+    """Which of our ranks copies; all but rank 0 are other processes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,6 +138,10 @@ class CopyEngine(Protocol):
 
     def submit(self, job: CopyJob) -> None:
         """Queue `job`; never blocks."""
+        ...
+
+    def cancel(self, job: CopyJob) -> None:
+        """`job.cancelled` was set: whoever has it and has not begun may drop it. A `CopyDone` comes all the same."""
         ...
 
     def forget(self, transport_address: str) -> None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pdserve.base.clock import Clock
+from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVLayout
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.chunk import ChunkPlanner
@@ -35,7 +36,7 @@ from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerRe
 from pdserve.transfer.receive_side import ReceiveSide
 from pdserve.transfer.send_side import SendSide
 from pdserve.transfer.sessions import Sessions, SessionTimes
-from pdserve.transfer.wire import Abort, Done, Ended, Hello, Meta, Region, Wire
+from pdserve.transfer.wire import Abort, Done, Ended, Hello, Meta, RankMemory, Region, Wire
 
 __all__ = ["FAKE_BOOTSTRAP_HOST", "KVArgs", "KVManager", "KVReceiver", "KVSender", "TransferTimes"]
 
@@ -45,13 +46,16 @@ FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVArgs:
-    """What a rank brings to transfer. `buffers` is `(address, bytes)` of each group's pool; `facts` must match a
-    peer's.
+    """What a replica brings to transfer. `layout` is the whole model's; `facts` must match a peer's.
+
+    `buffers` is `(address, bytes)` of each group's pool at this rank, the first one; `others` are the other ranks.
     """
 
     instance: str
     layout: KVLayout
+    shape: ParallelShape = ParallelShape()
     buffers: Sequence[tuple[int, int]]
+    others: Sequence[RankMemory] = ()
     aux: MetadataBuffers
     facts: dict[str, str | int]
     token: str = ""
@@ -84,11 +88,14 @@ class KVManager:
         self.counters: Counter[str] = Counter()
         self._all_fake = fake
         self._engine = engine
+        ranks = (RankMemory(engine.address, tuple(Region(*buffer) for buffer in args.buffers)), *args.others)
+        assert len(ranks) == args.shape.num_ranks, (len(ranks), args.shape)
         hello = Hello(
             endpoint=socket.endpoint,
             facts=args.layout.fields() | {"aux_slot_bytes": args.aux.slot_bytes} | args.facts,
-            transport_address=engine.address,
-            kv_regions=tuple(Region(*buffer) for buffer in args.buffers),
+            tp_size=args.shape.tp_size,
+            pp_size=args.shape.pp_size,
+            ranks=ranks,
             aux_region=Region(*args.aux.buffer),
             aux_slot_bytes=args.aux.slot_bytes,
             answer=False,
@@ -98,7 +105,11 @@ class KVManager:
         )
         self.send_side = SendSide(
             ChunkPlanner(
-                args.layout, tuple(address for address, _ in args.buffers), args.aux.buffer[0], args.aux.slot_bytes
+                args.layout,
+                args.shape,
+                tuple(tuple(region.address for region in rank.kv_regions) for rank in ranks),
+                args.aux.buffer[0],
+                args.aux.slot_bytes,
             ),
             self.sessions,
             engine,
@@ -205,7 +216,8 @@ class KVManager:
                     self.receive_side.on_peer_lost(peer, failure, gone)
                     self.send_side.on_peer_lost(peer, failure, gone)
                     if gone and peer.hello is not None:
-                        self._engine.forget(peer.hello.transport_address)
+                        for rank in peer.hello.ranks:
+                            self._engine.forget(rank.transport_address)
                 case Message(peer=peer, body=body):
                     match body:
                         case Meta():

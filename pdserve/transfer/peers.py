@@ -8,6 +8,7 @@ import enum
 from pdserve.errors import HandshakeError
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address
+from pdserve.transfer.topology import check_shapes
 from pdserve.transfer.wire import Abort, Done, Ended, Hello, Meta
 
 RoomMessage = Meta | Done | Ended | Abort
@@ -73,6 +74,19 @@ class Message:
 
 
 Notice = PeerReady | DialFailed | PeerLost | Message
+
+
+def check_hello(ours: Hello, theirs: Hello) -> None:
+    """A session may begin: all facts agree, and the two replicas are split so that one can feed the other.
+
+    Raises:
+        HandshakeError: naming the first field that does not fit.
+    """
+    check_facts(ours.facts, theirs.facts)
+    if len(theirs.ranks) != theirs.shape.num_ranks:
+        raise HandshakeError("ranks", theirs.shape.num_ranks, len(theirs.ranks))
+    decode, prefill = (ours, theirs) if theirs.answer else (theirs, ours)  # decode asks, prefill answers
+    check_shapes(prefill.shape, decode.shape)
 
 
 def check_facts(ours: dict[str, str | int], theirs: dict[str, str | int]) -> None:

@@ -121,12 +121,14 @@ class ClosedKeys:
 def misfit(meta: Meta, hello: Hello, layout: KVLayout, aux_slot_bytes: int) -> str | None:
     """Why the pages or the aux slot that a receiver names cannot be in the pools of its `hello`; None when they can."""
     num_groups = len(layout.groups)
-    if not len(meta.pages) == len(hello.kv_regions) == num_groups:
-        return f"pages of {len(meta.pages)} groups in {len(hello.kv_regions)} pools, expected {num_groups}"
-    for group, region, pages in zip(layout.groups, hello.kv_regions, meta.pages, strict=True):
-        last = max(pages, default=-1)
-        if (last + 1) * group.page_bytes > region.num_bytes:
-            return f"page {last} lies outside the pool of group {group.name}"
+    for rank, memory in enumerate(hello.ranks):
+        if not len(meta.pages) == len(memory.kv_regions) == num_groups:
+            return f"pages of {len(meta.pages)} groups in {len(memory.kv_regions)} pools, expected {num_groups}"
+        own = layout.of_rank(hello.shape.place(rank))
+        for group, region, pages in zip(own.groups, memory.kv_regions, meta.pages, strict=True):
+            last = max(pages, default=-1)
+            if (last + 1) * group.page_bytes > region.num_bytes:
+                return f"page {last} lies outside the pool of group {group.name}"
     if meta.cached_tokens % layout.page_tokens:
         return f"cached_tokens is {meta.cached_tokens}, expected whole pages of {layout.page_tokens} tokens"
     if (meta.aux_slot + 1) * aux_slot_bytes > hello.aux_region.num_bytes:

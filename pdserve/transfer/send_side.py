@@ -1,7 +1,7 @@
 """The sending half of the manager: binds receivers' pages to rooms, turns chunks into copy jobs, says how keys ended.
 
-A chunk is pages times layers of one request. Each layer range of it is a job of its own, which waits in a copy worker
-until these layers are written; pages that the receiver has already are in no job.
+A chunk is pages times layers of one request. Each layer range of it is a job of its own for each pair of ranks that it
+concerns, which waits in a copy worker until these layers are written; pages that the receiver has already are in none.
 
 A key's way: Meta binds it -> chunks are submitted -> all have landed: Done.
                                   \\-> failed or aborted: queued jobs are cancelled, running ones awaited ->
@@ -20,8 +20,8 @@ from pdserve.base.clock import Clock
 from pdserve.errors import RequestError
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.chunk import ChunkPlanner
-from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, Gates, Piece, Ready
+from pdserve.transfer.chunk import ChunkPlanner, Part
+from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, Gates, Ready
 from pdserve.transfer.peers import Peer, PeerState
 from pdserve.transfer.room import ClosedKeys, Outgoing, SendRoom, misfit, shortfall
 from pdserve.transfer.sessions import Sessions
@@ -104,7 +104,8 @@ class SendSide:
             room.fail(PEER_GONE)
             return
         for layers, ready in self._chunks.layer_ranges(gates):
-            self._submit(room, peer, lease, self._chunks.pages(peer.hello, source, target, layers), ready)
+            for part in self._chunks.pages(peer.hello, source, target, layers):
+                self._submit(room, peer, lease, part, ready)
         if room.target.key in self.outgoing:
             self.outgoing[room.target.key].num_pages += len(source)
 
@@ -268,10 +269,8 @@ class SendSide:
         if peer is not None and peer.hello is not None and peer.state is not PeerState.REFUSED:
             self._sessions.send(peer, body)
 
-    def _submit(
-        self, room: SendRoom, peer: Peer, lease: Lease, pieces: tuple[Piece, ...], ready: Ready | None = None
-    ) -> None:
-        assert room.target is not None and peer.hello is not None
+    def _submit(self, room: SendRoom, peer: Peer, lease: Lease, part: Part, ready: Ready | None = None) -> None:
+        assert room.target is not None
         if room.state is KVPoll.FAILED:
             return
         key = room.target.key
@@ -279,8 +278,16 @@ class SendSide:
         if not lease.held_by("send"):
             lease.hold("send")
             out.leases.append(lease)
-        num_bytes = sum(copy.num_bytes for _, _, copies in pieces for copy in copies)
-        job = CopyJob(key, out.num_chunks, peer.instance, peer.hello.transport_address, pieces, num_bytes, ready)
+        job = CopyJob(
+            key,
+            out.num_chunks,
+            peer.instance,
+            part.transport_address,
+            part.pieces,
+            part.num_bytes,
+            ready,
+            rank=part.rank,
+        )
         out.pending[job.index] = job
         out.num_chunks += 1
         room.move(KVPoll.TRANSFERRING)
@@ -296,6 +303,7 @@ class SendSide:
         out.failure = out.failure or failure
         for job in out.pending.values():
             job.cancelled = True
+            self._engine.cancel(job)
         self._finish(out)
 
     def _finish(self, out: Outgoing) -> None:

@@ -20,7 +20,7 @@ from pdserve.base.clock import Clock
 from pdserve.errors import HandshakeError, ProtocolError
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address, ControlSocket, Directory, PrefillFound, PrefillNotFound
-from pdserve.transfer.peers import DialFailed, Message, Notice, Peer, PeerLost, PeerReady, PeerState, check_facts
+from pdserve.transfer.peers import DialFailed, Message, Notice, Peer, PeerLost, PeerReady, PeerState, check_hello
 from pdserve.transfer.wire import Ack, Body, Hello, Packet, Ping, Pong, Refusal, Wire
 
 log = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ class Sessions:
         notices += self._heard(peer)
         self._ack(peer, packet.seq)
         try:
-            check_facts(self._me.facts, hello.facts)
+            check_hello(self._me, hello)
         except HandshakeError as error:
             self.send(peer, Refusal(field=error.field, message=str(error)))
             return notices + self._refused(peer, error.field, str(error))

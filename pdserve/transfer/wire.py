@@ -22,6 +22,7 @@ from typing import Annotated
 
 import msgspec
 
+from pdserve.base.parallel import ParallelShape
 from pdserve.errors import ProtocolError
 from pdserve.protocol.codec import Codec
 from pdserve.protocol.failure import Failure
@@ -31,7 +32,10 @@ MAX_FRAME_BYTES = 8 << 20
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """A number that fits both msgpack's and numpy's signed 64 bits."""
+Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
+EngineAddress = Annotated[str, msgspec.Meta(max_length=16384)]
+"""How a transport is reached; some put more than a host and a port into it."""
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
@@ -50,16 +54,33 @@ class Region(msgspec.Struct, frozen=True):
     num_bytes: Count
 
 
+class RankMemory(msgspec.Struct, frozen=True):
+    """Where peers write to one rank: its transport, and its pool of each layout group."""
+
+    transport_address: EngineAddress
+    kv_regions: tuple[Region, ...]
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Who the sender is. `facts` must be equal on both sides, field by field."""
+    """Who the sender is. `facts` must be equal on both sides, field by field.
+
+    `ranks` are those of a replica split as `tp_size` and `pp_size` say, in the order of their numbers; the aux slots
+    are at the first one.
+    """
 
     endpoint: Name
     facts: dict[Name, Name | int]
-    transport_address: Name
-    kv_regions: tuple[Region, ...]
+    tp_size: Size = 1
+    pp_size: Size = 1
+    ranks: Annotated[tuple[RankMemory, ...], msgspec.Meta(max_length=4096)]
     aux_region: Region
     aux_slot_bytes: Count
     answer: bool
+
+    @property
+    def shape(self) -> ParallelShape:
+        """How the replica is split."""
+        return ParallelShape(tp_size=self.tp_size, pp_size=self.pp_size)
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -76,6 +76,9 @@ class CopyWorkers:
             self._thread_of[job.transport_address] = index
         self._queues[index].put(job)
 
+    def cancel(self, job: CopyJob) -> None:
+        """See `CopyEngine`: the threads look at `job.cancelled` themselves."""
+
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`."""
         self._transport.disconnect(transport_address)  # ends what runs

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from pdserve.base.parallel import Place
+from pdserve.memory.layout import KVGroup
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.sim.network import Faults
@@ -13,9 +15,11 @@ from pdserve.transfer import chunk as chunk_module
 from pdserve.transfer import room as room_module
 from pdserve.transfer.events import CopyDone
 from pdserve.transfer.manager import KVReceiver, KVSender
+from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.receive_side import ReceiveSide
 from pdserve.transfer.room import ClosedKeys, Outgoing, ReceiveRoom
 from pdserve.transfer.send_side import SendSide
+from pdserve.transfer.topology import Feed
 from pdserve.transfer.wire import Ended, Key
 from tests.world.workload import play
 
@@ -24,13 +28,25 @@ MAX_SEEDS = 150
 
 
 def swap_two_pages(patch: Patch) -> None:
-    plan = chunk_module.plan_pages
-    patch.setattr(chunk_module, "plan_pages", lambda group, src, dst, layers: plan(group, src, dst[::-1], layers))
+    plan = chunk_module.plan_feed
+
+    def swapped(
+        group: KVGroup, ours: Place, theirs: Place, feed: Feed, src: list[int], dst: list[int], layers: range | None
+    ) -> list[PageCopy]:
+        return plan(group, ours, theirs, feed, src, dst[::-1], layers)
+
+    patch.setattr(chunk_module, "plan_feed", swapped)
 
 
 def skip_the_last_layer(patch: Patch) -> None:
-    plan = chunk_module.plan_pages
-    patch.setattr(chunk_module, "plan_pages", lambda group, src, dst, layers: plan(group, src, dst, layers[:-1]))
+    plan = chunk_module.plan_feed
+
+    def shortened(
+        group: KVGroup, ours: Place, theirs: Place, feed: Feed, src: list[int], dst: list[int], layers: range
+    ) -> list[PageCopy]:
+        return plan(group, ours, theirs, feed, src, dst, layers[:-1])
+
+    patch.setattr(chunk_module, "plan_feed", shortened)
 
 
 def free_at_abort(patch: Patch) -> None:

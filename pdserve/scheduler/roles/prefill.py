@@ -11,8 +11,6 @@ inflight     all is computed; waits until every byte has landed. The row is free
 
 from __future__ import annotations
 
-from functools import partial
-
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, StepResult
 from pdserve.protocol.failure import Failure
@@ -23,6 +21,7 @@ from pdserve.scheduler.prefilling import Prefilling
 from pdserve.scheduler.req import Req, finish_for_failure
 from pdserve.scheduler.waiting import WaitingQueue
 from pdserve.transfer.aux import AuxRecord
+from pdserve.transfer.events import LayerGate
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import TransferStats, prompt_digest
@@ -91,7 +90,7 @@ class PrefillRole:
         num_layers, num_groups = self._core.memory.layout.groups[0].num_layers, self._core.limits.layer_groups
         ends = sorted({-(-num_layers * (i + 1) // num_groups) for i in range(num_groups)})
         layers = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-        gates = [(group, partial(marks.wait, group.stop)) for group in layers]
+        gates = [(group, LayerGate(handle.plan.step, group.stop, marks.wait)) for group in layers]
         for row in handle.plan.rows:
             req = self.live[row.rid]
             assert req.sender is not None and req.lease is not None

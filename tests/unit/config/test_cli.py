@@ -36,7 +36,7 @@ def test_values_arrive_in_their_groups_with_their_types() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["--tp", "--tp-size", "--disable-cuda-graph", "--quantization", "--enable-torch-compile"]
+    "name", ["--ep", "--ep-size", "--disable-cuda-graph", "--quantization", "--enable-torch-compile"]
 )
 def test_a_flag_of_sglang_that_is_not_honoured_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: SGLang has this flag") as caught:
@@ -44,7 +44,7 @@ def test_a_flag_of_sglang_that_is_not_honoured_is_refused_by_name(name: str) -> 
     assert caught.value.field == name
 
 
-@pytest.mark.parametrize("word", ["--tp=2", "--tp-size=2"])
+@pytest.mark.parametrize("word", ["--ep=2", "--ep-size=2"])
 def test_a_foreign_flag_is_refused_with_an_equals_sign_too(word: str) -> None:
     with pytest.raises(ConfigError, match="SGLang has this flag"):
         parse_server_args([*MODEL, word])

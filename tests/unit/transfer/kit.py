@@ -64,6 +64,7 @@ class KitSocket:
 
     def __init__(self, net: Net, endpoint: str) -> None:
         self.endpoint = endpoint
+        self.cancelled: list[CopyJob] = []
         self.forgotten: list[str] = []
         self._net = net
 
@@ -82,10 +83,14 @@ class KitEngine:
 
     def __init__(self) -> None:
         self.jobs: list[CopyJob] = []
+        self.cancelled: list[CopyJob] = []
         self.forgotten: list[str] = []
 
     def submit(self, job: CopyJob) -> None:
         self.jobs.append(job)
+
+    def cancel(self, job: CopyJob) -> None:
+        self.cancelled.append(job)
 
     def forget(self, transport_address: str) -> None:
         self.forgotten.append(transport_address)

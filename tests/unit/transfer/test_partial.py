@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import GroupKind, KVLayout
 from pdserve.protocol.failure import Failure
 from pdserve.sim.hash_lm import hash_layout
@@ -16,7 +17,7 @@ from pdserve.transfer.gated import NEVER_WRITTEN
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST
 from pdserve.transfer.room import shortfall
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import Done, Ended, Hello, Key, Meta, Packet, Region, TransferStats, Wire
+from pdserve.transfer.wire import Done, Ended, Hello, Key, Meta, Packet, RankMemory, Region, TransferStats, Wire
 from tests.unit.transfer.kit import ADDRESS, ALL_FREE, CLIENT_LEFT, TOKEN, Net, Pair, Side, meet
 
 PAGE_TOKENS, NUM_LAYERS = 4, 3
@@ -304,19 +305,20 @@ def test_gates_must_cover_each_layer_once(ranges: list[range]) -> None:
 def test_further_layout_groups_go_whole_with_the_last_layers_of_the_first() -> None:
     first = hash_layout(PAGE_TOKENS, NUM_LAYERS).groups[0]
     second = dataclasses.replace(first, name="other", kind=GroupKind.FULL, num_layers=5)
-    planner = ChunkPlanner(KVLayout((first, second)), (1000, 2000), aux_base=3000, aux_slot_bytes=64)
+    planner = ChunkPlanner(
+        KVLayout((first, second)), ParallelShape(), ((1000, 2000),), aux_base=3000, aux_slot_bytes=64
+    )
     hello = Hello(
         endpoint="e",
         facts={},
-        transport_address="t",
-        kv_regions=(Region(10, 1 << 20), Region(20, 1 << 20)),
+        ranks=(RankMemory("t", (Region(10, 1 << 20), Region(20, 1 << 20))),),
         aux_region=Region(30, 1 << 20),
         aux_slot_bytes=64,
         answer=False,
     )
-    (lower,) = planner.pages(hello, [1], [[2], [3]], range(2))
+    ((lower,),) = [part.pieces for part in planner.pages(hello, [1], [[2], [3]], range(2))]
     assert lower[:2] == (1000, 10) and lower[2][0].num_bytes == 2 * first.layer_bytes
-    upper, other = planner.pages(hello, [1], [[2], [3]], range(2, 3))
+    ((upper, other),) = [part.pieces for part in planner.pages(hello, [1], [[2], [3]], range(2, 3))]
     assert upper[2][0].num_bytes == first.layer_bytes
     assert other[:2] == (2000, 20) and other[2][0].num_bytes == second.page_bytes
     assert other[2][0].destination == 3 * second.page_bytes

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.transfer import aux as aux_module
 from pdserve.transfer.aux import MAX_TOP_LOGPROBS, AuxRecord, MetadataBuffers
-from pdserve.transfer.plan import plan_pages
 from pdserve.transfer.state import TERMINAL, KVPoll, advance, merge_ranks
 
 PAIRS = list(itertools.product(KVPoll, repeat=2))
@@ -42,62 +40,6 @@ def test_merging_ranks(left: KVPoll, right: KVPoll) -> None:
     assert merged in (left, right)
     assert (merged is KVPoll.FAILED) == (KVPoll.FAILED in (left, right)), "one failure fails all"
     assert (merged is KVPoll.SUCCESS) == (left is right is KVPoll.SUCCESS), "the slowest rank leads"
-
-
-def _group(num_layers: int, page_tokens: int) -> KVGroup:
-    return KVGroup(
-        name="full",
-        kind=GroupKind.FULL,
-        num_layers=num_layers,
-        page_tokens=page_tokens,
-        num_kv_heads=1,
-        num_kv_heads_total=1,
-        head_dim=2,
-        dtype="bfloat16",
-    )
-
-
-@given(data=st.data(), num_layers=st.integers(1, 4), page_tokens=st.integers(1, 3), num_pages=st.integers(1, 12))
-@settings(max_examples=150, deadline=None)
-def test_a_plan_moves_each_byte_of_the_layers_once_and_no_other(
-    data: st.DataObject, num_layers: int, page_tokens: int, num_pages: int
-) -> None:
-    group = _group(num_layers, page_tokens)
-    count = data.draw(st.integers(0, num_pages))
-    source = data.draw(st.permutations(range(num_pages)))[:count]
-    destination = data.draw(st.permutations(range(num_pages)))[:count]
-    first = data.draw(st.integers(0, num_layers - 1))
-    layers = data.draw(st.sampled_from([None, range(first, data.draw(st.integers(first + 1, num_layers)))]))
-
-    pool_bytes = num_pages * group.page_bytes
-    origin = np.full(pool_bytes, -1, dtype=np.int64)
-    written = np.zeros(pool_bytes, dtype=np.int64)
-    for copy in plan_pages(group, source, destination, layers):
-        origin[copy.destination : copy.destination + copy.num_bytes] = np.arange(
-            copy.source, copy.source + copy.num_bytes
-        )
-        written[copy.destination : copy.destination + copy.num_bytes] += 1
-
-    expected = np.full((num_pages, num_layers, group.layer_bytes), -1, dtype=np.int64)
-    where = np.arange(pool_bytes).reshape(expected.shape)
-    for s, d in zip(source, destination, strict=True):
-        for layer in range(num_layers) if layers is None else layers:
-            expected[d, layer] = where[s, layer]
-    assert (origin == expected.ravel()).all()
-    assert (written == (expected.ravel() >= 0)).all()
-
-
-def test_pages_side_by_side_in_both_pools_become_one_copy() -> None:
-    group = _group(2, 4)
-    plan = plan_pages(group, [3, 4, 5, 9, 10], [0, 1, 2, 4, 3])
-    assert [copy.num_bytes // group.page_bytes for copy in plan] == [3, 1, 1]
-    assert len(plan_pages(group, list(range(100)), list(range(50, 150)))) == 1
-    assert plan_pages(group, [], []) == []
-
-
-def test_pages_must_come_in_pairs() -> None:
-    with pytest.raises(AssertionError):
-        plan_pages(_group(1, 1), [1, 2], [1])
 
 
 TOKENS = st.integers(0, 2**31)

@@ -25,7 +25,7 @@ from pdserve.transfer.events import (
     TransferEvent,
 )
 from pdserve.transfer.sessions import Sessions, SessionTimes
-from pdserve.transfer.wire import Hello, Packet, Ping, Region, Wire
+from pdserve.transfer.wire import Hello, Packet, Ping, RankMemory, Region, Wire
 from tests.unit.transfer.kit import KitDirectory
 from tests.unit.transfer.waiting import DEADLINE_S, events_of, wait_until
 
@@ -45,8 +45,7 @@ class Member:
         hello = Hello(
             endpoint=self.socket.endpoint,
             facts={"page_size": 16},
-            transport_address=name,
-            kv_regions=(Region(1, 1),),
+            ranks=(RankMemory(name, (Region(1, 1),)),),
             aux_region=Region(1, 1),
             aux_slot_bytes=64,
             answer=False,
@@ -111,8 +110,7 @@ def test_a_hello_with_a_nonsense_endpoint_does_not_stop_the_server(members: list
         hello = Hello(
             endpoint=endpoint,
             facts={"page_size": 16},
-            transport_address="x",
-            kv_regions=(),
+            ranks=(RankMemory("x", ()),),
             aux_region=Region(1, 1),
             aux_slot_bytes=64,
             answer=False,

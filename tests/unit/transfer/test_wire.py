@@ -25,6 +25,7 @@ from pdserve.transfer.wire import (
     Packet,
     Ping,
     Pong,
+    RankMemory,
     Refusal,
     Region,
     TransferStats,
@@ -38,8 +39,7 @@ FAILURE = Failure(code="x", message="y")
 HELLO = Hello(
     endpoint="h:1",
     facts={"page_size": 16, "model": "m"},
-    transport_address="t",
-    kv_regions=(Region(1, 2),),
+    ranks=(RankMemory("t", (Region(1, 2),)),),
     aux_region=Region(3, 4),
     aux_slot_bytes=64,
     answer=False,

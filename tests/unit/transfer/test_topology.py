@@ -1,0 +1,188 @@
+"""Who feeds whom, and the plan of it, against a byte-level oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.base.parallel import SINGLE, ParallelShape, Place, check_split
+from pdserve.errors import ConfigError, HandshakeError
+from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.transfer.plan import PageCopy, plan_feed
+from pdserve.transfer.topology import Feed, check_shapes, feeds
+
+Pool = npt.NDArray[np.int64]
+TP_SIZES = (1, 2, 3, 4, 6, 8)
+
+
+def group_of(num_layers: int, num_heads: int, page_tokens: int, kind: GroupKind = GroupKind.FULL) -> KVGroup:
+    """Heads of one element, so that pools stay small; the page's tokens are its bytes."""
+    return KVGroup(
+        name=kind.value,
+        kind=kind,
+        num_layers=num_layers,
+        page_tokens=page_tokens,
+        num_kv_heads=num_heads,
+        num_kv_heads_total=num_heads,
+        head_dim=1,
+        dtype="bfloat16",
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> KVGroup:
+    kind = draw(st.sampled_from(GroupKind))
+    num_heads = 1 if kind is GroupKind.MLA else draw(st.integers(1, 16))
+    return group_of(draw(st.integers(4, 7)), num_heads, draw(st.sampled_from((1, 2, 3, 16, 64))), kind)
+
+
+def sizes(group: KVGroup) -> list[int]:
+    """Tensor sizes that this many heads can be split over."""
+    total = group.num_kv_heads_total
+    return [size for size in TP_SIZES if total % size == 0 or size % total == 0]
+
+
+def shapes(group: KVGroup) -> st.SearchStrategy[ParallelShape]:
+    return st.builds(ParallelShape, tp_size=st.sampled_from(sizes(group)), pp_size=st.integers(1, 4))
+
+
+def model_bytes(group: KVGroup, num_pages: int) -> npt.NDArray[np.int64]:
+    """A number for every byte of the whole model's KV: `[page, layer, plane, head, byte]`."""
+    shape = (num_pages, group.num_layers, group.num_planes, group.num_kv_heads_total, group.head_bytes)
+    return np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
+
+
+def held_by(everything: npt.NDArray[np.int64], group: KVGroup, place: Place) -> npt.NDArray[np.int64]:
+    """What of it a rank holds, cut out by indexing alone."""
+    layers, heads = group.layers_of(place), group.heads_of(place)
+    return everything[:, layers.start : layers.stop, :, heads.start : heads.stop]
+
+
+@given(data=st.data(), group=groups(), num_pages=st.integers(1, 4))
+@settings(max_examples=300, deadline=None)
+def test_every_byte_of_every_decode_rank_comes_from_the_right_place_once(
+    data: st.DataObject, group: KVGroup, num_pages: int
+) -> None:
+    source, destination = data.draw(shapes(group)), data.draw(shapes(group))
+    count = data.draw(st.integers(0, num_pages))
+    source_pages = data.draw(st.permutations(range(num_pages)))[:count]
+    target_pages = data.draw(st.permutations(range(num_pages)))[:count]
+    cuts = data.draw(st.sets(st.integers(1, group.num_layers - 1)))
+    ends = [*sorted(cuts), group.num_layers]
+    ranges = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    everything = model_bytes(group, num_pages)
+    sources = [held_by(everything, group, source.place(rank)).ravel() for rank in range(source.num_ranks)]
+    found = [
+        np.full(num_pages * group.of_rank(destination.place(rank)).page_bytes, -1, dtype=np.int64)
+        for rank in range(destination.num_ranks)
+    ]
+    num_written = 0
+    for feed in feeds(group, source, destination):
+        ours, theirs = source.place(feed.source_rank), destination.place(feed.destination_rank)
+        for layers in [None] if len(ranges) == 1 else ranges:
+            for copy in plan_feed(group, ours, theirs, feed, source_pages, target_pages, layers):
+                num_written += copy.num_bytes
+                taken = sources[feed.source_rank][copy.source : copy.source + copy.num_bytes]
+                assert len(taken) == copy.num_bytes, "read outside the pool"
+                found[feed.destination_rank][copy.destination : copy.destination + copy.num_bytes] = taken
+    for rank, pool in enumerate(found):
+        expected = np.full_like(held_by(everything, group, destination.place(rank)), -1)
+        expected[target_pages] = held_by(everything, group, destination.place(rank))[source_pages]
+        assert (pool == expected.ravel()).all(), rank
+    assert num_written == sum(int((pool >= 0).sum()) for pool in found), "a byte was written twice"
+
+
+@pytest.mark.parametrize("num_heads", range(1, 17))
+def test_all_tensor_sizes_feed_each_other(num_heads: int) -> None:
+    group = group_of(4, num_heads, 1)
+    for source_size in sizes(group):
+        for destination_size in sizes(group):
+            found = feeds(group, ParallelShape(tp_size=source_size), ParallelShape(tp_size=destination_size))
+            for rank in range(destination_size):
+                own = [head for feed in found if feed.destination_rank == rank for head in feed.heads]
+                place = ParallelShape(tp_size=destination_size).place(rank)
+                assert sorted(own) == list(group.heads_of(place))
+            per_source = [sum(feed.source_rank == rank for feed in found) for rank in range(source_size)]
+            assert max(per_source) <= -(-len(found) // source_size) + 1, "replicas share the work"
+
+
+def test_a_latent_has_one_writer_and_every_tensor_rank_gets_it() -> None:
+    group = group_of(4, 1, 2, GroupKind.MLA)
+    assert feeds(group, ParallelShape(tp_size=4), ParallelShape()) == (Feed(0, 0, range(4), range(1)),)
+    found = feeds(group, ParallelShape(), ParallelShape(tp_size=4))
+    assert [(feed.source_rank, feed.destination_rank) for feed in found] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+
+
+def plan_alone(group: KVGroup, source: list[int], destination: list[int]) -> list[PageCopy]:
+    (feed,) = feeds(group, ParallelShape(), ParallelShape())
+    return plan_feed(group, SINGLE, SINGLE, feed, source, destination)
+
+
+def test_pages_side_by_side_in_both_pools_become_one_copy() -> None:
+    group = group_of(2, 1, 4)
+    plan = plan_alone(group, [3, 4, 5, 9, 10], [0, 1, 2, 4, 3])
+    assert [copy.num_bytes // group.page_bytes for copy in plan] == [3, 1, 1]
+    assert len(plan_alone(group, list(range(100)), list(range(50, 150)))) == 1
+    assert plan_alone(group, [], []) == []
+
+
+def test_equal_heads_on_both_sides_are_one_copy_a_page_however_many_layers() -> None:
+    group = group_of(6, 4, 2)
+    source, destination = ParallelShape(tp_size=2, pp_size=3), ParallelShape(tp_size=2)
+    for feed in feeds(group, source, destination):
+        places = source.place(feed.source_rank), destination.place(feed.destination_rank)
+        assert len(plan_feed(group, *places, feed, [0, 1], [4, 2])) == 2
+
+
+def test_pages_must_come_in_pairs() -> None:
+    with pytest.raises(AssertionError):
+        plan_alone(group_of(1, 1, 1), [1, 2], [1])
+
+
+@pytest.mark.parametrize(("prefill", "decode", "fits"), [(1, 1, True), (4, 1, True), (3, 3, True), (1, 2, False)])
+def test_decode_has_as_many_stages_as_prefill_or_one(prefill: int, decode: int, fits: bool) -> None:
+    one, other = ParallelShape(pp_size=prefill), ParallelShape(pp_size=decode)
+    if fits:
+        check_shapes(one, other)
+        return
+    with pytest.raises(HandshakeError) as caught:
+        check_shapes(one, other)
+    assert caught.value.field == "pp_size" and "pp_size" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "field"),
+    [
+        (ParallelShape(tp_size=5), "tp_size"),
+        (ParallelShape(tp_size=4), "tp_size"),
+        (ParallelShape(tp_size=6), None),
+        (ParallelShape(tp_size=12), None),
+        (ParallelShape(pp_size=6), "pp_size"),
+        (ParallelShape(tp_size=2, pp_size=5), None),
+    ],
+)
+def test_a_model_that_cannot_be_split_so_is_refused_by_field(shape: ParallelShape, field: str | None) -> None:
+    def check() -> None:
+        check_split(shape, num_heads=12, num_kv_heads=6, num_layers=5, intermediate_size=48)
+
+    if field is None:
+        check()
+        return
+    with pytest.raises(ConfigError) as caught:
+        check()
+    assert caught.value.field == field
+
+
+def test_no_stage_has_more_layers_than_the_next_to_last_and_all_are_there() -> None:
+    for num_layers in range(1, 12):
+        group = dataclasses.replace(group_of(num_layers, 1, 1))
+        for pp_size in range(1, min(num_layers, 5) + 1):
+            shape = ParallelShape(pp_size=pp_size)
+            stages = [group.layers_of(shape.place(rank)) for rank in range(pp_size)]
+            assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+            assert len(stages[-1]) == min(map(len, stages)) and max(map(len, stages)) - len(stages[-1]) <= 1
