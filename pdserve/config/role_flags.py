@@ -12,10 +12,18 @@ from pdserve.config.cli import flags
 
 Role = Literal["prefill", "decode"]
 
-PREFILL_FIELDS = frozenset({"disaggregation_layerwise_transfer", "disaggregation_layerwise_groups"})
+PREFILL_FIELDS = frozenset(
+    {
+        "disaggregation_layerwise_transfer",
+        "disaggregation_layerwise_groups",
+        "disaggregation_decode_tp",
+        "disaggregation_decode_dp",
+        "disaggregation_prefill_pp",
+    }
+)
 DECODE_FIELDS = frozenset({"num_reserved_decode_tokens"})
 DECODE_PREFIX = "disaggregation_decode_"
-"""Every field that begins so is decode's."""
+"""Every other field that begins so is decode's."""
 
 
 def role_of(field: str) -> Role | None:

@@ -179,7 +179,7 @@ def test_every_flag_of_one_role_can_be_given_and_both_servers_accept_their_share
         word
         for flag in flags()
         if role_of(flag.field) is not None
-        for word in ([flag.names[0]] if flag.kind is bool else [flag.names[0], str(flag.default)])
+        for word in ([flag.names[0]] if flag.kind is bool else [flag.names[0], str(flag.default or 1)])
     ]
     config = config_from(["--model-path", "m", "--cpu-threads", "1", *given])
     for role in ROLES:
