@@ -11,6 +11,8 @@ import math
 
 import numpy as np
 
+from pdserve.memory import shared
+
 MAX_TOP_LOGPROBS = 20
 _ALIGN = 64
 
@@ -53,7 +55,8 @@ class MetadataBuffers:
     """`num_slots` slots in one buffer."""
 
     def __init__(self, num_slots: int) -> None:
-        self._slots = np.zeros(max(num_slots, 1), dtype=_slot_dtype())
+        dtype, count = _slot_dtype(), max(num_slots, 1)
+        self._slots = np.frombuffer(shared.allocate(count * dtype.itemsize), dtype, count)
         self.slot_bytes = self._slots.dtype.itemsize
 
     @property

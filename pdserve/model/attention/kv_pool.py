@@ -5,11 +5,10 @@ Owned by the executor; attention backends read and write it, transports know its
 
 from __future__ import annotations
 
-import mmap
-
 import torch
 from torch import Tensor
 
+from pdserve.memory import shared
 from pdserve.memory.layout import KVGroup
 from pdserve.model.dtypes import torch_dtype
 
@@ -60,10 +59,9 @@ class KVPool:
 
 
 def _allocate(num_bytes: int, device: torch.device) -> Tensor:
-    """Zeroed uint8 memory at a page-aligned address; on CPU it is committed as it is touched."""
+    """Zeroed uint8 memory at a page-aligned address; on CPU it can be shared, and is committed as it is touched."""
     if device.type == "cpu":
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.frombuffer(shared.allocate(num_bytes), dtype=torch.uint8)
     raw = torch.zeros(num_bytes + _CUDA_ALIGN_BYTES, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % _CUDA_ALIGN_BYTES
     return raw[skip : skip + num_bytes]

@@ -1,0 +1,76 @@
+"""Memory that other processes can map: what can be found, what is given back, what is refused."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve.memory import shared
+from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.model.attention.kv_pool import KVPool
+from pdserve.transfer.aux import MetadataBuffers
+
+
+def descriptors() -> int:
+    """Open files of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_memory_is_found_by_any_range_in_it_and_by_none_beside_it() -> None:
+    memory = shared.allocate(10_000)
+    start = shared.address_of(memory)
+    assert start % mmap.PAGESIZE == 0
+    segment = shared.find(start + 100, 9_900)
+    assert segment is not None and (segment.address, segment.num_bytes) == (start, 10_000)
+    assert shared.find(start, 10_001) is shared.find(start - 1, 10) is None
+
+
+def test_a_second_mapping_sees_the_same_bytes() -> None:
+    memory = shared.allocate(8192)
+    segment = shared.find(shared.address_of(memory), 8192)
+    assert segment is not None
+    other = shared.map_whole(segment.descriptor, 8192)
+    np.frombuffer(other, np.uint8)[5000] = 7
+    assert memory[5000] == 7 and memory[4999] == 0
+
+
+def test_memory_of_a_pool_and_of_aux_slots_can_be_shared_and_is_given_back() -> None:
+    gc.collect()
+    before = descriptors()
+    group = KVGroup(
+        name="kv", kind=GroupKind.FULL, num_layers=2, page_tokens=4, num_kv_heads=2, num_kv_heads_total=2, head_dim=8,
+        dtype="float32",
+    )  # fmt: skip
+    pool, aux = KVPool(group, 3, torch.device("cpu")), MetadataBuffers(5)
+    addresses = [pool.buffer, aux.buffer]
+    assert all(shared.find(*buffer) is not None for buffer in addresses)
+    rows = pool.slots(0, 0)
+    del pool
+    rows[0] = 1.0
+    assert shared.find(*addresses[0]) is not None, "a view keeps the memory"
+    del rows, aux
+    gc.collect()
+    assert shared.find(*addresses[0]) is shared.find(*addresses[1]) is None
+    assert descriptors() == before
+
+
+def test_nobody_can_truncate_it_and_a_file_that_could_be_is_refused() -> None:
+    memory = shared.allocate(8192)
+    segment = shared.find(shared.address_of(memory), 8192)
+    assert segment is not None
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.descriptor, 4096)
+    loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(loose, 8192)
+        with pytest.raises(ValueError, match="truncated"):
+            shared.map_whole(loose, 8192)
+        with pytest.raises(ValueError, match="mmap length"):
+            shared.map_whole(segment.descriptor, 8193)
+    finally:
+        os.close(loose)
