@@ -1,18 +1,24 @@
-"""From a server's configuration to an executor that is ready to run. Called by the scheduler process at start-up."""
+"""From a server's configuration to an executor that is ready to run. Called by each rank's process at start-up.
+
+`join_replica` first where a replica has several ranks, then `build_executor`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
+from collections.abc import Callable
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
+from pdserve.base.parallel import Place
 from pdserve.config.groups import KernelConfig, ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.pool_size import pool_tokens
-from pdserve.memory.layout import pages_for
+from pdserve.memory.layout import KVLayout, pages_for
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.fixed_blocks import FixedBlockAttention
 from pdserve.model.attention.interface import AttentionBackend
@@ -23,6 +29,7 @@ from pdserve.model.families.decoder import kv_layout
 from pdserve.model.layers.fixed import FixedKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.loader import load_model, read_spec, resolve_dtype
+from pdserve.model.parallel import Parallel, SingleRank, open_parallel
 from pdserve.model.paths import resolve_model_path
 
 _LOG = logging.getLogger(__name__)
@@ -31,7 +38,7 @@ MAX_PAGE_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """An executor and what it was sized to. `dtype` is the number format that weights and KV have."""
+    """One rank's executor and what it was sized to. `dtype` is the number format that weights and KV have."""
 
     executor: LocalExecutor
     table: PageTable
@@ -40,6 +47,12 @@ class Built:
     context_length: int
     dtype: str
     device: torch.device
+    place: Place
+
+    @property
+    def layout(self) -> KVLayout:
+        """Geometry of the whole model's pages; those of this rank are `layout.of_rank(place)`."""
+        return self.executor.layout
 
     @property
     def max_total_tokens(self) -> int:
@@ -47,13 +60,34 @@ class Built:
         return self.num_pages * self.executor.layout.page_tokens
 
 
-def build_executor(config: ServerConfig, *, max_rows: int) -> Built:
-    """Load the model and allocate the KV pool for `max_rows` requests at once.
+def join_replica(config: ServerConfig, place: Place, store: Store, *, host: str = "127.0.0.1") -> Parallel:
+    """Meet the other ranks over `store`, on the device that `build_executor` will use; see `open_parallel`.
+
+    Raises:
+        ConfigError: no such device, or no network interface with the address `host`.
+        RuntimeError: a rank did not come.
+    """
+    return open_parallel(place, store, prepare_device(config.kernels), host=host)
+
+
+def build_executor(
+    config: ServerConfig,
+    *,
+    max_rows: int,
+    parallel: Parallel | None = None,
+    agree_num_pages: Callable[[int], int] | None = None,
+) -> Built:
+    """Load this rank's part of the model and allocate its KV pool for `max_rows` requests at once.
+
+    `parallel` is what `join_replica` gave; without it the model is not split. `agree_num_pages` is called once,
+    with the pages that this rank could hold, before they are allocated; it returns the pages that all ranks shall have.
 
     Raises:
         ConfigError: a flag does not fit the model or the machine.
         ModelError: the checkpoint cannot be found, read or run.
     """
+    parallel = parallel or SingleRank()
+    place = parallel.place
     page_tokens = config.memory.page_size
     if not 1 <= page_tokens <= MAX_PAGE_TOKENS:
         raise ConfigError(f"page_size must be in [1, {MAX_PAGE_TOKENS}], got {page_tokens}", field="page_size")
@@ -71,6 +105,9 @@ def build_executor(config: ServerConfig, *, max_rows: int) -> Built:
     layout = kv_layout(spec, page_tokens, dtype)
     num_tokens = pool_tokens(config.memory, layout, device, context_length=context_length, max_rows=max_rows)
     num_pages = num_tokens // page_tokens
+    if agree_num_pages is not None:
+        num_pages = agree_num_pages(num_pages)
+        assert 0 < num_pages <= num_tokens // page_tokens, "agreed on more pages than this rank can hold"
     pools = tuple(KVPool(group, num_pages, device) for group in layout.groups)
     table = PageTable(max_rows, pages_for(context_length, page_tokens))
     attention: AttentionBackend
@@ -87,7 +124,7 @@ def build_executor(config: ServerConfig, *, max_rows: int) -> Built:
         spec.architectures[0], dtype, device, model.params.num_bytes >> 20,
         num_tokens, num_pages, sum(size for _, size in executor.buffers) >> 20,
     )  # fmt: skip
-    return Built(executor, table, spec, num_pages, context_length, dtype, device)
+    return Built(executor, table, spec, num_pages, context_length, dtype, device, place)
 
 
 def prepare_device(kernels: KernelConfig) -> torch.device:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 
 from pdserve.model.forward_batch import IntArray
@@ -46,6 +47,19 @@ class StepParams:
     biases: dict[int, dict[int, float]]
 
 
+class Seeds:
+    """Seeds for requests that bring none. Where several ranks run one request, the leader gives it its seed."""
+
+    def __init__(self, default_seed: int | None = None) -> None:
+        self._random = np.random.default_rng(default_seed)
+
+    def fix(self, sampling: SamplingParams) -> SamplingParams:
+        """`sampling` with a seed: its own, or a new one."""
+        if sampling.seed is not None:
+            return sampling
+        return msgspec.structs.replace(sampling, seed=int(self._random.integers(1 << 63)))
+
+
 class RowParams:
     """The columns. `default_seed` makes seeds for requests that bring none."""
 
@@ -54,14 +68,13 @@ class RowParams:
         self._eos = eos_token_ids
         self._bans: dict[int, tuple[int, ...]] = {}
         self._biases: dict[int, dict[int, float]] = {}
-        self._seeds = np.random.default_rng(default_seed)
+        self._seeds = Seeds(default_seed)
 
     def set(self, row: int, num_prompt: int, sampling: SamplingParams, top_logprobs: int | None) -> None:
         """A request takes `row`."""
         self.clear(row)
-        seed = sampling.seed
-        if seed is None:
-            seed = int(self._seeds.integers(1 << 63))
+        seed = self._seeds.fix(sampling).seed
+        assert seed is not None, "fixed"
         self._columns[row] = (
             sampling.temperature,
             sampling.top_p,

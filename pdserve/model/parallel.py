@@ -1,0 +1,224 @@
+"""What a model needs of its replica: its place, and the few ways in which ranks exchange tensors.
+
+Made once by each rank at start-up (`open_parallel`, or `SingleRank` where nothing is split); called by families and by
+the executor, by all ranks of a group in the same order. `TorchParallel` is `torch.distributed`: gloo on CPU, NCCL on
+CUDA. A process has one replica's rank, as torch has one default group.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from pdserve.base.parallel import SINGLE, ParallelShape, Place
+from pdserve.errors import ConfigError
+
+_LOG = logging.getLogger(__name__)
+TIMEOUT_S = 300.0
+"""Longer than any step: a rank that computes is no rank that is gone."""
+
+Backend = Literal["gloo", "nccl"]
+
+
+class Parallel(Protocol):
+    """One rank among those of its replica. Raises RuntimeError where another rank is gone or too late."""
+
+    @property
+    def place(self) -> Place:
+        """Where this rank stands."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of `x` over the tensor ranks of this stage; `x` itself is overwritten with it."""
+        ...
+
+    def gather_logits(self, part: Tensor, vocab_size: int) -> Tensor | None:
+        """`[S, share]` of each tensor rank, side by side: `[S, vocab_size]` on tensor rank 0, None on the others."""
+        ...
+
+    def send(self, x: Tensor) -> None:
+        """Begin to send `x` to the same tensor rank of the next stage; it must not change before `flush`."""
+        ...
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What the same tensor rank of the stage before has sent."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until all that was sent has left."""
+        ...
+
+    def share_tokens(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite `tensors` on every rank of the replica with those of the sampling rank."""
+        ...
+
+    def close(self) -> None:
+        """Leave the replica."""
+        ...
+
+
+def is_sampler(place: Place) -> bool:
+    """Whether this is the one rank that has all logits: tensor rank 0 of the last stage."""
+    return place.is_last_stage and place.tp_rank == 0
+
+
+class SingleRank:
+    """Implements `Parallel` for a replica of one rank."""
+
+    place: Place = SINGLE
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Parallel.all_reduce`."""
+        return x
+
+    def gather_logits(self, part: Tensor, vocab_size: int) -> Tensor | None:
+        """See `Parallel.gather_logits`."""
+        assert part.shape[1] == vocab_size, (part.shape, vocab_size)
+        return part
+
+    def send(self, x: Tensor) -> None:
+        """See `Parallel.send`; there is no next stage."""
+        raise AssertionError("one rank has nobody to send to")
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Parallel.receive`; there is no stage before."""
+        raise AssertionError("one rank has nobody to receive from")
+
+    def flush(self) -> None:
+        """See `Parallel.flush`."""
+
+    def share_tokens(self, tensors: Sequence[Tensor]) -> None:
+        """See `Parallel.share_tokens`."""
+
+    def close(self) -> None:
+        """See `Parallel.close`."""
+
+
+class TorchParallel:
+    """Implements `Parallel` over `torch.distributed`. Made by `open_parallel`."""
+
+    def __init__(self, place: Place, timeout: datetime.timedelta) -> None:
+        self.place = place
+        shape = place.shape
+        self._tensor_ranks = _group([_ranks_of_stage(shape, stage) for stage in range(shape.pp_size)], place, timeout)
+        edges = [
+            [shape.tp_size * stage + tensor, shape.tp_size * (stage + 1) + tensor]
+            for stage in range(shape.pp_size - 1)
+            for tensor in range(shape.tp_size)
+        ]
+        groups = [dist.new_group(edge, timeout=timeout) for edge in edges]
+        self._next = self._previous = None
+        for edge, group in zip(edges, groups, strict=True):
+            if edge[0] == place.rank:
+                self._next = group
+            elif edge[1] == place.rank:
+                self._previous = group
+        self._sampler = _ranks_of_stage(shape, shape.pp_size - 1)[0]
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Parallel.all_reduce`."""
+        if self.place.shape.tp_size > 1:
+            dist.all_reduce(x, group=self._tensor_ranks)
+        return x
+
+    def gather_logits(self, part: Tensor, vocab_size: int) -> Tensor | None:
+        """See `Parallel.gather_logits`."""
+        tp_size = self.place.shape.tp_size
+        if tp_size == 1:
+            return part[:, :vocab_size]
+        root = self.place.rank - self.place.tp_rank
+        part = part.contiguous()
+        if self.place.tp_rank:
+            dist.gather(part, None, dst=root, group=self._tensor_ranks)
+            return None
+        parts = [torch.empty_like(part) for _ in range(tp_size)]
+        dist.gather(part, parts, dst=root, group=self._tensor_ranks)
+        return torch.cat(parts, 1)[:, :vocab_size].contiguous()
+
+    def send(self, x: Tensor) -> None:
+        """See `Parallel.send`."""
+        assert not self.place.is_last_stage, "the last stage has nobody to send to"
+        x = x.contiguous()
+        work = dist.isend(x, self.place.rank + self.place.shape.tp_size, group=self._next)
+        assert work is not None, "this rank is of its edge"
+        self._sending.append((work, x))
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Parallel.receive`."""
+        assert not self.place.is_first_stage, "the first stage has nobody to receive from"
+        x = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(x, self.place.rank - self.place.shape.tp_size, group=self._previous)
+        return x
+
+    def flush(self) -> None:
+        """See `Parallel.flush`."""
+        while self._sending:
+            self._sending.pop(0)[0].wait()
+
+    def share_tokens(self, tensors: Sequence[Tensor]) -> None:
+        """See `Parallel.share_tokens`."""
+        for tensor in tensors:
+            dist.broadcast(tensor, self._sampler)
+
+    def close(self) -> None:
+        """See `Parallel.close`."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def open_parallel(
+    place: Place, store: Store, device: torch.device, *, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S
+) -> Parallel:
+    """Meet the other ranks of the replica over `store`; returns when all are there.
+
+    `host` is the address of this host that the other ranks reach, 127.0.0.1 when all are on one. The device says the
+    backend: NCCL on CUDA, gloo elsewhere.
+
+    Raises:
+        ConfigError: no network interface has the address `host`.
+        RuntimeError: a rank did not come in time, or left.
+    """
+    if place.shape.num_ranks == 1:
+        return SingleRank()
+    backend: Backend = "nccl" if device.type == "cuda" else "gloo"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME", _interface_of(host))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("parallel", store),
+        rank=place.rank,
+        world_size=place.shape.num_ranks,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    _LOG.info("rank %d of %d is one of %s's", place.rank, place.shape.num_ranks, backend)
+    return TorchParallel(place, timeout)
+
+
+def _ranks_of_stage(shape: ParallelShape, stage: int) -> list[int]:
+    """The tensor ranks of a pipeline stage."""
+    return list(range(shape.tp_size * stage, shape.tp_size * (stage + 1)))
+
+
+def _group(members: list[list[int]], place: Place, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """This rank's group among `members`, all of which every rank makes in the same order."""
+    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout) for ranks in members]
+    return next(group for ranks, group in zip(members, groups, strict=True) if place.rank in ranks)
+
+
+def _interface_of(host: str) -> str:
+    """The name of the network interface with the address `host`. Raises ConfigError."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return name
+    raise ConfigError(f"no network interface of this host has the address {host}", field="disaggregation_host")
