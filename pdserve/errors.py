@@ -7,7 +7,8 @@ PdserveError
 ├── TransferError          a KV transfer failed; carries a `Failure`-like code and whether a retry helps
 │   └── HandshakeError     a peer differs from us; carries the name of the field
 ├── ProtocolError          bytes from a socket are not a message of ours
-└── EngineDeadError        the scheduler process is gone
+├── EngineDeadError        the scheduler process is gone
+└── RankError              a rank of the replica is lost, or did not come
 
 `assert` is for what pdserve did wrong; these are for what the world did wrong.
 """
@@ -88,3 +89,7 @@ class ProtocolError(PdserveError):
 
 class EngineDeadError(PdserveError):
     """The scheduler process has ended; nothing can be generated any more."""
+
+
+class RankError(PdserveError):
+    """Another rank of the replica has failed, is silent or gone, or did not come: the replica cannot go on."""
