@@ -187,7 +187,7 @@ class OneDirectory:
         """See `Directory`."""
         entry = self.net.served.get(address)
         if entry is not None:
-            self.net.post(self.endpoint, PrefillFound(address, *entry))
+            self.net.post(self.endpoint, PrefillFound(address, (entry,)))
 
     def probe(self, instance: str, endpoint: str) -> None:
         """See `Directory`."""

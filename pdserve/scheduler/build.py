@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import threading
@@ -11,6 +12,7 @@ import uuid
 from pdserve import __version__
 from pdserve.base.clock import Clock, MonotonicClock
 from pdserve.base.mailbox import Mailbox
+from pdserve.base.parallel import ParallelShape
 from pdserve.config import ServerConfig
 from pdserve.errors import ProtocolError
 from pdserve.executor.factory import Built, build_executor
@@ -25,7 +27,7 @@ from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, Scheduler
 from pdserve.scheduler.waiting import WaitingQueue
 from pdserve.transfer.aux import MetadataBuffers
-from pdserve.transfer.bootstrap import RankRoute, register_route
+from pdserve.transfer.bootstrap import ReplicaRoute, register_route
 from pdserve.transfer.control import ZmqControlSocket
 from pdserve.transfer.directory import HttpDirectory
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
@@ -40,10 +42,19 @@ _INGRESS_POLL_S = 0.5
 Fact = str | int | float | bool | None
 
 
-def run_scheduler(config: ServerConfig, channel: SchedulerChannel, bootstrap_port: int | None, token: str) -> None:
-    """Build everything, announce readiness, and run the loop until it is shut down.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replica:
+    """Which replica of which server this is. `bootstrap_port` is the server's own, None where it has none."""
 
-    `bootstrap_port` is the prefill server's bootstrap server, None elsewhere. `token` seals control messages.
+    server: str
+    dp_rank: int = 0
+    bootstrap_port: int | None = None
+    rendezvous: str | None = None
+    """Where the other ranks are met; None when there are none."""
+
+
+def run_scheduler(config: ServerConfig, channel: SchedulerChannel, replica: Replica, token: str) -> None:
+    """Build everything, announce readiness, and run the loop until it is shut down. `token` seals control messages.
 
     Raises:
         ConfigError, ModelError: what `build_executor` and transports raise.
@@ -53,7 +64,7 @@ def run_scheduler(config: ServerConfig, channel: SchedulerChannel, bootstrap_por
     stop = threading.Event()
     with contextlib.ExitStack() as stack:
         stack.callback(built.executor.close)
-        scheduler = build_scheduler(config, built, channel, mailbox, MonotonicClock(), bootstrap_port, token, stack)
+        scheduler = build_scheduler(config, built, channel, mailbox, MonotonicClock(), replica, token, stack)
         ingress = threading.Thread(target=_ingress, args=(channel, mailbox, stop), name="ingress", daemon=True)
         ingress.start()
         stack.callback(ingress.join)
@@ -88,7 +99,7 @@ def build_scheduler(
     channel: SchedulerChannel,
     mailbox: Mailbox[Event],
     clock: Clock,
-    bootstrap_port: int | None,
+    replica: Replica,
     token: str,
     stack: contextlib.ExitStack,
 ) -> Scheduler:
@@ -120,7 +131,7 @@ def build_scheduler(
         role, kv = MonolithRole(core, waiting), None
     else:
         num_aux = memory.aux.num_total
-        kv, more_facts = _transfer(config, built, mailbox, clock, num_aux, bootstrap_port, token, stack)
+        kv, more_facts = _transfer(config, built, mailbox, clock, num_aux, replica, token, stack)
         facts |= more_facts
         role = PrefillRole(core, kv, waiting) if mode == "prefill" else DecodeRole(core, kv, waiting)
     return Scheduler(
@@ -163,11 +174,11 @@ def _transfer(
     mailbox: Mailbox[Event],
     clock: Clock,
     num_aux: int,
-    bootstrap_port: int | None,
+    replica: Replica,
     token: str,
     stack: contextlib.ExitStack,
 ) -> tuple[KVManager, dict[str, Fact]]:
-    """The transfer manager on real sockets and a real transport; a prefill rank registers with its bootstrap server."""
+    """The transfer manager on real sockets and a real transport; a prefill replica registers its route."""
     disagg = config.disagg
     host = disagg.disaggregation_host or config.serving.host
     transport = open_transport(disagg.disaggregation_transfer_backend, host, disagg.disaggregation_ib_device)
@@ -191,6 +202,9 @@ def _transfer(
     args = KVArgs(
         instance=instance,
         layout=built.executor.layout,
+        shape=ParallelShape(tp_size=config.parallel.tp_size, pp_size=config.parallel.pp_size),
+        dp_size=config.parallel.dp_size,
+        decode_sizes=_decode_sizes(config),
         buffers=built.executor.buffers,
         aux=aux,
         facts=handshake,
@@ -204,10 +218,15 @@ def _transfer(
         ),
     )
     kv = KVManager(args, socket, workers, directory, clock, times, fake=not transport.facts.moves_bytes)
-    if bootstrap_port is not None:
+    if replica.bootstrap_port is not None:
         route_host, _, route_port = socket.endpoint.rpartition(":")
-        route = RankRoute(
+        route = ReplicaRoute(
+            server=replica.server,
             instance=instance,
+            dp_rank=replica.dp_rank,
+            dp_size=config.parallel.dp_size,
+            tp_size=config.parallel.tp_size,
+            pp_size=config.parallel.pp_size,
             host=route_host,
             port=int(route_port),
             page_size=config.memory.page_size,
@@ -216,7 +235,10 @@ def _transfer(
             facts={**handshake, **built.executor.layout.fields()},
         )
         register_route(
-            "127.0.0.1" if config.serving.host == "0.0.0.0" else config.serving.host, bootstrap_port, route, token
+            "127.0.0.1" if config.serving.host == "0.0.0.0" else config.serving.host,
+            replica.bootstrap_port,
+            route,
+            token,
         )
     facts: dict[str, Fact] = {
         "transfer_backend": transport.name,
@@ -225,6 +247,15 @@ def _transfer(
         "instance": instance,
     }
     return kv, facts
+
+
+def _decode_sizes(config: ServerConfig) -> dict[str, int]:
+    """The only sizes that a decode server may have, where they were given."""
+    given = {
+        "disaggregation_decode_tp": config.disagg.disaggregation_decode_tp,
+        "disaggregation_decode_dp": config.disagg.disaggregation_decode_dp,
+    }
+    return {field: size for field, size in given.items() if size is not None}
 
 
 def _ingress(channel: SchedulerChannel, mailbox: Mailbox[Event], stop: threading.Event) -> None:

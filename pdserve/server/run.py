@@ -62,11 +62,13 @@ def _on_signals(server: uvicorn.Server) -> None:
         loop.add_signal_handler(number, stop)
 
 
-async def _watch(server: uvicorn.Server, client: EngineClient, alive: Callable[[], bool]) -> None:
+async def _watch(server: uvicorn.Server, client: EngineClient, died: Callable[[], str | None]) -> None:
     """End the server when the engine is gone; its streams have been told by then."""
     while client.alive:
-        if not alive():
-            client.fail(EngineDeadError("the scheduler process has ended"))
+        sentence = died()
+        if sentence is not None:
+            log.error("%s", sentence)
+            client.fail(EngineDeadError(sentence))
             break
         await asyncio.sleep(ENGINE_WATCH_S)
     if client.engine_lost:
@@ -98,15 +100,16 @@ async def serve(
     channel: ApiChannel,
     tokenizer: Tokenizer | None,
     *,
-    engine_process_alive: Callable[[], bool],
+    engine_died: Callable[[], str | None],
     on_listening: Callable[[int], None] = _nothing,
     on_ready: Callable[[int], None] = _nothing,
     own_counters: Callable[[], Mapping[str, float]] = dict,
 ) -> int:
     """Serve until a signal, or until the engine dies; returns the exit status: 0, or 1 without an engine.
 
-    It listens at once; `/health` turns 200 when the scheduler has announced itself. `on_listening` gets the bound
-    port, and `on_ready` gets it once requests are taken. `own_counters` are shown in `/metrics`.
+    It listens at once; `/health` turns 200 when the scheduler has announced itself. `engine_died` says in a sentence
+    which process has ended. `on_listening` gets the bound port, and `on_ready` gets it once requests are taken.
+    `own_counters` are shown in `/metrics`.
 
     Raises:
         ConfigError: the port cannot be bound.
@@ -130,7 +133,7 @@ async def serve(
     _on_signals(server)
     side_tasks = [
         asyncio.create_task(_announce(server, client, listener.getsockname()[1], on_listening, on_ready)),
-        asyncio.create_task(_watch(server, client, engine_process_alive)),
+        asyncio.create_task(_watch(server, client, engine_died)),
     ]
     try:
         await server.serve(sockets=[listener])
@@ -150,7 +153,7 @@ def run_api(
     open_channel: Callable[[], ApiChannel],
     *,
     tokenizer_dir: str | Path | None,
-    engine_process_alive: Callable[[], bool],
+    engine_died: Callable[[], str | None],
     on_listening: Callable[[int], None] = _nothing,
     on_ready: Callable[[int], None] = _nothing,
     own_counters: Callable[[], Mapping[str, float]] = dict,
@@ -174,7 +177,7 @@ def run_api(
                 config,
                 channel,
                 tokenizer,
-                engine_process_alive=engine_process_alive,
+                engine_died=engine_died,
                 on_listening=on_listening,
                 on_ready=on_ready,
                 own_counters=own_counters,

@@ -202,4 +202,4 @@ class SimDirectory:
         entry = self.net.served.get(address)
         if entry is None:
             return PrefillNotFound(address, Failure(code="bootstrap_unreachable", message=f"nothing at {address}"))
-        return PrefillFound(address, *entry)
+        return PrefillFound(address, (entry,))

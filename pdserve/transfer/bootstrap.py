@@ -1,11 +1,11 @@
-"""Where decode servers find the ranks of a prefill server: a small HTTP server next to it, and the clients.
+"""Where decode servers find the replicas of a prefill server: a small HTTP server next to it, and the clients.
 
-    PUT /route                    a prefill rank registers a `RankRoute` (JSON)
+    PUT /route                    a prefill replica registers a `ReplicaRoute` (JSON)
     GET /route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1
-                                  the facts that all ranks share
+                                  the facts that all replicas share
     GET /route?engine_rank=R&target_dp_group=D&target_pp_rank=P
-                                  the route of one rank
-    GET /health                   200 once all ranks are there, else 503
+                                  the route to replica D, whose leader speaks for all its ranks
+    GET /health                   200 once all replicas are there, else 503
 
 The query names are SGLang's; its newer `prefill_dp_rank`, `target_tp_rank` and `prefill_cp_rank` mean the same.
 The server runs in the API process of a prefill server; `register_route` is called by its scheduler processes, the
@@ -28,7 +28,7 @@ import requests
 from aiohttp import web
 
 from pdserve.errors import ConfigError, TransferError
-from pdserve.transfer.bootstrap_routes import RankRoute, RouteTable, ServerFacts, parse_query
+from pdserve.transfer.bootstrap_routes import ReplicaRoute, RouteTable, ServerFacts, parse_query
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ START_TIMEOUT_S = 10.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 
-__all__ = ["BootstrapServer", "RankRoute", "ServerFacts", "fetch_facts", "fetch_rank", "register_route"]
+__all__ = ["BootstrapServer", "ReplicaRoute", "ServerFacts", "fetch_facts", "fetch_replica", "register_route"]
 
 
 class BootstrapServer:
@@ -116,7 +116,7 @@ class BootstrapServer:
         except web.HTTPRequestEntityTooLarge:
             return self._refuse(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
         try:
-            self._table.put(msgspec.json.decode(body, type=RankRoute))
+            self._table.put(msgspec.json.decode(body, type=ReplicaRoute))
         except (msgspec.MsgspecError, ValueError) as error:
             return self._refuse(400, f"not a route: {error}")
         return web.json_response({"ok": True})
@@ -128,7 +128,7 @@ class BootstrapServer:
             return self._refuse(400, str(error))
         facts = self._table.facts
         if facts is None or not self._table.complete:
-            return web.json_response({"error": {"message": "not all prefill ranks have registered yet"}}, status=503)
+            return web.json_response({"error": {"message": "not all prefill replicas have registered yet"}}, status=503)
         if not ranks:
             return _json(facts)
         found = self._table.find(ranks.get("tp_rank", 0), ranks.get("dp_rank", 0), ranks.get("pp_rank", 0))
@@ -146,8 +146,8 @@ def _json(value: msgspec.Struct) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
-def register_route(host: str, port: int, route: RankRoute, token: str = "", timeout_s: float = 5.0) -> None:
-    """Register a rank with the bootstrap server at `host:port`. Blocks up to `timeout_s`.
+def register_route(host: str, port: int, route: ReplicaRoute, token: str = "", timeout_s: float = 5.0) -> None:
+    """Register a replica with the bootstrap server at `host:port`. Blocks up to `timeout_s`.
 
     Raises:
         TransferError: not reachable (retryable), or refused (not retryable; the text names the field).
@@ -156,7 +156,7 @@ def register_route(host: str, port: int, route: RankRoute, token: str = "", time
 
 
 def fetch_facts(host: str, port: int, token: str = "", timeout_s: float = 5.0) -> ServerFacts:
-    """What all ranks of the prefill server share. Blocks up to `timeout_s`.
+    """What all replicas of the prefill server share. Blocks up to `timeout_s`.
 
     Raises:
         TransferError: not reachable or not complete yet (retryable), or refused (not retryable).
@@ -165,23 +165,14 @@ def fetch_facts(host: str, port: int, token: str = "", timeout_s: float = 5.0) -
     return _decode(_request("GET", host, port, token, timeout_s, query=query), ServerFacts, host, port)
 
 
-def fetch_rank(
-    host: str,
-    port: int,
-    token: str = "",
-    *,
-    engine_rank: int = 0,
-    dp_rank: int = 0,
-    pp_rank: int = 0,
-    timeout_s: float = 5.0,
-) -> RankRoute:
-    """Where one rank is. Blocks up to `timeout_s`.
+def fetch_replica(host: str, port: int, token: str = "", *, dp_rank: int = 0, timeout_s: float = 5.0) -> ReplicaRoute:
+    """Where one replica is. Blocks up to `timeout_s`.
 
     Raises:
-        TransferError: as `fetch_facts`; not retryable when there is no such rank.
+        TransferError: as `fetch_facts`; not retryable when there is no such replica.
     """
-    query = {"engine_rank": engine_rank, "target_dp_group": dp_rank, "target_pp_rank": pp_rank}
-    return _decode(_request("GET", host, port, token, timeout_s, query=query), RankRoute, host, port)
+    query = {"engine_rank": 0, "target_dp_group": dp_rank, "target_pp_rank": 0}
+    return _decode(_request("GET", host, port, token, timeout_s, query=query), ReplicaRoute, host, port)
 
 
 def _url(host: str, port: int) -> str:

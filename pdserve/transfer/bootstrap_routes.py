@@ -1,4 +1,4 @@
-"""What a bootstrap server keeps and is asked: the routes of the ranks of one prefill server. Pure; see `bootstrap`."""
+"""What a bootstrap server keeps and is asked: the routes to the replicas of a prefill server. Pure; see `bootstrap`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ RANK_QUERY = {
 }
 
 
-class RankRoute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One prefill rank: where its control socket is, its place, and what it stores."""
+class ReplicaRoute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One prefill replica: where the control socket of its leader is, how it is split, and what it stores."""
 
-    instance: Name
+    server: Name
     """Changes with every start of the server."""
+    instance: Name
+    """The replica, in this start of it."""
     host: Name
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    engine_rank: Rank = 0
     dp_rank: Rank = 0
-    pp_rank: Rank = 0
     tp_size: Count = 1
     dp_size: Count = 1
     pp_size: Count = 1
@@ -40,16 +40,11 @@ class RankRoute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     facts: dict[str, Fact] = {}
     """What a peer must agree with, by name; see `KVLayout.fields`."""
 
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """(tp rank, dp rank, pp rank)."""
-        return (self.engine_rank, self.dp_rank, self.pp_rank)
-
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What all ranks of a prefill server share. Unknown fields are ignored."""
+    """What all replicas of a prefill server share. Unknown fields are ignored."""
 
-    instance: str
+    server: str
     tp_size: int
     dp_size: int
     pp_size: int
@@ -59,10 +54,10 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, Fact] = {}
 
 
-def facts_of(route: RankRoute) -> ServerFacts:
-    """The part of a route that all ranks share."""
+def facts_of(route: ReplicaRoute) -> ServerFacts:
+    """The part of a route that all replicas share."""
     return ServerFacts(
-        instance=route.instance,
+        server=route.server,
         tp_size=route.tp_size,
         dp_size=route.dp_size,
         pp_size=route.pp_size,
@@ -73,55 +68,48 @@ def facts_of(route: RankRoute) -> ServerFacts:
     )
 
 
-def check_place(route: RankRoute) -> None:
-    """Raise ValueError, naming the field, when a rank lies outside its size."""
-    for rank, size, name in (
-        (route.engine_rank, route.tp_size, "engine_rank"),
-        (route.dp_rank, route.dp_size, "dp_rank"),
-        (route.pp_rank, route.pp_size, "pp_rank"),
-    ):
-        if rank >= size:
-            raise ValueError(f"{name} is {rank}, but there are only {size} - at `$.{name}`")
-
-
 class RouteTable:
-    """Registered ranks of one prefill instance. Used by one event loop only."""
+    """Registered replicas of one prefill server. Used by one event loop only."""
 
     def __init__(self) -> None:
-        self._routes: dict[tuple[int, int, int], RankRoute] = {}
+        self._routes: dict[int, ReplicaRoute] = {}
         self._facts: ServerFacts | None = None
 
-    def put(self, route: RankRoute) -> None:
-        """Register a rank. A new instance replaces the old one with all its ranks.
+    def put(self, route: ReplicaRoute) -> None:
+        """Register a replica. A server that was started anew replaces its former self with all its replicas.
 
         Raises:
-            ValueError: a rank of the same instance says something else about the server; the text names the field.
+            ValueError: its number is not below `dp_size`, or another replica of the same server says something else
+                about the server; the text names the field.
         """
-        check_place(route)
+        if route.dp_rank >= route.dp_size:
+            raise ValueError(f"dp_rank is {route.dp_rank}, but there are only {route.dp_size} - at `$.dp_rank`")
         facts = facts_of(route)
-        if self._facts is None or self._facts.instance != facts.instance:
+        if self._facts is None or self._facts.server != facts.server:
             self._routes.clear()
             self._facts = facts
         for field in facts.__struct_fields__:
             ours, theirs = getattr(self._facts, field), getattr(facts, field)
             if ours != theirs:
-                raise ValueError(f"{field} is {theirs!r}, but another rank said {ours!r} - at `$.{field}`")
-        self._routes[route.place] = route
+                raise ValueError(f"{field} is {theirs!r}, but another replica said {ours!r} - at `$.{field}`")
+        self._routes[route.dp_rank] = route
 
     @property
     def complete(self) -> bool:
-        """True when all ranks are there."""
-        facts = self._facts
-        return facts is not None and len(self._routes) == facts.tp_size * facts.dp_size * facts.pp_size
+        """True when all replicas are there."""
+        return self._facts is not None and len(self._routes) == self._facts.dp_size
 
     @property
     def facts(self) -> ServerFacts | None:
-        """The shared facts, or None before the first rank."""
+        """The shared facts, or None before the first replica."""
         return self._facts
 
-    def find(self, tp_rank: int, dp_rank: int, pp_rank: int) -> RankRoute | None:
-        """One rank's route."""
-        return self._routes.get((tp_rank, dp_rank, pp_rank))
+    def find(self, tp_rank: int, dp_rank: int, pp_rank: int) -> ReplicaRoute | None:
+        """The route of the replica that has this rank: all its ranks are spoken to through its leader."""
+        facts = self._facts
+        if facts is None or tp_rank >= facts.tp_size or pp_rank >= facts.pp_size:
+            return None
+        return self._routes.get(dp_rank)
 
 
 def parse_query(query: Mapping[str, str]) -> dict[str, int]:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pdserve.errors import TransferError
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.bootstrap import fetch_rank
+from pdserve.transfer.bootstrap import fetch_replica
 from pdserve.transfer.events import Address, PeerGone, PeerListens, PrefillFound, PrefillNotFound, TransferEvent
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,10 @@ class HttpDirectory:
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
-                route = fetch_rank(*address, token=self._token)
+                routes = [fetch_replica(*address, token=self._token)]
+                routes += [
+                    fetch_replica(*address, token=self._token, dp_rank=rank) for rank in range(1, routes[0].dp_size)
+                ]
             except TransferError as error:
                 if error.retryable and time.monotonic() < deadline and not self._closed:
                     time.sleep(_RETRY_S)
@@ -62,7 +65,8 @@ class HttpDirectory:
                 log.exception("looking for the prefill server at %r failed", address)
                 self._post(PrefillNotFound(address, Failure(code="bad_address", message=repr(error), retryable=False)))
                 return
-            self._post(PrefillFound(address, route.instance, f"{route.host}:{route.port}"))
+            replicas = tuple((route.instance, f"{route.host}:{route.port}") for route in routes)
+            self._post(PrefillFound(address, replicas))
             return
 
     def _probe(self, instance: str, endpoint: str) -> None:

@@ -56,11 +56,10 @@ class FrameArrived:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillFound:
-    """The bootstrap server at `address` says which instance serves there, and where its control socket is."""
+    """The bootstrap server at `address` says which replicas serve there: instance and control endpoint of each."""
 
     address: Address
-    instance: str
-    endpoint: str
+    replicas: tuple[tuple[str, str], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

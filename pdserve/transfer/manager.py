@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pdserve.base.clock import Clock
 from pdserve.base.parallel import ParallelShape
@@ -54,6 +54,9 @@ class KVArgs:
     instance: str
     layout: KVLayout
     shape: ParallelShape = ParallelShape()
+    dp_size: int = 1
+    decode_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """See `check_hello`."""
     buffers: Sequence[tuple[int, int]]
     others: Sequence[RankMemory] = ()
     aux: MetadataBuffers
@@ -95,13 +98,22 @@ class KVManager:
             facts=args.layout.fields() | {"aux_slot_bytes": args.aux.slot_bytes} | args.facts,
             tp_size=args.shape.tp_size,
             pp_size=args.shape.pp_size,
+            dp_size=args.dp_size,
             ranks=ranks,
             aux_region=Region(*args.aux.buffer),
             aux_slot_bytes=args.aux.slot_bytes,
             answer=False,
         )
         self.sessions = Sessions(
-            args.instance, hello, Wire(args.token), socket, directory, clock, times.sessions, self.counters
+            args.instance,
+            hello,
+            Wire(args.token),
+            socket,
+            directory,
+            clock,
+            times.sessions,
+            self.counters,
+            args.decode_sizes,
         )
         self.send_side = SendSide(
             ChunkPlanner(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 
 from pdserve.errors import HandshakeError
 from pdserve.protocol.failure import Failure
@@ -76,8 +77,10 @@ class Message:
 Notice = PeerReady | DialFailed | PeerLost | Message
 
 
-def check_hello(ours: Hello, theirs: Hello) -> None:
+def check_hello(ours: Hello, theirs: Hello, decode_sizes: Mapping[str, int]) -> None:
     """A session may begin: all facts agree, and the two replicas are split so that one can feed the other.
+
+    `decode_sizes` are the only ones that a decode server may have, by flag, where a prefill server was told.
 
     Raises:
         HandshakeError: naming the first field that does not fit.
@@ -87,6 +90,10 @@ def check_hello(ours: Hello, theirs: Hello) -> None:
         raise HandshakeError("ranks", theirs.shape.num_ranks, len(theirs.ranks))
     decode, prefill = (ours, theirs) if theirs.answer else (theirs, ours)  # decode asks, prefill answers
     check_shapes(prefill.shape, decode.shape)
+    sizes = {"disaggregation_decode_tp": decode.tp_size, "disaggregation_decode_dp": decode.dp_size}
+    for field, size in decode_sizes.items():
+        if sizes[field] != size:
+            raise HandshakeError(field, size, sizes[field])
 
 
 def check_facts(ours: dict[str, str | int], theirs: dict[str, str | int]) -> None:

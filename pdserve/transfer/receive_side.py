@@ -136,7 +136,7 @@ class ReceiveSide:
     def on_peer_ready(self, peer: Peer) -> None:
         """A session is up: rooms that waited for it go on."""
         for address in peer.addresses:
-            self._bind(address, peer)
+            self._dial(address)
 
     def on_dial_failed(self, address: Address, failure: Failure) -> None:
         """No session with that prefill server can be had."""
@@ -187,7 +187,7 @@ class ReceiveSide:
             if seeking:
                 self._dial(address)
             else:
-                del self._seeking[address]
+                self._seeking.pop(address, None)
         for room in list(itertools.takewhile(lambda r: self._waits_too_long(r, now), self._expecting.values())):
             del self._expecting[room.room]
             message = f"the KV cache did not come within {self._waiting_timeout_s:g} s"
@@ -203,15 +203,19 @@ class ReceiveSide:
     # ------------------------------------------------------------------ inside
 
     def _dial(self, address: Address) -> None:
-        """Ask for a session; where there is one, the rooms that want it go on."""
-        peer = self._sessions.dial(address)
-        if peer is not None:
-            self._bind(address, peer)
-
-    def _bind(self, address: Address, peer: Peer) -> None:
-        for room in self._seeking.pop(address, {}).values():
-            room.peer = peer.instance
-            room.move(KVPoll.WAITING_FOR_INPUT)
+        """Ask for sessions; where there is one, the rooms that want it go on: room % dp_size is a room's replica."""
+        replicas = self._sessions.dial(address)
+        seeking = self._seeking.get(address, {})
+        if not any(replicas):
+            return
+        for room in list(seeking.values()):
+            peer = replicas[room.room % len(replicas)]
+            if peer is not None:
+                del seeking[room.room]
+                room.peer = peer.instance
+                room.move(KVPoll.WAITING_FOR_INPUT)
+        if not seeking:
+            self._seeking.pop(address, None)
 
     def _seeks_too_long(self, room: ReceiveRoom, now: float) -> bool:
         return now - room.opened_at > self._bootstrap_timeout_s

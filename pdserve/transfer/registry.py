@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from pdserve.errors import ConfigError
@@ -38,4 +39,22 @@ def _open_fake(host: str, ib_device: str | None) -> Transport:
     return FakeTransport()
 
 
-OPENERS: dict[str, Callable[[str, str | None], Transport]] = {"mooncake": _open_mooncake, "fake": _open_fake}
+def _open_shm(host: str, ib_device: str | None) -> Transport:
+    from pdserve.transfer.transports.shm import ShmTransport
+
+    return ShmTransport()
+
+
+def _open_auto(host: str, ib_device: str | None) -> Transport:
+    from pdserve.transfer.transports.auto import open_each
+
+    best_first = {name: functools.partial(OPENERS[name], host, ib_device) for name in ("shm", "mooncake")}
+    return open_each(best_first)
+
+
+OPENERS: dict[str, Callable[[str, str | None], Transport]] = {
+    "mooncake": _open_mooncake,
+    "shm": _open_shm,
+    "auto": _open_auto,
+    "fake": _open_fake,
+}

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import logging
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 
 import msgspec
 
@@ -40,7 +41,7 @@ class SessionTimes:
 
 
 class Sessions:
-    """All peers of this process. `me` is what we say in a handshake."""
+    """All peers of this process. `me` is what we say in a handshake; `decode_sizes`: see `check_hello`."""
 
     def __init__(
         self,
@@ -52,8 +53,10 @@ class Sessions:
         clock: Clock,
         times: SessionTimes,
         counters: Counter[str],
+        decode_sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.instance = instance
+        self._decode_sizes = decode_sizes or {}
         self._me = me
         self._wire = wire
         self._socket = socket
@@ -62,23 +65,23 @@ class Sessions:
         self._times = times
         self._counters = counters
         self._peers: dict[str, Peer] = {}
-        self._dialled: dict[Address, str | None] = {}
+        self._dialled: dict[Address, tuple[str, ...]] = {}
+        """Instances behind an address; empty while the directory is being asked."""
         self._seq = itertools.count(1)
         self._gone: OrderedDict[str, None] = OrderedDict()
 
     # ------------------------------------------------------------------ asking for peers
 
-    def dial(self, address: Address) -> Peer | None:
-        """The READY peer behind a bootstrap address; None while one is being looked for (`PeerReady`/`DialFailed`
-        follow).
+    def dial(self, address: Address) -> tuple[Peer | None, ...]:
+        """The replicas behind a bootstrap address, by number: each once it is READY, None before.
+
+        Empty while they are being looked for (`PeerReady`/`DialFailed` follow).
         """
         if address not in self._dialled:
-            self._dialled[address] = None
+            self._dialled[address] = ()
             self._directory.find(address)
-            return None
-        instance = self._dialled[address]
-        peer = None if instance is None else self._peers.get(instance)
-        return peer if peer is not None and peer.state is PeerState.READY else None
+        peers = (self._peers.get(instance) for instance in self._dialled[address])
+        return tuple(peer if peer is not None and peer.state is PeerState.READY else None for peer in peers)
 
     def peer(self, instance: str) -> Peer | None:
         """The peer of that instance id, in whatever state."""
@@ -102,20 +105,21 @@ class Sessions:
     # ------------------------------------------------------------------ what comes in
 
     def found(self, event: PrefillFound) -> list[Notice]:
-        """The directory knows who serves at an address: shake hands, or use the session there is."""
+        """The directory knows who serves at an address: shake hands, or use the sessions there are."""
         notices: list[Notice] = []
+        instances = tuple(instance for instance, _ in event.replicas)
         for old in list(self._peers.values()):
-            if event.address in old.addresses and old.instance != event.instance:
+            if event.address in old.addresses and old.instance not in instances:
                 notices += self.gone(old.instance)
-        peer = self._peers.get(event.instance)
-        if peer is None:
-            peer = self._add(event.instance, event.endpoint)
-        peer.addresses.add(event.address)
-        self._dialled[event.address] = event.instance
-        if peer.state is PeerState.READY:
-            return [*notices, PeerReady(peer)]
-        peer.state, peer.num_missed, peer.listened_at = PeerState.CONNECTING, 0, 0
-        self.send(peer, self._me)
+        self._dialled[event.address] = instances
+        for instance, endpoint in event.replicas:
+            peer = self._peers.get(instance) or self._add(instance, endpoint)
+            peer.addresses.add(event.address)
+            if peer.state is PeerState.READY:
+                notices.append(PeerReady(peer))
+            else:
+                peer.state, peer.num_missed, peer.listened_at = PeerState.CONNECTING, 0, 0
+                self.send(peer, self._me)
         return notices
 
     def not_found(self, event: PrefillNotFound) -> list[Notice]:
@@ -219,7 +223,7 @@ class Sessions:
         notices += self._heard(peer)
         self._ack(peer, packet.seq)
         try:
-            check_hello(self._me, hello)
+            check_hello(self._me, hello, self._decode_sizes)
         except HandshakeError as error:
             self.send(peer, Refusal(field=error.field, message=str(error)))
             return notices + self._refused(peer, error.field, str(error))
@@ -269,7 +273,7 @@ class Sessions:
 
     def _undial(self, peer: Peer, failure: Failure) -> list[Notice]:
         """Have the addresses of `peer` looked up again next time; who waits there now is told."""
-        addresses = [address for address in peer.addresses if self._dialled.get(address) == peer.instance]
+        addresses = [address for address in peer.addresses if peer.instance in self._dialled.get(address, ())]
         for address in addresses:
             del self._dialled[address]
         peer.addresses.clear()

@@ -144,20 +144,31 @@ class RegionSet:
         self._regions = tuple(merged)
         self._starts = tuple(region.address for region in merged)
 
-    def holds(self, address: int, num_bytes: int) -> bool:
-        """True when `[address, address + num_bytes)` lies in one region."""
+    def find(self, address: int, num_bytes: int) -> int | None:
+        """Index into `regions` of the one that holds `[address, address + num_bytes)`; None when there is none."""
         index = bisect.bisect_right(self._starts, address) - 1
         if index < 0:
-            return False
+            return None
         region = self._regions[index]
-        return address + num_bytes <= region.address + region.num_bytes
+        return index if address + num_bytes <= region.address + region.num_bytes else None
+
+    def holds(self, address: int, num_bytes: int) -> bool:
+        """True when `[address, address + num_bytes)` lies in one region."""
+        return self.find(address, num_bytes) is not None
 
     def check_sources(self, copies: Sequence[Copy]) -> None:
         """Raise TransferError (settled, not retryable) unless every source range is registered."""
+        start, end = 0, -1
         for copy in copies:
-            if copy.num_bytes < 0 or not self.holds(copy.source, copy.num_bytes):
+            source, num_bytes = copy.source, copy.num_bytes
+            if num_bytes >= 0 and start <= source and source + num_bytes <= end:
+                continue  # most lie in the region of the one before
+            index = self.find(source, num_bytes)
+            if num_bytes < 0 or index is None:
                 raise TransferError(
-                    f"source range {copy.source:#x} + {copy.num_bytes} bytes is not registered",
+                    f"source range {source:#x} + {num_bytes} bytes is not registered",
                     code="bad_range",
                     retryable=False,
                 )
+            start = self._regions[index].address
+            end = start + self._regions[index].num_bytes

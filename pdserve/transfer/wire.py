@@ -17,17 +17,15 @@ every handler is idempotent. A key names one use of a room for good, so late mes
 from __future__ import annotations
 
 import hashlib
-import hmac
 from typing import Annotated
 
 import msgspec
 
 from pdserve.base.parallel import ParallelShape
-from pdserve.errors import ProtocolError
 from pdserve.protocol.codec import Codec
 from pdserve.protocol.failure import Failure
+from pdserve.protocol.seal import Seal
 
-_SEAL_BYTES = 16
 MAX_FRAME_BYTES = 8 << 20
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -65,13 +63,14 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Who the sender is. `facts` must be equal on both sides, field by field.
 
     `ranks` are those of a replica split as `tp_size` and `pp_size` say, in the order of their numbers; the aux slots
-    are at the first one.
+    are at the first one. The server has `dp_size` such replicas.
     """
 
     endpoint: Name
     facts: dict[Name, Name | int]
     tp_size: Size = 1
     pp_size: Size = 1
+    dp_size: Size = 1
     ranks: Annotated[tuple[RankMemory, ...], msgspec.Meta(max_length=4096)]
     aux_region: Region
     aux_slot_bytes: Count
@@ -174,23 +173,15 @@ class Wire:
 
     def __init__(self, token: str) -> None:
         self._codec: Codec[Packet] = Codec(Packet, max_bytes=MAX_FRAME_BYTES)
-        self._key = hashlib.blake2b(token.encode(), digest_size=32).digest()
+        self._seal = Seal(token)
 
     def encode(self, packet: Packet) -> bytes:
         """One sealed frame."""
-        frame = self._codec.encode(packet)
-        return self._seal(frame) + frame
+        return self._seal.close(self._codec.encode(packet))
 
     def decode(self, sealed: bytes) -> Packet:
         """The packet of a sealed frame."""
-        if len(sealed) <= _SEAL_BYTES or len(sealed) > MAX_FRAME_BYTES:
-            raise ProtocolError(f"control frame of {len(sealed)} bytes")
-        if not hmac.compare_digest(self._seal(sealed[_SEAL_BYTES:]), sealed[:_SEAL_BYTES]):
-            raise ProtocolError("control frame is not sealed with our token")
-        return self._codec.decode(sealed[_SEAL_BYTES:])
-
-    def _seal(self, frame: bytes) -> bytes:
-        return hashlib.blake2b(frame, key=self._key, digest_size=_SEAL_BYTES).digest()
+        return self._codec.decode(self._seal.open(sealed, max_bytes=MAX_FRAME_BYTES))
 
 
 def prompt_digest(token_ids: list[int]) -> str:

@@ -53,7 +53,7 @@ class LocalDirectory:
         self._served, self._post = served, post
 
     def find(self, address: Address) -> None:
-        self._post(PrefillFound(address, *self._served[address]))
+        self._post(PrefillFound(address, (self._served[address],)))
 
     def probe(self, instance: str, endpoint: str) -> None:
         self._post(PeerListens(instance))

@@ -48,7 +48,7 @@ async def running(tokenizer: Tokenizer) -> AsyncIterator[Running]:
             make_config(),
             api,
             tokenizer,
-            engine_process_alive=lambda: alive[0],
+            engine_died=lambda: None if alive[0] else "the scheduler process has ended",
             on_ready=listening.set_result,
         )
     )
@@ -194,7 +194,7 @@ async def test_a_taken_port_is_a_config_error(tokenizer: Tokenizer) -> None:
         taken = type(config.serving)(port=int(server.url.rsplit(":", 1)[1]))
         config = type(config)(model=config.model, serving=taken)
         with pytest.raises(ConfigError, match="cannot listen"):
-            await serve(config, api, None, engine_process_alive=lambda: True)
+            await serve(config, api, None, engine_died=lambda: None)
 
 
 async def test_run_api_blocks_a_thread_until_the_engine_is_gone(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ async def test_run_api_blocks_a_thread_until_the_engine_is_gone(tokenizer: Token
             make_config(),
             lambda: api,
             tokenizer_dir=tmp_path,
-            engine_process_alive=lambda: alive[0],
+            engine_died=lambda: None if alive[0] else "the scheduler process has ended",
             on_listening=ports.append,
         )
     )

@@ -172,7 +172,7 @@ ALL_FREE = (16, 4)
 
 def found(decode: Side, prefill: Side, address: Address = ADDRESS) -> None:
     """The directory of `decode` answers."""
-    decode.kv.handle(PrefillFound(address, prefill.instance, prefill.endpoint))
+    decode.kv.handle(PrefillFound(address, ((prefill.instance, prefill.endpoint),)))
 
 
 def meet(**decode_changes: object) -> tuple[Net, Side, Side]:

@@ -11,16 +11,17 @@ import pytest
 import requests
 
 from pdserve.errors import ConfigError, TransferError
-from pdserve.transfer.bootstrap import BootstrapServer, RankRoute, fetch_facts, fetch_rank, register_route
+from pdserve.transfer.bootstrap import BootstrapServer, ReplicaRoute, fetch_facts, fetch_replica, register_route
 
 HOST = "127.0.0.1"
 SECRET = "a-secret-for-this-test"
 
 
-def route(**changes: Any) -> RankRoute:
+def route(**changes: Any) -> ReplicaRoute:
     """A valid route with changes."""
     fields: dict[str, Any] = {
-        "instance": "first",
+        "server": "first",
+        "instance": "first-0",
         "host": HOST,
         "port": 4321,
         "page_size": 16,
@@ -28,7 +29,7 @@ def route(**changes: Any) -> RankRoute:
         "model": "abc",
         "facts": {"num_layers": 2, "pdserve_version": "1"},
     }
-    return RankRoute(**(fields | changes))
+    return ReplicaRoute(**(fields | changes))
 
 
 @pytest.fixture
@@ -46,55 +47,56 @@ def put(server: BootstrapServer, body: bytes) -> requests.Response:
     return requests.put(f"http://{HOST}:{server.port}/route", data=body, timeout=5)
 
 
-def test_a_registered_rank_and_the_shared_facts_are_found(server: BootstrapServer) -> None:
+def test_a_registered_replica_and_the_shared_facts_are_found(server: BootstrapServer) -> None:
     register_route(HOST, server.port, route())
-    assert fetch_rank(HOST, server.port) == route()
+    assert fetch_replica(HOST, server.port) == route()
     facts = fetch_facts(HOST, server.port)
-    assert (facts.instance, facts.tp_size, facts.page_size) == ("first", 1, 16)
+    assert (facts.server, facts.tp_size, facts.page_size) == ("first", 1, 16)
     assert facts.facts == {"num_layers": 2, "pdserve_version": "1"}
 
 
-def test_before_all_ranks_are_there_it_says_503_and_clients_may_retry(server: BootstrapServer) -> None:
+def test_before_all_replicas_are_there_it_says_503_and_clients_may_retry(server: BootstrapServer) -> None:
     assert get(server, "/health").status_code == 503
-    register_route(HOST, server.port, route(tp_size=2, engine_rank=1))
+    register_route(HOST, server.port, route(dp_size=2, dp_rank=1))
     assert get(server, "/health").status_code == 503
     with pytest.raises(TransferError, match="503") as caught:
         fetch_facts(HOST, server.port)
     assert caught.value.retryable
     assert caught.value.code == "bootstrap_unready"
-    register_route(HOST, server.port, route(tp_size=2, engine_rank=0, port=999))
+    register_route(HOST, server.port, route(dp_size=2, dp_rank=0, port=999))
     assert get(server, "/health").status_code == 200
-    assert fetch_rank(HOST, server.port, engine_rank=1).port == 4321
-    assert fetch_rank(HOST, server.port, engine_rank=0).port == 999
+    assert fetch_replica(HOST, server.port, dp_rank=1).port == 4321
+    assert fetch_replica(HOST, server.port, dp_rank=0).port == 999
 
 
-def test_a_rank_that_does_not_exist_is_404_and_not_retryable(server: BootstrapServer) -> None:
+def test_a_replica_that_does_not_exist_is_404_and_not_retryable(server: BootstrapServer) -> None:
     register_route(HOST, server.port, route())
     with pytest.raises(TransferError, match="404") as caught:
-        fetch_rank(HOST, server.port, engine_rank=3)
+        fetch_replica(HOST, server.port, dp_rank=3)
     assert not caught.value.retryable
 
 
-def test_a_new_instance_replaces_the_old_one_with_all_its_ranks(server: BootstrapServer) -> None:
+def test_a_server_that_was_started_anew_replaces_its_former_self(server: BootstrapServer) -> None:
     for rank in (0, 1):
-        register_route(HOST, server.port, route(tp_size=2, engine_rank=rank))
-    register_route(HOST, server.port, route(instance="second", page_size=64, port=77))
+        register_route(HOST, server.port, route(dp_size=2, dp_rank=rank))
+    register_route(HOST, server.port, route(server="second", page_size=64, port=77))
     assert fetch_facts(HOST, server.port).page_size == 64
-    assert fetch_rank(HOST, server.port).port == 77
-    assert get(server, "/route", engine_rank=1).status_code == 404
+    assert fetch_replica(HOST, server.port).port == 77
+    assert get(server, "/route", target_dp_group=1).status_code == 404
 
 
 @pytest.mark.parametrize(
     "query",
     [
-        {"engine_rank": 1, "target_dp_group": 0, "target_pp_rank": 0},
-        {"target_tp_rank": 1, "prefill_dp_rank": 0, "prefill_cp_rank": 0, "target_pp_rank": 0},
-        {"engine_rank": 1},
+        {"engine_rank": 0, "target_dp_group": 1, "target_pp_rank": 0},
+        {"target_tp_rank": 0, "prefill_dp_rank": 1, "prefill_cp_rank": 0, "target_pp_rank": 0},
+        {"target_dp_group": 1},
+        {"engine_rank": 3, "target_dp_group": 1, "target_pp_rank": 1},
     ],
 )
-def test_sglang_s_old_and_new_query_names_find_the_same_rank(server: BootstrapServer, query: dict[str, int]) -> None:
+def test_sglang_s_old_and_new_query_names_find_the_same_replica(server: BootstrapServer, query: dict[str, int]) -> None:
     for rank in (0, 1):
-        register_route(HOST, server.port, route(tp_size=2, engine_rank=rank, port=1000 + rank))
+        register_route(HOST, server.port, route(tp_size=4, pp_size=2, dp_size=2, dp_rank=rank, port=1000 + rank))
     assert get(server, "/route", **query).json()["port"] == 1001
 
 
@@ -109,9 +111,10 @@ def test_sglang_s_old_and_new_query_names_find_the_same_rank(server: BootstrapSe
         ({"page_size": -1}, "page_size"),
         ({"page_size": 16.5}, "page_size"),
         ({"tp_size": 0}, "tp_size"),
-        ({"engine_rank": 1}, "engine_rank"),
+        ({"dp_rank": 1}, "dp_rank"),
         ({"dp_rank": -1}, "dp_rank"),
-        ({"pp_rank": 4, "pp_size": 2}, "pp_rank"),
+        ({"dp_rank": 4, "dp_size": 2}, "dp_rank"),
+        ({"engine_rank": 1}, "engine_rank"),
         ({"kv_cache_dtype": 7}, "kv_cache_dtype"),
         ({"facts": {"a": [1]}}, "facts"),
         ({"surprise": 1}, "surprise"),
@@ -141,10 +144,10 @@ def test_a_body_that_is_too_large_is_refused(server: BootstrapServer) -> None:
     register_route(HOST, server.port, route())
 
 
-def test_ranks_of_one_instance_must_agree_and_the_field_is_named(server: BootstrapServer) -> None:
-    register_route(HOST, server.port, route(tp_size=2, engine_rank=0))
+def test_replicas_of_one_server_must_agree_and_the_field_is_named(server: BootstrapServer) -> None:
+    register_route(HOST, server.port, route(dp_size=2, dp_rank=0))
     with pytest.raises(TransferError, match="kv_cache_dtype") as caught:
-        register_route(HOST, server.port, route(tp_size=2, engine_rank=1, kv_cache_dtype="bfloat16"))
+        register_route(HOST, server.port, route(dp_size=2, dp_rank=1, kv_cache_dtype="bfloat16"))
     assert not caught.value.retryable
     assert server.rejected == 1
 
@@ -167,8 +170,8 @@ def test_a_token_is_asked_of_everybody_but_the_health_check() -> None:
         register_route(HOST, server.port, route(), SECRET)
         with pytest.raises(TransferError, match="401"):
             fetch_facts(HOST, server.port)
-        assert fetch_facts(HOST, server.port, SECRET).instance == "first"
-        assert fetch_rank(HOST, server.port, SECRET) == route()
+        assert fetch_facts(HOST, server.port, SECRET).server == "first"
+        assert fetch_replica(HOST, server.port, SECRET) == route()
         assert get(server, "/health").status_code == 200
         assert server.rejected == 3
     finally:
@@ -199,7 +202,7 @@ def test_a_silent_server_times_out() -> None:
         silent.bind((HOST, 0))
         silent.listen()
         with pytest.raises(TransferError, match="no bootstrap server answers"):
-            fetch_rank(HOST, silent.getsockname()[1], timeout_s=0.2)
+            fetch_replica(HOST, silent.getsockname()[1], timeout_s=0.2)
 
 
 @pytest.mark.parametrize("host", ["", "a/b", "a b", "user@host", "x?y", "a#b"])

@@ -208,7 +208,7 @@ def test_a_new_instance_at_the_old_bootstrap_address_means_the_old_is_gone() -> 
     decode.kv.sessions.dial(ADDRESS)
     found(decode, reborn)
     net.pump()
-    assert decode.kv.sessions.dial(ADDRESS) is decode.kv.sessions.peer("prefill-2")
+    assert decode.kv.sessions.dial(ADDRESS) == (decode.kv.sessions.peer("prefill-2"),)
     net2, _, decode2 = meet()
     found(decode2, Side(net2, "prefill-2"))
     net2.pump()

@@ -72,12 +72,12 @@ def members() -> Iterator[list[Member]]:
 
 def _shake_hands(members: list[Member]) -> None:
     prefill, decode = members
-    decode.sessions.found(PrefillFound(("h", 1), "prefill", prefill.socket.endpoint))
+    decode.sessions.found(PrefillFound(("h", 1), (("prefill", prefill.socket.endpoint),)))
 
     def ready() -> bool:
         for member in members:
             member.turn()
-        return decode.sessions.dial(("h", 1)) is not None and not decode.sessions.num_unacked
+        return any(decode.sessions.dial(("h", 1))) and not decode.sessions.num_unacked
 
     wait_until(ready, "a session over zmq")
 

@@ -1,0 +1,203 @@
+"""The engine's processes on this host: a leader per replica, and the ranks that follow it. Called by `launch_server`.
+
+    replica 0: rank 0 (scheduler) <── channel ──> API process          --dp-size such replicas
+               rank 1, 2, ...     <── orders of rank 0                 --tp-size x --pp-size ranks each
+
+With several hosts each has its share of the ranks of the one replica, in order; node 0 has its leader.
+The death of any process ends all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+
+from pdserve.base.env import control_token
+from pdserve.base.log import setup_logging
+from pdserve.base.parallel import ParallelShape
+from pdserve.base.process import die_with_parent
+from pdserve.config import DisaggMode, ServerConfig
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.protocol.channel import (
+    ChannelAddress,
+    ZmqSchedulerChannel,
+    create_channel_address,
+    remove_channel_address,
+)
+
+log = logging.getLogger(__name__)
+
+ROLES: dict[DisaggMode, str] = {"null": "monolith", "prefill": "prefill", "decode": "decode"}
+ENDING = (signal.SIGINT, signal.SIGTERM)
+REFUSED = 2
+"""Exit status of a process whose configuration was wrong."""
+STOP_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankStart:
+    """What a rank's process is told. `rendezvous` is None for a rank that is alone."""
+
+    config: ServerConfig
+    address: ChannelAddress
+    server: str
+    bootstrap_port: int | None
+    dp_rank: int
+    rank: int
+    rendezvous: str | None
+    parent_pid: int
+
+    @property
+    def name(self) -> str:
+        """For logs."""
+        parallel = self.config.parallel
+        name = ROLES[self.config.disagg.disaggregation_mode]
+        name += f" {self.dp_rank}" if parallel.dp_size > 1 else ""
+        return f"{name} scheduler" if self.rank == 0 else f"{name} rank {self.rank}"
+
+
+class Engine:
+    """All processes of the engine on this host. Main thread only, but for `died`."""
+
+    def __init__(self, config: ServerConfig, bootstrap_port: int | None) -> None:
+        parallel = config.parallel
+        self.addresses = [create_channel_address() for _ in range(parallel.dp_size)]
+        shape = ParallelShape(tp_size=parallel.tp_size, pp_size=parallel.pp_size)
+        per_node = shape.num_ranks // parallel.nnodes
+        ranks = range(parallel.node_rank * per_node, (parallel.node_rank + 1) * per_node)
+        config = _divide_cores(config, len(ranks) * parallel.dp_size)
+        server = uuid.uuid4().hex
+        self._starts = [
+            RankStart(
+                config=config,
+                address=address,
+                server=server,
+                bootstrap_port=bootstrap_port,
+                dp_rank=dp_rank,
+                rank=rank,
+                rendezvous=_rendezvous(config, address) if shape.num_ranks > 1 else None,
+                parent_pid=os.getpid(),
+            )
+            for dp_rank, address in enumerate(self.addresses)
+            for rank in ranks
+        ]
+        self._processes: list[BaseProcess] = []
+
+    def start(self) -> None:
+        """Spawn all. A signal that comes meanwhile is raised at the end."""
+        context = multiprocessing.get_context("spawn")
+        with _signals_deferred():
+            for start in self._starts:
+                process = context.Process(target=rank_main, args=(start,), name=start.name)
+                process.start()
+                self._processes.append(process)
+
+    def died(self) -> str | None:
+        """A sentence about a process that has ended; None while all live."""
+        for process in self._processes:
+            if process.exitcode is not None:
+                return f"the {process.name} process has ended with status {process.exitcode}"
+        return None
+
+    @property
+    def refused(self) -> bool:
+        """True when a process found its configuration wrong."""
+        return any(process.exitcode == REFUSED for process in self._processes)
+
+    def wait(self) -> int:
+        """Until any process ends: 0 when it ended well."""
+        multiprocessing.connection.wait([process.sentinel for process in self._processes])
+        for process in self._processes:
+            process.join(STOP_S if process.exitcode in (None, 0) else 0)
+        return int(any(process.exitcode != 0 for process in self._processes))
+
+    def end(self, *, told: bool) -> None:
+        """End all. Those that were told to stop through their channels get time for it."""
+        if told:
+            for process in self._processes:
+                process.join(STOP_S)
+        for stop in ("terminate", "kill"):
+            for process in self._processes:
+                if process.exitcode is None:
+                    process.terminate() if stop == "terminate" else process.kill()
+            for process in self._processes:
+                process.join(STOP_S)
+        for address in self.addresses:
+            remove_channel_address(address)
+
+
+def rank_main(start: RankStart) -> None:
+    """The process of one rank. Ctrl-C is the parent's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(start.parent_pid)
+    setup_logging(start.config.observe.log_level, start.name)
+    try:
+        if start.rank == 0:
+            _lead(start)
+        else:
+            _follow(start)
+    except PdserveError as error:
+        log.error("%s", error)
+        sys.exit(REFUSED)
+
+
+def _lead(start: RankStart) -> None:
+    from pdserve.scheduler.build import Replica, run_scheduler
+
+    replica = Replica(
+        server=start.server, dp_rank=start.dp_rank, bootstrap_port=start.bootstrap_port, rendezvous=start.rendezvous
+    )
+    channel = ZmqSchedulerChannel(start.address)
+    try:
+        run_scheduler(start.config, channel, replica, control_token())
+    finally:
+        channel.close()
+
+
+def _follow(start: RankStart) -> None:
+    raise ConfigError("a model is not split over ranks yet", field="tp_size")
+
+
+def _rendezvous(config: ServerConfig, address: ChannelAddress) -> str:
+    if config.parallel.nnodes > 1:
+        return f"tcp://{config.parallel.dist_init_addr}"
+    return f"file://{address.directory}/store"
+
+
+def _divide_cores(config: ServerConfig, num_ranks: int) -> ServerConfig:
+    """Each rank gets an equal share of the server's threads: too many would wait for each other."""
+    if num_ranks == 1:
+        return config
+    threads = config.kernels.cpu_threads or len(os.sched_getaffinity(0))
+    kernels = dataclasses.replace(config.kernels, cpu_threads=max(1, threads // num_ranks))
+    return dataclasses.replace(config, kernels=kernels)
+
+
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """A signal that comes inside is raised at the end: a child half started would complain of its missing other half.
+
+    What is started inside does not see Ctrl-C, which a terminal sends to every process of the group.
+    """
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in ENDING}
+    resource_tracker.ensure_running()  # first, for it unblocks what is blocked here
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            raise SystemExit(0)
