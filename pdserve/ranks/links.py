@@ -1,0 +1,261 @@
+"""How the ranks of a replica talk: one PULL socket each, one PUSH socket to each peer, and a thread that watches.
+
+    sending threads   Links.send, Links.broadcast   PUSH (one to each peer, under its lock)
+    thread "ranks"    takes what comes from PULL, sends heartbeats, sees who is lost
+
+A rank that computes for minutes is not silent, for heartbeats have the thread of their own. Frames are sealed with the
+servers' token and a number that the leader draws, and counted: one that is lost, repeated or out of order ends the
+replica, as a silent or dead peer does. A PUSH socket is used by several threads, by one at a time: its lock is the
+memory fence that zmq asks for. Sends never block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, NoReturn, TypeVar
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from pdserve.errors import ConfigError, ModelError, PdserveError, ProtocolError, RankError
+from pdserve.protocol.codec import MAX_MESSAGE_BYTES, Codec
+from pdserve.protocol.seal import Seal
+from pdserve.ranks.watch import LinkTimes, Peer, Watch
+
+log = logging.getLogger(__name__)
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+
+_HEADER = struct.Struct("<IQ")
+"""Rank of the sender, and its count of frames to this receiver."""
+_MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 64
+_POLL_MS = 100
+_LINGER_MS = 500
+_REFUSED, _LOST = 2, 1
+
+
+def end_process(error: PdserveError) -> NoReturn:
+    """What `on_lost` is in a server: say why, and end at once with status 2 where the start is refused, 1 otherwise.
+
+    Not an exception: the main thread may be in an exchange of tensors that will never end.
+    """
+    log.error("%s", error)
+    logging.shutdown()
+    os._exit(_REFUSED if isinstance(error, ConfigError | ModelError) else _LOST)
+
+
+class _Line:
+    """The way to one peer. `send` from any thread; all else from the link thread."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], rank: int, peer: Peer, seal: Seal) -> None:
+        self.peer = peer
+        self._rank, self._seal = rank, seal
+        self._lock = threading.Lock()
+        self._count = 0
+        self._socket: zmq.Socket[bytes] | None = context.socket(zmq.PUSH)
+        _prepare(self._socket, peer.endpoint)
+        self.monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(peer.endpoint)
+
+    def send(self, body: bytes) -> None:
+        """Hand one message to zmq; nothing happens after `close`."""
+        with self._lock:
+            if self._socket is None:
+                return
+            self._count += 1
+            frame = self._seal.close(_HEADER.pack(self._rank, self._count) + body)
+            with contextlib.suppress(zmq.Again):  # a peer that takes nothing for so long is seen to be silent
+                self._socket.send(frame, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """What was sent just before is given a moment to leave."""
+        with self._lock:
+            if self._socket is not None:
+                self._socket.disable_monitor()
+                self.monitor.close(linger=0)
+                self._socket.close(linger=_LINGER_MS)
+                self._socket = None
+
+
+class Links(Generic[Out, In]):
+    """One rank's end of the conversation: it sends `Out` and is sent `In`.
+
+    Listens from the beginning at `endpoint`; `connect` starts the thread. From then on each message goes to
+    `on_message(rank, message)`, and the first loss to `on_lost(error)`, once, after `last_words(error)` were sent to
+    all; both on the thread "ranks". Nothing is lost any more once `expect_end` was called.
+
+    Raises:
+        ConfigError: nothing can be bound at `host`.
+    """
+
+    def __init__(
+        self, rank: int, host: str, outgoing: Codec[Out], incoming: Codec[In], times: LinkTimes | None = None
+    ) -> None:
+        self.rank = rank
+        self.times = times or LinkTimes()
+        self._outgoing, self._incoming = outgoing, incoming
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._pull = self._context.socket(zmq.PULL)
+        where = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        _prepare(self._pull, where)
+        try:
+            self._pull.bind(f"{where}:*")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"cannot listen on {host} for other ranks: {error}", field="disaggregation_host"
+            ) from error
+        self.endpoint = self._pull.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.refused = 0
+        """Frames that were not sealed with our secret, nor from a peer."""
+        self._lines: dict[int, _Line] = {}
+        self._closing = threading.Event()
+        self._ending = False
+        self._failing: PdserveError | None = None
+        self._thread: threading.Thread | None = None
+
+    def connect(
+        self,
+        peers: Sequence[Peer],
+        secret: str,
+        *,
+        alive: Out,
+        on_message: Callable[[int, In], None],
+        on_lost: Callable[[PdserveError], None],
+        last_words: Callable[[PdserveError], Out | None] = lambda error: None,
+    ) -> None:
+        """Begin to talk with `peers`, which listen by now; `alive` is the heartbeat. Once."""
+        assert self._thread is None, "connected twice"
+        self._seal = Seal(secret)
+        self._counts = dict.fromkeys((peer.rank for peer in peers), 0)
+        self._lines = {peer.rank: _Line(self._context, self.rank, peer, self._seal) for peer in peers}
+        self._watch = Watch(peers, self.times, time.monotonic())
+        self._alive = self._outgoing.encode(alive)
+        self._on_message, self._on_lost, self._last_words = on_message, on_lost, last_words
+        self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
+        self._thread.start()
+
+    def send(self, rank: int, message: Out) -> None:
+        """To one peer. Any thread; never blocks."""
+        self._lines[rank].send(self._outgoing.encode(message))
+
+    def broadcast(self, message: Out) -> None:
+        """To all peers, encoded once. Any thread; never blocks."""
+        body = self._outgoing.encode(message)
+        for line in self._lines.values():
+            line.send(body)
+
+    def report(self, rank: int, error: PdserveError) -> None:
+        """`rank` said that it failed. Called by `on_message`."""
+        self._watch.failed(rank, error, time.monotonic())
+
+    def expect_end(self) -> None:
+        """Peers may end from now on."""
+        self._ending = True
+
+    def fail(self, error: PdserveError) -> None:
+        """This rank cannot go on; `on_lost` is called as for a lost peer. Called by `on_message`."""
+        self._failing = self._failing or error
+
+    def close(self, last: Out | None = None) -> None:
+        """Send `last` to all, and end the thread. Not from that thread; may be called again."""
+        self.expect_end()
+        if last is not None and not self._closing.is_set():
+            self.broadcast(last)
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._pull.close(linger=0)
+            self._context.term()
+
+    def _run(self) -> None:
+        lost: PdserveError | None = None
+        try:
+            lost = self._talk()
+        except Exception as error:
+            log.exception("the thread that talks to other ranks failed")
+            lost = RankError(f"rank {self.rank} cannot go on: {type(error).__name__}: {error}")
+        if lost is not None and (words := self._last_words(lost)) is not None:
+            self.broadcast(words)
+        for line in self._lines.values():
+            line.close()
+        self._pull.close(linger=0)
+        self._context.term()
+        if lost is not None:
+            self._on_lost(lost)
+
+    def _talk(self) -> PdserveError | None:
+        """Until `close`, or a loss, which is returned."""
+        poller = zmq.Poller()
+        poller.register(self._pull, zmq.POLLIN)
+        for line in self._lines.values():
+            poller.register(line.monitor, zmq.POLLIN)
+        beat_at = 0.0
+        while not self._closing.is_set():
+            poller.poll(min(_POLL_MS, round(self.times.beat_s * 1000)))
+            self._take_all()
+            now = time.monotonic()
+            self._look_for_closed(now)
+            if now >= beat_at:
+                beat_at = now + self.times.beat_s
+                for line in self._lines.values():
+                    line.send(self._alive)
+            lost = self._failing or self._watch.verdict(now)
+            if lost is not None and not self._ending:
+                return lost
+        return None
+
+    def _take_all(self) -> None:
+        while True:
+            try:
+                sealed = self._pull.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                frame = self._seal.open(sealed, max_bytes=_MAX_FRAME_BYTES)
+                rank, count = _HEADER.unpack_from(frame)
+                assert rank in self._counts, f"rank {rank} is no peer"
+            except (ProtocolError, struct.error) as error:
+                self.refused += 1
+                if self.refused == 1:
+                    log.warning("refused what was said to be from another rank, and all like it: %s", error)
+                continue
+            self._take(rank, count, frame[_HEADER.size :])
+
+    def _take(self, rank: int, count: int, body: bytes) -> None:
+        now = time.monotonic()
+        expected = self._counts[rank] = self._counts[rank] + 1
+        if count != expected:
+            self._watch.failed(rank, RankError(f"its message {count} came where {expected} was due"), now)
+            return
+        try:
+            message = self._incoming.decode(body)
+        except ProtocolError as error:
+            self._watch.failed(rank, RankError(f"it says what is not understood: {error}"), now)
+            return
+        self._watch.heard(rank, type(message).__name__, now)
+        self._on_message(rank, message)
+
+    def _look_for_closed(self, now: float) -> None:
+        for rank, line in self._lines.items():
+            while line.monitor.poll(0):
+                recv_monitor_message(line.monitor)
+                self._watch.closed(rank, now)
+
+
+def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
