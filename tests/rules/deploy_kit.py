@@ -1,0 +1,171 @@
+"""What the tests of `configs/` share: rendered Kubernetes documents, command lines, and the real parsers.
+
+A command line is the list of words after the interpreter: `-m pdserve.launch_server --port=30000 ...`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pdserve.config.cli import parse_server_args
+from pdserve.config.groups import ServerConfig
+from pdserve.config.resolve import Machine, fill_in
+from pdserve.errors import ConfigError
+from pdserve.launch_local import LocalConfig
+from pdserve.launch_local import config_from as local_config_from
+from pdserve.launch_router import config_from as router_config_from
+from pdserve.launch_router import make_parser as make_router_parser
+from pdserve.router.config import RouterConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+K8S = CONFIGS / "k8s"
+OVERLAYS = ("laptop", "gpu", "rdma")
+BIG_MACHINE = Machine(has_cuda=True, num_cores=256)
+POD_IP = "10.1.2.3"
+Document = dict[str, Any]
+Config = ServerConfig | RouterConfig | LocalConfig
+
+
+def parse_command(words: Sequence[str]) -> Config:
+    """What the program behind a command line makes of it. ConfigError or an assertion when it would refuse it."""
+    assert words[0] == "-m", f"expected -m MODULE, got {list(words)}"
+    module, argv = words[1], list(words[2:])
+    match module:
+        case "pdserve.launch_server":
+            config, _ = fill_in(parse_server_args(argv), BIG_MACHINE)
+            return config
+        case "pdserve.launch_router":
+            try:
+                return router_config_from(make_router_parser().parse_args(argv))
+            except SystemExit as error:
+                raise ConfigError(f"launch_router refuses {argv}") from error
+        case "pdserve.launch_local":
+            local = local_config_from(argv)
+            parse_server_args(["--model-path", local.model_path, *local.server_flags])
+            return local
+    raise AssertionError(f"there is no program {module}")
+
+
+@functools.cache
+def _kustomize_command() -> tuple[str, ...]:
+    if shutil.which("kustomize"):
+        return ("kustomize", "build")
+    if shutil.which("kubectl"):
+        return ("kubectl", "kustomize")
+    return ()
+
+
+@functools.cache
+def rendered(name: str) -> tuple[Document, ...]:
+    """The documents of an overlay, or of `base`; do not change them. Skips the test where kustomize is missing."""
+    command = _kustomize_command()
+    if not command:
+        pytest.skip("neither kustomize nor kubectl is installed, so overlays cannot be rendered")
+    folder = K8S / name if name == "base" else K8S / "overlays" / name
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return tuple(yaml.safe_load_all(done.stdout))
+
+
+def of_kind(documents: Sequence[Document], kind: str) -> list[Document]:
+    """The documents of one kind."""
+    return [document for document in documents if document["kind"] == kind]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pod:
+    """One pod that the documents would make. `index` is its place in its group, `size` the group's."""
+
+    owner: Document
+    template: Document
+    index: int = 0
+    size: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.owner['metadata']['name']}[{self.index}]"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return dict(self.template["metadata"]["labels"])
+
+    @property
+    def spec(self) -> Document:
+        return dict(self.template["spec"])
+
+    @property
+    def container(self) -> Document:
+        (only,) = self.template["spec"]["containers"]
+        assert isinstance(only, dict)
+        return only
+
+    @property
+    def is_server(self) -> bool:
+        return self.labels["app.kubernetes.io/component"] in ("prefill", "decode")
+
+
+def pods(documents: Sequence[Document]) -> list[Pod]:
+    """One pod per template; of a group its first pod, and its last one from the template of the others."""
+    found = [Pod(owner, owner["spec"]["template"]) for owner in of_kind(documents, "Deployment")]
+    for owner in of_kind(documents, "LeaderWorkerSet"):
+        group = owner["spec"]["leaderWorkerTemplate"]
+        found.append(Pod(owner, group["leaderTemplate"], 0, group["size"]))
+        if group["size"] > 1:
+            found.append(Pod(owner, group["workerTemplate"], group["size"] - 1, group["size"]))
+    return found
+
+
+def environment(pod: Pod, documents: Sequence[Document]) -> dict[str, str]:
+    """The container's environment, as kubelet and the LeaderWorkerSet controller make it; secrets read `secret`."""
+    maps = {document["metadata"]["name"]: document["data"] for document in of_kind(documents, "ConfigMap")}
+    values: dict[str, str] = {}
+    for source in pod.container.get("envFrom", ()):
+        values |= maps[source["configMapRef"]["name"]]
+    for entry in pod.container.get("env", ()):
+        source = entry.get("valueFrom", {})
+        if "fieldRef" in source:
+            assert source["fieldRef"]["fieldPath"] == "status.podIP"
+        values[entry["name"]] = POD_IP if "fieldRef" in source else "secret" if source else entry["value"]
+    if pod.owner["kind"] == "LeaderWorkerSet":
+        name, namespace = (pod.owner["metadata"][key] for key in ("name", "namespace"))
+        values |= {
+            "LWS_LEADER_ADDRESS": f"{name}-0.{name}.{namespace}",
+            "LWS_GROUP_SIZE": str(pod.size),
+            "LWS_WORKER_INDEX": str(pod.index),
+        }
+    return values
+
+
+def expanded(word: str, values: Mapping[str, str]) -> str:
+    """`word` with each `$(NAME)` replaced; a name that is nowhere is an error here, Kubernetes would leave it."""
+    return re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], word)
+
+
+def pod_command(pod: Pod, documents: Sequence[Document]) -> list[str]:
+    """The command line of a pod."""
+    values = environment(pod, documents)
+    words = [*pod.container["command"], *pod.container["args"]]
+    assert words[0] == "python"
+    return [expanded(word, values) for word in words[1:]]
+
+
+def documented_commands(text: str) -> Iterator[list[str]]:
+    """Command lines in a document's code blocks, or in a script's comments; variables get a value that fits."""
+    plain = re.sub(r"^#+ ?", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    for line in plain.splitlines():
+        found = re.match(r"\s*(?:exec )?(?:python|\S*/python|\"\$PYTHON\") (-m pdserve\.launch_\S+ .*)", line)
+        if found:
+            words = os.path.expandvars(found[1]).replace('"', "").split("#")[0].split()
+            yield [re.sub(r"\$\w*HOST|ADDRESS|\$\w+", "10.0.0.1", word) for word in words if word not in ("&", "...")]

@@ -1,0 +1,83 @@
+"""JSON schemas of the custom resources in `configs/k8s`: the fields we use, and no others, so that a typo is an error.
+
+Sources: LeaderWorkerSet leaderworkerset.x-k8s.io/v1 of LWS v0.9.0; PodMonitor monitoring.coreos.com/v1 of the
+Prometheus Operator v0.91.0. A pod template's `spec` is not described here: the tests check it as a Pod.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+
+def fields(*required: str, **properties: Schema) -> Schema:
+    """An object with these fields and no others."""
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+TEXT: Schema = {"type": "string", "minLength": 1}
+COUNT: Schema = {"type": "integer", "minimum": 0, "maximum": 1_000_000}
+COUNT_OR_PERCENT: Schema = {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": "^[0-9]+%$"}]}
+DURATION: Schema = {"type": "string", "pattern": "^([0-9]+(ms|s|m|h))+$"}
+LABELS: Schema = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 63}}
+METADATA: Schema = fields("name", name=TEXT, namespace=TEXT, labels=LABELS, annotations=LABELS)
+TEMPLATE: Schema = fields("spec", metadata=fields(labels=LABELS, annotations=LABELS), spec={"type": "object"})
+EXPRESSION: Schema = fields(
+    "key",
+    "operator",
+    key=TEXT,
+    operator={"enum": ["In", "NotIn", "Exists", "DoesNotExist"]},
+    values={"type": "array", "items": TEXT},
+)
+
+LEADER_WORKER_SET: Schema = fields(
+    "apiVersion",
+    "kind",
+    "metadata",
+    "spec",
+    apiVersion={"const": "leaderworkerset.x-k8s.io/v1"},
+    kind={"const": "LeaderWorkerSet"},
+    metadata=METADATA,
+    spec=fields(
+        "leaderWorkerTemplate",
+        replicas=COUNT,
+        startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+        networkConfig=fields("subdomainPolicy", subdomainPolicy={"enum": ["Shared", "UniquePerReplica"]}),
+        rolloutStrategy=fields(
+            "type",
+            type={"const": "RollingUpdate"},
+            rollingUpdateConfiguration=fields(
+                maxUnavailable=COUNT_OR_PERCENT, maxSurge=COUNT_OR_PERCENT, partition=COUNT
+            ),
+        ),
+        leaderWorkerTemplate=fields(
+            "workerTemplate",
+            size={"type": "integer", "minimum": 1},
+            restartPolicy={"enum": ["Default", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+            leaderTemplate=TEMPLATE,
+            workerTemplate=TEMPLATE,
+        ),
+    ),
+)
+
+POD_MONITOR: Schema = fields(
+    "apiVersion",
+    "kind",
+    "metadata",
+    "spec",
+    apiVersion={"const": "monitoring.coreos.com/v1"},
+    kind={"const": "PodMonitor"},
+    metadata=METADATA,
+    spec=fields(
+        "selector",
+        selector=fields(matchLabels=LABELS, matchExpressions={"type": "array", "items": EXPRESSION}),
+        podTargetLabels={"type": "array", "items": TEXT},
+        podMetricsEndpoints={
+            "type": "array",
+            "items": fields(port=TEXT, path=TEXT, interval=DURATION, scrapeTimeout=DURATION),
+        },
+    ),
+)
+
+CUSTOM: dict[str, Schema] = {"LeaderWorkerSet": LEADER_WORKER_SET, "PodMonitor": POD_MONITOR}
