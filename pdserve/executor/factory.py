@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from pdserve.base.parallel import Place
-from pdserve.config.groups import KernelConfig, ServerConfig
+from pdserve.base.parallel import Place, check_split
+from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.pool_size import pool_tokens
@@ -67,7 +67,7 @@ def join_replica(config: ServerConfig, place: Place, store: Store, *, host: str 
         ConfigError: no such device, or no network interface with the address `host`.
         RuntimeError: a rank did not come.
     """
-    return open_parallel(place, store, prepare_device(config.kernels), host=host)
+    return open_parallel(place, store, prepare_device(config.kernels, LocalRanks.of(config.parallel, place)), host=host)
 
 
 def build_executor(
@@ -91,30 +91,33 @@ def build_executor(
     page_tokens = config.memory.page_size
     if not 1 <= page_tokens <= MAX_PAGE_TOKENS:
         raise ConfigError(f"page_size must be in [1, {MAX_PAGE_TOKENS}], got {page_tokens}", field="page_size")
-    device = prepare_device(config.kernels)
+    local = LocalRanks.of(config.parallel, place)
+    device = prepare_device(config.kernels, local)
     path = resolve_model_path(config.model.model_path)
     spec = read_spec(path)
+    check_spec(spec, place)
     context_length = _context_length(config.model.context_length, spec)
     load_format = config.model.load_format
     dtype = resolve_dtype(path, spec, config.model.dtype, load_format=load_format)
     deterministic = config.kernels.enable_deterministic_inference
-    kernels = _kernels(deterministic, device)
     model = load_model(
-        path, spec, dtype, device, load_format=load_format, seed=config.model.random_seed, kernels=kernels
-    )
+        path, spec, dtype, device, load_format=load_format, seed=config.model.random_seed,
+        kernels=_kernels(deterministic, device), parallel=parallel,
+    )  # fmt: skip
     layout = kv_layout(spec, page_tokens, dtype)
-    num_tokens = pool_tokens(config.memory, layout, device, context_length=context_length, max_rows=max_rows)
+    held = layout.of_rank(place)
+    num_tokens = pool_tokens(
+        config.memory, held, device, context_length=context_length, max_rows=max_rows, num_sharing=local.count
+    )
     num_pages = num_tokens // page_tokens
     if agree_num_pages is not None:
         num_pages = agree_num_pages(num_pages)
         assert 0 < num_pages <= num_tokens // page_tokens, "agreed on more pages than this rank can hold"
-    pools = tuple(KVPool(group, num_pages, device) for group in layout.groups)
+    pools = tuple(KVPool(group, num_pages, device) for group in held.groups)
     table = PageTable(max_rows, pages_for(context_length, page_tokens))
-    attention: AttentionBackend
-    if deterministic:
-        attention = FixedBlockAttention(pools[0], spec.num_heads, device)
-    else:
-        attention = TorchAttention(pools[0], spec.num_heads, device)
+    num_heads = spec.num_heads // place.shape.tp_size
+    backend = FixedBlockAttention if deterministic else TorchAttention
+    attention: AttentionBackend = backend(pools[0], num_heads, device)
     overlap = config.schedule.disable_overlap_schedule is False
     executor = LocalExecutor(
         model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap
@@ -122,22 +125,62 @@ def build_executor(
     _LOG.info(
         "%s in %s on %s: %d MB of weights, KV pool of %d tokens in %d pages (%d MB)",
         spec.architectures[0], dtype, device, model.params.num_bytes >> 20,
-        num_tokens, num_pages, sum(size for _, size in executor.buffers) >> 20,
+        num_pages * page_tokens, num_pages, sum(size for _, size in executor.buffers) >> 20,
     )  # fmt: skip
     return Built(executor, table, spec, num_pages, context_length, dtype, device, place)
 
 
-def prepare_device(kernels: KernelConfig) -> torch.device:
-    """The device to run on; sets torch's threads on CPU. Raises ConfigError when cuda is asked for and absent."""
+def check_spec(spec: ModelSpec, place: Place) -> None:
+    """Raise ConfigError, naming `tp_size` or `pp_size`, when the model cannot be split that way."""
+    check_split(
+        place.shape,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        num_layers=spec.num_layers,
+        intermediate_size=spec.intermediate_size,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalRanks:
+    """This rank among the `count` ranks of its replica that run on this host."""
+
+    index: int = 0
+    count: int = 1
+
+    @staticmethod
+    def of(config: ParallelConfig, place: Place) -> LocalRanks:
+        """Every host has as many ranks, in order."""
+        count = max(1, place.shape.num_ranks // config.nnodes)
+        return LocalRanks(place.rank % count, count)
+
+
+def prepare_device(kernels: KernelConfig, local: LocalRanks | None = None) -> torch.device:
+    """The device to run on; sets torch's threads on CPU, of which ranks on one host have a share each.
+
+    Raises:
+        ConfigError: cuda is asked for and absent, or there are fewer devices than ranks.
+    """
+    local = local or LocalRanks()
     if kernels.cpu_threads is not None:
         if kernels.cpu_threads < 1:
             raise ConfigError(f"cpu_threads must be at least 1, got {kernels.cpu_threads}", field="cpu_threads")
         torch.set_num_threads(kernels.cpu_threads)
+    elif local.count > 1:
+        share = (os.cpu_count() or 1) // local.count
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
     available = torch.cuda.is_available()
     if kernels.device == "cuda" and not available:
         raise ConfigError("device is cuda, but torch sees no CUDA device; use --device cpu", field="device")
     if kernels.device == "cpu" or not available:
         return torch.device("cpu")
+    if local.count > 1:
+        if local.count > torch.cuda.device_count():
+            raise ConfigError(
+                f"{local.count} ranks on this host need a CUDA device each, torch sees {torch.cuda.device_count()}",
+                field="tp_size",
+            )
+        torch.cuda.set_device(local.index)
     return torch.device("cuda", torch.cuda.current_device())
 
 

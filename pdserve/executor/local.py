@@ -3,6 +3,9 @@
 Built by `factory`, called by the scheduler thread only; the runner may compute on another one. What the scheduler may
 change is read in `launch`: page table, row parameters, and the tokens of rows opened since the last launch. What
 changes with the steps themselves, KV and tokens on the device, is touched in their order only.
+
+Where several ranks share the model each has an executor. They are given the same rows and plans, and all of them come
+to the same results.
 """
 
 from __future__ import annotations
@@ -15,19 +18,22 @@ from functools import partial
 import numpy as np
 import torch
 
+from pdserve.base.parallel import Place
 from pdserve.executor import host_pages
-from pdserve.executor.batch_builder import HostBatch, build_batch, read_plan, to_device
+from pdserve.executor.batch_builder import HostBatch, read_plan, to_device
 from pdserve.executor.fetch import fetch
 from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepHandle, StepResult
 from pdserve.executor.row_params import RowParams, StepParams
 from pdserve.executor.runners import CallingThread, Collect, DeviceStream, OnLayer, OwnThread, Runner
-from pdserve.executor.sampler import sample, to_host
+from pdserve.executor.sampler import to_host
+from pdserve.executor.stages import Stage, cut_plan
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.families.decoder import Decoder
 from pdserve.model.forward_batch import IntArray
+from pdserve.model.params import WeightSamples, fingerprint_of
 from pdserve.protocol.sampling import SamplingParams
 
 
@@ -35,18 +41,21 @@ from pdserve.protocol.sampling import SamplingParams
 class _Step:
     """Everything that a step is computed from, as it was at the launch.
 
-    `writes` are rows opened since the launch before, and their tokens. `batch` is None when the plan has no rows,
-    `params` when none of them samples.
+    `writes` are rows opened since the launch before, and their tokens. `batches` are the micro-batches, none when the
+    plan has no rows; `sampled` the plan's rows that sample; `params` None when there are none.
     """
 
     plan: BatchPlan
     writes: dict[int, IntArray]
-    batch: HostBatch | None
+    batches: tuple[HostBatch, ...]
+    sampled: IntArray
     params: StepParams | None
 
 
 class LocalExecutor:
     """Implements `Executor`. `context_length` is the most tokens a row can have, prompt and output together.
+
+    `layout` is the whole model's, `pools` and `attention` are of this rank's part of it.
 
     With `overlap`, steps are computed on CPU by a thread that `close` ends; on CUDA the host never waits in `launch`.
     """
@@ -64,9 +73,9 @@ class LocalExecutor:
         overlap: bool = False,
     ) -> None:
         self._model = model
+        self._stage = Stage(model, attention)
         self._layout = layout
         self.pools = pools
-        self._attention = attention
         self._table = table
         self.device = device
         self._tokens = torch.empty(table.num_rows, context_length + 1, dtype=torch.int32, device=device)
@@ -78,22 +87,34 @@ class LocalExecutor:
 
     @property
     def layout(self) -> KVLayout:
-        """Geometry of the KV pool."""
+        """Geometry of the whole model's KV pages."""
         return self._layout
 
     @property
+    def place(self) -> Place:
+        """Where this rank stands in its replica."""
+        return self._model.parallel.place
+
+    @property
     def buffers(self) -> tuple[tuple[int, int], ...]:
-        """`(address, bytes)` of the KV pool of each layout group."""
+        """`(address, bytes)` of this rank's KV pool of each layout group."""
         return tuple(pool.buffer for pool in self.pools)
+
+    def weight_samples(self) -> WeightSamples:
+        """Samples of what this rank loaded, for `fingerprint_of` with those of the other ranks."""
+        return self._model.params.samples()
 
     @property
     def weights_fingerprint(self) -> str:
-        """Short hash of a sample of the weights: equal for peers that loaded the same model in the same dtype."""
-        return self._model.params.fingerprint()
+        """Short hash of a sample of the weights: equal for peers that loaded the same model in the same dtype.
+
+        Of this rank's weights; where there are others see `weight_samples`.
+        """
+        return fingerprint_of([self.weight_samples()])
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, which a decode step reads once."""
+        """Bytes of this rank's weights, which a decode step reads once."""
         return self._model.params.num_bytes
 
     def open_row(
@@ -156,36 +177,40 @@ class LocalExecutor:
         assert all(row.row in self._open for row in plan.rows), "the plan names a row that is not open"
         writes, self._unwritten = self._unwritten, {}
         if not plan.rows:
-            return _Step(plan, writes, None, None)
-        batch = read_plan(plan, self._table, self._layout.page_tokens)
+            return _Step(plan, writes, (), np.empty(0, dtype=np.int64), None)
+        parts = cut_plan(plan, self.place.shape.pp_size)
+        batches = tuple(read_plan(part, self._table, self._layout.page_tokens) for part in parts)
+        sampled = np.flatnonzero([row.sample for row in plan.rows])
         params = None
-        if len(batch.sampled):
-            params = self._params.pick(batch.lines[batch.sampled], batch.rows.ends[batch.sampled])
-        return _Step(plan, writes, batch, params)
+        if len(sampled):
+            lines = np.concatenate([batch.lines[batch.sampled] for batch in batches])
+            ends = np.concatenate([batch.rows.ends[batch.sampled] for batch in batches])
+            params = self._params.pick(lines, ends)
+        return _Step(plan, writes, batches, sampled, params)
 
     @torch.inference_mode()
     def _compute(self, step: _Step, on_layer: OnLayer | None) -> Collect:
         """Forward and sampling, on whatever thread the runner has for it."""
         for row, ids in step.writes.items():
             self._tokens[row, : len(ids)] = to_device(ids, self.device)
-        if step.batch is None:
+        if not step.batches:
             if on_layer is not None:
-                on_layer(self._model.spec.num_layers - 1)
+                on_layer(self._model.num_layers - 1)
             return partial(StepResult, step.plan.step, ())
-        batch = build_batch(step.batch, self._tokens)
-        logits = self._model.forward(batch, self._attention.begin(batch), on_layer)
+        logits = self._stage.logits(step.batches, self._tokens, on_layer)
         chosen = None
         if step.params is not None:
-            chosen = sample(logits, step.params, self._tokens)
+            chosen = self._stage.choose(logits, step.params, self._tokens)
             where = to_device(np.stack((step.params.lines, step.params.positions)), self.device)
             self._tokens.index_put_((where[0], where[1]), chosen.token_ids.int())
+        self._stage.flush()
         fetched = fetch(chosen, self.device)
 
         def collect() -> StepResult:
             tokens: list[SampledToken | None] = [None] * len(step.plan.rows)
             arrived = fetched()
-            if step.batch is not None and step.params is not None and arrived is not None:
-                for index, token in zip(step.batch.sampled.tolist(), to_host(arrived, step.params), strict=True):
+            if step.params is not None and arrived is not None:
+                for index, token in zip(step.sampled.tolist(), to_host(arrived, step.params), strict=True):
                     tokens[index] = token
             return StepResult(step.plan.step, tuple(tokens))
 

@@ -17,9 +17,17 @@ CUDA_FRACTION = 0.88
 
 
 def pool_tokens(
-    memory: MemoryConfig, layout: KVLayout, device: torch.device, *, context_length: int, max_rows: int
+    memory: MemoryConfig,
+    layout: KVLayout,
+    device: torch.device,
+    *,
+    context_length: int,
+    max_rows: int,
+    num_sharing: int = 1,
 ) -> int:
-    """Token slots of the pool, a multiple of the page size.
+    """Token slots of the pool, a multiple of the page size. `layout` is what this rank holds.
+
+    `num_sharing` ranks of the replica have this host's RAM in common.
 
     `max_total_tokens` when given; else what memory allows, and never more than `max_rows` requests can use.
 
@@ -30,7 +38,7 @@ def pool_tokens(
     wanted = memory.max_total_tokens
     if wanted is None:
         most = max_rows * (-(-context_length // page) * page)
-        wanted = min(_available_bytes(memory.mem_fraction_static, device) // layout.token_bytes, most)
+        wanted = min(_available_bytes(memory.mem_fraction_static, device, num_sharing) // layout.token_bytes, most)
     if wanted < page:
         raise ConfigError(
             f"the KV pool would hold {wanted} tokens, less than one page of {page}; raise max_total_tokens "
@@ -40,12 +48,17 @@ def pool_tokens(
     return wanted // page * page
 
 
-def _available_bytes(fraction: float | None, device: torch.device) -> int:
-    """Bytes for the pool. On CUDA the fraction is of all memory, and weights already loaded count against it."""
+def _available_bytes(fraction: float | None, device: torch.device, num_sharing: int) -> int:
+    """Bytes for the pool.
+
+    On CPU a share of what the replica takes of this host. On CUDA the fraction is of all memory, and weights already
+    loaded count against it.
+    """
     if fraction is not None and not 0.0 < fraction < 1.0:
         raise ConfigError(f"mem_fraction_static must be in (0, 1), got {fraction}", field="mem_fraction_static")
     if device.type == "cpu":
         available = psutil.virtual_memory().available
-        return int(available * fraction) if fraction else min(CPU_CAP_BYTES, int(available * CPU_FRACTION))
+        taken = int(available * fraction) if fraction else min(CPU_CAP_BYTES, int(available * CPU_FRACTION))
+        return taken // num_sharing
     free, total = torch.cuda.mem_get_info(device)
     return max(0, free - int(total * (1.0 - (fraction or CUDA_FRACTION))))

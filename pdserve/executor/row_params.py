@@ -46,6 +46,16 @@ class StepParams:
     bans: dict[int, tuple[int, ...]]
     biases: dict[int, dict[int, float]]
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether any row asked for log-probabilities."""
+        return bool(self.columns["logprob"].any())
+
+    @property
+    def num_top(self) -> int:
+        """The most top entries that a row asked for."""
+        return int(self.columns["num_top"].max())
+
 
 class Seeds:
     """Seeds for requests that bring none. Where several ranks run one request, the leader gives it its seed."""

@@ -34,6 +34,25 @@ class Sampled:
     top_ids: Tensor | None
     top_logprobs: Tensor | None
 
+    def tensors(self) -> list[Tensor]:
+        """Those that there are."""
+        return [x for x in (self.token_ids, self.logprobs, self.top_ids, self.top_logprobs) if x is not None]
+
+    @staticmethod
+    def blank(params: StepParams, vocab_size: int, device: torch.device) -> Sampled:
+        """Tensors of the shapes that `sample` gives for these rows, to be overwritten."""
+        num_rows = len(params.lines)
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+        if not params.wants_logprobs:
+            return Sampled(token_ids, None, None, None)
+        logprobs = torch.empty(num_rows, device=device)
+        num_top = min(params.num_top, vocab_size)
+        if num_top == 0:
+            return Sampled(token_ids, logprobs, None, None)
+        shape = (num_rows, num_top)
+        top_ids = torch.empty(shape, dtype=torch.int64, device=device)
+        return Sampled(token_ids, logprobs, top_ids, torch.empty(shape, device=device))
+
 
 def sample(logits: Tensor, params: StepParams, tokens: Tensor) -> Sampled:
     """Choose one token a row. `logits` float32 `[S, V]`; `tokens` int32 `[num_table_rows, context]`, known tokens."""
@@ -193,12 +212,12 @@ def _ranked(probs: Tensor, columns: np.ndarray[tuple[int], np.dtype[np.void]], b
 
 def _with_logprobs(chosen: Tensor, logits: Tensor, params: StepParams) -> Sampled:
     """Add log-probabilities of the raw logits (before bias, penalties and temperature) where a row wants them."""
-    if not params.columns["logprob"].any():
+    if not params.wants_logprobs:
         return Sampled(chosen, None, None, None)
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, chosen[:, None])[:, 0]
-    num_top = int(params.columns["num_top"].max())
+    num_top = min(params.num_top, logits.shape[1])
     if num_top == 0:
         return Sampled(chosen, own, None, None)
-    top = logprobs.topk(min(num_top, logits.shape[1]), sorted=True)
+    top = logprobs.topk(num_top, sorted=True)
     return Sampled(chosen, own, top.indices, top.values)

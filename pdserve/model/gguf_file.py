@@ -21,7 +21,7 @@ from pdserve.model.config import ModelSpec, spec_from_config
 from pdserve.model.rope import RopeSpec, yarn_attention_factor
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
+    from gguf import GGUFReader, ReaderTensor
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _CONFIG_KEYS = {
@@ -122,21 +122,54 @@ def read_spec(path: Path) -> ModelSpec:
     return dataclasses.replace(spec, rope=RopeSpec(theta=spec.rope.theta, freq_divisors=values))
 
 
-def tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """`(HF name, float32 tensor)` of every parameter, dequantised one at a time. Raises ModelError for unknown ones."""
-    from gguf import dequantize
+@dataclasses.dataclass(frozen=True)
+class GgufSource:
+    """One tensor of a gguf file by its HF name, dequantised when it is read. Implements `params.Source`.
 
+    `num_heads` is what llama.cpp's reordering of rows is undone by; None where there is none.
+    """
+
+    path: Path
+    name: str
+    tensor: ReaderTensor
+    num_heads: int | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `Source.shape`; gguf has the fastest dimension first."""
+        return tuple(int(size) for size in reversed(self.tensor.shape))
+
+    def read(self, part: tuple[slice, ...] | None) -> Tensor:
+        """See `Source.read`: float32. All of it is dequantised in any case. Raises ModelError for unknown types."""
+        from gguf import dequantize
+
+        try:
+            values = dequantize(self.tensor.data, self.tensor.tensor_type).astype(np.float32, copy=False)
+        except NotImplementedError as error:
+            kind = self.tensor.tensor_type.name
+            raise ModelError(f"{self.path}: {self.tensor.name} has type {kind}: {error}") from error
+        if self.num_heads is not None:
+            values = _unpermute(values, self.num_heads)
+        whole = torch.from_numpy(np.require(values, requirements=["C", "W"]))
+        return whole if part is None else whole[part]
+
+
+def sources(path: Path, spec: ModelSpec) -> Iterator[GgufSource]:
+    """Every parameter, not read yet. Raises ModelError for unknown ones."""
     for tensor in open_gguf(path).tensors:
         if tensor.name == ROPE_DIVISORS:
             continue
         name = hf_name(tensor.name, path)
-        try:
-            values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        except NotImplementedError as error:
-            raise ModelError(f"{path}: {tensor.name} has type {tensor.tensor_type.name}: {error}") from error
+        num_heads = None
         if spec.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
-            values = _unpermute(values, spec.num_heads if "q_proj" in name else spec.num_kv_heads)
-        yield name, torch.from_numpy(np.require(values, requirements=["C", "W"]))
+            num_heads = spec.num_heads if "q_proj" in name else spec.num_kv_heads
+        yield GgufSource(path, name, tensor, num_heads)
+
+
+def tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """`(HF name, float32 tensor)` of every parameter, dequantised one at a time. Raises ModelError for unknown ones."""
+    for source in sources(path, spec):
+        yield source.name, source.read(None)
 
 
 def hf_name(name: str, path: Path) -> str:

@@ -1,13 +1,15 @@
 """From a resolved model path to a model with weights: HF safetensors, a gguf file, or random values.
 
-Called by the executor factory. Files are mapped, not read: each tensor goes straight to its place in the target dtype.
+Called by the executor factory. Files are mapped, not read: what a rank holds of each tensor goes straight to its place
+in the target dtype.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +21,8 @@ from pdserve.model.config import ModelSpec, read_json, read_model_spec
 from pdserve.model.dtypes import torch_dtype
 from pdserve.model.families.decoder import Decoder
 from pdserve.model.layers.kernels import Kernels
+from pdserve.model.parallel import Parallel
+from pdserve.model.params import Source
 
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -52,31 +56,55 @@ def load_model(
     load_format: Literal["auto", "dummy"],
     seed: int,
     kernels: Kernels | None = None,
+    parallel: Parallel | None = None,
 ) -> Decoder:
-    """The model of `spec` with the weights at `path`, or with random ones. `kernels`: see `Decoder`.
+    """The model of `spec` with the weights at `path`, or with random ones. `kernels`, `parallel`: see `Decoder`.
 
     Raises:
         ConfigError: `kernels` cannot do what they promise on this device.
         ModelError: a file or a tensor is missing, damaged, of another shape, or not one of this architecture.
     """
     with torch.inference_mode():
-        model = Decoder(spec, torch_dtype(dtype), device, kernels)
+        model = Decoder(spec, torch_dtype(dtype), device, kernels, parallel)
         if load_format == "dummy":
             model.params.fill_random(seed)
             return model
-        tensors = gguf_file.tensors(path, spec) if path.suffix == ".gguf" else _safetensors(path)
-        for name, value in tensors:
-            model.params.fill(name, value)
+        for name, source in _gguf(path, spec) if path.suffix == ".gguf" else _safetensors(path):
+            model.params.fill(name, source)
         model.params.check_filled(str(path))
     return model
 
 
-def _safetensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """All `(name, tensor)` of a directory, mapped."""
+@dataclasses.dataclass(frozen=True)
+class _MappedSource:
+    """One tensor of a mapped safetensors file. Implements `Source`; only what is asked for is touched."""
+
+    file: safe_open
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        file: Any = self.file  # its methods have no annotations
+        return tuple(file.get_slice(self.name).get_shape())
+
+    def read(self, part: tuple[slice, ...] | None) -> Tensor:
+        file: Any = self.file
+        tensor: Tensor = file.get_tensor(self.name) if part is None else file.get_slice(self.name)[part]
+        return tensor
+
+
+def _safetensors(directory: Path) -> Iterator[tuple[str, Source]]:
+    """All tensors of a directory, by name; to be read before the next one is asked for."""
     for path in _weight_files(directory):
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
-                yield name, file.get_tensor(name)
+                yield name, _MappedSource(file, name)
+
+
+def _gguf(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Source]]:
+    """All tensors of a gguf file, by HF name."""
+    for source in gguf_file.sources(path, spec):
+        yield source.name, source
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -1,53 +1,125 @@
-"""Where each tensor of a checkpoint goes. A family declares its parameters, the loader fills them in place."""
+"""Where each tensor of a checkpoint goes. A family declares its parameters, the loader fills them in place.
+
+A rank of a split model declares which part of each tensor it holds; no more than that is read.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import struct
+from collections.abc import Iterable
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pdserve.errors import ModelError
 
+_NUM_SAMPLES = 32
+_STRIDE = 2654435761
+"""A prime near 2^32 / golden ratio: multiples of it, modulo a size, lie all over its rows and columns."""
+
+WeightSamples = dict[str, dict[int, float]]
+"""By checkpoint name, values at fixed positions of the whole tensor, as far as a rank holds them."""
+
+
+class Source(Protocol):
+    """A tensor of a checkpoint that has not been read yet."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in the checkpoint."""
+        ...
+
+    def read(self, part: tuple[slice, ...] | None) -> Tensor:
+        """That part of it, a slice for each dimension; all of it for None."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """A tensor by its name and `shape` in the checkpoint, and which indices of dimension `dim` this rank holds.
+
+    `held` None: all of them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int = 0
+    held: range | None = None
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """The shape of what this rank holds."""
+        if self.held is None:
+            return self.shape
+        return (*self.shape[: self.dim], len(self.held), *self.shape[self.dim + 1 :])
+
+    @property
+    def part(self) -> tuple[slice, ...] | None:
+        """What this rank holds, a slice for each dimension; None: everything."""
+        if self.held is None or len(self.held) == self.shape[self.dim]:
+            return None
+        whole = [slice(0, size) for size in self.shape]
+        whole[self.dim] = slice(self.held.start, self.held.stop)
+        return tuple(whole)
+
 
 class ParamSlots:
-    """Destination tensors by checkpoint name; several names may be slices of one stacked tensor."""
+    """Destination tensors by checkpoint name; several names may be rows of one stacked tensor."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
+        self._params: dict[str, Param] = {}
         self._slots: dict[str, Tensor] = {}
         self._ignored: set[str] = set()
+        self._ignored_prefixes: tuple[str, ...] = ()
         self._filled: set[str] = set()
 
     def new(self, name: str, *shape: int) -> Tensor:
-        """Allocate the parameter `name`."""
-        self._slots[name] = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return self._slots[name]
+        """Allocate the parameter `name`, of which this rank holds everything."""
+        return self.stacked(Param(name, shape))
 
-    def stacked(self, parts: tuple[tuple[str, int], ...], *inner: int) -> Tensor:
-        """Allocate one tensor `[sum of rows, *inner]` whose row ranges are the parameters `(name, rows)` in `parts`."""
-        whole = torch.empty((sum(rows for _, rows in parts), *inner), dtype=self._dtype, device=self._device)
+    def stacked(self, *params: Param, num_rows: int | None = None) -> Tensor:
+        """Allocate one tensor whose row ranges are what is held of `params`, in order.
+
+        With `num_rows` it has that many rows, and those behind the last parameter are zero.
+        """
+        shapes = [param.held_shape for param in params]
+        used = sum(shape[0] for shape in shapes)
+        rows = used if num_rows is None else num_rows
+        whole = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        whole[used:].zero_()
         first = 0
-        for name, rows in parts:
-            self._slots[name] = whole[first : first + rows]
-            first += rows
+        for param, shape in zip(params, shapes, strict=True):
+            self._params[param.name] = param
+            self._slots[param.name] = whole[first : first + shape[0]]
+            first += shape[0]
         return whole
 
     def ignore(self, name: str) -> None:
         """Accept `name` in a checkpoint without using it."""
         self._ignored.add(name)
 
-    def fill(self, name: str, value: Tensor) -> None:
-        """Copy `value` into the parameter `name`, converting its dtype. Raises ModelError when it does not fit."""
-        if name in self._ignored or name.endswith("rotary_emb.inv_freq"):
-            return
+    def ignore_under(self, prefixes: Iterable[str]) -> None:
+        """Accept whatever begins with one of `prefixes`: it is for other ranks to check."""
+        self._ignored_prefixes += tuple(prefixes)
+
+    def fill(self, name: str, source: Source) -> None:
+        """Copy what is held of the parameter `name`, converting its dtype. Raises ModelError when it does not fit."""
         slot = self._slots.get(name)
         if slot is None:
+            if self._is_ignored(name):
+                return
             raise ModelError(f"the checkpoint has a tensor {name} that this architecture does not use")
-        if slot.shape != value.shape:
-            raise ModelError(f"tensor {name} is {list(value.shape)}, expected {list(slot.shape)}")
-        slot.copy_(value)
+        param = self._params[name]
+        if source.shape != param.shape:
+            raise ModelError(f"tensor {name} is {list(source.shape)}, expected {list(param.shape)}")
+        if slot.numel():
+            slot.copy_(source.read(param.part))
         self._filled.add(name)
 
     def check_filled(self, where: str) -> None:
@@ -57,28 +129,68 @@ class ParamSlots:
             raise ModelError(f"{where}: {len(missing)} tensors are missing, the first is {missing[0]}")
 
     def fill_random(self, seed: int) -> None:
-        """Seeded random values: norms are 1, all else normal with deviation 0.02, whatever the order of tensors."""
+        """Seeded random values: norms are 1, all else normal with deviation 0.02, whatever the order of tensors.
+
+        The whole tensor is made of the seed, so that a rank holds a part of the very model that is not split.
+        """
         generator = torch.Generator(self._device)
         for name, slot in self._slots.items():
+            self._filled.add(name)
             if name.endswith("norm.weight"):
                 slot.fill_(1.0)
-            else:
+            elif slot.numel():
+                param = self._params[name]
                 salt = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
                 generator.manual_seed(int.from_bytes(salt, "little"))
-                slot.normal_(0.0, 0.02, generator=generator)
-            self._filled.add(name)
+                whole = torch.empty(param.shape, dtype=self._dtype, device=self._device)
+                whole.normal_(0.0, 0.02, generator=generator)
+                slot.copy_(whole if param.part is None else whole[param.part])
 
-    def fingerprint(self) -> str:
-        """Short hash of a sample of every parameter's values: equal for two servers that loaded the same weights."""
-        digest = hashlib.blake2b(digest_size=8)
-        for name, slot in sorted(self._slots.items()):
-            flat = slot.reshape(-1) if slot.is_contiguous() else slot.flatten()
-            step = max(1, flat.numel() // 16)
-            digest.update(name.encode())
-            digest.update(flat[::step].float().cpu().numpy().tobytes())
-        return digest.hexdigest()
+    def samples(self) -> WeightSamples:
+        """Some values of every parameter; all ranks' together say which weights were loaded, however they are split."""
+        return {name: _samples(param, self._slots[name]) for name, param in self._params.items()}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parameters."""
+        """Bytes of all parameters, as far as they are held."""
         return sum(slot.numel() * slot.element_size() for slot in self._slots.values())
+
+    def _is_ignored(self, name: str) -> bool:
+        unused = name in self._ignored or name.endswith("rotary_emb.inv_freq")
+        return unused or name.startswith(self._ignored_prefixes)
+
+
+def fingerprint_of(samples: Iterable[WeightSamples]) -> str:
+    """Short hash of all ranks' samples: equal for two servers that loaded the same weights, in whatever split.
+
+    Raises:
+        ModelError: two ranks hold other values for the same position, so they did not load the same weights.
+    """
+    merged: dict[str, dict[int, bytes]] = {}
+    for of_rank in samples:
+        for name, values in of_rank.items():
+            known = merged.setdefault(name, {})
+            for position, value in values.items():
+                packed = struct.pack("<f", value)
+                if known.setdefault(position, packed) != packed:
+                    raise ModelError(f"the ranks of this server have loaded other values of {name}")
+    digest = hashlib.blake2b(digest_size=8)
+    for name, packed_values in sorted(merged.items()):
+        digest.update(name.encode())
+        for position, packed in sorted(packed_values.items()):
+            digest.update(struct.pack("<q", position) + packed)
+    return digest.hexdigest()
+
+
+def _samples(param: Param, slot: Tensor) -> dict[int, float]:
+    """The values of one tensor at the positions that are held, by flat position in the whole tensor."""
+    size = int(np.prod(param.shape))
+    positions = np.unique(np.arange(_NUM_SAMPLES, dtype=np.int64) * _STRIDE % size)
+    index = np.stack(np.unravel_index(positions, param.shape))
+    if param.held is not None:
+        along = index[param.dim] - param.held.start
+        inside = (along >= 0) & (along < len(param.held))
+        index[param.dim] = along
+        index, positions = index[:, inside], positions[inside]
+    values = slot[tuple(torch.from_numpy(line).to(slot.device) for line in index)]
+    return dict(zip(positions.tolist(), values.float().tolist(), strict=True))

@@ -1,6 +1,7 @@
 """The grouped-query decoder: Llama, Qwen2, Qwen3 dense, told apart by options of `ModelSpec`.
 
-Built by the loader, which fills `params`; run by the executor.
+Built by the loader, which fills `params`; run by the executor. A rank of a split model (`Parallel`) builds and runs
+its stage's layers, its share of their heads and feed-forward columns, and its share of the vocabulary.
 """
 
 from __future__ import annotations
@@ -8,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.base.parallel import Place, kv_heads_of, layers_of, part_of
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.model.attention.interface import StepAttention
 from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.layers.kernels import FastKernels, Kernels
-from pdserve.model.layers.linear import Linear
+from pdserve.model.layers.linear import Linear, Outputs, column_linear, row_linear
 from pdserve.model.layers.norm import RMSNorm
 from pdserve.model.layers.rotary import Rotary, rotate
+from pdserve.model.layers.vocab import VocabEmbedding, vocab_rows
+from pdserve.model.parallel import Parallel, SingleRank
 from pdserve.model.params import ParamSlots
 
 
@@ -38,62 +41,121 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
 
 
 class Decoder:
-    """The whole model. Weights are allocated here, uninitialised, and filled through `params`.
+    """What one rank has of the model. Weights are allocated here, uninitialised, and filled through `params`.
 
-    `kernels` are the library's fastest when absent.
+    `kernels` are the library's fastest when absent; without `parallel` the rank has the whole model.
     """
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: Kernels | None = None
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
         kernels = kernels or FastKernels()
         self.spec = spec
+        self.dtype = dtype
         self.params = ParamSlots(dtype, device)
+        self.parallel = parallel or SingleRank()
+        self._place = place = self.parallel.place
         self._rotary = Rotary(spec.rope, spec.head_dim, dtype, device)
-        self._embedding = self.params.new("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self._layers = [DecoderLayer(spec, index, self.params, kernels) for index in range(spec.num_layers)]
-        self._norm = RMSNorm(self.params.new("model.norm.weight", spec.hidden_size), spec.rms_norm_eps)
-        if spec.tied_embeddings:
-            self.params.ignore("lm_head.weight")
-            head = self._embedding
+        embedding = self._embedding_rows()
+        mine = layers_of(spec.num_layers, place.shape.pp_size, place.pp_rank)
+        self._layers = [
+            DecoderLayer(spec, f"model.layers.{index}.", local, self.params, kernels, self.parallel)
+            for local, index in enumerate(mine)
+        ]
+        self.params.ignore_under(f"model.layers.{index}." for index in range(spec.num_layers) if index not in mine)
+        self._embedding = self._norm = self._head = None
+        if embedding is not None and place.is_first_stage:
+            self._embedding = VocabEmbedding(embedding, spec.vocab_size, self.parallel)
+        if place.is_last_stage:
+            self._norm = RMSNorm(self.params.new("model.norm.weight", spec.hidden_size), spec.rms_norm_eps)
         else:
-            head = self.params.new("lm_head.weight", spec.vocab_size, spec.hidden_size)
-        self._head = Linear(kernels, head)
+            self.params.ignore("model.norm.weight")
+        head = self._head_rows(embedding)
+        if head is not None:
+            self._head = Linear(kernels, head)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that this rank has."""
+        return len(self._layers)
 
     def forward(
-        self, batch: ForwardBatch, attention: StepAttention, on_layer: Callable[[int], None] | None = None
+        self,
+        batch: ForwardBatch,
+        attention: StepAttention,
+        on_layer: Callable[[int], None] | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """Run all layers; logits of the tokens at `batch.sample_index`: float32 `[S, vocab_size]`.
+        """Run this stage's layers.
 
-        `on_layer(i)` is called once layer i's KV is written, or its writing enqueued on a device that has a queue.
+        The first stage begins with the tokens, the others with `hidden` `[N, hidden_size]` of the stage before, which
+        is overwritten. All but the last return `[N, hidden_size]` for the next. The last returns this rank's part of
+        the logits of the tokens at `batch.sample_index`: float32 `[S, share]`, for `Parallel.gather_logits`.
+
+        `on_layer(i)` is called once its layer i's KV is written, or its writing enqueued on a device that has a queue.
         """
-        x = F.embedding(batch.input_ids, self._embedding)
+        if self._embedding is not None:
+            assert hidden is None, "the first stage begins with the tokens"
+            x = self._embedding(batch.input_ids)
+        else:
+            assert hidden is not None, "this stage begins with hidden states"
+            x = hidden
         cos, sin = self._rotary.tables(batch.positions)
         for index, layer in enumerate(self._layers):
             x = layer(x, cos, sin, attention)
             if on_layer is not None:
                 on_layer(index)
-        x = self._norm(x.index_select(0, batch.sample_index))
-        return self._head(x).float()
+        if self._norm is None or self._head is None:
+            return x
+        return self._head(self._norm(x.index_select(0, batch.sample_index))).float()
+
+    def _embedding_rows(self) -> Tensor | None:
+        """Rows of the embedding: the first stage looks tokens up in them, the last has them as head when tied."""
+        name, place = "model.embed_tokens.weight", self._place
+        if place.is_first_stage or (place.is_last_stage and self.spec.tied_embeddings):
+            return vocab_rows(self.params, name, self.spec.vocab_size, self.spec.hidden_size, place)
+        self.params.ignore(name)
+        return None
+
+    def _head_rows(self, embedding: Tensor | None) -> Tensor | None:
+        """Rows of the head on the last stage; None elsewhere."""
+        name, place = "lm_head.weight", self._place
+        if self.spec.tied_embeddings or not place.is_last_stage:
+            self.params.ignore(name)
+            return embedding if place.is_last_stage else None
+        return vocab_rows(self.params, name, self.spec.vocab_size, self.spec.hidden_size, place)
 
 
 class DecoderLayer:
-    """Attention and feed-forward, each normalised before and added to what came in."""
+    """Attention and feed-forward, each normalised before and added to what came in.
 
-    def __init__(self, spec: ModelSpec, index: int, params: ParamSlots, kernels: Kernels) -> None:
-        prefix = f"model.layers.{index}."
-        self._kernels = kernels
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    `prefix` is the layer's in the checkpoint, `index` its number among this rank's.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, prefix: str, index: int, params: ParamSlots, kernels: Kernels, parallel: Parallel
+    ) -> None:
+        self._kernels, self._parallel, self._index, self._head_dim = kernels, parallel, index, spec.head_dim
         attn, mlp = prefix + "self_attn.", prefix + "mlp."
-        parts = ((attn + "q_proj", q_size), (attn + "k_proj", kv_size), (attn + "v_proj", kv_size))
-        self._index, self._heads, self._kv_heads = index, spec.num_heads, spec.num_kv_heads
-        self._head_dim = spec.head_dim
-        self._qkv = _linear(kernels, params, parts, spec.hidden_size, spec.qkv_bias)
-        self._out = _linear(kernels, params, ((attn + "o_proj", spec.hidden_size),), q_size, spec.o_bias)
-        gate_up = ((mlp + "gate_proj", spec.intermediate_size), (mlp + "up_proj", spec.intermediate_size))
-        self._gate_up = _linear(kernels, params, gate_up, spec.hidden_size, spec.mlp_bias)
-        down = ((mlp + "down_proj", spec.hidden_size),)
-        self._down = _linear(kernels, params, down, spec.intermediate_size, spec.mlp_bias)
+        q, kv, inner = shares(spec, parallel.place)
+        self._heads, self._kv_heads = len(q), len(kv)
+        queries = _by_head(attn + "q_proj", spec.num_heads, q, spec.head_dim)
+        qkv = (queries, *(_by_head(attn + name, spec.num_kv_heads, kv, spec.head_dim) for name in ("k_proj", "v_proj")))
+        self._qkv = column_linear(kernels, params, qkv, spec.hidden_size, spec.qkv_bias)
+        first = parallel.place.tp_rank == 0
+        self._out = row_linear(
+            kernels, params, attn + "o_proj", spec.hidden_size, queries, bias=spec.o_bias, adds_bias=first
+        )
+        gate, up = (Outputs(mlp + name, spec.intermediate_size, inner) for name in ("gate_proj", "up_proj"))
+        self._gate_up = column_linear(kernels, params, (gate, up), spec.hidden_size, spec.mlp_bias)
+        self._down = row_linear(
+            kernels, params, mlp + "down_proj", spec.hidden_size, gate, bias=spec.mlp_bias, adds_bias=first
+        )
         eps = spec.rms_norm_eps
         self._input_norm = RMSNorm(params.new(prefix + "input_layernorm.weight", spec.hidden_size), eps)
         self._post_norm = RMSNorm(params.new(prefix + "post_attention_layernorm.weight", spec.hidden_size), eps)
@@ -104,13 +166,13 @@ class DecoderLayer:
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
         """`[N, hidden]` to `[N, hidden]`; `x` is overwritten."""
-        x += self._attention(self._input_norm(x), cos, sin, attention)
+        x += self._parallel.all_reduce(self._attention(self._input_norm(x), cos, sin, attention))
         gate, up = self._gate_up(self._post_norm(x)).chunk(2, -1)
-        x += self._down(self._kernels.swiglu(gate, up))
+        x += self._parallel.all_reduce(self._down(self._kernels.swiglu(gate, up)))
         return x
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
-        """The attention half, `[N, hidden]`."""
+        """The attention half, `[N, hidden]`, of this rank's heads."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
         q_and_k, v = heads[:, : self._heads + self._kv_heads], heads[:, self._heads + self._kv_heads :]
         if self._q_norm is not None and self._k_norm is not None:
@@ -120,10 +182,16 @@ class DecoderLayer:
         return self._out(mixed)
 
 
-def _linear(
-    kernels: Kernels, params: ParamSlots, parts: tuple[tuple[str, int], ...], num_in: int, bias: bool
-) -> Linear:
-    """One layer that stacks the checkpoint's `parts` (`(name, rows)`)."""
-    weight = params.stacked(tuple((f"{name}.weight", rows) for name, rows in parts), num_in)
-    biases = params.stacked(tuple((f"{name}.bias", rows) for name, rows in parts)) if bias else None
-    return Linear(kernels, weight, biases)
+def shares(spec: ModelSpec, place: Place) -> tuple[range, range, range]:
+    """Query heads, KV heads and feed-forward columns of a tensor rank; its queries belong to its KV heads."""
+    tp_size, rank = place.shape.tp_size, place.tp_rank
+    return (
+        part_of(spec.num_heads, tp_size, rank),
+        kv_heads_of(spec.num_kv_heads, tp_size, rank),
+        part_of(spec.intermediate_size, tp_size, rank),
+    )
+
+
+def _by_head(name: str, num_heads: int, held: range, head_dim: int) -> Outputs:
+    """The outputs of a projection to heads."""
+    return Outputs(name, num_heads * head_dim, range(held.start * head_dim, held.stop * head_dim))

@@ -1,0 +1,100 @@
+"""A step on one rank of a split model: micro-batches through its stage, and one choice of tokens for all ranks.
+
+Called by `LocalExecutor` while it computes a step; all ranks of a replica do so for the same plans in the same order.
+
+    stage 0   | batch 0 | batch 1 |                                tokens arrive
+    stage 1             | batch 0 | batch 1 | logits, sampling ──> on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pdserve.executor.batch_builder import HostBatch, build_batch
+from pdserve.executor.interface import BatchPlan, Row
+from pdserve.executor.row_params import StepParams
+from pdserve.executor.sampler import Sampled, sample
+from pdserve.model.attention.interface import AttentionBackend
+from pdserve.model.families.decoder import Decoder
+from pdserve.model.parallel import is_sampler
+
+MIN_TOKENS = 32
+"""A micro-batch of fewer tokens costs what reading the weights costs, so that cutting it off would not be faster."""
+
+
+class Stage:
+    """One rank's part of the model at work."""
+
+    def __init__(self, model: Decoder, attention: AttentionBackend) -> None:
+        self._model = model
+        self._attention = attention
+        self._parallel = model.parallel
+        self.is_sampler = is_sampler(self._parallel.place)
+
+    def logits(
+        self, batches: Sequence[HostBatch], tokens: Tensor, on_layer: Callable[[int], None] | None
+    ) -> Tensor | None:
+        """Compute a step's micro-batches: float32 `[S, vocab]` on the sampling rank, None on the others.
+
+        `on_layer(i)` is called once all of them have written the KV of this rank's layer i.
+        """
+        last = len(batches) - 1
+        outputs = [self._run(host, tokens, on_layer if i == last else None) for i, host in enumerate(batches)]
+        if not self._parallel.place.is_last_stage or not any(len(host.sampled) for host in batches):
+            return None
+        part = outputs[0] if last == 0 else torch.cat(outputs)
+        return self._parallel.gather_logits(part, self._model.spec.vocab_size)
+
+    def choose(self, logits: Tensor | None, params: StepParams, tokens: Tensor) -> Sampled:
+        """The sampling rank's choice, on every rank. `tokens` as for `sample`."""
+        if self.is_sampler:
+            assert logits is not None, "the sampling rank has the logits"
+            chosen = sample(logits, params, tokens)
+        else:
+            chosen = Sampled.blank(params, self._model.spec.vocab_size, tokens.device)
+        self._parallel.share_tokens(chosen.tensors())
+        return chosen
+
+    def flush(self) -> None:
+        """Wait until the next stage has what it was sent."""
+        self._parallel.flush()
+
+    def _run(self, host: HostBatch, tokens: Tensor, on_layer: Callable[[int], None] | None) -> Tensor:
+        """One micro-batch; what it gives is sent on where there is a next stage."""
+        model, parallel = self._model, self._parallel
+        batch = build_batch(host, tokens)
+        hidden = None
+        if not parallel.place.is_first_stage:
+            shape = (len(batch.positions), model.spec.hidden_size)
+            hidden = parallel.receive(shape, model.dtype, tokens.device)
+        output = model.forward(batch, self._attention.begin(batch), on_layer, hidden)
+        if not parallel.place.is_last_stage:
+            parallel.send(output)
+        return output
+
+
+def cut_plan(plan: BatchPlan, num_stages: int) -> tuple[BatchPlan, ...]:
+    """Cut a step into up to `num_stages` micro-batches of about as many tokens each, none below MIN_TOKENS.
+
+    A row may be cut as well, for its first tokens' KV is written before the rest is computed.
+    """
+    total = sum(row.num_tokens for row in plan.rows)
+    count = max(1, min(num_stages, total // MIN_TOKENS))
+    if count == 1:
+        return (plan,)
+    bounds = [total * i // count for i in range(1, count + 1)]
+    parts: list[list[Row]] = [[] for _ in bounds]
+    done, current = 0, 0
+    for row in plan.rows:
+        start = row.start
+        while start < row.end:
+            end = min(row.end, start + bounds[current] - done)
+            parts[current].append(Row(row.rid, row.row, start, end, row.sample and end == row.end))
+            done += end - start
+            start = end
+            if done == bounds[current]:
+                current += 1
+    return tuple(BatchPlan(plan.step, tuple(part)) for part in parts)
