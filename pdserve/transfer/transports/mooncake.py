@@ -28,7 +28,8 @@ from collections.abc import Sequence
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
-from pdserve.transfer.transports.mooncake_engine import Engine, Link
+from pdserve.transfer.transports.link import Link
+from pdserve.transfer.transports.mooncake_engine import Engine
 
 MAX_OUTSTANDING = 1024
 BATCH_ENTRIES = 512
@@ -87,7 +88,7 @@ def session_of(address: str) -> str:
 class Peer:
     """A connected peer, and its link, reopened after a failure. `lock` guards the two fields below it."""
 
-    def __init__(self, session: str, link: Link) -> None:
+    def __init__(self, session: str, link: Link[Engine]) -> None:
         self.session = session
         self.lock = threading.Lock()
         self.link = link
@@ -171,7 +172,7 @@ class MooncakeTransport:
             peer.link.doom()
         self._receiver.destroy()
 
-    def _open_link(self, session: str) -> Link:
+    def _open_link(self, session: str) -> Link[Engine]:
         """A link over a new engine (TCP) or the shared one (RDMA). Raises TransferError when nobody answers."""
         owned = self.facts.protocol == "tcp"
         engine = Engine(*self._start) if owned else self._receiver
@@ -181,7 +182,7 @@ class MooncakeTransport:
         engine.reach(session)
         return Link(engine, session, owned=owned, num_permits=MAX_OUTSTANDING)
 
-    def _usable_link(self, peer: Peer) -> Link:
+    def _usable_link(self, peer: Peer) -> Link[Engine]:
         with peer.lock:
             if peer.link.doomed:
                 now = time.monotonic()
@@ -191,7 +192,7 @@ class MooncakeTransport:
                 peer.link = self._open_link(peer.session)
             return peer.link
 
-    def _write_batch(self, link: Link, copies: Sequence[Copy]) -> None:
+    def _write_batch(self, link: Link[Engine], copies: Sequence[Copy]) -> None:
         num_bytes = sum(copy.num_bytes for copy in copies)
         timeout_s = self._timeout_s + num_bytes / SLOWEST_BYTES_PER_S
         with link.borrow() as engine, link.window.hold(len(copies)):
@@ -206,7 +207,7 @@ class MooncakeTransport:
             )
 
 
-def _run_batch(engine: Engine, link: Link, copies: Sequence[Copy], timeout_s: float) -> str | None:
+def _run_batch(engine: Engine, link: Link[Engine], copies: Sequence[Copy], timeout_s: float) -> str | None:
     """Write one batch and wait asleep for its end. None when all is there, else what went wrong."""
     if link.doomed:
         return "another write on the link failed"
@@ -224,7 +225,7 @@ def _run_batch(engine: Engine, link: Link, copies: Sequence[Copy], timeout_s: fl
     return failure
 
 
-def _await_one(engine: Engine, link: Link, submission: int, deadline: float) -> str | None:
+def _await_one(engine: Engine, link: Link[Engine], submission: int, deadline: float) -> str | None:
     while (status := engine.check(submission)) == 0:
         if link.doomed:
             return "another write on the link failed"

@@ -11,8 +11,8 @@ import pytest
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
+from pdserve.transfer.transports.link import Window
 from pdserve.transfer.transports.mooncake import TCP_TIMEOUTS, choose_protocol, session_of, set_environment
-from pdserve.transfer.transports.mooncake_engine import Window
 
 ENGINE_VARIABLES = (
     *TCP_TIMEOUTS,
