@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from pdserve.base.clock import ManualClock
+from pdserve.base.parallel import ParallelShape
 from pdserve.memory.allocator import PageAllocator
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.lease import Lease, LeasePool
@@ -15,7 +16,7 @@ from pdserve.transfer.aux import AuxRecord, MetadataBuffers
 from pdserve.transfer.events import Address, CopyDone, CopyJob, FrameArrived, PrefillFound
 from pdserve.transfer.manager import KVArgs, KVManager, KVReceiver, KVSender, TransferTimes
 from pdserve.transfer.sessions import SessionTimes
-from pdserve.transfer.wire import Body, Packet, TransferStats, Wire
+from pdserve.transfer.wire import Body, Packet, RankMemory, TransferStats, Wire
 
 ADDRESS: Address = ("prefill", 8998)
 TOKEN = "cluster"
@@ -64,7 +65,6 @@ class KitSocket:
 
     def __init__(self, net: Net, endpoint: str) -> None:
         self.endpoint = endpoint
-        self.cancelled: list[CopyJob] = []
         self.forgotten: list[str] = []
         self._net = net
 
@@ -126,17 +126,33 @@ class Side:
         dtype: str = "uint64",
         buffer: tuple[int, int] | None = None,
         transport_address: str | None = None,
+        num_heads: int = 1,
+        shape: ParallelShape = ParallelShape(),
+        others: Sequence[RankMemory] = (),
+        dp_size: int = 1,
+        decode_sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.net, self.instance = net, instance
         self.endpoint = endpoint or f"{instance}:1"
         self.pages, self.aux_slots = LeasePool(PageAllocator(16)), LeasePool(PageAllocator(4))
         self.socket, self.engine, self.directory = KitSocket(net, self.endpoint), KitEngine(), KitDirectory()
         self.engine.address = transport_address or instance
-        layout = KVLayout((dataclasses.replace(hash_layout(page_tokens, num_layers).groups[0], dtype=dtype),))
+        group = dataclasses.replace(
+            hash_layout(page_tokens, num_layers).groups[0],
+            dtype=dtype,
+            num_kv_heads=num_heads,
+            num_kv_heads_total=num_heads,
+        )
+        layout = KVLayout((group,))
+        own = group.of_rank(shape.place(0))
         args = KVArgs(
             instance=instance,
             layout=layout,
-            buffers=(buffer or (1 << 20, 16 * layout.groups[0].page_bytes),),
+            shape=shape,
+            dp_size=dp_size,
+            decode_sizes=decode_sizes or {},
+            buffers=(buffer or (1 << 20, 16 * own.page_bytes),),
+            others=others,
             aux=MetadataBuffers(4),
             facts=FACTS if facts is None else facts,
             token=token,

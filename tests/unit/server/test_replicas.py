@@ -1,0 +1,174 @@
+"""Several schedulers as one channel: who gets what, and one answer of many."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from pdserve.errors import EngineDeadError, ProtocolError
+from pdserve.protocol.messages import (
+    AbortRequest,
+    EngineReady,
+    EngineState,
+    FinishReason,
+    FlushCache,
+    FlushReply,
+    GenerateRequest,
+    OutputBatch,
+    RequestOutput,
+    RoomAddress,
+    Shutdown,
+    StateQuery,
+    StateReply,
+    ToApi,
+    ToScheduler,
+)
+from pdserve.protocol.replicas import ReplicatedChannel
+from pdserve.protocol.sampling import SamplingParams
+
+
+class Pipe:
+    """`ApiChannel` to a scheduler that the test plays."""
+
+    def __init__(self) -> None:
+        self.sent: list[ToScheduler] = []
+        self.up: asyncio.Queue[ToApi | Exception] = asyncio.Queue()
+        self.closed = False
+
+    async def send(self, message: ToScheduler) -> None:
+        self.sent.append(message)
+
+    async def recv(self) -> ToApi:
+        message = await self.up.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def request(rid: str, room: int | None = None) -> GenerateRequest:
+    where = None if room is None else RoomAddress(host="h", port=1, room=room)
+    return GenerateRequest(rid=rid, input_ids=[1], sampling=SamplingParams(), room=where)
+
+
+def state(num_running: int, **counters: float) -> EngineState:
+    return EngineState(
+        queues={"num_running_reqs": num_running},
+        memory={"pages_total": 10},
+        counters=counters,
+        facts={"dtype": "float32"},
+        num_running_reqs=num_running,
+        num_queue_reqs=1,
+        num_used_tokens=2,
+        max_total_tokens=160,
+        audit=["a page is lost"] if num_running == 5 else [],
+    )
+
+
+def ready(context_length: int) -> EngineReady:
+    return EngineReady(
+        model_type="llama",
+        architectures=["L"],
+        vocab_size=8,
+        context_length=context_length,
+        max_total_tokens=160,
+        eos_token_ids=[2],
+        facts={},
+    )
+
+
+def play(story: Callable[[ReplicatedChannel, list[Pipe]], Awaitable[None]], count: int = 3) -> list[Pipe]:
+    async def run() -> list[Pipe]:
+        pipes = [Pipe() for _ in range(count)]
+        channel = ReplicatedChannel(pipes)
+        await asyncio.wait_for(story(channel, pipes), 10)
+        channel.close()
+        return pipes
+
+    return asyncio.run(run())
+
+
+def test_a_room_names_its_replica_and_what_has_none_goes_where_least_is() -> None:
+    async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
+        for rid, room in (("a", 4), ("b", 6), ("c", None), ("d", None)):
+            await channel.send(request(rid, room))
+        done = RequestOutput(rid="a", token_ids=[3], finish=FinishReason(type="length", length=1))
+        pipes[1].up.put_nowait(OutputBatch(outputs=[done]))
+        assert isinstance(await channel.recv(), OutputBatch)
+        await channel.send(request("e"))
+        await channel.send(AbortRequest(rid="d"))
+        await channel.send(AbortRequest(rid="a"))
+
+    pipes = play(story)
+    asked = [[m.rid for m in pipe.sent if isinstance(m, GenerateRequest)] for pipe in pipes]
+    assert asked == [["b"], ["a", "e"], ["c", "d"]] or asked == [["b", "d"], ["a", "e"], ["c"]], asked
+    aborts = [[m.rid for m in pipe.sent if isinstance(m, AbortRequest)] for pipe in pipes]
+    assert sum(aborts, []) == ["d"] and "d" in asked[aborts.index(["d"])], "to its own replica; a has ended"
+
+
+def test_what_concerns_all_goes_to_all() -> None:
+    async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
+        for message in (AbortRequest(rid=None), StateQuery(query_id="q"), FlushCache(query_id="f"), Shutdown()):
+            await channel.send(message)
+
+    pipes = play(story)
+    assert all(len(pipe.sent) == 4 for pipe in pipes) and all(pipe.closed for pipe in pipes)
+
+
+def test_one_answer_of_many() -> None:
+    async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
+        pipes[2].up.put_nowait(StateReply(query_id="q", state=state(5, steps=1.0)))
+        pipes[0].up.put_nowait(StateReply(query_id="q", state=state(1, steps=2.0, aborts=1.0)))
+        pipes[1].up.put_nowait(StateReply(query_id="q", state=state(2)))
+        reply = await channel.recv()
+        assert isinstance(reply, StateReply) and reply.query_id == "q"
+        merged = reply.state
+        assert (merged.num_running_reqs, merged.num_queue_reqs, merged.max_total_tokens) == (8, 3, 480)
+        assert merged.memory == {"pages_total": 30} and merged.counters == {"steps": 3.0, "aborts": 1.0}
+        assert [one.num_running_reqs for one in merged.replicas] == [1, 2, 5]
+        assert merged.audit == ["replica 2: a page is lost"]
+        for pipe, ok in zip(pipes, (True, False, True), strict=True):
+            pipe.up.put_nowait(FlushReply(query_id="f", ok=ok, message="m"))
+        flushed = await channel.recv()
+        assert isinstance(flushed, FlushReply) and not flushed.ok and "replica 1: m" in flushed.message
+
+    play(story)
+
+
+def test_it_is_ready_when_all_are_and_what_they_all_can_counts() -> None:
+    async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
+        for pipe, length in zip(pipes, (64, 32), strict=True):
+            pipe.up.put_nowait(ready(length))
+        message = await channel.recv()
+        assert isinstance(message, EngineReady) and message.context_length == 32
+
+    play(story, count=2)
+
+
+def test_errors_of_any_replica_come_through() -> None:
+    async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
+        for error in (ProtocolError("junk"), EngineDeadError("gone")):
+            pipes[1].up.put_nowait(error)
+            try:
+                await channel.recv()
+            except type(error) as caught:
+                assert caught is error
+            else:
+                raise AssertionError("it must raise")
+
+    play(story)
+
+
+def test_questions_that_are_never_answered_are_forgotten() -> None:
+    async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
+        for number in range(200):
+            pipes[0].up.put_nowait(StateReply(query_id=str(number), state=state(1)))
+        for pipe in pipes:
+            pipe.up.put_nowait(StateReply(query_id="last", state=state(1)))
+        reply = await channel.recv()
+        assert isinstance(reply, StateReply) and reply.query_id == "last"
+        assert len(channel._answers) <= 64
+
+    play(story)

@@ -1,0 +1,231 @@
+"""Both managers with replicas of many ranks: every rank's pool gets its bytes, and one rank's failure is everybody's."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.base.parallel import ParallelShape
+from pdserve.memory.layout import KVGroup
+from pdserve.protocol.failure import Failure
+from pdserve.transfer.aux import AuxRecord
+from pdserve.transfer.events import CopyDone, CopyJob, LayerGate, PeerGone, PrefillFound
+from pdserve.transfer.state import KVPoll
+from pdserve.transfer.transport import Copy, MemoryRegion
+from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
+from pdserve.transfer.wire import RankMemory, Region, TransferStats
+from tests.unit.transfer.kit import ADDRESS, ALL_FREE, FACTS, Net, Side, found
+
+NUM_HEADS, NUM_LAYERS, PAGE_TOKENS, NUM_PAGES = 4, 5, 2, 16
+Bytes = npt.NDArray[np.uint8]
+SHAPES = st.builds(ParallelShape, tp_size=st.sampled_from((1, 2, 4, 8)), pp_size=st.integers(1, 3))
+
+
+class Replica:
+    """A server of many ranks in one process: a pool and a transport each, one manager."""
+
+    def __init__(self, net: Net, hub: MemoryHub, name: str, shape: ParallelShape, whole: Bytes) -> None:
+        """`whole`: the KV of the whole model `[page, layer, plane, head, byte]`, of which each rank has its share."""
+        self.shape = shape
+        self.pools: list[Bytes] = []
+        self.transports = [MemoryTransport(hub) for _ in range(shape.num_ranks)]
+        group = model_group()
+        for rank in range(shape.num_ranks):
+            place = shape.place(rank)
+            layers, heads = group.layers_of(place), group.heads_of(place)
+            share = whole[:, layers.start : layers.stop, :, heads.start : heads.stop]
+            self.pools.append(np.ascontiguousarray(share).reshape(-1))
+        regions = [(pool.ctypes.data, pool.nbytes) for pool in self.pools]
+        self.side = Side(
+            net,
+            name,
+            page_tokens=PAGE_TOKENS,
+            num_layers=NUM_LAYERS,
+            num_heads=NUM_HEADS,
+            shape=shape,
+            buffer=regions[0],
+            transport_address=self.transports[0].address(),
+            others=[
+                RankMemory(transport.address(), (Region(*region),))
+                for transport, region in zip(self.transports[1:], regions[1:], strict=True)
+            ],
+        )
+        for rank, transport in enumerate(self.transports):
+            aux = [self.side.kv.args.aux.buffer] if rank == 0 else []
+            transport.register([MemoryRegion(*region) for region in (regions[rank], *aux)])
+
+    def run(self, job: CopyJob) -> None:
+        """What the copy worker of the job's rank does."""
+        copies = [
+            Copy(source + copy.source, target + copy.destination, copy.num_bytes)
+            for source, target, pieces in job.pieces
+            for copy in pieces
+        ]
+        self.transports[job.rank].write(job.transport_address, copies)
+        self.side.kv.handle(CopyDone(job, None, settled=True, write_s=0.0))
+
+    def run_all(self, rng: random.Random) -> None:
+        """All jobs, in any order."""
+        jobs, self.side.engine.jobs = self.side.engine.jobs, []
+        for job in rng.sample(jobs, len(jobs)):
+            self.run(job)
+
+
+def model_group() -> KVGroup:
+    """The whole model's geometry, as `Side` makes it."""
+    side = Side(Net(), "x", page_tokens=PAGE_TOKENS, num_layers=NUM_LAYERS, num_heads=NUM_HEADS)
+    return side.kv.args.layout.groups[0]
+
+
+def random_model(seed: int) -> Bytes:
+    group = model_group()
+    shape = (NUM_PAGES, NUM_LAYERS, group.num_planes, NUM_HEADS, group.head_bytes)
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def meet(net: Net, prefill: Side, decode: Side) -> None:
+    decode.kv.sessions.dial(ADDRESS)
+    found(decode, prefill)
+    net.pump()
+
+
+@given(prefill_shape=SHAPES, decode_tp=st.sampled_from((1, 2, 4, 8)), one=st.booleans(), seed=st.integers(0, 1 << 16))
+@settings(max_examples=60, deadline=None)
+def test_every_rank_of_decode_gets_its_bytes(
+    prefill_shape: ParallelShape, decode_tp: int, one: bool, seed: int
+) -> None:
+    rng, net, hub = random.Random(seed), Net(), MemoryHub()
+    before = random_model(seed + 1)
+    decode_shape = ParallelShape(tp_size=decode_tp, pp_size=1 if one else prefill_shape.pp_size)
+    prefill = Replica(net, hub, "prefill-1", prefill_shape, random_model(seed))
+    decode = Replica(net, hub, "decode-1", decode_shape, before)
+    for side in (prefill.side, decode.side):
+        order = rng.sample(range(NUM_PAGES), NUM_PAGES)
+        assert side.pages.allocator.take(NUM_PAGES) is not None
+        side.pages.allocator.give_back(order)
+    meet(net, prefill.side, decode.side)
+    num_pages = rng.randint(2, 5)
+    receiver = decode.side.kv.open_receiver(7, ADDRESS, "d")
+    sender = prefill.side.kv.open_sender(7, ADDRESS[0], "d", num_tokens=num_pages * PAGE_TOKENS)
+    theirs, mine = decode.side.leases(num_pages), prefill.side.leases(num_pages)
+    cached = rng.randint(0, 1)
+    receiver.publish(*theirs, cached * PAGE_TOKENS)
+    net.pump()
+    cut, chunk = rng.randint(1, NUM_LAYERS - 1), rng.randint(1, num_pages)
+    opened = LayerGate(1, cut, lambda num_layers, timeout_s: True)
+    gates = [(range(cut), opened), (range(cut, NUM_LAYERS), opened)]
+    sender.send(mine[0], chunk, gates if rng.random() < 0.5 else ())
+    sender.send(mine[0], num_pages)
+    sender.finish(mine[1], AuxRecord(7, 0, 42), TransferStats())
+    prefill.run_all(rng)
+    net.pump()
+    assert sender.poll() is receiver.poll() is KVPoll.SUCCESS
+    source, expected = random_model(seed), before.copy()
+    expected[theirs[0].pages[cached:num_pages]] = source[mine[0].pages[cached:num_pages]]
+    group = model_group()
+    for rank, pool in enumerate(decode.pools):
+        place = decode_shape.place(rank)
+        layers, heads = group.layers_of(place), group.heads_of(place)
+        share = expected[:, layers.start : layers.stop, :, heads.start : heads.stop]
+        assert (pool == share.reshape(-1)).all(), f"rank {rank} of {decode_shape} fed by {prefill_shape}"
+
+
+def test_one_rank_that_fails_fails_all_and_the_slowest_decides_when_it_is_over() -> None:
+    net, hub = Net(), MemoryHub()
+    prefill = Replica(net, hub, "prefill-1", ParallelShape(tp_size=4), random_model(1))
+    decode = Replica(net, hub, "decode-1", ParallelShape(tp_size=2), random_model(2))
+    meet(net, prefill.side, decode.side)
+    receiver = decode.side.kv.open_receiver(7, ADDRESS, "d")
+    sender = prefill.side.kv.open_sender(7, ADDRESS[0], "d", num_tokens=3 * PAGE_TOKENS)
+    theirs, mine = decode.side.leases(), prefill.side.leases()
+    receiver.publish(*theirs)
+    net.pump()
+    sender.send(mine[0], 3)
+    jobs, prefill.side.engine.jobs = prefill.side.engine.jobs, []
+    assert sorted(job.rank for job in jobs) == [0, 1, 2, 3]
+    assert {job.transport_address for job in jobs} == {transport.address() for transport in decode.transports}
+    prefill.run(jobs[0])
+    failure = Failure(code="transfer_failed", message="rank 2 cannot")
+    prefill.side.kv.handle(CopyDone(jobs[2], failure, settled=True, write_s=0.0))
+    net.pump()
+    assert sender.poll() is receiver.poll() is KVPoll.FAILED
+    assert prefill.side.engine.cancelled == [jobs[1], jobs[3]]
+    for lease in (*mine, *theirs):
+        lease.drop("request")
+    assert decode.side.free != ALL_FREE, "two ranks may still write"
+    for job in (jobs[1], jobs[3]):
+        prefill.side.kv.handle(CopyDone(job, failure, settled=True, write_s=0.0))
+    net.pump()
+    assert decode.side.free == prefill.side.free == ALL_FREE
+
+
+def test_all_ranks_of_a_dead_peer_are_forgotten() -> None:
+    net, hub = Net(), MemoryHub()
+    prefill = Replica(net, hub, "prefill-1", ParallelShape(), random_model(1))
+    decode = Replica(net, hub, "decode-1", ParallelShape(tp_size=4), random_model(2))
+    meet(net, prefill.side, decode.side)
+    prefill.side.kv.handle(PeerGone("decode-1"))
+    assert prefill.side.engine.forgotten == [transport.address() for transport in decode.transports]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "field"),
+    [
+        ({}, {"shape": ParallelShape(pp_size=2), "others": [RankMemory("r", (Region(1, 1),))]}, "pp_size"),
+        ({"decode_sizes": {"disaggregation_decode_tp": 2}}, {}, "disaggregation_decode_tp"),
+        ({"decode_sizes": {"disaggregation_decode_dp": 1}}, {"dp_size": 2}, "disaggregation_decode_dp"),
+        ({}, {"num_heads": 2}, "num_kv_heads"),
+        ({}, {"facts": FACTS | {"model": "other"}}, "model"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_field_and_the_request_hears_it(
+    prefill: dict[str, object], decode: dict[str, object], field: str
+) -> None:
+    net = Net()
+    sides = Side(net, "prefill-1", **prefill), Side(net, "decode-1", **decode)  # type: ignore[arg-type]
+    receiver = sides[1].kv.open_receiver(7, ADDRESS, "d")
+    found(sides[1], sides[0])
+    net.pump()
+    assert receiver.poll() is KVPoll.FAILED and receiver.failure is not None
+    assert field in receiver.failure.message and receiver.failure.code == "handshake_refused"
+    assert [side.kv.counters["handshakes_refused"] for side in sides] == [1, 1], "on both sides"
+
+
+def test_a_hello_with_more_or_fewer_ranks_than_it_says_is_refused() -> None:
+    net = Net()
+    prefill, decode = Side(net, "prefill-1"), Side(net, "decode-1")
+    hello = decode.kv.sessions._me
+    decode.kv.sessions._me = type(hello)(
+        **{field: getattr(hello, field) for field in hello.__struct_fields__} | {"tp_size": 2}
+    )
+    meet(net, prefill, decode)
+    assert prefill.kv.counters["handshakes_refused"] == 1
+
+
+def test_a_room_goes_to_the_replica_that_its_number_names() -> None:
+    net = Net()
+    replicas = [Side(net, f"prefill-{index}", dp_size=3) for index in range(3)]
+    decode = Side(net, "decode-1")
+    receivers = {room: decode.kv.open_receiver(room, ADDRESS, "d") for room in (3, 4, 5, 7)}
+    named = tuple((side.instance, side.endpoint) for side in replicas)
+    decode.kv.handle(PrefillFound(ADDRESS, named))
+    net.drop = lambda packet: packet.sender == "prefill-1"
+    net.pump()
+    states = {room: receiver.poll() for room, receiver in receivers.items()}
+    waiting = [room for room, state in states.items() if state is KVPoll.WAITING_FOR_INPUT]
+    assert waiting == [3, 5], "those of replicas 0 and 2; 4 and 7 are replica 1's, which has not answered"
+    net.drop = lambda packet: False
+    net.pass_time(3.0)
+    for room, receiver in receivers.items():
+        assert receiver.poll() is KVPoll.WAITING_FOR_INPUT
+        receiver.publish(*decode.leases(1))
+        net.pump()
+        holders = [
+            side.instance for side in replicas if side.kv.send_side.num_early and room % 3 == replicas.index(side)
+        ]
+        assert holders, room
