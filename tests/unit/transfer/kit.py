@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from pdserve.base.clock import ManualClock
-from pdserve.base.parallel import ParallelShape
+from pdserve.base.parallel import SINGLE, ParallelShape
 from pdserve.memory.allocator import PageAllocator
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.lease import Lease, LeasePool
@@ -127,7 +127,7 @@ class Side:
         buffer: tuple[int, int] | None = None,
         transport_address: str | None = None,
         num_heads: int = 1,
-        shape: ParallelShape = ParallelShape(),
+        shape: ParallelShape = SINGLE.shape,
         others: Sequence[RankMemory] = (),
         dp_size: int = 1,
         decode_sizes: Mapping[str, int] | None = None,

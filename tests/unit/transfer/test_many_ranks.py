@@ -1,9 +1,10 @@
-"""Both managers with replicas of many ranks: every rank's pool gets its bytes, and one rank's failure is everybody's."""
+"""Both managers with replicas of many ranks: each rank's pool gets its bytes, and one rank's failure is all ranks'."""
 
 from __future__ import annotations
 
 import random
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -200,9 +201,7 @@ def test_a_hello_with_more_or_fewer_ranks_than_it_says_is_refused() -> None:
     net = Net()
     prefill, decode = Side(net, "prefill-1"), Side(net, "decode-1")
     hello = decode.kv.sessions._me
-    decode.kv.sessions._me = type(hello)(
-        **{field: getattr(hello, field) for field in hello.__struct_fields__} | {"tp_size": 2}
-    )
+    decode.kv.sessions._me = msgspec.structs.replace(hello, tp_size=2)
     meet(net, prefill, decode)
     assert prefill.kv.counters["handshakes_refused"] == 1
 
@@ -225,7 +224,4 @@ def test_a_room_goes_to_the_replica_that_its_number_names() -> None:
         assert receiver.poll() is KVPoll.WAITING_FOR_INPUT
         receiver.publish(*decode.leases(1))
         net.pump()
-        holders = [
-            side.instance for side in replicas if side.kv.send_side.num_early and room % 3 == replicas.index(side)
-        ]
-        assert holders, room
+    assert [side.kv.send_side.num_early for side in replicas] == [1, 2, 1]
