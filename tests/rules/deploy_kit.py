@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 import yaml
+from fastapi.routing import APIRoute
 
+from pdserve import launch_engine
 from pdserve.config.cli import parse_server_args
 from pdserve.config.groups import ServerConfig
 from pdserve.config.resolve import Machine, fill_in
@@ -26,7 +28,12 @@ from pdserve.launch_local import LocalConfig
 from pdserve.launch_local import config_from as local_config_from
 from pdserve.launch_router import config_from as router_config_from
 from pdserve.launch_router import make_parser as make_router_parser
+from pdserve.protocol.channel import memory_channel_pair
+from pdserve.router.app import make_app
 from pdserve.router.config import RouterConfig
+from pdserve.server import run
+from pdserve.server.app import create_app, make_metrics
+from pdserve.server.engine_client import EngineClient
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -162,10 +169,35 @@ def pod_command(pod: Pod, documents: Sequence[Document]) -> list[str]:
 
 
 def documented_commands(text: str) -> Iterator[list[str]]:
-    """Command lines in a document's code blocks, or in a script's comments; variables get a value that fits."""
+    """Command lines in a page's code blocks, or in a file's comments; `$PREFILL_HOST` reads as prefill-host."""
     plain = re.sub(r"^#+ ?", "", text, flags=re.MULTILINE).replace("\\\n", " ")
     for line in plain.splitlines():
-        found = re.match(r"\s*(?:exec )?(?:python|\S*/python|\"\$PYTHON\") (-m pdserve\.launch_\S+ .*)", line)
+        found = re.match(r"\s*\S*python (-m pdserve\.launch_\w+ .*)", line)
         if found:
-            words = os.path.expandvars(found[1]).replace('"', "").split("#")[0].split()
-            yield [re.sub(r"\$\w*HOST|ADDRESS|\$\w+", "10.0.0.1", word) for word in words if word not in ("&", "...")]
+            words = shlex.split(found[1], comments=True)
+            yield [re.sub(r"\$(\w+)", _spoken, word) for word in words if word != "&"]
+
+
+def _spoken(variable: re.Match[str]) -> str:
+    return variable[1].lower().replace("_", "-")
+
+
+def server_paths(config: ServerConfig) -> set[str]:
+    """The paths that a server answers."""
+    api, _ = memory_channel_pair()
+    metrics = make_metrics(config)
+    app = create_app(config, EngineClient(api, None, metrics), None, metrics)
+    return {route.path for route in app.routes if isinstance(route, APIRoute)}
+
+
+async def router_paths(config: RouterConfig) -> set[str]:
+    """The paths that a router answers."""
+    app = make_app(config)
+    paths = {resource.canonical for resource in app.router.resources()}
+    await app.cleanup()
+    return paths
+
+
+def drain_s() -> float:
+    """How long a server may take to end: requests in flight, then its engine, told, asked and killed."""
+    return run.GRACE_S + 3 * launch_engine.STOP_S

@@ -7,19 +7,26 @@ from typing import Any
 
 import pytest
 import yaml
-from fastapi.routing import APIRoute
 
-from pdserve import launch_engine
 from pdserve.base.env import CONTROL_TOKEN
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
-from pdserve.protocol.channel import memory_channel_pair
-from pdserve.router.app import make_app
 from pdserve.router.config import Role, RouterConfig
-from pdserve.server import admin, run
-from pdserve.server.app import create_app, make_metrics
-from pdserve.server.engine_client import EngineClient
-from tests.rules.deploy_kit import K8S, OVERLAYS, Pod, environment, of_kind, parse_command, pod_command, pods, rendered
+from pdserve.server import admin
+from tests.rules.deploy_kit import (
+    K8S,
+    OVERLAYS,
+    Pod,
+    drain_s,
+    environment,
+    of_kind,
+    parse_command,
+    pod_command,
+    pods,
+    rendered,
+    router_paths,
+    server_paths,
+)
 from tests.rules.deploy_schemas import CUSTOM
 
 OLDEST_KUBERNETES = "1.30"
@@ -151,22 +158,12 @@ async def test_probes_ask_paths_that_exist_at_ports_that_are_open(overlay: str) 
             port, paths = server.serving.port, server_paths(server)
         else:
             router = router_of(overlay)
-            app = make_app(router)
-            port, paths = router.port, {resource.canonical for resource in app.router.resources()}
-            await app.cleanup()
+            port, paths = router.port, await router_paths(router)
         assert {"name": "http", "containerPort": port} in pod.container["ports"]
         for name in PROBES:
             probe = pod.container[name]
             assert probe["httpGet"]["port"] == "http"
             assert probe["httpGet"]["path"] in paths, f"{pod.name}: {name}"
-
-
-def server_paths(config: ServerConfig) -> set[str]:
-    """The paths that a server answers."""
-    api, _ = memory_channel_pair()
-    metrics = make_metrics(config)
-    app = create_app(config, EngineClient(api, None, metrics), None, metrics)
-    return {route.path for route in app.routes if isinstance(route, APIRoute)}
 
 
 @pytest.mark.parametrize("overlay", ALL)
@@ -183,11 +180,11 @@ def test_nothing_is_killed_for_being_busy_or_alone(overlay: str) -> None:
 def test_the_grace_period_is_longer_than_a_drain(overlay: str) -> None:
     for pod in pods(rendered(overlay)):
         if pod.is_server:
-            drain_s = run.GRACE_S + 3 * launch_engine.STOP_S
+            most_s = drain_s()
         else:
             before = pod.container["lifecycle"]["preStop"]["exec"]["command"]
-            drain_s = float(before[1]) + router_of(overlay).shutdown_timeout_s
-        assert pod.spec["terminationGracePeriodSeconds"] > drain_s + 10, pod.name
+            most_s = float(before[1]) + router_of(overlay).shutdown_timeout_s
+        assert pod.spec["terminationGracePeriodSeconds"] > most_s + 10, pod.name
 
 
 @pytest.mark.parametrize("overlay", ALL)
