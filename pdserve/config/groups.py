@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, Literal
 
 DisaggMode = Literal["null", "prefill", "decode"]
-TransferBackend = Literal["mooncake", "fake"]
+TransferBackend = Literal["mooncake", "shm", "auto", "fake"]
 EvictionPolicy = Literal["lru", "lfu", "priority"]
 SchedulePolicy = Literal["fcfs", "lpm", "priority"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -89,7 +89,11 @@ class DisaggConfig:
     """How prefill and decode find and reach each other."""
 
     disaggregation_mode: DisaggMode = flag("null", help="null: one server does both")
-    disaggregation_transfer_backend: TransferBackend = flag("mooncake", help="engine that moves KV pages")
+    disaggregation_transfer_backend: TransferBackend = flag(
+        "mooncake",
+        help="engine that moves KV pages; shm: within one host, CPU only; auto: shm to peers where it works, "
+        "else mooncake",
+    )
     disaggregation_bootstrap_port: int = flag(8998, help="port of the prefill server's bootstrap server; 0 picks one")
     disaggregation_ib_device: str | None = flag(None, help="RDMA NIC names, comma-separated; all when absent")
     disaggregation_host: str | None = flag(

@@ -1,8 +1,11 @@
-"""What every transport must do, whatever moves its bytes. Mooncake runs for real, to real child processes."""
+"""What every transport must do, whatever moves its bytes. All but `memory` run for real, to real child processes.
+
+A new transport joins by its name in `ENGINES`.
+"""
 
 from __future__ import annotations
 
-import pathlib
+import functools
 import random
 import signal
 import threading
@@ -15,12 +18,17 @@ import pytest
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transport import Copy, MemoryRegion, Transport
+from pdserve.transfer.transports import mooncake_engine, shm_share
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
-from tests.conformance.transport_kit import LocalPeer, Memory, PeerUnderTest, ProcessPeer
+from tests.conformance.transport_kit import LocalPeer, Memory, PeerFactory, PeerUnderTest, ProcessPeer
 
 REGION_BYTES = 32 << 20
 FAILURE_BOUND_S = 20.0
 LATE = 255
+ENGINES = ("mooncake", "shm")
+"""Transports by the names that `open_transport` knows; each is tested to peers in processes of their own."""
+COMPOSED = ("auto",)
+"""Made of those: tested where processes stop and die."""
 
 
 class Rig:
@@ -58,45 +66,60 @@ class Rig:
         return result
 
 
+Open = Callable[[str], tuple[Transport, Memory, PeerFactory]]
+
+
 @pytest.fixture(scope="module")
-def mooncake() -> Iterator[tuple[Transport, Memory]]:
-    """One engine for all tests here, as in a server; it reads its environment whenever it sets a timer."""
+def opened() -> Iterator[Open]:
+    """Opens a transport by name, once for all tests here, as in a server; mooncake reads its timeouts all the time."""
+    kept: dict[str, tuple[Transport, Memory, PeerFactory]] = {}
+
+    def open_once(name: str) -> tuple[Transport, Memory, PeerFactory]:
+        if name not in kept:
+            transport, memory = open_transport(name, "127.0.0.1", None), Memory(REGION_BYTES)
+            transport.register([memory.region])
+            kept[name] = transport, memory, PeerFactory(name)
+        return kept[name]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
         patch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "1")
-        transport = open_transport("mooncake", "127.0.0.1", None)
-        memory = Memory(REGION_BYTES)
-        transport.register([memory.region])
-        yield transport, memory
-        transport.close()
+        patch.setattr(shm_share, "CONNECT_TIMEOUT_S", 0.5)
+        patch.setattr(mooncake_engine, "PROBE_TIMEOUT_S", 1.0)
+        yield open_once
+        for transport, _, factory in kept.values():
+            transport.close()
+            factory.close()
 
 
-@pytest.fixture
-def mooncake_rig(mooncake: tuple[Transport, Memory], tmp_path: pathlib.Path) -> Iterator[Rig]:
-    count = iter(range(1000))
-    transport, memory = mooncake
+@pytest.fixture(params=[*ENGINES, *COMPOSED])
+def process_rig(request: pytest.FixtureRequest, opened: Open) -> Iterator[Rig]:
+    """Peers in processes of their own, which can be stopped and killed."""
+    yield from _process_rig(request.param, opened)
+
+
+@pytest.fixture(params=["memory", *ENGINES])
+def rig(request: pytest.FixtureRequest, opened: Open) -> Iterator[Rig]:
+    """Any transport, any peers."""
+    yield from _memory_rig() if request.param == "memory" else _process_rig(request.param, opened)
+
+
+def _process_rig(name: str, opened: Open) -> Iterator[Rig]:
+    transport, memory, factory = opened(name)
     memory.fill()
-    rig = Rig(transport, memory, lambda: ProcessPeer(tmp_path / f"peer{next(count)}", REGION_BYTES))
+    rig = Rig(transport, memory, lambda: factory.make(REGION_BYTES))
     yield rig
     for peer in rig.peers:
+        transport.disconnect(peer.address)
         peer.stop()
 
 
-@pytest.fixture
-def memory_rig() -> Iterator[Rig]:
+def _memory_rig() -> Iterator[Rig]:
     hub = MemoryHub()
     transport, memory = MemoryTransport(hub), Memory(REGION_BYTES)
     transport.register([memory.region])
-    rig = Rig(transport, memory, lambda: LocalPeer(hub, REGION_BYTES))
-    yield rig
-    rig.transport.close()
-
-
-@pytest.fixture(params=["memory", "mooncake"])
-def rig(request: pytest.FixtureRequest) -> Rig:
-    found = request.getfixturevalue(f"{request.param}_rig")
-    assert isinstance(found, Rig)
-    return found
+    yield Rig(transport, memory, lambda: LocalPeer(hub, REGION_BYTES))
+    transport.close()
 
 
 def run_threads(jobs: list[Callable[[], None]]) -> list[TransferError]:
@@ -230,19 +253,18 @@ def test_a_reborn_peer_is_reached_at_its_new_address(rig: Rig) -> None:
     assert np.array_equal(second.read(), rig.expected(second, copies))
 
 
-def test_mooncake_killed_in_the_middle_raises(mooncake_rig: Rig) -> None:
-    peer = mooncake_rig.peer()
-    assert isinstance(peer, ProcessPeer)
-    copies = mooncake_rig.pages(peer, 30, 1 << 20)
+def test_a_peer_killed_in_the_middle_of_writes_is_seen(process_rig: Rig) -> None:
+    peer, other = process_rig.peer(), process_rig.peer()
+    copies = process_rig.pages(peer, 30, 1 << 20)
     errors: list[TransferError] = []
 
     def write_until_it_fails() -> None:
-        for _ in range(10_000):
+        deadline = time.monotonic() + 30
+        while not errors and time.monotonic() < deadline:
             try:
-                mooncake_rig.transport.write(peer.address, copies)
+                process_rig.transport.write(peer.address, copies)
             except TransferError as error:
                 errors.append(error)
-                return
 
     writer = threading.Thread(target=write_until_it_fails)
     writer.start()
@@ -252,24 +274,102 @@ def test_mooncake_killed_in_the_middle_raises(mooncake_rig: Rig) -> None:
     peer.stop()
     writer.join(timeout=FAILURE_BOUND_S)
     assert not writer.is_alive()
-    assert [error.code for error in errors] == ["engine_failed"]
+    assert len(errors) == 1 and errors[0].settled
+    copies = process_rig.pages(other, 30, 1 << 16)
+    process_rig.transport.write(other.address, copies)
+    assert np.array_equal(other.read(), process_rig.expected(other, copies))
 
 
-def test_mooncake_reads_no_source_byte_after_a_stalled_write_failed(mooncake_rig: Rig) -> None:
-    """A stopped peer: the write fails, and once it says that it is settled the source may be overwritten."""
-    peer = mooncake_rig.peer()
+def test_no_source_byte_is_read_once_a_write_to_a_stopped_peer_has_ended(process_rig: Rig) -> None:
+    """The write fails, or succeeds where nobody's help is needed; once settled the source may be overwritten."""
+    peer = process_rig.peer()
     assert isinstance(peer, ProcessPeer)
-    copies = mooncake_rig.pages(peer, 31, 1 << 20)
+    copies = process_rig.pages(peer, 31, 1 << 20)
     peer.signal(signal.SIGSTOP)
     started = time.monotonic()
-    with pytest.raises(TransferError) as caught:
-        mooncake_rig.transport.write(peer.address, copies)
-    assert caught.value.settled
+    failed = run_threads([lambda: process_rig.transport.write(peer.address, copies)])
+    assert all(error.settled for error in failed)
     assert time.monotonic() - started < FAILURE_BOUND_S
-    mooncake_rig.memory.bytes[:] = LATE
+    expected = process_rig.expected(peer, copies)
+    process_rig.memory.bytes[:] = LATE
     peer.signal(signal.SIGCONT)
     await_steady(peer)
     assert not (peer.read() == LATE).any()
+    assert failed or np.array_equal(peer.read(), expected)
+
+
+def test_a_stopped_peer_that_goes_on_is_written_to_again(process_rig: Rig) -> None:
+    peer = process_rig.peer()
+    assert isinstance(peer, ProcessPeer)
+    peer.signal(signal.SIGSTOP)
+    run_threads([lambda: process_rig.transport.write(peer.address, process_rig.pages(peer, 4, 4096))])
+    peer.signal(signal.SIGCONT)
+    copies = process_rig.pages(peer, 100, 4096, seed=2)
+    deadline = time.monotonic() + FAILURE_BOUND_S
+    while run_threads([lambda: process_rig.transport.write(peer.address, copies)]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    for copy in copies:
+        first, last = copy.destination - peer.start, copy.destination - peer.start + copy.num_bytes
+        assert np.array_equal(peer.read()[first:last], process_rig.expected(peer, copies)[first:last])
+
+
+def test_connecting_to_a_stopped_peer_ends_within_bounds(process_rig: Rig) -> None:
+    peer = process_rig.peer()
+    assert isinstance(peer, ProcessPeer)
+    process_rig.transport.disconnect(peer.address)
+    peer.signal(signal.SIGSTOP)
+    started = time.monotonic()
+    errors = run_threads([lambda: process_rig.transport.connect(peer.address)])
+    assert all(error.settled for error in errors)
+    assert time.monotonic() - started < FAILURE_BOUND_S
+    peer.signal(signal.SIGCONT)
+
+
+def test_bytes_are_there_when_write_returns_in_the_order_of_writes(rig: Rig) -> None:
+    """The second of two writes to the same place wins, each time."""
+    peer, base = rig.peer(), rig.memory.region.address
+    for number in range(50):
+        rig.transport.write(peer.address, [Copy(base + number * 64, peer.start, 64)])
+        rig.transport.write(peer.address, [Copy(base + 4096 + number * 64, peer.start, 64)])
+        assert np.array_equal(peer.read()[:64], rig.memory.bytes[4096 + number * 64 :][:64])
+
+
+def test_many_threads_write_thousands_of_small_pages_to_two_peers(rig: Rig) -> None:
+    peers = [rig.peer(), rig.peer()]
+    copies = [rig.pages(peer, 4000, 1024, seed) for seed, peer in enumerate(peers)]
+
+    def job(which: int, share: int) -> None:
+        for first in range(share * 500, share * 500 + 500, 100):
+            rig.transport.write(peers[which].address, copies[which][first : first + 100])
+
+    jobs = [functools.partial(job, which, share) for which in range(2) for share in range(8)]
+    assert run_threads(jobs) == []
+    for peer, sent in zip(peers, copies, strict=True):
+        assert np.array_equal(peer.read(), rig.expected(peer, sent))
+
+
+def test_writing_after_disconnecting_is_refused_until_connected_again(rig: Rig) -> None:
+    peer = rig.peer()
+    if rig.transport.name == "memory":
+        pytest.skip("it keeps no connections")
+    rig.transport.disconnect(peer.address)
+    rig.transport.disconnect("nobody")
+    with pytest.raises(TransferError, match="not connected") as caught:
+        rig.transport.write(peer.address, rig.pages(peer, 1, 4096))
+    assert caught.value.settled
+    rig.transport.connect(peer.address)
+    rig.transport.connect(peer.address)
+    copies = rig.pages(peer, 10, 4096)
+    rig.transport.write(peer.address, copies)
+    assert np.array_equal(peer.read(), rig.expected(peer, copies))
+
+
+def test_nonsense_addresses_are_refused(rig: Rig) -> None:
+    for address in ("", "junk", "127.0.0.1:1", "shm:x:y", "auto:{}", "auto:{", 'auto:{"shm":"x"}'):
+        with pytest.raises(TransferError) as caught:
+            rig.transport.connect(address)
+        assert caught.value.settled
 
 
 def await_steady(peer: ProcessPeer) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pathlib
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pdserve.memory import shared
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 
@@ -25,14 +28,14 @@ class Memory:
     """Memory of this process to register, filled with random bytes in 1..199."""
 
     def __init__(self, num_bytes: int, seed: int = 0) -> None:
-        self._seed = seed
-        self.bytes: Bytes = np.empty(num_bytes, dtype=np.uint8)
+        self._first: Bytes = np.random.default_rng(seed).integers(1, 200, num_bytes, dtype=np.uint8)
+        self.bytes: Bytes = np.frombuffer(shared.allocate(num_bytes), dtype=np.uint8)
         self.region = MemoryRegion(int(self.bytes.ctypes.data), num_bytes)
         self.fill()
 
     def fill(self) -> None:
         """Put the first bytes back."""
-        self.bytes[:] = np.random.default_rng(self._seed).integers(1, 200, self.bytes.size, dtype=np.uint8)
+        self.bytes[:] = self._first
 
 
 class PeerUnderTest(Protocol):
@@ -50,48 +53,66 @@ class PeerUnderTest(Protocol):
         ...
 
 
-class ProcessPeer:
-    """A child process with a mooncake transport; its region is a file that this process maps too."""
+class PeerFactory:
+    """A child process that makes peers of one transport."""
 
-    def __init__(self, path: pathlib.Path, num_bytes: int) -> None:
-        self._path = path
-        path.write_bytes(bytes(num_bytes))
+    def __init__(self, transport: str) -> None:
         script = pathlib.Path(__file__).with_name("transport_peer.py")
         root = script.parents[2]
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), str(num_bytes), str(path)],
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), transport],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(root)},
         )
-        self.address, self.start = self._await_ready()
-
-    def _await_ready(self) -> tuple[str, int]:
-        lines: queue.Queue[str] = queue.Queue()
-        stdout = self.process.stdout
+        stdout = self._process.stdout
         assert stdout is not None
-        threading.Thread(target=lambda: [lines.put(line) for line in stdout], daemon=True).start()
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=lambda: [self._lines.put(line) for line in stdout], daemon=True).start()
+
+    def make(self, num_bytes: int) -> ProcessPeer:
+        """A new peer with a region of so many zero bytes."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        stdin.write(f"{num_bytes}\n")
+        stdin.flush()
         while True:
-            words = lines.get(timeout=READY_TIMEOUT_S).split()
+            words = self._lines.get(timeout=READY_TIMEOUT_S).split()
             if words[:1] == ["READY"]:
-                return words[1], int(words[2])
+                pid, address, start, descriptor = words[1:]
+                return ProcessPeer(int(pid), address, int(start), int(descriptor), num_bytes)
+
+    def close(self) -> None:
+        """End the process, and all its peers."""
+        self._process.kill()
+        self._process.communicate(timeout=10)
+
+
+class ProcessPeer:
+    """A process with a transport; its region is memory that this process maps too."""
+
+    def __init__(self, pid: int, address: str, start: int, descriptor: int, num_bytes: int) -> None:
+        self.address, self.start = address, start
+        self._process = os.pidfd_open(pid)
+        with open(f"/proc/{pid}/fd/{descriptor}", "r+b") as file:
+            self._bytes: Bytes = np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=np.uint8)
 
     def read(self) -> Bytes:
-        """The file behind the peer's region."""
-        return np.fromfile(self._path, dtype=np.uint8)
+        """Its region now, as it is; also after the peer's end."""
+        return self._bytes
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the peer."""
-        self.process.send_signal(number)
+        signal.pidfd_send_signal(self._process, number)
 
     def stop(self) -> None:
-        """SIGKILL."""
-        self.process.kill()
-        self.process.wait(timeout=10)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+        """SIGKILL. Does nothing the second time."""
+        if self._process >= 0:
+            self.signal(signal.SIGKILL)
+            assert select.select([self._process], [], [], 10)[0], "it does not end"
+            os.close(self._process)
+            self._process = -1
 
 
 class LocalPeer:

@@ -1,31 +1,50 @@
-"""A peer process for the transport tests: registers one region, says where it is, and answers a few questions on stdin.
+"""Makes peer processes for the transport tests, by fork: a start of Python each would take most of the tests' time.
 
-argv: region bytes, path of the file that backs the region
-stdout: `READY <address> <region start>`
+argv: transport
+stdin: `<region bytes>` asks for a peer
+stdout: `READY <pid> <address> <region start> <descriptor of the file that the region is mapped from>` from each
+
+A peer registers one region and lives until it is killed, or this process ends. It opens its transport after the fork.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
+import signal
 import sys
 
-from pdserve.transfer.registry import open_transport
+from pdserve.memory import shared
+from pdserve.transfer import registry
 from pdserve.transfer.transport import MemoryRegion
+from pdserve.transfer.transports import auto, mooncake, shm
+
+PR_SET_PDEATHSIG = 1
+__all__ = ["auto", "mooncake", "shm"]
+"""Imported before the fork, to be quick after it; the engines themselves are not."""
 
 
 def main() -> None:
-    """Serve until stdin closes. The region is a shared mapping of a file, so that the test sees every byte."""
-    num_bytes, path = int(sys.argv[1]), sys.argv[2]
-    with open(path, "r+b") as file:
-        memory = mmap.mmap(file.fileno(), num_bytes)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    transport = open_transport("mooncake", "127.0.0.1", None)
+    """Fork a peer per line."""
+    name = sys.argv[1]
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for line in iter(sys.stdin.readline, ""):
+        if os.fork() == 0:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            serve(name, int(line))
+
+
+def serve(name: str, num_bytes: int) -> None:
+    """Be a peer. The region is memory as pools have it, so the test can map it too and sees every byte."""
+    memory = shared.allocate(num_bytes)
+    start = shared.address_of(memory)
+    segment = shared.find(start, num_bytes)
+    assert segment is not None
+    transport = registry.open_transport(name, "127.0.0.1", None)
     transport.register([MemoryRegion(start, num_bytes)])
-    print(f"READY {transport.address()} {start}", flush=True)
-    sys.stdin.read()
-    os._exit(0)
+    print(f"READY {os.getpid()} {transport.address()} {start} {segment.descriptor}", flush=True)
+    while True:
+        signal.pause()
 
 
 if __name__ == "__main__":
