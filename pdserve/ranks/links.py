@@ -88,8 +88,9 @@ class Links(Generic[Out, In]):
     """One rank's end of the conversation: it sends `Out` and is sent `In`.
 
     Listens from the beginning at `endpoint`; `connect` starts the thread. From then on each message goes to
-    `on_message(rank, message)`, and the first loss to `on_lost(error)`, once, after `last_words(error)` were sent to
-    all; both on the thread "ranks". Nothing is lost any more once `expect_end` was called.
+    `on_message(rank, message)`, `on_beat()` is called with every heartbeat, and the first loss goes to
+    `on_lost(error)`, once, after `last_words(error)` were sent to all; everything on the thread "ranks". Nothing counts
+    as lost any more once `expect_end` was called.
 
     Raises:
         ConfigError: nothing can be bound at `host`.
@@ -129,6 +130,7 @@ class Links(Generic[Out, In]):
         alive: Out,
         on_message: Callable[[int, In], None],
         on_lost: Callable[[PdserveError], None],
+        on_beat: Callable[[], None] = lambda: None,
         last_words: Callable[[PdserveError], Out | None] = lambda error: None,
     ) -> None:
         """Begin to talk with `peers`, which listen by now; `alive` is the heartbeat. Once."""
@@ -139,6 +141,7 @@ class Links(Generic[Out, In]):
         self._watch = Watch(peers, self.times, time.monotonic())
         self._alive = self._outgoing.encode(alive)
         self._on_message, self._on_lost, self._last_words = on_message, on_lost, last_words
+        self._on_beat = on_beat
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
 
@@ -206,6 +209,7 @@ class Links(Generic[Out, In]):
             self._look_for_closed(now)
             if now >= beat_at:
                 beat_at = now + self.times.beat_s
+                self._on_beat()
                 for line in self._lines.values():
                     line.send(self._alive)
             lost = self._failing or self._watch.verdict(now)

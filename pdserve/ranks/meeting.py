@@ -40,9 +40,18 @@ _CODEC: Codec[Contact] = Codec(Contact, max_bytes=_MAX_BYTES)
 
 def own_host(config: ServerConfig) -> str:
     """The address of this host that the other ranks of the replica reach."""
+    return _LOOPBACK if config.parallel.nnodes == 1 else _outward_host(config)
+
+
+def transfer_host(config: ServerConfig) -> str:
+    """The address that peers' transports reach this rank at."""
+    if config.disagg.disaggregation_host is not None or config.parallel.nnodes == 1:
+        return config.disagg.disaggregation_host or config.serving.host
+    return _outward_host(config)
+
+
+def _outward_host(config: ServerConfig) -> str:
     parallel = config.parallel
-    if parallel.nnodes == 1:
-        return _LOOPBACK
     if config.disagg.disaggregation_host is not None:
         return config.disagg.disaggregation_host
     assert parallel.dist_init_addr is not None, "several hosts without an address to meet at"

@@ -157,12 +157,12 @@ class Sized(msgspec.Struct, frozen=True, tag=True):
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The follower can be given orders. `memory` is where peers write to it; None where nothing is transferred.
 
-    `samples` are those of its weights; `settle_s` is its transport's.
+    `samples` are those of its weights (`WeightSamples`); `settle_s` is its transport's.
     """
 
     num_pages: Count
     memory: RankMemory | None
-    samples: dict[str, bytes]
+    samples: dict[str, dict[int, float]]
     settle_s: float
 
 

@@ -15,11 +15,14 @@ from pdserve.errors import ConfigError, ModelError, PdserveError, RankError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkTimes:
-    """Seconds. A rank is lost when nothing is heard of it for `silent_s`, or for `join_s` before its first word."""
+    """Seconds. A rank is lost when nothing is heard of it for `silent_s`, or for `join_s` before its first word.
+
+    A follower hears its leader's first word when all ranks have come.
+    """
 
     beat_s: float = 1.0
     silent_s: float = 10.0
-    join_s: float = 60.0
+    join_s: float = 600.0
     grace_s: float = 0.5
 
 

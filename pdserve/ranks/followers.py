@@ -1,0 +1,200 @@
+"""The leader's door to its followers: orders go out, and what they report is kept until it is asked for.
+
+Made by the composition root of the leader's process before anything is loaded (`meet_followers`); used by
+`GroupExecutor` and `RankCopies` on the scheduler thread. Reports come in on the link thread. Every wait ends when a
+rank is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from torch._C._distributed_c10d import Store
+
+from pdserve.base.parallel import ParallelShape
+from pdserve.errors import PdserveError, RankError
+from pdserve.ranks.links import Links, end_process
+from pdserve.ranks.meeting import lookup_all, publish, secret_of
+from pdserve.ranks.orders import (
+    Agreed,
+    Alive,
+    CopyReport,
+    Offloaded,
+    Order,
+    RankFailed,
+    RankReady,
+    Report,
+    Sized,
+    StepDone,
+    Stop,
+    Trouble,
+    order_codec,
+    report_codec,
+)
+from pdserve.ranks.rendezvous import MEET_TIMEOUT_S
+from pdserve.ranks.watch import LinkTimes, Peer
+
+ANSWER_TIMEOUT_S = 600.0
+"""A follower that lives but has not done in this time what it was ordered will never do it."""
+_VERDICT_S = 3.0
+_SLICE_S = 0.5
+_OnLost = Callable[[PdserveError], None]
+
+
+class Followers:
+    """All other ranks of the replica. `peers` are they, `secret` is what they were told; see `meet_followers`."""
+
+    def __init__(
+        self, shape: ParallelShape, links: Links[Order, Report], peers: Sequence[Peer], secret: str, on_lost: _OnLost
+    ) -> None:
+        assert [peer.rank for peer in peers] == list(range(1, shape.num_ranks))
+        self.shape = shape
+        self._peers = {peer.rank: peer for peer in peers}
+        self._links = links
+        self._end_server = on_lost
+        self._changed = threading.Condition()
+        self._sized: dict[int, int] = {}
+        self._ready: dict[int, RankReady] = {}
+        self._answers: Counter[Report] = Counter()
+        self._lost: PdserveError | None = None
+        self._on_copied: Callable[[CopyReport], None] | None = None
+        self._on_beat: Callable[[], None] = lambda: None
+        links.connect(
+            peers,
+            secret,
+            alive=Alive(),
+            on_message=self._take,
+            on_lost=self._give_up,
+            on_beat=lambda: self._on_beat(),
+            last_words=lambda error: Stop(Trouble.of(error)),
+        )
+
+    def order(self, order: Order) -> None:
+        """To all, behind all orders before. Never blocks."""
+        self._links.broadcast(order)
+
+    def order_one(self, rank: int, order: Order) -> None:
+        """To one rank, behind all orders before. Never blocks."""
+        self._links.send(rank, order)
+
+    def agree(self, num_pages: int) -> int:
+        """The most pages that every rank can hold, `num_pages` being ours; tells them. Blocks until all have loaded.
+
+        Raises:
+            ConfigError, ModelError: a rank could not be started with this configuration.
+            RankError: one is lost.
+        """
+        self._wait(lambda: len(self._sized) == len(self._peers), "loaded its weights", None)
+        agreed = min(num_pages, *self._sized.values())
+        self.order(Agreed(agreed))
+        return agreed
+
+    def wait_ready(self) -> tuple[RankReady, ...]:
+        """What the followers said when they were ready, in the order of their ranks. Raises like `agree`."""
+        self._wait(lambda: len(self._ready) == len(self._peers), "become ready", ANSWER_TIMEOUT_S)
+        return tuple(self._ready[rank] for rank in self._peers)
+
+    def wait_step(self, step: int) -> None:
+        """Until all ranks of the last stage have computed `step`, and so all others have. Raises RankError."""
+        self._wait_answers(StepDone(step), self.shape.tp_size, f"computed step {step}")
+
+    def wait_offloaded(self, saved: int) -> None:
+        """Until all have copied these pages to host memory. Raises RankError."""
+        self._wait_answers(Offloaded(saved), len(self._peers), "copied pages to host memory")
+
+    def on_copied(self, take: Callable[[CopyReport], None]) -> None:
+        """`take` gets every report on a copy job, on the link thread. Once, before the first job is ordered."""
+        assert self._on_copied is None
+        self._on_copied = take
+
+    def on_beat(self, do: Callable[[], None]) -> None:
+        """`do` is called about once a second on the link thread. Once."""
+        self._on_beat = do
+
+    def blame(self) -> PdserveError | None:
+        """An exchange with other ranks failed here: who is lost, if anybody, as soon as that is known."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost is not None, _VERDICT_S)
+            return self._lost
+
+    def close(self, trouble: PdserveError | None = None) -> None:
+        """Tell all to end, and why when that was not wanted. May be called again."""
+        self._links.close(Stop(None if trouble is None else Trouble.of(trouble)))
+
+    def _wait_answers(self, answer: Report, count: int, what: str) -> None:
+        self._wait(lambda: self._answers[answer] == count, what, ANSWER_TIMEOUT_S)
+        with self._changed:
+            del self._answers[answer]
+
+    def _wait(self, done: Callable[[], bool], what: str, timeout_s: float | None) -> None:
+        started = time.monotonic()
+        with self._changed:
+            while not self._changed.wait_for(lambda: done() or self._lost is not None, _SLICE_S):
+                if timeout_s is not None and time.monotonic() - started > timeout_s:
+                    raise RankError(f"a rank that lives has not {what} within {timeout_s:g} s")
+            if self._lost is not None:
+                raise self._lost
+
+    def _take(self, rank: int, report: Report) -> None:
+        """Link thread."""
+        match report:
+            case Alive():
+                return
+            case CopyReport():
+                assert self._on_copied is not None, "a report on a job that nobody ordered"
+                self._on_copied(report)
+                return
+            case RankFailed(trouble=trouble):
+                self._links.report(rank, trouble.error())
+                return
+        with self._changed:
+            match report:
+                case Sized(num_pages=num_pages):
+                    self._sized[rank] = num_pages
+                case RankReady():
+                    self._ready[rank] = report
+                case StepDone() | Offloaded():
+                    self._answers[report] += 1
+            self._changed.notify_all()
+
+    def _give_up(self, error: PdserveError) -> None:
+        """Link thread; the followers have been told."""
+        with self._changed:
+            self._lost = error
+            self._changed.notify_all()
+        self._end_server(error)
+
+
+def meet_followers(
+    shape: ParallelShape,
+    store: Store,
+    token: str,
+    *,
+    host: str,
+    on_lost: _OnLost = end_process,
+    times: LinkTimes | None = None,
+    timeout_s: float = MEET_TIMEOUT_S,
+) -> Followers:
+    """Meet all followers of a replica over `store`; `host` is where they reach us (`meeting.own_host`).
+
+    `on_lost` is called on another thread when a rank is lost; it should end the process, for the scheduler thread may
+    be in an exchange that never ends.
+
+    Raises:
+        ConfigError: nothing can be bound at `host`.
+        RankError: a follower did not come in time, or has another token.
+    """
+    links: Links[Order, Report] = Links(0, host, order_codec(), report_codec(), times)
+    with contextlib.ExitStack() as stack:
+        stack.callback(links.close)
+        nonce = uuid.uuid4().hex
+        publish(store, 0, links.endpoint, token, nonce)
+        secret = secret_of(token, nonce)
+        followers = Followers(shape, links, lookup_all(store, shape, secret, timeout_s), secret, on_lost)
+        stack.pop_all()
+    return followers
