@@ -64,6 +64,11 @@ class Computer:
         self._launched: queue.Queue[StepHandle | None] = queue.Queue()
         self._saved: dict[int, HostPages] = {}
 
+    @property
+    def num_saved(self) -> int:
+        """How many times pages were saved and not dropped yet."""
+        return len(self._saved)
+
     def run(self, orders: Orders) -> None:
         """Obey until `Stop`. Raises what the executor raises."""
         if self._overlap:
