@@ -1,0 +1,160 @@
+"""What the ranks of `test_split.py` run. Imported by their processes, so nothing heavy but torch is imported here."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
+from pdserve.executor.batch_builder import read_plan
+from pdserve.executor.factory import Built, build_executor
+from pdserve.executor.interface import BatchPlan, Row, SampledToken
+from pdserve.executor.stages import Stage, cut_plan
+from pdserve.memory.page_table import PageTable
+from pdserve.model.attention.interface import StepAttention
+from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.torch_sdpa import TorchAttention
+from pdserve.model.families.decoder import kv_layout
+from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.loader import load_model, read_spec
+from pdserve.model.parallel import Parallel
+from pdserve.model.params import WeightSamples
+from pdserve.protocol.sampling import SamplingParams
+from tests.driver import Driver, random_prompt
+
+LoadFormat = Literal["auto", "dummy"]
+NUM_PAGES = 120
+NUM_TOKENS = 5
+CHANCE = SamplingParams(temperature=1.3, seed=7, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one rank has come to. `logprobs` `[vocab]` of one row, by token id; `pages` its whole pool."""
+
+    greedy: list[list[int]]
+    chunked: list[list[int]]
+    chance: list[int]
+    logprobs: torch.Tensor
+    pages: torch.Tensor
+    samples: WeightSamples
+    num_bytes: int
+
+
+def outcome(parallel: Parallel, path: Path, vocab_size: int, overlap: bool, load_format: LoadFormat) -> Outcome:
+    """Prompts of many lengths at once (so there are micro-batches), chunked, drawn by chance, and one distribution."""
+    config = ServerConfig(
+        model=ModelConfig(model_path=str(path), load_format=load_format),
+        memory=MemoryConfig(max_total_tokens=16 * NUM_PAGES * (1 + parallel.place.rank)),
+        schedule=ScheduleConfig(disable_overlap_schedule=not overlap),
+        kernels=KernelConfig(device="cpu", cpu_threads=1),
+    )
+    built = build_executor(config, max_rows=8, parallel=parallel, agree_num_pages=lambda _: NUM_PAGES)
+    driver = Driver(built)
+    prompts = [random_prompt(length, vocab_size) for length in (1, 15, 40, 90)]
+    greedy = driver.generate(prompts, NUM_TOKENS)
+    chunked = driver.generate(prompts, NUM_TOKENS, chunk=33)
+    return Outcome(
+        greedy=greedy,
+        chunked=chunked,
+        chance=_by_chance(driver, prompts[2]),
+        logprobs=_distribution(driver, prompts[3], vocab_size),
+        pages=_end(built),
+        samples=built.executor.weight_samples(),
+        num_bytes=built.executor.weight_bytes,
+    )
+
+
+def _by_chance(driver: Driver, prompt: list[int]) -> list[int]:
+    row = driver.open(prompt, len(prompt) + NUM_TOKENS, CHANCE)
+    tokens, start, end = [], 0, len(prompt)
+    for _ in range(NUM_TOKENS):
+        tokens.append(_token(driver.step((row, start, end, True))[0]).token_id)
+        start, end = end, end + 1
+    return tokens
+
+
+def _distribution(driver: Driver, prompt: list[int], vocab_size: int) -> torch.Tensor:
+    row = driver.open(prompt, len(prompt) + 1, top_logprobs=vocab_size)
+    token = _token(driver.step((row, 0, len(prompt), True))[0])
+    logprobs = torch.full((vocab_size,), float("nan"))
+    logprobs[[entry[0] for entry in token.top]] = torch.tensor([entry[1] for entry in token.top])
+    return logprobs
+
+
+def _end(built: Built) -> torch.Tensor:
+    built.executor.close()
+    return built.executor.pools[0].pages.clone()
+
+
+def _token(token: SampledToken | None) -> SampledToken:
+    assert token is not None
+    return token
+
+
+def in_bfloat16(parallel: Parallel, path: Path, vocab_size: int) -> list[list[int]]:
+    """Greedy tokens of a prompt long enough for micro-batches."""
+    config = ServerConfig(
+        model=ModelConfig(model_path=str(path), dtype="bfloat16"),
+        memory=MemoryConfig(max_total_tokens=1024),
+        kernels=KernelConfig(device="cpu", cpu_threads=1),
+    )
+    built = build_executor(config, max_rows=4, parallel=parallel)
+    return Driver(built).generate([random_prompt(70, vocab_size)], 12)
+
+
+class Recorded:
+    """An attention backend that notes which layers have been written, micro-batch by micro-batch."""
+
+    def __init__(self, inner: TorchAttention) -> None:
+        self._inner = inner
+        self.written: list[int] = []
+
+    def begin(self, batch: ForwardBatch) -> StepAttention:
+        return RecordedStep(self._inner.begin(batch), self.written)
+
+
+@dataclasses.dataclass
+class RecordedStep:
+    """One micro-batch of it."""
+
+    inner: StepAttention
+    written: list[int]
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self.written.append(layer)
+        return self.inner.attend(layer, q, k, v)
+
+
+def marked(parallel: Parallel, path: Path) -> tuple[int, int, list[tuple[int, int]]]:
+    """Micro-batches, layers, and for each mark `(layer, how many micro-batches had written it)`."""
+    spec, cpu = read_spec(path), torch.device("cpu")
+    model = load_model(path, spec, "float32", cpu, load_format="auto", seed=0, parallel=parallel)
+    pool = KVPool(kv_layout(spec, 16, "float32").groups[0].of_rank(parallel.place), 12, cpu)
+    attention, table = Recorded(TorchAttention(pool, spec.num_heads, cpu)), PageTable(1, 12)
+    row = table.open(list(range(12)))
+    assert row is not None
+    parts = cut_plan(BatchPlan(0, (Row("r", row, 0, 150, True),)), parallel.place.shape.pp_size)
+    batches = [read_plan(part, table, 16) for part in parts]
+    marks: list[tuple[int, int]] = []
+    tokens = torch.arange(150, dtype=torch.int32).view(1, -1)
+    with torch.inference_mode():
+        stage = Stage(model, attention)
+        logits = stage.logits(batches, tokens, lambda layer: marks.append((layer, attention.written.count(layer))))
+        stage.flush()
+    assert (logits is not None) == stage.is_sampler
+    return len(batches), model.num_layers, marks
+
+
+def leave(parallel: Parallel) -> bool:
+    """Rank 1 goes; the others want to compute."""
+    if parallel.place.rank == 1:
+        return True
+    try:
+        parallel.all_reduce(torch.ones(3))
+    except RuntimeError:
+        return True
+    return False
