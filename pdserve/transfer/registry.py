@@ -33,6 +33,12 @@ def _open_mooncake(host: str, ib_device: str | None) -> Transport:
     return MooncakeTransport.open(host, ib_device)
 
 
+def _open_nixl(host: str, ib_device: str | None) -> Transport:
+    from pdserve.transfer.transports.nixl import NixlTransport
+
+    return NixlTransport.open(host, ib_device)
+
+
 def _open_fake(host: str, ib_device: str | None) -> Transport:
     from pdserve.transfer.transports.fake import FakeTransport
 
@@ -56,5 +62,6 @@ OPENERS: dict[str, Callable[[str, str | None], Transport]] = {
     "mooncake": _open_mooncake,
     "shm": _open_shm,
     "auto": _open_auto,
+    "nixl": _open_nixl,
     "fake": _open_fake,
 }

@@ -17,10 +17,10 @@ import sys
 from pdserve.memory import shared
 from pdserve.transfer import registry
 from pdserve.transfer.transport import MemoryRegion
-from pdserve.transfer.transports import auto, mooncake, shm
+from pdserve.transfer.transports import auto, mooncake, nixl, shm
 
 PR_SET_PDEATHSIG = 1
-__all__ = ["auto", "mooncake", "shm"]
+__all__ = ["auto", "mooncake", "nixl", "shm"]
 """Imported before the fork, to be quick after it; the engines themselves are not."""
 
 

@@ -20,7 +20,6 @@ Both of the engine's ports listen on all interfaces whatever address it is given
 from __future__ import annotations
 
 import os
-import pathlib
 import threading
 import time
 import uuid
@@ -30,6 +29,7 @@ from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
 from pdserve.transfer.transports.link import Link
 from pdserve.transfer.transports.mooncake_engine import Engine
+from pdserve.transfer.transports.nics import choose_protocol
 
 MAX_OUTSTANDING = 1024
 BATCH_ENTRIES = 512
@@ -39,20 +39,6 @@ REOPEN_INTERVAL_S = 1.0
 PROGRESS_TIMEOUT_S = 5
 RDMA_SETTLE_S = 30.0
 TCP_TIMEOUTS = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
-INFINIBAND = pathlib.Path("/sys/class/infiniband")
-
-
-def choose_protocol(ib_device: str | None, infiniband: pathlib.Path = INFINIBAND) -> str:
-    """`rdma` where a NIC exists, else `tcp`. Raises ConfigError when a NIC is named that does not exist."""
-    nics = sorted(entry.name for entry in infiniband.iterdir()) if infiniband.is_dir() else []
-    wanted = [name.strip() for name in (ib_device or "").split(",") if name.strip()]
-    for name in wanted:
-        if name not in nics:
-            raise ConfigError(
-                f"there is no RDMA device {name!r} here; there is {', '.join(nics) or 'none'}",
-                field="disaggregation_ib_device",
-            )
-    return "rdma" if nics else "tcp"
 
 
 def set_environment(protocol: str) -> int:

@@ -12,7 +12,8 @@ import pytest
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transports.link import Window
-from pdserve.transfer.transports.mooncake import TCP_TIMEOUTS, choose_protocol, session_of, set_environment
+from pdserve.transfer.transports.mooncake import TCP_TIMEOUTS, session_of, set_environment
+from pdserve.transfer.transports.nics import choose_protocol
 
 ENGINE_VARIABLES = (
     *TCP_TIMEOUTS,

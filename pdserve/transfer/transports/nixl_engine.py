@@ -1,0 +1,193 @@
+"""Typed door to the untyped `nixl`: agents that receive, and agents that send to one peer. Used by `nixl` only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib
+import logging
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pdserve.errors import ConfigError, TransferError
+from pdserve.transfer.transport import MemoryRegion
+from pdserve.transfer.transports.nixl_blocks import Ranges, Span, Spans, SpansByKind, block_indices, choose_block
+
+FIRST_POLL_S = 0.00002
+LONGEST_POLL_S = 0.0003
+MAX_LISTS = 4
+INSTALL_HELP = (
+    "install the engine: `pip install --no-deps nixl-cu12 nixl` (on a machine with CUDA 13 `nixl-cu13 nixl`; without "
+    "CUDA either does)"
+)
+_CU_MEMORYTYPE = 2
+_CU_DEVICE_ORDINAL = 9
+_ON_DEVICE = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KindOfMemory:
+    """Where a region lies: NIXL's name for the kind, and the device's number (0 for host memory)."""
+
+    name: str
+    device: int
+
+
+def kind_of(address: int) -> KindOfMemory:
+    """Asks the CUDA driver, where there is one, whose memory an address is."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return KindOfMemory("DRAM", 0)
+    found = []
+    for attribute in (_CU_MEMORYTYPE, _CU_DEVICE_ORDINAL):
+        value = ctypes.c_uint(0)
+        code = driver.cuPointerGetAttribute(ctypes.byref(value), attribute, ctypes.c_uint64(address))
+        found.append(int(value.value) if code == 0 else 0)
+    return KindOfMemory("VRAM", found[1]) if found[0] == _ON_DEVICE else KindOfMemory("DRAM", 0)
+
+
+def load_native() -> Any:
+    """The module `nixl`, with its log lines where ours go. Raises ConfigError when it is missing."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # both print to stdout, which is for those who started us
+    raise_exceptions = logging.raiseExceptions
+    try:
+        native = importlib.import_module("nixl")
+    except ImportError as error:
+        raise ConfigError(
+            f"transfer backend nixl cannot be loaded ({error}); {INSTALL_HELP}",
+            field="disaggregation_transfer_backend",
+        ) from error
+    finally:
+        logging.raiseExceptions = raise_exceptions
+    log = logging.getLogger("nixl")
+    log.handlers.clear()
+    log.setLevel(logging.WARNING)
+    log.propagate = True
+    return native
+
+
+class Agent:
+    """One NIXL agent with the UCX backend. Its calls are thread-safe."""
+
+    def __init__(self, native: Any, *, answers: bool) -> None:
+        """`answers`: a thread of its own serves peers that write. A sender needs none: it looks when it waits."""
+        config = native.nixl_agent_config(
+            enable_prog_thread=answers, backends=["UCX"], sync_mode=native.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
+        self.name = f"pdserve-{uuid.uuid4().hex[:16]}"
+        try:
+            self.native = native.nixl_agent(self.name, config)
+        except Exception as error:
+            raise ConfigError(f"nixl does not start: {error!r}", field="disaggregation_transfer_backend") from error
+
+    def register(self, region: MemoryRegion, kind: KindOfMemory) -> None:
+        """Register one region. Raises TransferError."""
+        try:
+            self.native.register_memory([(region.address, region.num_bytes, kind.device, "")], kind.name)
+        except Exception as error:
+            raise TransferError(f"nixl refuses {region}: {error!r}", code="bad_region", retryable=False) from None
+
+    def metadata(self) -> bytes:
+        """What a sender needs to write here; of the regions registered so far."""
+        return bytes(self.native.get_agent_metadata())
+
+    def destroy(self) -> None:
+        """Close all connections and end all threads: no byte moves after this. Takes some tenths of a second."""
+        alive = weakref.ref(self.native.agent)
+        self.native = None
+        assert alive() is None, "something holds the agent that was to be destroyed"
+
+
+class Sender:
+    """An agent that writes to one peer, and the lists that it has prepared for that. Several threads may `run`."""
+
+    def __init__(
+        self,
+        native: Any,
+        regions: Sequence[tuple[MemoryRegion, KindOfMemory]],
+        metadata: bytes,
+        there: SpansByKind,
+    ) -> None:
+        """Connects with the first write. Raises TransferError when `metadata` are none."""
+        self._agent = Agent(native, answers=False)
+        for region, kind in regions:
+            self._agent.register(region, kind)
+        try:
+            name = self._agent.native.add_remote_agent(metadata)
+        except Exception as error:
+            raise TransferError(f"nixl refuses the peer: {error!r}", code="bad_address", retryable=False) from None
+        self.peer = name.decode() if isinstance(name, bytes) else str(name)
+        self._here = spans_by_kind(regions)
+        self._there = there
+        self._lock = threading.Lock()
+        self._lists: dict[tuple[str, str], dict[int, tuple[Any, Any]]] = {}
+
+    def run(self, ranges: Ranges, kinds: tuple[str, str], given_up: Callable[[], bool], deadline: float) -> str | None:
+        """Write `ranges` between memory of these kinds, here and there, and wait asleep for the end.
+
+        None when every byte is there (the engine has flushed the connection), else what went wrong. `deadline` is of
+        the monotonic clock. After a failure bytes may go on moving until `destroy`.
+        """
+        native = self._agent.native
+        try:
+            handle = self._prepare(native, ranges, kinds)
+        except Exception as error:
+            return f"refused: {error!r}"
+        try:
+            return _await_end(native, handle, given_up, deadline)
+        except Exception as error:
+            return repr(error)
+        finally:
+            with contextlib.suppress(Exception):  # an active one that cannot be cancelled ends with the agent
+                handle.release()
+
+    def destroy(self) -> None:
+        """See `Agent.destroy`. Nobody may be in `run`."""
+        self._lists.clear()  # the handles release themselves; a name for one here would keep the agent
+        self._agent.destroy()
+
+    def _prepare(self, native: Any, ranges: Ranges, kinds: tuple[str, str]) -> Any:
+        here, there = self._here[kinds[0]], self._there[kinds[1]]
+        with self._lock:
+            lists = self._lists.setdefault(kinds, {})
+            block = choose_block(ranges, here, there, tuple(lists), MAX_LISTS)
+            if block is not None and block not in lists:
+                lists[block] = (
+                    native.prep_xfer_dlist("NIXL_INIT_AGENT", here.blocks(block).astype("u8"), kinds[0]),
+                    native.prep_xfer_dlist(self.peer, there.blocks(block).astype("u8"), kinds[1]),
+                )
+        if block is None:
+            local = native.get_xfer_descs(here.rows(ranges.sources, ranges.lengths).astype("u8"), kinds[0])
+            remote = native.get_xfer_descs(there.rows(ranges.destinations, ranges.lengths).astype("u8"), kinds[1])
+            return native.initialize_xfer("WRITE", local, remote, self.peer)
+        from_blocks, to_blocks = block_indices(ranges, here, there, block)
+        return native.make_prepped_xfer("WRITE", lists[block][0], from_blocks, lists[block][1], to_blocks)
+
+
+def spans_by_kind(regions: Sequence[tuple[MemoryRegion, KindOfMemory]]) -> SpansByKind:
+    """Regions sorted into kinds of memory."""
+    spans: dict[str, list[Span]] = {}
+    for region, kind in regions:
+        spans.setdefault(kind.name, []).append(Span(region.address, region.num_bytes, kind.device))
+    return {name: Spans(found) for name, found in spans.items()}
+
+
+def _await_end(native: Any, handle: Any, given_up: Callable[[], bool], deadline: float) -> str | None:
+    state, poll_s = native.transfer(handle), FIRST_POLL_S
+    while state == "PROC":
+        if given_up():
+            return "another write on the link failed"
+        if time.monotonic() > deadline:
+            return "no end within the time limit"
+        time.sleep(poll_s)
+        poll_s = min(2 * poll_s, LONGEST_POLL_S)
+        state = native.check_xfer_state(handle)
+    return None if state == "DONE" else f"the engine reports {state}"
