@@ -116,6 +116,8 @@ class Links(Generic[Out, In]):
         self.endpoint = self._pull.getsockopt_string(zmq.LAST_ENDPOINT)
         self.refused = 0
         """Frames that were not sealed with our secret, nor from a peer."""
+        self.num_heard = 0
+        """Messages of peers."""
         self._lines: dict[int, _Line] = {}
         self._closing = threading.Event()
         self._ending = False
@@ -245,6 +247,7 @@ class Links(Generic[Out, In]):
         except ProtocolError as error:
             self._watch.failed(rank, RankError(f"it says what is not understood: {error}"), now)
             return
+        self.num_heard += 1
         self._watch.heard(rank, type(message).__name__, now)
         self._on_message(rank, message)
 

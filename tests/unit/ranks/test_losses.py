@@ -1,0 +1,193 @@
+"""Ranks that die, stop, or do not belong: every other one ends, and says whom it lost."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from torch.distributed import FileStore, HashStore
+
+from pdserve.base.parallel import ParallelShape
+from pdserve.errors import ConfigError, RankError
+from pdserve.ranks.follower import Leader
+from pdserve.ranks.followers import Followers, meet_followers
+from pdserve.ranks.links import Links
+from pdserve.ranks.orders import Alive, DropHost, Order, Report, order_codec, report_codec
+from pdserve.ranks.watch import LinkTimes, Peer
+from tests.unit.ranks.kit import HOST, TIMES, TOKEN, Losses
+from tests.unit.transfer.waiting import wait_until
+
+SCRIPT = Path(__file__).with_name("follower_process.py")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@contextlib.contextmanager
+def processes(path: Path, num_ranks: int, token: str = TOKEN) -> Iterator[list[subprocess.Popen[str]]]:
+    """Follower processes; those that live at the end are killed."""
+    command = [sys.executable, str(SCRIPT), str(path), str(num_ranks)]
+    started = [
+        subprocess.Popen([*command, str(rank), token], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in range(1, num_ranks)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+            if process.stderr is not None:
+                process.stderr.close()
+
+
+def lead(path: Path, num_ranks: int, losses: Losses, silent_s: float = 30.0) -> Followers:
+    shape = ParallelShape(tp_size=num_ranks)
+    times = LinkTimes(beat_s=0.1, silent_s=silent_s)
+    store = FileStore(str(path), num_ranks)
+    followers = meet_followers(shape, store, TOKEN, host=HOST, on_lost=losses, times=times, timeout_s=60.0)
+    assert followers.agree(40) == 40
+    followers.wait_ready()
+    return followers
+
+
+def ends_with(process: subprocess.Popen[str], status: int) -> str:
+    """Wait for the process; what it logged."""
+    _, logged = process.communicate(timeout=20)
+    assert process.returncode == status, logged
+    return logged
+
+
+def test_a_killed_rank_is_named_and_the_others_end_too(tmp_path: Path) -> None:
+    losses = Losses()
+    with processes(tmp_path / "store", 3) as (first, second):
+        followers = lead(tmp_path / "store", 3, losses)
+        second.kill()
+        error = losses.wait()
+        assert isinstance(error, RankError)
+        assert f"rank 2 (tp 2, pp 0) on {socket.gethostname()}, pid {second.pid}, is gone" in str(error)
+        assert "rank 1" not in str(error)
+        assert "rank 2" in ends_with(first, 1), "the leader has told it"
+        with pytest.raises(RankError, match="rank 2"):
+            followers.wait_step(1)
+        followers.close()
+
+
+def test_a_stopped_rank_is_silent(tmp_path: Path) -> None:
+    losses = Losses()
+    with processes(tmp_path / "store", 2) as (process,):
+        followers = lead(tmp_path / "store", 2, losses, silent_s=1.0)
+        process.send_signal(signal.SIGSTOP)
+        error = losses.wait()
+        process.send_signal(signal.SIGCONT)
+        assert "rank 1" in str(error) and "is silent for" in str(error) and "the last we heard was" in str(error)
+        followers.close()
+
+
+def test_a_follower_ends_when_its_leader_is_gone_or_says_so(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("gone", "refuses", "stops")]
+    with contextlib.ExitStack() as stack:
+        (gone,), (refusing,), (stopping,) = (stack.enter_context(processes(path, 2)) for path in paths)
+        leaders = [lead(path, 2, Losses()) for path in paths]
+        leaders[0]._links.close()  # not a word: as a leader that is killed
+        leaders[1].close(ConfigError("a flag is wrong", field="x"))
+        leaders[2].close()
+        assert "rank 0 (tp 0, pp 0)" in ends_with(gone, 1)
+        assert "a flag is wrong" in ends_with(refusing, 2)
+        assert ends_with(stopping, 0) == ""
+
+
+def test_another_token_is_refused_on_both_sides() -> None:
+    store, shape = HashStore(), ParallelShape(tp_size=2)
+    refused: list[Exception] = []
+
+    def follow() -> None:
+        try:
+            Leader(shape.place(1), store, "another", host=HOST, on_lost=Losses(), times=TIMES, timeout_s=10.0)
+        except RankError as error:
+            refused.append(error)
+            store.set("contact/1", "00" * 40)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    with pytest.raises(RankError, match="rank 1 was started with another PDSERVE_CONTROL_TOKEN"):
+        meet_followers(shape, store, TOKEN, host=HOST, on_lost=Losses(), times=TIMES, timeout_s=10.0)
+    thread.join()
+    assert "rank 0 was started with another PDSERVE_CONTROL_TOKEN" in str(refused[0])
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    with pytest.raises(RankError, match=r"rank 1 did not come within 0\.1 s"):
+        meet_followers(
+            ParallelShape(tp_size=2), HashStore(), TOKEN, host=HOST, on_lost=Losses(), times=TIMES, timeout_s=0.1
+        )
+
+
+def test_a_host_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 for other ranks"):
+        Links(0, "192.0.2.1", order_codec(), report_codec())
+
+
+@contextlib.contextmanager
+def talking(
+    times: LinkTimes = TIMES,
+) -> Iterator[tuple[Links[Order, Report], Links[Report, Order], list[Order], Losses]]:
+    """Leader and follower, what the follower got, and its losses."""
+    leader: Links[Order, Report] = Links(0, HOST, order_codec(), report_codec(), times)
+    follower: Links[Report, Order] = Links(1, HOST, report_codec(), order_codec(), times)
+    got: list[Order] = []
+    losses = Losses()
+
+    def take(rank: int, order: Order) -> None:
+        if not isinstance(order, Alive):
+            got.append(order)
+
+    follower.connect([Peer(0, "rank 0", leader.endpoint)], TOKEN, alive=Alive(), on_message=take, on_lost=losses)
+    leader.connect(
+        [Peer(1, "rank 1", follower.endpoint)], TOKEN, alive=Alive(), on_message=lambda *_: None, on_lost=Losses()
+    )
+    try:
+        yield leader, follower, got, losses
+    finally:
+        follower.close()
+        leader.close()
+
+
+def test_frames_of_strangers_are_refused_and_orders_keep_their_order() -> None:
+    with talking() as (leader, follower, got, losses):
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stranger = context.socket(zmq.PUSH)
+        stranger.connect(follower.endpoint)
+        for frame in (b"", b"x", b"y" * 100):
+            stranger.send(frame)
+        for number in range(500):
+            leader.broadcast(DropHost(number))
+        wait_until(lambda: len(got) == 500 and follower.refused == 3, "all orders, and none of the stranger's")
+        assert got == [DropHost(number) for number in range(500)]
+        assert not losses.errors
+        stranger.close(linger=0)
+        context.term()
+
+
+def test_a_lost_order_is_not_passed_over() -> None:
+    with talking() as (leader, _, got, losses):
+        leader.broadcast(DropHost(1))
+        leader._lines[1]._count += 1
+        leader.broadcast(DropHost(2))
+        assert "rank 0 failed: its message" in str(losses.wait())
+        assert DropHost(2) not in got
+
+
+def test_a_rank_that_computes_for_long_is_not_silent() -> None:
+    """Heartbeats have a thread of their own."""
+    times = LinkTimes(beat_s=0.05, silent_s=0.4, grace_s=0.1)
+    with talking(times) as (_, follower, _, losses):
+        since = follower.num_heard
+        wait_until(lambda: follower.num_heard > since + 20, "heartbeats for longer than a rank may be silent")
+        assert not losses.errors
