@@ -1,0 +1,61 @@
+"""What each engine does by itself with a list of copies: no rooms, threads or messages. Used by `bench_transfer`.
+
+Each writes from this process into the pool of the receiving half, whose transport address it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Sequence
+
+from pdserve.transfer.transport import Copy, MemoryRegion
+
+Write = Callable[[Sequence[Copy]], None]
+"""Copies, and returns when all have landed. Raises RuntimeError."""
+
+
+def raw_writer(stack: contextlib.ExitStack, backend: str, address: str, source: MemoryRegion) -> Write:
+    """A writer of `backend`, from `source` to the process behind `address`; `stack` ends it."""
+    return WRITERS[backend](stack, address, source)
+
+
+def _raw_shm(stack: contextlib.ExitStack, address: str, source: MemoryRegion) -> Write:
+    """memmove into the mapping."""
+    from pdserve.transfer.transports.shm_share import open_peer
+
+    peer = open_peer(address)
+
+    def write(copies: Sequence[Copy]) -> None:
+        for copy in copies:
+            index = peer.regions.find(copy.destination, copy.num_bytes)
+            assert index is not None
+            ctypes.memmove(copy.destination + peer.shifts[index], copy.source, copy.num_bytes)
+
+    return write
+
+
+def _raw_mooncake(stack: contextlib.ExitStack, address: str, source: MemoryRegion) -> Write:
+    """An engine of its own and its batch call, in batches as large as its queue takes."""
+    from pdserve.transfer.transports.mooncake import BATCH_ENTRIES, session_of
+    from pdserve.transfer.transports.mooncake_engine import Engine
+
+    engine = Engine("127.0.0.1", "tcp", "")
+    stack.callback(engine.destroy)
+    engine.register(source)
+    session = session_of(address)
+    engine.reach(session)
+
+    def write(copies: Sequence[Copy]) -> None:
+        for first in range(0, len(copies), BATCH_ENTRIES):
+            batch = engine.submit_batch(session, copies[first : first + BATCH_ENTRIES])
+            if batch == 0 or engine.finish_batch(batch) != 0:
+                raise RuntimeError("the engine reports a failed batch")
+
+    return write
+
+
+WRITERS: dict[str, Callable[[contextlib.ExitStack, str, MemoryRegion], Write]] = {
+    "shm": _raw_shm,
+    "mooncake": _raw_mooncake,
+}
