@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
 
 from pdserve.base.parallel import ParallelShape, Place
 from pdserve.base.process import die_with_parent
