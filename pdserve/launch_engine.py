@@ -27,7 +27,7 @@ from pdserve.base.log import setup_logging
 from pdserve.base.parallel import ParallelShape
 from pdserve.base.process import die_with_parent
 from pdserve.config import DisaggMode, ServerConfig
-from pdserve.errors import ConfigError, PdserveError
+from pdserve.errors import PdserveError
 from pdserve.protocol.channel import (
     ChannelAddress,
     ZmqSchedulerChannel,
@@ -152,7 +152,8 @@ def rank_main(start: RankStart) -> None:
 
 
 def _lead(start: RankStart) -> None:
-    from pdserve.scheduler.build import Replica, run_scheduler
+    from pdserve.scheduler.build import run_scheduler
+    from pdserve.scheduler.build_transfer import Replica
 
     replica = Replica(
         server=start.server, dp_rank=start.dp_rank, bootstrap_port=start.bootstrap_port, rendezvous=start.rendezvous
@@ -165,7 +166,14 @@ def _lead(start: RankStart) -> None:
 
 
 def _follow(start: RankStart) -> None:
-    raise ConfigError("a model is not split over ranks yet", field="tp_size")
+    from pdserve.ranks.follower import run_follower
+    from pdserve.ranks.rendezvous import open_store
+
+    parallel = start.config.parallel
+    shape = ParallelShape(tp_size=parallel.tp_size, pp_size=parallel.pp_size)
+    assert start.rendezvous is not None
+    store = open_store(start.rendezvous, start.rank, shape.num_ranks)
+    run_follower(start.config, shape.place(start.rank), store, control_token())
 
 
 def _rendezvous(config: ServerConfig, address: ChannelAddress) -> str:

@@ -3,68 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import logging
 import threading
-import uuid
 
-from pdserve import __version__
 from pdserve.base.clock import Clock, MonotonicClock
 from pdserve.base.mailbox import Mailbox
-from pdserve.base.parallel import ParallelShape
 from pdserve.config import ServerConfig
 from pdserve.errors import ProtocolError
-from pdserve.executor.factory import Built, build_executor
+from pdserve.executor.factory import Built
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.protocol.channel import SchedulerChannel
 from pdserve.protocol.messages import EngineReady
+from pdserve.scheduler.build_transfer import Fact, Replica, open_transfer
 from pdserve.scheduler.core import Core, Limits, Outbox
+from pdserve.scheduler.engine import Engine, open_engine
 from pdserve.scheduler.roles.base import Role
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, Scheduler
 from pdserve.scheduler.waiting import WaitingQueue
-from pdserve.transfer.aux import MetadataBuffers
-from pdserve.transfer.bootstrap import ReplicaRoute, register_route
-from pdserve.transfer.control import ZmqControlSocket
-from pdserve.transfer.directory import HttpDirectory
-from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
-from pdserve.transfer.registry import open_transport
-from pdserve.transfer.sessions import SessionTimes
-from pdserve.transfer.transport import MemoryRegion
-from pdserve.transfer.workers import CopyWorkers
+from pdserve.transfer.manager import KVManager
 
 log = logging.getLogger(__name__)
 
 _INGRESS_POLL_S = 0.5
-Fact = str | int | float | bool | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Replica:
-    """Which replica of which server this is. `bootstrap_port` is the server's own, None where it has none."""
-
-    server: str
-    dp_rank: int = 0
-    bootstrap_port: int | None = None
-    rendezvous: str | None = None
-    """Where the other ranks are met; None when there are none."""
 
 
 def run_scheduler(config: ServerConfig, channel: SchedulerChannel, replica: Replica, token: str) -> None:
     """Build everything, announce readiness, and run the loop until it is shut down. `token` seals control messages.
 
     Raises:
-        ConfigError, ModelError: what `build_executor` and transports raise.
+        ConfigError, ModelError, RankError: what `open_engine` and transports raise.
     """
     mailbox: Mailbox[Event] = Mailbox()
-    built = build_executor(config, max_rows=config.schedule.max_running_requests or 1)
     stop = threading.Event()
     with contextlib.ExitStack() as stack:
-        stack.callback(built.executor.close)
-        scheduler = build_scheduler(config, built, channel, mailbox, MonotonicClock(), replica, token, stack)
+        engine = open_engine(config, replica.rendezvous, token, stack)
+        built = engine.built
+        scheduler = build_scheduler(config, engine, channel, mailbox, MonotonicClock(), replica, token, stack)
         ingress = threading.Thread(target=_ingress, args=(channel, mailbox, stop), name="ingress", daemon=True)
         ingress.start()
         stack.callback(ingress.join)
@@ -95,7 +73,7 @@ def keep_for_good() -> None:
 
 def build_scheduler(
     config: ServerConfig,
-    built: Built,
+    engine: Engine,
     channel: SchedulerChannel,
     mailbox: Mailbox[Event],
     clock: Clock,
@@ -103,11 +81,12 @@ def build_scheduler(
     token: str,
     stack: contextlib.ExitStack,
 ) -> Scheduler:
-    """A scheduler over `built`, with its transfer manager unless the mode is null; `stack` ends threads and sockets."""
+    """A scheduler over `engine`, with a transfer manager unless the mode is null; `stack` ends threads and sockets."""
     mode = config.disagg.disaggregation_mode
+    built = engine.built
     num_rows = built.table.num_rows
     memory = KVMemory(
-        built.executor.layout,
+        built.layout,
         built.num_pages,
         built.table,
         num_aux=0 if mode == "null" else 2 * num_rows,
@@ -115,14 +94,15 @@ def build_scheduler(
         eviction=config.memory.radix_eviction_policy,
     )
     limits = _limits(config, built)
-    core = Core(memory, built.executor, Outbox(channel.send), clock, limits)
+    core = Core(memory, engine.executor, Outbox(channel.send), clock, limits)
     facts: dict[str, Fact] = {
         "dtype": built.dtype,
         "device": str(built.device),
         "disaggregation_mode": mode,
-        "layout_fingerprint": built.executor.layout.fingerprint(),
-        "layout": str(built.executor.layout.fields()),
-        "kv_token_bytes": built.executor.layout.token_bytes,
+        "dp_rank": replica.dp_rank,
+        "layout_fingerprint": built.layout.fingerprint(),
+        "layout": str(built.layout.fields()),
+        "kv_token_bytes": built.layout.token_bytes,
     }
     waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory)
     role: Role
@@ -131,7 +111,7 @@ def build_scheduler(
         role, kv = MonolithRole(core, waiting), None
     else:
         num_aux = memory.aux.num_total
-        kv, more_facts = _transfer(config, built, mailbox, clock, num_aux, replica, token, stack)
+        kv, more_facts = open_transfer(config, engine, mailbox.post, clock, num_aux, replica, token, stack)
         facts |= more_facts
         role = PrefillRole(core, kv, waiting) if mode == "prefill" else DecodeRole(core, kv, waiting)
     return Scheduler(
@@ -166,96 +146,6 @@ def _limits(config: ServerConfig, built: Built) -> Limits:
         prealloc_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
         eos_token_ids=frozenset(built.spec.eos_token_ids),
     )
-
-
-def _transfer(
-    config: ServerConfig,
-    built: Built,
-    mailbox: Mailbox[Event],
-    clock: Clock,
-    num_aux: int,
-    replica: Replica,
-    token: str,
-    stack: contextlib.ExitStack,
-) -> tuple[KVManager, dict[str, Fact]]:
-    """The transfer manager on real sockets and a real transport; a prefill replica registers its route."""
-    disagg = config.disagg
-    host = disagg.disaggregation_host or config.serving.host
-    transport = open_transport(disagg.disaggregation_transfer_backend, host, disagg.disaggregation_ib_device)
-    stack.callback(transport.close)
-    aux = MetadataBuffers(num_aux)
-    transport.register([MemoryRegion(*buffer) for buffer in (*built.executor.buffers, aux.buffer)])
-    socket = ZmqControlSocket(host, mailbox.post)
-    stack.callback(socket.close)
-    workers = CopyWorkers(transport, mailbox.post, disagg.disaggregation_transfer_threads)
-    stack.callback(workers.close)
-    directory = HttpDirectory(mailbox.post, token)
-    stack.callback(directory.close)
-    instance = uuid.uuid4().hex
-    handshake: dict[str, str | int] = {
-        "pdserve_version": __version__,
-        "model": built.spec.digest(),
-        "transfer_backend": transport.name,
-        "weights": built.executor.weights_fingerprint,
-        "enable_deterministic_inference": int(config.kernels.enable_deterministic_inference),
-    }
-    args = KVArgs(
-        instance=instance,
-        layout=built.executor.layout,
-        shape=ParallelShape(tp_size=config.parallel.tp_size, pp_size=config.parallel.pp_size),
-        dp_size=config.parallel.dp_size,
-        decode_sizes=_decode_sizes(config),
-        buffers=built.executor.buffers,
-        aux=aux,
-        facts=handshake,
-        token=token,
-    )
-    times = TransferTimes(
-        bootstrap_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
-        waiting_timeout_s=disagg.disaggregation_waiting_timeout_s,
-        sessions=SessionTimes(
-            heartbeat_s=disagg.disaggregation_heartbeat_interval_s, misses=disagg.disaggregation_heartbeat_misses
-        ),
-    )
-    kv = KVManager(args, socket, workers, directory, clock, times, fake=not transport.facts.moves_bytes)
-    if replica.bootstrap_port is not None:
-        route_host, _, route_port = socket.endpoint.rpartition(":")
-        route = ReplicaRoute(
-            server=replica.server,
-            instance=instance,
-            dp_rank=replica.dp_rank,
-            dp_size=config.parallel.dp_size,
-            tp_size=config.parallel.tp_size,
-            pp_size=config.parallel.pp_size,
-            host=route_host,
-            port=int(route_port),
-            page_size=config.memory.page_size,
-            kv_cache_dtype=built.dtype,
-            model=built.spec.digest(),
-            facts={**handshake, **built.executor.layout.fields()},
-        )
-        register_route(
-            "127.0.0.1" if config.serving.host == "0.0.0.0" else config.serving.host,
-            replica.bootstrap_port,
-            route,
-            token,
-        )
-    facts: dict[str, Fact] = {
-        "transfer_backend": transport.name,
-        "transfer_protocol": transport.facts.protocol,
-        "control_endpoint": socket.endpoint,
-        "instance": instance,
-    }
-    return kv, facts
-
-
-def _decode_sizes(config: ServerConfig) -> dict[str, int]:
-    """The only sizes that a decode server may have, where they were given."""
-    given = {
-        "disaggregation_decode_tp": config.disagg.disaggregation_decode_tp,
-        "disaggregation_decode_dp": config.disagg.disaggregation_decode_dp,
-    }
-    return {field: size for field, size in given.items() if size is not None}
 
 
 def _ingress(channel: SchedulerChannel, mailbox: Mailbox[Event], stop: threading.Event) -> None:

@@ -220,7 +220,7 @@ def test_a_room_goes_to_the_replica_that_its_number_names() -> None:
     assert waiting == [3, 5], "those of replicas 0 and 2; 4 and 7 are replica 1's, which has not answered"
     net.drop = lambda packet: False
     net.pass_time(3.0)
-    for room, receiver in receivers.items():
+    for receiver in receivers.values():
         assert receiver.poll() is KVPoll.WAITING_FOR_INPUT
         receiver.publish(*decode.leases(1))
         net.pump()
