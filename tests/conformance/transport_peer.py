@@ -18,15 +18,18 @@ from pdserve.memory import shared
 from pdserve.transfer import registry
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports import auto, mooncake, nixl, shm
+from pdserve.transfer.transports.nixl_engine import load_native
 
 PR_SET_PDEATHSIG = 1
 __all__ = ["auto", "mooncake", "nixl", "shm"]
-"""Imported before the fork, to be quick after it; the engines themselves are not."""
+"""Imported before the fork, to be quick after it; the engines themselves are not. nixl is, since it imports torch."""
 
 
 def main() -> None:
     """Fork a peer per line."""
     name = sys.argv[1]
+    if name == "nixl":
+        load_native()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     for line in iter(sys.stdin.readline, ""):
         if os.fork() == 0:
