@@ -149,6 +149,26 @@ def marked(parallel: Parallel, path: Path) -> tuple[int, int, list[tuple[int, in
     return len(batches), model.num_layers, marks
 
 
+def fixed_logprobs(parallel: Parallel, path: Path, vocab_size: int) -> tuple[list[float], list[float]]:
+    """Deterministic mode: the first tokens' logprobs of prompts that are computed together, and one by one."""
+    config = ServerConfig(
+        model=ModelConfig(model_path=str(path)),
+        memory=MemoryConfig(max_total_tokens=2048),
+        kernels=KernelConfig(device="cpu", cpu_threads=1, enable_deterministic_inference=True),
+    )
+    driver = Driver(build_executor(config, max_rows=8, parallel=parallel))
+    prompts = [random_prompt(length, vocab_size) for length in (3, 40, 77)]
+    rows = [driver.open(prompt, len(prompt) + 1, top_logprobs=0) for prompt in prompts]
+    together = driver.step(*[(row, 0, len(prompt), True) for row, prompt in zip(rows, prompts, strict=True)])
+    rows = [driver.open(prompt, len(prompt) + 1, top_logprobs=0) for prompt in prompts]
+    alone = [driver.step((row, 0, len(prompt), True))[0] for row, prompt in zip(rows, prompts, strict=True)]
+    return _logprobs(together), _logprobs(alone)
+
+
+def _logprobs(tokens: list[SampledToken | None]) -> list[float]:
+    return [token.logprob for token in tokens if token is not None and token.logprob is not None]
+
+
 def leave(parallel: Parallel) -> bool:
     """Rank 1 goes; the others want to compute."""
     if parallel.place.rank == 1:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.executor.row_params import RowParams
+from pdserve.executor.row_params import RowParams, Seeds
 from pdserve.executor.sampler import sample, to_host, uniforms
 from pdserve.protocol.sampling import SamplingParams
 
@@ -217,3 +217,16 @@ def test_logits_that_are_no_numbers_spoil_only_their_row(value: float, top_p: fl
     sane, spoilt = draw(logits, [request, request])
     assert 0 <= spoilt < VOCAB
     assert sane == draw(logits[:1], [request])[0]
+
+
+def test_a_leader_gives_a_request_its_seed_and_all_ranks_draw_alike() -> None:
+    seeds = Seeds()
+    first, second = seeds.fix(SamplingParams()), seeds.fix(SamplingParams())
+    assert first.seed is not None and second.seed is not None and first.seed != second.seed
+    assert seeds.fix(first) is first
+    columns = []
+    for _ in range(2):
+        params = RowParams(1, ())
+        params.set(0, 4, first, None)
+        columns.append(int(params.pick(np.array([0]), np.array([4])).columns["seed"][0]))
+    assert columns == [first.seed, first.seed]

@@ -21,7 +21,7 @@ from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
 from tests.tiny import VOCAB_SIZE, Family, make_tiny
 from tests.unit.executor.gang import Gang, open_gang
-from tests.unit.executor.split_ranks import LoadFormat, in_bfloat16, leave, marked, outcome
+from tests.unit.executor.split_ranks import LoadFormat, fixed_logprobs, in_bfloat16, leave, marked, outcome
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,12 @@ def test_ranks_agree_in_bfloat16(gang: Gang, tmp_path: Path) -> None:
     """Sums over ranks round otherwise than in one piece; all ranks still hold the same tokens."""
     ranks = gang.run(BOTH, in_bfloat16, make_tiny("llama", tmp_path), VOCAB_SIZE)
     assert all(rank == ranks[0] for rank in ranks) and len(ranks[0][0]) == 12
+
+
+@pytest.mark.parametrize("shape", [TP2, PP2], ids=["tp2", "pp2"])
+def test_deterministic_mode_holds_for_each_split(shape: ParallelShape, gang: Gang, tmp_path: Path) -> None:
+    for together, alone in gang.run(shape, fixed_logprobs, make_tiny("llama", tmp_path), VOCAB_SIZE):
+        assert len(together) == 3 and together == alone
 
 
 def test_a_layer_is_marked_when_every_micro_batch_has_written_it(gang: Gang, tmp_path: Path) -> None:
