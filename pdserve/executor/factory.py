@@ -65,7 +65,7 @@ def join_replica(config: ServerConfig, place: Place, store: Store, *, host: str 
 
     Raises:
         ConfigError: no such device, or no network interface with the address `host`.
-        RuntimeError: a rank did not come.
+        RankError: a rank did not come.
     """
     return open_parallel(place, store, prepare_device(config.kernels, LocalRanks.of(config.parallel, place)), host=host)
 

@@ -7,10 +7,12 @@ CUDA. A process has one replica's rank, as torch has one default group.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
 
 import psutil
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pdserve.base.parallel import SINGLE, ParallelShape, Place
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, RankError
 
 _LOG = logging.getLogger(__name__)
 TIMEOUT_S = 300.0
@@ -30,7 +32,7 @@ Backend = Literal["gloo", "nccl"]
 
 
 class Parallel(Protocol):
-    """One rank among those of its replica. Raises RuntimeError where another rank is gone or too late."""
+    """One rank among those of its replica. Raises RankError where another rank is gone or too late."""
 
     @property
     def place(self) -> Place:
@@ -128,7 +130,8 @@ class TorchParallel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Parallel.all_reduce`."""
         if self.place.shape.tp_size > 1:
-            dist.all_reduce(x, group=self._tensor_ranks)
+            with _with_others("adding up"):
+                dist.all_reduce(x, group=self._tensor_ranks)
         return x
 
     def gather_logits(self, part: Tensor, vocab_size: int) -> Tensor | None:
@@ -136,20 +139,18 @@ class TorchParallel:
         tp_size = self.place.shape.tp_size
         if tp_size == 1:
             return part[:, :vocab_size]
-        root = self.place.rank - self.place.tp_rank
-        part = part.contiguous()
-        if self.place.tp_rank:
-            dist.gather(part, None, dst=root, group=self._tensor_ranks)
-            return None
-        parts = [torch.empty_like(part) for _ in range(tp_size)]
-        dist.gather(part, parts, dst=root, group=self._tensor_ranks)
-        return torch.cat(parts, 1)[:, :vocab_size].contiguous()
+        part, root = part.contiguous(), self.place.rank - self.place.tp_rank
+        parts = None if self.place.tp_rank else [torch.empty_like(part) for _ in range(tp_size)]
+        with _with_others("gathering logits"):
+            dist.gather(part, parts, dst=root, group=self._tensor_ranks)
+        return None if parts is None else torch.cat(parts, 1)[:, :vocab_size].contiguous()
 
     def send(self, x: Tensor) -> None:
         """See `Parallel.send`."""
         assert not self.place.is_last_stage, "the last stage has nobody to send to"
         x = x.contiguous()
-        work = dist.isend(x, self.place.rank + self.place.shape.tp_size, group=self._next)
+        with _with_others("sending hidden states"):
+            work = dist.isend(x, self.place.rank + self.place.shape.tp_size, group=self._next)
         assert work is not None, "this rank is of its edge"
         self._sending.append((work, x))
 
@@ -157,18 +158,21 @@ class TorchParallel:
         """See `Parallel.receive`."""
         assert not self.place.is_first_stage, "the first stage has nobody to receive from"
         x = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(x, self.place.rank - self.place.shape.tp_size, group=self._previous)
+        with _with_others("receiving hidden states"):
+            dist.recv(x, self.place.rank - self.place.shape.tp_size, group=self._previous)
         return x
 
     def flush(self) -> None:
         """See `Parallel.flush`."""
-        while self._sending:
-            self._sending.pop(0)[0].wait()
+        with _with_others("sending hidden states"):
+            while self._sending:
+                self._sending.pop(0)[0].wait()
 
     def share_tokens(self, tensors: Sequence[Tensor]) -> None:
         """See `Parallel.share_tokens`."""
-        for tensor in tensors:
-            dist.broadcast(tensor, self._sampler)
+        with _with_others("sharing tokens"):
+            for tensor in tensors:
+                dist.broadcast(tensor, self._sampler)
 
     def close(self) -> None:
         """See `Parallel.close`."""
@@ -186,23 +190,35 @@ def open_parallel(
 
     Raises:
         ConfigError: no network interface has the address `host`.
-        RuntimeError: a rank did not come in time, or left.
+        RankError: a rank did not come in time, or left.
     """
     if place.shape.num_ranks == 1:
         return SingleRank()
     backend: Backend = "nccl" if device.type == "cuda" else "gloo"
     os.environ.setdefault("NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME", _interface_of(host))
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("parallel", store),
-        rank=place.rank,
-        world_size=place.shape.num_ranks,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
+    with _with_others("meeting"):
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("parallel", store),
+            rank=place.rank,
+            world_size=place.shape.num_ranks,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        joined = TorchParallel(place, timeout)
     _LOG.info("rank %d of %d is one of %s's", place.rank, place.shape.num_ranks, backend)
-    return TorchParallel(place, timeout)
+    return joined
+
+
+@contextlib.contextmanager
+def _with_others(what: str) -> Iterator[None]:
+    """Torch's errors as ours; `what` says what the ranks were about."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RankError(f"{what}: another rank of this replica is gone, or too late: {reason}") from error
 
 
 def _ranks_of_stage(shape: ParallelShape, stage: int) -> list[int]:
@@ -217,8 +233,12 @@ def _group(members: list[list[int]], place: Place, timeout: datetime.timedelta) 
 
 
 def _interface_of(host: str) -> str:
-    """The name of the network interface with the address `host`. Raises ConfigError."""
+    """The name of the network interface with an address of `host`. Raises ConfigError."""
+    try:
+        wanted = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise ConfigError(f"{host} is no address of this host: {error}", field="disaggregation_host") from error
     for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == host for address in addresses):
+        if any(address.address.partition("%")[0] in wanted for address in addresses):
             return name
     raise ConfigError(f"no network interface of this host has the address {host}", field="disaggregation_host")

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
+from pdserve.errors import RankError
 from pdserve.executor.batch_builder import read_plan
 from pdserve.executor.factory import Built, build_executor
 from pdserve.executor.interface import BatchPlan, Row, SampledToken
@@ -175,6 +176,6 @@ def leave(parallel: Parallel) -> bool:
         return True
     try:
         parallel.all_reduce(torch.ones(3))
-    except RuntimeError:
+    except RankError:
         return True
     return False

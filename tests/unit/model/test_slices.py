@@ -17,7 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from pdserve.base.parallel import ParallelShape, Place
 from pdserve.config.groups import ParallelConfig
-from pdserve.errors import ConfigError, ModelError
+from pdserve.errors import ConfigError, ModelError, RankError
 from pdserve.executor.factory import LocalRanks
 from pdserve.model import loader
 from pdserve.model.config import ModelSpec
@@ -204,6 +204,13 @@ def test_ranks_of_a_host_are_numbered_on_it() -> None:
     assert [(rank.index, rank.count) for rank in ranks] == [(0, 2), (1, 2), (0, 2), (1, 2)]
 
 
-def test_an_address_that_is_not_of_this_host_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
-        open_parallel(ParallelShape(tp_size=2).place(0), HashStore(), CPU, host="192.0.2.1")
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such name"])
+def test_an_address_that_is_not_of_this_host_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=host) as error:
+        open_parallel(ParallelShape(tp_size=2).place(0), HashStore(), CPU, host=host)
+    assert error.value.field == "disaggregation_host"
+
+
+def test_a_rank_that_never_comes_is_an_error_in_time() -> None:
+    with pytest.raises(RankError, match="meeting"):
+        open_parallel(ParallelShape(tp_size=2).place(0), HashStore(), CPU, timeout_s=1.0)
