@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, Literal
 
 DisaggMode = Literal["null", "prefill", "decode"]
-TransferBackend = Literal["mooncake", "nixl", "shm", "auto", "fake"]
+TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]
 EvictionPolicy = Literal["lru", "lfu", "priority"]
 SchedulePolicy = Literal["fcfs", "lpm", "priority"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]

@@ -39,6 +39,18 @@ def _open_nixl(host: str, ib_device: str | None) -> Transport:
     return NixlTransport.open(host, ib_device)
 
 
+def _open_mori(host: str, ib_device: str | None) -> Transport:
+    from pdserve.transfer.transports.mori import MoriTransport
+
+    return MoriTransport.open(host, ib_device)
+
+
+def _open_ascend(host: str, ib_device: str | None) -> Transport:
+    from pdserve.transfer.transports.ascend import AscendTransport
+
+    return AscendTransport.open(host, ib_device)
+
+
 def _open_fake(host: str, ib_device: str | None) -> Transport:
     from pdserve.transfer.transports.fake import FakeTransport
 
@@ -63,5 +75,7 @@ OPENERS: dict[str, Callable[[str, str | None], Transport]] = {
     "shm": _open_shm,
     "auto": _open_auto,
     "nixl": _open_nixl,
+    "mori": _open_mori,
+    "ascend": _open_ascend,
     "fake": _open_fake,
 }

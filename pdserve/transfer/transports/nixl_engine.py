@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import importlib
 import logging
@@ -17,6 +16,7 @@ from typing import Any
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import MemoryRegion
+from pdserve.transfer.transports.device_memory import place_of
 from pdserve.transfer.transports.nixl_blocks import Ranges, Span, Spans, SpansByKind, block_indices, choose_block
 
 FIRST_POLL_S = 0.00002
@@ -26,9 +26,6 @@ INSTALL_HELP = (
     "install the engine: `pip install --no-deps nixl-cu12 nixl` (on a machine with CUDA 13 `nixl-cu13 nixl`; without "
     "CUDA either does)"
 )
-_CU_MEMORYTYPE = 2
-_CU_DEVICE_ORDINAL = 9
-_ON_DEVICE = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,17 +37,9 @@ class KindOfMemory:
 
 
 def kind_of(address: int) -> KindOfMemory:
-    """Asks the CUDA driver, where there is one, whose memory an address is."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return KindOfMemory("DRAM", 0)
-    found = []
-    for attribute in (_CU_MEMORYTYPE, _CU_DEVICE_ORDINAL):
-        value = ctypes.c_uint(0)
-        code = driver.cuPointerGetAttribute(ctypes.byref(value), attribute, ctypes.c_uint64(address))
-        found.append(int(value.value) if code == 0 else 0)
-    return KindOfMemory("VRAM", found[1]) if found[0] == _ON_DEVICE else KindOfMemory("DRAM", 0)
+    """The kind of memory at an address of this process."""
+    place = place_of(address)
+    return KindOfMemory("DRAM", 0) if place.device is None else KindOfMemory("VRAM", place.device)
 
 
 def load_native() -> Any:

@@ -1,0 +1,156 @@
+"""Ascend NPUs through `memfabric_hybrid`. Written to its published Python interface; not tested on hardware.
+
+The engine wants every process to be `Prefill`, which writes, or `Decode`, which is written to. A transport is told
+neither, so a process has a `Decode` engine from the start and a `Prefill` engine from its first connection on.
+
+    ASCEND_MF_STORE_URL           tcp://host:port of memfabric's store; required
+    ASCEND_MF_TRANSFER_PROTOCOL   sdma (default), device_rdma, host_rdma
+    ASCEND_DEVICE_ID              number of this process's NPU, default 0
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from pdserve.errors import ConfigError, TransferError
+from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
+
+SETTLE_S = 30.0
+BATCH_COPIES = 1024
+PROTOCOLS = ("sdma", "device_rdma", "host_rdma")
+FIELD = "disaggregation_transfer_backend"
+
+
+def session_of(address: str) -> str:
+    """The engine's session in `host:port/incarnation`. Raises TransferError (settled, for good) otherwise."""
+    session, _, incarnation = address.partition("/")
+    host, _, port = session.rpartition(":")
+    if not (host and incarnation and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise TransferError(f"not an ascend address: {address[:100]!r}", code="bad_address", retryable=False)
+    return session
+
+
+class AscendTransport:
+    """Writes through memfabric's TransferEngine. See `Transport` for who calls what from where."""
+
+    name = "ascend"
+    settle_s = SETTLE_S
+
+    def __init__(self, native: Any, host: str, store_url: str, protocol: str, device: int) -> None:
+        self.facts = TransportFacts(protocol=protocol, moves_bytes=True)
+        self._native = native
+        self._host = host
+        self._store_url = store_url
+        self._operation = native.TransferEngine.TransDataOpType.__members__[protocol.upper()]
+        self._device = device
+        self._regions = RegionSet()
+        self._incarnation = uuid.uuid4().hex[:16]
+        self._lock = threading.Lock()
+        self._peers: dict[str, str] = {}
+        self._sender: Any = None
+        self._receiver, self._session = self._start("Decode")
+
+    @classmethod
+    def open(cls, host: str, ib_device: str | None) -> AscendTransport:
+        """Start the receiving engine. Raises ConfigError when something is missing or it does not start."""
+        store_url = os.environ.get("ASCEND_MF_STORE_URL", "")
+        protocol = os.environ.get("ASCEND_MF_TRANSFER_PROTOCOL", "sdma").lower()
+        device = os.environ.get("ASCEND_DEVICE_ID", "0")
+        if not store_url:
+            raise ConfigError("transfer backend ascend needs ASCEND_MF_STORE_URL, tcp://host:port", field=FIELD)
+        if protocol not in PROTOCOLS:
+            raise ConfigError(f"ASCEND_MF_TRANSFER_PROTOCOL is {protocol!r}, not one of {', '.join(PROTOCOLS)}")
+        if not device.isdecimal():
+            raise ConfigError(f"ASCEND_DEVICE_ID is {device!r}, not the number of an NPU")
+        try:
+            native = importlib.import_module("memfabric_hybrid")
+        except ImportError as error:
+            raise ConfigError(
+                f"transfer backend ascend cannot be loaded ({error}); `pip install memfabric-hybrid` and CANN",
+                field=FIELD,
+            ) from error
+        return cls(native, host, store_url, protocol, int(device))
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Make regions writable for peers, and readable for `write`."""
+        self._regions.add(regions)
+        with self._lock:
+            engines = [self._receiver] if self._sender is None else [self._receiver, self._sender]
+        for engine in engines:
+            _register(engine, regions)
+
+    def address(self) -> str:
+        """`host:port/incarnation`."""
+        return f"{self._session}/{self._incarnation}"
+
+    def connect(self, address: str) -> None:
+        """Start the sending engine, if this is the first peer. The engine finds the peer at the first write."""
+        session = session_of(address)
+        with self._lock:
+            if self._sender is None:
+                try:
+                    sender, _ = self._start("Prefill")
+                except ConfigError as error:
+                    raise TransferError(str(error), code="engine_failed") from None
+                _register(sender, self._regions.regions)
+                self._sender = sender
+            self._peers[address] = session
+
+    def disconnect(self, address: str) -> None:
+        """Forget a peer."""
+        with self._lock:
+            self._peers.pop(address, None)
+
+    def write(self, address: str, copies: Sequence[Copy]) -> None:
+        """Batches of at most `BATCH_COPIES`, one after the other. What the engine reports as failed is not settled."""
+        with self._lock:
+            session, sender = self._peers.get(address), self._sender
+        if session is None:
+            raise TransferError(f"not connected to {address}", code="not_connected", retryable=False)
+        self._regions.check_sources(copies)
+        full = [copy for copy in copies if copy.num_bytes]
+        for first in range(0, len(full), BATCH_COPIES):
+            batch = full[first : first + BATCH_COPIES]
+            code = int(
+                sender.batch_transfer_sync_write(
+                    session,
+                    [copy.source for copy in batch],
+                    [copy.destination for copy in batch],
+                    [copy.num_bytes for copy in batch],
+                )
+            )
+            if code != 0:
+                raise TransferError(
+                    f"write of {len(batch)} copies to {session}: code {code}", code="engine_failed", settled=False
+                )
+
+    def close(self) -> None:
+        """End both engines."""
+        with self._lock:
+            self._peers.clear()
+            engines = [engine for engine in (self._sender, self._receiver) if engine is not None]
+            self._sender = self._receiver = None
+        for engine in engines:
+            engine.unInitialize()
+
+    def _start(self, role: str) -> tuple[Any, str]:
+        """An engine and its session. Raises ConfigError with the engine's code."""
+        engine = self._native.TransferEngine()
+        session = f"{self._host}:{engine.get_rpc_port()}"
+        code = int(engine.initialize(self._store_url, session, role, self._device, self._operation))
+        if code != 0:
+            raise ConfigError(
+                f"memfabric does not start as {role} with store {self._store_url}: code {code}", field=FIELD
+            )
+        return engine, session
+
+
+def _register(engine: Any, regions: Sequence[MemoryRegion]) -> None:
+    addresses, lengths = [region.address for region in regions], [region.num_bytes for region in regions]
+    if regions and (code := int(engine.batch_register_memory(addresses, lengths))) != 0:
+        raise TransferError(f"memfabric refuses {list(regions)}: code {code}", code="bad_region", retryable=False)

@@ -1,0 +1,40 @@
+"""Whose memory an address is: the host's or a GPU's. Used by the transports whose engines want to be told."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+DRIVERS = (("libcuda.so.1", "cuPointerGetAttribute"), ("libamdhip64.so", "hipPointerGetAttribute"))
+_MEMORY_TYPE = 2
+_DEVICE_ORDINAL = 9
+_ON_DEVICE = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a region lies. `device` is the GPU's number, None for host memory."""
+
+    device: int | None
+
+
+HOST = Place(None)
+
+
+def place_of(address: int) -> Place:
+    """Asks the driver of CUDA or of HIP, where there is one."""
+    for library, function in DRIVERS:
+        try:
+            driver = ctypes.CDLL(library)
+        except OSError:
+            continue
+        if _ask(driver, function, _MEMORY_TYPE, address) == _ON_DEVICE:
+            return Place(_ask(driver, function, _DEVICE_ORDINAL, address))
+    return HOST
+
+
+def _ask(driver: ctypes.CDLL, function: str, attribute: int, address: int) -> int:
+    """An attribute of a pointer; 0 where the driver does not know it, as with memory that it did not allocate."""
+    value = ctypes.c_uint(0)
+    code = driver[function](ctypes.byref(value), ctypes.c_int(attribute), ctypes.c_void_p(address))
+    return int(value.value) if code == 0 else 0

@@ -1,0 +1,238 @@
+"""AMD's MoRI-IO, RDMA between GPUs. Written to its published Python interface; not tested on hardware.
+
+The engine writes between memory descriptors, at offsets; ours are absolute addresses, so an address carries, beside the
+engine's description, the start and the descriptor of each region.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import dataclasses
+import importlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pdserve.errors import ConfigError, TransferError
+from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
+from pdserve.transfer.transports.device_memory import place_of
+from pdserve.transfer.transports.nics import choose_protocol, wanted_nics
+
+SETTLE_S = 30.0
+STALL_S = 15.0
+"""A batch that has made no end after so long, and some for its length, is given up."""
+SLOWEST_BYTES_PER_S = 10e6
+POLL_S = 0.0002
+BATCH_COPIES = 1024
+PREFIX = "mori:"
+FIELD = "disaggregation_transfer_backend"
+
+
+class PeerRegion(msgspec.Struct, frozen=True, array_like=True):
+    """A registered region, as its owner tells of it."""
+
+    address: int
+    num_bytes: int
+    descriptor: bytes
+
+
+class PeerCard(msgspec.Struct, frozen=True):
+    """What an address holds. The engine's description names one life of an engine."""
+
+    engine: bytes
+    regions: tuple[PeerRegion, ...]
+
+
+def encode_address(card: PeerCard) -> str:
+    """The card as text."""
+    return PREFIX + base64.urlsafe_b64encode(msgspec.msgpack.encode(card)).decode()
+
+
+def decode_address(address: str) -> PeerCard:
+    """The card in an address. Raises TransferError (settled, for good) when there is none."""
+    try:
+        card = msgspec.msgpack.decode(base64.urlsafe_b64decode(address.removeprefix(PREFIX)), type=PeerCard)
+    except (msgspec.MsgspecError, binascii.Error, ValueError):
+        card = None
+    if card is None or not address.startswith(PREFIX) or not card.engine:
+        raise TransferError(f"not a mori address: {address[:100]!r}", code="bad_address", retryable=False)
+    return card
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """Regions with the engine's descriptors, here or at a peer."""
+
+    regions: tuple[tuple[MemoryRegion, Any], ...]
+
+    def find(self, address: int, num_bytes: int) -> int | None:
+        """Which region holds the range."""
+        for index, (region, _) in enumerate(self.regions):
+            if region.address <= address and address + num_bytes <= region.address + region.num_bytes:
+                return index
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A connected peer."""
+
+    engine: Any
+    memory: Described
+
+
+class MoriTransport:
+    """Writes through MoRI's IOEngine. See `Transport` for who calls what from where."""
+
+    name = "mori"
+    settle_s = SETTLE_S
+
+    def __init__(self, native: Any, host: str) -> None:
+        self.facts = TransportFacts(protocol="rdma", moves_bytes=True)
+        self._native = native
+        self._regions = RegionSet()
+        self._memory = Described(())
+        self._lock = threading.Lock()
+        self._peers: dict[str, Peer] = {}
+        self._abandoned: list[Any] = []  # the engine still writes into the states of transfers that were given up
+        try:
+            self._engine = native.IOEngine(f"pdserve-{uuid.uuid4().hex[:16]}", native.IOEngineConfig(host=host, port=0))
+            self._engine.create_backend(native.BackendType.RDMA, native.RdmaBackendConfig())
+        except Exception as error:
+            raise ConfigError(f"mori does not start on host {host!r}: {error!r}", field=FIELD) from error
+
+    @classmethod
+    def open(cls, host: str, ib_device: str | None) -> MoriTransport:
+        """Start the engine. Raises ConfigError when the library or a NIC is missing, or it does not start."""
+        choose_protocol(ib_device)
+        if nics := wanted_nics(ib_device):
+            os.environ.setdefault("MORI_RDMA_DEVICES", ",".join(nics))
+        try:
+            native = importlib.import_module("mori.io")
+        except ImportError as error:
+            raise ConfigError(
+                f"transfer backend mori cannot be loaded ({error}); `pip install amd-mori` and ROCm", field=FIELD
+            ) from error
+        return cls(native, host)
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Make regions readable and writable through the engine."""
+        self._regions.add(regions)
+        self._memory = Described((*self._memory.regions, *((region, self._describe(region)) for region in regions)))
+
+    def address(self) -> str:
+        """The engine's description and those of all regions, as text."""
+        regions = (PeerRegion(region.address, region.num_bytes, it.pack()) for region, it in self._memory.regions)
+        return encode_address(PeerCard(self._engine.get_engine_desc().pack(), tuple(regions)))
+
+    def connect(self, address: str) -> None:
+        """Tell the engine of the peer. It connects with the first write."""
+        card = decode_address(address)
+        try:
+            engine = self._native.EngineDesc.unpack(card.engine)
+            regions = tuple(
+                (MemoryRegion(it.address, it.num_bytes), self._native.MemoryDesc.unpack(it.descriptor))
+                for it in card.regions
+            )
+            with self._lock:
+                if address not in self._peers:
+                    self._engine.register_remote_engine(engine)
+                    self._peers[address] = Peer(engine, Described(regions))
+        except Exception as error:
+            raise TransferError(f"mori refuses the peer: {error!r}", code="peer_unreachable") from None
+
+    def disconnect(self, address: str) -> None:
+        """Forget a peer."""
+        with self._lock:
+            peer = self._peers.pop(address, None)
+        if peer is not None:
+            with contextlib.suppress(Exception):  # it may be gone already
+                self._engine.deregister_remote_engine(peer.engine)
+
+    def write(self, address: str, copies: Sequence[Copy]) -> None:
+        """Batches of at most `BATCH_COPIES`, one after the other. What the engine reports as failed is not settled."""
+        with self._lock:
+            peer = self._peers.get(address)
+        if peer is None:
+            raise TransferError(f"not connected to {address[:100]}", code="not_connected", retryable=False)
+        self._regions.check_sources(copies)
+        full = [(copy, *self._find(peer, copy)) for copy in copies if copy.num_bytes]
+        for first in range(0, len(full), BATCH_COPIES):
+            self._write_batch(peer, full[first : first + BATCH_COPIES])
+
+    def close(self) -> None:
+        """End the engine."""
+        with self._lock:
+            addresses = list(self._peers)
+        for address in addresses:
+            self.disconnect(address)
+        self._engine = None
+
+    def _describe(self, region: MemoryRegion) -> Any:
+        place, kinds = place_of(region.address), self._native.MemoryLocationType
+        device, kind = (-1, kinds.CPU) if place.device is None else (place.device, kinds.GPU)
+        try:
+            return self._engine.register_memory(region.address, region.num_bytes, device, kind)
+        except Exception as error:
+            raise TransferError(f"mori refuses {region}: {error!r}", code="bad_region", retryable=False) from None
+
+    def _find(self, peer: Peer, copy: Copy) -> tuple[int, int]:
+        """The regions of a copy, here and there. Raises TransferError (settled) when the peer has none."""
+        here = self._memory.find(copy.source, copy.num_bytes)
+        there = peer.memory.find(copy.destination, copy.num_bytes)
+        assert here is not None, "sources were checked"
+        if there is None:
+            raise TransferError(
+                f"{copy.destination:#x} + {copy.num_bytes} bytes is not registered at the peer",
+                code="bad_range",
+                retryable=False,
+            )
+        return here, there
+
+    def _write_batch(self, peer: Peer, batch: Sequence[tuple[Copy, int, int]]) -> None:
+        """One call of the engine, with a row for each pair of regions; then wait asleep for all rows."""
+        rows: dict[tuple[int, int], list[Copy]] = {}
+        for copy, here, there in batch:
+            rows.setdefault((here, there), []).append(copy)
+        sources = [self._memory.regions[here] for here, _ in rows]
+        destinations = [peer.memory.regions[there] for _, there in rows]
+        try:
+            states = self._engine.batch_write(
+                [descriptor for _, descriptor in sources],
+                [
+                    [c.source - start.address for c in row]
+                    for row, (start, _) in zip(rows.values(), sources, strict=True)
+                ],
+                [descriptor for _, descriptor in destinations],
+                [
+                    [c.destination - start.address for c in row]
+                    for row, (start, _) in zip(rows.values(), destinations, strict=True)
+                ],
+                [[c.num_bytes for c in row] for row in rows.values()],
+                [self._engine.allocate_transfer_uid() for _ in rows],
+            )
+        except Exception as error:
+            raise TransferError(f"mori: {error!r}", code="engine_failed", settled=False) from None
+        deadline = time.monotonic() + STALL_S + sum(copy.num_bytes for copy, _, _ in batch) / SLOWEST_BYTES_PER_S
+        if (failure := _await_all(states, deadline)) is not None:
+            self._abandoned.append(states)
+            raise TransferError(f"mori: {failure}", code="engine_failed", settled=False)
+
+
+def _await_all(states: Sequence[Any], deadline: float) -> str | None:
+    """None when all have arrived, else what went wrong with the first that did not."""
+    for state in states:
+        while not state.Succeeded():
+            if state.Failed():
+                return str(state.Message())
+            if time.monotonic() > deadline:
+                return "no end within the time limit"
+            time.sleep(POLL_S)
+    return None

@@ -1,0 +1,63 @@
+"""What the nixl transport decides without an engine: addresses, environment, and what it says when there is none."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from pdserve.errors import ConfigError, TransferError
+from pdserve.transfer.registry import open_transport
+from pdserve.transfer.transports.nixl import (
+    PREFIX,
+    PeerCard,
+    PeerRegion,
+    decode_address,
+    encode_address,
+    set_environment,
+)
+
+
+def test_an_address_carries_metadata_and_regions() -> None:
+    card = PeerCard(bytes(range(256)), (PeerRegion(1 << 46, 64, "DRAM", 0), PeerRegion(1 << 47, 1 << 40, "VRAM", 7)))
+    address = encode_address(card)
+    assert decode_address(address) == card
+    assert address.isascii() and address.isprintable() and " " not in address
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "fake",
+        PREFIX,
+        PREFIX + "%%%",
+        PREFIX + "gA==",
+        encode_address(PeerCard(b"", ())),
+        encode_address(PeerCard(b"x", ())),
+    ],
+)
+def test_a_malformed_address_is_refused_for_good(address: str) -> None:
+    with pytest.raises(TransferError, match="not a nixl address") as caught:
+        decode_address(address)
+    assert caught.value.settled
+    assert not caught.value.retryable
+
+
+def test_named_nics_reach_the_engine_and_the_user_s_choice_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
+    set_environment("mlx5_0")
+    assert os.environ["UCX_NET_DEVICES"] == "eth7"
+    monkeypatch.delenv("UCX_NET_DEVICES")
+    set_environment(None)
+    assert "UCX_NET_DEVICES" not in os.environ
+    set_environment("mlx5_0, mlx5_1")
+    assert os.environ["UCX_NET_DEVICES"] == "mlx5_0:1,mlx5_1:1"
+
+
+def test_a_missing_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(ConfigError, match=r"pip install --no-deps nixl-cu12 nixl") as caught:
+        open_transport("nixl", "127.0.0.1")
+    assert caught.value.field == "disaggregation_transfer_backend"
