@@ -6,8 +6,10 @@ Pure; knows layouts, not engines.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -16,9 +18,11 @@ from pdserve.memory.layout import KVGroup
 from pdserve.transfer.topology import Feed
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PageCopy:
-    """`num_bytes` bytes from `source` to `destination`; both are byte offsets into the group's pool."""
+class PageCopy(msgspec.Struct, frozen=True, gc=False):
+    """`num_bytes` bytes from `source` to `destination`; both are byte offsets into the group's pool.
+
+    A struct, since a request has hundreds: a frozen dataclass takes eight times as long to make.
+    """
 
     source: int
     destination: int
@@ -84,7 +88,7 @@ def plan_feed(
     offsets = np.asarray(starts, dtype=np.int64)
     from_offsets = (sources[:, None] * ours.group.page_bytes + offsets[:, 0]).ravel()
     to_offsets = (targets[:, None] * theirs.group.page_bytes + offsets[:, 1]).ravel()
-    return [PageCopy(s, d, num_bytes) for s, d in zip(from_offsets.tolist(), to_offsets.tolist(), strict=True)]
+    return list(map(PageCopy, from_offsets.tolist(), to_offsets.tolist(), itertools.repeat(num_bytes)))
 
 
 def _whole_pages(source: npt.NDArray[np.int64], destination: npt.NDArray[np.int64], page_bytes: int) -> list[PageCopy]:
@@ -92,7 +96,5 @@ def _whole_pages(source: npt.NDArray[np.int64], destination: npt.NDArray[np.int6
     breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(destination) != 1)) + 1
     starts = np.concatenate(([0], breaks))
     lengths = np.diff(np.concatenate((starts, [len(source)])))
-    return [
-        PageCopy(s * page_bytes, d * page_bytes, n * page_bytes)
-        for s, d, n in zip(source[starts].tolist(), destination[starts].tolist(), lengths.tolist(), strict=True)
-    ]
+    columns = (source[starts], destination[starts], lengths)
+    return list(map(PageCopy, *((column * page_bytes).tolist() for column in columns)))

@@ -14,6 +14,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from pdserve.errors import TransferError
 
 
@@ -25,8 +27,7 @@ class MemoryRegion:
     num_bytes: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(msgspec.Struct, frozen=True, gc=False):
     """`num_bytes` bytes from `source` here to `destination` in the peer; both absolute addresses."""
 
     source: int
