@@ -157,6 +157,9 @@ class Scheduler:
         if self.kv is not None:
             memory |= self.kv.counts()
             counters |= {name: float(value) for name, value in self.kv.counters.items()}
+        facts = {**self.facts, **self.role.facts()}
+        if self.kv is not None:
+            facts["last_handshake_refusal"] = self.kv.sessions.last_refusal
         used = (
             memory["pages_total"] - memory["pages_free"] - memory["pages_evictable"]
         ) * self.core.memory.layout.page_tokens
@@ -164,7 +167,7 @@ class Scheduler:
             queues=queues,
             memory=memory,
             counters=counters,
-            facts={**self.facts, **self.role.facts()},
+            facts=facts,
             num_running_reqs=queues["num_running_reqs"],
             num_queue_reqs=len(self.role.live) - queues["num_running_reqs"],
             num_used_tokens=used,

@@ -65,6 +65,8 @@ class Sessions:
         self._times = times
         self._counters = counters
         self._peers: dict[str, Peer] = {}
+        self.last_refusal: str | None = None
+        """The newest handshake that one side refused: peer, field and reason, for `/get_server_info`."""
         self._dialled: dict[Address, tuple[str, ...]] = {}
         """Instances behind an address; empty while the directory is being asked."""
         self._seq = itertools.count(1)
@@ -249,6 +251,7 @@ class Sessions:
         if peer.state is not PeerState.REFUSED:
             self._counters["handshakes_refused"] += 1
             log.warning("handshake with %s refused: %s: %s", peer.endpoint, field, message)
+            self.last_refusal = f"{peer.endpoint}: {field}: {message}"
         peer.state, peer.last_ping = PeerState.REFUSED, self._clock.now()
         failure = Failure(
             code="handshake_refused", message=f"{field}: {message}", origin=peer.endpoint, retryable=False, status=500

@@ -25,10 +25,11 @@ PYTHON = sys.executable
 class Server:
     """One started process and what it announced."""
 
-    def __init__(self, name: str, module: str, flags: Sequence[str]) -> None:
+    def __init__(self, name: str, module: str, flags: Sequence[str], *, before: Sequence[str] = ()) -> None:
+        """`before` goes before the command line: a program that runs it somewhere else."""
         self.lines: deque[str] = deque(maxlen=200)
         env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-        self.child = Child(name, [PYTHON, "-m", module, *flags], env=env, on_line=self.lines.append)
+        self.child = Child(name, [*before, PYTHON, "-m", module, *flags], env=env, on_line=self.lines.append)
         self.ready: Ready | None = None
 
     def wait(self) -> Server:

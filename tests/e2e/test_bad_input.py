@@ -170,6 +170,7 @@ def stranger(pair: Pair, model: str, *flags: str) -> Iterator[Server]:
         ("kv_cache_dtype", ("--dtype", "bfloat16"), {}),
         ("num_layers", (), {"num_hidden_layers": 2}),
         ("model", (), {"intermediate_size": 128}),
+        ("pp_size", ("--pp-size", "2"), {}),
     ],
 )
 def test_a_peer_that_differs_is_refused_by_the_name_of_the_field(
@@ -187,6 +188,8 @@ def test_a_peer_that_differs_is_refused_by_the_name_of_the_field(
         answer = requests.post(f"{decode.url}/generate", json={"input_ids": [5, 6], **rooms}, timeout=10)
         assert answer.status_code == 500, answer.text
         assert field in answer.text
+        for server in (decode, pair.prefill):
+            assert field in server.state()["facts"]["last_handshake_refusal"]
         assert_idle(decode)
     assert pair.prefill.state()["counters"]["handshakes_refused"] > refused
     still_serves(pair)

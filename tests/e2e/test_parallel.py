@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
+import requests
 
-from tests.e2e.harness import assert_idle, running_pair
+from tests.e2e.harness import Server, assert_idle, running, running_monolith, running_pair
 from tests.e2e.test_parity import ask, make_prompts, reference
 from tests.tiny import Family
 
@@ -50,3 +55,71 @@ def test_split_models(
         for i, answer in enumerate(ask(pair.router.url, batch)):
             assert answer["output_ids"] == expected[i % len(prompts)], f"{len(batch[i])} tokens"
         assert_idle(pair.prefill, pair.decode)
+
+
+def ranks_of(server: Server) -> list[psutil.Process]:
+    """The engine's processes, in the order of their start: the leader first."""
+    children = psutil.Process(server.child.pid).children(recursive=True)
+    return sorted((one for one in children if "spawn_main" in " ".join(one.cmdline())), key=lambda one: one.pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_rank_ends_the_server_with_a_clear_error(
+    number: signal.Signals, tiny_checkpoint: Callable[[Family], Path]
+) -> None:
+    with running_monolith(str(tiny_checkpoint("llama")), *COMMON, "--tp-size", "2") as server:
+        leader, follower = ranks_of(server)
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}, "stream": True}
+        with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=100) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            os.kill(follower.pid, number)
+            said = b"".join(lines)
+        assert b'"error"' in said, said[-500:]
+        assert server.child.wait_exit(60.0), "it hangs"
+        assert any("rank 1" in line for line in server.lines)
+        assert not leader.is_running() and not follower.is_running()
+
+
+def test_two_nodes(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    model = tiny_checkpoint("llama")
+    prompts = make_prompts(vocab_size=320)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    split = ["--tp-size", "2", "--pp-size", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{port}"]
+    argv = ["--model-path", str(model), "--port", "0", "--device", "cpu", *COMMON, *split]
+    nodes = [Server(f"node-{rank}", "pdserve.launch_server", [*argv, "--node-rank", str(rank)]) for rank in (0, 1)]
+    with running(nodes[0]):
+        try:
+            assert [len(ranks_of(node)) for node in nodes] == [2, 2]
+            for prompt, tokens in zip(prompts, reference(model, prompts), strict=True):
+                assert ask(nodes[0].url, prompt)["output_ids"] == tokens
+            nodes[0].child.ask_to_end()
+            assert nodes[1].child.wait_exit(30.0), "the other node follows"
+        finally:
+            status = nodes[1].child.end(10.0)
+        assert status == 0, list(nodes[1].lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        (("--tp-size", "3"), "tp_size"),
+        (("--pp-size", "4"), "pp_size"),
+        (("--tp-size", "2", "--nnodes", "3"), "nnodes"),
+        (("--nnodes", "2", "--tp-size", "2"), "dist_init_addr"),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused_at_start(
+    flags: tuple[str, ...], field: str, tiny_checkpoint: Callable[[Family], Path]
+) -> None:
+    argv = ["--model-path", str(tiny_checkpoint("llama")), "--port", "0", "--device", "cpu", *COMMON, *flags]
+    server = Server("refused", "pdserve.launch_server", argv)
+    try:
+        assert server.child.wait_exit(60.0), "it hangs"
+    finally:
+        status = server.child.end(5.0)
+    assert status == 2
+    said = "\n".join(server.lines)
+    assert field.replace("_", "-") in said, said
