@@ -25,7 +25,7 @@ from pdserve.executor.factory import Built, build_executor, join_replica
 from pdserve.ranks.computing import Computer, Orders
 from pdserve.ranks.copying import Copier
 from pdserve.ranks.links import Links, end_process
-from pdserve.ranks.meeting import lookup, own_host, publish, secret_of, transfer_host
+from pdserve.ranks.meeting import Facts, Introduction, facts_of, own_host, secret_of, transfer_host
 from pdserve.ranks.orders import (
     Agreed,
     Alive,
@@ -69,6 +69,7 @@ class Leader:
         token: str,
         *,
         host: str,
+        facts: Facts | None = None,
         on_lost: Callable[[PdserveError], None] = end_process,
         times: LinkTimes | None = None,
         timeout_s: float = MEET_TIMEOUT_S,
@@ -81,17 +82,17 @@ class Leader:
         self._links: Links[Report, Order] = Links(place.rank, host, report_codec(), order_codec(), times)
         with contextlib.ExitStack() as stack:
             stack.callback(self._links.close)
-            peer, nonce = lookup(store, place.shape, _LEADER, token, timeout_s)
-            secret = secret_of(token, nonce)
+            introduction = Introduction(place.shape, place.rank, store, token, facts or {}, timeout_s)
+            introduction.publish(self._links.endpoint)
+            peer, nonce = introduction.lookup(_LEADER)
             self._links.connect(
                 [peer],
-                secret,
+                secret_of(token, nonce),
                 alive=Alive(),
                 on_message=self._take,
                 on_lost=self._give_up,
                 last_words=lambda error: RankFailed(Trouble.of(error)),
             )
-            publish(store, place.rank, self._links.endpoint, secret, nonce)
             stack.pop_all()
 
     def report(self, report: Report) -> None:
@@ -164,7 +165,7 @@ def run_follower(
     """
     if parent_pid is not None:
         die_with_parent(parent_pid)
-    leader = Leader(place, store, token, host=own_host(config))
+    leader = Leader(place, store, token, host=own_host(config), facts=facts_of(config))
     with contextlib.ExitStack() as stack:
         stack.callback(leader.close)
         try:

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import PdserveError, RankError
 from pdserve.ranks.links import Links, end_process
-from pdserve.ranks.meeting import lookup_all, publish, secret_of
+from pdserve.ranks.meeting import Facts, Introduction, secret_of
 from pdserve.ranks.orders import (
     Agreed,
     Alive,
@@ -176,25 +176,29 @@ def meet_followers(
     token: str,
     *,
     host: str,
+    facts: Facts | None = None,
     on_lost: _OnLost = end_process,
     times: LinkTimes | None = None,
     timeout_s: float = MEET_TIMEOUT_S,
 ) -> Followers:
     """Meet all followers of a replica over `store`; `host` is where they reach us (`meeting.own_host`).
 
+    `facts` must be the same at all ranks (`meeting.facts_of`).
+
     `on_lost` is called on another thread when a rank is lost; it should end the process, for the scheduler thread may
     be in an exchange that never ends.
 
     Raises:
-        ConfigError: nothing can be bound at `host`.
+        ConfigError: nothing can be bound at `host`, or a follower was started differently.
         RankError: a follower did not come in time, or has another token.
     """
+    introduction = Introduction(shape, 0, store, token, facts or {}, timeout_s)
     links: Links[Order, Report] = Links(0, host, order_codec(), report_codec(), times)
     with contextlib.ExitStack() as stack:
         stack.callback(links.close)
         nonce = uuid.uuid4().hex
-        publish(store, 0, links.endpoint, token, nonce)
-        secret = secret_of(token, nonce)
-        followers = Followers(shape, links, lookup_all(store, shape, secret, timeout_s), secret, on_lost)
+        introduction.publish(links.endpoint, nonce)
+        peers = introduction.lookup_followers()
+        followers = Followers(shape, links, peers, secret_of(token, nonce), on_lost)
         stack.pop_all()
     return followers

@@ -36,6 +36,7 @@ In = TypeVar("In")
 _HEADER = struct.Struct("<IQ")
 """Rank of the sender, and its count of frames to this receiver."""
 _MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 64
+_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _POLL_MS = 100
 _LINGER_MS = 500
 _REFUSED, _LOST = 2, 1
@@ -61,7 +62,7 @@ class _Line:
         self._count = 0
         self._socket: zmq.Socket[bytes] | None = context.socket(zmq.PUSH)
         _prepare(self._socket, peer.endpoint)
-        self.monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_WATCHED)
         self._socket.connect(peer.endpoint)
 
     def send(self, body: bytes) -> None:
@@ -254,8 +255,13 @@ class Links(Generic[Out, In]):
     def _look_for_closed(self, now: float) -> None:
         for rank, line in self._lines.items():
             while line.monitor.poll(0):
-                recv_monitor_message(line.monitor)
-                self._watch.closed(rank, now)
+                event = recv_monitor_message(line.monitor)["event"]
+                if event == zmq.EVENT_DISCONNECTED:
+                    self._watch.closed(rank, now)
+                elif event == zmq.EVENT_CONNECT_RETRIED:
+                    self._watch.refused(rank, now)
+                else:
+                    self._watch.reached(rank)
 
 
 def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
@@ -263,6 +269,6 @@ def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
     if "[" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)

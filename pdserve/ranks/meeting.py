@@ -1,29 +1,36 @@
 """How ranks learn each other's addresses: through the store of the rendezvous. Called by each rank at start-up.
 
-The leader writes its contact and draws a number for this incarnation of the replica; followers answer sealed with it.
-Contacts are sealed with the token, so that hosts with different ones are told so at once.
+Every rank writes its contact first and then reads: what differs is refused on both sides. Contacts are sealed with the
+token, so that hosts with different ones are told so at once. The leader draws a number for this incarnation of the
+replica, which is part of the secret from then on.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import msgspec
 from torch._C._distributed_c10d import Store
 
+from pdserve import __version__
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import ServerConfig
-from pdserve.errors import ProtocolError, RankError
+from pdserve.errors import ConfigError, ProtocolError, RankError
 from pdserve.protocol.codec import Codec
 from pdserve.protocol.seal import Seal
 from pdserve.ranks.rendezvous import MEET_TIMEOUT_S
 from pdserve.ranks.watch import Peer
 
-_MAX_BYTES = 4096
+_MAX_BYTES = 16384
 _LOOPBACK = "127.0.0.1"
+
+
+Facts = Mapping[str, str]
+"""What must be equal on all ranks, by the name of the flag."""
 
 
 class Contact(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,9 +40,31 @@ class Contact(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     nonce: str
+    facts: dict[str, str]
 
 
 _CODEC: Codec[Contact] = Codec(Contact, max_bytes=_MAX_BYTES)
+
+
+def facts_of(config: ServerConfig) -> Facts:
+    """What hosts that share a replica must have been started alike in; paths and threads may differ."""
+    model, memory, schedule, disagg = config.model, config.memory, config.schedule, config.disagg
+    facts = {
+        "tp_size": config.parallel.tp_size,
+        "pp_size": config.parallel.pp_size,
+        "nnodes": config.parallel.nnodes,
+        "dtype": model.dtype,
+        "context_length": model.context_length,
+        "load_format": model.load_format,
+        "random_seed": model.random_seed,
+        "page_size": memory.page_size,
+        "max_running_requests": schedule.max_running_requests,
+        "disable_overlap_schedule": schedule.disable_overlap_schedule,
+        "disaggregation_mode": disagg.disaggregation_mode,
+        "disaggregation_transfer_backend": disagg.disaggregation_transfer_backend,
+        "enable_deterministic_inference": config.kernels.enable_deterministic_inference,
+    }
+    return {"pdserve_version": __version__} | {name: str(value) for name, value in facts.items()}
 
 
 def own_host(config: ServerConfig) -> str:
@@ -63,39 +92,54 @@ def _outward_host(config: ServerConfig) -> str:
         return str(probe.getsockname()[0])
 
 
-def publish(store: Store, rank: int, endpoint: str, secret: str, nonce: str) -> None:
-    """Write the contact of `rank`, sealed with `secret`."""
-    contact = Contact(endpoint=endpoint, host=socket.gethostname(), pid=os.getpid(), nonce=nonce)
-    store.set(_key(rank), Seal(secret).close(_CODEC.encode(contact)).hex())
+@dataclasses.dataclass(frozen=True)
+class Introduction:
+    """One rank at the meeting. `facts` are its own; only those that both sides name are compared."""
 
+    shape: ParallelShape
+    rank: int
+    store: Store
+    token: str
+    facts: Facts
+    timeout_s: float = MEET_TIMEOUT_S
 
-def lookup(
-    store: Store, shape: ParallelShape, rank: int, secret: str, timeout_s: float = MEET_TIMEOUT_S
-) -> tuple[Peer, str]:
-    """Wait for the contact of `rank`; its address, and the number it gives.
+    def publish(self, endpoint: str, nonce: str = "") -> None:
+        """Write our contact."""
+        contact = Contact(
+            endpoint=endpoint, host=socket.gethostname(), pid=os.getpid(), nonce=nonce, facts=dict(self.facts)
+        )
+        self.store.set(_key(self.rank), Seal(self.token).close(_CODEC.encode(contact)).hex())
 
-    Raises:
-        RankError: it did not come in time, or has another token.
-    """
-    try:
-        store.wait([_key(rank)], timedelta(seconds=timeout_s))
-        sealed = store.get(_key(rank))
-    except RuntimeError as error:
-        raise RankError(f"rank {rank} did not come within {timeout_s:g} s") from error
-    try:
-        contact = _CODEC.decode(Seal(secret).open(bytes.fromhex(sealed.decode()), max_bytes=_MAX_BYTES))
-    except (ProtocolError, ValueError) as error:
-        raise RankError(
-            f"rank {rank} was started with another PDSERVE_CONTROL_TOKEN, or another version of pdserve: {error}"
-        ) from error
-    place = shape.place(rank)
-    where = f"tp {place.tp_rank}, pp {place.pp_rank}"
-    return Peer(rank, f"rank {rank} ({where}) on {contact.host}, pid {contact.pid},", contact.endpoint), contact.nonce
+    def lookup(self, rank: int) -> tuple[Peer, str]:
+        """Wait for the contact of `rank`; its address, and the number it gives.
 
+        Raises:
+            RankError: it did not come in time, or has another token.
+            ConfigError: it was started with another value of a flag.
+        """
+        try:
+            self.store.wait([_key(rank)], timedelta(seconds=self.timeout_s))
+            sealed = self.store.get(_key(rank))
+        except RuntimeError as error:
+            raise RankError(f"rank {rank} did not come within {self.timeout_s:g} s") from error
+        try:
+            contact = _CODEC.decode(Seal(self.token).open(bytes.fromhex(sealed.decode()), max_bytes=_MAX_BYTES))
+        except (ProtocolError, ValueError) as error:
+            raise RankError(
+                f"rank {rank} was started with another PDSERVE_CONTROL_TOKEN, or a very different pdserve: {error}"
+            ) from error
+        for field, ours in self.facts.items():
+            theirs = contact.facts.get(field, ours)
+            if ours != theirs:
+                message = f"rank {rank} on {contact.host} has {field} {theirs}, rank {self.rank} has {ours}"
+                raise ConfigError(f"{message}; all must be started alike", field=field)
+        place = self.shape.place(rank)
+        name = f"rank {rank} (tp {place.tp_rank}, pp {place.pp_rank}) on {contact.host}, pid {contact.pid},"
+        return Peer(rank, name, contact.endpoint), contact.nonce
 
-def lookup_all(store: Store, shape: ParallelShape, secret: str, timeout_s: float = MEET_TIMEOUT_S) -> Sequence[Peer]:
-    """The contacts of all followers. Raises like `lookup`."""
-    return [lookup(store, shape, rank, secret, timeout_s)[0] for rank in range(1, shape.num_ranks)]
+    def lookup_followers(self) -> Sequence[Peer]:
+        """The contacts of all ranks but the first. Raises like `lookup`."""
+        return [self.lookup(rank)[0] for rank in range(1, self.shape.num_ranks)]
 
 
 def secret_of(token: str, nonce: str) -> str:

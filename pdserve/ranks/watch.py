@@ -1,8 +1,8 @@
 """Whether the other ranks live: what was heard of each, and what to say when one is lost. Pure; time is an argument.
 
 Owned by the link thread of a rank (`links`), which asks for a verdict a few times a second. The first trouble seen is
-rarely its cause: when a rank dies, others fail in the middle of an exchange with it. So the verdict waits a moment and
-names those first who ended without a word.
+rarely its cause: when a rank dies, others fail in the middle of an exchange with it, and last words may arrive after
+the end of the connection is seen. So the verdict waits a moment, and names those first who ended without a word.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class _State:
     since: float
     """When it was heard last, or when the watch began."""
     last: str | None = None
+    refused_at: float | None = None
+    """Since when nobody listens where it should."""
     trouble_at: float | None = None
     gone: str | None = None
     """It ended without a word, or is silent."""
@@ -65,6 +67,15 @@ class Watch:
         """Its connection is closed: its process has ended, or the network between us."""
         self._trouble(rank, now, gone=f"is gone: its connection is closed{self._last_heard(rank, now)}")
 
+    def refused(self, rank: int, now: float) -> None:
+        """It could not be reached; another try follows."""
+        state = self._states[rank]
+        state.refused_at = now if state.refused_at is None else state.refused_at
+
+    def reached(self, rank: int) -> None:
+        """It was reached after all."""
+        self._states[rank].refused_at = None
+
     def failed(self, rank: int, error: PdserveError, now: float) -> None:
         """It said what went wrong, or what came from it was wrong."""
         state = self._states[rank]
@@ -82,6 +93,8 @@ class Watch:
                 state.since = max(state.since, now - self._times.silent_s / 2)
         self._asked_at = now
         for rank, state in self._states.items():
+            if state.refused_at is not None and now - state.refused_at > self._times.silent_s:
+                self._trouble(rank, now, gone=f"cannot be reached{self._last_heard(rank, None)}")
             limit_s = self._times.join_s if state.last is None else self._times.silent_s
             if state.trouble_at is None and now - state.since > limit_s:
                 self._trouble(rank, now, gone=f"is silent for {now - state.since:.1f} s{self._last_heard(rank, None)}")
@@ -90,7 +103,7 @@ class Watch:
             return None
         refusals = [state for state in found if isinstance(state.failure, ConfigError | ModelError)]
         first_at = min(state.trouble_at for state in found if state.trouble_at is not None)
-        if refusals or len(found) == len(self._states) == 1 or now - first_at >= self._times.grace_s:
+        if refusals or now - first_at >= self._times.grace_s:
             return self._sentence()
         return None
 

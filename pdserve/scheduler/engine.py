@@ -15,7 +15,7 @@ from pdserve.model.params import fingerprint_of
 from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.followers import Followers, meet_followers
 from pdserve.ranks.leader import GroupExecutor
-from pdserve.ranks.meeting import own_host
+from pdserve.ranks.meeting import facts_of, own_host
 from pdserve.ranks.orders import RankReady
 from pdserve.ranks.rendezvous import open_store
 from pdserve.transfer.events import CopyEngine, TransferEvent
@@ -74,7 +74,7 @@ def open_engine(config: ServerConfig, rendezvous: str | None, token: str, stack:
     shape = ParallelShape(tp_size=config.parallel.tp_size, pp_size=config.parallel.pp_size)
     host = own_host(config)
     store = open_store(rendezvous, 0, shape.num_ranks)
-    followers = meet_followers(shape, store, token, host=host)
+    followers = meet_followers(shape, store, token, host=host, facts=facts_of(config))
     stack.callback(followers.close)
     try:
         parallel = join_replica(config, shape.place(0), store, host=host)

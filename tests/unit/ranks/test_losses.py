@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import socket
 import subprocess
@@ -16,10 +17,12 @@ import zmq
 from torch.distributed import FileStore, HashStore
 
 from pdserve.base.parallel import ParallelShape
-from pdserve.errors import ConfigError, RankError
+from pdserve.config.groups import MemoryConfig, ServerConfig
+from pdserve.errors import ConfigError, PdserveError, RankError
 from pdserve.ranks.follower import Leader
 from pdserve.ranks.followers import Followers, meet_followers
 from pdserve.ranks.links import Links
+from pdserve.ranks.meeting import Facts, facts_of
 from pdserve.ranks.orders import Alive, DropHost, Order, Report, order_codec, report_codec
 from pdserve.ranks.watch import LinkTimes, Peer
 from tests.unit.ranks.kit import HOST, TIMES, TOKEN, Losses
@@ -104,22 +107,54 @@ def test_a_follower_ends_when_its_leader_is_gone_or_says_so(tmp_path: Path) -> N
 
 
 def test_another_token_is_refused_on_both_sides() -> None:
+    ours, theirs = refusals(TOKEN, {}, "another", {})
+    assert "rank 1 was started with another PDSERVE_CONTROL_TOKEN" in str(ours) and isinstance(ours, RankError)
+    assert "rank 0 was started with another PDSERVE_CONTROL_TOKEN" in str(theirs) and isinstance(theirs, RankError)
+
+
+def test_ranks_that_were_started_differently_refuse_each_other_by_the_flag() -> None:
+    one, other = (ServerConfig(memory=MemoryConfig(page_size=size)) for size in (16, 32))
+    for error in refusals(TOKEN, facts_of(one), TOKEN, facts_of(other)):
+        assert isinstance(error, ConfigError) and error.field == "page_size"
+        assert re.search(r"has page_size (16|32), rank \d has (16|32);", str(error))
+
+
+def refusals(token: str, facts: Facts, their_token: str, their_facts: Facts) -> tuple[PdserveError, PdserveError]:
+    """What leader and follower say that do not fit together."""
     store, shape = HashStore(), ParallelShape(tp_size=2)
-    refused: list[Exception] = []
+    said: list[PdserveError] = []
 
     def follow() -> None:
         try:
-            Leader(shape.place(1), store, "another", host=HOST, on_lost=Losses(), times=TIMES, timeout_s=10.0)
-        except RankError as error:
-            refused.append(error)
-            store.set("contact/1", "00" * 40)
+            Leader(
+                shape.place(1),
+                store,
+                their_token,
+                host=HOST,
+                facts=their_facts,
+                on_lost=Losses(),
+                times=TIMES,
+                timeout_s=10.0,
+            )
+        except PdserveError as error:
+            said.append(error)
 
     thread = threading.Thread(target=follow)
     thread.start()
-    with pytest.raises(RankError, match="rank 1 was started with another PDSERVE_CONTROL_TOKEN"):
-        meet_followers(shape, store, TOKEN, host=HOST, on_lost=Losses(), times=TIMES, timeout_s=10.0)
+    with pytest.raises(PdserveError) as caught:
+        meet_followers(shape, store, token, host=HOST, facts=facts, on_lost=Losses(), times=TIMES, timeout_s=10.0)
     thread.join()
-    assert "rank 0 was started with another PDSERVE_CONTROL_TOKEN" in str(refused[0])
+    return caught.value, said[0]
+
+
+def test_a_peer_that_nobody_listens_for_is_lost() -> None:
+    links: Links[Order, Report] = Links(0, HOST, order_codec(), report_codec(), LinkTimes(beat_s=0.05, silent_s=0.5))
+    gone = Links(1, HOST, report_codec(), order_codec(), TIMES)
+    gone.close()
+    losses = Losses()
+    links.connect([Peer(1, "rank 1", gone.endpoint)], TOKEN, alive=Alive(), on_message=lambda *_: None, on_lost=losses)
+    assert "rank 1 cannot be reached; it never said a word" in str(losses.wait())
+    links.close()
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
