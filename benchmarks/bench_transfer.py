@@ -3,8 +3,9 @@
     python -m benchmarks.bench_transfer [--write] [--backends shm mooncake] [--layouts smollm2-135m llama-8b]
 
 Two processes, as prefill and decode servers are, joined by real control sockets and a real transport; between rooms
-and bytes lies all of `pdserve.transfer` (`transfer_side.py`). Pages are scattered. `path` keeps `--window` requests
-under way, as servers under load do; `alone` is one request after another. Both have the control plane in them: the
+bytes lies all of `pdserve.transfer` (`transfer_side.py`). A request's pages come from an allocator that is `fresh`,
+in runs that become one copy, or `scattered` at random, the worst that can be. `path` keeps `--window` requests under
+way, as servers under load do; `alone` is one request after another. Both have the control plane in them: the
 receiver tells its pages, the sender plans and copies, the receiver hears that all is there. `raw` is the engine's own
 call on equal lists of copies (`transfer_raw.py`). They take turns, and each ratio is taken within a turn.
 """
@@ -14,11 +15,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
+import itertools
 import os
-import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,17 +28,15 @@ if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report
-from benchmarks.transfer_raw import WRITERS, Write, raw_writer
-from benchmarks.transfer_side import GROUPS, Load, Side, layout_of, send_all
+from benchmarks.transfer_pair import Pair
+from benchmarks.transfer_raw import WRITERS
+from benchmarks.transfer_side import GROUPS, layout_of
 from pdserve.memory.layout import pages_for
-from pdserve.transfer.transport import Copy
 
 MARK, MARK_TOKENS = 0.9, 1000
-ROUND_BYTES = 512 << 20
+ROUND_BYTES = 256 << 20
 """Of each turn, unless two requests are more already."""
 POOL_BYTES = 2 << 30
-ONE_PAGE_COUNT = 300
-READY_TIMEOUT_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +45,7 @@ class Case:
 
     backend: str
     layout: str
+    pages: str
     num_tokens: int
 
 
@@ -71,115 +69,27 @@ class OnePage:
     raw_us: float
 
 
-class Pair:
-    """A sending half here, a receiving half in a child, and the raw engine between their pools."""
-
-    def __init__(
-        self, stack: contextlib.ExitStack, backend: str, layout: str, page_tokens: int, num_pages: int
-    ) -> None:
-        self._rooms = 1
-        self._num_pages = num_pages
-        self.side = Side(stack, backend, layout_of(layout, page_tokens), num_pages)
-        flags = {
-            "backend": backend,
-            "layout": layout,
-            "instance": self.side.instance,
-            "endpoint": self.side.endpoint,
-            "page-tokens": str(page_tokens),
-            "num-pages": str(num_pages),
-        }
-        argv = [word for name, value in flags.items() for word in (f"--{name}", value)]
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.transfer_side", *argv],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=report.ROOT,
-        )
-        stack.callback(self._end)
-        ready = self._answer("READY")
-        self._start: int = ready["start"]
-        self.raw: Write = raw_writer(stack, backend, ready["address"], self.side.region)
-
-    def run(self, count: int, num_pages: int, window: int, *, check: bool = False) -> dict[str, Any]:
-        """Transfer `count` requests; what `receive_all` returns. Raises RuntimeError when the bytes differ."""
-        load = Load(first_room=self._rooms, count=count, num_pages=num_pages, window=window, check=check)
-        self._rooms += count
-        stdin = self._child.stdin
-        assert stdin is not None
-
-        def start() -> None:
-            stdin.write(json.dumps(dataclasses.asdict(load)) + "\n")
-            stdin.flush()
-
-        sums = send_all(self.side, load, start)
-        found = self._answer("DONE")
-        if {int(room): value for room, value in found["sums"].items()} != sums:
-            raise RuntimeError("other bytes have arrived than were sent")
-        return found
-
-    def run_raw(self, requests: Sequence[Sequence[Copy]]) -> float:
-        """Seconds that the engine takes for `requests`, one after the other."""
-        began = time.perf_counter()
-        for copies in requests:
-            self.raw(copies)
-        return time.perf_counter() - began
-
-    def copies(self, count: int, num_pages: int, seed: int) -> list[list[Copy]]:
-        """Scattered pages of `count` requests."""
-        rng, size = random.Random(seed), self.side.page_bytes
-        requests = []
-        for _ in range(count):
-            ours = rng.sample(range(self._num_pages), num_pages)
-            theirs = rng.sample(range(self._num_pages), num_pages)
-            requests.append(
-                [
-                    Copy(self.side.region.address + s * size, self._start + d * size, size)
-                    for s, d in zip(ours, theirs, strict=True)
-                ]
-            )
-        return requests
-
-    def _answer(self, word: str) -> dict[str, Any]:
-        stdout = self._child.stdout
-        assert stdout is not None
-        for line in stdout:  # engines print, too
-            if line.startswith(word + " "):
-                found: dict[str, Any] = json.loads(line.removeprefix(word))
-                return found
-        raise RuntimeError(f"the receiving half ended with status {self._child.wait()}")
-
-    def _end(self) -> None:
-        assert self._child.stdin is not None and self._child.stdout is not None
-        self._child.stdin.close()
-        try:
-            self._child.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
-        self._child.stdout.close()
-
-
-def measure(args: argparse.Namespace, backend: str, layout: str) -> Iterator[tuple[Case, Turns] | OnePage]:
-    """All prompt lengths over one pair."""
+def measure(args: argparse.Namespace, backend: str, layout: str, pages: str) -> Iterator[tuple[Case, Turns] | OnePage]:
+    """All prompt lengths over one pair; a single page where pages are scattered."""
     page_bytes = layout_of(layout, args.page_tokens).groups[0].page_bytes
     most = pages_for(max(args.tokens), args.page_tokens)
     num_pages = max(2 * most, min(args.window * most, POOL_BYTES // page_bytes), 4 * args.window)
+    scattered = pages == "scattered"
     with contextlib.ExitStack() as stack:
-        pair = Pair(stack, backend, layout, args.page_tokens, num_pages)
+        pair = Pair(stack, backend, layout, args.page_tokens, num_pages, scattered=scattered)
+        pair.touch_all()
         for num_tokens in args.tokens:
             each = pages_for(num_tokens, args.page_tokens)
             window = min(args.window, num_pages // each)
             count = max(2, min(args.requests, ROUND_BYTES // (each * page_bytes)))
             pair.run(min(count, window), each, window, check=True)
-            yield Case(backend, layout, num_tokens), _take_turns(args, pair, count, each, window)
-        yield _one_page(pair, backend, layout)
+            yield Case(backend, layout, pages, num_tokens), _take_turns(args, pair, count, each, window)
+        if scattered:
+            yield _one_page(pair, backend, layout, args.singles)
 
 
 def _take_turns(args: argparse.Namespace, pair: Pair, count: int, each: int, window: int) -> Turns:
     turns, giga = Turns(), count * each * pair.side.page_bytes / 1e9
-    pair.run_raw(pair.copies(count, each, seed=0))  # both have touched all pages then
-    pair.run(count, each, window)
     for index in range(args.rounds):
         requests = pair.copies(count, each, seed=index)
         for part in ("raw", "path", "alone")[:: 1 if index % 2 == 0 else -1]:
@@ -193,11 +103,11 @@ def _take_turns(args: argparse.Namespace, pair: Pair, count: int, each: int, win
     return turns
 
 
-def _one_page(pair: Pair, backend: str, layout: str) -> OnePage:
-    requests = pair.copies(ONE_PAGE_COUNT, 1, seed=0)
+def _one_page(pair: Pair, backend: str, layout: str, count: int) -> OnePage:
+    requests = pair.copies(count, 1, seed=0)
     pair.run(20, 1, 1)
-    alone = statistics.median(pair.run(ONE_PAGE_COUNT, 1, 1)["latencies"])
-    many = pair.run(ONE_PAGE_COUNT, 1, 4)["seconds"] / ONE_PAGE_COUNT
+    alone = statistics.median(pair.run(count, 1, 1)["latencies"])
+    many = pair.run(count, 1, 4)["seconds"] / count
     raw = statistics.median(pair.run_raw([copies]) for copies in requests)
     return OnePage(backend, layout, alone * 1e6, many * 1e6, raw * 1e6)
 
@@ -220,9 +130,22 @@ def speed_table(found: Sequence[tuple[Case, Turns]], page_tokens: int) -> str:
         megabytes = num_pages * layout_of(case.layout, page_tokens).groups[0].page_bytes / 1e6
         speeds = [report.spread_of(one).show(2) for one in (turns.raw, turns.path, turns.alone)]
         quotients = [ratio(turns).show(2, "x"), report.ratios(turns.alone, turns.raw).show(2, "x")]
-        rows.append([case.backend, case.layout, f"{case.num_tokens:,}", f"{megabytes:.1f}", *speeds, *quotients])
-    header = ["backend", "layout", "tokens", "MB", "raw GB/s", "path GB/s", "alone GB/s", "path / raw", "alone / raw"]
-    return report.markdown_table(header, rows, num_text=2)
+        rows.append(
+            [case.backend, case.layout, case.pages, f"{case.num_tokens:,}", f"{megabytes:.1f}", *speeds, *quotients]
+        )
+    header = [
+        "backend",
+        "layout",
+        "pages",
+        "tokens",
+        "MB",
+        "raw GB/s",
+        "path GB/s",
+        "alone GB/s",
+        "path / raw",
+        "alone / raw",
+    ]
+    return report.markdown_table(header, rows, num_text=3)
 
 
 def one_page_table(found: Sequence[OnePage]) -> str:
@@ -242,11 +165,11 @@ def one_page_table(found: Sequence[OnePage]) -> str:
 def document(args: argparse.Namespace, facts: dict[str, Any], speeds: Any, pages: Sequence[OnePage]) -> str:
     """The whole report in Markdown."""
     machine = facts["machine"]
-    below = [f"{case.backend} {case.layout} {case.num_tokens}" for case in missed(speeds)]
+    below = [f"{case.backend} {case.layout} {case.pages} {case.num_tokens}" for case in missed(speeds)]
     verdict = "met" if not below else f"**missed** by {', '.join(below)}"
     return f"""# The transfer path against its engines, {facts["date"]}
 
-Two processes, pages of {args.page_tokens} tokens scattered over both pools, {args.window} requests under way (`path`) \
+Two processes, pages of {args.page_tokens} tokens, {args.window} requests under way (`path`) \
 or one after another (`alone`); the engine's own call on equal copies (`raw`). Median of {args.rounds} interleaved \
 turns (least-most).
 
@@ -272,15 +195,17 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--backends", nargs="+", choices=tuple(WRITERS), default=list(WRITERS))
     add("--layouts", nargs="+", choices=tuple(GROUPS), default=["smollm2-135m", "llama-8b"])
+    add("--pages", nargs="+", choices=("fresh", "scattered"), default=["fresh", "scattered"])
     add("--tokens", type=int, nargs="+", default=[100, 1000, 4000], help="prompt lengths")
     add("--page-tokens", type=int, default=16, help="page size")
     add("--window", type=int, default=4, help="requests under way in `path`; fewer where the pool would pass 2 GB")
     add("--requests", type=int, default=64, help="most requests of a turn")
-    add("--rounds", type=int, default=5, help="turns of each")
+    add("--singles", type=int, default=300, help="transfers of one page")
+    add("--rounds", type=int, default=7, help="turns of each")
     add("--write", action="store_true", help="write <date>-transfer.md and .json")
     add("--results", type=Path, default=report.RESULTS, help="where to")
     args = parser.parse_args(argv)
-    if min(*args.tokens, args.page_tokens, args.window, args.requests, args.rounds) < 1:
+    if min(*args.tokens, args.page_tokens, args.window, args.requests, args.rounds, args.singles) < 1:
         parser.error("all numbers must be at least 1")
     return args
 
@@ -293,8 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     speeds: list[tuple[Case, Turns]] = []
     pages: list[OnePage] = []
     for backend in args.backends:
-        for layout in args.layouts:
-            for found in measure(args, backend, layout):
+        for layout, how in itertools.product(args.layouts, args.pages):
+            for found in measure(args, backend, layout, how):
                 if isinstance(found, OnePage):
                     pages.append(found)
                 else:

@@ -101,7 +101,7 @@ class KnownDirectory:
 
 
 class Side:
-    """A half. Pages are given out in random order, so hardly two of a request are neighbours."""
+    """A half. `scattered`: pages are given out in random order, so that hardly two of a request are neighbours."""
 
     def __init__(
         self,
@@ -109,6 +109,8 @@ class Side:
         backend: str,
         layout: KVLayout,
         num_pages: int,
+        *,
+        scattered: bool,
         replica: tuple[str, str] | None = None,
         seed: int = 0,
     ) -> None:
@@ -121,7 +123,10 @@ class Side:
         self.bytes[:] = np.random.default_rng(seed).integers(0, 256, self.page_bytes, dtype=np.uint8)
         self.bytes[:, :8] = np.arange(num_pages, dtype=np.uint64).view(np.uint8).reshape(num_pages, 8)
         aux = MetadataBuffers(256)
-        self.pages, self.slots = LeasePool(_shuffled(num_pages, seed)), LeasePool(PageAllocator(256))
+        self.pages, self.slots = (
+            LeasePool(_allocator(num_pages, seed if scattered else None)),
+            LeasePool(PageAllocator(256)),
+        )
         self.transport = open_transport(backend, HOST, None)
         stack.callback(self.transport.close)
         self.transport.register([self.region, MemoryRegion(*aux.buffer)])
@@ -251,12 +256,13 @@ def receive_all(side: Side, load: Load) -> dict[str, Any]:
     raise AssertionError
 
 
-def _shuffled(num_pages: int, seed: int) -> PageAllocator:
+def _allocator(num_pages: int, seed: int | None) -> PageAllocator:
     allocator = PageAllocator(num_pages)
-    pages = allocator.take(num_pages)
-    assert pages is not None
-    random.Random(seed).shuffle(pages)
-    allocator.give_back(pages)
+    if seed is not None:
+        pages = allocator.take(num_pages)
+        assert pages is not None
+        random.Random(seed).shuffle(pages)
+        allocator.give_back(pages)
     return allocator
 
 
@@ -267,11 +273,12 @@ def main() -> None:
         parser.add_argument(name, required=True)
     parser.add_argument("--page-tokens", type=int, required=True)
     parser.add_argument("--num-pages", type=int, required=True)
+    parser.add_argument("--scattered", action="store_true")
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
         replica = (args.instance, args.endpoint)
         layout = layout_of(args.layout, args.page_tokens)
-        side = Side(stack, args.backend, layout, args.num_pages, replica, seed=1)
+        side = Side(stack, args.backend, layout, args.num_pages, scattered=args.scattered, replica=replica, seed=1)
         ready = {"address": side.transport.address(), "start": side.region.address}
         print("READY " + json.dumps(ready), flush=True)
         for line in sys.stdin:
