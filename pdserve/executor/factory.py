@@ -107,8 +107,9 @@ def build_executor(
     layout = kv_layout(spec, page_tokens, dtype)
     held = layout.of_rank(place)
     num_tokens = pool_tokens(
-        config.memory, held, device, context_length=context_length, max_rows=max_rows, num_sharing=local.count
-    )
+        config.memory, held, device, context_length=context_length, max_rows=max_rows,
+        num_sharing=local.count * config.parallel.dp_size,
+    )  # fmt: skip
     num_pages = num_tokens // page_tokens
     if agree_num_pages is not None:
         num_pages = agree_num_pages(num_pages)
@@ -156,7 +157,7 @@ class LocalRanks:
 
 
 def prepare_device(kernels: KernelConfig, local: LocalRanks | None = None) -> torch.device:
-    """The device to run on; sets torch's threads on CPU, of which ranks on one host have a share each.
+    """The device to run on, one for each rank; sets torch's threads on CPU.
 
     Raises:
         ConfigError: cuda is asked for and absent, or there are fewer devices than ranks.
@@ -166,9 +167,6 @@ def prepare_device(kernels: KernelConfig, local: LocalRanks | None = None) -> to
         if kernels.cpu_threads < 1:
             raise ConfigError(f"cpu_threads must be at least 1, got {kernels.cpu_threads}", field="cpu_threads")
         torch.set_num_threads(kernels.cpu_threads)
-    elif local.count > 1:
-        share = (os.cpu_count() or 1) // local.count
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
     available = torch.cuda.is_available()
     if kernels.device == "cuda" and not available:
         raise ConfigError("device is cuda, but torch sees no CUDA device; use --device cpu", field="device")

@@ -26,7 +26,7 @@ from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepH
 from pdserve.executor.row_params import RowParams, StepParams
 from pdserve.executor.runners import CallingThread, Collect, DeviceStream, OnLayer, OwnThread, Runner
 from pdserve.executor.sampler import to_host
-from pdserve.executor.stages import Stage, cut_plan
+from pdserve.executor.stages import MIN_TOKENS, Stage, cut_plan
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import AttentionBackend
@@ -178,9 +178,9 @@ class LocalExecutor:
         writes, self._unwritten = self._unwritten, {}
         if not plan.rows:
             return _Step(plan, writes, (), np.empty(0, dtype=np.int64), None)
-        parts = cut_plan(plan, self.place.shape.pp_size)
+        parts = cut_plan(plan, self.place.shape.pp_size, MIN_TOKENS[self.device.type])
         batches = tuple(read_plan(part, self._table, self._layout.page_tokens) for part in parts)
-        sampled = np.flatnonzero([row.sample for row in plan.rows])
+        sampled = batches[0].sampled if len(parts) == 1 else np.flatnonzero([row.sample for row in plan.rows])
         params = None
         if len(sampled):
             lines = np.concatenate([batch.lines[batch.sampled] for batch in batches])

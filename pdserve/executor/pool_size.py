@@ -27,7 +27,7 @@ def pool_tokens(
 ) -> int:
     """Token slots of the pool, a multiple of the page size. `layout` is what this rank holds.
 
-    `num_sharing` ranks of the replica have this host's RAM in common.
+    `num_sharing` ranks of the server have this host's RAM in common.
 
     `max_total_tokens` when given; else what memory allows, and never more than `max_rows` requests can use.
 
@@ -51,7 +51,7 @@ def pool_tokens(
 def _available_bytes(fraction: float | None, device: torch.device, num_sharing: int) -> int:
     """Bytes for the pool.
 
-    On CPU a share of what the replica takes of this host. On CUDA the fraction is of all memory, and weights already
+    On CPU a share of what the server takes of this host. On CUDA the fraction is of all memory, and weights already
     loaded count against it.
     """
     if fraction is not None and not 0.0 < fraction < 1.0:

@@ -21,8 +21,8 @@ from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.families.decoder import Decoder
 from pdserve.model.parallel import is_sampler
 
-MIN_TOKENS = 32
-"""A micro-batch of fewer tokens costs what reading the weights costs, so that cutting it off would not be faster."""
+MIN_TOKENS = {"cpu": 32, "cuda": 256}
+"""By device: a micro-batch of fewer tokens costs what reading the weights costs, so to cut it off gains nothing."""
 
 
 class Stage:
@@ -76,13 +76,15 @@ class Stage:
         return output
 
 
-def cut_plan(plan: BatchPlan, num_stages: int) -> tuple[BatchPlan, ...]:
-    """Cut a step into up to `num_stages` micro-batches of about as many tokens each, none below MIN_TOKENS.
+def cut_plan(plan: BatchPlan, num_stages: int, min_tokens: int) -> tuple[BatchPlan, ...]:
+    """Cut a step into up to `num_stages` micro-batches of about as many tokens each, none below `min_tokens`.
 
     A row may be cut as well, for its first tokens' KV is written before the rest is computed.
     """
+    if num_stages == 1:
+        return (plan,)
     total = sum(row.num_tokens for row in plan.rows)
-    count = max(1, min(num_stages, total // MIN_TOKENS))
+    count = max(1, min(num_stages, total // min_tokens))
     if count == 1:
         return (plan,)
     bounds = [total * i // count for i in range(1, count + 1)]

@@ -13,7 +13,7 @@ from pdserve.errors import RankError
 from pdserve.executor.batch_builder import read_plan
 from pdserve.executor.factory import Built, build_executor
 from pdserve.executor.interface import BatchPlan, Row, SampledToken
-from pdserve.executor.stages import Stage, cut_plan
+from pdserve.executor.stages import MIN_TOKENS, Stage, cut_plan
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import StepAttention
 from pdserve.model.attention.kv_pool import KVPool
@@ -138,7 +138,7 @@ def marked(parallel: Parallel, path: Path) -> tuple[int, int, list[tuple[int, in
     attention, table = Recorded(TorchAttention(pool, spec.num_heads, cpu)), PageTable(1, 12)
     row = table.open(list(range(12)))
     assert row is not None
-    parts = cut_plan(BatchPlan(0, (Row("r", row, 0, 150, True),)), parallel.place.shape.pp_size)
+    parts = cut_plan(BatchPlan(0, (Row("r", row, 0, 150, True),)), parallel.place.shape.pp_size, MIN_TOKENS["cpu"])
     batches = [read_plan(part, table, 16) for part in parts]
     marks: list[tuple[int, int]] = []
     tokens = torch.arange(150, dtype=torch.int32).view(1, -1)

@@ -158,6 +158,17 @@ def test_a_memory_fraction_is_honoured_beyond_the_cap(monkeypatch: pytest.Monkey
     assert asked * layout.token_bytes > 49 * CPU_CAP_BYTES
 
 
+def test_ranks_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=16 << 30))
+    alone, shared = (
+        pool_tokens(
+            MemoryConfig(), _layout(8), torch.device("cpu"), context_length=1 << 30, max_rows=256, num_sharing=count
+        )
+        for count in (1, 4)
+    )
+    assert 4 * shared <= alone < 4 * (shared + 16)
+
+
 def test_memory_fraction_out_of_range_is_refused() -> None:
     with pytest.raises(ConfigError, match="mem_fraction_static"):
         pool_tokens(

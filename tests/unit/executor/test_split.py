@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import ConfigError, ModelError
 from pdserve.executor.interface import BatchPlan, Row
-from pdserve.executor.stages import MIN_TOKENS, cut_plan
+from pdserve.executor.stages import cut_plan
 from pdserve.model.families.decoder import kv_layout
 from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
@@ -145,13 +145,15 @@ def test_a_split_that_does_not_fit_is_refused_by_name(
 ROWS = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 200), st.booleans()), min_size=1, max_size=12)
 
 
-@given(facts=ROWS, num_stages=st.integers(1, 6))
-def test_micro_batches_are_the_step_cut_into_even_pieces(facts: list[tuple[int, int, bool]], num_stages: int) -> None:
+@given(facts=ROWS, num_stages=st.integers(1, 6), min_tokens=st.integers(1, 64))
+def test_micro_batches_are_the_step_cut_into_even_pieces(
+    facts: list[tuple[int, int, bool]], num_stages: int, min_tokens: int
+) -> None:
     rows = tuple(Row(str(i), i, start, start + count, sample) for i, (start, count, sample) in enumerate(facts))
-    parts = cut_plan(BatchPlan(3, rows), num_stages)
+    parts = cut_plan(BatchPlan(3, rows), num_stages, min_tokens)
     sizes = [sum(row.num_tokens for row in part.rows) for part in parts]
     assert 1 <= len(parts) <= num_stages and max(sizes) - min(sizes) <= 1
-    assert len(parts) == 1 or min(sizes) >= MIN_TOKENS
+    assert len(parts) == 1 or min(sizes) >= min_tokens
     pieces = [row for part in parts for row in part.rows]
     for row in rows:
         mine = [piece for piece in pieces if piece.row == row.row]
