@@ -6,7 +6,6 @@ A new transport joins by its name in `ENGINES`.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import random
 import signal
 import threading
@@ -19,7 +18,7 @@ import pytest
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transport import Copy, MemoryRegion, Transport
-from pdserve.transfer.transports import mooncake_engine, nixl, shm_share
+from pdserve.transfer.transports import mooncake_engine, nixl, nixl_engine, shm_share
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from tests.conformance.transport_kit import LocalPeer, Memory, PeerFactory, PeerUnderTest, ProcessPeer
 
@@ -109,7 +108,7 @@ def rig(request: pytest.FixtureRequest, opened: Open) -> Iterator[Rig]:
 
 
 def _process_rig(name: str, opened: Open) -> Iterator[Rig]:
-    if name == "nixl" and importlib.util.find_spec("nixl") is None:
+    if name == "nixl" and not nixl_engine.is_installed():
         pytest.skip("nixl is not installed; scripts/setup.sh says how")
     transport, memory, factory = opened(name)
     memory.fill()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pdserve.transfer.transports.nixl_engine import is_installed
 from tests.e2e.test_parity import check_pair, make_prompts, reference
 from tests.tiny import Family
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("nixl") is None, reason="nixl is not installed; scripts/setup.sh says how"
-)
+pytestmark = pytest.mark.skipif(not is_installed(), reason="nixl is not installed; scripts/setup.sh says how")
 
 
 @pytest.mark.parametrize("devices", ["all", "tcp,self"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import logging
 import os
 import threading
@@ -22,9 +23,10 @@ from pdserve.transfer.transports.nixl_blocks import Ranges, Span, Spans, SpansBy
 FIRST_POLL_S = 0.00002
 LONGEST_POLL_S = 0.0003
 MAX_LISTS = 4
+MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
+"""The first knows which of the others fits, but the package it comes in brings both of them."""
 INSTALL_HELP = (
-    "install the engine: `pip install --no-deps nixl-cu12 nixl` (on a machine with CUDA 13 `nixl-cu13 nixl`; without "
-    "CUDA either does)"
+    "install the engine: `pip install nixl-cu12`, on a machine with CUDA 13 `nixl-cu13`; without CUDA either does"
 )
 
 
@@ -42,18 +44,18 @@ def kind_of(address: int) -> KindOfMemory:
     return KindOfMemory("DRAM", 0) if place.device is None else KindOfMemory("VRAM", place.device)
 
 
+def is_installed() -> bool:
+    """True when there is a module to load. Imports nothing."""
+    return any(importlib.util.find_spec(name) is not None for name in MODULES)
+
+
 def load_native() -> Any:
-    """The module `nixl`, with its log lines where ours go. Raises ConfigError when it is missing."""
+    """The engine's module, with its log lines where ours go. Raises ConfigError when there is none."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # both print to stdout, which is for those who started us
     raise_exceptions = logging.raiseExceptions
     try:
-        native = importlib.import_module("nixl")
-    except ImportError as error:
-        raise ConfigError(
-            f"transfer backend nixl cannot be loaded ({error}); {INSTALL_HELP}",
-            field="disaggregation_transfer_backend",
-        ) from error
+        native = _import_first(MODULES)
     finally:
         logging.raiseExceptions = raise_exceptions
     log = logging.getLogger("nixl")
@@ -61,6 +63,19 @@ def load_native() -> Any:
     log.setLevel(logging.WARNING)
     log.propagate = True
     return native
+
+
+def _import_first(names: Sequence[str]) -> Any:
+    errors = []
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            errors.append(str(error))
+    raise ConfigError(
+        f"transfer backend nixl cannot be loaded ({'; '.join(errors)}); {INSTALL_HELP}",
+        field="disaggregation_transfer_backend",
+    )
 
 
 class Agent:

@@ -17,6 +17,7 @@ from pdserve.transfer.transports.nixl import (
     encode_address,
     set_environment,
 )
+from pdserve.transfer.transports.nixl_engine import MODULES
 
 
 def test_an_address_carries_metadata_and_regions() -> None:
@@ -57,7 +58,8 @@ def test_named_nics_reach_the_engine_and_the_user_s_choice_wins(monkeypatch: pyt
 
 
 def test_a_missing_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(ConfigError, match=r"pip install --no-deps nixl-cu12 nixl") as caught:
+    for name in MODULES:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"pip install nixl-cu12") as caught:
         open_transport("nixl", "127.0.0.1")
     assert caught.value.field == "disaggregation_transfer_backend"
