@@ -18,6 +18,7 @@ import dataclasses
 import os
 import queue
 import secrets
+import shlex
 import signal
 import sys
 import threading
@@ -43,7 +44,10 @@ ROUTER_COMMAND = (sys.executable, "-m", "pdserve.launch_router")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalConfig:
-    """What to start; `server_flags` are handed on to the servers, those of one role to its servers only."""
+    """What to start; `server_flags` are handed on to the servers, those of one role to its servers only.
+
+    `prefill_flags` and `decode_flags` are for flags that both have and that shall differ.
+    """
 
     model_path: str
     num_prefill: int = 1
@@ -57,6 +61,8 @@ class LocalConfig:
     ready_timeout_s: float = 600.0
     grace_s: float = 10.0
     server_flags: tuple[str, ...] = ()
+    prefill_flags: tuple[str, ...] = ()
+    decode_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for counts below one and for flags that belong to this program."""
@@ -64,7 +70,7 @@ class LocalConfig:
             raise ConfigError("--prefill and --decode must be at least 1")
         if self.cpu_threads is not None and self.cpu_threads < 1:
             raise ConfigError("--cpu-threads must be at least 1", field="cpu_threads")
-        for given in self.server_flags:
+        for given in (*self.server_flags, *self.prefill_flags, *self.decode_flags):
             if given.partition("=")[0] in OWNED_FLAGS:
                 raise ConfigError(f"launch_local chooses {given.partition('=')[0]} of each server itself; leave it out")
 
@@ -80,7 +86,8 @@ def server_argv(config: LocalConfig, role: Role) -> list[str]:
     """Arguments of one server after the command that runs it."""
     argv = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", "0", "--disaggregation-mode", role]
     argv += ["--disaggregation-bootstrap-port", "0"] if role == "prefill" else []
-    return [*argv, "--cpu-threads", str(config.threads_per_server), *flags_for(role, config.server_flags)]
+    own = config.prefill_flags if role == "prefill" else config.decode_flags
+    return [*argv, "--cpu-threads", str(config.threads_per_server), *flags_for(role, config.server_flags), *own]
 
 
 def router_argv(config: LocalConfig, prefills: Sequence[Ready], decodes: Sequence[Ready]) -> list[str]:
@@ -211,6 +218,9 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--policy", choices=get_args(PolicyName), help=f"{POLICY_HELP}; the last where decode caches, else least_loaded"
     )
+    for role in ("prefill", "decode"):
+        text = f"more flags of the {role} servers in one argument, such as '--tp-size 2'"
+        add(f"--{role}-flags", type=shlex.split, default=[], metavar="FLAGS", help=text)
     add("--cpu-threads", type=int, help="CPU threads per server; an equal share of the cores when absent")
     add("--log-dir", type=Path, help="one file per part instead of the terminal")
     add("--keep-going", action="store_true", help="go on without a part that died; nothing is started again")
@@ -228,13 +238,16 @@ def config_from(argv: Sequence[str] | None) -> LocalConfig:
         num_decode=args.decode,
         router_host=args.router_host,
         router_port=args.router_port,
-        policy=args.policy or ("consistent_hashing" if DECODE_CACHE in rest else "least_loaded"),
+        policy=args.policy
+        or ("consistent_hashing" if DECODE_CACHE in (*rest, *args.decode_flags) else "least_loaded"),
         cpu_threads=args.cpu_threads,
         log_dir=args.log_dir,
         keep_going=args.keep_going,
         ready_timeout_s=args.ready_timeout,
         grace_s=args.grace,
         server_flags=tuple(rest),
+        prefill_flags=tuple(args.prefill_flags),
+        decode_flags=tuple(args.decode_flags),
     )
 
 

@@ -188,6 +188,15 @@ def test_every_flag_of_one_role_can_be_given_and_both_servers_accept_their_share
         assert resolved.disagg.disaggregation_decode_enable_radix_cache is (role == "decode")
 
 
+def test_both_roles_may_have_a_flag_with_different_values() -> None:
+    config = config_from(["--model-path", "m", "--prefill-flags=--tp-size 2", "--decode-flags", "--pp-size 2 --dp 3"])
+    sizes = {role: parse_server_args(server_argv(config, role)).parallel for role in ROLES}
+    assert (sizes["prefill"].tp_size, sizes["prefill"].pp_size, sizes["prefill"].dp_size) == (2, 1, 1)
+    assert (sizes["decode"].tp_size, sizes["decode"].pp_size, sizes["decode"].dp_size) == (1, 2, 3)
+    with pytest.raises(ConfigError, match="--port"):
+        config_from(["--prefill-flags=--port 5"])
+
+
 def test_what_is_no_flag_reaches_every_server_which_refuses_it() -> None:
     for argv in (["--bogus", "5"], ["stray"], ["--disaggregation-decode-bogus=1"], ["--page-size"]):
         for role in ROLES:
