@@ -210,12 +210,13 @@ def receive_all(side: Side, load: Load) -> dict[str, Any]:
     """The receiving half: `window` rooms are published at any time.
 
     Returns:
-        `seconds` from the first publication to the last success, `latencies` of each room, and `sums` as asked for.
+        `seconds` from the first publication to the last success, `write_s` of them within the transport, `latencies`
+        of each room, and `sums` as asked for.
     """
     waiting = iter(load.rooms)
     live: dict[int, tuple[KVReceiver, Lease, Lease, float]] = {}
     published: set[int] = set()
-    latencies, sums = [], {}
+    latencies, sums, write_s = [], {}, 0.0
     began = time.perf_counter()
 
     def open_next() -> None:
@@ -243,6 +244,7 @@ def receive_all(side: Side, load: Load) -> dict[str, Any]:
             if state is KVPoll.SUCCESS:
                 latencies.append(time.perf_counter() - at)
                 assert receiver.take(slot) is not None
+                write_s += receiver.stats.write_s
                 if load.check:
                     sums[room] = side.checksum(lease.pages)
                 receiver.close()
@@ -252,7 +254,7 @@ def receive_all(side: Side, load: Load) -> dict[str, Any]:
                 open_next()
         if not live:
             seconds = time.perf_counter() - began
-            return {"seconds": seconds, "latencies": latencies, "sums": sums}
+            return {"seconds": seconds, "write_s": write_s, "latencies": latencies, "sums": sums}
     raise AssertionError
 
 

@@ -13,7 +13,7 @@ from benchmarks.bench_transfer import Case, OnePage, Turns
 
 def turns(path: float) -> Turns:
     """Two turns, of which the raw engine has 10 and 20 GB/s."""
-    return Turns(path=[10 * path, 20 * path], alone=[5.0, 10.0], raw=[10.0, 20.0])
+    return Turns(path=[10 * path, 20 * path], alone=[5.0, 10.0], raw=[10.0, 20.0], writing=[0.9, 1.0])
 
 
 def test_only_long_prompts_can_miss_the_mark() -> None:
