@@ -141,6 +141,11 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
     """What only shows once all values are known."""
     if config.kernels.device == "cuda" and not machine.has_cuda:
         raise ConfigError("--device cuda, but torch finds no GPU; install a CUDA build of torch", field="device")
+    if config.kernels.device == "cuda" and config.disagg.disaggregation_transfer_backend == "shm":
+        raise ConfigError(
+            "--disaggregation-transfer-backend shm copies from CPU to CPU, but --device is cuda; use mooncake or auto",
+            field="disaggregation_transfer_backend",
+        )
     if config.kernels.cpu_threads is not None and config.kernels.cpu_threads > machine.num_cores:
         raise ConfigError(
             f"--cpu-threads is {config.kernels.cpu_threads}, but this process may use {machine.num_cores} cores",

@@ -82,3 +82,12 @@ def test_every_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture
 
 def test_this_machine_has_a_core() -> None:
     assert look_at_machine().num_cores >= 1
+
+
+def test_shared_memory_is_no_transport_for_a_gpu() -> None:
+    words = "--disaggregation-mode decode --disaggregation-transfer-backend shm"
+    with pytest.raises(ConfigError, match="use mooncake or auto") as caught:
+        choices(words, GPU)
+    assert caught.value.field == "disaggregation_transfer_backend"
+    choices(words, CPU)
+    choices(f"{words} --device cpu", GPU)
