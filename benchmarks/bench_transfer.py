@@ -1,6 +1,6 @@
 """GB/s of the whole transfer path, sender to receiver, against the engine alone on the same bytes in the same run.
 
-    python -m benchmarks.bench_transfer [--write] [--backends shm mooncake] [--layouts smollm2-135m llama-8b]
+    python -m benchmarks.bench_transfer [--write] [--backends shm mooncake nixl] [--layouts smollm2-135m llama-8b]
 
 Two processes, as prefill and decode servers are, joined by real control sockets and a real transport; between rooms
 bytes lies all of `pdserve.transfer` (`transfer_side.py`). A request's pages come from an allocator that is `fresh`,
@@ -32,6 +32,7 @@ from benchmarks.transfer_pair import Pair
 from benchmarks.transfer_raw import WRITERS
 from benchmarks.transfer_side import GROUPS, layout_of
 from pdserve.memory.layout import pages_for
+from pdserve.transfer.transports import nixl_engine
 
 MARK, MARK_TOKENS = 0.9, 1000
 ROUND_BYTES = 256 << 20
@@ -199,7 +200,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     """All flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--backends", nargs="+", choices=tuple(WRITERS), default=list(WRITERS))
+    add("--backends", nargs="+", choices=tuple(WRITERS), help="all that are installed when absent")
     add("--layouts", nargs="+", choices=tuple(GROUPS), default=["smollm2-135m", "llama-8b"])
     add("--pages", nargs="+", choices=("fresh", "scattered"), default=["fresh", "scattered"])
     add("--tokens", type=int, nargs="+", default=[100, 1000, 4000], help="prompt lengths")
@@ -211,6 +212,8 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--write", action="store_true", help="write <date>-transfer.md and .json")
     add("--results", type=Path, default=report.RESULTS, help="where to")
     args = parser.parse_args(argv)
+    if args.backends is None:
+        args.backends = [name for name in WRITERS if name != "nixl" or nixl_engine.is_installed()]
     if min(*args.tokens, args.page_tokens, args.window, args.requests, args.rounds, args.singles) < 1:
         parser.error("all numbers must be at least 1")
     return args

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 
 from pdserve.transfer.transport import Copy, MemoryRegion
@@ -55,7 +56,34 @@ def _raw_mooncake(stack: contextlib.ExitStack, address: str, source: MemoryRegio
     return write
 
 
+def _raw_nixl(stack: contextlib.ExitStack, address: str, source: MemoryRegion) -> Write:
+    """An agent of its own, a list of descriptors for each call, and looking for its end all the time."""
+    from pdserve.transfer.transports.nixl import decode_address
+    from pdserve.transfer.transports.nixl_engine import Agent, kind_of, load_native
+
+    agent = Agent(load_native(), answers=False)
+    stack.callback(agent.destroy)
+    agent.register(source, kind_of(source.address))
+    peer = agent.native.add_remote_agent(decode_address(address).metadata)
+
+    def write(copies: Sequence[Copy]) -> None:
+        native = agent.native
+        ours = native.get_xfer_descs([(copy.source, copy.num_bytes, 0) for copy in copies], "DRAM")
+        theirs = native.get_xfer_descs([(copy.destination, copy.num_bytes, 0) for copy in copies], "DRAM")
+        handle = native.initialize_xfer("WRITE", ours, theirs, peer)
+        state = native.transfer(handle)
+        while state == "PROC":
+            time.sleep(0.00002)  # the peer's threads may need the core
+            state = native.check_xfer_state(handle)
+        handle.release()
+        if state != "DONE":
+            raise RuntimeError(f"the engine reports {state}")
+
+    return write
+
+
 WRITERS: dict[str, Callable[[contextlib.ExitStack, str, MemoryRegion], Write]] = {
     "shm": _raw_shm,
     "mooncake": _raw_mooncake,
+    "nixl": _raw_nixl,
 }
