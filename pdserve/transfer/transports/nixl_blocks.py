@@ -86,9 +86,11 @@ class Ranges:
     @classmethod
     def of(cls, copies: Sequence[Copy]) -> Ranges:
         """The columns of `copies`."""
-        table = np.array([(copy.source, copy.destination, copy.num_bytes) for copy in copies], dtype=np.int64)
-        sources, destinations, lengths = table.reshape(-1, 3).T
-        return cls(sources, destinations, lengths)
+        return cls(  # three lists are three times as fast as one of tuples
+            np.array([copy.source for copy in copies], dtype=np.int64),
+            np.array([copy.destination for copy in copies], dtype=np.int64),
+            np.array([copy.num_bytes for copy in copies], dtype=np.int64),
+        )
 
     def rows(self, chosen: slice | npt.NDArray[np.bool_]) -> Ranges:
         """Some of the rows."""
