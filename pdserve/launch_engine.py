@@ -27,7 +27,7 @@ from pdserve.base.log import setup_logging
 from pdserve.base.parallel import ParallelShape
 from pdserve.base.process import die_with_parent
 from pdserve.config import DisaggMode, ServerConfig
-from pdserve.errors import PdserveError
+from pdserve.errors import ConfigError, PdserveError, RankError
 from pdserve.protocol.channel import (
     ChannelAddress,
     ZmqSchedulerChannel,
@@ -41,7 +41,10 @@ ROLES: dict[DisaggMode, str] = {"null": "monolith", "prefill": "prefill", "decod
 ENDING = (signal.SIGINT, signal.SIGTERM)
 REFUSED = 2
 """Exit status of a process whose configuration was wrong."""
+LOST = 1
+"""That of one that cannot go on without another."""
 STOP_S = 5.0
+CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,13 +145,38 @@ def rank_main(start: RankStart) -> None:
     die_with_parent(start.parent_pid)
     setup_logging(start.config.observe.log_level, start.name)
     try:
+        if start.config.kernels.device == "cuda" and start.config.parallel.dp_size > 1:
+            os.environ[CUDA_DEVICES] = own_devices(start, os.environ.get(CUDA_DEVICES))
         if start.rank == 0:
             _lead(start)
         else:
             _follow(start)
+    except RankError as error:
+        log.error("%s", error)
+        sys.exit(LOST)
     except PdserveError as error:
         log.error("%s", error)
         sys.exit(REFUSED)
+
+
+def own_devices(start: RankStart, visible: str | None) -> str:
+    """The CUDA devices of this replica: as many as it has ranks, behind those of the replicas before it.
+
+    `visible` is the variable as it was given. To be set before torch is imported.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    parallel = start.config.parallel
+    count = parallel.tp_size * parallel.pp_size
+    first = start.dp_rank * count
+    if visible is None:
+        return ",".join(str(first + index) for index in range(count))
+    devices = [name.strip() for name in visible.split(",") if name.strip()]
+    if len(devices) < first + count:
+        needed = parallel.dp_size * count
+        raise ConfigError(f"{needed} ranks need a CUDA device each, {CUDA_DEVICES} has {visible!r}", field="dp_size")
+    return ",".join(devices[first : first + count])
 
 
 def _lead(start: RankStart) -> None:

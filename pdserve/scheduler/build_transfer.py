@@ -11,6 +11,7 @@ from pdserve import __version__
 from pdserve.base.clock import Clock
 from pdserve.base.parallel import ParallelShape
 from pdserve.config import ServerConfig
+from pdserve.ranks.meeting import transfer_host
 from pdserve.scheduler.engine import Engine
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.bootstrap import ReplicaRoute, register_route
@@ -49,7 +50,7 @@ def open_transfer(
 ) -> tuple[KVManager, dict[str, Fact]]:
     """The transfer manager on real sockets and a real transport; a prefill replica registers its route."""
     disagg, built = config.disagg, engine.built
-    host = disagg.disaggregation_host or config.serving.host
+    host = transfer_host(config)
     transport = open_transport(disagg.disaggregation_transfer_backend, host, disagg.disaggregation_ib_device)
     stack.callback(transport.close)
     aux = MetadataBuffers(num_aux)

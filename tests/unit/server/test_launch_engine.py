@@ -1,0 +1,55 @@
+"""What each rank's process is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+
+from pdserve.config import ServerConfig
+from pdserve.config.cli import parse_server_args
+from pdserve.errors import ConfigError
+from pdserve.launch_engine import Engine, RankStart, own_devices
+
+
+def starts_of(*flags: str) -> list[RankStart]:
+    engine = Engine(parse_server_args(["--model-path", "m", *flags]), None)
+    engine.end(told=False)  # nothing was started; the channels' directories go
+    return engine._starts
+
+
+def test_each_replica_has_its_own_channel_and_meeting_place_and_all_share_a_server() -> None:
+    starts = starts_of("--dp-size", "2", "--tp-size", "2", "--pp-size", "2")
+    assert [(start.dp_rank, start.rank) for start in starts] == [(dp, rank) for dp in (0, 1) for rank in range(4)]
+    assert len({start.address for start in starts}) == len({start.rendezvous for start in starts}) == 2
+    assert len({start.server for start in starts}) == 1
+    assert [start.name for start in starts[:2]] == ["monolith 0 scheduler", "monolith 0 rank 1"]
+
+
+def test_a_rank_that_is_alone_meets_nobody() -> None:
+    (start,) = starts_of()
+    assert start.rendezvous is None and start.name == "monolith scheduler"
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_each_host_starts_its_share_of_the_ranks(node: int) -> None:
+    split = ("--tp-size", "4", "--nnodes", "2", "--dist-init-addr", "10.0.0.1:9000")
+    starts = starts_of(*split, "--node-rank", str(node))
+    assert [start.rank for start in starts] == [2 * node, 2 * node + 1]
+    assert {start.rendezvous for start in starts} == {"tcp://10.0.0.1:9000"}
+
+
+def test_cores_are_divided_among_the_ranks_of_this_host() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert {start.config.kernels.cpu_threads for start in starts_of("--tp-size", "2")} == {max(1, cores // 2)}
+    assert {start.config.kernels.cpu_threads for start in starts_of("--dp-size", "4")} == {max(1, cores // 4)}
+    assert starts_of()[0].config == ServerConfig(model=dataclasses.replace(ServerConfig().model, model_path="m"))
+
+
+def test_each_replica_sees_its_own_devices() -> None:
+    starts = [start for start in starts_of("--dp-size", "2", "--tp-size", "2") if start.rank == 0]
+    assert [own_devices(start, None) for start in starts] == ["0,1", "2,3"]
+    assert [own_devices(start, "4, 5,GPU-a,7,8") for start in starts] == ["4,5", "GPU-a,7"]
+    with pytest.raises(ConfigError, match="4 ranks need a CUDA device each"):
+        own_devices(starts[1], "0,1,2")
