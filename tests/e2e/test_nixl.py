@@ -14,7 +14,7 @@ from tests.tiny import Family
 pytestmark = pytest.mark.skipif(not is_installed(), reason="nixl is not installed; scripts/setup.sh says how")
 
 
-@pytest.mark.parametrize("devices", ["all", "tcp,self"])
+@pytest.mark.parametrize("devices", ["all", pytest.param("tcp,self", marks=pytest.mark.slow)])
 def test_tokens_over_nixl_are_the_reference_s(
     devices: str, tiny_checkpoint: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
