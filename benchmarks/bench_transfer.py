@@ -133,7 +133,11 @@ def speed_table(found: Sequence[tuple[Case, Turns]], page_tokens: int) -> str:
         num_pages = pages_for(case.num_tokens, page_tokens)
         megabytes = num_pages * layout_of(case.layout, page_tokens).groups[0].page_bytes / 1e6
         speeds = [report.spread_of(one).show(2) for one in (turns.raw, turns.path, turns.alone)]
-        quotients = [ratio(turns).show(2, "x"), report.ratios(turns.alone, turns.raw).show(2, "x")]
+        quotients = [
+            ratio(turns).show(2, "x"),
+            report.ratios(turns.alone, turns.raw).show(2, "x"),
+            report.spread_of(turns.writing).show(2),
+        ]
         rows.append(
             [case.backend, case.layout, case.pages, f"{case.num_tokens:,}", f"{megabytes:.1f}", *speeds, *quotients]
         )
@@ -148,6 +152,7 @@ def speed_table(found: Sequence[tuple[Case, Turns]], page_tokens: int) -> str:
         "alone GB/s",
         "path / raw",
         "alone / raw",
+        "writing",
     ]
     return report.markdown_table(header, rows, num_text=3)
 
