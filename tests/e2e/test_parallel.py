@@ -12,6 +12,7 @@ import psutil
 import pytest
 import requests
 
+from pdserve.transfer.transports.nixl_engine import is_installed
 from tests.e2e.harness import Server, assert_idle, running, running_monolith, running_pair
 from tests.e2e.test_parity import ask, make_prompts, reference
 from tests.tiny import Family
@@ -43,18 +44,34 @@ def test_replicas_on_either_side(prefill: str, decode: str, tiny_checkpoint: Cal
         assert_idle(pair.prefill, pair.decode)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), SPLITS, ids=lambda flags: "".join(flags))
-def test_split_models(
-    prefill: tuple[str, ...], decode: tuple[str, ...], tiny_checkpoint: Callable[[Family], Path]
-) -> None:
-    model = tiny_checkpoint("llama")
+def check_split(model: Path, prefill: tuple[str, ...], decode: tuple[str, ...], *flags: str) -> None:
+    """A pair that is split so gives the reference's tokens, and lets go of everything."""
     prompts = make_prompts(vocab_size=320)
     expected = reference(model, prompts)
-    with running_pair(str(model), *COMMON, prefill_flags=prefill, decode_flags=decode) as pair:
+    with running_pair(str(model), *COMMON, *flags, prefill_flags=prefill, decode_flags=decode) as pair:
         batch = [prompts[i % len(prompts)] for i in range(12)]
         for i, answer in enumerate(ask(pair.router.url, batch)):
             assert answer["output_ids"] == expected[i % len(prompts)], f"{len(batch[i])} tokens"
         assert_idle(pair.prefill, pair.decode)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), SPLITS, ids="".join)
+def test_split_models(
+    prefill: tuple[str, ...], decode: tuple[str, ...], tiny_checkpoint: Callable[[Family], Path]
+) -> None:
+    check_split(tiny_checkpoint("llama"), prefill, decode, "--disaggregation-transfer-backend", "mooncake")
+
+
+@pytest.mark.skipif(not is_installed(), reason="nixl is not installed; scripts/setup.sh says how")
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [pytest.param(*split, marks=[] if number == 3 else pytest.mark.slow) for number, split in enumerate(SPLITS)],
+    ids="".join,
+)
+def test_split_models_over_nixl(
+    prefill: tuple[str, ...], decode: tuple[str, ...], tiny_checkpoint: Callable[[Family], Path]
+) -> None:
+    check_split(tiny_checkpoint("llama"), prefill, decode, "--disaggregation-transfer-backend", "nixl")
 
 
 def ranks_of(server: Server) -> list[psutil.Process]:
