@@ -1,10 +1,11 @@
-"""The way to one peer through an engine that can be destroyed. Used by the transports over native engines."""
+"""The ways to peers through engines that can be destroyed. Used by the transports over native engines."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from pdserve.errors import TransferError
@@ -19,6 +20,8 @@ class Destroyable(Protocol):
 
 
 E = TypeVar("E", bound=Destroyable)
+T = TypeVar("T")
+REOPEN_INTERVAL_S = 1.0
 
 
 class Window:
@@ -97,3 +100,72 @@ class Link(Generic[E]):
         if self._owned:
             self._engine.destroy()
         self._cut.set()
+
+
+class LinkedPeer(Generic[E, T]):
+    """A connected peer: `about` is what its address says, `link` the way there, reopened after a failure."""
+
+    def __init__(self, about: T, link: Link[E], open_link: Callable[[T], Link[E]]) -> None:
+        self.about = about
+        self._link = link
+        self._open_link = open_link
+        self._lock = threading.Lock()
+        self._reopen_at = 0.0
+
+    def usable_link(self) -> Link[E]:
+        """The link, or a new one after a failure, at most once every `REOPEN_INTERVAL_S`. Raises TransferError."""
+        with self._lock:
+            if self._link.doomed:
+                now = time.monotonic()
+                if now < self._reopen_at:
+                    raise TransferError(f"the link to {self._link.session} failed a moment ago", code="link_down")
+                self._reopen_at = now + REOPEN_INTERVAL_S
+                self._link = self._open_link(self.about)
+            return self._link
+
+    def doom(self) -> None:
+        """Give the link up. Writes under way fail."""
+        self._link.doom()
+
+
+class LinkedPeers(Generic[E, T]):
+    """Peers by address. Thread-safe."""
+
+    def __init__(self, open_link: Callable[[T], Link[E]]) -> None:
+        self._open_link = open_link
+        self._lock = threading.Lock()
+        self._peers: dict[str, LinkedPeer[E, T]] = {}
+
+    def connect(self, address: str, about: T) -> None:
+        """Open a link to the peer, unless there is one. Raises TransferError when nobody answers."""
+        with self._lock:
+            if address in self._peers:
+                return
+        peer = LinkedPeer(about, self._open_link(about), self._open_link)
+        with self._lock:
+            kept = self._peers.setdefault(address, peer)
+        if kept is not peer:
+            peer.doom()
+
+    def disconnect(self, address: str) -> None:
+        """Forget a peer; unknown ones are ignored."""
+        with self._lock:
+            peer = self._peers.pop(address, None)
+        if peer is not None:
+            peer.doom()
+
+    def get(self, address: str) -> LinkedPeer[E, T]:
+        """A connected peer. Raises TransferError when it is none."""
+        with self._lock:
+            peer = self._peers.get(address)
+        if peer is None:
+            raise TransferError(f"not connected to {address[:100]}", code="not_connected", retryable=False)
+        return peer
+
+    def close(self) -> None:
+        """Forget all."""
+        with self._lock:
+            peers = list(self._peers.values())
+            self._peers.clear()
+        for peer in peers:
+            peer.doom()

@@ -20,14 +20,13 @@ Both of the engine's ports listen on all interfaces whatever address it is given
 from __future__ import annotations
 
 import os
-import threading
 import time
 import uuid
 from collections.abc import Sequence
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
-from pdserve.transfer.transports.link import Link
+from pdserve.transfer.transports.link import Link, LinkedPeers
 from pdserve.transfer.transports.mooncake_engine import Engine
 from pdserve.transfer.transports.nics import choose_protocol
 
@@ -35,7 +34,6 @@ MAX_OUTSTANDING = 1024
 BATCH_ENTRIES = 512
 POLL_S = 0.0003
 SLOWEST_BYTES_PER_S = 10e6
-REOPEN_INTERVAL_S = 1.0
 PROGRESS_TIMEOUT_S = 5
 RDMA_SETTLE_S = 30.0
 TCP_TIMEOUTS = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
@@ -71,16 +69,6 @@ def session_of(address: str) -> str:
     return session
 
 
-class Peer:
-    """A connected peer, and its link, reopened after a failure. `lock` guards the two fields below it."""
-
-    def __init__(self, session: str, link: Link[Engine]) -> None:
-        self.session = session
-        self.lock = threading.Lock()
-        self.link = link
-        self.reopen_at = 0.0
-
-
 class MooncakeTransport:
     """Writes through Mooncake's TransferEngine. See `Transport` for who calls what from where."""
 
@@ -94,8 +82,7 @@ class MooncakeTransport:
         self._receiver = Engine(*self._start)
         self._incarnation = uuid.uuid4().hex[:16]
         self._regions = RegionSet()
-        self._lock = threading.Lock()
-        self._peers: dict[str, Peer] = {}
+        self._peers: LinkedPeers[Engine, str] = LinkedPeers(self._open_link)
 
     @classmethod
     def open(cls, host: str, ib_device: str | None) -> MooncakeTransport:
@@ -115,47 +102,29 @@ class MooncakeTransport:
 
     def connect(self, address: str) -> None:
         """Open a link to the peer, unless there is one."""
-        session = session_of(address)
-        with self._lock:
-            if address in self._peers:
-                return
-        peer = Peer(session, self._open_link(session))
-        with self._lock:
-            kept = self._peers.setdefault(address, peer)
-        if kept is not peer:
-            peer.link.doom()
+        self._peers.connect(address, session_of(address))
 
     def disconnect(self, address: str) -> None:
         """Forget a peer. Writes under way to it fail, and over TCP are settled when they raise."""
-        with self._lock:
-            peer = self._peers.pop(address, None)
-        if peer is not None:
-            peer.link.doom()
+        self._peers.disconnect(address)
 
     def write(self, address: str, copies: Sequence[Copy]) -> None:
         """Batches of at most `BATCH_ENTRIES`, one after the other; several threads fill the window together.
 
         After a failure the next write reopens the link, at most once every `REOPEN_INTERVAL_S`.
         """
-        with self._lock:
-            peer = self._peers.get(address)
-        if peer is None:
-            raise TransferError(f"not connected to {address}", code="not_connected", retryable=False)
+        peer = self._peers.get(address)
         self._regions.check_sources(copies)
         full = [copy for copy in copies if copy.num_bytes]
         if not full:
             return
-        link = self._usable_link(peer)
+        link = peer.usable_link()
         for first in range(0, len(full), BATCH_ENTRIES):
             self._write_batch(link, full[first : first + BATCH_ENTRIES])
 
     def close(self) -> None:
         """Cut all links, stop receiving. Takes up to a second per peer."""
-        with self._lock:
-            peers = list(self._peers.values())
-            self._peers.clear()
-        for peer in peers:
-            peer.link.doom()
+        self._peers.close()
         self._receiver.destroy()
 
     def _open_link(self, session: str) -> Link[Engine]:
@@ -167,16 +136,6 @@ class MooncakeTransport:
                 engine.register(region)
         engine.reach(session)
         return Link(engine, session, owned=owned, num_permits=MAX_OUTSTANDING)
-
-    def _usable_link(self, peer: Peer) -> Link[Engine]:
-        with peer.lock:
-            if peer.link.doomed:
-                now = time.monotonic()
-                if now < peer.reopen_at:
-                    raise TransferError(f"the link to {peer.session} failed a moment ago", code="link_down")
-                peer.reopen_at = now + REOPEN_INTERVAL_S
-                peer.link = self._open_link(peer.session)
-            return peer.link
 
     def _write_batch(self, link: Link[Engine], copies: Sequence[Copy]) -> None:
         num_bytes = sum(copy.num_bytes for copy in copies)

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ import numpy as np
 
 from pdserve.errors import TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
-from pdserve.transfer.transports.link import Link
+from pdserve.transfer.transports.link import Link, LinkedPeers
 from pdserve.transfer.transports.nics import choose_protocol, wanted_nics
 from pdserve.transfer.transports.nixl_blocks import Ranges, SpansByKind, split_by_kind
 from pdserve.transfer.transports.nixl_engine import (
@@ -45,7 +45,6 @@ STALL_S = 15.0
 """A batch that has made no end after so long, and some for its length, is given up."""
 SLOWEST_BYTES_PER_S = 10e6
 PROBE_TIMEOUT_S = 3.0
-REOPEN_INTERVAL_S = 1.0
 TCP_SETTLE_S = 11.0
 RDMA_SETTLE_S = 30.0
 PREFIX = "nixl:"
@@ -92,15 +91,12 @@ def set_environment(ib_device: str | None) -> None:
         os.environ.setdefault("UCX_NET_DEVICES", ",".join(f"{nic}:1" for nic in nics))
 
 
+@dataclasses.dataclass(frozen=True)
 class Peer:
-    """A connected peer, and its link, reopened after a failure. `lock` guards the two last fields."""
+    """What the address of a peer says. `there` are its regions, by kind of memory."""
 
-    def __init__(self, card: PeerCard, there: SpansByKind, link: Link[Sender]) -> None:
-        self.card = card
-        self.there = there
-        self.lock = threading.Lock()
-        self.link = link
-        self.reopen_at = 0.0
+    card: PeerCard
+    there: SpansByKind
 
 
 class NixlTransport:
@@ -116,8 +112,7 @@ class NixlTransport:
         self._probed = np.zeros(64, dtype=np.uint8)
         self._regions = RegionSet()
         self._known: list[tuple[MemoryRegion, KindOfMemory]] = []
-        self._lock = threading.Lock()
-        self._peers: dict[str, Peer] = {}
+        self._peers: LinkedPeers[Sender, Peer] = LinkedPeers(self._open_link)
         self.register([MemoryRegion(int(self._probed.ctypes.data), self._probed.size)])
 
     @classmethod
@@ -144,74 +139,47 @@ class NixlTransport:
     def connect(self, address: str) -> None:
         """Open a link to the peer, unless there is one."""
         card = decode_address(address)
-        with self._lock:
-            if address in self._peers:
-                return
         there = spans_by_kind(
             [(MemoryRegion(it.address, it.num_bytes), KindOfMemory(it.kind, it.device)) for it in card.regions]
         )
-        peer = Peer(card, there, self._open_link(card, there))
-        with self._lock:
-            kept = self._peers.setdefault(address, peer)
-        if kept is not peer:
-            peer.link.doom()
+        self._peers.connect(address, Peer(card, there))
 
     def disconnect(self, address: str) -> None:
         """Forget a peer. Writes under way to it fail, and over TCP are settled when they raise."""
-        with self._lock:
-            peer = self._peers.pop(address, None)
-        if peer is not None:
-            peer.link.doom()
+        self._peers.disconnect(address)
 
     def write(self, address: str, copies: Sequence[Copy]) -> None:
         """Batches of at most `BATCH_COPIES`, one after the other.
 
         After a failure the next write reopens the link, at most once every `REOPEN_INTERVAL_S`.
         """
-        with self._lock:
-            peer = self._peers.get(address)
-        if peer is None:
-            raise TransferError(f"not connected to {address[:100]}", code="not_connected", retryable=False)
+        peer = self._peers.get(address)
         self._regions.check_sources(copies)
         full = [copy for copy in copies if copy.num_bytes]
         if not full:
             return
         try:
-            parts = split_by_kind(Ranges.of(full), self._here, peer.there)
+            parts = split_by_kind(Ranges.of(full), self._here, peer.about.there)
         except ValueError as error:
             raise TransferError(f"{error} at the peer", code="bad_range", retryable=False) from None
-        link = self._usable_link(peer)
+        link = peer.usable_link()
         for kinds, ranges in parts:
             for batch in _batches(ranges):
                 self._write_batch(link, batch, kinds, STALL_S)
 
     def close(self) -> None:
         """Cut all links, stop receiving."""
-        with self._lock:
-            peers = list(self._peers.values())
-            self._peers.clear()
-        for peer in peers:
-            peer.link.doom()
+        self._peers.close()
         self._receiver.destroy()
 
-    def _open_link(self, card: PeerCard, there: SpansByKind) -> Link[Sender]:
+    def _open_link(self, peer: Peer) -> Link[Sender]:
         """A link over a new agent. Raises TransferError (settled over TCP) when nobody answers."""
-        sender = Sender(self._native, self._known, card.metadata, there)
+        sender = Sender(self._native, self._known, peer.card.metadata, peer.there)
         link = Link(sender, sender.peer, owned=True, num_permits=1)
-        (here, kind), probe = self._known[0], card.regions[0]
+        (here, kind), probe = self._known[0], peer.card.regions[0]
         one = Ranges.of([Copy(here.address, probe.address, here.num_bytes)])
         self._write_batch(link, one, (kind.name, probe.kind), PROBE_TIMEOUT_S)
         return link
-
-    def _usable_link(self, peer: Peer) -> Link[Sender]:
-        with peer.lock:
-            if peer.link.doomed:
-                now = time.monotonic()
-                if now < peer.reopen_at:
-                    raise TransferError("the link failed a moment ago", code="link_down")
-                peer.reopen_at = now + REOPEN_INTERVAL_S
-                peer.link = self._open_link(peer.card, peer.there)
-            return peer.link
 
     def _write_batch(self, link: Link[Sender], ranges: Ranges, kinds: tuple[str, str], stall_s: float) -> None:
         num_copies, num_bytes = len(ranges.lengths), int(ranges.lengths.sum())
