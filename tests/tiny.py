@@ -15,10 +15,13 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
-Family = Literal["llama", "qwen2", "qwen3"]
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
+DENSE_FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
+FAMILIES: tuple[Family, ...] = (*DENSE_FAMILIES, "qwen3_moe")
 VOCAB_SIZE = 320
 EOS_ID = 1
 
@@ -26,6 +29,7 @@ _CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 _CORPUS = [
     "The quick brown fox jumps over the lazy dog, and then there was another question about the weather.",
@@ -59,8 +63,10 @@ def make_tiny(family: Family, directory: Path, *, seed: int = 0, dtype: str = "f
         "eos_token_id": EOS_ID,
         "pad_token_id": None,
     }
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         settings["head_dim"] = 32
+    if family == "qwen3_moe":
+        settings |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     torch.manual_seed(seed)
     model = model_class(config_class(**(settings | overrides)))
     with torch.no_grad():

@@ -133,13 +133,17 @@ def build_executor(
 
 def check_spec(spec: ModelSpec, place: Place) -> None:
     """Raise ConfigError, naming `tp_size` or `pp_size`, when the model cannot be split that way."""
-    check_split(
-        place.shape,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        num_layers=spec.num_layers,
-        intermediate_size=spec.intermediate_size,
-    )
+    columns = [spec.intermediate_size] if spec.num_dense else []
+    if spec.moe is not None:
+        columns.append(spec.moe.intermediate_size)
+    for intermediate_size in columns:
+        check_split(
+            place.shape,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            num_layers=spec.num_layers,
+            intermediate_size=intermediate_size,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

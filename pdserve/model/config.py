@@ -15,14 +15,36 @@ from typing import Any
 from pdserve.errors import ModelError
 from pdserve.model.rope import RopeSpec, read_rope
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
 DTYPES = ("bfloat16", "float16", "float32")
-_DEFAULT_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+_DEFAULT_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoeSpec:
+    """Feed-forward of `layers` (indices in the model, ascending) as a mixture of experts; the others are dense.
+
+    Each token goes to its `top_k` experts, weighted by their probabilities, which add up to 1 with `norm_top_k`.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_top_k: bool
+    layers: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A dense grouped-query decoder. Sizes count elements; `dtype` is the checkpoint's, None when it says none."""
+    """A grouped-query decoder. Sizes count elements; `dtype` is the checkpoint's, None when it says none.
+
+    `intermediate_size` is that of dense feed-forward layers; `moe` None: all of them are.
+    """
 
     model_type: str
     architectures: tuple[str, ...]
@@ -43,6 +65,12 @@ class ModelSpec:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     dtype: str | None
+    moe: MoeSpec | None = None
+
+    @property
+    def num_dense(self) -> int:
+        """Layers whose feed-forward is dense."""
+        return self.num_layers - (0 if self.moe is None else len(self.moe.layers))
 
     def digest(self) -> str:
         """Short hash of the facts that two peers must share. The number format is in the KV layout, not here."""
@@ -103,11 +131,32 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any], *
         qkv_bias=True if model_type == "qwen2" else attention_bias,
         o_bias=False if model_type == "qwen2" else attention_bias,
         mlp_bias=model_type == "llama" and bool(config.get("mlp_bias", False)),
-        qk_norm=model_type == "qwen3",
+        qk_norm=model_type in ("qwen3", "qwen3_moe"),
         rope=read_rope(config, max_positions, where),
         max_positions=max_positions,
         eos_token_ids=_token_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
         dtype=_dtype(config, where),
+        moe=_moe(config, where) if model_type == "qwen3_moe" else None,
+    )
+
+
+def _moe(config: Mapping[str, Any], where: str) -> MoeSpec | None:
+    """The experts, None when no layer has any. Newer configs call their number `num_local_experts`."""
+    name = "num_local_experts" if "num_experts" not in config else "num_experts"
+    num_experts, top_k = _count(config, name, where), _count(config, "num_experts_per_tok", where, default=8)
+    if top_k > num_experts:
+        raise ModelError(f"{where}: num_experts_per_tok is {top_k}, but there are {num_experts} experts")
+    step, dense = _count(config, "decoder_sparse_step", where, default=1), config.get("mlp_only_layers") or ()
+    num_layers = _count(config, "num_hidden_layers", where)
+    layers = tuple(index for index in range(num_layers) if index not in dense and (index + 1) % step == 0)
+    if not layers:
+        return None
+    return MoeSpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=_count(config, "moe_intermediate_size", where),
+        norm_top_k=bool(config.get("norm_topk_prob", False)),
+        layers=layers,
     )
 
 
@@ -130,7 +179,9 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
     if other:
         raise ModelError(f"{where}: layer_types has {', '.join(other)}; only full_attention is supported")
     windowed = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
-    if windowed and config.get("layer_types") is None and layers > int(config.get("max_window_layers", 28)):
+    everywhere = config.get("model_type") == "qwen3_moe"
+    some = config.get("layer_types") is None and layers > int(config.get("max_window_layers", 28))
+    if windowed and (everywhere or some):
         raise ModelError(f"{where}: use_sliding_window is on; sliding-window attention is not supported")
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"{where}: hidden_act {config['hidden_act']!r} is not supported; supported: silu")

@@ -42,13 +42,14 @@ class Source(Protocol):
 class Param:
     """A tensor by its name and `shape` in the checkpoint, and which indices of dimension `dim` this rank holds.
 
-    `held` None: all of them.
+    `held` None: all of them. `num_samples` of its values are compared with other ranks' and peers'.
     """
 
     name: str
     shape: tuple[int, ...]
     dim: int = 0
     held: range | None = None
+    num_samples: int = _NUM_SAMPLES
 
     @property
     def held_shape(self) -> tuple[int, ...]:
@@ -185,7 +186,7 @@ def fingerprint_of(samples: Iterable[WeightSamples]) -> str:
 def _samples(param: Param, slot: Tensor) -> dict[int, float]:
     """The values of one tensor at the positions that are held, by flat position in the whole tensor."""
     size = int(np.prod(param.shape))
-    positions = np.unique(np.arange(_NUM_SAMPLES, dtype=np.int64) * _STRIDE % size)
+    positions = np.unique(np.arange(param.num_samples, dtype=np.int64) * _STRIDE % size)
     index = np.stack(np.unravel_index(positions, param.shape))
     if param.held is not None:
         along = index[param.dim] - param.held.start

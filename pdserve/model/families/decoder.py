@@ -1,4 +1,4 @@
-"""The grouped-query decoder: Llama, Qwen2, Qwen3 dense, told apart by options of `ModelSpec`.
+"""The grouped-query decoder: Llama, Qwen2, Qwen3 and Qwen3-MoE, told apart by options of `ModelSpec`.
 
 Built by the loader, which fills `params`; run by the executor. A rank of a split model (`Parallel`) builds and runs
 its stage's layers, its share of their heads and feed-forward columns, and its share of the vocabulary.
@@ -18,6 +18,8 @@ from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.layers.linear import Linear, Outputs, column_linear, row_linear
+from pdserve.model.layers.mlp import DenseMLP, FeedForward
+from pdserve.model.layers.moe import SplitMoe
 from pdserve.model.layers.norm import RMSNorm
 from pdserve.model.layers.rotary import Rotary, rotate
 from pdserve.model.layers.vocab import VocabEmbedding, vocab_rows
@@ -64,8 +66,7 @@ class Decoder:
         embedding = self._embedding_rows()
         mine = layers_of(spec.num_layers, place.shape.pp_size, place.pp_rank)
         self._layers = [
-            DecoderLayer(spec, f"model.layers.{index}.", local, self.params, kernels, self.parallel)
-            for local, index in enumerate(mine)
+            DecoderLayer(spec, index, local, self.params, kernels, self.parallel) for local, index in enumerate(mine)
         ]
         self.params.ignore_under(f"model.layers.{index}." for index in range(spec.num_layers) if index not in mine)
         self._embedding = self._norm = self._head = None
@@ -134,15 +135,16 @@ class Decoder:
 class DecoderLayer:
     """Attention and feed-forward, each normalised before and added to what came in.
 
-    `prefix` is the layer's in the checkpoint, `index` its number among this rank's.
+    `index` is the layer's in the model, `local` its number among this rank's.
     """
 
     def __init__(
-        self, spec: ModelSpec, prefix: str, index: int, params: ParamSlots, kernels: Kernels, parallel: Parallel
+        self, spec: ModelSpec, index: int, local: int, params: ParamSlots, kernels: Kernels, parallel: Parallel
     ) -> None:
-        self._kernels, self._parallel, self._index, self._head_dim = kernels, parallel, index, spec.head_dim
-        attn, mlp = prefix + "self_attn.", prefix + "mlp."
-        q, kv, inner = shares(spec, parallel.place)
+        self._parallel, self._local, self._head_dim = parallel, local, spec.head_dim
+        prefix = f"model.layers.{index}."
+        attn = prefix + "self_attn."
+        q, kv = shares(spec, parallel.place)
         self._heads, self._kv_heads = len(q), len(kv)
         queries = _by_head(attn + "q_proj", spec.num_heads, q, spec.head_dim)
         qkv = (queries, *(_by_head(attn + name, spec.num_kv_heads, kv, spec.head_dim) for name in ("k_proj", "v_proj")))
@@ -151,11 +153,7 @@ class DecoderLayer:
         self._out = row_linear(
             kernels, params, attn + "o_proj", spec.hidden_size, queries, bias=spec.o_bias, adds_bias=first
         )
-        gate, up = (Outputs(mlp + name, spec.intermediate_size, inner) for name in ("gate_proj", "up_proj"))
-        self._gate_up = column_linear(kernels, params, (gate, up), spec.hidden_size, spec.mlp_bias)
-        self._down = row_linear(
-            kernels, params, mlp + "down_proj", spec.hidden_size, gate, bias=spec.mlp_bias, adds_bias=first
-        )
+        self._mlp = _feed_forward(spec, index, prefix + "mlp.", params, kernels, parallel)
         eps = spec.rms_norm_eps
         self._input_norm = RMSNorm(params.new(prefix + "input_layernorm.weight", spec.hidden_size), eps)
         self._post_norm = RMSNorm(params.new(prefix + "post_attention_layernorm.weight", spec.hidden_size), eps)
@@ -167,8 +165,7 @@ class DecoderLayer:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
         """`[N, hidden]` to `[N, hidden]`; `x` is overwritten."""
         x += self._parallel.all_reduce(self._attention(self._input_norm(x), cos, sin, attention))
-        gate, up = self._gate_up(self._post_norm(x)).chunk(2, -1)
-        x += self._parallel.all_reduce(self._down(self._kernels.swiglu(gate, up)))
+        x += self._mlp(self._post_norm(x))
         return x
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
@@ -178,18 +175,24 @@ class DecoderLayer:
         if self._q_norm is not None and self._k_norm is not None:
             q_and_k = torch.cat((self._q_norm(q_and_k[:, : self._heads]), self._k_norm(q_and_k[:, self._heads :])), 1)
         q_and_k = rotate(q_and_k, cos, sin)
-        mixed = attention.attend(self._index, q_and_k[:, : self._heads], q_and_k[:, self._heads :], v)
+        mixed = attention.attend(self._local, q_and_k[:, : self._heads], q_and_k[:, self._heads :], v)
         return self._out(mixed)
 
 
-def shares(spec: ModelSpec, place: Place) -> tuple[range, range, range]:
-    """Query heads, KV heads and feed-forward columns of a tensor rank; its queries belong to its KV heads."""
+def shares(spec: ModelSpec, place: Place) -> tuple[range, range]:
+    """Query heads and KV heads of a tensor rank; its queries belong to its KV heads."""
     tp_size, rank = place.shape.tp_size, place.tp_rank
-    return (
-        part_of(spec.num_heads, tp_size, rank),
-        kv_heads_of(spec.num_kv_heads, tp_size, rank),
-        part_of(spec.intermediate_size, tp_size, rank),
-    )
+    return part_of(spec.num_heads, tp_size, rank), kv_heads_of(spec.num_kv_heads, tp_size, rank)
+
+
+def _feed_forward(
+    spec: ModelSpec, index: int, prefix: str, params: ParamSlots, kernels: Kernels, parallel: Parallel
+) -> FeedForward:
+    """That of layer `index`."""
+    hidden_size, moe = spec.hidden_size, spec.moe
+    if moe is None or index not in moe.layers:
+        return DenseMLP(kernels, params, prefix, hidden_size, spec.intermediate_size, spec.mlp_bias, parallel)
+    return SplitMoe(kernels, params, prefix, hidden_size, moe, parallel)
 
 
 def _by_head(name: str, num_heads: int, held: range, head_dim: int) -> Outputs:

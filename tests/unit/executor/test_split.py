@@ -41,6 +41,8 @@ CASES: dict[str, tuple[ParallelShape, Family, dict[str, Any]]] = {
     "tp4, fewer kv heads, qk norm": (TP4, "qwen3", {}),
     "tp4, one kv head, all biases": (TP4, "llama", {"num_key_value_heads": 1, **BIASES}),
     "tp4, a rank without vocabulary": (TP4, "llama", {"vocab_size": 9}),
+    "tp2, experts": (TP2, "qwen3_moe", {"decoder_sparse_step": 2}),
+    "tp2 x pp2, experts": (BOTH, "qwen3_moe", {}),
     "pp2": (PP2, "qwen2", {}),
     "pp3, tied": (PP3, "llama", {"tie_word_embeddings": True}),
     "tp2 x pp2, tied, qk norm": (BOTH, "qwen3", {"tie_word_embeddings": True}),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdserve.errors import ModelError
-from pdserve.model.config import ModelSpec, read_model_spec, spec_from_config
+from pdserve.model.config import ModelSpec, MoeSpec, read_model_spec, spec_from_config
 from tests.tiny import make_tiny
 
 BASE: dict[str, Any] = {
@@ -55,6 +55,34 @@ def test_every_family_may_say_its_head_size() -> None:
         assert spec(architectures=[name], model_type=kind, head_dim=24).head_dim == 24
 
 
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 7,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+
+
+def test_experts_are_read_by_both_names_of_their_number() -> None:
+    old = spec(**MOE)
+    new = spec(**{name: value for name, value in MOE.items() if name != "num_experts"}, num_local_experts=8)
+    assert (
+        old.moe
+        == new.moe
+        == MoeSpec(num_experts=8, top_k=3, intermediate_size=24, norm_top_k=False, layers=tuple(range(7)))
+    )
+    assert (old.num_dense, old.qk_norm, old.head_dim) == (0, True, 16)
+    assert old.digest() != spec(**MOE, norm_topk_prob=True).digest()
+
+
+def test_layers_without_experts_are_dense() -> None:
+    some = spec(**MOE, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert some.moe is not None and some.moe.layers == (1, 5) and some.num_dense == 5
+    assert spec(**MOE, mlp_only_layers=list(range(7))).moe is None
+
+
 def test_eos_ids_come_from_both_files() -> None:
     assert spec({"eos_token_id": [7, 2]}, eos_token_id=2).eos_token_ids == (2, 7)
     assert spec().eos_token_ids == ()
@@ -69,6 +97,9 @@ def test_eos_ids_come_from_both_files() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "use_sliding_window"),
+        (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        (MOE | {"num_experts": None}, "num_experts"),
+        (MOE | {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"hidden_size": None}, "hidden_size"),

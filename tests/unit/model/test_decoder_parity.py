@@ -52,6 +52,12 @@ OPTIONS: dict[str, tuple[Family, dict[str, Any]]] = {
     "tied qwen3": ("qwen3", {"tie_word_embeddings": True}),
     "all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen3 biases": ("qwen3", {"attention_bias": True}),
+    "moe: dense layers between, weights that do not add up to 1": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "num_hidden_layers": 4, "norm_topk_prob": False},
+    ),
+    "moe: one dense layer, all experts": ("qwen3_moe", {"mlp_only_layers": [1], "num_experts_per_tok": 6}),
+    "moe: one expert": ("qwen3_moe", {"num_experts_per_tok": 1}),
     "wide heads": ("llama", {"head_dim": 40}),
     "one kv head": ("llama", {"num_key_value_heads": 1}),
     "as many kv heads": ("qwen2", {"num_key_value_heads": 4}),

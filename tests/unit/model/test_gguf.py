@@ -17,7 +17,7 @@ from pdserve.model.paths import resolve_tokenizer_path
 from pdserve.model.smollm2 import smollm2_gguf
 from tests.driver import Driver, build, random_prompt
 from tests.reference import load_reference, reference_greedy
-from tests.tiny import FAMILIES, VOCAB_SIZE, Family, make_tiny
+from tests.tiny import DENSE_FAMILIES, VOCAB_SIZE, Family, make_tiny
 
 _TO_GGUF = {value: key for key, value in gguf_file._LAYER_NAMES.items()}
 _TOP_TO_GGUF = {value: key for key, value in gguf_file._TOP_NAMES.items()}
@@ -60,7 +60,7 @@ def _gguf_name(name: str) -> str:
     return f"blk.{layer}.{_TO_GGUF['.'.join(middle)]}.{kind}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_gguf_gives_the_tokens_of_its_checkpoint(family: Family, tied: bool, tmp_path: Path) -> None:
     checkpoint = make_tiny(family, tmp_path / "hf", tie_word_embeddings=tied)

@@ -120,6 +120,23 @@ def _copies(name: str, shape: ParallelShape, tied: bool) -> int:
     return 2 if tied and "embed" in name and shape.pp_size > 1 else 1
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"tp{shape.tp_size}pp{shape.pp_size}")
+def test_tensor_ranks_read_their_columns_of_every_expert(
+    shape: ParallelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_tiny("qwen3_moe", tmp_path, mlp_only_layers=[1])
+    sizes = {name: value.numel() for name, value in load_file(path / "model.safetensors").items()}
+    whole = _load(path, ParallelShape().place(0)).params.samples()
+    recorder, ranks = Recorder(), []
+    monkeypatch.setattr(loader, "safe_open", recorder)
+    for rank in range(shape.num_ranks):
+        ranks.append(_load(path, shape.place(rank)).params.samples())
+    for name in sizes:
+        copies = shape.tp_size if ".mlp.gate." in name else _copies(name, shape, False)
+        assert recorder.read[name] == sizes[name] * copies, name
+    assert fingerprint_of(ranks) == fingerprint_of([whole])
+
+
 def test_only_its_share_of_a_mapped_file_comes_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows, that is: where columns are split, a mapped page has something of every rank."""
     path = make_tiny("llama", tmp_path, vocab_size=60_000)
@@ -184,7 +201,7 @@ def test_a_gguf_file_is_cut_like_its_checkpoint(family: Family, tmp_path: Path) 
         assert fingerprint_of(ranks) == fingerprint_of([whole])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_slices_of_dummies_are_slices_of_the_whole(family: Family, tmp_path: Path) -> None:
     path = make_tiny(family, tmp_path, vocab_size=321)
     whole = _load(path, ParallelShape().place(0), load_format="dummy").params.samples()

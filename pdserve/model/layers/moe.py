@@ -1,0 +1,132 @@
+"""A mixture of experts: the router, the experts' weights and products, and the layer whose experts are all split.
+
+`SplitMoe` is the layer without expert parallelism: each tensor rank has some columns of every expert. `expert_parallel`
+has the other one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pdserve.base.parallel import part_of
+from pdserve.model.config import MoeSpec
+from pdserve.model.layers.kernels import Kernels
+from pdserve.model.layers.linear import Linear
+from pdserve.model.parallel import Parallel
+from pdserve.model.params import Param, ParamSlots
+
+_NUM_SAMPLES = 2
+"""Of each tensor of an expert: there are thousands of them."""
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclasses.dataclass(frozen=True)
+class Routes:
+    """Where tokens go: `experts` int64 `[N, top_k]`, best first, and their `weights`, float32 `[N, top_k]`."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+class Router:
+    """Softmax over all experts, and the best of them."""
+
+    def __init__(self, kernels: Kernels, params: ParamSlots, name: str, moe: MoeSpec, hidden_size: int) -> None:
+        self._linear = Linear(kernels, params.new(f"{name}.weight", moe.num_experts, hidden_size))
+        self._moe = moe
+
+    def __call__(self, x: Tensor) -> Routes:
+        """The routes of `[N, hidden]`."""
+        best = self._linear(x).softmax(-1, dtype=torch.float32).topk(self._moe.top_k, -1)
+        weights = best.values
+        if self._moe.norm_top_k:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return Routes(best.indices, weights)
+
+
+class Experts:
+    """The weights of the experts `held`, by slot, as far as this rank has their columns `inner`.
+
+    `gate_up` is `[slots, 2 * len(inner), hidden]`, `down` `[slots, hidden, len(inner)]`.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        params: ParamSlots,
+        prefix: str,
+        hidden_size: int,
+        moe: MoeSpec,
+        held: Sequence[int],
+        inner: range,
+    ) -> None:
+        self._kernels = kernels
+        wide, deep = (moe.intermediate_size, hidden_size), (hidden_size, moe.intermediate_size)
+        names = [f"{prefix}{expert}." for expert in held]
+        pairs = [
+            Param(f"{name}{matrix}.weight", wide, 0, inner, _NUM_SAMPLES) for name in names for matrix in _MATRICES[:2]
+        ]
+        downs = [Param(f"{name}{_MATRICES[2]}.weight", deep, 1, inner, _NUM_SAMPLES) for name in names]
+        self.gate_up = params.stacked(*pairs).view(len(held), 2 * len(inner), hidden_size)
+        self.down = params.stacked(*downs).view(len(held), hidden_size, len(inner))
+        for expert in set(range(moe.num_experts)).difference(held):
+            for matrix in _MATRICES:
+                params.ignore(f"{prefix}{expert}.{matrix}.weight")
+        for weight in (self.gate_up, self.down):
+            kernels.prepare_linear(weight.shape[1], weight.shape[2], weight.dtype, weight.device, bias=False)
+
+    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
+        """Row r through the expert in slot `slots[r]`: `[R, hidden]` and int64 `[R]` to `[R, hidden]`.
+
+        Rows of one expert are computed together; experts without rows cost nothing.
+        """
+        order = slots.argsort(stable=True)
+        sizes = torch.bincount(slots, minlength=len(self.gate_up)).tolist()
+        rows = x.index_select(0, order)
+        parts = [self._one(slot, part) for slot, part in enumerate(torch.split(rows, sizes)) if len(part)]
+        if not parts:
+            return x
+        return torch.empty_like(x).index_copy_(0, order, torch.cat(parts))
+
+    def _one(self, slot: int, x: Tensor) -> Tensor:
+        """The rows of one expert."""
+        gate, up = self._kernels.linear(x, self.gate_up[slot], None).chunk(2, -1)
+        return self._kernels.linear(self._kernels.swiglu(gate, up), self.down[slot], None)
+
+
+def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
+    """What a token's experts said: `[N, top_k, hidden]` and float32 `[N, top_k]` to `[N, hidden]`.
+
+    Added up in float32 in the order of the routes, whatever the batch.
+    """
+    total = outputs[:, 0].float() * weights[:, :1]
+    for index in range(1, weights.shape[1]):
+        total += outputs[:, index].float() * weights[:, index : index + 1]
+    return total.to(outputs.dtype)
+
+
+class SplitMoe:
+    """Implements `FeedForward`: every tensor rank computes its columns of all experts for all tokens."""
+
+    def __init__(
+        self, kernels: Kernels, params: ParamSlots, prefix: str, hidden_size: int, moe: MoeSpec, parallel: Parallel
+    ) -> None:
+        place = parallel.place
+        inner = part_of(moe.intermediate_size, place.shape.tp_size, place.tp_rank)
+        self._parallel = parallel
+        self._router = Router(kernels, params, prefix + "gate", moe, hidden_size)
+        self._experts = Experts(
+            kernels, params, prefix + "experts.", hidden_size, moe, range(moe.num_experts), inner
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `FeedForward`."""
+        routes = self._router(x)
+        num_tokens, top_k = routes.experts.shape
+        outputs = self._experts(x.repeat_interleave(top_k, 0), routes.experts.flatten())
+        mixed = weighted_sum(outputs.view(num_tokens, top_k, -1), routes.weights)
+        return self._parallel.all_reduce(mixed)
