@@ -43,6 +43,15 @@ class ParallelConfig:
     tp_size: int = flag(1, help="ranks that each layer is split over", names=("--tp", "--tensor-parallel-size"))
     pp_size: int = flag(1, help="stages that the layers are split into", names=("--pp", "--pipeline-parallel-size"))
     dp_size: int = flag(1, help="replicas of the model behind one HTTP server", names=("--dp", "--data-parallel-size"))
+    ep_size: int = flag(
+        1,
+        help="tp_size: the tensor ranks hold whole experts, and tokens travel to them; 1: they split each expert",
+        names=("--ep", "--expert-parallel-size"),
+    )
+    ep_num_redundant_experts: int = flag(0, help="copies of experts, so that those with many tokens share them")
+    init_expert_location: str = flag(
+        "trivial", help="which rank starts with which experts: trivial, or a JSON file with a map or with token counts"
+    )
     nnodes: int = flag(1, help="hosts that one replica's ranks are spread over")
     node_rank: int = flag(0, help="which of them this is; 0 has the HTTP server")
     dist_init_addr: str | None = flag(None, help="HOST:PORT at node 0 where the ranks meet; needed with several hosts")

@@ -60,10 +60,10 @@ enable-torch-symm-mem enable-tp-lm-head-all-to-all enable-trace enable-two-batch
 enable-unified-cache-external-linker enable-unified-memory enable-w4a4-mxfp4-megamoe enable-waterfill
 enable-watermark enable-weights-cpu-backup encoder-bootstrap-port encoder-only encoder-register-urls
 encoder-transfer-backend encoder-urls enforce-disable-flashinfer-allreduce-fusion enforce-shared-experts-fusion
-engine-info-bootstrap-port ep ep-dispatch-algorithm ep-num-redundant-experts ep-size eplb-algorithm
+engine-info-bootstrap-port ep-dispatch-algorithm eplb-algorithm
 eplb-min-rebalancing-utilization-threshold eplb-rebalance-layers-per-chunk eplb-rebalance-num-iterations
 expert-balancedness-report-mode expert-distribution-recorder-buffer-size expert-distribution-recorder-mode
-expert-parallel-size experts-shared-outer-loras export-metrics-to-file export-metrics-to-file-dir extra-metric-labels
+experts-shared-outer-loras export-metrics-to-file export-metrics-to-file-dir extra-metric-labels
 fastapi-root-path file-storage-path flashinfer-a2a-dispatch-type flashinfer-allreduce-fusion-backend
 flashinfer-autotune-skip-ops flashinfer-mla-disable-ragged flashinfer-mxfp4-moe-precision flexkv-config-file
 forward-hooks forward-pass-metrics-ipc-name forward-pass-metrics-worker-id fp4-gemm-backend fp8-gemm-backend
@@ -74,7 +74,7 @@ hicache-size hicache-storage-backend hicache-storage-backend-extra-config hicach
 hicache-storage-prefetch-retry-max-attempts hicache-storage-prefetch-retry-poll-interval hicache-write-policy
 hierarchical-sparse-attention-extra-config hisparse-config http2-initial-connection-window-size
 http2-max-concurrent-streams hybrid-kvcache-ratio image-processor-backend incremental-streaming-output
-init-expert-location int8-mamba-ckpt-size is-embedding json-model-override-args keep-mm-feature-on-device kt-cpuinfer
+int8-mamba-ckpt-size is-embedding json-model-override-args keep-mm-feature-on-device kt-cpuinfer
 kt-max-deferred-experts-per-token kt-method kt-num-gpu-experts kt-threadpool-count kt-weight-path kv-cache-dtype
 kv-canary kv-canary-real-data kv-canary-sweep-interval kv-events-config language-model-only language-only
 limit-mm-data-per-request linear-attn-backend linear-attn-decode-backend linear-attn-prefill-backend

@@ -19,6 +19,7 @@ from pdserve.errors import ConfigError
 MAX_PAGE_SIZE = 128
 MAX_THREADS = 1024
 MAX_RANKS = 4096
+MAX_EXPERTS = 65536
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 
@@ -55,6 +56,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         ("nnodes", parallel.nnodes),
     ):
         _between(field, size, 1, MAX_RANKS)
+    _check_experts(parallel)
     num_ranks = parallel.tp_size * parallel.pp_size
     if num_ranks % parallel.nnodes:
         _refuse("nnodes", parallel.nnodes, f"must divide the {num_ranks} ranks of --tp-size and --pp-size")
@@ -68,6 +70,21 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
             _refuse("dist_init_addr", parallel.dist_init_addr, "must be HOST:PORT")
         _check_host("dist_init_addr", host)
+
+
+def _check_experts(parallel: ParallelConfig) -> None:
+    if parallel.ep_size not in (1, parallel.tp_size):
+        _refuse("ep_size", parallel.ep_size, f"must be 1 or --tp-size, which is {parallel.tp_size}")
+    _between("ep_num_redundant_experts", parallel.ep_num_redundant_experts, 0, MAX_EXPERTS)
+    if not parallel.init_expert_location.strip():
+        _refuse("init_expert_location", parallel.init_expert_location, "must be trivial or a file")
+    if parallel.ep_size == 1:
+        for field, asked in (
+            ("ep_num_redundant_experts", parallel.ep_num_redundant_experts > 0),
+            ("init_expert_location", parallel.init_expert_location != "trivial"),
+        ):
+            if asked:
+                _refuse(field, "given", "it is for --ep-size above 1")
 
 
 def _check_memory(memory: MemoryConfig) -> None:

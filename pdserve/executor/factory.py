@@ -31,6 +31,7 @@ from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.loader import load_model, read_spec, resolve_dtype
 from pdserve.model.parallel import Parallel, SingleRank, open_parallel
 from pdserve.model.paths import resolve_model_path
+from pdserve.model.placement import Placement, first_placement
 
 _LOG = logging.getLogger(__name__)
 MAX_PAGE_TOKENS = 128
@@ -95,7 +96,7 @@ def build_executor(
     device = prepare_device(config.kernels, local)
     path = resolve_model_path(config.model.model_path)
     spec = read_spec(path)
-    check_spec(spec, place)
+    check_spec(spec, place, config.parallel)
     context_length = _context_length(config.model.context_length, spec)
     load_format = config.model.load_format
     dtype = resolve_dtype(path, spec, config.model.dtype, load_format=load_format)
@@ -103,6 +104,7 @@ def build_executor(
     model = load_model(
         path, spec, dtype, device, load_format=load_format, seed=config.model.random_seed,
         kernels=_kernels(deterministic, device), parallel=parallel,
+        placement=_placement(config.parallel, spec, parallel, device),
     )  # fmt: skip
     layout = kv_layout(spec, page_tokens, dtype)
     held = layout.of_rank(place)
@@ -131,11 +133,14 @@ def build_executor(
     return Built(executor, table, spec, num_pages, context_length, dtype, device, place)
 
 
-def check_spec(spec: ModelSpec, place: Place) -> None:
-    """Raise ConfigError, naming `tp_size` or `pp_size`, when the model cannot be split that way."""
+def check_spec(spec: ModelSpec, place: Place, parallel: ParallelConfig | None = None) -> None:
+    """Raise ConfigError, naming `tp_size`, `pp_size` or `ep_size`, when the model cannot be split that way."""
+    ep_size = 1 if parallel is None else parallel.ep_size
+    if ep_size > 1 and spec.moe is None:
+        raise ConfigError(f"--ep-size {ep_size} is for models with experts, and this one has none", field="ep_size")
     columns = [spec.intermediate_size] if spec.num_dense else []
     if spec.moe is not None:
-        columns.append(spec.moe.intermediate_size)
+        columns.append(spec.moe.intermediate_size if ep_size == 1 else place.shape.tp_size)
     for intermediate_size in columns:
         check_split(
             place.shape,
@@ -144,6 +149,20 @@ def check_spec(spec: ModelSpec, place: Place) -> None:
             num_layers=spec.num_layers,
             intermediate_size=intermediate_size,
         )
+
+
+def _placement(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, device: torch.device) -> Placement | None:
+    """Where whole experts lie at start, on all ranks alike; None where the tensor ranks have parts of all."""
+    if config.ep_size == 1 or spec.moe is None:
+        return None
+    placement = first_placement(spec.moe, config.ep_size, config.ep_num_redundant_experts, config.init_expert_location)
+    own = torch.tensor([placement.digest()], device=device)
+    if bool((parallel.all_gather(own) != own).any()):
+        raise ConfigError(
+            f"--init-expert-location {config.init_expert_location} says different things on the hosts of this server",
+            field="init_expert_location",
+        )
+    return placement
 
 
 @dataclasses.dataclass(frozen=True)

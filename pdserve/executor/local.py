@@ -117,6 +117,15 @@ class LocalExecutor:
         """Bytes of this rank's weights, which a decode step reads once."""
         return self._model.params.num_bytes
 
+    def expert_counts(self) -> dict[int, list[int]]:
+        """Tokens that each expert was given since the start, by layer of the model that this rank has; waits for them.
+
+        Equal on all tensor ranks of a stage. Empty for a model without experts.
+        """
+        with self._runner.behind():
+            counts = {layer: mixture.counts.clone() for layer, mixture in self._model.mixtures.items()}
+        return {layer: of_layer.tolist() for layer, of_layer in counts.items()}
+
     def open_row(
         self,
         row: int,

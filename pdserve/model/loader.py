@@ -23,6 +23,7 @@ from pdserve.model.families.decoder import Decoder
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import Source
+from pdserve.model.placement import Placement
 
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -57,15 +58,18 @@ def load_model(
     seed: int,
     kernels: Kernels | None = None,
     parallel: Parallel | None = None,
+    placement: Placement | None = None,
 ) -> Decoder:
-    """The model of `spec` with the weights at `path`, or with random ones. `kernels`, `parallel`: see `Decoder`.
+    """The model of `spec` with the weights at `path`, or with random ones.
+
+    `kernels`, `parallel`, `placement`: see `Decoder`.
 
     Raises:
         ConfigError: `kernels` cannot do what they promise on this device.
         ModelError: a file or a tensor is missing, damaged, of another shape, or not one of this architecture.
     """
     with torch.inference_mode():
-        model = Decoder(spec, torch_dtype(dtype), device, kernels, parallel)
+        model = Decoder(spec, torch_dtype(dtype), device, kernels, parallel, placement)
         if load_format == "dummy":
             model.params.fill_random(seed)
             return model

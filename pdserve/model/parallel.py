@@ -43,6 +43,17 @@ class Parallel(Protocol):
         """The sum of `x` over the tensor ranks of this stage; `x` itself is overwritten with it."""
         ...
 
+    def all_gather(self, part: Tensor) -> Tensor:
+        """`[n, ...]` of each tensor rank, one behind the other: `[tp_size * n, ...]` on all of them."""
+        ...
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Deal rows out: the first `send[0]` of `x` go to tensor rank 0, and so on.
+
+        Returns the `receive[0]` rows of tensor rank 0, then those of rank 1, and so on: `[sum(receive), ...]`.
+        """
+        ...
+
     def gather_logits(self, part: Tensor, vocab_size: int) -> Tensor | None:
         """`[S, share]` of each tensor rank, side by side: `[S, vocab_size]` on tensor rank 0, None on the others."""
         ...
@@ -80,6 +91,15 @@ class SingleRank:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Parallel.all_reduce`."""
+        return x
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """See `Parallel.all_gather`."""
+        return part
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """See `Parallel.all_to_all`."""
+        assert list(send) == list(receive) == [len(x)], (send, receive, x.shape)
         return x
 
     def gather_logits(self, part: Tensor, vocab_size: int) -> Tensor | None:
@@ -133,6 +153,23 @@ class TorchParallel:
             with _with_others("adding up"):
                 dist.all_reduce(x, group=self._tensor_ranks)
         return x
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """See `Parallel.all_gather`."""
+        tp_size = self.place.shape.tp_size
+        if tp_size == 1:
+            return part
+        whole = part.new_empty(tp_size * part.shape[0], *part.shape[1:])
+        with _with_others("gathering"):
+            dist.all_gather(list(whole.chunk(tp_size)), part.contiguous(), group=self._tensor_ranks)
+        return whole
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """See `Parallel.all_to_all`."""
+        received = x.new_empty(sum(receive), *x.shape[1:])
+        with _with_others("dealing rows out"):
+            dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=self._tensor_ranks)
+        return received
 
     def gather_logits(self, part: Tensor, vocab_size: int) -> Tensor | None:
         """See `Parallel.gather_logits`."""

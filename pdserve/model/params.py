@@ -80,6 +80,11 @@ class ParamSlots:
         self._ignored_prefixes: tuple[str, ...] = ()
         self._filled: set[str] = set()
 
+    @property
+    def device(self) -> torch.device:
+        """Where all of them are."""
+        return self._device
+
     def new(self, name: str, *shape: int) -> Tensor:
         """Allocate the parameter `name`, of which this rank holds everything."""
         return self.stacked(Param(name, shape))

@@ -53,6 +53,8 @@ def facts_of(config: ServerConfig) -> Facts:
         "tp_size": config.parallel.tp_size,
         "pp_size": config.parallel.pp_size,
         "nnodes": config.parallel.nnodes,
+        "ep_size": config.parallel.ep_size,
+        "ep_num_redundant_experts": config.parallel.ep_num_redundant_experts,
         "dtype": model.dtype,
         "context_length": model.context_length,
         "load_format": model.load_format,

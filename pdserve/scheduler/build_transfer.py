@@ -70,6 +70,7 @@ def open_transfer(
         "weights": engine.weights_fingerprint,
         "enable_deterministic_inference": int(config.kernels.enable_deterministic_inference),
         "deterministic_tp_size": config.parallel.tp_size if config.kernels.enable_deterministic_inference else 0,
+        "deterministic_ep_size": config.parallel.ep_size if config.kernels.enable_deterministic_inference else 0,
     }
     args = KVArgs(
         instance=instance,

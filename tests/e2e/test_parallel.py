@@ -126,6 +126,7 @@ def test_two_nodes(tiny_checkpoint: Callable[[Family], Path]) -> None:
         (("--pp-size", "4"), "pp_size"),
         (("--tp-size", "2", "--nnodes", "3"), "nnodes"),
         (("--nnodes", "2", "--tp-size", "2"), "dist_init_addr"),
+        (("--ep-size", "2", "--tp-size", "2"), "ep_size"),
     ],
 )
 def test_a_split_that_cannot_be_is_refused_at_start(
@@ -140,3 +141,7 @@ def test_a_split_that_cannot_be_is_refused_at_start(
     assert status == 2
     said = "\n".join(server.lines)
     assert field.replace("_", "-") in said, said
+
+
+def test_experts_on_ranks_of_their_own_on_one_side(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    check_split(tiny_checkpoint("qwen3_moe"), ("--tp-size", "2", "--ep-size", "2"), ("--tp-size", "1"))

@@ -16,6 +16,7 @@ from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.model.attention.interface import StepAttention
 from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.layers.linear import Linear, Outputs, column_linear, row_linear
 from pdserve.model.layers.mlp import DenseMLP, FeedForward
@@ -25,6 +26,7 @@ from pdserve.model.layers.rotary import Rotary, rotate
 from pdserve.model.layers.vocab import VocabEmbedding, vocab_rows
 from pdserve.model.parallel import Parallel, SingleRank
 from pdserve.model.params import ParamSlots
+from pdserve.model.placement import Placement
 
 
 def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
@@ -45,7 +47,8 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
 class Decoder:
     """What one rank has of the model. Weights are allocated here, uninitialised, and filled through `params`.
 
-    `kernels` are the library's fastest when absent; without `parallel` the rank has the whole model.
+    `kernels` are the library's fastest when absent; without `parallel` the rank has the whole model. With `placement`
+    the tensor ranks have whole experts, without it parts of all.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Decoder:
         device: torch.device,
         kernels: Kernels | None = None,
         parallel: Parallel | None = None,
+        placement: Placement | None = None,
     ) -> None:
         kernels = kernels or FastKernels()
         self.spec = spec
@@ -66,8 +70,15 @@ class Decoder:
         embedding = self._embedding_rows()
         mine = layers_of(spec.num_layers, place.shape.pp_size, place.pp_rank)
         self._layers = [
-            DecoderLayer(spec, index, local, self.params, kernels, self.parallel) for local, index in enumerate(mine)
+            DecoderLayer(spec, index, local, self.params, kernels, self.parallel, placement)
+            for local, index in enumerate(mine)
         ]
+        self.mixtures = {
+            index: layer.mlp
+            for index, layer in zip(mine, self._layers, strict=True)
+            if isinstance(layer.mlp, (SplitMoe, ExpertParallelMoe))
+        }
+        """By index in the model, this rank's feed-forward layers that have experts."""
         self.params.ignore_under(f"model.layers.{index}." for index in range(spec.num_layers) if index not in mine)
         self._embedding = self._norm = self._head = None
         if embedding is not None and place.is_first_stage:
@@ -139,7 +150,14 @@ class DecoderLayer:
     """
 
     def __init__(
-        self, spec: ModelSpec, index: int, local: int, params: ParamSlots, kernels: Kernels, parallel: Parallel
+        self,
+        spec: ModelSpec,
+        index: int,
+        local: int,
+        params: ParamSlots,
+        kernels: Kernels,
+        parallel: Parallel,
+        placement: Placement | None,
     ) -> None:
         self._parallel, self._local, self._head_dim = parallel, local, spec.head_dim
         prefix = f"model.layers.{index}."
@@ -153,7 +171,7 @@ class DecoderLayer:
         self._out = row_linear(
             kernels, params, attn + "o_proj", spec.hidden_size, queries, bias=spec.o_bias, adds_bias=first
         )
-        self._mlp = _feed_forward(spec, index, prefix + "mlp.", params, kernels, parallel)
+        self.mlp = _feed_forward(spec, index, prefix + "mlp.", params, kernels, parallel, placement)
         eps = spec.rms_norm_eps
         self._input_norm = RMSNorm(params.new(prefix + "input_layernorm.weight", spec.hidden_size), eps)
         self._post_norm = RMSNorm(params.new(prefix + "post_attention_layernorm.weight", spec.hidden_size), eps)
@@ -165,7 +183,7 @@ class DecoderLayer:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
         """`[N, hidden]` to `[N, hidden]`; `x` is overwritten."""
         x += self._parallel.all_reduce(self._attention(self._input_norm(x), cos, sin, attention))
-        x += self._mlp(self._post_norm(x))
+        x += self.mlp(self._post_norm(x))
         return x
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
@@ -186,13 +204,21 @@ def shares(spec: ModelSpec, place: Place) -> tuple[range, range]:
 
 
 def _feed_forward(
-    spec: ModelSpec, index: int, prefix: str, params: ParamSlots, kernels: Kernels, parallel: Parallel
+    spec: ModelSpec,
+    index: int,
+    prefix: str,
+    params: ParamSlots,
+    kernels: Kernels,
+    parallel: Parallel,
+    placement: Placement | None,
 ) -> FeedForward:
     """That of layer `index`."""
     hidden_size, moe = spec.hidden_size, spec.moe
     if moe is None or index not in moe.layers:
         return DenseMLP(kernels, params, prefix, hidden_size, spec.intermediate_size, spec.mlp_bias, parallel)
-    return SplitMoe(kernels, params, prefix, hidden_size, moe, parallel)
+    if placement is None:
+        return SplitMoe(kernels, params, prefix, hidden_size, moe, parallel)
+    return ExpertParallelMoe(kernels, params, prefix, hidden_size, moe, parallel, placement.rows[index])
 
 
 def _by_head(name: str, num_heads: int, held: range, head_dim: int) -> Outputs:

@@ -98,6 +98,17 @@ class Experts:
         return self._kernels.linear(self._kernels.swiglu(gate, up), self.down[slot], None)
 
 
+def new_counts(moe: MoeSpec, device: torch.device) -> Tensor:
+    """A layer's counter of tokens for each expert."""
+    return torch.zeros(moe.num_experts, dtype=torch.int64, device=device)
+
+
+def count(counts: Tensor, experts: Tensor) -> None:
+    """Add a batch's routes; nothing waits for the device."""
+    chosen = experts.flatten()
+    counts.index_add_(0, chosen, torch.ones_like(chosen))
+
+
 def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
     """What a token's experts said: `[N, top_k, hidden]` and float32 `[N, top_k]` to `[N, hidden]`.
 
@@ -110,7 +121,10 @@ def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
 
 
 class SplitMoe:
-    """Implements `FeedForward`: every tensor rank computes its columns of all experts for all tokens."""
+    """Implements `FeedForward`: every tensor rank computes its columns of all experts for all tokens.
+
+    `counts` int64 `[num_experts]` are the tokens that each was given since the start, equal on all tensor ranks.
+    """
 
     def __init__(
         self, kernels: Kernels, params: ParamSlots, prefix: str, hidden_size: int, moe: MoeSpec, parallel: Parallel
@@ -118,6 +132,7 @@ class SplitMoe:
         place = parallel.place
         inner = part_of(moe.intermediate_size, place.shape.tp_size, place.tp_rank)
         self._parallel = parallel
+        self.counts = new_counts(moe, params.device)
         self._router = Router(kernels, params, prefix + "gate", moe, hidden_size)
         self._experts = Experts(
             kernels, params, prefix + "experts.", hidden_size, moe, range(moe.num_experts), inner
@@ -126,6 +141,7 @@ class SplitMoe:
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
         routes = self._router(x)
+        count(self.counts, routes.experts)
         num_tokens, top_k = routes.experts.shape
         outputs = self._experts(x.repeat_interleave(top_k, 0), routes.experts.flatten())
         mixed = weighted_sum(outputs.view(num_tokens, top_k, -1), routes.weights)

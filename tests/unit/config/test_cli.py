@@ -36,7 +36,7 @@ def test_values_arrive_in_their_groups_with_their_types() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["--ep", "--ep-size", "--disable-cuda-graph", "--quantization", "--enable-torch-compile"]
+    "name", ["--moe-a2a-backend", "--dcp-size", "--disable-cuda-graph", "--quantization", "--enable-torch-compile"]
 )
 def test_a_flag_of_sglang_that_is_not_honoured_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: SGLang has this flag") as caught:
@@ -44,7 +44,7 @@ def test_a_flag_of_sglang_that_is_not_honoured_is_refused_by_name(name: str) -> 
     assert caught.value.field == name
 
 
-@pytest.mark.parametrize("word", ["--ep=2", "--ep-size=2"])
+@pytest.mark.parametrize("word", ["--dcp-size=2", "--moe-dp-size=2"])
 def test_a_foreign_flag_is_refused_with_an_equals_sign_too(word: str) -> None:
     with pytest.raises(ConfigError, match="SGLang has this flag"):
         parse_server_args([*MODEL, word])
@@ -110,6 +110,24 @@ def test_a_value_out_of_range_is_refused_with_flag_value_and_rule(flag: str, val
         with pytest.raises(ConfigError, match=f"--{flag} is .* but must") as caught:
             parse_server_args([*MODEL, f"--{flag}={value}"])
         assert caught.value.field == flag.replace("-", "_")
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ("--tp-size 4 --ep-size 2", "ep_size"),
+        ("--ep 2", "ep_size"),
+        ("--tp 2 --ep-num-redundant-experts 2", "ep_num_redundant_experts"),
+        ("--tp 2 --ep 2 --ep-num-redundant-experts -1", "ep_num_redundant_experts"),
+        ("--tp 2 --init-expert-location where.json", "init_expert_location"),
+    ],
+)
+def test_flags_of_experts_that_do_not_fit_together_are_refused(words: str, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_server_args([*MODEL, *words.split()])
+    assert caught.value.field == field
+    good = parse_server_args([*MODEL, "--tp", "4", "--ep", "4", "--ep-num-redundant-experts", "2"])
+    assert (good.parallel.ep_size, good.parallel.ep_num_redundant_experts) == (4, 2)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "::1", "localhost", "node-3.rack_1.example"])
