@@ -52,6 +52,8 @@ class ParallelConfig:
     init_expert_location: str = flag(
         "trivial", help="which rank starts with which experts: trivial, or a JSON file with a map or with token counts"
     )
+    enable_eplb: bool = flag(False, help="move experts between ranks while the server runs, so that loads are even")
+    eplb_rebalance_num_iterations: int = flag(1000, help="steps between two such moves")
     nnodes: int = flag(1, help="hosts that one replica's ranks are spread over")
     node_rank: int = flag(0, help="which of them this is; 0 has the HTTP server")
     dist_init_addr: str | None = flag(None, help="HOST:PORT at node 0 where the ranks meet; needed with several hosts")

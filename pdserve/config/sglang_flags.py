@@ -39,7 +39,7 @@ enable-cache-report enable-cp-decode-attn-tp enable-cudagraph-gc enable-custom-l
 enable-decoder-swa-bounded-replay enable-deepseek-v4-fp4-indexer enable-dense-mlp-attn-tp enable-double-sparsity
 enable-dp-attention enable-dp-attention-local-control-broadcast enable-dp-lm-head enable-draft-weights-cpu-backup
 enable-dsa-cache-layer-split enable-dsa-fused-indexer enable-dynamic-batch-tokenizer enable-dynamic-chunking
-enable-elastic-expert-backup enable-encoder-swa-bounded-replay enable-eplb enable-expert-distribution-metrics
+enable-elastic-expert-backup enable-encoder-swa-bounded-replay enable-expert-distribution-metrics
 enable-flashinfer-allreduce-fusion enable-flashinfer-autotune enable-flexkv enable-forward-pass-metrics
 enable-fp32-lm-head enable-fused-moe-sum-all-reduce enable-fused-qk-norm-rope enable-hicache
 enable-hierarchical-cache enable-hisparse enable-http-worker-reuseport enable-http2 enable-int8-mamba-checkpoint
@@ -61,7 +61,7 @@ enable-unified-cache-external-linker enable-unified-memory enable-w4a4-mxfp4-meg
 enable-watermark enable-weights-cpu-backup encoder-bootstrap-port encoder-only encoder-register-urls
 encoder-transfer-backend encoder-urls enforce-disable-flashinfer-allreduce-fusion enforce-shared-experts-fusion
 engine-info-bootstrap-port ep-dispatch-algorithm eplb-algorithm
-eplb-min-rebalancing-utilization-threshold eplb-rebalance-layers-per-chunk eplb-rebalance-num-iterations
+eplb-min-rebalancing-utilization-threshold eplb-rebalance-layers-per-chunk
 expert-balancedness-report-mode expert-distribution-recorder-buffer-size expert-distribution-recorder-mode
 experts-shared-outer-loras export-metrics-to-file export-metrics-to-file-dir extra-metric-labels
 fastapi-root-path file-storage-path flashinfer-a2a-dispatch-type flashinfer-allreduce-fusion-backend

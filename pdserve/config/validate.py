@@ -76,12 +76,14 @@ def _check_experts(parallel: ParallelConfig) -> None:
     if parallel.ep_size not in (1, parallel.tp_size):
         _refuse("ep_size", parallel.ep_size, f"must be 1 or --tp-size, which is {parallel.tp_size}")
     _between("ep_num_redundant_experts", parallel.ep_num_redundant_experts, 0, MAX_EXPERTS)
+    _at_least("eplb_rebalance_num_iterations", parallel.eplb_rebalance_num_iterations, 1)
     if not parallel.init_expert_location.strip():
         _refuse("init_expert_location", parallel.init_expert_location, "must be trivial or a file")
     if parallel.ep_size == 1:
         for field, asked in (
             ("ep_num_redundant_experts", parallel.ep_num_redundant_experts > 0),
             ("init_expert_location", parallel.init_expert_location != "trivial"),
+            ("enable_eplb", parallel.enable_eplb),
         ):
             if asked:
                 _refuse(field, "given", "it is for --ep-size above 1")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 from pdserve.base.parallel import Place
 from pdserve.executor import host_pages
 from pdserve.executor.batch_builder import HostBatch, read_plan, to_device
+from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.fetch import fetch
 from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepHandle, StepResult
 from pdserve.executor.row_params import RowParams, StepParams
@@ -31,8 +32,9 @@ from pdserve.memory.layout import KVLayout
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.kv_pool import KVPool
-from pdserve.model.families.decoder import Decoder
+from pdserve.model.families.decoder import Decoder, Mixture
 from pdserve.model.forward_batch import IntArray
+from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.params import WeightSamples, fingerprint_of
 from pdserve.protocol.sampling import SamplingParams
 
@@ -84,6 +86,9 @@ class LocalExecutor:
         self._unwritten: dict[int, IntArray] = {}
         self._launched: deque[StepHandle] = deque()
         self._runner = _runner(device, overlap)
+        whole = {i: mixture for i, mixture in model.mixtures.items() if isinstance(mixture, ExpertParallelMoe)}
+        self.experts = ExpertBalance(whole, self.place.shape.tp_size, self._runner.behind) if whole else None
+        """Moves experts between ranks; None where this rank has no whole ones."""
 
     @property
     def layout(self) -> KVLayout:
@@ -101,7 +106,10 @@ class LocalExecutor:
         return tuple(pool.buffer for pool in self.pools)
 
     def weight_samples(self) -> WeightSamples:
-        """Samples of what this rank loaded, for `fingerprint_of` with those of the other ranks."""
+        """Samples of what this rank loaded, for `fingerprint_of` with those of the other ranks.
+
+        Asked for at the start: experts that have moved since are taken for those that were there before.
+        """
         return self._model.params.samples()
 
     @property
@@ -116,6 +124,11 @@ class LocalExecutor:
     def weight_bytes(self) -> int:
         """Bytes of this rank's weights, which a decode step reads once."""
         return self._model.params.num_bytes
+
+    @property
+    def mixtures(self) -> Mapping[int, Mixture]:
+        """By index in the model, this rank's feed-forward layers that have experts."""
+        return self._model.mixtures
 
     def expert_counts(self) -> dict[int, list[int]]:
         """Tokens that each expert was given since the start, by layer of the model that this rank has; waits for them.
@@ -178,8 +191,10 @@ class LocalExecutor:
             host_pages.load(self.pools, saved, pages)
 
     def close(self) -> None:
-        """End the thread, if there is one, when it has computed what was launched. Nothing may be launched after."""
+        """End the threads, if there are any, when they have done what was begun. Nothing may be launched after."""
         self._runner.close()
+        if self.experts is not None:
+            self.experts.close()
 
     def _read(self, plan: BatchPlan) -> _Step:
         """What the plan is computed from, read now."""

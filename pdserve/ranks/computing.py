@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.interface import Executor, HostPages, StepHandle
 from pdserve.memory.page_table import PageTable
 from pdserve.ranks.orders import (
@@ -17,6 +18,7 @@ from pdserve.ranks.orders import (
     Offload,
     Offloaded,
     OpenRow,
+    Rebalance,
     Report,
     Restore,
     StepDone,
@@ -42,7 +44,8 @@ class Computer:
     """Drives `executor`, whose page table is `table`. What it computes is known to `steps`.
 
     With `overlap`, where `launch` returns before the step is computed, a thread "steps" waits for each step's end, so
-    that the next one is launched meanwhile. With `reports_steps` the leader hears of these ends.
+    that the next one is launched meanwhile. With `reports_steps` the leader hears of these ends. `experts` are the
+    executor's that may be moved, None when it has none.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Computer:
         *,
         overlap: bool = False,
         reports_steps: bool = False,
+        experts: ExpertBalance | None = None,
     ) -> None:
         self._executor = executor
         self._pages = PageCopybook(table)
@@ -61,6 +65,7 @@ class Computer:
         self._report = report
         self._overlap = overlap
         self._reports_steps = reports_steps
+        self._experts = experts
         self._launched: queue.Queue[StepHandle | None] = queue.Queue()
         self._saved: dict[int, HostPages] = {}
 
@@ -105,6 +110,9 @@ class Computer:
                 self._executor.restore(self._saved[saved], unpack(pages))
             case DropHost(saved=saved):
                 del self._saved[saved]
+            case Rebalance(do=do):
+                if self._experts is not None:
+                    (self._experts.plan if do == "plan" else self._experts.place)()
 
     def _launch(self, order: Launch) -> None:
         for row in order.rows:

@@ -136,6 +136,7 @@ class Leader:
                     self._copier.obey(order)
             case Stop(trouble=None):
                 self._links.expect_end()
+                self._agreed.put(RankError("the leader ended before all ranks had loaded"))
                 self.orders.put(order)
             case Stop(trouble=trouble):
                 assert trouble is not None
@@ -192,7 +193,13 @@ def _serve(config: ServerConfig, place: Place, store: Store, leader: Leader, sta
     leader.report(RankReady(num_pages=built.num_pages, memory=memory, samples=samples, settle_s=settle_s))
     overlap = built.device.type == "cuda" or config.schedule.disable_overlap_schedule is False
     computer = Computer(
-        built.executor, built.table, steps, leader.report, overlap=overlap, reports_steps=reports_steps(place)
+        built.executor,
+        built.table,
+        steps,
+        leader.report,
+        overlap=overlap,
+        reports_steps=reports_steps(place),
+        experts=built.executor.experts,
     )
     computer.run(leader.orders)
 

@@ -24,6 +24,7 @@ from pdserve.protocol.sampling import SamplingParams
 from pdserve.ranks.followers import Followers
 from pdserve.ranks.orders import CloseRow, DropHost, Launch, Offload, OpenRow, PlannedRow, Restore, pack
 from pdserve.ranks.pages import PageNews
+from pdserve.ranks.rebalance import Rebalancer
 
 T = TypeVar("T")
 
@@ -50,16 +51,25 @@ class _OwnMarks:
 
 
 class GroupExecutor:
-    """Implements `Executor` over `local`, the leader's own, and all followers. `layout` is the whole model's.
+    """Implements `Executor` over `local`, the leader's own, and all followers. `layout` is the whole model's. A
+    `rebalancer` moves experts between steps.
 
     A step is resolved when every rank has computed it. Without stages the end of our own part says so: each layer ends
     with an exchange between all ranks, behind what they write. With stages the last one says so itself.
     """
 
-    def __init__(self, local: Executor, table: PageTable, layout: KVLayout, followers: Followers) -> None:
+    def __init__(
+        self,
+        local: Executor,
+        table: PageTable,
+        layout: KVLayout,
+        followers: Followers,
+        rebalancer: Rebalancer | None = None,
+    ) -> None:
         self._local = local
         self._layout = layout
         self._followers = followers
+        self._rebalancer = rebalancer
         self._news = PageNews(table, layout.page_tokens)
         self._seeds = Seeds()
         self._launched: deque[tuple[StepHandle, StepHandle]] = deque()
@@ -113,6 +123,8 @@ class GroupExecutor:
 
     def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
         """See `Executor.launch`. The marks count layers of the whole model, and open for the leader's part of them."""
+        if self._rebalancer is not None:
+            self._guarded(self._rebalancer.before_step)
         rows = tuple(
             PlannedRow(row.row, row.start, row.end, row.sample, self._news.take(row.row, row.end)) for row in plan.rows
         )

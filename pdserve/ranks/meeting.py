@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
@@ -27,6 +28,8 @@ from pdserve.ranks.watch import Peer
 
 _MAX_BYTES = 16384
 _LOOPBACK = "127.0.0.1"
+_REFUSED = "refused"
+_SLICE_S = 1.0
 
 
 Facts = Mapping[str, str]
@@ -55,6 +58,7 @@ def facts_of(config: ServerConfig) -> Facts:
         "nnodes": config.parallel.nnodes,
         "ep_size": config.parallel.ep_size,
         "ep_num_redundant_experts": config.parallel.ep_num_redundant_experts,
+        "device": config.kernels.device,
         "dtype": model.dtype,
         "context_length": model.context_length,
         "load_format": model.load_format,
@@ -119,11 +123,7 @@ class Introduction:
             RankError: it did not come in time, or has another token.
             ConfigError: it was started with another value of a flag.
         """
-        try:
-            self.store.wait([_key(rank)], timedelta(seconds=self.timeout_s))
-            sealed = self.store.get(_key(rank))
-        except RuntimeError as error:
-            raise RankError(f"rank {rank} did not come within {self.timeout_s:g} s") from error
+        sealed = self._await(rank)
         try:
             contact = _CODEC.decode(Seal(self.token).open(bytes.fromhex(sealed.decode()), max_bytes=_MAX_BYTES))
         except (ProtocolError, ValueError) as error:
@@ -134,10 +134,25 @@ class Introduction:
             theirs = contact.facts.get(field, ours)
             if ours != theirs:
                 message = f"rank {rank} on {contact.host} has {field} {theirs}, rank {self.rank} has {ours}"
-                raise ConfigError(f"{message}; all must be started alike", field=field)
+                message += "; all must be started alike"
+                self.store.set(_REFUSED, f"{field}: {message}")
+                raise ConfigError(message, field=field)
         place = self.shape.place(rank)
         name = f"rank {rank} (tp {place.tp_rank}, pp {place.pp_rank}) on {contact.host}, pid {contact.pid},"
         return Peer(rank, name, contact.endpoint), contact.nonce
+
+    def _await(self, rank: int) -> bytes:
+        """The contact as it was written. Whoever refuses to meet says so in the store, for those who wait for others."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                self.store.wait([_key(rank)], timedelta(seconds=min(_SLICE_S, self.timeout_s)))
+                return self.store.get(_key(rank))
+            except RuntimeError as error:
+                if self.store.check([_REFUSED]):
+                    raise ConfigError(self.store.get(_REFUSED).decode(errors="replace")[:_MAX_BYTES]) from error
+                if time.monotonic() >= deadline:
+                    raise RankError(f"rank {rank} did not come within {self.timeout_s:g} s") from error
 
     def lookup_followers(self) -> Sequence[Peer]:
         """The contacts of all ranks but the first. Raises like `lookup`."""

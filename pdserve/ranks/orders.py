@@ -94,6 +94,12 @@ class DropHost(msgspec.Struct, frozen=True, tag=True):
     saved: Count
 
 
+class Rebalance(msgspec.Struct, frozen=True, tag=True):
+    """See the method of `ExpertBalance` that has this name."""
+
+    do: Literal["plan", "place"]
+
+
 class OrderedPiece(msgspec.Struct, frozen=True, array_like=True):
     """Copies between a pool here and one of the peer's; the bases are absolute addresses."""
 
@@ -224,7 +230,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     trouble: Trouble
 
 
-Computing = OpenRow | CloseRow | Launch | Offload | Restore | DropHost
+Computing = OpenRow | CloseRow | Launch | Offload | Restore | DropHost | Rebalance
 """Orders to the thread that computes, to be obeyed one after the other."""
 Copying = Submit | Cancel | Forget
 """Orders that overtake those."""
@@ -253,8 +259,7 @@ def unpack(packed: bytes) -> list[int]:
     Raises:
         ProtocolError: not whole numbers, or one is negative.
     """
-    numbers = _array(packed, _NUMBERS, 1)
-    return numbers.reshape(-1).tolist()
+    return _array(packed, _NUMBERS, 1).reshape(-1).tolist()
 
 
 def pack_pieces(pieces: Sequence[Piece]) -> tuple[OrderedPiece, ...]:

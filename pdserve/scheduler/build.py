@@ -122,6 +122,7 @@ def build_scheduler(
         max_queued=config.schedule.max_queued_requests,
         overlap=config.schedule.disable_overlap_schedule is False,
         facts=facts,
+        live_facts=engine.facts,
     )
 
 

@@ -17,6 +17,7 @@ from pdserve.ranks.followers import Followers, meet_followers
 from pdserve.ranks.leader import GroupExecutor
 from pdserve.ranks.meeting import facts_of, own_host
 from pdserve.ranks.orders import RankReady
+from pdserve.ranks.rebalance import Rebalancer
 from pdserve.ranks.rendezvous import open_store
 from pdserve.transfer.events import CopyEngine, TransferEvent
 from pdserve.transfer.wire import RankMemory
@@ -44,6 +45,11 @@ class Engine:
         """Equal for servers that loaded the same weights, however they are split."""
         samples = [self.built.executor.weight_samples()]
         return fingerprint_of(samples if self.group is None else [*samples, *(one.samples for one in self.group.ready)])
+
+    def facts(self) -> dict[str, float]:
+        """What changes while it runs, for `/get_server_info`: how the first stage's experts are balanced."""
+        experts = self.built.executor.experts
+        return {} if experts is None else experts.facts()
 
     @property
     def others(self) -> Sequence[RankMemory]:
@@ -86,5 +92,14 @@ def open_engine(config: ServerConfig, rendezvous: str | None, token: str, stack:
         followers.close(error)
         raise
     stack.callback(followers.close)  # before the ranks part: who is told that all ends does not take it for a loss
-    executor = GroupExecutor(built.executor, built.table, built.layout, followers)
+    rebalancer = _rebalancer(config, built, followers)
+    executor = GroupExecutor(built.executor, built.table, built.layout, followers, rebalancer)
     return Engine(built, executor, _Group(executor, followers, ready))
+
+
+def _rebalancer(config: ServerConfig, built: Built, followers: Followers) -> Rebalancer | None:
+    """What moves experts, where that is asked for; the leader's stage must have some."""
+    experts = built.executor.experts
+    if not config.parallel.enable_eplb or experts is None:
+        return None
+    return Rebalancer(experts, followers.order, config.parallel.eplb_rebalance_num_iterations)

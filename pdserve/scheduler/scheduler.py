@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pdserve.base.mailbox import Mailbox
 from pdserve.errors import RequestError
@@ -49,6 +49,7 @@ class Scheduler:
         max_queued: int | None = None,
         overlap: bool = False,
         facts: Mapping[str, str | int | float | bool | None] | None = None,
+        live_facts: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
         self.role = role
         self.core = core
@@ -56,6 +57,7 @@ class Scheduler:
         self.mailbox = mailbox
         self._max_queued = max_queued
         self.facts = dict(facts or {})
+        self._live_facts = live_facts
         self._overlap = overlap
         self._layer_marks = core.limits.layer_groups > 0
         self._step = 0
@@ -158,6 +160,8 @@ class Scheduler:
             memory |= self.kv.counts()
             counters |= {name: float(value) for name, value in self.kv.counters.items()}
         facts = {**self.facts, **self.role.facts()}
+        if self._live_facts is not None:
+            facts |= self._live_facts()
         if self.kv is not None:
             facts["last_handshake_refusal"] = self.kv.sessions.last_refusal
         used = (

@@ -145,3 +145,18 @@ def test_a_split_that_cannot_be_is_refused_at_start(
 
 def test_experts_on_ranks_of_their_own_on_one_side(tiny_checkpoint: Callable[[Family], Path]) -> None:
     check_split(tiny_checkpoint("qwen3_moe"), ("--tp-size", "2", "--ep-size", "2"), ("--tp-size", "1"))
+
+
+def test_experts_that_move_while_requests_run(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    """On decode, every third step, with copies, while the next step is launched before the last one is done."""
+    model = tiny_checkpoint("qwen3_moe")
+    prompts = make_prompts(vocab_size=320)
+    expected = reference(model, prompts)
+    flags = "--tp-size 2 --ep-size 2 --ep-num-redundant-experts 2 --enable-eplb --eplb-rebalance-num-iterations 3"
+    decode = (*flags.split(), "--no-disable-overlap-schedule")
+    with running_pair(str(model), *COMMON, decode_flags=decode) as pair:
+        for prompt, answer in zip(prompts * 2, ask(pair.router.url, prompts * 2), strict=True):
+            assert answer["output_ids"] == expected[prompts.index(prompt)], f"{len(prompt)} tokens"
+        facts = pair.decode.state()["internal_states"][0]["facts"]
+        assert facts["expert_rebalances"] > 1 and facts["experts_moved"] > 0 and 0 < facts["expert_balancedness"] <= 1
+        assert_idle(pair.prefill, pair.decode)

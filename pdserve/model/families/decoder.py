@@ -44,6 +44,10 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
     return KVLayout((group,))
 
 
+Mixture = SplitMoe | ExpertParallelMoe
+"""A feed-forward layer with experts."""
+
+
 class Decoder:
     """What one rank has of the model. Weights are allocated here, uninitialised, and filled through `params`.
 
@@ -74,9 +78,7 @@ class Decoder:
             for local, index in enumerate(mine)
         ]
         self.mixtures = {
-            index: layer.mlp
-            for index, layer in zip(mine, self._layers, strict=True)
-            if isinstance(layer.mlp, (SplitMoe, ExpertParallelMoe))
+            index: layer.mlp for index, layer in zip(mine, self._layers, strict=True) if isinstance(layer.mlp, Mixture)
         }
         """By index in the model, this rank's feed-forward layers that have experts."""
         self.params.ignore_under(f"model.layers.{index}." for index in range(spec.num_layers) if index not in mine)

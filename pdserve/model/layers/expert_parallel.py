@@ -91,7 +91,7 @@ class ExpertParallelMoe:
         self._router = Router(kernels, params, prefix + "gate", moe, hidden_size)
         held = slots_of(row, self._num_ranks, self._rank)
         inner = range(moe.intermediate_size)
-        self._experts = Experts(kernels, params, prefix + "experts.", hidden_size, moe, held, inner)
+        self.experts = Experts(kernels, params, prefix + "experts.", hidden_size, moe, held, inner)
         self.row = row
         self.counts = new_counts(moe, params.device)
         self._table = ExpertTable(row, self._num_ranks, moe.num_experts, params.device)
@@ -107,7 +107,7 @@ class ExpertParallelMoe:
         dispatch = plan_dispatch(self._table.places(experts), share, self._rank, self._table)
         top_k = experts.shape[1]
         arrived = self._parallel.all_to_all(mine[dispatch.rows // top_k], dispatch.send, dispatch.receive)
-        computed = self._experts(arrived, dispatch.slots)
+        computed = self.experts(arrived, dispatch.slots)
         returned = self._parallel.all_to_all(computed, dispatch.receive, dispatch.send)
         outputs = torch.empty_like(returned).index_copy_(0, dispatch.rows, returned)
         mixed = weighted_sum(outputs.view(len(mine), top_k, x.shape[1]), routes.weights)
@@ -132,7 +132,7 @@ class ExpertParallelMoe:
         receive = [sum(move.source == rank for move in arriving) for rank in ranks]
         old = torch.tensor([move.source_slot for move in leaving], dtype=torch.int64, device=device)
         new = torch.tensor([move.target_slot for move in arriving], dtype=torch.int64, device=device)
-        for weight in (self._experts.gate_up, self._experts.down):
+        for weight in (self.experts.gate_up, self.experts.down):
             weight.index_copy_(0, new, self._parallel.all_to_all(weight[old], send, receive))
         self.row = row
         self._table = ExpertTable(row, self._num_ranks, len(self.counts), self.counts.device)

@@ -120,6 +120,8 @@ def test_a_value_out_of_range_is_refused_with_flag_value_and_rule(flag: str, val
         ("--tp 2 --ep-num-redundant-experts 2", "ep_num_redundant_experts"),
         ("--tp 2 --ep 2 --ep-num-redundant-experts -1", "ep_num_redundant_experts"),
         ("--tp 2 --init-expert-location where.json", "init_expert_location"),
+        ("--tp 2 --enable-eplb", "enable_eplb"),
+        ("--tp 2 --ep 2 --eplb-rebalance-num-iterations 0", "eplb_rebalance_num_iterations"),
     ],
 )
 def test_flags_of_experts_that_do_not_fit_together_are_refused(words: str, field: str) -> None:

@@ -6,11 +6,15 @@ import dataclasses
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ParallelConfig, ScheduleConfig, ServerConfig
 from pdserve.executor.factory import Built, build_executor
+from pdserve.model.eplb import Row
+from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples
+from pdserve.model.placement import slots_of
 from tests.driver import Driver, random_prompt
 
 LENGTHS = (1, 15, 40, 90)
@@ -54,3 +58,70 @@ def outcome(parallel: Parallel, path: Path, vocab_size: int, experts: ParallelCo
         samples=built.executor.weight_samples(),
         num_bytes=built.executor.weight_bytes,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """Tokens of a generation in whose middle experts moved; rows by layer of the model, before and after."""
+
+    tokens: list[list[int]]
+    before: dict[int, Row]
+    after: dict[int, Row]
+    num_moved: int
+    balance: tuple[float, float]
+    sound: bool
+
+
+def moved(parallel: Parallel, path: Path, vocab_size: int, experts: ParallelConfig, overlap: bool) -> Moved:
+    """Plan after the prompts, move two steps later, plan and move once more at once; then check the weights."""
+    built = build(parallel, path, experts, overlap=overlap)
+    driver, balance = Driver(built), built.executor.experts
+    assert balance is not None
+    prompts = [random_prompt(length, vocab_size) for length in LENGTHS]
+    before, were = rows_of(built), balance.facts()["expert_balancedness"]
+    rows = [driver.open(prompt, len(prompt) + NUM_TOKENS) for prompt in prompts]
+    ends, tokens = [len(prompt) for prompt in prompts], [[] for _ in prompts]
+    starts = [0] * len(prompts)
+    for step in range(NUM_TOKENS):
+        if step in (1, 4):
+            balance.plan()
+        if step in (3, 4):
+            balance.place()
+        plan = [(row, start, end, True) for row, start, end in zip(rows, starts, ends, strict=True)]
+        for index, token in enumerate(driver.step(*plan)):
+            assert token is not None
+            tokens[index].append(token.token_id)
+            starts[index], ends[index] = ends[index], ends[index] + 1
+        if step == 0:
+            were = balance.facts()["expert_balancedness"]
+        if step == 3:
+            now = balance.facts()["expert_balancedness"]
+    built.executor.close()
+    return Moved(tokens, before, rows_of(built), balance.num_moved, (were, now), has_its_weights(built, path))
+
+
+def rows_of(built: Built) -> dict[int, Row]:
+    """Where the experts of this rank's layers lie."""
+    return {layer: mixture.row for layer, mixture in whole_experts(built).items()}
+
+
+def whole_experts(built: Built) -> dict[int, ExpertParallelMoe]:
+    """This rank's layers whose experts lie whole on ranks."""
+    mixtures = built.executor.mixtures
+    return {layer: mixture for layer, mixture in mixtures.items() if isinstance(mixture, ExpertParallelMoe)}
+
+
+def has_its_weights(built: Built, path: Path) -> bool:
+    """Whether every slot has the checkpoint's weights of the expert that the row says."""
+    tensors = load_file(path / "model.safetensors")
+    place = built.place
+    for layer, mixture in whole_experts(built).items():
+        for slot, expert in enumerate(slots_of(mixture.row, place.shape.tp_size, place.tp_rank)):
+            gate, up, down = (
+                tensors[f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"]
+                for name in ("gate", "up", "down")
+            )
+            same = torch.equal(mixture.experts.gate_up[slot], torch.cat((gate, up)))
+            if not (same and torch.equal(mixture.experts.down[slot], down)):
+                return False
+    return True

@@ -19,7 +19,7 @@ from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
 from tests.tiny import VOCAB_SIZE, make_tiny
-from tests.unit.executor.expert_ranks import LENGTHS, NUM_TOKENS, Outcome, outcome
+from tests.unit.executor.expert_ranks import LENGTHS, NUM_TOKENS, Outcome, moved, outcome
 from tests.unit.executor.gang import Gang, open_gang
 
 
@@ -66,6 +66,24 @@ def test_experts_without_tokens_cost_nothing_and_change_nothing(gang: Gang, tmp_
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     for rank in _check(gang, TP2, EP2, path):
         assert all(rank.counts[0][:2]) and not any(rank.counts[0][2:])
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("name", ["ep2", "ep4, six experts: two of them twice", "ep2 with copies", "ep2 x pp2"])
+def test_experts_that_move_in_the_middle_of_generation_change_no_token(
+    name: str, overlap: bool, gang: Gang, tmp_path: Path
+) -> None:
+    shape, experts, _ = CASES[name]
+    path = make_tiny("qwen3_moe", tmp_path, seed=7)
+    whole = outcome(SingleRank(), path, VOCAB_SIZE, ParallelConfig())
+    ranks = gang.run(shape, moved, path, VOCAB_SIZE, experts, overlap)
+    for index, rank in enumerate(ranks):
+        stage = shape.tp_size * shape.place(index).pp_rank
+        assert rank.tokens == whole.greedy
+        assert rank.after == ranks[stage].after != rank.before, "all ranks of a stage agree on something new"
+        assert rank.sound, "a slot has other weights than it should"
+        assert rank.balance[1] > rank.balance[0]
+    assert sum(rank.num_moved for rank in ranks) > 0
 
 
 def _check(gang: Gang, shape: ParallelShape, experts: ParallelConfig, path: Path) -> list[Outcome]:

@@ -21,6 +21,7 @@ from pdserve.ranks.orders import (
     OpenRow,
     PlannedRow,
     RankReady,
+    Rebalance,
     Stop,
     Submit,
     Trouble,
@@ -48,6 +49,7 @@ def test_orders_and_reports_come_out_as_they_went_in() -> None:
             job=3, key=Key(1, 2, "o"), index=-1, peer="p", transport_address="h:1", pieces=pack_pieces(PIECES),
             num_bytes=9, after_step=None, after_layers=4,
         ),
+        Rebalance("plan"),
         Stop(),
         Stop(Trouble(kind="config", message="m", field="f")),
     ):  # fmt: skip

@@ -1,0 +1,111 @@
+"""Moves experts between ranks while the server runs, so that all ranks have as much to do (EPLB).
+
+Owned by `LocalExecutor` of a rank that holds whole experts. `plan` and `place` are called on every rank at the same
+point between two steps, as the leader orders: all have counted alike, so all come to the same placement, and only
+weights travel. What takes time, the planning, is done by a thread while steps go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from pdserve.model.eplb import Row, balanced, balancedness
+from pdserve.model.layers.expert_parallel import ExpertParallelMoe
+
+Behind = Callable[[], contextlib.AbstractContextManager[object]]
+"""See `Runner.behind`."""
+
+
+class ExpertBalance:
+    """The experts of `mixtures`, layers by their index in the model; `num_ranks` share each."""
+
+    def __init__(self, mixtures: Mapping[int, ExpertParallelMoe], num_ranks: int, behind: Behind) -> None:
+        assert mixtures, "a stage without experts has nothing to balance"
+        self._mixtures = mixtures
+        self._num_ranks = num_ranks
+        self._behind = behind
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="eplb")
+        self._plan: Future[dict[int, Row]] | None = None
+        self._seen = torch.zeros_like(self._counts(), device="cpu")
+        self.num_moved = 0
+        """Experts that have come to this rank since the start."""
+        self.num_placed = 0
+        """How often `place` was called."""
+
+    @property
+    def is_planning(self) -> bool:
+        """Whether a plan was begun and not carried out yet."""
+        return self._plan is not None
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether `place` would not have to wait."""
+        return self._plan is not None and self._plan.done()
+
+    @torch.inference_mode()
+    def plan(self) -> None:
+        """Begin to plan from what was counted since the last time, behind all steps that have been launched."""
+        assert self._plan is None, "one plan at a time"
+        with self._behind():
+            arrived = _to_host(self._counts())
+        rows = {layer: mixture.row for layer, mixture in self._mixtures.items()}
+        self._plan = self._planner.submit(self._make, arrived, rows)
+
+    @torch.inference_mode()
+    def place(self) -> None:
+        """Wait for the plan and carry it out with the other tensor ranks, behind all launched steps."""
+        assert self._plan is not None, "nothing is planned"
+        rows, self._plan = self._plan.result(), None
+        with self._behind():
+            for layer, row in rows.items():
+                if row != self._mixtures[layer].row:
+                    self.num_moved += self._mixtures[layer].move(row)
+        self.num_placed += 1
+
+    def facts(self) -> dict[str, float]:
+        """For `/get_server_info`. The balance since the start, as experts lie now; 1 is best. Waits for no step."""
+        counts = self._counts().tolist()
+        rows = [mixture.row for mixture in self._mixtures.values()]
+        balance = [balancedness(of_layer, self._num_ranks, row) for of_layer, row in zip(counts, rows, strict=True)]
+        return {
+            "expert_balancedness": round(sum(balance) / len(balance), 4),
+            "expert_rebalances": self.num_placed,
+            "experts_moved": self.num_moved,
+        }
+
+    def close(self) -> None:
+        """End the thread."""
+        self._planner.shutdown()
+
+    def _counts(self) -> Tensor:
+        """int64 `[layers, experts]`, a copy."""
+        return torch.stack([mixture.counts for mixture in self._mixtures.values()])
+
+    def _make(self, arrived: Callable[[], Tensor], rows: Mapping[int, Row]) -> dict[int, Row]:
+        """Planner thread."""
+        counts = arrived()
+        news, self._seen = (counts - self._seen).tolist(), counts
+        return {
+            layer: balanced(of_layer, self._num_ranks, row)
+            for of_layer, (layer, row) in zip(news, rows.items(), strict=True)
+        }
+
+
+def _to_host(counts: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy to the host; what is returned waits for it, on any thread."""
+    if counts.device.type != "cuda":
+        return lambda: counts
+    pinned = torch.empty_like(counts, device="cpu", pin_memory=True).copy_(counts, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def arrived() -> Tensor:
+        copied.synchronize()
+        return pinned
+
+    return arrived
