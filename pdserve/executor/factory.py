@@ -68,7 +68,9 @@ def join_replica(config: ServerConfig, place: Place, store: Store, *, host: str 
         ConfigError: no such device, or no network interface with the address `host`.
         RankError: a rank did not come.
     """
-    return open_parallel(place, store, prepare_device(config.kernels, LocalRanks.of(config.parallel, place)), host=host)
+    device = prepare_device(config.kernels, LocalRanks.of(config.parallel, place))
+    fixed_order = config.kernels.enable_deterministic_inference
+    return open_parallel(place, store, device, host=host, fixed_order=fixed_order)
 
 
 def build_executor(

@@ -10,6 +10,7 @@ least to do. Ranks are then named so that most experts stay where they are.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 Row = tuple[int, ...]
@@ -31,7 +32,7 @@ def balanced(counts: Sequence[int], num_ranks: int, before: Row) -> Row:
 def balancedness(counts: Sequence[int], num_ranks: int, row: Row) -> float:
     """The mean load of the ranks over the highest, in (0, 1]; 1 is best. Copies of an expert share its tokens."""
     num_slots = len(row) // num_ranks
-    copies = [row.count(expert) for expert in range(len(counts))]
+    copies = Counter(row)
     loads = [0.0] * num_ranks
     for index, expert in enumerate(row):
         loads[index // num_slots] += counts[expert] / copies[expert]

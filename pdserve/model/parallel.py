@@ -126,10 +126,11 @@ class SingleRank:
 
 
 class TorchParallel:
-    """Implements `Parallel` over `torch.distributed`. Made by `open_parallel`."""
+    """Implements `Parallel` over `torch.distributed`. Made by `open_parallel`, which says what `fixed_order` is."""
 
-    def __init__(self, place: Place, timeout: datetime.timedelta) -> None:
+    def __init__(self, place: Place, timeout: datetime.timedelta, fixed_order: bool) -> None:
         self.place = place
+        self._gathers_to_add = fixed_order and place.shape.tp_size > 2
         shape = place.shape
         self._tensor_ranks = _group([_ranks_of_stage(shape, stage) for stage in range(shape.pp_size)], place, timeout)
         edges = [
@@ -149,6 +150,12 @@ class TorchParallel:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Parallel.all_reduce`."""
+        if self._gathers_to_add:
+            parts = self.all_gather(x).view(-1, *x.shape)
+            total = parts[0].float()
+            for part in parts[1:]:
+                total += part
+            return x.copy_(total)
         if self.place.shape.tp_size > 1:
             with _with_others("adding up"):
                 dist.all_reduce(x, group=self._tensor_ranks)
@@ -218,12 +225,19 @@ class TorchParallel:
 
 
 def open_parallel(
-    place: Place, store: Store, device: torch.device, *, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S
+    place: Place,
+    store: Store,
+    device: torch.device,
+    *,
+    host: str = "127.0.0.1",
+    timeout_s: float = TIMEOUT_S,
+    fixed_order: bool = False,
 ) -> Parallel:
     """Meet the other ranks of the replica over `store`; returns when all are there.
 
     `host` is the address of this host that the other ranks reach, 127.0.0.1 when all are on one. The device says the
-    backend: NCCL on CUDA, gloo elsewhere.
+    backend: NCCL on CUDA, gloo elsewhere. With `fixed_order` a sum over ranks has the same bits wherever it stands in a
+    tensor: backends add each part of one in another order, which shows from three ranks on.
 
     Raises:
         ConfigError: no network interface has the address `host`.
@@ -243,7 +257,7 @@ def open_parallel(
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        joined = TorchParallel(place, timeout)
+        joined = TorchParallel(place, timeout, fixed_order)
     _LOG.info("rank %d of %d is one of %s's", place.rank, place.shape.num_ranks, backend)
     return joined
 

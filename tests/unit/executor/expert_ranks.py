@@ -60,6 +60,21 @@ def outcome(parallel: Parallel, path: Path, vocab_size: int, experts: ParallelCo
     )
 
 
+def in_bfloat16(parallel: Parallel, path: Path, vocab_size: int, experts: ParallelConfig) -> list[list[int]]:
+    """Greedy tokens; deterministic, and computed together and alone: nothing may depend on the batch."""
+    config = ServerConfig(
+        model=ModelConfig(model_path=str(path), dtype="bfloat16"),
+        parallel=experts,
+        memory=MemoryConfig(max_total_tokens=4096),
+        kernels=KernelConfig(device="cpu", cpu_threads=1, enable_deterministic_inference=True),
+    )
+    driver = Driver(build_executor(config, max_rows=8, parallel=parallel))
+    prompts = [random_prompt(length, vocab_size) for length in LENGTHS]
+    together = driver.generate(prompts, NUM_TOKENS, chunk=33)
+    assert together == [driver.generate([prompt], NUM_TOKENS)[0] for prompt in prompts]
+    return together
+
+
 @dataclasses.dataclass(frozen=True)
 class Moved:
     """Tokens of a generation in whose middle experts moved; rows by layer of the model, before and after."""

@@ -36,6 +36,7 @@ class _Task:
     port: int
     key: str
     args: tuple[Any, ...]
+    fixed_order: bool
 
 
 class Gang:
@@ -46,11 +47,14 @@ class Gang:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._keys = itertools.count()
 
-    def run(self, shape: ParallelShape, function: Callable[..., T], *args: Any) -> list[T]:
-        """What `function(parallel, *args)` returns on each rank of a replica of that shape."""
+    def run(self, shape: ParallelShape, function: Callable[..., T], *args: Any, fixed_order: bool = False) -> list[T]:
+        """What `function(parallel, *args)` returns on each rank of a replica of that shape.
+
+        `fixed_order` is that of `open_parallel`, for the deterministic mode.
+        """
         key = str(next(self._keys))
         for rank in range(shape.num_ranks):
-            self._links[rank].send(_Task(function, shape.place(rank), self._store.port, key, args))
+            self._links[rank].send(_Task(function, shape.place(rank), self._store.port, key, args, fixed_order))
         answers = [self._answer(rank) for rank in range(shape.num_ranks)]
         failed = [answer for answer in answers if isinstance(answer, _Failed)]
         assert not failed, "\n".join(answer.text for answer in failed)
@@ -100,7 +104,11 @@ def _serve(link: Connection, parent_pid: int) -> None:
 def _run(task: _Task) -> Any:
     store = TCPStore("127.0.0.1", task.port, is_master=False, timeout=timedelta(seconds=COLLECTIVE_S))
     parallel: Parallel = open_parallel(
-        task.place, PrefixStore(task.key, store), torch.device("cpu"), timeout_s=COLLECTIVE_S
+        task.place,
+        PrefixStore(task.key, store),
+        torch.device("cpu"),
+        timeout_s=COLLECTIVE_S,
+        fixed_order=task.fixed_order,
     )
     try:
         return task.function(parallel, *task.args)

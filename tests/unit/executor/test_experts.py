@@ -19,7 +19,7 @@ from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
 from tests.tiny import VOCAB_SIZE, make_tiny
-from tests.unit.executor.expert_ranks import LENGTHS, NUM_TOKENS, Outcome, moved, outcome
+from tests.unit.executor.expert_ranks import LENGTHS, NUM_TOKENS, Outcome, in_bfloat16, moved, outcome
 from tests.unit.executor.gang import Gang, open_gang
 
 
@@ -66,6 +66,16 @@ def test_experts_without_tokens_cost_nothing_and_change_nothing(gang: Gang, tmp_
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     for rank in _check(gang, TP2, EP2, path):
         assert all(rank.counts[0][:2]) and not any(rank.counts[0][2:])
+
+
+@pytest.mark.parametrize("name", ["ep2", "ep4, six experts: two of them twice"])
+def test_deterministic_mode_holds_with_experts_on_ranks(name: str, gang: Gang, tmp_path: Path) -> None:
+    """In bfloat16, where another order of adding up would show; each rank compares batches, and all ranks agree."""
+    shape, experts, _ = CASES[name]
+    ranks = gang.run(
+        shape, in_bfloat16, make_tiny("qwen3_moe", tmp_path, seed=11), VOCAB_SIZE, experts, fixed_order=True
+    )
+    assert all(rank == ranks[0] for rank in ranks)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
