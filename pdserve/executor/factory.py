@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from pdserve.base.parallel import Place, check_split
+from pdserve.base.parallel import Place, check_split, layers_of
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.executor.local import LocalExecutor
@@ -157,6 +157,12 @@ def _placement(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, devi
     """Where whole experts lie at start, on all ranks alike; None where the tensor ranks have parts of all."""
     if config.ep_size == 1 or spec.moe is None:
         return None
+    leads = layers_of(spec.num_layers, parallel.place.shape.pp_size, 0)
+    if config.enable_eplb and not any(layer in leads for layer in spec.moe.layers):
+        raise ConfigError(
+            f"--enable-eplb counts in the first stage, whose layers {leads.start} to {leads.stop - 1} have no experts",
+            field="enable_eplb",
+        )
     placement = first_placement(spec.moe, config.ep_size, config.ep_num_redundant_experts, config.init_expert_location)
     own = torch.tensor([placement.digest()], device=device)
     if bool((parallel.all_gather(own) != own).any()):

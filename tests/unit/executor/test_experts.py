@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import ParallelConfig
+from pdserve.errors import ConfigError
 from pdserve.memory.layout import KVGroup
 from pdserve.model.families.decoder import kv_layout
 from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
 from tests.tiny import VOCAB_SIZE, make_tiny
-from tests.unit.executor.expert_ranks import LENGTHS, NUM_TOKENS, Outcome, in_bfloat16, moved, outcome
+from tests.unit.executor.expert_ranks import LENGTHS, NUM_TOKENS, Outcome, build, in_bfloat16, moved, outcome
 from tests.unit.executor.gang import Gang, open_gang
 
 
@@ -78,8 +79,10 @@ def test_deterministic_mode_holds_with_experts_on_ranks(name: str, gang: Gang, t
     assert all(rank == ranks[0] for rank in ranks)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("name", ["ep2", "ep4, six experts: two of them twice", "ep2 with copies", "ep2 x pp2"])
+@pytest.mark.parametrize(
+    ("name", "overlap"),
+    [("ep2", False), ("ep4, six experts: two of them twice", True), ("ep2 with copies", False), ("ep2 x pp2", True)],
+)
 def test_experts_that_move_in_the_middle_of_generation_change_no_token(
     name: str, overlap: bool, gang: Gang, tmp_path: Path
 ) -> None:
@@ -94,6 +97,27 @@ def test_experts_that_move_in_the_middle_of_generation_change_no_token(
         assert rank.sound, "a slot has other weights than it should"
         assert rank.balance[1] > rank.balance[0]
     assert sum(rank.num_moved for rank in ranks) > 0
+
+
+@pytest.mark.parametrize(
+    ("experts", "overrides", "field"),
+    [
+        (ParallelConfig(tp_size=2, ep_size=2, ep_num_redundant_experts=7), {}, "ep_num_redundant_experts"),
+        (ParallelConfig(tp_size=2, ep_size=2, init_expert_location="/nowhere"), {}, "init_expert_location"),
+        (ParallelConfig(tp_size=2, ep_size=2), {"mlp_only_layers": [0, 1, 2]}, "ep_size"),
+        (ParallelConfig(tp_size=2, pp_size=2, ep_size=2, enable_eplb=True), {"mlp_only_layers": [0, 1]}, "enable_eplb"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_experts_that_cannot_lie_so_are_refused_by_name(
+    experts: ParallelConfig, overrides: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    class Elsewhere(SingleRank):
+        place = ParallelShape(tp_size=experts.tp_size, pp_size=experts.pp_size).place(0)
+
+    with pytest.raises(ConfigError) as error:
+        build(Elsewhere(), make_tiny("qwen3_moe", tmp_path, **overrides), experts)
+    assert error.value.field == field
 
 
 def _check(gang: Gang, shape: ParallelShape, experts: ParallelConfig, path: Path) -> list[Outcome]:

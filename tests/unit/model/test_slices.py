@@ -25,6 +25,7 @@ from pdserve.model.families.decoder import Decoder
 from pdserve.model.loader import load_model, read_spec
 from pdserve.model.parallel import SingleRank, open_parallel
 from pdserve.model.params import fingerprint_of
+from pdserve.model.placement import first_placement, slots_of
 from tests.tiny import Family, make_tiny
 from tests.unit.model.test_gguf import write_gguf
 
@@ -134,6 +135,26 @@ def test_tensor_ranks_read_their_columns_of_every_expert(
     for name in sizes:
         copies = shape.tp_size if ".mlp.gate." in name else _copies(name, shape, False)
         assert recorder.read[name] == sizes[name] * copies, name
+    assert fingerprint_of(ranks) == fingerprint_of([whole])
+
+
+def test_a_rank_with_whole_experts_reads_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, shape = make_tiny("qwen3_moe", tmp_path), ParallelShape(tp_size=4)
+    spec = read_spec(path)
+    assert spec.moe is not None
+    whole = _load(path, ParallelShape().place(0)).params.samples()
+    placement, ranks = first_placement(spec.moe, 4, 0, "trivial"), []
+    for rank in range(4):
+        recorder = Recorder()
+        monkeypatch.setattr(loader, "safe_open", recorder)
+        standing = Standing(shape.place(rank))
+        model = load_model(
+            path, spec, "float32", CPU, load_format="auto", seed=3, parallel=standing, placement=placement
+        )
+        assert recorder.read.total() * 4 == model.params.num_bytes
+        found = {int(match[1]) for name in recorder.read if (match := re.search(r"experts\.(\d+)\.", name))}
+        assert found == set(slots_of(placement.rows[0], 4, rank)) and len(found) == 2
+        ranks.append(model.params.samples())
     assert fingerprint_of(ranks) == fingerprint_of([whole])
 
 
