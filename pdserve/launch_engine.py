@@ -17,10 +17,12 @@ import multiprocessing.connection
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
+from typing import Literal
 
 from pdserve.base.env import control_token
 from pdserve.base.log import setup_logging
@@ -74,11 +76,17 @@ class Engine:
 
     def __init__(self, config: ServerConfig, bootstrap_port: int | None) -> None:
         parallel = config.parallel
-        self.addresses = [create_channel_address() for _ in range(parallel.dp_size)]
         shape = ParallelShape(tp_size=parallel.tp_size, pp_size=parallel.pp_size)
         per_node = shape.num_ranks // parallel.nnodes
+        if parallel.nnodes > 1 and not control_token():
+            raise ConfigError(
+                "several hosts need a secret in PDSERVE_CONTROL_TOKEN, the same on all: whoever reaches a rank's port "
+                "could give it orders",
+                field="nnodes",
+            )
         ranks = range(parallel.node_rank * per_node, (parallel.node_rank + 1) * per_node)
         config = _divide_cores(config, len(ranks) * parallel.dp_size)
+        self.addresses = [create_channel_address() for _ in range(parallel.dp_size)]
         server = uuid.uuid4().hex
         self._starts = [
             RankStart(
@@ -125,18 +133,29 @@ class Engine:
         return int(any(process.exitcode != 0 for process in self._processes))
 
     def end(self, *, told: bool) -> None:
-        """End all. Those that were told to stop through their channels get time for it."""
+        """End all. Those that were told to stop through their channels get time for it, unless one has died: then the
+        others may be in an exchange with it, and write into a peer's memory still.
+        """
+        if any(process.exitcode not in (None, 0) for process in self._processes):
+            self._signal("kill")
         if told:
-            for process in self._processes:
-                process.join(STOP_S)
+            self._join_all()
         for stop in ("terminate", "kill"):
-            for process in self._processes:
-                if process.exitcode is None:
-                    process.terminate() if stop == "terminate" else process.kill()
-            for process in self._processes:
-                process.join(STOP_S)
+            self._signal(stop)
+            self._join_all()
         for address in self.addresses:
             remove_channel_address(address)
+
+    def _signal(self, stop: Literal["terminate", "kill"]) -> None:
+        for process in self._processes:
+            if process.exitcode is None:
+                process.terminate() if stop == "terminate" else process.kill()
+
+    def _join_all(self) -> None:
+        """All share one time limit."""
+        deadline = time.monotonic() + STOP_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
 
 
 def rank_main(start: RankStart) -> None:

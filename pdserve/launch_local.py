@@ -238,8 +238,7 @@ def config_from(argv: Sequence[str] | None) -> LocalConfig:
         num_decode=args.decode,
         router_host=args.router_host,
         router_port=args.router_port,
-        policy=args.policy
-        or ("consistent_hashing" if DECODE_CACHE in (*rest, *args.decode_flags) else "least_loaded"),
+        policy=args.policy or ("consistent_hashing" if DECODE_CACHE in (*rest, *args.decode_flags) else "least_loaded"),
         cpu_threads=args.cpu_threads,
         log_dir=args.log_dir,
         keep_going=args.keep_going,

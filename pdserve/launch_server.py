@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from pdserve.base.env import control_token
 from pdserve.base.log import setup_logging
+from pdserve.base.parallel import ParallelShape
 from pdserve.base.process import Ready, announce_ready
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args
@@ -60,6 +61,7 @@ def launch(config: ServerConfig) -> int:
     served = False
     try:
         tokenizer_dir = _tokenizer_dir(config)  # first, for it refuses a wrong path at once
+        _check_split(config)
         if mode == "prefill":
             port = config.disagg.disaggregation_bootstrap_port
             bootstrap = BootstrapServer(config.serving.host, port, token=control_token())
@@ -92,6 +94,7 @@ def launch(config: ServerConfig) -> int:
 
 def join(config: ServerConfig) -> int:
     """On a host that is not node 0: run its ranks until the leader tells them to stop."""
+    _check_split(config)
     engine = Engine(config, None)
     try:
         engine.start()
@@ -104,6 +107,19 @@ def join(config: ServerConfig) -> int:
 def _open_channel(engine: Engine) -> ApiChannel:
     channels = [ZmqApiChannel(address) for address in engine.addresses]
     return channels[0] if len(channels) == 1 else ReplicatedChannel(channels)
+
+
+def _check_split(config: ServerConfig) -> None:
+    """Refuse in a moment what every rank would refuse once it has started; of a gguf file each rank finds out."""
+    from pdserve.model.config import read_model_spec
+    from pdserve.model.paths import resolve_model_path
+    from pdserve.model.split import check_spec
+
+    parallel = config.parallel
+    shape = ParallelShape(tp_size=parallel.tp_size, pp_size=parallel.pp_size)
+    path = resolve_model_path(config.model.model_path)
+    if shape.num_ranks > 1 and path.suffix != ".gguf":
+        check_spec(read_model_spec(path), shape, parallel.ep_size)
 
 
 def _tokenizer_dir(config: ServerConfig) -> str:

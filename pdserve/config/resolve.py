@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_RUNNING_REQUESTS = 256
 NVIDIA_DRIVER, WSL_DRIVER = "/dev/nvidiactl", "/dev/dxg"
+LOOPBACK = ("127.0.0.1", "::1", "[::1]", "localhost")
 ANY_ADDRESS = ("0.0.0.0", "::")
 
 
@@ -166,6 +167,14 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
                 f"--{field.replace('_', '-')} is for --disaggregation-mode {' or '.join(wanted)}, not {mode}",
                 field=field,
             )
+    host = disagg.disaggregation_host
+    meets_at = (config.parallel.dist_init_addr or "").rpartition(":")[0]
+    if config.parallel.nnodes > 1 and host in LOOPBACK and meets_at not in LOOPBACK:
+        raise ConfigError(
+            f"ranks on several hosts cannot be reached at {host}: give --host or --disaggregation-host the address of "
+            "this host",
+            field="disaggregation_host",
+        )
     for field, size in (
         ("disaggregation_decode_tp", disagg.disaggregation_decode_tp),
         ("disaggregation_decode_dp", disagg.disaggregation_decode_dp),

@@ -69,7 +69,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         host, _, port = parallel.dist_init_addr.rpartition(":")
         if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
             _refuse("dist_init_addr", parallel.dist_init_addr, "must be HOST:PORT")
-        _check_host("dist_init_addr", host)
+        _check_host("dist_init_addr", host.removeprefix("[").removesuffix("]"))
 
 
 def _check_experts(parallel: ParallelConfig) -> None:

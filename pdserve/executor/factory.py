@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from pdserve.base.parallel import Place, check_split, layers_of
+from pdserve.base.parallel import Place, layers_of
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.executor.local import LocalExecutor
@@ -32,6 +32,7 @@ from pdserve.model.loader import load_model, read_spec, resolve_dtype
 from pdserve.model.parallel import Parallel, SingleRank, open_parallel
 from pdserve.model.paths import resolve_model_path
 from pdserve.model.placement import Placement, first_placement
+from pdserve.model.split import check_spec
 
 _LOG = logging.getLogger(__name__)
 MAX_PAGE_TOKENS = 128
@@ -98,7 +99,7 @@ def build_executor(
     device = prepare_device(config.kernels, local)
     path = resolve_model_path(config.model.model_path)
     spec = read_spec(path)
-    check_spec(spec, place, config.parallel)
+    check_spec(spec, place.shape, config.parallel.ep_size)
     context_length = _context_length(config.model.context_length, spec)
     load_format = config.model.load_format
     dtype = resolve_dtype(path, spec, config.model.dtype, load_format=load_format)
@@ -133,24 +134,6 @@ def build_executor(
         num_pages * page_tokens, num_pages, sum(size for _, size in executor.buffers) >> 20,
     )  # fmt: skip
     return Built(executor, table, spec, num_pages, context_length, dtype, device, place)
-
-
-def check_spec(spec: ModelSpec, place: Place, parallel: ParallelConfig | None = None) -> None:
-    """Raise ConfigError, naming `tp_size`, `pp_size` or `ep_size`, when the model cannot be split that way."""
-    ep_size = 1 if parallel is None else parallel.ep_size
-    if ep_size > 1 and spec.moe is None:
-        raise ConfigError(f"--ep-size {ep_size} is for models with experts, and this one has none", field="ep_size")
-    columns = [spec.intermediate_size] if spec.num_dense else []
-    if spec.moe is not None:
-        columns.append(spec.moe.intermediate_size if ep_size == 1 else place.shape.tp_size)
-    for intermediate_size in columns:
-        check_split(
-            place.shape,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            num_layers=spec.num_layers,
-            intermediate_size=intermediate_size,
-        )
 
 
 def _placement(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, device: torch.device) -> Placement | None:

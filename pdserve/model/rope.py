@@ -1,4 +1,4 @@
-"""Rotary position embeddings as facts: which variant, with which numbers, and the inverse frequencies they give.
+"""Rotary position embeddings as facts: which variant, with which numbers.
 
 Read from a config by `config.py`; turned into angles by `layers/rotary.py`.
 """
@@ -9,9 +9,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
-
-import torch
-from torch import Tensor
 
 from pdserve.errors import ModelError
 
@@ -98,45 +95,6 @@ def yarn_attention_factor(factor: float, params: Mapping[str, Any]) -> float:
     return _mscale(factor, 1.0)
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Radians per position of each pair of dimensions: float32 `[head_dim / 2]` on CPU."""
-    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    inverse = 1.0 / wavelengths
-    if rope.freq_divisors is not None:
-        return inverse / torch.tensor(rope.freq_divisors, dtype=torch.float32)
-    if rope.type == "linear":
-        return inverse / rope.factor
-    if rope.type == "llama3":
-        return _llama3(rope, inverse)
-    if rope.type == "yarn":
-        return _yarn(rope, inverse, head_dim)
-    return inverse
-
-
 def _mscale(scale: float, mscale: float) -> float:
     """0.1 * mscale * ln(scale) + 1 for scales above 1."""
     return 1.0 if scale <= 1.0 else 0.1 * mscale * math.log(scale) + 1.0
-
-
-def _llama3(rope: RopeSpec, inverse: Tensor) -> Tensor:
-    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between blended."""
-    turns = rope.original_max_positions * inverse / (2.0 * math.pi)
-    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    keep = keep.clamp(0.0, 1.0)
-    return (1.0 - keep) * inverse / rope.factor + keep * inverse
-
-
-def _yarn(rope: RopeSpec, inverse: Tensor, head_dim: int) -> Tensor:
-    """YaRN: a linear ramp over dimensions from keeping the frequency to dividing it by `factor`."""
-
-    def dimension_of(rotations: float) -> float:
-        ratio = rope.original_max_positions / (rotations * 2.0 * math.pi)
-        return head_dim * math.log(ratio) / (2.0 * math.log(rope.theta))
-
-    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    width = high - low if high != low else 0.001
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
-    return (inverse / rope.factor) * ramp + inverse * (1.0 - ramp)

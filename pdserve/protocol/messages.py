@@ -36,6 +36,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     arrival_s: float = 0.0
     priority: int = 0
     """Higher runs first under `--schedule-policy priority`, and its prefix stays longer with priority eviction."""
+    replica: int | None = None
+    """Which replica must take it, for probes. None: the one that the room names, or that has the least to do."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

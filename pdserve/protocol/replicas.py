@@ -76,6 +76,8 @@ class ReplicatedChannel:
             channel.close()
 
     def _choose(self, request: GenerateRequest) -> int:
+        if request.replica is not None:
+            return request.replica
         if request.room is not None:
             return request.room.room % len(self._channels)
         return min(range(len(self._channels)), key=lambda index: self._num_live[index])
@@ -129,7 +131,7 @@ class ReplicatedChannel:
 
 
 def merge_states(states: Sequence[EngineState]) -> EngineState:
-    """The sums of the replicas, which are kept as `replicas`; facts that differ are those of the first."""
+    """The sums of the replicas, which are kept as `replicas`; facts that differ are those of the first that has one."""
     queues, memory = Counter[str](), Counter[str]()
     totals: dict[str, float] = {}
     for state in states:
@@ -141,7 +143,10 @@ def merge_states(states: Sequence[EngineState]) -> EngineState:
         queues=dict(queues),
         memory=dict(memory),
         counters=totals,
-        facts=states[0].facts,
+        facts={
+            name: next((state.facts[name] for state in states if state.facts.get(name) is not None), None)
+            for name in states[0].facts
+        },
         num_running_reqs=sum(state.num_running_reqs for state in states),
         num_queue_reqs=sum(state.num_queue_reqs for state in states),
         num_used_tokens=sum(state.num_used_tokens for state in states),

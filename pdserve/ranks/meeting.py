@@ -142,7 +142,7 @@ class Introduction:
         return Peer(rank, name, contact.endpoint), contact.nonce
 
     def _await(self, rank: int) -> bytes:
-        """The contact as it was written. Whoever refuses to meet says so in the store, for those who wait for others."""
+        """The contact as it was written. Who refuses to meet says so in the store, for those who wait for others."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             try:

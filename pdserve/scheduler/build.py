@@ -42,7 +42,12 @@ def run_scheduler(config: ServerConfig, channel: SchedulerChannel, replica: Repl
     with contextlib.ExitStack() as stack:
         engine = open_engine(config, replica.rendezvous, token, stack)
         built = engine.built
-        scheduler = build_scheduler(config, engine, channel, mailbox, MonotonicClock(), replica, token, stack)
+        try:
+            scheduler = build_scheduler(config, engine, channel, mailbox, MonotonicClock(), replica, token, stack)
+        except BaseException as error:
+            engine.close(error)
+            raise
+        stack.callback(engine.close)  # first of all, so that no rank copies on while we close
         ingress = threading.Thread(target=_ingress, args=(channel, mailbox, stop), name="ingress", daemon=True)
         ingress.start()
         stack.callback(ingress.join)
@@ -59,7 +64,11 @@ def run_scheduler(config: ServerConfig, channel: SchedulerChannel, replica: Repl
             )
         )
         keep_for_good()
-        scheduler.run()
+        try:
+            scheduler.run()
+        except BaseException as error:
+            engine.close(error)
+            raise
 
 
 def keep_for_good() -> None:

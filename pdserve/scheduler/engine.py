@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.config import ServerConfig
-from pdserve.errors import PdserveError
+from pdserve.errors import PdserveError, RankError
 from pdserve.executor.factory import Built, build_executor, join_replica
 from pdserve.executor.interface import Executor
 from pdserve.model.params import fingerprint_of
@@ -21,6 +22,8 @@ from pdserve.ranks.rebalance import Rebalancer
 from pdserve.ranks.rendezvous import open_store
 from pdserve.transfer.events import CopyEngine, TransferEvent
 from pdserve.transfer.wire import RankMemory
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +60,22 @@ class Engine:
         ready = () if self.group is None else self.group.ready
         return [one.memory for one in ready if one.memory is not None]
 
+    def close(self, error: BaseException | None = None) -> None:
+        """Tell the followers to end, and why when that was not wanted. May be called again."""
+        if self.group is not None:
+            self.group.followers.close(None if error is None else _trouble(error))
+
     def copies(self, own: CopyEngine, post: Callable[[TransferEvent], None]) -> CopyEngine:
         """The copy engine of all ranks, `own` being this one's."""
         if self.group is None:
             return own
         executor = self.group.executor
         return RankCopies(own, self.group.followers, self.group.ready, lambda: executor.last_resolved, post)
+
+
+def _trouble(error: BaseException) -> PdserveError:
+    """What the followers are told when the leader fails."""
+    return error if isinstance(error, PdserveError) else RankError(f"the leader failed: {error!r}")
 
 
 def open_engine(config: ServerConfig, rendezvous: str | None, token: str, stack: contextlib.ExitStack) -> Engine:
@@ -88,13 +101,19 @@ def open_engine(config: ServerConfig, rendezvous: str | None, token: str, stack:
         built = build_executor(config, max_rows=max_rows, parallel=parallel, agree_num_pages=followers.agree)
         stack.callback(built.executor.close)
         ready = followers.wait_ready()
-    except PdserveError as error:
-        followers.close(error)
+    except BaseException as error:
+        followers.close(_trouble(error))
         raise
     stack.callback(followers.close)  # before the ranks part: who is told that all ends does not take it for a loss
     rebalancer = _rebalancer(config, built, followers)
     executor = GroupExecutor(built.executor, built.table, built.layout, followers, rebalancer)
-    return Engine(built, executor, _Group(executor, followers, ready))
+    engine = Engine(built, executor, _Group(executor, followers, ready))
+    try:
+        log.info("weights of all %d ranks: %s", shape.num_ranks, engine.weights_fingerprint)
+    except PdserveError as error:  # ranks have different ones
+        followers.close(error)
+        raise
+    return engine
 
 
 def _rebalancer(config: ServerConfig, built: Built, followers: Followers) -> Rebalancer | None:

@@ -41,28 +41,32 @@ async def health(context: ServerContext) -> Response:
 
 
 async def health_generate(context: ServerContext, request: Request) -> Response:
-    """200 when one token could be generated, else 503; probes the engine, not the partner of a pair."""
+    """200 when every replica could generate one token, else 503; probes the engine, not the partner of a pair."""
     ready = context.client.require_ready()
-    rid = f"health-{uuid.uuid4().hex}"
-    fake = RoomAddress(host=FAKE_BOOTSTRAP_HOST, port=None, room=secrets.randbelow(MAX_ROOM))
-    probe = GenerateRequest(
-        rid=rid,
-        input_ids=[min(1, ready.vocab_size - 1)],
-        sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
-        room=None if context.mode == "null" else fake,
-    )
-    generation = await context.client.submit([probe], [rid])
+    probes = [
+        GenerateRequest(
+            rid=f"health-{uuid.uuid4().hex}",
+            input_ids=[min(1, ready.vocab_size - 1)],
+            sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+            room=None
+            if context.mode == "null"
+            else RoomAddress(host=FAKE_BOOTSTRAP_HOST, port=None, room=secrets.randbelow(MAX_ROOM)),
+            replica=replica,
+        )
+        for replica in range(context.config.parallel.dp_size)
+    ]
+    generation = await context.client.submit(probes, [probe.rid for probe in probes])
     with generation.closed_on_error():
         try:
-            work = asyncio.wait_for(collect(generation, 1), PROBE_TIMEOUT_S)
-            (update,) = await until_disconnect(request, work)
+            work = asyncio.wait_for(collect(generation, len(probes)), PROBE_TIMEOUT_S)
+            updates = await until_disconnect(request, work)
         except TimeoutError as error:
             message = f"no token came within {PROBE_TIMEOUT_S} s"
             raise RequestError(message, status=503, code="engine_busy") from error
         except RequestError as error:
             message = f"the probe failed: {error.message}"
             raise RequestError(message, status=503, code=error.code, retry_after_s=error.retry_after_s) from error
-    if not update.token_ids:
+    if not all(update.token_ids for update in updates):
         raise RequestError("the probe was aborted", status=503, code="aborted")
     return json_response({"status": "ok"})
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 LONG_TEXT_CHARS = 8192
 """Longer texts are encoded off the event loop; this much takes a few milliseconds."""
 
+COMPLETE_CLASSES = frozenset(
+    {"PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen2TokenizerFast", "GPT2TokenizerFast"}
+)
+"""Tokenizers whose tokenizer.json says all there is; others change it by what else their config says."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -170,15 +174,33 @@ def load_tokenizer(directory: str | Path, chat_template_file: str | None = None)
     path = Path(directory)
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer
-
     try:
-        loaded = AutoTokenizer.from_pretrained(str(path), use_fast=True, local_files_only=True)
+        loaded = _load(path)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"cannot read the tokenizer in {path}: {error}", field="tokenizer_path") from error
     if not loaded.is_fast:
         raise ConfigError(f"the tokenizer in {path} has no tokenizer.json and none can be made", field="tokenizer_path")
     return Tokenizer(loaded, template)
+
+
+def _load(path: Path) -> Any:
+    """Where tokenizer.json says everything, it is read as it is: what finds the right class for the others imports
+    torch, which takes seconds and memory that this process has no use for.
+    """
+    if (path / "tokenizer.json").is_file() and _class_of(path) in COMPLETE_CLASSES:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path), use_fast=True, local_files_only=True)
+
+
+def _class_of(path: Path) -> str:
+    """The class that tokenizer_config.json names."""
+    config = path / "tokenizer_config.json"
+    fields = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    return str(fields.get("tokenizer_class")) if isinstance(fields, dict) else ""
 
 
 def _read_template(file: str) -> str:

@@ -7,7 +7,7 @@ goes when.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVLayout
@@ -15,6 +15,8 @@ from pdserve.transfer.events import Gates, Piece, Ready
 from pdserve.transfer.plan import PageCopy, plan_feed
 from pdserve.transfer.topology import feeds
 from pdserve.transfer.wire import Hello
+
+MAX_COPIES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,8 +76,9 @@ class ChunkPlanner:
                     ends = (feed.source_rank, feed.destination_rank)
                     pieces.setdefault(ends, []).append((base, address, tuple(copies)))
         return [
-            Part(rank, peer.ranks[target_rank].transport_address, tuple(found))
+            Part(rank, peer.ranks[target_rank].transport_address, portion)
             for (rank, target_rank), found in pieces.items()
+            for portion in _portions(found)
         ]
 
     def aux(self, peer: Hello, source_slot: int, target_slot: int) -> Part:
@@ -83,3 +86,13 @@ class ChunkPlanner:
         size = self.aux_slot_bytes
         copy = PageCopy(source_slot * size, target_slot * size, size)
         return Part(0, peer.ranks[0].transport_address, ((self.aux_base, peer.aux_region.address, (copy,)),))
+
+
+def _portions(pieces: list[Piece]) -> Iterator[tuple[Piece, ...]]:
+    """The same copies in portions of at most `MAX_COPIES`: a job must fit into a message to the rank that runs it."""
+    if sum(len(copies) for _, _, copies in pieces) <= MAX_COPIES:
+        yield tuple(pieces)
+        return
+    for source, destination, copies in pieces:
+        for first in range(0, len(copies), MAX_COPIES):
+            yield ((source, destination, copies[first : first + MAX_COPIES]),)

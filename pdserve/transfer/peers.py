@@ -86,6 +86,7 @@ def check_hello(ours: Hello, theirs: Hello, decode_sizes: Mapping[str, int]) -> 
         HandshakeError: naming the first field that does not fit.
     """
     check_facts(ours.facts, theirs.facts)
+    _check_split(ours.facts, theirs)
     if len(theirs.ranks) != theirs.shape.num_ranks:
         raise HandshakeError("ranks", theirs.shape.num_ranks, len(theirs.ranks))
     decode, prefill = (ours, theirs) if theirs.answer else (theirs, ours)  # decode asks, prefill answers
@@ -94,6 +95,17 @@ def check_hello(ours: Hello, theirs: Hello, decode_sizes: Mapping[str, int]) -> 
     for field, size in decode_sizes.items():
         if sizes[field] != size:
             raise HandshakeError(field, size, sizes[field])
+
+
+def _check_split(facts: Mapping[str, str | int], hello: Hello) -> None:
+    """The model that both have can be split as `hello` says."""
+    for fact, count in facts.items():
+        if not isinstance(count, int):
+            continue
+        if fact.endswith("num_kv_heads") and count % hello.tp_size and hello.tp_size % count:
+            raise HandshakeError("tp_size", f"one that {count} KV heads can be split over", hello.tp_size)
+        if fact.endswith("num_layers") and hello.pp_size > count:
+            raise HandshakeError("pp_size", f"at most {count} stages", hello.pp_size)
 
 
 def check_facts(ours: dict[str, str | int], theirs: dict[str, str | int]) -> None:

@@ -20,6 +20,9 @@ from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta
 
+FOLLOWERS_END_S = 15.0
+"""By when the other ranks of a dead leader have ended: they miss its heartbeat for 10 s, and copy no more then."""
+
 
 class ReceiveSide:
     """All rooms that this process receives for. Called by `KVManager` and `KVReceiver`."""
@@ -171,9 +174,12 @@ class ReceiveSide:
             if room.peer == peer.instance:
                 self.fail(room, failure)
         if gone:
+            settle_s = self._engine.settle_s
+            if peer.hello is not None and len(peer.hello.ranks) > 1:
+                settle_s += FOLLOWERS_END_S  # we know of its leader only
             for entry in self.published.values():
                 if entry.peer == peer.instance and entry.fenced_at is None:
-                    entry.fenced_at = self._clock.now() + self._engine.settle_s
+                    entry.fenced_at = self._clock.now() + settle_s
                     self._fenced[entry.key] = entry
 
     def tick(self) -> None:

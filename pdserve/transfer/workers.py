@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from pdserve.errors import TransferError
 from pdserve.protocol.failure import Failure
@@ -54,6 +55,7 @@ class CopyWorkers:
         self._queues: list[Orders] = [queue.SimpleQueue() for _ in range(num_threads)]
         self._thread_of: dict[str, int] = {}
         self._closing = threading.Event()
+        self._disconnecting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disconnect")
         self.address = transport.address()
         self._threads = [
             threading.Thread(target=self._work, args=(orders,), name=f"kv-copy-{i}", daemon=True)
@@ -81,7 +83,7 @@ class CopyWorkers:
 
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`."""
-        self._transport.disconnect(transport_address)  # ends what runs
+        self._disconnecting.submit(self._transport.disconnect, transport_address)  # ends what runs; may take a second
         index = self._thread_of.pop(transport_address, None)
         if index is not None:
             self._queues[index].put(_Forget(transport_address))  # and once more behind a connect that runs just now
@@ -93,6 +95,7 @@ class CopyWorkers:
             self._transport.disconnect(address)
         for orders in self._queues:
             orders.put(_End())
+        self._disconnecting.shutdown(wait=False)
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -94,11 +94,13 @@ def test_a_lost_rank_ends_the_server_with_a_clear_error(
             said = b"".join(lines)
         assert b'"error"' in said, said[-500:]
         assert server.child.wait_exit(60.0), "it hangs"
-        assert any("rank 1" in line for line in server.lines)
+        if number is signal.SIGSTOP:  # a death is seen by the launcher first
+            assert any("rank 1 (tp 1, pp 0)" in line and "is silent" in line for line in server.lines), server.lines
         assert not leader.is_running() and not follower.is_running()
 
 
-def test_two_nodes(tiny_checkpoint: Callable[[Family], Path]) -> None:
+def test_two_nodes(tiny_checkpoint: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_CONTROL_TOKEN", "of-these-nodes")
     model = tiny_checkpoint("llama")
     prompts = make_prompts(vocab_size=320)
     with socket.socket() as probe:

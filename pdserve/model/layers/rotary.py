@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from pdserve.model.rope import RopeSpec, inverse_frequencies
+from pdserve.model.rope import RopeSpec
 
 
 class Rotary:
@@ -26,3 +28,42 @@ class Rotary:
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `[N, num_heads, head_dim]` by the angles of `Rotary.tables`."""
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
+    """Radians per position of each pair of dimensions: float32 `[head_dim / 2]` on CPU."""
+    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    inverse = 1.0 / wavelengths
+    if rope.freq_divisors is not None:
+        return inverse / torch.tensor(rope.freq_divisors, dtype=torch.float32)
+    if rope.type == "linear":
+        return inverse / rope.factor
+    if rope.type == "llama3":
+        return _llama3(rope, inverse)
+    if rope.type == "yarn":
+        return _yarn(rope, inverse, head_dim)
+    return inverse
+
+
+def _llama3(rope: RopeSpec, inverse: Tensor) -> Tensor:
+    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between blended."""
+    turns = rope.original_max_positions * inverse / (2.0 * math.pi)
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return (1.0 - keep) * inverse / rope.factor + keep * inverse
+
+
+def _yarn(rope: RopeSpec, inverse: Tensor, head_dim: int) -> Tensor:
+    """YaRN: a linear ramp over dimensions from keeping the frequency to dividing it by `factor`."""
+
+    def dimension_of(rotations: float) -> float:
+        ratio = rope.original_max_positions / (rotations * 2.0 * math.pi)
+        return head_dim * math.log(ratio) / (2.0 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    return (inverse / rope.factor) * ramp + inverse * (1.0 - ramp)

@@ -91,3 +91,33 @@ def test_shared_memory_is_no_transport_for_a_gpu() -> None:
     assert caught.value.field == "disaggregation_transfer_backend"
     choices(words, CPU)
     choices(f"{words} --device cpu", GPU)
+
+
+SEVERAL = "--tp-size 2 --nnodes 2 --dist-init-addr {} --disaggregation-mode decode --host {}"
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (SEVERAL.format("10.0.0.1:900", "127.0.0.1"), "disaggregation_host"),
+        ("--disaggregation-mode decode --disaggregation-decode-tp 2", "disaggregation_decode_tp"),
+        ("--disaggregation-mode prefill --disaggregation-prefill-pp 2", "disaggregation_prefill_pp"),
+    ],
+)
+def test_splits_that_contradict_something_are_refused_by_field(words: str, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        fill_in(parse_server_args(["--model-path", "m", *words.split()]), CPU)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        SEVERAL.format("127.0.0.1:900", "127.0.0.1"),
+        SEVERAL.format("[::1]:900", "::1"),
+        SEVERAL.format("10.0.0.1:900", "10.0.0.2"),
+        "--disaggregation-mode prefill --disaggregation-prefill-pp 2 --pp-size 2 --disaggregation-decode-tp 4",
+    ],
+)
+def test_splits_that_fit_are_taken(words: str) -> None:
+    fill_in(parse_server_args(["--model-path", "m", *words.split()]), CPU)

@@ -147,6 +147,48 @@ def refusals(token: str, facts: Facts, their_token: str, their_facts: Facts) -> 
     return caught.value, said[0]
 
 
+def test_who_refuses_to_meet_is_heard_by_those_who_wait_for_others() -> None:
+    """A host that was told of more ranks refuses the leader, which waits for a rank that never comes."""
+    store, wider = HashStore(), ParallelShape(tp_size=4)
+    facts = [{"tp_size": str(size)} for size in (2, 4)]
+    said: list[PdserveError] = []
+
+    def follow() -> None:
+        with pytest.raises(ConfigError) as caught:
+            Leader(
+                wider.place(2), store, TOKEN, host=HOST, facts=facts[1], on_lost=Losses(), times=TIMES, timeout_s=30.0
+            )
+        said.append(caught.value)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    with pytest.raises(ConfigError, match="tp_size"):
+        meet_followers(
+            ParallelShape(tp_size=2), store, TOKEN, host=HOST, facts=facts[0], on_lost=Losses(), times=TIMES,
+            timeout_s=30.0,
+        )  # fmt: skip
+    thread.join()
+    assert said[0].field == "tp_size"
+
+
+def test_a_follower_that_still_loads_ends_with_its_leader() -> None:
+    store, shape = HashStore(), ParallelShape(tp_size=2)
+    outcome: list[PdserveError] = []
+
+    def follow() -> None:
+        leader = Leader(shape.place(1), store, TOKEN, host=HOST, facts={}, on_lost=Losses(), times=TIMES)
+        with pytest.raises(RankError) as caught:
+            leader.agree(5)
+        outcome.append(caught.value)
+        leader.close()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    meet_followers(shape, store, TOKEN, host=HOST, facts={}, on_lost=Losses(), times=TIMES).close()
+    thread.join(20)
+    assert not thread.is_alive() and "before all ranks had loaded" in str(outcome[0])
+
+
 def test_a_peer_that_nobody_listens_for_is_lost() -> None:
     links: Links[Order, Report] = Links(0, HOST, order_codec(), report_codec(), LinkTimes(beat_s=0.05, silent_s=0.5))
     gone = Links(1, HOST, report_codec(), order_codec(), TIMES)

@@ -33,7 +33,8 @@ def test_a_rank_that_is_alone_meets_nobody() -> None:
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_each_host_starts_its_share_of_the_ranks(node: int) -> None:
+def test_each_host_starts_its_share_of_the_ranks(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_CONTROL_TOKEN", "t")
     split = ("--tp-size", "4", "--nnodes", "2", "--dist-init-addr", "10.0.0.1:9000")
     starts = starts_of(*split, "--node-rank", str(node))
     assert [start.rank for start in starts] == [2 * node, 2 * node + 1]
@@ -53,3 +54,9 @@ def test_each_replica_sees_its_own_devices() -> None:
     assert [own_devices(start, "4, 5,GPU-a,7,8") for start in starts] == ["4,5", "GPU-a,7"]
     with pytest.raises(ConfigError, match="4 ranks need a CUDA device each"):
         own_devices(starts[1], "0,1,2")
+
+
+def test_several_hosts_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PDSERVE_CONTROL_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="PDSERVE_CONTROL_TOKEN"):
+        starts_of("--tp-size", "2", "--nnodes", "2", "--dist-init-addr", "10.0.0.1:9000")

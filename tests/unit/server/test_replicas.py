@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
 from pdserve.errors import EngineDeadError, ProtocolError
@@ -108,6 +109,15 @@ def test_a_room_names_its_replica_and_what_has_none_goes_where_least_is() -> Non
     assert asked == [["b"], ["a", "e"], ["c", "d"]] or asked == [["b", "d"], ["a", "e"], ["c"]], asked
     aborts = [[m.rid for m in pipe.sent if isinstance(m, AbortRequest)] for pipe in pipes]
     assert sorted(aborts) == [[], [], ["d"]] and "d" in asked[aborts.index(["d"])], "to its own replica; a has ended"
+
+
+def test_a_probe_goes_to_the_replica_that_it_is_for() -> None:
+    async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
+        for replica in (2, 0, 1):
+            await channel.send(msgspec.structs.replace(request(f"probe-{replica}", 7), replica=replica))
+
+    asked = [[m.rid for m in pipe.sent if isinstance(m, GenerateRequest)] for pipe in play(story)]
+    assert asked == [["probe-0"], ["probe-1"], ["probe-2"]]
 
 
 def test_what_concerns_all_goes_to_all() -> None:

@@ -144,14 +144,13 @@ class Side:
             num_kv_heads_total=num_heads,
         )
         layout = KVLayout((group,))
-        own = group.of_rank(shape.place(0))
         args = KVArgs(
             instance=instance,
             layout=layout,
             shape=shape,
             dp_size=dp_size,
             decode_sizes=decode_sizes or {},
-            buffers=(buffer or (1 << 20, 16 * own.page_bytes),),
+            buffers=(buffer or (1 << 20, 16 * group.of_rank(shape.place(0)).page_bytes),),
             others=others,
             aux=MetadataBuffers(4),
             facts=FACTS if facts is None else facts,

@@ -15,12 +15,14 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVGroup
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.aux import AuxRecord
+from pdserve.transfer.chunk import MAX_COPIES
 from pdserve.transfer.events import CopyDone, CopyJob, LayerGate, PeerGone, PrefillFound
+from pdserve.transfer.receive_side import FOLLOWERS_END_S
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from pdserve.transfer.wire import RankMemory, Region, TransferStats
-from tests.unit.transfer.kit import ADDRESS, ALL_FREE, FACTS, Net, Side, found
+from tests.unit.transfer.kit import ADDRESS, ALL_FREE, FACTS, SETTLE_S, Net, Side, found
 
 NUM_HEADS, NUM_LAYERS, PAGE_TOKENS, NUM_PAGES = 4, 5, 2, 16
 Bytes = npt.NDArray[np.uint8]
@@ -174,6 +176,10 @@ def test_all_ranks_of_a_dead_peer_are_forgotten() -> None:
     assert prefill.side.engine.forgotten == [transport.address() for transport in decode.transports]
 
 
+OTHER = RankMemory("r", (Region(1, 1),))
+WIDE: dict[str, object] = {"num_heads": 4, "num_layers": 3, "buffer": (1 << 20, 1 << 16)}
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "field"),
     [
@@ -181,6 +187,8 @@ def test_all_ranks_of_a_dead_peer_are_forgotten() -> None:
         ({"decode_sizes": {"disaggregation_decode_tp": 2}}, {}, "disaggregation_decode_tp"),
         ({"decode_sizes": {"disaggregation_decode_dp": 1}}, {"dp_size": 2}, "disaggregation_decode_dp"),
         ({}, {"num_heads": 2}, "num_kv_heads"),
+        (WIDE, WIDE | {"shape": ParallelShape(tp_size=3), "others": [OTHER, OTHER]}, "tp_size"),
+        (WIDE, WIDE | {"shape": ParallelShape(pp_size=4), "others": [OTHER] * 3}, "pp_size"),
         ({}, {"facts": FACTS | {"model": "other"}}, "model"),
     ],
 )
@@ -225,3 +233,35 @@ def test_a_room_goes_to_the_replica_that_its_number_names() -> None:
         receiver.publish(*decode.leases(1))
         net.pump()
     assert [side.kv.send_side.num_early for side in replicas] == [1, 2, 1]
+
+
+def test_a_prompt_of_very_many_copies_goes_in_portions_that_fit_a_message() -> None:
+    net, hub = Net(), MemoryHub()
+    prefill = Replica(net, hub, "prefill-1", ParallelShape(tp_size=4), random_model(1))
+    decode = Replica(net, hub, "decode-1", ParallelShape(tp_size=2), random_model(2))
+    meet(net, prefill.side, decode.side)
+    planner, hello = prefill.side.kv.send_side._chunks, decode.side.kv.sessions._me
+    pages = list(range(8000))
+    parts = planner.pages(hello, pages, [pages], range(NUM_LAYERS))
+    sizes = [sum(len(copies) for _, _, copies in part.pieces) for part in parts]
+    assert max(sizes) <= MAX_COPIES and sum(sizes) == 4 * len(pages) * NUM_LAYERS * 2
+    assert len(parts) == 4 * -(-len(pages) * NUM_LAYERS * 2 // MAX_COPIES)
+    assert {part.rank for part in parts} == {0, 1, 2, 3}
+
+
+def test_pages_that_a_replica_of_many_ranks_was_given_rest_until_its_other_ranks_have_ended() -> None:
+    net, hub = Net(), MemoryHub()
+    prefill = Replica(net, hub, "prefill-1", ParallelShape(tp_size=2), random_model(1))
+    decode = Replica(net, hub, "decode-1", ParallelShape(), random_model(2))
+    meet(net, prefill.side, decode.side)
+    receiver = decode.side.kv.open_receiver(7, ADDRESS, "d")
+    theirs = decode.side.leases()
+    receiver.publish(*theirs)
+    decode.side.kv.handle(PeerGone("prefill-1"))
+    receiver.close()
+    for lease in theirs:
+        lease.drop("request")
+    net.pass_time(SETTLE_S + FOLLOWERS_END_S - 1.0)
+    assert decode.side.free != ALL_FREE
+    net.pass_time(2.0)
+    assert decode.side.free == ALL_FREE
