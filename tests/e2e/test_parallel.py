@@ -28,7 +28,9 @@ SPLITS = [
 COMMON = ("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "32")
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [("2", "2"), ("1", "2"), ("2", "1")])
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [("2", "2"), ("2", "1"), pytest.param("1", "2", marks=pytest.mark.slow)]
+)
 def test_replicas_on_either_side(prefill: str, decode: str, tiny_checkpoint: Callable[[Family], Path]) -> None:
     model = tiny_checkpoint("llama")
     prompts = make_prompts(vocab_size=320)

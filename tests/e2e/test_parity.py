@@ -16,6 +16,12 @@ from tests.tiny import Family
 
 LENGTHS = (1, 15, 16, 17, 300, 1500)
 NEW_TOKENS = 8
+FAMILIES_HERE: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
+QUICK = {
+    ("llama", "1", "64"), ("llama", "16", "-1"), ("llama", "64", "64"),
+    ("qwen2", "16", "64"), ("qwen2", "64", "-1"), ("qwen3", "1", "-1"), ("qwen3", "16", "64"),
+}  # fmt: skip
+"""What is tried each time: every family, page size and chunk, not every three of them."""
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
 
@@ -50,9 +56,15 @@ def check_pair(model: Path, prompts: list[list[int]], expected: list[list[int]],
         assert_idle(pair.prefill, pair.decode)
 
 
-@pytest.mark.parametrize("chunk", ["-1", "64"])
-@pytest.mark.parametrize("page_size", ["1", "16", "64"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "page_size", "chunk"),
+    [
+        pytest.param(family, page_size, chunk, marks=[] if (family, page_size, chunk) in QUICK else pytest.mark.slow)
+        for family in FAMILIES_HERE
+        for page_size in ("1", "16", "64")
+        for chunk in ("-1", "64")
+    ],
+)
 def test_tiny_models(family: Family, page_size: str, chunk: str, tiny_checkpoint: Callable[[Family], Path]) -> None:
     model = tiny_checkpoint(family)
     prompts = make_prompts(vocab_size=320)
