@@ -88,6 +88,8 @@ class Network:
 
     def __init__(self, count: int, *, delay_s: float, loss: float, seed: int = 0) -> None:
         self.delay_s, self.loss = delay_s, loss
+        self.bytes_per_s: float | None = None
+        """What each host can send; None: as much as it likes."""
         self.num_carried = self.num_lost = 0
         self._rng = random.Random(seed)
         self._cut: frozenset[str] = frozenset()
@@ -123,13 +125,17 @@ class Network:
         addresses = {device: address for address, device in self._devices.items()}
         under_way: list[tuple[float, int, str, str, bytes]] = []
         order = itertools.count()
+        free_at: dict[int, float] = dict.fromkeys(addresses, 0.0)
+        """When the line of each host has sent what it was given."""
         while not self._ended.is_set():
             wait_s = min(0.1, max(0.0, under_way[0][0] - time.monotonic())) if under_way else 0.1
             for device in select.select(list(addresses), [], [], wait_s)[0]:
                 packet = os.read(device, _MAX_PACKET)
                 if packet[0] >> 4 == 4:
                     target = socket.inet_ntoa(packet[_DESTINATION])
-                    arrives = time.monotonic() + self.delay_s
+                    sending_s = len(packet) / self.bytes_per_s if self.bytes_per_s else 0.0
+                    free_at[device] = max(free_at[device], time.monotonic()) + sending_s
+                    arrives = free_at[device] + self.delay_s
                     heapq.heappush(under_way, (arrives, next(order), addresses[device], target, packet))
             while under_way and under_way[0][0] <= time.monotonic():
                 _, _, source, target, packet = heapq.heappop(under_way)

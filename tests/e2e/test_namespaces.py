@@ -19,6 +19,8 @@ from tests.tiny import Family
 NEW_TOKENS = 8
 LONG = 3000
 PARTITION_S = 10.0
+SLOW_BYTES_PER_S = 400_000.0
+"""The long prompt's KV takes some seconds then, so that there is time to cut."""
 FLAGS = ("--dtype", "float32", "--cpu-threads", "1", "--device", "cpu", "--max-total-tokens", "16384", "--port", "0")
 FAILED = {499, 500, 502, 503, 504}
 
@@ -92,6 +94,7 @@ def test_a_partition_in_the_middle_of_a_transfer_ends_in_a_failure_or_in_the_rig
     model = tiny_checkpoint("llama")
     prompt = [3 + 7 * index % 300 for index in range(LONG)]
     expected = reference_greedy(load_reference(model), prompt, NEW_TOKENS)
+    farm.net.bytes_per_s = SLOW_BYTES_PER_S
     answers: list[requests.Response] = []
     asking = threading.Thread(target=lambda: answers.append(farm.ask(prompt)))
     asking.start()
@@ -101,6 +104,7 @@ def test_a_partition_in_the_middle_of_a_transfer_ends_in_a_failure_or_in_the_rig
     farm.net.cut(farm.prefill_host)
     threading.Event().wait(PARTITION_S)
     farm.net.cut()
+    farm.net.bytes_per_s = None
     asking.join(200)
     assert not asking.is_alive(), "it hangs"
     (answer,) = answers
