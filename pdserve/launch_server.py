@@ -77,7 +77,7 @@ def launch(config: ServerConfig) -> int:
 
         status = run_api(
             config,
-            lambda: _open_channel(started),
+            lambda: _open_channel(started, named=mode == "prefill"),
             tokenizer_dir=tokenizer_dir,
             engine_died=engine.died,
             on_ready=announce,
@@ -104,9 +104,9 @@ def join(config: ServerConfig) -> int:
     return REFUSED if engine.refused else status
 
 
-def _open_channel(engine: Engine) -> ApiChannel:
+def _open_channel(engine: Engine, *, named: bool) -> ApiChannel:
     channels = [ZmqApiChannel(address) for address in engine.addresses]
-    return channels[0] if len(channels) == 1 else ReplicatedChannel(channels)
+    return channels[0] if len(channels) == 1 else ReplicatedChannel(channels, named=named)
 
 
 def _check_split(config: ServerConfig) -> None:

@@ -47,6 +47,14 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: Literal["abort", "stop"] = "abort"
 
 
+class Divert(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the prefill replica that `room` names: another one, `replica`, has the request. Decode will ask you for it."""
+
+    room: int
+    input_ids: list[int]
+    replica: int
+
+
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Forget cached prefixes; refused while requests are running."""
 
@@ -64,7 +72,7 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stop the scheduler."""
 
 
-ToScheduler = GenerateRequest | AbortRequest | FlushCache | StateQuery | Shutdown
+ToScheduler = GenerateRequest | AbortRequest | Divert | FlushCache | StateQuery | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -1,13 +1,16 @@
 """Several schedulers, the replicas of one model, as one channel. Owned by the API process when `dp_size` is above 1.
 
-A request goes to the replica that its room names (room % dp_size: the other half of a pair finds it by the same rule),
-without a room to the one with the fewest requests. Questions go to all, and have one answer when all have answered.
+Requests go to the replica with the fewest. A prefill server's rooms name one (room % dp_size), where decode looks for
+them; where that one has far more in hand than another, the other gets the request, and the named one is told to send
+decode there. A room that is live stays where it is, so that its second use is refused. Questions go to all, and have
+one answer when all have answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,6 +20,7 @@ from pdserve.errors import EngineDeadError, ProtocolError
 from pdserve.protocol.channel import ApiChannel
 from pdserve.protocol.messages import (
     AbortRequest,
+    Divert,
     EngineReady,
     EngineState,
     FlushReply,
@@ -28,19 +32,37 @@ from pdserve.protocol.messages import (
 )
 
 Answer = StateReply | FlushReply
+DIVERT_TOKENS = 2048
+"""So many more prompt tokens in hand than another are too many: computing them takes longer than asking twice."""
 MAX_OPEN_QUERIES = 64
 """Questions that some replica has not answered: the oldest is forgotten beyond these, whoever asked has gone."""
 
 
-class ReplicatedChannel:
-    """`ApiChannel` over one channel per replica; make it inside the event loop. Closes them."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Live:
+    """A request that has not ended: who has it, its room, and how long its prompt is."""
 
-    def __init__(self, channels: Sequence[ApiChannel]) -> None:
+    replica: int
+    room: int | None
+    num_tokens: int
+
+
+class ReplicatedChannel:
+    """`ApiChannel` over one channel per replica; make it inside the event loop. Closes them.
+
+    `named`: rooms name their replica, as they do on a prefill server.
+    """
+
+    def __init__(self, channels: Sequence[ApiChannel], *, named: bool) -> None:
         assert len(channels) > 1
         self._channels = list(channels)
-        self._replica_of: dict[str, int] = {}
-        """Of each live request."""
+        self._named = named
+        self._live: dict[str, _Live] = {}
+        self._rooms: dict[int, str] = {}
+        """Of each live room the request that had it first."""
         self._num_live = [0] * len(channels)
+        self._num_tokens = [0] * len(channels)
+        """Prompt tokens of live requests."""
         self._ready: dict[int, EngineReady] = {}
         self._answers: dict[str, dict[int, Answer]] = {}
         self._arrived: asyncio.Queue[ToApi | ProtocolError | EngineDeadError] = asyncio.Queue()
@@ -49,14 +71,11 @@ class ReplicatedChannel:
     async def send(self, message: ToScheduler) -> None:
         """See `ApiChannel.send`."""
         if isinstance(message, GenerateRequest):
-            replica = self._choose(message)
-            self._replica_of[message.rid] = replica
-            self._num_live[replica] += 1
-            await self._channels[replica].send(message)
+            await self._start(message)
         elif isinstance(message, AbortRequest) and message.rid is not None:
-            asked = self._replica_of.get(message.rid)
-            if asked is not None:
-                await self._channels[asked].send(message)
+            live = self._live.get(message.rid)
+            if live is not None:
+                await self._channels[live.replica].send(message)
         else:
             for channel in self._channels:
                 await channel.send(message)
@@ -75,12 +94,40 @@ class ReplicatedChannel:
         for channel in self._channels:
             channel.close()
 
-    def _choose(self, request: GenerateRequest) -> int:
+    async def _start(self, request: GenerateRequest) -> None:
+        room = None if request.room is None else request.room.room
+        replica = self._choose(request, room)
+        self._live.setdefault(request.rid, _Live(replica, room, len(request.input_ids)))
+        self._num_live[replica] += 1
+        self._num_tokens[replica] += len(request.input_ids)
+        if room is not None:
+            self._rooms.setdefault(room, request.rid)
+            named = room % len(self._channels)
+            if self._named and request.replica is None and named != replica:
+                divert = Divert(room=room, input_ids=request.input_ids, replica=replica)
+                await self._channels[named].send(divert)
+        await self._channels[replica].send(request)
+
+    def _choose(self, request: GenerateRequest, room: int | None) -> int:
         if request.replica is not None:
             return request.replica
-        if request.room is not None:
-            return request.room.room % len(self._channels)
-        return min(range(len(self._channels)), key=lambda index: self._num_live[index])
+        if room is not None and room in self._rooms:
+            return self._live[self._rooms[room]].replica
+        load = self._num_tokens if self._named else self._num_live
+        least = min(range(len(self._channels)), key=lambda index: load[index])
+        if room is None or not self._named:
+            return least
+        named = room % len(self._channels)
+        return least if load[named] - load[least] > DIVERT_TOKENS else named
+
+    def _ended(self, rid: str) -> None:
+        live = self._live.pop(rid, None)
+        if live is None:
+            return
+        self._num_live[live.replica] -= 1
+        self._num_tokens[live.replica] -= live.num_tokens
+        if live.room is not None and self._rooms.get(live.room) == rid:
+            del self._rooms[live.room]
 
     async def _read(self, index: int) -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -101,8 +148,8 @@ class ReplicatedChannel:
         match message:
             case OutputBatch():
                 for output in message.outputs:
-                    if output.finish is not None and self._replica_of.pop(output.rid, None) is not None:
-                        self._num_live[index] -= 1
+                    if output.finish is not None:
+                        self._ended(output.rid)
                 return message
             case EngineReady():
                 self._ready[index] = message

@@ -11,6 +11,7 @@ from pdserve.executor.interface import BatchPlan, StepHandle
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import (
     AbortRequest,
+    Divert,
     EngineState,
     FinishReason,
     FlushCache,
@@ -29,6 +30,7 @@ from pdserve.scheduler.req import CLIENT_ABORT, Req, Times
 from pdserve.scheduler.roles.base import Role
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager
+from pdserve.transfer.wire import prompt_digest
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +193,9 @@ class Scheduler:
                 self.core.outbox.send(StateReply(query_id=query_id, state=self.state()))
             case FlushCache(query_id=query_id):
                 self.core.outbox.send(self._flush_cache(query_id))
+            case Divert(room=room, input_ids=input_ids, replica=replica):
+                assert self.kv is not None, "a monolith has no rooms"
+                self.kv.divert(room, prompt_digest(input_ids), replica)
             case Shutdown():
                 self._stopping = True
             case _:

@@ -158,6 +158,10 @@ class KVManager:
         record = self.receive_side.open(room, address, digest, self._is_fake(address[0]))
         return KVReceiver(self.receive_side, self.args.aux, record)
 
+    def divert(self, room: int, digest: str, replica: int) -> None:
+        """Another replica of this server has the request: whoever asks us for its room is sent there."""
+        self.send_side.divert(room, digest, replica)
+
     def handle(self, event: TransferEvent) -> None:
         """Apply one event of a thread."""
         match event:

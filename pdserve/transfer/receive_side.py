@@ -106,7 +106,7 @@ class ReceiveSide:
         self._expecting[room.room] = room
         pages = tuple(tuple(lease.pages[num_cached:]) for lease in leases)
         num_told = sum(map(len, pages)) + len(aux.pages)
-        self.published[room.key] = Published(room.key, peer.instance, (*leases, aux), num_told)
+        self.published[room.key] = Published(room.key, peer.instance, (*leases, aux), num_told, cached_tokens)
         meta = Meta(
             key=room.key,
             cached_tokens=cached_tokens,
@@ -163,7 +163,7 @@ class ReceiveSide:
     def on_ended(self, ended: Ended) -> None:
         """The sender gave a key up; perhaps it still writes."""
         room = self.rooms.get(ended.key.room)
-        if room is not None and room.key == ended.key:
+        if room is not None and room.key == ended.key and not self._follow(room, ended):
             room.fail(ended.failure)
         if ended.quiesced:
             self._release(ended.key)
@@ -222,6 +222,21 @@ class ReceiveSide:
                 room.move(KVPoll.WAITING_FOR_INPUT)
         if not seeking:
             self._seeking.pop(address, None)
+
+    def _follow(self, room: ReceiveRoom, ended: Ended) -> bool:
+        """Give the same pages to the replica that has the request, under a new key; False when that cannot be."""
+        replicas = self._sessions.dial(room.address)
+        entry = self.published.get(room.key)
+        if ended.moved_to is None or entry is None or room.state is not KVPoll.WAITING_FOR_INPUT:
+            return False
+        peer = replicas[ended.moved_to] if ended.moved_to < len(replicas) else None
+        if peer is None:
+            return False
+        self._release(room.key)  # the request itself keeps them
+        room.key = Key(room.room, next(self._attempts), self._instance)
+        room.peer = peer.instance
+        self.publish(room, entry.leases[:-1], entry.leases[-1], entry.cached_tokens)
+        return True
 
     def _seeks_too_long(self, room: ReceiveRoom, now: float) -> bool:
         return now - room.opened_at > self._bootstrap_timeout_s

@@ -92,6 +92,8 @@ class Published:
     leases: tuple[Lease, ...]
     num_pages: int
     """KV pages and aux slots that the peer was told; a lease may have more, which it must not touch."""
+    cached_tokens: int = 0
+    """Of the Meta."""
     fenced_at: float | None = None
     """Set when the peer is gone: the time from which nothing of it is in flight."""
 

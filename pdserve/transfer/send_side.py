@@ -26,7 +26,7 @@ from pdserve.transfer.peers import Peer, PeerState
 from pdserve.transfer.room import ClosedKeys, Outgoing, SendRoom, misfit, shortfall
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.state import TERMINAL, KVPoll
-from pdserve.transfer.unmatched import Unmatched
+from pdserve.transfer.unmatched import Unmatched, Verdict
 from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta, TransferStats
 
 PEER_GONE = Failure(code="peer_gone", message="the decode server is gone")
@@ -126,7 +126,7 @@ class SendSide:
         if not room.fail(failure):
             return
         if room.target is None:
-            self._unmatched.bury(room.room, room.digest, failure)
+            self._unmatched.bury(room.room, room.digest, Verdict(failure))
             return
         key = room.target.key
         self._say(key, Ended(key=key, failure=failure, quiesced=False))
@@ -137,6 +137,14 @@ class SendSide:
         if self.rooms.get(room.room) is room:
             del self.rooms[room.room]
             self.moved.pop(room.room, None)
+
+    def divert(self, room: int, digest: str, replica: int) -> None:
+        """Another replica of this server has the request of this room and prompt: its receiver is sent there."""
+        self._unmatched.bury(room, digest, Verdict(_failure("moved", f"replica {replica} has it"), replica))
+        for early in self._unmatched.take_room(room):
+            peer = self._sessions.peer(early.instance)
+            if peer is not None:
+                self._early_meta(peer, early.meta)
 
     # ------------------------------------------------------------------ what comes in
 
@@ -245,9 +253,9 @@ class SendSide:
         return key.origin == bound.origin and key.attempt > bound.attempt and bound not in self.outgoing
 
     def _early_meta(self, peer: Peer, meta: Meta) -> None:
-        failure = self._unmatched.exhume(meta.key.room, meta.prompt_digest)
-        if failure is not None:
-            self._turn_away(peer, meta.key, failure)
+        verdict = self._unmatched.exhume(meta.key.room, meta.prompt_digest)
+        if verdict is not None:
+            self._turn_away(peer, meta.key, verdict.failure, verdict.moved_to)
         elif not self._unmatched.keep(peer.instance, meta):
             message = "too many rooms wait for their prefill request"
             self._turn_away(peer, meta.key, _failure("prefill_overloaded", message, status=503))
@@ -260,9 +268,9 @@ class SendSide:
         self._counters["metas_refused"] += 1
         self._turn_away(peer, key, _failure("bad_metadata", wrong, status=500))
 
-    def _turn_away(self, peer: Peer, key: Key, failure: Failure) -> None:
+    def _turn_away(self, peer: Peer, key: Key, failure: Failure, moved_to: int | None = None) -> None:
         self._closed.add(key)
-        self._sessions.send(peer, Ended(key=key, failure=failure, quiesced=True))
+        self._sessions.send(peer, Ended(key=key, failure=failure, quiesced=True, moved_to=moved_to))
 
     def _say(self, key: Key, body: Ended | Done) -> None:
         peer = self._sessions.peer(key.origin)

@@ -5,6 +5,7 @@ Owned by `SendSide`, scheduler thread only.
     Meta, no request yet     ─> waits (early)  ─> the request opens its room: taken
                                                ─> the time is up: turned away
     request ended, no Meta   ─> tombstone      ─> Meta comes: turned away with the same failure
+      (or another replica has it)                 (or sent there)
                                                ─> the room opens again with this prompt, or the time is up: gone
 """
 
@@ -28,6 +29,14 @@ class EarlyMeta:
     meta: Meta
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a receiver is told that comes too late, or to the wrong replica: then `moved_to` is the right one."""
+
+    failure: Failure
+    moved_to: int | None = None
+
+
 class Unmatched:
     """Early Metas by key, tombstones by (room, prompt digest). All live equally long, so the oldest expires first."""
 
@@ -35,7 +44,7 @@ class Unmatched:
         self._clock = clock
         self._timeout_s = timeout_s
         self._early: dict[Key, EarlyMeta] = {}
-        self._tombstones: dict[tuple[int, str], tuple[float, Failure]] = {}
+        self._tombstones: dict[tuple[int, str], tuple[float, Verdict]] = {}
 
     @property
     def num_early(self) -> int:
@@ -69,13 +78,13 @@ class Unmatched:
         """The receiver's process is dead."""
         self._early = {key: early for key, early in self._early.items() if early.instance != instance}
 
-    def bury(self, room: int, digest: str, failure: Failure) -> None:
-        """A request ended before its receiver was known."""
+    def bury(self, room: int, digest: str, verdict: Verdict) -> None:
+        """A request ended, or went elsewhere, before its receiver was known."""
         self._tombstones.pop((room, digest), None)
-        self._tombstones[room, digest] = (self._clock.now() + self._timeout_s, failure)
+        self._tombstones[room, digest] = (self._clock.now() + self._timeout_s, verdict)
 
-    def exhume(self, room: int, digest: str) -> Failure | None:
-        """Why the request of this room and prompt ended, told once; None when there is no tombstone."""
+    def exhume(self, room: int, digest: str) -> Verdict | None:
+        """What became of the request of this room and prompt, told once; None when there is no tombstone."""
         entry = self._tombstones.pop((room, digest), None)
         return None if entry is None else entry[1]
 

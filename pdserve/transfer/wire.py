@@ -123,11 +123,15 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The sender will not finish `key`. `quiesced`: it promises that no byte of it is written from now on."""
+    """The sender will not finish `key`. `quiesced`: it promises that no byte of it is written from now on.
+
+    `moved_to`: nothing has failed, another replica of the server has the request; it wants a Meta with a new key.
+    """
 
     key: Key
     failure: Failure
     quiesced: bool
+    moved_to: Count | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):

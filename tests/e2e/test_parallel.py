@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import requests
 from pdserve.transfer.transports.nixl_engine import is_installed
 from tests.e2e.harness import Server, assert_idle, running, running_monolith, running_pair
 from tests.e2e.test_parity import ask, make_prompts, reference
+from tests.reference import load_reference, reference_greedy
 from tests.tiny import Family
 
 SPLITS = [
@@ -43,6 +45,33 @@ def test_replicas_on_either_side(prefill: str, decode: str, tiny_checkpoint: Cal
         for server, size in ((pair.prefill, prefill), (pair.decode, decode)):
             served = [state["counters"]["requests"] for state in server.state()["internal_states"]]
             assert len(served) == int(size) and sum(served) == len(batch) and all(served), served
+        assert_idle(pair.prefill, pair.decode)
+
+
+def test_rooms_that_all_name_one_replica_are_shared_out(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    model = tiny_checkpoint("llama")
+    prompts = [[3 + (7 * index + number) % 300 for index in range(900)] for number in range(12)]
+    loaded = load_reference(model)
+    expected = [reference_greedy(loaded, prompt, 4) for prompt in prompts]
+    sizes = ("--dp-size", "2", "--max-total-tokens", "16384")
+    with running_pair(str(model), "--dtype", "float32", *sizes) as pair:
+        body = {
+            "input_ids": prompts,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
+            "bootstrap_host": ["127.0.0.1"] * len(prompts),
+            "bootstrap_port": [pair.prefill.bootstrap_port] * len(prompts),
+            "bootstrap_room": [2 * number for number in range(len(prompts))],
+        }
+        with ThreadPoolExecutor() as pool:
+            halves = [
+                pool.submit(requests.post, f"{server.url}/generate", json=body, timeout=200) for server in pair.workers
+            ]
+        answers = [half.result() for half in halves]
+        assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+        assert [answer["output_ids"] for answer in answers[1].json()] == expected
+        for server in pair.workers:
+            served = [state["counters"]["requests"] for state in server.state()["internal_states"]]
+            assert sum(served) == len(prompts) and min(served) > 0, (server.child.name, served)
         assert_idle(pair.prefill, pair.decode)
 
 

@@ -11,6 +11,7 @@ import pytest
 from pdserve.errors import EngineDeadError, ProtocolError
 from pdserve.protocol.messages import (
     AbortRequest,
+    Divert,
     EngineReady,
     EngineState,
     FinishReason,
@@ -26,8 +27,10 @@ from pdserve.protocol.messages import (
     ToApi,
     ToScheduler,
 )
-from pdserve.protocol.replicas import ReplicatedChannel
+from pdserve.protocol.replicas import DIVERT_TOKENS, ReplicatedChannel
 from pdserve.protocol.sampling import SamplingParams
+
+ENDED = FinishReason(type="length", length=1)
 
 
 class Pipe:
@@ -51,9 +54,14 @@ class Pipe:
         self.closed = True
 
 
-def request(rid: str, room: int | None = None) -> GenerateRequest:
+def request(rid: str, room: int | None = None, num_tokens: int = 1) -> GenerateRequest:
     where = None if room is None else RoomAddress(host="h", port=1, room=room)
-    return GenerateRequest(rid=rid, input_ids=[1], sampling=SamplingParams(), room=where)
+    return GenerateRequest(rid=rid, input_ids=[1] * num_tokens, sampling=SamplingParams(), room=where)
+
+
+def asked(pipes: list[Pipe]) -> list[list[str]]:
+    """Requests by replica."""
+    return [[m.rid for m in pipe.sent if isinstance(m, GenerateRequest)] for pipe in pipes]
 
 
 def state(num_running: int, **counters: float) -> EngineState:
@@ -82,10 +90,12 @@ def ready(context_length: int) -> EngineReady:
     )
 
 
-def play(story: Callable[[ReplicatedChannel, list[Pipe]], Awaitable[None]], count: int = 3) -> list[Pipe]:
+def play(
+    story: Callable[[ReplicatedChannel, list[Pipe]], Awaitable[None]], count: int = 3, *, named: bool = True
+) -> list[Pipe]:
     async def run() -> list[Pipe]:
         pipes = [Pipe() for _ in range(count)]
-        channel = ReplicatedChannel(pipes)
+        channel = ReplicatedChannel(pipes, named=named)
         await asyncio.wait_for(story(channel, pipes), 10)
         channel.close()
         return pipes
@@ -105,10 +115,10 @@ def test_a_room_names_its_replica_and_what_has_none_goes_where_least_is() -> Non
         await channel.send(AbortRequest(rid="a"))
 
     pipes = play(story)
-    asked = [[m.rid for m in pipe.sent if isinstance(m, GenerateRequest)] for pipe in pipes]
-    assert asked == [["b"], ["a", "e"], ["c", "d"]] or asked == [["b", "d"], ["a", "e"], ["c"]], asked
+    found = asked(pipes)
+    assert found == [["b"], ["a", "e"], ["c", "d"]] or found == [["b", "d"], ["a", "e"], ["c"]], found
     aborts = [[m.rid for m in pipe.sent if isinstance(m, AbortRequest)] for pipe in pipes]
-    assert sorted(aborts) == [[], [], ["d"]] and "d" in asked[aborts.index(["d"])], "to its own replica; a has ended"
+    assert sorted(aborts) == [[], [], ["d"]] and "d" in found[aborts.index(["d"])], "to its own replica; a has ended"
 
 
 def test_a_probe_goes_to_the_replica_that_it_is_for() -> None:
@@ -116,8 +126,34 @@ def test_a_probe_goes_to_the_replica_that_it_is_for() -> None:
         for replica in (2, 0, 1):
             await channel.send(msgspec.structs.replace(request(f"probe-{replica}", 7), replica=replica))
 
-    asked = [[m.rid for m in pipe.sent if isinstance(m, GenerateRequest)] for pipe in play(story)]
-    assert asked == [["probe-0"], ["probe-1"], ["probe-2"]]
+    assert asked(play(story)) == [["probe-0"], ["probe-1"], ["probe-2"]]
+
+
+def test_a_room_goes_elsewhere_when_its_replica_has_far_more_in_hand_and_that_one_is_told() -> None:
+    async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
+        await channel.send(request("a", 3, DIVERT_TOKENS))
+        await channel.send(request("b", 6, 5))
+        await channel.send(request("c", 9, 7))
+        await channel.send(request("again", 9, 7))
+        pipes[0].up.put_nowait(OutputBatch(outputs=[RequestOutput(rid="a", token_ids=[3], finish=ENDED)]))
+        assert isinstance(await channel.recv(), OutputBatch)
+        await channel.send(request("d", 12))
+
+    pipes = play(story)
+    assert asked(pipes) == [["a", "b", "d"], ["c", "again"], []], "a room that is live stays where it is"
+    diverts = [[(m.room, m.replica) for m in pipe.sent if isinstance(m, Divert)] for pipe in pipes]
+    assert diverts == [[(9, 1), (9, 1)], [], []]
+
+
+def test_decode_s_rooms_go_where_the_fewest_requests_are() -> None:
+    async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
+        for number in range(6):
+            await channel.send(request(str(number), 3 * number))
+        await channel.send(request("again", 3))
+
+    pipes = play(story, named=False)
+    assert asked(pipes) == [["0", "3"], ["1", "4", "again"], ["2", "5"]]
+    assert not any(isinstance(m, Divert) for pipe in pipes for m in pipe.sent)
 
 
 def test_what_concerns_all_goes_to_all() -> None:

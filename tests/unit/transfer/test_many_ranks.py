@@ -23,6 +23,7 @@ from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from pdserve.transfer.wire import RankMemory, Region, TransferStats
 from tests.unit.transfer.kit import ADDRESS, ALL_FREE, FACTS, SETTLE_S, Net, Side, found
+from tests.unit.transfer.kit import meet as meet_one
 
 NUM_HEADS, NUM_LAYERS, PAGE_TOKENS, NUM_PAGES = 4, 5, 2, 16
 Bytes = npt.NDArray[np.uint8]
@@ -265,3 +266,67 @@ def test_pages_that_a_replica_of_many_ranks_was_given_rest_until_its_other_ranks
     assert decode.side.free != ALL_FREE
     net.pass_time(2.0)
     assert decode.side.free == ALL_FREE
+
+
+@pytest.mark.parametrize("first", ["divert", "meta"])
+def test_a_room_that_another_replica_has_finds_it(first: str) -> None:
+    net = Net()
+    replicas = [Side(net, f"prefill-{index}", dp_size=2) for index in range(2)]
+    decode = Side(net, "decode-1")
+    decode.kv.sessions.dial(ADDRESS)
+    decode.kv.handle(PrefillFound(ADDRESS, tuple((side.instance, side.endpoint) for side in replicas)))
+    net.pump()
+    receiver = decode.kv.open_receiver(4, ADDRESS, "d")
+    theirs = decode.leases()
+    if first == "divert":
+        replicas[0].kv.divert(4, "d", 1)
+    receiver.publish(*theirs, 4)
+    net.pump()
+    if first == "meta":
+        assert replicas[0].kv.send_side.num_early == 1
+        replicas[0].kv.divert(4, "d", 1)
+        net.pump()
+    sender = replicas[1].kv.open_sender(4, ADDRESS[0], "d", num_tokens=12)
+    assert sender.poll() is KVPoll.WAITING_FOR_INPUT and sender.num_cached_tokens == 4
+    assert receiver.poll() is KVPoll.WAITING_FOR_INPUT and decode.kv.receive_side.num_remote_pages == 3
+    mine = replicas[1].leases()
+    sender.send(mine[0], 3)
+    sender.finish(mine[1], AuxRecord(4, 0, 42), TransferStats())
+    replicas[1].end_jobs()
+    net.pump()
+    assert receiver.poll() is sender.poll() is KVPoll.SUCCESS
+    for handle in (receiver, sender):
+        handle.close()
+    for lease in (*mine, *theirs):
+        lease.drop("request")
+    assert all(side.kv.quiet and side.free == ALL_FREE for side in (*replicas, decode))
+    assert all(side.kv.send_side._unmatched.num_tombstones == 0 for side in replicas)
+
+
+def test_a_room_that_went_to_a_replica_that_is_not_there_fails() -> None:
+    net, prefill, decode = meet_one()
+    receiver = decode.kv.open_receiver(4, ADDRESS, "d")
+    theirs = decode.leases()
+    receiver.publish(*theirs)
+    prefill.kv.divert(4, "d", 5)
+    net.pump()
+    assert receiver.poll() is KVPoll.FAILED and receiver.failure is not None and receiver.failure.retryable
+    receiver.close()
+    for lease in theirs:
+        lease.drop("request")
+    assert decode.free == ALL_FREE and decode.kv.quiet
+
+
+def test_who_left_before_being_sent_elsewhere_is_not_sent() -> None:
+    net, prefill, decode = meet_one()
+    receiver = decode.kv.open_receiver(4, ADDRESS, "d")
+    theirs = decode.leases()
+    receiver.publish(*theirs)
+    receiver.abort(Failure(code="aborted", message="the client left"))
+    prefill.kv.divert(4, "d", 0)
+    net.pump()
+    assert receiver.poll() is KVPoll.FAILED
+    receiver.close()
+    for lease in theirs:
+        lease.drop("request")
+    assert decode.free == ALL_FREE and decode.kv.quiet and prefill.kv.quiet
