@@ -174,7 +174,10 @@ def ratio_table(rounds: Rounds) -> str:
 
 def document(args: argparse.Namespace, facts: dict[str, Any], rounds: Rounds) -> str:
     """The whole report in Markdown."""
-    machine = facts["machine"]
+    notes = [
+        f"Threads: monolith {args.threads}, prefill and decode {args.threads // 2} each; router and load generator "
+        f"share these cores. More flags of all servers: `{' '.join(args.server_flags) or 'none'}`."
+    ]
     num_prompts = sum(int(one["num_prompts"] or 0) for system in SYSTEMS for one in rounds[system, True])
     return f"""# Long prompts beside decoding streams, {facts["date"]}
 
@@ -188,13 +191,7 @@ Ratios of the same round (ITL and TTFT: lower is better):
 
 {ratio_table(rounds)}
 
-- Machine: {machine["cpu_model"]}, {machine["cpus"]} cores, {machine["platform"]}; load before the run \
-{machine["load_1m"]}, after it {facts["load_after"]} (the run itself is about 2).
-- Threads: monolith {args.threads}, prefill and decode {args.threads // 2} each; router and load generator share these \
-cores. More flags of all servers: `{" ".join(args.server_flags) or "none"}`.
-- {report.busy_note(machine["load_1m"])}
-- Revision {facts["revision"]}; the run took {facts["duration_s"]:.0f} s.
-- Command: `{facts["command"]}`
+{report.footer(facts, notes, own_load=2)}
 """
 
 
@@ -202,8 +199,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     """All flags; what follows `--` goes to all servers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="smollm2", help="as --model-path of a server")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    report.add_model_flags(parser)
     add("--streams", type=int, default=8)
     add("--stream-prompt-len", type=int, default=32)
     add("--output-len", type=int, default=300, help="tokens of each stream")
@@ -212,10 +208,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--every", type=float, default=5.0, help="seconds between prompts; the first comes after as many")
     add("--threads", type=int, default=2, help="torch threads in all; each server of the pair has half")
     add("--rounds", type=int, default=3)
-    add("--vocab-size", type=int, default=1000, help="random token ids are 10 to this")
-    add("--seed", type=int, default=0)
-    add("--write", action="store_true", help="write <date>-interference.md and .json")
-    add("--results", type=Path, default=report.RESULTS, help="where to")
+    report.add_write_flags(parser, "interference")
     add("server_flags", nargs="*", default=[], help="after --: more flags of the servers")
     args = parser.parse_args(argv)
     if min(args.streams, args.rounds, args.output_len - 1) < 1 or args.threads < 2 or args.threads % 2:

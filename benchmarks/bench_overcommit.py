@@ -134,7 +134,12 @@ def num_errors(rounds: Rounds) -> float:
 
 def document(args: argparse.Namespace, facts: dict[str, Any], rounds: Rounds) -> str:
     """The whole report in Markdown."""
-    machine, total = facts["machine"], tokens_of_all(args)
+    total = tokens_of_all(args)
+    notes = [
+        f"Threads: monolith {args.threads}, prefill and decode {args.threads // 2} each. Of 1P1D the counts are "
+        "decode's, and both servers' pools are that small.",
+        f"Flags of the smaller ones: `{' '.join(flags_of(args, '1P1D', 'offload'))}`.",
+    ]
     return f"""# {args.times} times more load than KV memory, {facts["date"]}
 
 {args.model}, {args.dtype}: {args.requests} requests at once, prompts of {args.input_len} random tokens, \
@@ -143,14 +148,7 @@ Median of {args.rounds} interleaved rounds (least-most). Errors in all: **{num_e
 
 {table(rounds)}
 
-- Machine: {machine["cpu_model"]}, {machine["cpus"]} cores, {machine["platform"]}; load before the run \
-{machine["load_1m"]}.
-- Threads: monolith {args.threads}, prefill and decode {args.threads // 2} each. Of 1P1D the counts are decode's, and \
-both servers' pools are that small.
-- Flags of the smaller ones: `{" ".join(flags_of(args, "1P1D", "offload"))}`.
-- {report.busy_note(machine["load_1m"])}
-- Revision {facts["revision"]}; the run took {facts["duration_s"]:.0f} s.
-- Command: `{facts["command"]}`
+{report.footer(facts, notes)}
 """
 
 
@@ -158,8 +156,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     """All flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="smollm2", help="as --model-path of a server")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    report.add_model_flags(parser)
     add("--requests", type=int, default=24)
     add("--input-len", type=int, default=64)
     add("--output-len", type=int, default=144)
@@ -169,10 +166,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=2, help="torch threads in all; each server of the pair has half")
     add("--rounds", type=int, default=2)
     add("--timeout", type=float, default=300.0, help="seconds a request may take")
-    add("--vocab-size", type=int, default=1000, help="random token ids are 10 to this")
-    add("--seed", type=int, default=0)
-    add("--write", action="store_true", help="write <date>-overcommit.md and .json")
-    add("--results", type=Path, default=report.RESULTS, help="where to")
+    report.add_write_flags(parser, "overcommit")
     args = parser.parse_args(argv)
     if min(args.requests, args.rounds, args.times) < 1 or args.threads < 2 or args.threads % 2:
         parser.error("--requests, --rounds and --times must be at least 1, --threads even")

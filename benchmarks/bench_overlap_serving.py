@@ -86,7 +86,6 @@ def table(rounds: Rounds) -> str:
 
 def document(args: argparse.Namespace, facts: dict[str, Any], rounds: Rounds) -> str:
     """The whole report in Markdown."""
-    machine = facts["machine"]
     return f"""# Overlap scheduling on CPU, {facts["date"]}
 
 {args.model}, {args.dtype}: {args.streams} streams of {args.output_len} tokens, prompts of {args.input_len}; monoliths \
@@ -94,11 +93,7 @@ with {args.threads} thread(s). Median of {args.rounds} interleaved rounds (least
 
 {table(rounds)}
 
-- Machine: {machine["cpu_model"]}, {machine["cpus"]} cores, {machine["platform"]}; load before the run \
-{machine["load_1m"]}, after it {facts["load_after"]} (the run itself is about {args.threads}).
-- {report.busy_note(machine["load_1m"])}
-- Revision {facts["revision"]}; the run took {facts["duration_s"]:.0f} s.
-- Command: `{facts["command"]}`
+{report.footer(facts, own_load=args.threads)}
 """
 
 
@@ -106,17 +101,13 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     """All flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="smollm2", help="as --model-path of a server")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    report.add_model_flags(parser)
     add("--streams", type=int, default=8)
     add("--input-len", type=int, default=64)
     add("--output-len", type=int, default=128)
     add("--threads", type=int, default=2, help="torch threads of each server")
     add("--rounds", type=int, default=5)
-    add("--vocab-size", type=int, default=1000, help="random token ids are 10 to this")
-    add("--seed", type=int, default=0)
-    add("--write", action="store_true", help="write <date>-overlap-cpu.md and .json")
-    add("--results", type=Path, default=report.RESULTS, help="where to")
+    report.add_write_flags(parser, "overlap-cpu")
     args = parser.parse_args(argv)
     if min(args.streams, args.rounds, args.threads) < 1 or args.output_len < 2:
         parser.error("--streams, --rounds and --threads must be at least 1, --output-len 2")

@@ -173,7 +173,6 @@ def one_page_table(found: Sequence[OnePage]) -> str:
 
 def document(args: argparse.Namespace, facts: dict[str, Any], speeds: Any, pages: Sequence[OnePage]) -> str:
     """The whole report in Markdown."""
-    machine = facts["machine"]
     below = [f"{case.backend} {case.layout} {case.pages} {case.num_tokens}" for case in missed(speeds)]
     verdict = "met" if not below else f"**missed** by {', '.join(below)}"
     return f"""# The transfer path against its engines, {facts["date"]}
@@ -193,11 +192,7 @@ A transfer of one page and its aux slot, from telling the page to knowing that a
 
 {one_page_table(pages)}
 
-- Machine: {machine["cpu_model"]}, {machine["cpus"]} cores, {machine["platform"]}; load before the run \
-{machine["load_1m"]}, after it {facts["load_after"]} (the run itself is about 2).
-- {report.busy_note(machine["load_1m"])}
-- Revision {facts["revision"]}; the run took {facts["duration_s"]:.0f} s.
-- Command: `{facts["command"]}`
+{report.footer(facts, own_load=2)}
 """
 
 
@@ -214,8 +209,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--requests", type=int, default=64, help="most requests of a turn")
     add("--singles", type=int, default=300, help="transfers of one page")
     add("--rounds", type=int, default=7, help="turns of each")
-    add("--write", action="store_true", help="write <date>-transfer.md and .json")
-    add("--results", type=Path, default=report.RESULTS, help="where to")
+    report.add_write_flags(parser, "transfer")
     args = parser.parse_args(argv)
     if args.backends is None:
         args.backends = [name for name in WRITERS if name != "nixl" or nixl_engine.is_installed()]

@@ -111,6 +111,11 @@ class WatchedRole:
         """See `Role`."""
         return self.role.live
 
+    @property
+    def num_waiting(self) -> int:
+        """See `Role`."""
+        return self.role.num_waiting
+
     def admit(self, req: Req) -> None:
         """See `Role`."""
         self.role.admit(req)

@@ -5,6 +5,7 @@ Called by the scripts of this folder. Imports nothing that a GPU machine with to
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -82,6 +83,39 @@ def busy_note(*loads: float) -> str:
     if max(loads) < QUIET_LOAD:
         return "The cores were quiet before the run."
     return "**Others used the cores, so times and their ratios are rough: repeat this on quiet cores.**"
+
+
+def footer(facts: dict[str, Any], notes: Sequence[str] = (), *, own_load: int | None = None) -> str:
+    """The last lines of a report on real time: machine, `notes`, how quiet it was, revision, and the command.
+
+    `own_load` is what the run itself adds to the load, where `facts` have the load after it.
+    """
+    host = facts["machine"]
+    load = f"load before the run {host['load_1m']}"
+    if own_load is not None:
+        load += f", after it {facts['load_after']} (the run itself is about {own_load})"
+    lines = [
+        f"Machine: {host['cpu_model']}, {host['cpus']} cores, {host['platform']}; {load}.",
+        *notes,
+        busy_note(host["load_1m"]),
+        f"Revision {facts['revision']}; the run took {facts['duration_s']:.0f} s.",
+        f"Command: `{facts['command']}`",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Which model the servers have, and which tokens it knows."""
+    parser.add_argument("--model", default="smollm2", help="as --model-path of a server")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--vocab-size", type=int, default=1000, help="random token ids are 10 to this")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def add_write_flags(parser: argparse.ArgumentParser, name: str) -> None:
+    """Whether and where results go."""
+    parser.add_argument("--write", action="store_true", help=f"write <date>-{name}.md and .json")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where to")
 
 
 def cpu_model() -> str:

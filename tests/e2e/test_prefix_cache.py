@@ -130,27 +130,42 @@ def moved(pair: Pair, prompt: list[int], num_new: int) -> tuple[list[int], int, 
     return answer["output_ids"], timing["kv_pages"], timing["kv_bytes"] - MetadataBuffers(1).slot_bytes
 
 
-def test_a_second_turn_sends_only_new_pages(
-    remembering_pair: Pair, pair: Pair, tiny_checkpoint: Callable[[Family], Path]
-) -> None:
+def check_second_turn(served: Pair, model: Path, vocab_size: int) -> tuple[list[int], list[int]]:
+    """A conversation of two turns: of the second only the new pages are sent. Its second prompt and answer."""
     rng = random.Random(5)
-    page_bytes = PAGE * remembering_pair.decode.state()["facts"]["kv_token_bytes"]
-    reference = load_reference(tiny_checkpoint("llama"))
-    first = tokens(rng, 100, VOCAB_SIZE)
-    answer, num_pages, num_bytes = moved(remembering_pair, first, 30)
+    page_bytes = PAGE * served.decode.state()["facts"]["kv_token_bytes"]
+    reference = load_reference(model)
+    first = tokens(rng, 100, vocab_size)
+    answer, num_pages, num_bytes = moved(served, first, 30)
     assert (num_pages, num_bytes) == (7, 7 * page_bytes)
     assert answer == reference_greedy(reference, first, 30)
 
-    second = first + answer + tokens(rng, 40, VOCAB_SIZE)
+    second = first + answer + tokens(rng, 40, vocab_size)
     known_pages = (100 + 30 - 1) // PAGE  # the last token's KV was never computed
     new_pages = -(-len(second) // PAGE) - known_pages
-    again, num_pages, num_bytes = moved(remembering_pair, second, 20)
+    again, num_pages, num_bytes = moved(served, second, 20)
     assert (num_pages, num_bytes) == (new_pages, new_pages * page_bytes) == (3, 3 * page_bytes)
-    assert remembering_pair.decode.counter("decode_cached_tokens") == known_pages * PAGE
-    without, num_pages, num_bytes = moved(pair, second, 20)
-    assert (num_pages, num_bytes) == (11, 11 * page_bytes), "without it all pages of the prompt are sent"
-    assert again == without == reference_greedy(reference, second, 20)
-    assert_idle(*remembering_pair.workers, *pair.workers)
+    assert served.decode.counter("decode_cached_tokens") == known_pages * PAGE
+    assert again == reference_greedy(reference, second, 20)
+    assert_idle(*served.workers)
+    return second, again
+
+
+def test_a_second_turn_sends_only_new_pages(
+    remembering_pair: Pair, pair: Pair, tiny_checkpoint: Callable[[Family], Path]
+) -> None:
+    second, again = check_second_turn(remembering_pair, tiny_checkpoint("llama"), VOCAB_SIZE)
+    page_bytes = PAGE * pair.decode.state()["facts"]["kv_token_bytes"]
+    without = moved(pair, second, 20)
+    assert without == (again, 11, 11 * page_bytes), "without it all pages of the prompt are sent"
+    assert_idle(*pair.workers)
+
+
+def test_a_second_turn_with_a_real_model(smollm2_directory: Path) -> None:
+    flags = (*FLAGS, "--max-total-tokens", "4096")
+    radix = ("--disaggregation-decode-enable-radix-cache",)
+    with running_pair(str(smollm2_directory), *flags, decode_flags=radix) as served:
+        check_second_turn(served, smollm2_directory, 49152)
 
 
 def test_a_prompt_that_decode_has_whole_sends_no_page(
