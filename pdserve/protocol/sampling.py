@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from pdserve.errors import RequestError
+from pdserve.protocol.grammar import Grammar
 
 TOP_K_ALL = 1 << 30
 """`top_k` value that keeps the whole vocabulary (SGLang's -1 is turned into this)."""
@@ -17,6 +18,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `temperature` 0 means greedy. `seed` makes the request's tokens reproducible whatever else runs.
     `stop` strings are matched by the API process on text, `stop_token_ids` by the scheduler.
+    With a `grammar` an EOS token comes only where the grammar may end, and ends the request whatever `ignore_eos` and
+    `min_new_tokens` say; these keep it away for as long as the grammar can go on.
     """
 
     max_new_tokens: int = 128
@@ -36,6 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     logit_bias: dict[int, float] | None = None
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
