@@ -82,6 +82,7 @@ def launch(config: ServerConfig) -> int:
             engine_died=engine.died,
             on_ready=announce,
             own_counters=lambda: {} if bootstrap is None else {"bootstrap_routes_refused": float(bootstrap.rejected)},
+            registered=lambda: bootstrap is None or bootstrap.complete,
         )
         served = True
     finally:

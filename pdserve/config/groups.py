@@ -163,8 +163,9 @@ class ServingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObserveConfig:
-    """Logs."""
+    """Logs, health, metrics, traces."""
 
+    watchdog_timeout: float = flag(300.0, help="seconds after which a step counts as stuck: /health answers 503")
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", help="what is logged")
 
 

@@ -128,7 +128,7 @@ tokenizer-metrics-allowed-custom-labels tokenizer-metrics-custom-labels-header t
 tool-call-parser tool-server torch-compile-max-bs torchao-config trace-modules triton-attention-num-kv-splits
 triton-attention-reduce-in-fp32 triton-attention-split-tile-size trust-mm-content-hashes trust-remote-code
 trust-request-chat-template unified-cache-external-linker-backend unified-cache-external-linker-config uno-lora-path
-use-ray uvicorn-access-log-exclude-prefixes warmups watchdog-timeout watermark-config weight-cache-mode
+use-ray uvicorn-access-log-exclude-prefixes warmups watermark-config weight-cache-mode
 weight-cache-socket weight-cache-timeout weight-loader-disable-mmap weight-loader-drop-cache-after-load
 weight-loader-prefetch-checkpoints weight-loader-prefetch-num-threads weight-version
 """

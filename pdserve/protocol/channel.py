@@ -8,6 +8,7 @@ The server owns the API end, on its event loop. The scheduler owns the other end
     API process                                      scheduler process
     ZmqApiChannel.send   PUSH ── to_scheduler ──> PULL   ZmqSchedulerChannel.recv   (ingress thread)
     ZmqApiChannel.recv   PULL <──── to_api ────── PUSH   ZmqSchedulerChannel.send   (scheduler thread)
+                              <──── to_api ────── PUSH   ZmqSchedulerChannel.beat   (ingress thread)
 
 Sends never block: queues are unbounded here, and admission control lives in the scheduler.
 """
@@ -29,7 +30,7 @@ import zmq.asyncio
 
 from pdserve.errors import EngineDeadError
 from pdserve.protocol.codec import Codec
-from pdserve.protocol.messages import ToApi, ToScheduler
+from pdserve.protocol.messages import Beat, ToApi, ToScheduler
 
 MAX_IPC_PATH = 100
 """Unix socket paths end at 107 bytes on Linux; a little room is left."""
@@ -69,6 +70,10 @@ class SchedulerChannel(Protocol):
 
     def send(self, message: ToApi) -> None:
         """Hand `message` to the API process, in order; called by the scheduler thread only."""
+        ...
+
+    def beat(self, message: Beat) -> None:
+        """Hand a sign of life to the API process, in no order with the rest; called by the ingress thread only."""
         ...
 
     def close(self) -> None:
@@ -149,18 +154,20 @@ class ZmqApiChannel:
 
 
 class ZmqSchedulerChannel:
-    """`SchedulerChannel` over zmq. The two sockets are separate, so that each thread has its own."""
+    """`SchedulerChannel` over zmq. The sockets are separate, so that each thread has its own."""
 
     def __init__(self, address: ChannelAddress) -> None:
         self._down: Codec[ToScheduler] = Codec(ToScheduler)
         self._up: Codec[ToApi] = Codec(ToApi)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._push = self._context.socket(zmq.PUSH)
+        self._beats = self._context.socket(zmq.PUSH)
         self._pull = self._context.socket(zmq.PULL)
-        for socket in (self._push, self._pull):
+        for socket in (self._push, self._beats, self._pull):
             _without_limits(socket)
         self._pull.bind(address.to_scheduler)
         self._push.connect(address.to_api)
+        self._beats.connect(address.to_api)
 
     def recv(self, timeout_s: float) -> ToScheduler | None:
         """See `SchedulerChannel.recv`."""
@@ -172,9 +179,14 @@ class ZmqSchedulerChannel:
         """See `SchedulerChannel.send`."""
         self._push.send(self._up.encode(message))
 
+    def beat(self, message: Beat) -> None:
+        """See `SchedulerChannel.beat`."""
+        self._beats.send(self._up.encode(message))
+
     def close(self) -> None:
         """See `SchedulerChannel.close`. A message sent just before is given a moment to leave."""
         self._push.close(linger=200)
+        self._beats.close(linger=0)
         self._pull.close(linger=0)
         self._context.term()
 
@@ -247,6 +259,10 @@ class MemorySchedulerChannel:
 
     def send(self, message: ToApi) -> None:
         """See `SchedulerChannel.send`."""
+        self._api.deliver(message)
+
+    def beat(self, message: Beat) -> None:
+        """See `SchedulerChannel.beat`."""
         self._api.deliver(message)
 
     def close(self) -> None:

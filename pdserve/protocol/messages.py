@@ -38,6 +38,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Higher runs first under `--schedule-policy priority`, and its prefix stays longer with priority eviction."""
     replica: int | None = None
     """Which replica must take it, for probes. None: the one that the room names, or that has the least to do."""
+    traced: bool = False
+    """Somebody wants to see each chunk of the prompt: `RequestTiming.chunks` is filled in."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -110,6 +112,9 @@ class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
     kv_pages: int | None = None
     kv_transfer_s: float | None = None
     """Time the transport spent writing, for GB/s; parts of it overlap with prefill when chunked."""
+    chunks: list[tuple[float, int]] | None = None
+    """Of a traced request, where the prompt was computed: when each chunk ended, in seconds after the first was
+    planned, and how many tokens were computed by then."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +138,32 @@ class OutputBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     outputs: list[RequestOutput]
 
 
+class Flow(msgspec.Struct, frozen=True, kw_only=True):
+    """What went to a peer, or came from it: totals since the session began, and what is under way."""
+
+    bytes: int = 0
+    transfers: int = 0
+    failures: int = 0
+    write_s: float = 0.0
+    """Time that the sender's transport spent writing; `bytes / write_s` is the speed while it wrote."""
+    in_flight: int = 0
+    """Keys whose bytes are on their way now."""
+    recent_bytes_s: float = 0.0
+    """Bytes a second over the newest few seconds."""
+
+
+class PeerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One server at the other end, as this one sees it. `state`: connecting, ready, silent or refused."""
+
+    endpoint: str
+    instance: str
+    state: str
+    heartbeat_age_s: float
+    """Since anything was heard of it."""
+    sent: Flow = Flow()
+    received: Flow = Flow()
+
+
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the scheduler for `/get_server_info`, `/get_load` and `/metrics`.
 
@@ -151,6 +182,9 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     num_used_tokens: int
     max_total_tokens: int
     audit: list[str] = msgspec.field(default_factory=list)
+    failures: dict[str, int] = msgspec.field(default_factory=dict)
+    """Requests that failed here, by the code of the failure."""
+    peers: list[PeerLoad] = msgspec.field(default_factory=list)
     replicas: list[EngineState] = msgspec.field(default_factory=list)
     """The states that this one is the sum of, by data-parallel rank; none when there is one replica."""
 
@@ -185,4 +219,16 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     facts: dict[str, str | int | float | bool | None]
 
 
-ToApi = OutputBatch | StateReply | FlushReply | EngineReady
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The scheduler process of a replica runs. Sent about once a second, also while a step takes long.
+
+    `turn_s` is how long the loop has been at its present turn, None while it sleeps; `num_turns` those that computed
+    something and have ended.
+    """
+
+    dp_rank: int
+    turn_s: float | None
+    num_turns: int
+
+
+ToApi = OutputBatch | StateReply | FlushReply | EngineReady | Beat

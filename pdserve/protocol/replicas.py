@@ -20,6 +20,7 @@ from pdserve.errors import EngineDeadError, ProtocolError
 from pdserve.protocol.channel import ApiChannel
 from pdserve.protocol.messages import (
     AbortRequest,
+    Beat,
     Divert,
     EngineReady,
     EngineState,
@@ -151,6 +152,8 @@ class ReplicatedChannel:
                     if output.finish is not None:
                         self._ended(output.rid)
                 return message
+            case Beat():
+                return message
             case EngineReady():
                 self._ready[index] = message
                 return _all_ready(self._ready) if len(self._ready) == len(self._channels) else None
@@ -181,7 +184,9 @@ def merge_states(states: Sequence[EngineState]) -> EngineState:
     """The sums of the replicas, which are kept as `replicas`; facts that differ are those of the first that has one."""
     queues, memory = Counter[str](), Counter[str]()
     totals: dict[str, float] = {}
+    failures = Counter[str]()
     for state in states:
+        failures.update(state.failures)
         queues.update(state.queues)
         memory.update(state.memory)
         for name, value in state.counters.items():
@@ -199,6 +204,8 @@ def merge_states(states: Sequence[EngineState]) -> EngineState:
         num_used_tokens=sum(state.num_used_tokens for state in states),
         max_total_tokens=sum(state.max_total_tokens for state in states),
         audit=[f"replica {number}: {found}" for number, state in enumerate(states) for found in state.audit],
+        failures=dict(failures),
+        peers=[peer for state in states for peer in state.peers],
         replicas=list(states),
     )
 

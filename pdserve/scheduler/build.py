@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import threading
+import time
+from collections.abc import Callable
 
 from pdserve.base.clock import Clock, MonotonicClock
 from pdserve.base.mailbox import Mailbox
@@ -14,7 +17,7 @@ from pdserve.errors import ProtocolError
 from pdserve.executor.factory import Built
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.protocol.channel import SchedulerChannel
-from pdserve.protocol.messages import EngineReady
+from pdserve.protocol.messages import Beat, EngineReady
 from pdserve.scheduler.build_transfer import Fact, Replica, open_transfer
 from pdserve.scheduler.core import Core, Limits, Outbox
 from pdserve.scheduler.engine import Engine, open_engine
@@ -29,6 +32,8 @@ from pdserve.transfer.manager import KVManager
 log = logging.getLogger(__name__)
 
 _INGRESS_POLL_S = 0.5
+BEAT_S = 1.0
+"""How often the API process hears that we run."""
 
 
 def run_scheduler(config: ServerConfig, channel: SchedulerChannel, replica: Replica, token: str) -> None:
@@ -48,7 +53,8 @@ def run_scheduler(config: ServerConfig, channel: SchedulerChannel, replica: Repl
             engine.close(error)
             raise
         stack.callback(engine.close)  # first of all, so that no rank copies on while we close
-        ingress = threading.Thread(target=_ingress, args=(channel, mailbox, stop), name="ingress", daemon=True)
+        beat = functools.partial(scheduler.pulse.beat, replica.dp_rank)
+        ingress = threading.Thread(target=_ingress, args=(channel, mailbox, beat, stop), name="ingress", daemon=True)
         ingress.start()
         stack.callback(ingress.join)
         stack.callback(stop.set)
@@ -158,9 +164,15 @@ def _limits(config: ServerConfig, built: Built) -> Limits:
     )
 
 
-def _ingress(channel: SchedulerChannel, mailbox: Mailbox[Event], stop: threading.Event) -> None:
-    """Brings the API process's messages into the mailbox."""
+def _ingress(
+    channel: SchedulerChannel, mailbox: Mailbox[Event], beat: Callable[[], Beat], stop: threading.Event
+) -> None:
+    """Brings the API process's messages into the mailbox, and tells it now and then that this process runs."""
+    beats_at = time.monotonic()
     while not stop.is_set():
+        if time.monotonic() >= beats_at:
+            channel.beat(beat())
+            beats_at = time.monotonic() + BEAT_S
         try:
             message = channel.recv(_INGRESS_POLL_S)
         except ProtocolError as error:

@@ -26,6 +26,7 @@ from pdserve.protocol.messages import (
 )
 from pdserve.scheduler.core import Core
 from pdserve.scheduler.pace import Pace
+from pdserve.scheduler.pulse import Pulse
 from pdserve.scheduler.req import CLIENT_ABORT, Req, Times
 from pdserve.scheduler.roles.base import Role
 from pdserve.transfer.events import TransferEvent
@@ -67,12 +68,16 @@ class Scheduler:
         self._audited = True
         self._found: list[str] = []
         self._pace = Pace(core.clock)
+        self.pulse = Pulse(core.clock)
         self._stopping = False
 
     def run(self) -> None:
         """Step until shut down; sleeps while there is nothing to compute and nothing posted."""
         while not self._stopping:
-            if not self.step() and not self._stopping:
+            self.pulse.begin()
+            computed = self.step()
+            self.pulse.end(computed=computed)
+            if not computed and not self._stopping:
                 timer_s = None if self.kv is None else self.kv.sessions.next_timer_s()
                 waiting = self.kv is not None and not self.kv.quiet
                 self.mailbox.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)

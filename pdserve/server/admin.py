@@ -1,13 +1,11 @@
-"""Health, facts, load, metrics, and the few commands: everything that is not generation."""
+"""Facts, load, metrics, and the few commands: everything that is neither generation nor health."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import math
-import secrets
 import time
-import uuid
 from typing import Any
 
 import msgspec
@@ -16,59 +14,19 @@ from fastapi.responses import Response
 
 import pdserve
 from pdserve.errors import RequestError
-from pdserve.protocol.messages import MAX_ROOM, EngineState, FlushReply, GenerateRequest, RoomAddress
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.messages import EngineState, FlushReply
 from pdserve.server.context import ServerContext
 from pdserve.server.errors_http import error_body
+from pdserve.server.health import replica_health
 from pdserve.server.json_http import convert, json_response, read_json_object
 from pdserve.server.native import WEIGHT_VERSION
 from pdserve.server.schemas import AbortBody
-from pdserve.server.streaming import collect, until_disconnect
+from pdserve.server.streaming import until_disconnect
 
 STATE_TIMEOUT_S = 1.0
 FLUSH_TIMEOUT_S = 10.0
 FLUSH_RETRY_S = 0.02
 MAX_FLUSH_WAIT_S = 600.0
-PROBE_TIMEOUT_S = 20.0
-FAKE_BOOTSTRAP_HOST = "2.2.2.2"
-"""A request with this bootstrap host moves no bytes: it warms up or probes one server of a pair alone."""
-
-
-async def health(context: ServerContext) -> Response:
-    """200 when requests can be taken, 503 while the engine starts or when it is gone."""
-    context.client.require_ready()
-    return json_response({"status": "ok"})
-
-
-async def health_generate(context: ServerContext, request: Request) -> Response:
-    """200 when every replica could generate one token, else 503; probes the engine, not the partner of a pair."""
-    ready = context.client.require_ready()
-    probes = [
-        GenerateRequest(
-            rid=f"health-{uuid.uuid4().hex}",
-            input_ids=[min(1, ready.vocab_size - 1)],
-            sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
-            room=None
-            if context.mode == "null"
-            else RoomAddress(host=FAKE_BOOTSTRAP_HOST, port=None, room=secrets.randbelow(MAX_ROOM)),
-            replica=replica,
-        )
-        for replica in range(context.config.parallel.dp_size)
-    ]
-    generation = await context.client.submit(probes, [probe.rid for probe in probes])
-    with generation.closed_on_error():
-        try:
-            work = asyncio.wait_for(collect(generation, len(probes)), PROBE_TIMEOUT_S)
-            updates = await until_disconnect(request, work)
-        except TimeoutError as error:
-            message = f"no token came within {PROBE_TIMEOUT_S} s"
-            raise RequestError(message, status=503, code="engine_busy") from error
-        except RequestError as error:
-            message = f"the probe failed: {error.message}"
-            raise RequestError(message, status=503, code=error.code, retry_after_s=error.retry_after_s) from error
-    if not all(update.token_ids for update in updates):
-        raise RequestError("the probe was aborted", status=503, code="aborted")
-    return json_response({"status": "ok"})
 
 
 async def model_info(context: ServerContext) -> Response:
@@ -115,6 +73,8 @@ async def server_info(context: ServerContext) -> Response:
         **_flags(context),
         **_model_facts(context),
         **_state_fields(state),
+        "state_age_s": context.client.state_age_s,
+        "replica_health": replica_health(context),
         "engine_facts": ready.facts if ready else {},
         "status": "ready" if ready else "not_ready",
         "version": pdserve.__version__,

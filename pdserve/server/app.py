@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.observe.metrics import ServerMetrics
-from pdserve.server import admin
+from pdserve.server import admin, health, openapi
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client import EngineClient
 from pdserve.server.errors_http import install_error_handlers
@@ -34,9 +34,17 @@ def make_metrics(config: ServerConfig, own_counters: Callable[[], Mapping[str, f
 
 
 def create_app(
-    config: ServerConfig, client: EngineClient, tokenizer: Tokenizer | None, metrics: ServerMetrics
+    config: ServerConfig,
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    metrics: ServerMetrics,
+    *,
+    registered: Callable[[], bool] = lambda: True,
 ) -> FastAPI:
-    """The application. It starts `client` with its lifespan and stops it at the end; `metrics` is the client's."""
+    """The application. It starts `client` with its lifespan and stops it at the end; `metrics` is the client's.
+
+    `registered`: decode servers find us, which is so for all but a prefill server whose replicas are not known yet.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -45,7 +53,7 @@ def create_app(
         await client.stop()
 
     app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None)
-    context = ServerContext(config, client, tokenizer, metrics, int(time.time()))
+    context = ServerContext(config, client, tokenizer, metrics, int(time.time()), registered)
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     _add_generation(app, context)
@@ -73,14 +81,18 @@ def _add_generation(app: FastAPI, context: ServerContext) -> None:
 
 
 def _add_health_and_facts(app: FastAPI, context: ServerContext) -> None:
-    @app.get("/ready", response_model=None)
     @app.get("/health", response_model=None)
     async def get_health() -> Response:
-        return await admin.health(context)
+        return await health.health(context)
+
+    @app.get("/readiness", response_model=None)
+    @app.get("/ready", response_model=None)
+    async def get_ready() -> Response:
+        return await health.ready(context)
 
     @app.get("/health_generate", response_model=None)
     async def get_health_generate(request: Request) -> Response:
-        return await admin.health_generate(context, request)
+        return await health.health_generate(context, request)
 
     @app.get("/model_info", response_model=None)
     @app.get("/get_model_info", response_model=None)

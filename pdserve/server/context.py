@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import RequestError
@@ -24,6 +25,8 @@ class ServerContext:
     tokenizer: Tokenizer | None
     metrics: ServerMetrics
     started_s: int
+    registered: Callable[[], bool] = lambda: True
+    """See `create_app`."""
 
     @property
     def mode(self) -> DisaggMode:

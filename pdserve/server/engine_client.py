@@ -24,6 +24,7 @@ from pdserve.observe.metrics import RequestMetrics
 from pdserve.protocol.channel import ApiChannel
 from pdserve.protocol.messages import (
     AbortRequest,
+    Beat,
     EngineReady,
     EngineState,
     FlushReply,
@@ -40,6 +41,7 @@ from pdserve.server.detokenizer import Detokenizer, NoText
 from pdserve.server.engine_queries import EngineQueries
 from pdserve.server.generation import Generation
 from pdserve.server.output_text import detokenize_output, refusal
+from pdserve.server.pulses import Pulses
 from pdserve.server.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class EngineClient:
         self._live: dict[str, _Sequence] = {}
         self._names: collections.Counter[str] = collections.Counter()
         self._queries = EngineQueries(channel)
+        self.pulses = Pulses()
         self._ready: EngineReady | None = None
         self._became_ready = asyncio.Event()
         self._dead: EngineDeadError | None = None
@@ -216,6 +219,12 @@ class EngineClient:
         """The newest state seen."""
         return self._queries.last_state
 
+    @property
+    def state_age_s(self) -> float | None:
+        """How old the newest state is."""
+        at = self._queries.last_state_at
+        return None if at is None else time.monotonic() - at
+
     async def state(self, timeout_s: float, *, audit: bool = False) -> EngineState | None:
         """The scheduler's state now; the last one seen when it does not answer in time (a long step), or is gone."""
         if self.ready is None:
@@ -250,8 +259,11 @@ class EngineClient:
                     self._on_output(output)
             case StateReply() | FlushReply():
                 self._queries.on_reply(message)
+            case Beat():
+                self.pulses.heard(message)
             case EngineReady():
                 self._ready = message
+                self.pulses.begin()
                 self._became_ready.set()
 
     def _on_output(self, output: RequestOutput) -> None:

@@ -6,6 +6,7 @@ Owned by the engine client.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 
 from pdserve.errors import EngineDeadError, RequestError
@@ -21,6 +22,8 @@ class EngineQueries:
         self._states: dict[str, asyncio.Future[EngineState]] = {}
         self._flushes: dict[str, asyncio.Future[FlushReply]] = {}
         self.last_state: EngineState | None = None
+        self.last_state_at: float | None = None
+        """When it came (monotonic)."""
 
     async def state(self, timeout_s: float, *, audit: bool = False) -> EngineState | None:
         """The state now, or the last one seen when no answer comes in `timeout_s` or the engine goes.
@@ -57,7 +60,7 @@ class EngineQueries:
     def on_reply(self, reply: StateReply | FlushReply) -> None:
         """Called by the engine client's reader; a reply that nobody waits for any more is dropped."""
         if isinstance(reply, StateReply):
-            self.last_state = reply.state
+            self.last_state, self.last_state_at = reply.state, time.monotonic()
             state = self._states.get(reply.query_id)
             if state is not None and not state.done():
                 state.set_result(reply.state)

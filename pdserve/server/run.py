@@ -104,12 +104,13 @@ async def serve(
     on_listening: Callable[[int], None] = _nothing,
     on_ready: Callable[[int], None] = _nothing,
     own_counters: Callable[[], Mapping[str, float]] = dict,
+    registered: Callable[[], bool] = lambda: True,
 ) -> int:
     """Serve until a signal, or until the engine dies; returns the exit status: 0, or 1 without an engine.
 
     It listens at once; `/health` turns 200 when the scheduler has announced itself. `engine_died` says in a sentence
     which process has ended. `on_listening` gets the bound port, and `on_ready` gets it once requests are taken.
-    `own_counters` are shown in `/metrics`.
+    `own_counters` are shown in `/metrics`, `registered` in `/ready`.
 
     Raises:
         ConfigError: the port cannot be bound.
@@ -117,7 +118,7 @@ async def serve(
     metrics = make_metrics(config, own_counters)
     mode = config.disagg.disaggregation_mode
     client = EngineClient(channel, tokenizer, metrics, match_stops=mode != "prefill")
-    app = create_app(config, client, tokenizer, metrics)
+    app = create_app(config, client, tokenizer, metrics, registered=registered)
     listener = _listen(config)
     settings = uvicorn.Config(
         app,
@@ -157,11 +158,13 @@ def run_api(
     on_listening: Callable[[int], None] = _nothing,
     on_ready: Callable[[int], None] = _nothing,
     own_counters: Callable[[], Mapping[str, float]] = dict,
+    registered: Callable[[], bool] = lambda: True,
 ) -> int:
     """Load the tokenizer of `tokenizer_dir` and serve; returns the exit status. Blocks the calling thread.
 
     `open_channel` is called inside the event loop, where the sockets must be made. `on_listening` gets the bound port
-    when it listens, `on_ready` when the engine can take requests. `own_counters` are shown in `/metrics`.
+    when it listens, `on_ready` when the engine can take requests. `own_counters` are shown in `/metrics`, `registered`
+    in `/ready`.
 
     Raises:
         ConfigError: the tokenizer cannot be read, or the port cannot be bound.
@@ -181,6 +184,7 @@ def run_api(
                 on_listening=on_listening,
                 on_ready=on_ready,
                 own_counters=own_counters,
+                registered=registered,
             )
         finally:
             channel.close()

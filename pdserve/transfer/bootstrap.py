@@ -71,6 +71,11 @@ class BootstrapServer:
         """Requests refused for what they said or for a wrong token. Any thread."""
         return self._rejected
 
+    @property
+    def complete(self) -> bool:
+        """True while it serves and all replicas have registered. Any thread."""
+        return self._thread.is_alive() and self._table.complete
+
     def close(self) -> None:
         """Stop serving and end the thread. Any thread, any number of times."""
         if self._thread.is_alive():

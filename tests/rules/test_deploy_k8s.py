@@ -12,7 +12,7 @@ from pdserve.base.env import CONTROL_TOKEN
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.router.config import Role, RouterConfig
-from pdserve.server import admin
+from pdserve.server import health
 from tests.rules.deploy_kit import (
     K8S,
     OVERLAYS,
@@ -173,7 +173,7 @@ def test_nothing_is_killed_for_being_busy_or_alone(overlay: str) -> None:
         assert live["httpGet"]["path"] == ("/health" if pod.is_server else "/workers")
         if pod.is_server:
             assert started["httpGet"]["path"] == "/health_generate"
-            assert started["timeoutSeconds"] > admin.PROBE_TIMEOUT_S
+            assert started["timeoutSeconds"] > health.PROBE_TIMEOUT_S
 
 
 @pytest.mark.parametrize("overlay", ALL)

@@ -27,6 +27,7 @@ from pdserve.protocol.messages import (
     FlushReply,
     GenerateRequest,
     OutputBatch,
+    PeerLoad,
     RequestOutput,
     RequestTiming,
     Shutdown,
@@ -82,6 +83,7 @@ class ScriptedScheduler:
         self.num_flushes = 0
         self.cached: Callable[[GenerateRequest], int] = lambda request: 3
         self.tokens_per_output = 1
+        self.peers: list[PeerLoad] = []
         self.requests: list[GenerateRequest] = []
         self.aborts: list[AbortRequest] = []
         self.shutdown = False
@@ -147,6 +149,7 @@ class ScriptedScheduler:
             num_queue_reqs=1,
             num_used_tokens=42,
             max_total_tokens=1024,
+            peers=self.peers,
         )
 
     def _send(self, *outputs: RequestOutput) -> None:
@@ -228,7 +231,12 @@ def make_config(mode: DisaggMode = "null", **serving: Any) -> ServerConfig:
 
 @contextlib.asynccontextmanager
 async def bench(
-    tokenizer: Tokenizer, mode: DisaggMode = "null", *, ready: bool = True, **serving: Any
+    tokenizer: Tokenizer,
+    mode: DisaggMode = "null",
+    *,
+    ready: bool = True,
+    registered: Callable[[], bool] = lambda: True,
+    **serving: Any,
 ) -> AsyncIterator[Bench]:
     """A running server; at its end no stream is left in it."""
     config = make_config(mode, **serving)
@@ -236,7 +244,7 @@ async def bench(
     scheduler = ScriptedScheduler(low)
     metrics = make_metrics(config)
     client = EngineClient(api, tokenizer, metrics, match_stops=mode != "prefill")
-    app = create_app(config, client, tokenizer, metrics)
+    app = create_app(config, client, tokenizer, metrics, registered=registered)
     client.start()
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=20.0) as http:
