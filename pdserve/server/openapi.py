@@ -1,0 +1,96 @@
+"""The OpenAPI document of a server, `/openapi.json`: every route, and bodies as the structs that check them.
+
+Installed by `app`. Bodies are parsed by msgspec, not by FastAPI, so FastAPI knows nothing of them; `app.BODIES` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+import pdserve
+
+REF = "#/components/schemas/{name}"
+ERRORS = {
+    "400": "a field is missing, of the wrong type, out of range, or not supported; `param` names it",
+    "401": "no API key, or a wrong one",
+    "404": "no such model",
+    "409": "the room is in use by a live request",
+    "413": "the body is too large",
+    "499": "aborted",
+    "500": "a bug, or a transfer that failed",
+    "503": "not ready, or too much to do; `Retry-After` says when to come back",
+    "504": "the other half never came",
+}
+
+
+class ErrorBody(msgspec.Struct):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """OpenAI's error object."""
+
+    error: ErrorBody
+
+
+def install(app: FastAPI, bodies: Mapping[str, type[msgspec.Struct]]) -> None:
+    """Have `app` serve this document. `bodies`: by path, what a POST or PUT there must be."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = describe(app, bodies)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def describe(app: FastAPI, bodies: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
+    """The document: OpenAPI 3.1, paths in the order of the application's routes."""
+    types = [*dict.fromkeys([*bodies.values(), ErrorAnswer])]
+    _, components = msgspec.json.schema_components(types, ref_template=REF)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.include_in_schema:
+            for method in sorted(route.methods):
+                operation = _operation(route, bodies.get(route.path) if method in ("POST", "PUT") else None)
+                paths.setdefault(_plain(route.path), {})[method.lower()] = operation
+    info = {"title": app.title, "version": pdserve.__version__, "description": (pdserve.__doc__ or "").strip()}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
+
+
+def _plain(path: str) -> str:
+    """`path` without the converters of its parameters: `/v1/models/{name:path}` as `/v1/models/{name}`."""
+    return path.replace(":path}", "}")
+
+
+def _operation(route: APIRoute, body: type[msgspec.Struct] | None) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": REF.format(name=ErrorAnswer.__name__)}}}
+    operation: dict[str, Any] = {
+        "summary": route.summary or route.name.replace("_", " "),
+        "responses": {
+            "200": {"description": "the answer; with `stream`, server-sent events"},
+            **{status: {"description": text, "content": error} for status, text in ERRORS.items()},
+        },
+    }
+    names = [part[1:-1] for part in _plain(route.path).split("/") if part.startswith("{")]
+    parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
+    parameters += [
+        {"name": field.alias, "in": "query", "required": False, "schema": {"type": "string"}}
+        for field in route.dependant.query_params
+    ]
+    if parameters:
+        operation["parameters"] = parameters
+    if body is not None:
+        schema = {"$ref": REF.format(name=body.__name__)}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation
