@@ -1,0 +1,1 @@
+"""Reads what chat models write: reasoning, tool calls and plain text, out of text that arrives in pieces."""
