@@ -141,24 +141,6 @@ def _check_disagg(disagg: DisaggConfig) -> None:
             _refuse("disaggregation_host", disagg.disaggregation_host, "must be an address that peers can reach")
 
 
-def _check_grammar(grammar: GrammarConfig) -> None:
-    pattern, count = grammar.constrained_json_whitespace_pattern, grammar.constrained_json_max_whitespace_cnt
-    _between("constrained_json_max_whitespace_cnt", count, 0, MAX_WHITESPACE)
-    given = {
-        "constrained_json_whitespace_pattern": pattern is not None,
-        "constrained_json_disable_any_whitespace": grammar.constrained_json_disable_any_whitespace,
-        "constrained_json_max_whitespace_cnt": count is not None,
-    }
-    names = [name for name, is_given in given.items() if is_given]
-    if len(names) > 1:
-        _refuse(names[0], "given", f"--{names[1].replace('_', '-')} is, too; only one of them can be")
-    if pattern is not None:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(f"--constrained-json-whitespace-pattern: {error}", field=names[0]) from error
-
-
 def _check_observe(observe: ObserveConfig) -> None:
     seconds = observe.watchdog_timeout
     if not (math.isfinite(seconds) and seconds > 0):

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.observe.metrics import ServerMetrics
-from pdserve.server import admin, health, openapi
+from pdserve.server import admin, health
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client import EngineClient
 from pdserve.server.errors_http import install_error_handlers

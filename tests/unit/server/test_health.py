@@ -1,9 +1,8 @@
-"""Liveness, readiness and the data path: true while the engine works, however long a step takes; false when it is not."""
+"""Liveness, readiness and the data path: true while the engine works, however long a step takes, and false else."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,16 +15,15 @@ from pdserve.server.health import partners_missing
 from pdserve.server.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench, until
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is noticed at once."""
     monkeypatch.setattr(pulses, "SILENT_S", 0.2)
     monkeypatch.setattr(health, "SECOND_LOOK_S", 0.05)
     monkeypatch.setattr(health, "PROBE_TIMEOUT_S", 0.2)
-    yield
 
 
 class Heart:
