@@ -7,7 +7,7 @@ What was measured of the engine shapes this file:
   So each peer has an agent of its own to be written to from, and a failed write destroys it before it raises.
 - An agent destroys itself when the last reference to it goes: handles hold one. `Agent.destroy` makes sure.
 - A target works only while a thread of it makes progress; a sender makes progress when it asks. Receiving agents have
-  the engine's thread, sending agents do without.
+  the engine's thread, sending agents do without. Left to itself that thread never sleeps: a core for every idle server.
 - A transfer is done when the connection has been flushed behind it, which is when its bytes are in the peer's memory.
   The engine's notification would say the same to the peer, where `Done` of the control plane says it with all else.
 - Naming copies by index into lists prepared once per peer takes a fifth of the time of naming them by address.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import importlib
 import importlib.util
@@ -23,6 +24,8 @@ from pdserve.transfer.transports.nixl_blocks import Ranges, Span, Spans, SpansBy
 
 FIRST_POLL_S = 0.00002
 LONGEST_POLL_S = 0.0003
+IDLE_SLEEP_US = 100_000
+"""How long the engine's thread sleeps at most when nothing comes; what comes wakes it at once."""
 MAX_LISTS = 4
 MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
 """The first knows which of the others fits, but the package it comes in brings both of them."""
@@ -63,7 +66,24 @@ def load_native() -> Any:
     log.handlers.clear()
     log.setLevel(logging.WARNING)
     log.propagate = True
+    let_idle_threads_sleep(importlib.import_module("._bindings", native.nixl_agent.__module__.rpartition(".")[0]))
     return native
+
+
+@functools.cache
+def let_idle_threads_sleep(bindings: Any) -> None:
+    """The engine's thread can sleep until something comes, but its Python layer knows no such argument and always asks
+    for no sleep at all, which costs every server a core for ever. So the class it asks with keeps our value.
+    """
+    config: Any = bindings.nixlAgentConfig
+
+    class PatientConfig(config):  # type: ignore[misc]
+        """As given, except for this one field."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, IDLE_SLEEP_US if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = PatientConfig
 
 
 def _import_first(names: Sequence[str]) -> Any:

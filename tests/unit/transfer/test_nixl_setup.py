@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,7 @@ from pdserve.transfer.transports.nixl import (
     encode_address,
     set_environment,
 )
-from pdserve.transfer.transports.nixl_engine import MODULES
+from pdserve.transfer.transports.nixl_engine import IDLE_SLEEP_US, MODULES, let_idle_threads_sleep
 
 
 def test_an_address_carries_metadata_and_regions() -> None:
@@ -63,3 +64,21 @@ def test_a_missing_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=r"pip install nixl-cu12") as caught:
         open_transport("nixl", "127.0.0.1")
     assert caught.value.field == "disaggregation_transfer_backend"
+
+
+def test_a_thread_of_the_engine_that_has_nothing_to_do_sleeps() -> None:
+    class Config:
+        """What the engine's Python layer fills in, field by field."""
+
+        pthrDelay = lthrDelay = 7
+
+    class Bindings(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    bindings = Bindings(nixlAgentConfig=Config)
+    let_idle_threads_sleep(bindings)
+    let_idle_threads_sleep(bindings)
+    config = bindings.nixlAgentConfig()
+    config.pthrDelay, config.lthrDelay = 0, 5
+    assert (config.pthrDelay, config.lthrDelay) == (IDLE_SLEEP_US, 5)
+    assert IDLE_SLEEP_US > 0 and isinstance(config, Config)
