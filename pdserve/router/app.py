@@ -11,24 +11,31 @@ import json
 import math
 import random
 from collections.abc import AsyncIterator
-from typing import Any
 
 import aiohttp
 import orjson
 from aiohttp import web
 
-from pdserve.router.config import Role, RouterConfig
+from pdserve.router.access import REQUEST_ID, REQUEST_ID_HEADER, Access
+from pdserve.router.admission import Admission
+from pdserve.router.config import RouterConfig
 from pdserve.router.dispatch import Call, Dispatcher
+from pdserve.router.errors_http import RETRY_AFTER, error_response, json_response
+from pdserve.router.fleet import Fleet
+from pdserve.router.health import HealthMonitor
 from pdserve.router.metrics import RouterMetrics
-from pdserve.router.relay import RETRY_AFTER, error_response, relay
-from pdserve.router.rooms import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH
+from pdserve.router.relay import relay
+from pdserve.router.rooms import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH
 from pdserve.router.upstream import forwarded_headers, make_session
-from pdserve.router.workers import Worker, WorkerPool
+from pdserve.router.workers import Registry, Worker
+from pdserve.router.workers_api import WorkersApi
 
-INFO_TIMEOUT_S = 10.0
-INFO_TIMEOUT = aiohttp.ClientTimeout(total=INFO_TIMEOUT_S)
-MAX_EXTRA_S = 600.0
 CLIENT_GONE = "499"
+GENERATING = (CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH)
+ASKED = ("/v1/models", "/v1/models/{name:.+}", "/get_model_info", "/model_info")
+ASKED_WITH_BODY = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
+COMMANDS = ("/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile")
+TICK_S = 1.0
 
 
 def explain_not_json(data: bytes, error: orjson.JSONDecodeError) -> str:
@@ -49,29 +56,54 @@ def _non_finite(value: object, name: str = "the body") -> str | None:
 
 
 class RouterApp:
-    """The handlers of one router. Created inside a running event loop."""
+    """All parts of one router, and the handlers that need several of them. Created inside a running event loop."""
 
     def __init__(self, config: RouterConfig, session: aiohttp.ClientSession) -> None:
         rng = random.SystemRandom()
         self._config = config
-        self._session = session
-        self._metrics = RouterMetrics()
-        self.pool = WorkerPool(config, session, self._metrics, rng)
-        self._dispatcher = Dispatcher(config, self.pool, session, self._metrics, rng)
+        self.metrics = RouterMetrics()
+        self.registry = Registry(config.breaker)
+        self.admission = Admission(config, self.registry, self.metrics, rng)
+        with_loads = any(policy.uses_load for policy in self.admission.policies.values())
+        self.health = HealthMonitor(
+            config, self.registry, session, self.metrics, self.admission.wake, with_loads=with_loads
+        )
+        self._dispatcher = Dispatcher(config, self.registry, self.admission, self.health, session, self.metrics, rng)
+        self._fleet = Fleet(config, self.registry, self.health, session)
+        self._workers_api = WorkersApi(config, self.registry, self._changed)
+        self._ticker: asyncio.Task[None] | None = None
+        for spec in config.workers:
+            self.metrics.show(self.registry.add(spec))
+
+    async def start(self) -> None:
+        """Ask every worker once, then watch them, and those that are added later."""
+        await self.health.start()
+        self.registry.on_added += [self.metrics.show, self.health.watch]
+        self.registry.on_forgotten.append(self._forget)
+        self._ticker = asyncio.create_task(self._tick())
+
+    async def close(self) -> None:
+        """End all background tasks."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        await self.health.close()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """POST of the three generating paths."""
+        """POST of the generating paths."""
+        begun = self.admission.now()
         try:
-            response = await self._generate(request)
+            response = await self._generate(request, begun)
         except (asyncio.CancelledError, ConnectionError):
-            self._metrics.disconnects.inc()
-            self._metrics.requests.labels(request.path, CLIENT_GONE).inc()
+            self.metrics.disconnects.inc()
+            self.metrics.requests.labels(request.path, CLIENT_GONE).inc()
             raise
-        self._metrics.requests.labels(request.path, str(response.status)).inc()
+        self.metrics.requests.labels(request.path, str(response.status)).inc()
+        self.metrics.request_seconds.labels(request.path).observe(self.admission.now() - begun)
         return response
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
+    async def _generate(self, request: web.Request, begun: float) -> web.StreamResponse:
+        deadline = begun + self._config.request_timeout_s
         try:
             data = await request.read()
             body = orjson.loads(data)
@@ -82,146 +114,102 @@ class RouterApp:
             return error_response(413, text, "invalid_request")
         if not isinstance(body, dict):
             return error_response(400, f"the body must be a JSON object, got {type(body).__name__}", "invalid_request")
-        call = Call(request.path, body, forwarded_headers(request.headers))
+        headers = forwarded_headers(request.headers)
+        headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+        call = Call(request.path, body, headers, deadline)
         try:
             async with asyncio.timeout_at(deadline) as limit, self._dispatcher.answer(call) as outcome:
                 limit.reschedule(None)
+                self.metrics.first_byte_seconds.labels(request.path).observe(self.admission.now() - begun)
                 return await relay(request, outcome, deadline)
         except orjson.JSONEncodeError as error:
             return error_response(400, f"the body is nested too deeply: {error}", "invalid_request")
         except TimeoutError:
-            text = f"no answer within the router's --request-timeout of {self._config.request_timeout_s:g} s"
+            text = f"no answer within the router's --request-timeout-secs of {self._config.request_timeout_s:g} s"
             return error_response(504, text, "timeout")
 
-    async def proxy(self, request: web.Request) -> web.Response:
-        """GET answered by one healthy worker, decode first (its answers are the client's)."""
-        workers = [worker for role in (Role.REGULAR, Role.DECODE, Role.PREFILL) for worker in self.pool.healthy(role)]
-        for worker in workers:
-            found = await self._get(worker, request.path)
-            if found is not None:
-                status, body = found
-                return web.Response(status=status, body=body, content_type="application/json")
-        return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
+    async def abort(self, request: web.Request) -> web.Response:
+        """Those that wait here are refused, and every worker is told."""
+        try:
+            body = orjson.loads(await request.read() or b"{}")
+        except orjson.JSONDecodeError as error:
+            return error_response(400, f"the body is not JSON: {error}", "invalid_request")
+        if isinstance(body, dict):
+            rid = body.get("rid")
+            if body.get("abort_all") is True:
+                self.admission.abort(None)
+            elif isinstance(rid, str) and rid:
+                self.admission.abort(rid)
+        return await self._fleet.fan_out(request)
 
-    async def server_info(self, request: web.Request) -> web.Response:
-        """One decode worker's facts at the top, and all workers' under their role."""
-        workers = [worker for worker in self.pool.workers if worker.healthy]
-        answers = await asyncio.gather(*(self._get_object(worker, "/get_server_info") for worker in workers))
-        merged: dict[str, Any] = {}
-        by_role: dict[str, list[dict[str, Any]]] = {role.value: [] for role in Role}
-        for worker, info in zip(workers, answers, strict=True):
-            by_role[worker.spec.role].append(info | {"url": worker.spec.url})
-        for info in [*by_role[Role.REGULAR], *by_role[Role.DECODE]][:1]:
-            merged |= info
-        return _json(merged | by_role)
-
-    async def fan_out(self, request: web.Request) -> web.Response:
-        """Pass a request on to every healthy worker; 200 when all said 200, else the worst status."""
-        body = await request.read()
-        workers = [worker for worker in self.pool.workers if worker.healthy]
-        if not workers:
-            return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
-        statuses = await asyncio.gather(*(self._pass_on(request, worker, body) for worker in workers))
-        answers = {worker.spec.url: status for worker, status in zip(workers, statuses, strict=True)}
-        return _json({"success": max(statuses) < 400, "workers": answers}, status=max(statuses))
-
-    async def health(self, request: web.Request) -> web.Response:
-        """200 while a request could be served: at least one pair is alive."""
-        if self.pool.pick() is None:
+    async def ready(self, request: web.Request) -> web.Response:
+        """200 while a request could be served: at least one worker of each role is alive and not drained."""
+        if not self.admission.could_serve():
             return error_response(503, "no healthy pair of workers", "no_worker", RETRY_AFTER)
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
-    async def workers(self, request: web.Request) -> web.Response:
-        """The state of every worker."""
-        return _json({"workers": [_describe(worker) for worker in self.pool.workers]})
+    async def alive(self, request: web.Request) -> web.Response:
+        """200: the router itself runs."""
+        return json_response({"status": "ok"})
 
-    async def metrics(self, request: web.Request) -> web.Response:
+    async def show_metrics(self, request: web.Request) -> web.Response:
         """Prometheus text."""
-        return web.Response(body=self._metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"})
+        for worker in self.registry.workers:
+            self.metrics.show_breaker(worker, self.admission.now())
+        return web.Response(body=self.metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     def routes(self) -> list[web.RouteDef]:
         """Every path that the router serves."""
-        generating = (CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH)
-        proxied = ("/v1/models", "/get_model_info", "/model_info")
+        fleet = self._fleet
         return [
-            *(web.post(path, self.generate) for path in generating),
-            *(web.get(path, self.proxy) for path in proxied),
-            *(web.get(path, self.server_info) for path in ("/get_server_info", "/server_info")),
-            *(web.get(path, self.health) for path in ("/health", "/readiness")),
-            *(web.post(path, self.fan_out) for path in ("/flush_cache", "/abort_request")),
-            web.get("/flush_cache", self.fan_out),
-            web.get("/workers", self.workers),
-            web.get("/metrics", self.metrics),
+            *(web.post(path, self.generate) for path in GENERATING),
+            *(web.get(path, fleet.proxy) for path in ASKED),
+            *(web.post(path, fleet.proxy) for path in ASKED_WITH_BODY),
+            *(web.get(path, fleet.server_info) for path in ("/get_server_info", "/server_info")),
+            *(web.get(path, fleet.loads) for path in ("/get_loads", "/v1/loads")),
+            *(web.post(path, fleet.fan_out) for path in COMMANDS),
+            web.get("/flush_cache", fleet.fan_out),
+            web.post("/abort_request", self.abort),
+            web.get("/health_generate", fleet.health_generate),
+            *(web.get(path, self.ready) for path in ("/health", "/readiness")),
+            web.get("/liveness", self.alive),
+            web.get("/metrics", self.show_metrics),
+            *self._workers_api.routes(),
         ]
 
-    async def _get(self, worker: Worker, path: str) -> tuple[int, bytes] | None:
-        """Status and body; None where the worker does not answer."""
-        try:
-            async with self._session.get(worker.spec.url + path, timeout=INFO_TIMEOUT) as response:
-                return response.status, await response.read()
-        except (aiohttp.ClientError, OSError):
-            return None
+    def _changed(self, worker: Worker) -> None:
+        """Somebody drained, removed or brought back a worker."""
+        self.metrics.show(worker)
+        self.admission.wake()
 
-    async def _get_object(self, worker: Worker, path: str) -> dict[str, Any]:
-        """The worker's JSON object; one that says why where there is none."""
-        found = await self._get(worker, path)
-        if found is None or found[0] != 200:
-            return {"error": "no answer" if found is None else f"status {found[0]}"}
-        try:
-            parsed = orjson.loads(found[1])
-        except orjson.JSONDecodeError as error:
-            return {"error": f"not JSON: {error}"}
-        return parsed if isinstance(parsed, dict) else {"error": f"not an object: {type(parsed).__name__}"}
+    def _forget(self, worker: Worker) -> None:
+        self.health.unwatch(worker)
+        self.metrics.forget(worker)
+        for policy in self.admission.policies.values():
+            policy.forget(worker.spec.url)
 
-    async def _pass_on(self, request: web.Request, worker: Worker, body: bytes) -> int:
-        """The worker's status; 502 where it does not answer."""
-        try:
-            async with self._session.request(
-                request.method,
-                worker.spec.url + request.path_qs,
-                data=body,
-                headers=forwarded_headers(request.headers),
-                timeout=_patience(request),
-            ) as response:
-                return response.status
-        except (aiohttp.ClientError, OSError):
-            return 502
+    async def _tick(self) -> None:
+        """Time passes for the policies, and for breakers that the queue may wait for."""
+        while True:
+            for policy in self.admission.policies.values():
+                policy.tick(self.admission.now())
+            self.admission.wake()
+            await asyncio.sleep(TICK_S)
 
 
 def make_app(config: RouterConfig) -> web.Application:
     """The aiohttp application; workers are watched from its start-up to its clean-up."""
     app = web.Application(client_max_size=config.max_request_bytes)
+    Access(config.access).install(app)
     session = make_session(config)
     router = RouterApp(config, session)
     app.add_routes(router.routes())
 
-    async def watch(_: web.Application) -> AsyncIterator[None]:
-        await router.pool.start()
+    async def run(_: web.Application) -> AsyncIterator[None]:
+        await router.start()
         yield
-        await router.pool.close()
+        await router.close()
         await session.close()
 
-    app.cleanup_ctx.append(watch)
+    app.cleanup_ctx.append(run)
     return app
-
-
-def _patience(request: web.Request) -> aiohttp.ClientTimeout:
-    """How long a worker may take; longer by the `timeout` in seconds that `/flush_cache` may wait for idle."""
-    text = request.query.get("timeout", "")
-    extra_s = float(text) if text.replace(".", "", 1).isdecimal() else 0.0
-    return aiohttp.ClientTimeout(total=INFO_TIMEOUT_S + min(extra_s, MAX_EXTRA_S))
-
-
-def _describe(worker: Worker) -> dict[str, Any]:
-    return {
-        "url": worker.spec.url,
-        "worker_type": worker.spec.role.value,
-        "bootstrap_port": worker.bootstrap_port,
-        "is_healthy": worker.healthy,
-        "load": worker.inflight,
-        "last_error": worker.last_error,
-    }
-
-
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=orjson.dumps(value), content_type="application/json")

@@ -1,20 +1,24 @@
-"""What the router is started with. Owned by `launch_router`, read by every file of the router."""
+"""What the router is started with. Made by `flags`, read by every file of the router."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import random
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 from pdserve.errors import ConfigError
 
-PolicyName = Literal["random", "least_loaded", "consistent_hashing"]
-"""`consistent_hashing` keeps a conversation on its servers, as SGLang's gateway does; see `conversation`."""
+PolicyName = Literal["cache_aware", "least_loaded", "power_of_two", "round_robin", "random", "consistent_hashing"]
+PrefillPolicyName = Literal[PolicyName, "bucket"]
 
 POLICY_HELP = (
-    "which servers a request goes to: any, the least loaded, or by its conversation, which stays where its KV cache is "
-    "(header X-SMG-Routing-Key or X-Session-ID, field prompt_cache_key or user, else how its prompt begins)"
+    "which servers a request goes to: cache_aware (where most of its prompt was sent before, as long as nobody is far "
+    "busier than the others), least_loaded, power_of_two (the less loaded of two), round_robin, random, or "
+    "consistent_hashing (a conversation stays where its KV cache is: header X-SMG-Routing-Key or X-Session-ID, field "
+    "session_params.id, conversation, prompt_cache_key or user, else how its prompt begins)"
 )
 
 
@@ -28,16 +32,17 @@ class Role(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """One worker as named on the command line.
+    """One worker as it was named to the router.
 
-    `bootstrap_port` None with `ask_bootstrap_port` means: ask the worker's `/get_server_info`;
-    without it: the field is sent as null.
+    `bootstrap_port` None with `ask_bootstrap_port` means: ask the worker's `/get_server_info`; without it: the field
+    is sent as null. `api_key` is sent to this worker instead of the router's `--worker-api-key`.
     """
 
     role: Role
     url: str
     bootstrap_port: int | None = None
     ask_bootstrap_port: bool = False
+    api_key: str | None = dataclasses.field(default=None, repr=False)
 
     @property
     def host(self) -> str:
@@ -48,41 +53,212 @@ class WorkerSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    """How workers are watched; times in seconds."""
+
+    interval_s: float = 2.0
+    timeout_s: float = 5.0
+    failure_threshold: int = 3
+    """Checks in a row that may time out before a worker counts as dead; one refused connection is enough."""
+    success_threshold: int = 1
+    """Good checks in a row before a worker that was dead counts as alive."""
+    endpoint: str = "/health"
+    enabled: bool = True
+    """Without checks a worker counts as alive until a connection to it is refused, and again a second later."""
+    load_interval_s: float = 1.0
+    """How often workers are asked for their load, where a policy goes by it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RetryConfig:
+    """When a request is tried again; only before its first byte."""
+
+    max_tries: int = 3
+    first_backoff_s: float = 0.05
+    max_backoff_s: float = 30.0
+    multiplier: float = 1.5
+    jitter: float = 0.2
+    """The share of the pause by which it is made longer or shorter at random, 0 to 1."""
+
+    def backoff_s(self, attempt: int, rng: random.Random) -> float:
+        """The pause after try number `attempt` (from 1)."""
+        steady = min(self.max_backoff_s, self.first_backoff_s * self.multiplier ** (attempt - 1))
+        return float(steady * (1 + self.jitter * rng.uniform(-1, 1)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BreakerConfig:
+    """When a worker that fails gets no requests; see `breaker`."""
+
+    failure_threshold: int = 10
+    success_threshold: int = 3
+    open_s: float = 60.0
+    window_s: float = 120.0
+    enabled: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LimitConfig:
+    """How much is sent to workers at once, and what waits for them; see `admission`. None: no limit."""
+
+    max_inflight: int | None = None
+    """Requests at one worker."""
+    max_concurrent_requests: int | None = None
+    """Requests at all workers together."""
+    queue_size: int = 100
+    queue_timeout_s: float = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """Which policy chooses for which role, and what they go by; names and defaults are sglang-router's."""
+
+    policy: PolicyName = "cache_aware"
+    prefill_policy: PrefillPolicyName | None = None
+    decode_policy: PolicyName | None = None
+    cache_threshold: float = 0.3
+    balance_abs_threshold: float = 64
+    balance_rel_threshold: float = 1.5
+    eviction_interval_s: float = 60.0
+    max_tree_size: int = 1 << 26
+    bucket_adjust_interval_s: float = 5.0
+
+    def of(self, role: Role) -> PrefillPolicyName:
+        """The policy that chooses among the workers of a role."""
+        own = {Role.PREFILL: self.prefill_policy, Role.DECODE: self.decode_policy, Role.REGULAR: None}[role]
+        return own or self.policy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AccessConfig:
+    """Who may ask what, and what workers are told of it. Keys never appear in a repr."""
+
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    """What clients must send as Bearer; None: everyone may ask."""
+    admin_api_key: str | None = dataclasses.field(default=None, repr=False)
+    """What those must send who add and remove workers, flush and abort; None: `api_key`."""
+    worker_api_key: str | None = dataclasses.field(default=None, repr=False)
+    """What workers are sent; None: `api_key`, and where there is none either, what the client sent."""
+    cors_allowed_origins: tuple[str, ...] = ()
+    request_id_headers: tuple[str, ...] = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
+
+    @property
+    def key_for_workers(self) -> str | None:
+        """The key that workers are sent unless they have one of their own."""
+        return self.worker_api_key or self.api_key
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TlsConfig:
+    """Certificates as PEM files: the router's own for its clients, and what it trusts and shows towards workers."""
+
+    cert: Path | None = None
+    key: Path | None = None
+    worker_ca: tuple[Path, ...] = ()
+    client_cert: Path | None = None
+    client_key: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """Everything the router is started with; times in seconds."""
 
-    workers: tuple[WorkerSpec, ...]
-    policy: PolicyName = "random"
+    pd: bool
+    """Pairs of prefill and decode workers; otherwise workers that do both halves."""
+    workers: tuple[WorkerSpec, ...] = ()
     host: str = "127.0.0.1"
     port: int = 30000
-    health_check_interval_s: float = 2.0
-    health_check_timeout_s: float = 5.0
-    health_failure_threshold: int = 3
-    """Health checks in a row that may time out before a worker counts as dead; one refused connection is enough."""
     connect_timeout_s: float = 5.0
     request_timeout_s: float = 1800.0
-    """From the request's arrival to its last byte, all tries together."""
-    max_tries: int = 3
-    retry_backoff_s: float = 0.05
-    """Wait before the second try; doubled for each further one."""
+    """From the request's arrival to its last byte, all tries and the queue together."""
     max_request_bytes: int = 32 << 20
     shutdown_timeout_s: float = 5.0
+    policies: PolicyConfig = PolicyConfig()
+    health: HealthConfig = HealthConfig()
+    retry: RetryConfig = RetryConfig()
+    breaker: BreakerConfig = BreakerConfig()
+    limits: LimitConfig = LimitConfig()
+    access: AccessConfig = AccessConfig()
+    tls: TlsConfig = TlsConfig()
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles that a request needs one worker of each."""
+        return (Role.PREFILL, Role.DECODE) if self.pd else (Role.REGULAR,)
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` where values contradict each other."""
-        roles = {spec.role for spec in self.workers}
-        if Role.REGULAR in roles and len(roles) > 1:
-            raise ConfigError("--worker-urls cannot be combined with --prefill or --decode", field="worker_urls")
-        if Role.REGULAR not in roles and roles != {Role.PREFILL, Role.DECODE}:
+        for spec in self.workers:
+            if spec.role not in self.roles:
+                raise ConfigError("--worker-urls cannot be combined with --prefill or --decode", field="worker_urls")
+        missing = set(self.roles) - {spec.role for spec in self.workers}
+        if self.workers and missing:
             raise ConfigError("at least one --prefill and one --decode worker are needed", field="workers")
         urls = [spec.url for spec in self.workers]
         if len(set(urls)) != len(urls):
             raise ConfigError(f"a worker URL is given twice: {sorted(urls)}", field="workers")
-        for name in ("health_check_interval_s", "health_check_timeout_s", "connect_timeout_s", "request_timeout_s"):
-            if not dataclasses.asdict(self)[name] > 0:
-                raise ConfigError(f"{name} must be above 0, got {dataclasses.asdict(self)[name]}", field=name)
-        if self.max_tries < 1 or self.health_failure_threshold < 1 or self.max_request_bytes < 1:
-            raise ConfigError("tries, health-failure-threshold and max-request-bytes must be at least 1")
+        _check_numbers(self)
+        if not self.health.endpoint.startswith("/"):
+            raise ConfigError("--health-check-endpoint must begin with /", field="health_check_endpoint")
+        for first, second in (("cert", "key"), ("client_cert", "client_key")):
+            if (dataclasses.asdict(self.tls)[first] is None) != (dataclasses.asdict(self.tls)[second] is None):
+                raise ConfigError("a TLS certificate needs its key, and the key its certificate", field="tls")
+
+
+def _check_numbers(config: RouterConfig) -> None:
+    health, retry, breaker, limits, policies = (
+        config.health,
+        config.retry,
+        config.breaker,
+        config.limits,
+        config.policies,
+    )
+    positive = {
+        "--health-check-interval-secs": health.interval_s,
+        "--health-check-timeout-secs": health.timeout_s,
+        "--load-check-interval-secs": health.load_interval_s,
+        "--connect-timeout": config.connect_timeout_s,
+        "--request-timeout-secs": config.request_timeout_s,
+        "--cb-window-duration-secs": breaker.window_s,
+        "--cb-timeout-duration-secs": breaker.open_s,
+        "--queue-timeout-secs": limits.queue_timeout_s,
+        "--eviction-interval-secs": policies.eviction_interval_s,
+        "--bucket-adjust-interval-secs": policies.bucket_adjust_interval_s,
+        "--balance-rel-threshold": policies.balance_rel_threshold,
+    }
+    at_least_one = {
+        "--max-tries": retry.max_tries,
+        "--health-failure-threshold": health.failure_threshold,
+        "--health-success-threshold": health.success_threshold,
+        "--cb-failure-threshold": breaker.failure_threshold,
+        "--cb-success-threshold": breaker.success_threshold,
+        "--max-payload-size": config.max_request_bytes,
+        "--max-tree-size": policies.max_tree_size,
+        "--max-inflight": 1 if limits.max_inflight is None else limits.max_inflight,
+        "--max-concurrent-requests": 1 if limits.max_concurrent_requests is None else limits.max_concurrent_requests,
+        "--retry-backoff-multiplier": retry.multiplier,
+    }
+    not_negative = {
+        "--queue-size": limits.queue_size,
+        "--retry-initial-backoff-ms": retry.first_backoff_s,
+        "--retry-max-backoff-ms": retry.max_backoff_s,
+        "--balance-abs-threshold": policies.balance_abs_threshold,
+        "--shutdown-timeout": config.shutdown_timeout_s,
+    }
+    shares = {"--retry-jitter-factor": retry.jitter, "--cache-threshold": policies.cache_threshold}
+    for flag, value in positive.items():
+        _require(value > 0, flag, "above 0", value)
+    for flag, value in at_least_one.items():
+        _require(value >= 1, flag, "at least 1", value)
+    for flag, value in not_negative.items():
+        _require(value >= 0, flag, "at least 0", value)
+    for flag, value in shares.items():
+        _require(0 <= value <= 1, flag, "between 0 and 1", value)
+
+
+def _require(good: bool, flag: str, expected: str, value: float) -> None:
+    if not good:
+        raise ConfigError(f"{flag} must be {expected}, got {value}", field=flag.removeprefix("--").replace("-", "_"))
 
 
 def parse_worker_url(text: str, *, field: str) -> str:
@@ -94,7 +270,7 @@ def parse_worker_url(text: str, *, field: str) -> str:
         raise ConfigError(f"--{field} {text!r} is not a URL: {error}", field=field) from error
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise ConfigError(f"--{field} needs a URL such as http://127.0.0.1:30000, got {text!r}", field=field)
-    if parts.path.strip("/") or parts.query or parts.fragment:
+    if parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
         raise ConfigError(f"--{field} takes scheme, host and port only, got {text!r}", field=field)
     return f"{parts.scheme}://{parts.netloc}"
 

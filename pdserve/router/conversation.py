@@ -1,7 +1,9 @@
 """Which conversation a request belongs to, for the policy that keeps one where its KV cache is. Pure; `dispatch` asks.
 
     X-SMG-Routing-Key, X-Session-ID     headers; what clients of sglang's and of vLLM's router send
-    prompt_cache_key, user              fields of the body, as OpenAI has them
+    session_params.id                   what clients of SGLang's sessions send
+    conversation, prompt_cache_key      fields of the body, as OpenAI has them; a conversation is an id or has one
+    user
     the opening                         else: what every turn of a conversation begins with
 
 The first that is there counts. An opening needs no help of the client, but conversations that open alike share it:
@@ -16,10 +18,12 @@ from typing import Any
 
 import orjson
 
-from pdserve.router.rooms import CHAT_PATH
+from pdserve.router.prompt import first_prompt
+from pdserve.router.rooms import CHAT_PATH, RESPONSES_PATH
 
 KEY_HEADERS = ("X-SMG-Routing-Key", "X-Session-ID")
 KEY_FIELDS = ("prompt_cache_key", "user")
+KEY_OBJECTS = ("session_params", "conversation")
 OPENING_CHARS = 256
 OPENING_TOKENS = 64
 
@@ -34,12 +38,23 @@ class ConversationKey:
 
 def conversation_key(path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> ConversationKey | None:
     """The key of a request; None where it has nothing to go by. Wrong types are passed over: a worker refuses them."""
-    names = [*(headers.get(header) for header in KEY_HEADERS), *(body.get(field) for field in KEY_FIELDS)]
-    for name in names:
+    named = [*(headers.get(header) for header in KEY_HEADERS), *(_id_of(body.get(field)) for field in KEY_OBJECTS)]
+    for name in [*named, *(body.get(field) for field in KEY_FIELDS)]:
         if isinstance(name, str) and name:
             return ConversationKey(name.encode(errors="surrogatepass"), named=True)
-    opening = _chat_opening(body.get("messages")) if path == CHAT_PATH else _prompt_opening(_prompt(body))
+    if path == CHAT_PATH:
+        opening = _chat_opening(body.get("messages"))
+    elif path == RESPONSES_PATH:
+        given = body.get("input")
+        opening = _prompt_opening(given) if isinstance(given, str) else _chat_opening(given)
+    else:
+        opening = _prompt_opening(first_prompt(body))
     return None if opening is None else ConversationKey(opening, named=False)
+
+
+def _id_of(value: Any) -> Any:
+    """`{"id": X}` and X mean the same."""
+    return value.get("id") if isinstance(value, dict) else value
 
 
 def _chat_opening(messages: Any) -> bytes | None:
@@ -48,12 +63,6 @@ def _chat_opening(messages: Any) -> bytes | None:
         return None
     roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
     return orjson.dumps(messages[: roles.index("user") + 1] if "user" in roles else messages)
-
-
-def _prompt(body: Mapping[str, Any]) -> Any:
-    """The prompt of `/generate` or of a text completion; of a batch the first one."""
-    found = next((body[name] for name in ("prompt", "input_ids", "text") if body.get(name) is not None), None)
-    return found[0] if isinstance(found, list) and found and isinstance(found[0], str | list) else found
 
 
 def _prompt_opening(prompt: Any) -> bytes | None:

@@ -1,6 +1,6 @@
 """One request's way through the router: pick a pair, send the same body to both, take decode's answer.
 
-    try 1..max_tries:  pick pair, mint room
+    try 1..max_tries:  places at a pair (maybe after a wait in the queue), a new room
                        prefill POST ----- read whole ----->|
                        decode  POST ----- first bytes ---->| judge: decode answered -> relay; one failed -> cancel both
     after the first byte nothing is tried again, nor when the last worker that was left says when to come back
@@ -23,12 +23,17 @@ import aiohttp
 import orjson
 from multidict import CIMultiDict
 
+from pdserve.router.admission import Admission, Places, Refused, rids_of
 from pdserve.router.config import RouterConfig
 from pdserve.router.conversation import conversation_key
+from pdserve.router.health import HealthMonitor
+from pdserve.router.merge import event_merger, merged_body, prefill_metas, wants_prompt_logprobs
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.policies import Request
+from pdserve.router.prompt import prompt_of
 from pdserve.router.rooms import with_rooms
-from pdserve.router.upstream import Broken, Live, Whole, open_live, read_whole
-from pdserve.router.workers import Pair, Worker, WorkerPool
+from pdserve.router.upstream import Broken, Live, Whole, describe, open_live, own_headers, read_whole
+from pdserve.router.workers import Pair, Registry, Worker
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +44,15 @@ PREFILL_GRACE_S = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a client asked for: the path, its JSON object, the headers for the workers."""
+    """What a client asked for: the path, its JSON object, the headers for the workers.
+
+    `deadline`, in the event loop's time, is of all tries together.
+    """
 
     path: str
     body: dict[str, Any]
     headers: CIMultiDict[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """No try could be made: nothing is alive."""
+    deadline: float
 
 
 Outcome = Live | Whole | Broken | Refused
@@ -77,6 +81,13 @@ def retryable(outcome: Outcome) -> bool:
     return isinstance(outcome, Broken) or (isinstance(outcome, Whole) and outcome.status in RETRYABLE_STATUSES)
 
 
+def blames(outcome: Live | Whole | Broken) -> bool:
+    """Whether an outcome speaks against its worker: not where it is the client's fault, nor where it is only full."""
+    if isinstance(outcome, Whole):
+        return outcome.status >= 500 and not told_to_wait(outcome)
+    return isinstance(outcome, Broken)
+
+
 def told_to_wait(outcome: Outcome) -> bool:
     """Whether a worker said when to come back (`Retry-After`): it has no room, and knows it."""
     return isinstance(outcome, Whole) and "Retry-After" in outcome.headers
@@ -88,71 +99,97 @@ class Dispatcher:
     def __init__(
         self,
         config: RouterConfig,
-        pool: WorkerPool,
+        registry: Registry,
+        admission: Admission,
+        health: HealthMonitor,
         session: aiohttp.ClientSession,
         metrics: RouterMetrics,
         rng: random.Random,
     ) -> None:
         self._config = config
-        self._pool = pool
+        self._registry = registry
+        self._admission = admission
+        self._health = health
         self._session = session
         self._metrics = metrics
         self._rng = rng
+        self._uses_key = any(policy.uses_key for policy in admission.policies.values())
+        self._uses_prompt = any(policy.uses_prompt for policy in admission.policies.values())
 
     @contextlib.asynccontextmanager
     async def answer(self, call: Call) -> AsyncIterator[Outcome]:
         """The final outcome, tried as often as allowed; leaving the block closes whatever is still open."""
         avoid: set[Worker] = set()
-        by_conversation = self._config.policy == "consistent_hashing"
-        key = conversation_key(call.path, call.body, call.headers) if by_conversation else None
-        outcome: Outcome = Refused()
-        for attempt in range(1, self._config.max_tries + 1):
-            pair = self._pool.pick(avoid, key)
-            if pair is None:
+        request, rids = self._request(call), rids_of(call.body)
+        outcome: Outcome | None = None
+        for attempt in range(1, self._config.retry.max_tries + 1):
+            entered = await self._admission.enter(request, avoid, again=attempt > 1, rids=rids)
+            if isinstance(entered, Refused):
+                outcome = outcome or entered
                 break
             if attempt > 1:
                 self._metrics.retries.inc()
-            async with self._attempt(pair, call) as tried:
+            async with self._attempt(entered, call) as tried:
                 if not retryable(tried):
                     yield tried
                     return
             outcome = tried
             avoid.add(tried.worker)
-            if told_to_wait(tried) and not self._pool.others(tried.worker.spec.role, avoid):
+            if told_to_wait(tried) and not set(self._registry.usable(tried.worker.spec.role)) - avoid:
                 break
             await self._after_failure(tried, attempt)
+        assert outcome is not None, "there is at least one try"
+        if isinstance(outcome, Refused):
+            self._metrics.refused.labels(outcome.reason).inc()
         yield outcome
 
+    def _request(self, call: Call) -> Request:
+        """What the policies go by; nothing that none of them asks for."""
+        return Request(
+            key=conversation_key(call.path, call.body, call.headers) if self._uses_key else None,
+            prompt=prompt_of(call.path, call.body) if self._uses_prompt else None,
+        )
+
     @contextlib.asynccontextmanager
-    async def _attempt(self, pair: Pair, call: Call) -> AsyncIterator[Live | Whole | Broken]:
-        """One try. On leaving, both connections are closed."""
+    async def _attempt(self, places: Places, call: Call) -> AsyncIterator[Live | Whole | Broken]:
+        """One try. On leaving, both connections are closed and both places given back."""
+        prefill: asyncio.Task[Whole | Broken] | None = None
+        decode: asyncio.Task[Live | Whole | Broken] | None = None
+        outcome: Live | Whole | Broken | None = None
+        try:
+            data = self._body_for(call, places.pair)
+            decode = asyncio.create_task(self._decode_half(places.pair.decode, call, data))
+            if places.prefill is not None:
+                prefill = asyncio.create_task(self._prefill_half(places, call, data))
+            outcome = await self._wait(prefill, decode)
+            self._note(places, outcome)
+            if prefill is not None and isinstance(outcome, Live) and wants_prompt_logprobs(call.path, call.body):
+                outcome = await _with_prompt_logprobs(outcome, prefill)
+                if failed(outcome):
+                    self._note(places, outcome)
+            yield outcome
+            if prefill is not None and not failed(outcome):
+                await asyncio.wait({prefill}, timeout=PREFILL_GRACE_S)
+        finally:
+            self._last_words(places, prefill, outcome, call)
+            try:
+                await _close(prefill, decode)
+            finally:
+                places.close()
+
+    def _body_for(self, call: Call, pair: Pair) -> bytes:
+        """The body of both halves, with a room of its own for a pair."""
         body = call.body
         if pair.prefill is not None:
             body = with_rooms(call.path, body, pair.prefill.spec.host, pair.prefill.bootstrap_port, self._rng)
-        data = orjson.dumps(body)
-        decode = asyncio.create_task(self._decode_half(pair.decode, call, data))
-        prefill = None
-        if pair.prefill is not None:
-            prefill = asyncio.create_task(self._prefill_half(pair.prefill, call, data))
-        with self._pool.hold(pair.decode):
-            try:
-                outcome = await self._wait(prefill, decode)
-                self._count_failure(outcome)
-                yield outcome
-                if prefill is not None and isinstance(outcome, Live):
-                    await asyncio.wait({prefill}, timeout=PREFILL_GRACE_S)
-            finally:
-                await _close(prefill, decode)
+        return orjson.dumps(body)
 
     async def _wait(
         self,
         prefill: asyncio.Task[Whole | Broken] | None,
         decode: asyncio.Task[Live | Whole | Broken],
     ) -> Live | Whole | Broken:
-        """Until decode has answered or either half has failed.
-
-        Prefill's input logprobs belong to be merged into decode's answer here: both are at hand, nothing was sent.
-        """
+        """Until decode has answered or either half has failed."""
         while True:
             pending = [half for half in (prefill, decode) if half is not None and not half.done()]
             verdict = judge(
@@ -164,32 +201,100 @@ class Dispatcher:
             assert pending, "a decode that is done is an answer or a failure"
             await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _prefill_half(self, worker: Worker, call: Call, data: bytes) -> Whole | Broken:
-        with self._pool.hold(worker):
-            return await read_whole(self._session, worker, call.path, data, call.headers)
+    async def _prefill_half(self, places: Places, call: Call, data: bytes) -> Whole | Broken:
+        """Prefill's place is free again as soon as it has answered, and its breaker knows how that went."""
+        place = places.prefill
+        assert place is not None
+        answer = await read_whole(self._session, place.worker, call.path, data, self._headers(place.worker, call))
+        if not failed(answer):
+            place.completed()
+            place.close()
+        return answer
 
     async def _decode_half(self, worker: Worker, call: Call, data: bytes) -> Live | Whole | Broken:
-        return await open_live(self._session, worker, call.path, data, call.headers)
+        return await open_live(self._session, worker, call.path, data, self._headers(worker, call))
+
+    def _headers(self, worker: Worker, call: Call) -> CIMultiDict[str]:
+        """The client's headers, with the worker's key instead of the client's if the router knows one."""
+        headers = call.headers.copy()
+        headers.update(own_headers(worker, self._config.access.key_for_workers))
+        if wants_prompt_logprobs(call.path, call.body):
+            headers.popall("Accept-Encoding", None)
+        self._metrics.dispatched.labels(worker.spec.role, worker.spec.url).inc()
+        return headers
 
     async def _after_failure(self, outcome: Live | Whole | Broken, attempt: int) -> None:
         """Before the next try: see whether a silent worker is still there, and leave a busy one some time."""
         if isinstance(outcome, Broken):
-            await self._pool.check(outcome.worker)
-        if attempt < self._config.max_tries:
-            await asyncio.sleep(self._config.retry_backoff_s * 2 ** (attempt - 1))
+            self._health.connection_broke(outcome.worker, outcome.message)
+            await self._health.check(outcome.worker)
+        if attempt < self._config.retry.max_tries:
+            await asyncio.sleep(self._config.retry.backoff_s(attempt, self._rng))
 
-    def _count_failure(self, outcome: Live | Whole | Broken) -> None:
+    def _note(self, places: Places, outcome: Live | Whole | Broken) -> None:
+        """Tell breaker, metrics and log what a try has come to."""
+        place = places.at(outcome.worker)
+        if not isinstance(outcome, Live):
+            spec = outcome.worker.spec
+            kind = "connection" if isinstance(outcome, Broken) else str(outcome.status)
+            self._metrics.worker_errors.labels(spec.role, spec.url, kind).inc()
+            log.info("%s %s failed: %s", spec.role, spec.url, outcome.message if isinstance(outcome, Broken) else kind)
+        if blames(outcome):
+            place.failed()
+        elif isinstance(outcome, Live):
+            place.answered()
+        elif not told_to_wait(outcome):
+            place.completed()
+
+    def _last_words(
+        self,
+        places: Places,
+        prefill: asyncio.Task[Whole | Broken] | None,
+        outcome: Live | Whole | Broken | None,
+        call: Call,
+    ) -> None:
+        """What the end of a try says of its workers; nothing where the client left.
+
+        Past the deadline without an answer the pair waited for prefill, or, had it answered, for decode.
+        """
+        ended = prefill.result() if prefill is not None and prefill.done() and not prefill.cancelled() else None
         if isinstance(outcome, Live):
-            return
-        spec = outcome.worker.spec
-        kind = "connection" if isinstance(outcome, Broken) else str(outcome.status)
-        self._metrics.worker_errors.labels(spec.role, spec.url, kind).inc()
-        log.info("%s %s failed: %s", spec.role, spec.url, outcome.message if isinstance(outcome, Broken) else kind)
+            if ended is not None and blames(ended) and places.prefill is not None:
+                places.prefill.failed()
+            if outcome.broke:
+                places.decode.failed()
+            elif outcome.ended:
+                places.decode.completed()
+        elif isinstance(outcome, Whole) and not failed(outcome):
+            places.decode.completed()
+        elif outcome is None and self._admission.now() >= call.deadline:
+            late = places.decode if prefill is None or prefill.done() else places.prefill
+            assert late is not None
+            late.failed()
 
 
-async def _close(prefill: asyncio.Task[Whole | Broken] | None, decode: asyncio.Task[Live | Whole | Broken]) -> None:
+async def _with_prompt_logprobs(live: Live, prefill: asyncio.Task[Whole | Broken]) -> Live | Whole | Broken:
+    """Decode's answer with what prefill says of the prompt; prefill's failure is the request's."""
+    answer = await prefill
+    if isinstance(answer, Broken) or failed(answer):
+        return answer
+    metas = prefill_metas(answer.body)
+    headers = live.headers.copy()
+    headers.popall("Content-Length", None)
+    if live.response.content_type == "text/event-stream":
+        return dataclasses.replace(live, headers=headers, change=event_merger(metas))
+    try:
+        body = live.first + await live.response.read()
+    except (aiohttp.ClientError, OSError) as error:
+        return Broken(live.worker, describe(error))
+    return Whole(live.worker, live.response.status, headers, merged_body(body, metas))
+
+
+async def _close(
+    prefill: asyncio.Task[Whole | Broken] | None, decode: asyncio.Task[Live | Whole | Broken] | None
+) -> None:
     """Cancel both halves; closes decode's connection unless its answer was read to the end."""
-    halves: list[asyncio.Task[Any]] = [decode] if prefill is None else [prefill, decode]
+    halves: list[asyncio.Task[Any]] = [half for half in (prefill, decode) if half is not None]
     for half in halves:
         half.cancel()
     for result in await asyncio.gather(*halves, return_exceptions=True):

@@ -1,34 +1,94 @@
-"""The router's Prometheus metrics, in a registry of its own. Written by `app`, `dispatch`, `workers`."""
+"""The router's Prometheus metrics, in a registry of its own. Written by the other files of the router."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+import contextlib
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from pdserve.router.workers import Worker
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class RouterMetrics:
     """One instance per app."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        registry = self._registry = CollectorRegistry()
         self.requests = Counter(
-            "pdserve_router_requests", "Requests by path and status", ["path", "status"], registry=self._registry
+            "pdserve_router_requests", "Requests by path and status", ["path", "status"], registry=registry
         )
-        self.retries = Counter("pdserve_router_retries", "Tries after the first one", registry=self._registry)
+        self.retries = Counter("pdserve_router_retries", "Tries after the first one", registry=registry)
         self.disconnects = Counter(
-            "pdserve_router_client_disconnects", "Clients gone before their answer", registry=self._registry
+            "pdserve_router_client_disconnects", "Clients gone before their answer", registry=registry
         )
         self.worker_errors = Counter(
             "pdserve_router_worker_errors",
             "Failed calls by worker; kind is 'connection' or the HTTP status",
             ["role", "worker", "kind"],
-            registry=self._registry,
+            registry=registry,
+        )
+        self.refused = Counter("pdserve_router_refused", "Requests that no worker got", ["reason"], registry=registry)
+        self.queued = Gauge("pdserve_router_queued", "Requests that wait for room at a worker", registry=registry)
+        self.queue_seconds = Histogram(
+            "pdserve_router_queue_seconds", "Time in the queue", buckets=SECONDS, registry=registry
+        )
+        self.first_byte_seconds = Histogram(
+            "pdserve_router_first_byte_seconds",
+            "From a request's arrival to the first byte of a worker's answer",
+            ["path"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.request_seconds = Histogram(
+            "pdserve_router_request_seconds",
+            "From a request's arrival to the end of its answer",
+            ["path"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.dispatched = Counter(
+            "pdserve_router_dispatched", "Requests sent to each worker", ["role", "worker"], registry=registry
         )
         self.inflight = Gauge(
-            "pdserve_router_inflight", "Requests at a worker now", ["role", "worker"], registry=self._registry
+            "pdserve_router_inflight", "Requests at a worker now", ["role", "worker"], registry=registry
         )
         self.worker_up = Gauge(
-            "pdserve_router_worker_up", "1 while a worker is healthy", ["role", "worker"], registry=self._registry
+            "pdserve_router_worker_up", "1 while a worker is healthy", ["role", "worker"], registry=registry
         )
+        self.draining = Gauge(
+            "pdserve_router_worker_draining",
+            "1 while a worker gets no new requests",
+            ["role", "worker"],
+            registry=registry,
+        )
+        self.breaker = Gauge(
+            "pdserve_router_worker_breaker",
+            "A worker's circuit breaker: 0 closed, 1 half open, 2 open",
+            ["role", "worker"],
+            registry=registry,
+        )
+
+    def show(self, worker: Worker) -> None:
+        """Bring a worker's gauges up to date, but for its breaker, which time moves."""
+        if worker.forgotten:
+            return
+        labels = (worker.spec.role, worker.spec.url)
+        self.inflight.labels(*labels).set(worker.inflight)
+        self.worker_up.labels(*labels).set(worker.healthy)
+        self.draining.labels(*labels).set(worker.draining)
+
+    def show_breaker(self, worker: Worker, now: float) -> None:
+        """Called before each scrape."""
+        level = {"closed": 0, "half_open": 1, "open": 2}[worker.breaker.state(now)]
+        self.breaker.labels(worker.spec.role, worker.spec.url).set(level)
+
+    def forget(self, worker: Worker) -> None:
+        """A worker that is gone has no gauges; its counters stay."""
+        for gauge in (self.inflight, self.worker_up, self.draining, self.breaker):
+            with contextlib.suppress(KeyError):
+                gauge.remove(worker.spec.role, worker.spec.url)
 
     def render(self) -> bytes:
         """The text exposition format."""

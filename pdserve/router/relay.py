@@ -5,25 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import aiohttp
-import orjson
 from aiohttp import web
 
-from pdserve.router.dispatch import Outcome, Refused
+from pdserve.router.admission import Refused
+from pdserve.router.dispatch import Outcome
+from pdserve.router.errors_http import RETRY_AFTER, error_body, error_response
 from pdserve.router.upstream import Broken, Live, Whole, describe
-
-RETRY_AFTER = {"Retry-After": "1"}
-
-
-def error_body(status: int, message: str, kind: str) -> bytes:
-    """An error in OpenAI's form."""
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}})
-
-
-def error_response(status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> web.Response:
-    """A JSON error that the router itself makes."""
-    return web.Response(
-        status=status, body=error_body(status, message, kind), content_type="application/json", headers=headers
-    )
 
 
 async def relay(request: web.Request, outcome: Outcome, deadline: float) -> web.StreamResponse:
@@ -38,7 +25,13 @@ async def relay(request: web.Request, outcome: Outcome, deadline: float) -> web.
             text = f"the {spec.role} worker {spec.url} gave no answer: {outcome.message}"
             return error_response(502, text, "worker_unreachable", RETRY_AFTER)
         case Refused():
-            return error_response(503, "no healthy pair of workers", "no_worker", RETRY_AFTER)
+            return refusal(outcome)
+
+
+def refusal(refused: Refused) -> web.Response:
+    """What a client is told that no worker was asked for."""
+    after = {"Retry-After": str(refused.retry_after_s)} if refused.status == 503 else None
+    return error_response(refused.status, refused.message, refused.reason, after)
 
 
 async def _relay_live(request: web.Request, live: Live, deadline: float) -> web.StreamResponse:
@@ -48,13 +41,17 @@ async def _relay_live(request: web.Request, live: Live, deadline: float) -> web.
     tail = b""
     chunk: bytes | str = live.first
     while isinstance(chunk, bytes) and chunk:
-        if not await _write(request, response, chunk, deadline):
+        if live.change is not None:
+            chunk = live.change(chunk, False)
+        if chunk and not await _write(request, response, chunk, deadline):
             return response
         tail = (tail + chunk)[-2:]
         chunk = await _next_chunk(live, deadline)
     if isinstance(chunk, str):
         await _end_broken(request, response, tail, chunk)
     else:
+        if live.change is not None:
+            await response.write(live.change(b"", True))
         await response.write_eof()
     return response
 

@@ -14,6 +14,7 @@ from pdserve.protocol.messages import MAX_ROOM
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 GENERATE_PATH = "/generate"
+RESPONSES_PATH = "/v1/responses"
 MAX_SEQUENCES = 1 << 20
 """No worker takes a larger n; beyond it the body is refused there, and the room need not leave space."""
 
@@ -23,6 +24,8 @@ def batch_size(path: str, body: dict[str, Any]) -> int | None:
 
     Wrong types count as a single room: refusing them is the worker's business.
     """
+    if path == RESPONSES_PATH:
+        return None
     if path == CHAT_PATH:
         sequences = num_sequences(body)
         return sequences if sequences > 1 else None

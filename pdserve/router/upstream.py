@@ -6,12 +6,13 @@ Answers pass through undecoded, so that what the client gets is byte for byte wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from pdserve.router.config import RouterConfig
+from pdserve.router.tls import worker_tls
 from pdserve.router.workers import Worker
 
 HOP_BY_HOP = frozenset(
@@ -46,12 +47,26 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class Live:
-    """A good answer whose first bytes are here and whose rest is still to be read; its owner must close `response`."""
+    """A good answer whose first bytes are here and whose rest is still to be read; its owner must close `response`.
+
+    `change`, if given, makes of each piece, and of whether it is the last, what the client gets.
+    """
 
     worker: Worker
     response: aiohttp.ClientResponse
     headers: CIMultiDict[str]
     first: bytes
+    change: Callable[[bytes, bool], bytes] | None = None
+
+    @property
+    def broke(self) -> bool:
+        """Whether the answer ended too early; asked before `response` is closed."""
+        return self.response.content.exception() is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer was read to its end."""
+        return self.response.content.at_eof() and not self.broke
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +78,12 @@ class Broken:
 
 
 def make_session(config: RouterConfig) -> aiohttp.ClientSession:
-    """The one session of a router: no limit on connections, no timeout but connecting, nothing decompressed."""
+    """The one session of a router: no limit on connections, no timeout but connecting, nothing decompressed.
+
+    `ConfigError` where a certificate cannot be read.
+    """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=worker_tls(config.tls) or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s),
         auto_decompress=False,
         skip_auto_headers=("Accept-Encoding", "User-Agent"),
@@ -80,9 +98,19 @@ def forwarded_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
     return kept
 
 
+def own_headers(worker: Worker, default_key: str | None) -> dict[str, str]:
+    """Headers of the router's own calls to a worker: its key, if there is one."""
+    key = worker.spec.api_key or default_key
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
 def returned_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """A worker's headers as sent to the client: all but those of the connection."""
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in HOP_BY_HOP)
+    """A worker's headers as sent to the client: all but those of the connection, and who may ask is our business."""
+    return CIMultiDict(
+        (name, value)
+        for name, value in headers.items()
+        if name.lower() not in HOP_BY_HOP and not name.lower().startswith("access-control-")
+    )
 
 
 async def read_whole(

@@ -1,29 +1,41 @@
-"""Who is alive: the state of every worker, and the health checks that write it.
+"""The workers that the router knows, and what it knows of each. Each field has one writer:
 
-`WorkerPool` is the only writer of `Worker`. `dispatch` picks pairs, holds workers while a request is there, and
-reports broken connections; `app` shows the state.
+    Registry    which workers there are, whether they are drained
+    health      healthy, late_checks, good_checks, last_error, bootstrap_port, facts, report
+    admission   inflight, breaker
+
+`workers_api` adds and removes workers while the router runs:
+
+    add ──> watched, dead ──> healthy ──> draining: no new requests ──> the last one has ended: forgotten
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
 import logging
-import random
-from collections.abc import Collection, Iterator
+import uuid
+from collections.abc import Callable, Mapping
 
-import aiohttp
-import orjson
-
-from pdserve.router.config import Role, RouterConfig, WorkerSpec
-from pdserve.router.conversation import ConversationKey
-from pdserve.router.metrics import RouterMetrics
-from pdserve.router.policies import POLICIES, Candidate
+from pdserve.router.breaker import Breaker
+from pdserve.router.config import BreakerConfig, Role, WorkerSpec
 
 log = logging.getLogger(__name__)
 
-RECHECK_DEAD_S = 0.5
+TOKENS_PER_REQUEST = 4096
+"""So many tokens that a worker says it holds weigh as much as one request."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """What a worker said of its load, and how many requests of ours it had then.
+
+    `requests` None: it does not say. Other routers' requests are in it as well as ours.
+    """
+
+    requests: int | None
+    tokens: int
+    inflight_then: int
+    at_s: float
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,11 +43,39 @@ class Worker:
     """One worker's state; identity is the object."""
 
     spec: WorkerSpec
+    breaker: Breaker
     bootstrap_port: int | None
+    id: str = dataclasses.field(default_factory=lambda: str(uuid.uuid4()))
     healthy: bool = False
+    draining: bool = False
+    leaving: bool = False
+    """Forgotten as soon as its last request has ended."""
+    forgotten: bool = False
     inflight: int = 0
     late_checks: int = 0
+    good_checks: int = 0
+    report: LoadReport | None = None
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     last_error: str | None = "not checked yet"
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may get new requests, its breaker and its number of requests aside."""
+        return self.healthy and not self.draining
+
+    def load(self, now: float, max_age_s: float) -> float:
+        """How much it has to do, in requests.
+
+        What it reported at most `max_age_s` ago, plus what was sent since and minus what has ended since; never less
+        than what we know to be there. Tokens count a little: of two workers with as many requests the one with
+        shorter ones has less to do.
+        """
+        report = self.report
+        if report is None or now - report.at_s > max_age_s:
+            return float(self.inflight)
+        reported = report.inflight_then if report.requests is None else report.requests
+        requests = max(self.inflight, reported + self.inflight - report.inflight_then)
+        return requests + report.tokens / TOKENS_PER_REQUEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,136 +86,65 @@ class Pair:
     decode: Worker
 
 
-class WorkerPool:
-    """All workers, checked in the background between `start` and `close`."""
+class Registry:
+    """All workers, in the order in which they came."""
 
-    def __init__(
-        self, config: RouterConfig, session: aiohttp.ClientSession, metrics: RouterMetrics, rng: random.Random
-    ) -> None:
-        self._config = config
-        self._session = session
-        self._metrics = metrics
-        self._rng = rng
-        self._choose = POLICIES[config.policy]
-        self.workers = [Worker(spec=spec, bootstrap_port=spec.bootstrap_port) for spec in config.workers]
-        self._monitors: list[asyncio.Task[None]] = []
-        self._checks: dict[Worker, asyncio.Task[None]] = {}
-        for worker in self.workers:
-            self._metrics.worker_up.labels(worker.spec.role, worker.spec.url).set(0)
-            self._metrics.inflight.labels(worker.spec.role, worker.spec.url).set(0)
+    def __init__(self, breaker: BreakerConfig) -> None:
+        self._breaker = breaker
+        self._workers: dict[str, Worker] = {}
+        self.on_added: list[Callable[[Worker], None]] = []
+        self.on_forgotten: list[Callable[[Worker], None]] = []
 
-    async def start(self) -> None:
-        """Begin checking, and return when every worker was asked once; each counts as dead until a good answer.
+    @property
+    def workers(self) -> list[Worker]:
+        """All of them, draining ones too."""
+        return list(self._workers.values())
 
-        So a router that says it is ready serves at once where its workers do.
-        """
-        await asyncio.gather(*(self.check(worker) for worker in self.workers))
-        self._monitors = [asyncio.create_task(self._monitor(worker)) for worker in self.workers]
+    def usable(self, role: Role) -> list[Worker]:
+        """Workers of a role that are alive and not drained."""
+        return [worker for worker in self._workers.values() if worker.spec.role is role and worker.usable]
 
-    async def close(self) -> None:
-        """End all background tasks."""
-        tasks = [*self._monitors, *self._checks.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def find(self, name: str) -> Worker | None:
+        """The worker with this id or URL."""
+        by_url = self._workers.get(name.rstrip("/"))
+        return by_url or next((worker for worker in self._workers.values() if worker.id == name), None)
 
-    def healthy(self, role: Role) -> list[Worker]:
-        """The healthy workers of a role."""
-        return [worker for worker in self.workers if worker.healthy and worker.spec.role is role]
+    def add(self, spec: WorkerSpec) -> Worker:
+        """A new worker, not known to be alive yet; its URL must be new."""
+        assert spec.url not in self._workers, "ask `find` first"
+        worker = Worker(spec=spec, breaker=Breaker(self._breaker), bootstrap_port=spec.bootstrap_port)
+        self._workers[spec.url] = worker
+        for tell in self.on_added:
+            tell(worker)
+        return worker
 
-    def others(self, role: Role, avoid: Collection[Worker]) -> list[Worker]:
-        """The healthy workers of a role that are not in `avoid`."""
-        return [worker for worker in self.healthy(role) if worker not in avoid]
+    def drain(self, worker: Worker) -> None:
+        """No new requests from now on; those that run go on."""
+        if not worker.draining:
+            log.info("%s %s is draining: %d requests run", worker.spec.role, worker.spec.url, worker.inflight)
+        worker.draining = True
 
-    def pick(self, avoid: Collection[Worker] = (), key: ConversationKey | None = None) -> Pair | None:
-        """The pair for one try, workers in `avoid` only where there is no other; None when no pair is alive.
+    def resume(self, worker: Worker) -> None:
+        """New requests again."""
+        worker.draining = worker.leaving = False
 
-        `key` is the request's conversation, for the policy that goes by it.
-        """
-        regular = self._pick_one(Role.REGULAR, avoid, key)
-        if regular is not None:
-            return Pair(prefill=None, decode=regular)
-        prefill, decode = self._pick_one(Role.PREFILL, avoid, key), self._pick_one(Role.DECODE, avoid, key)
-        if prefill is None or decode is None:
-            return None
-        return Pair(prefill=prefill, decode=decode)
+    def remove(self, worker: Worker) -> None:
+        """Drain it and then forget it, at once where nothing runs there."""
+        self.drain(worker)
+        worker.leaving = True
+        self.settle(worker)
 
-    @contextlib.contextmanager
-    def hold(self, worker: Worker) -> Iterator[None]:
-        """Count a request as in flight at the worker."""
-        gauge = self._metrics.inflight.labels(worker.spec.role, worker.spec.url)
-        worker.inflight += 1
-        gauge.set(worker.inflight)
-        try:
-            yield
-        finally:
-            worker.inflight -= 1
-            gauge.set(worker.inflight)
+    def settle(self, worker: Worker) -> None:
+        """A request has ended there: if it was the last one of a worker that is leaving, the worker is gone."""
+        if worker.leaving and worker.inflight == 0:
+            self.forget(worker)
 
-    async def check(self, worker: Worker) -> None:
-        """Ask the worker for its health now; callers at the same time share one check."""
-        running = self._checks.get(worker)
-        if running is None:
-            running = asyncio.create_task(self._check(worker))
-            self._checks[worker] = running
-            running.add_done_callback(lambda _: self._checks.pop(worker, None))
-        await asyncio.shield(running)
-
-    def _pick_one(self, role: Role, avoid: Collection[Worker], key: ConversationKey | None) -> Worker | None:
-        workers = self.others(role, avoid) or self.healthy(role)
-        if not workers:
-            return None
-        candidates = [Candidate(worker.spec.url, worker.inflight) for worker in workers]
-        return workers[self._choose(candidates, key, self._rng)]
-
-    async def _monitor(self, worker: Worker) -> None:
-        interval = self._config.health_check_interval_s
-        while True:
-            await self.check(worker)
-            await asyncio.sleep(interval if worker.healthy else min(interval, RECHECK_DEAD_S))
-
-    async def _check(self, worker: Worker) -> None:
-        timeout = aiohttp.ClientTimeout(total=self._config.health_check_timeout_s)
-        try:
-            async with self._session.get(f"{worker.spec.url}/health", timeout=timeout) as response:
-                status = response.status
-            if status == 200 and not worker.healthy and worker.spec.ask_bootstrap_port:
-                worker.bootstrap_port = await self._ask_bootstrap_port(worker, timeout)
-        except TimeoutError:
-            worker.late_checks += 1
-            if worker.late_checks >= self._config.health_failure_threshold:
-                self._mark_dead(worker, f"no answer to {worker.late_checks} health checks")
+    def forget(self, worker: Worker) -> None:
+        """Not known any more, whatever runs there; that goes on."""
+        if self._workers.get(worker.spec.url) is not worker:
             return
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            self._mark_dead(worker, f"{type(error).__name__}: {error}")
-            return
-        worker.late_checks = 0
-        if status == 200:
-            self._mark_healthy(worker)
-        else:
-            self._mark_dead(worker, f"/health answered {status}")
-
-    async def _ask_bootstrap_port(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> int | None:
-        """The port the worker names; asked anew each time it comes back: after a restart it may be another."""
-        async with self._session.get(f"{worker.spec.url}/get_server_info", timeout=timeout) as response:
-            if response.status != 200:
-                raise ValueError(f"/get_server_info answered {response.status}, so the bootstrap port is not known")
-            info = orjson.loads(await response.read())
-        port = info.get("disaggregation_bootstrap_port") if isinstance(info, dict) else None
-        if isinstance(port, bool) or not isinstance(port, int):
-            raise ValueError(f"disaggregation_bootstrap_port in /get_server_info is {port!r}, expected a port number")
-        return port
-
-    def _mark_healthy(self, worker: Worker) -> None:
-        if not worker.healthy:
-            log.info("%s %s is up", worker.spec.role, worker.spec.url)
-        worker.healthy = True
-        worker.last_error = None
-        self._metrics.worker_up.labels(worker.spec.role, worker.spec.url).set(1)
-
-    def _mark_dead(self, worker: Worker, reason: str) -> None:
-        if worker.healthy:
-            log.warning("%s %s is down: %s", worker.spec.role, worker.spec.url, reason)
-        worker.healthy = False
-        worker.last_error = reason
-        self._metrics.worker_up.labels(worker.spec.role, worker.spec.url).set(0)
+        del self._workers[worker.spec.url]
+        worker.draining = worker.forgotten = True
+        log.info("%s %s is removed", worker.spec.role, worker.spec.url)
+        for tell in self.on_forgotten:
+            tell(worker)

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from pdserve.router.app import make_app
-from pdserve.router.config import Role, RouterConfig, WorkerSpec
+from pdserve.router.config import HealthConfig, PolicyConfig, RetryConfig, Role, RouterConfig, WorkerSpec
 
 DEADLINE_S = 20.0
 
@@ -39,7 +39,9 @@ class FakeWorker:
     url: str = ""
     health_status: int = 200
     bootstrap_port: int | None = 7000
+    reported: int | None = None
     num_health: int = 0
+    num_load_asked: int = 0
     num_cancelled: int = 0
     num_done: int = 0
     runner: web.AppRunner | None = None
@@ -48,7 +50,9 @@ class FakeWorker:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_get("/health", self._health)
         app.router.add_get("/get_server_info", self._info)
+        app.router.add_get("/get_load", self._load)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health_generate", self._health)
         app.router.add_post("/{path:.*}", self._post)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self.runner.setup()
@@ -66,6 +70,12 @@ class FakeWorker:
 
     async def _info(self, request: web.Request) -> web.Response:
         return web.json_response({"name": self.name, "disaggregation_bootstrap_port": self.bootstrap_port})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        if self.reported is None:
+            raise web.HTTPNotFound
+        self.num_load_asked += 1
+        return web.json_response([{"dp_rank": 0, "num_reqs": self.reported, "num_tokens": 10 * self.reported}])
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": self.name}]})
@@ -103,15 +113,28 @@ class World:
 
     @contextlib.asynccontextmanager
     async def router(
-        self, prefills: list[FakeWorker], decodes: list[FakeWorker], *, wait_s: float = 10.0, **options: Any
+        self,
+        prefills: list[FakeWorker],
+        decodes: list[FakeWorker],
+        *,
+        policy: str = "cache_aware",
+        max_tries: int = 3,
+        check_interval_s: float = 0.05,
+        **options: Any,
     ) -> AsyncIterator[str]:
         """A router over these workers, ready when it has seen each of them answer a health check."""
         specs = [WorkerSpec(role=Role.PREFILL, url=w.url, ask_bootstrap_port=True) for w in prefills]
         role = Role.DECODE if prefills else Role.REGULAR
         specs += [WorkerSpec(role=role, url=w.url) for w in decodes]
-        settings = {"retry_backoff_s": 0.0, "health_check_interval_s": 0.05} | options
+        settings: dict[str, Any] = {
+            "pd": bool(prefills),
+            "workers": tuple(specs),
+            "policies": PolicyConfig(policy=policy),
+            "retry": RetryConfig(max_tries=max_tries, first_backoff_s=0.0),
+            "health": HealthConfig(interval_s=check_interval_s, load_interval_s=0.05),
+        }
         runner = web.AppRunner(
-            make_app(RouterConfig(workers=tuple(specs), **settings)), handler_cancellation=True, shutdown_timeout=0.1
+            make_app(RouterConfig(**settings | options)), handler_cancellation=True, shutdown_timeout=0.1
         )
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pdserve.router import app
+from pdserve.router import fleet
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 GENERATE = "/generate"
@@ -223,5 +223,5 @@ def test_a_flush_that_may_wait_is_waited_for(run_world: RunWorld, monkeypatch: p
             async with await patient as response:
                 assert response.status == 200
 
-    monkeypatch.setattr(app, "INFO_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(fleet, "INFO_TIMEOUT_S", 0.2)
     run_world(scenario)

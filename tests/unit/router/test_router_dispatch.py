@@ -237,7 +237,7 @@ def test_the_second_try_goes_to_another_worker(run_world: RunWorld) -> None:
 def test_prefills_broken_connection_cancels_decode_and_a_dead_pair_is_a_502(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         prefill, decode = await world.worker("p", cut), await world.worker("d", silent)
-        async with world.router([prefill], [decode], health_check_interval_s=60.0) as url:
+        async with world.router([prefill], [decode], check_interval_s=60.0) as url:
             prefill.health_status = 503
             async with world.session.post(url + GENERATE, json={"text": "a"}) as response:
                 assert response.status == 502

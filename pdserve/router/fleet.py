@@ -1,0 +1,130 @@
+"""Questions that workers answer, and commands that go to all of them: everything but generation. Called by `app`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import orjson
+from aiohttp import web
+from multidict import CIMultiDict
+
+from pdserve.router.config import Role, RouterConfig
+from pdserve.router.errors_http import RETRY_AFTER, error_response, json_response
+from pdserve.router.health import HealthMonitor
+from pdserve.router.upstream import forwarded_headers, own_headers
+from pdserve.router.workers import Registry, Worker
+
+INFO_TIMEOUT_S = 10.0
+GENERATE_TIMEOUT_S = 30.0
+MAX_EXTRA_S = 600.0
+
+
+class Fleet:
+    """The handlers that ask workers."""
+
+    def __init__(
+        self, config: RouterConfig, registry: Registry, health: HealthMonitor, session: aiohttp.ClientSession
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._health = health
+        self._session = session
+
+    async def proxy(self, request: web.Request) -> web.Response:
+        """Answered by one living worker, decode first (its answers are the client's)."""
+        body = await request.read()
+        for role in (Role.REGULAR, Role.DECODE, Role.PREFILL):
+            for worker in self._registry.usable(role):
+                found = await self._call(request, worker, body)
+                if found is not None:
+                    return web.Response(status=found[0], body=found[1], content_type="application/json")
+        return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        """One decode worker's facts at the top, and all workers' under their role."""
+        workers = self._alive()
+        answers = await asyncio.gather(*(self._get_object(request, worker) for worker in workers))
+        merged: dict[str, Any] = {}
+        by_role: dict[str, list[dict[str, Any]]] = {role.value: [] for role in Role}
+        for worker, info in zip(workers, answers, strict=True):
+            by_role[worker.spec.role].append(info | {"url": worker.spec.url})
+        for info in [*by_role[Role.REGULAR], *by_role[Role.DECODE]][:1]:
+            merged |= info
+        return json_response(merged | by_role)
+
+    async def loads(self, request: web.Request) -> web.Response:
+        """What every living worker holds now, in tokens; -1 where it does not say. SGLang's form and more."""
+        workers = self._alive()
+        reports = await asyncio.gather(*(self._health.ask_load(worker) for worker in workers))
+        listed = [
+            {
+                "worker": worker.spec.url,
+                "worker_type": worker.spec.role.value,
+                "load": -1 if report is None else report.tokens,
+                "num_reqs": None if report is None else report.requests,
+                "inflight": worker.inflight,
+            }
+            for worker, report in zip(workers, reports, strict=True)
+        ]
+        return json_response({"workers": listed})
+
+    async def health_generate(self, request: web.Request) -> web.Response:
+        """200 when one worker of each role has just generated a token; the body says who has."""
+        workers = self._alive()
+        found = await asyncio.gather(*(self._call(request, worker, None, GENERATE_TIMEOUT_S) for worker in workers))
+        statuses = {worker.spec.url: 502 if one is None else one[0] for worker, one in zip(workers, found, strict=True)}
+        good = {worker.spec.role for worker in workers if statuses[worker.spec.url] == 200}
+        return json_response({"workers": statuses}, status=200 if good >= set(self._config.roles) else 503)
+
+    async def fan_out(self, request: web.Request) -> web.Response:
+        """Pass a request on to every living worker; 200 when all said 200, else the worst status."""
+        body = await request.read()
+        workers = self._alive()
+        if not workers:
+            return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
+        answers = await asyncio.gather(*(self._call(request, worker, body) for worker in workers))
+        statuses = {
+            worker.spec.url: 502 if one is None else one[0] for worker, one in zip(workers, answers, strict=True)
+        }
+        worst = max(statuses.values())
+        return json_response({"success": worst < 400, "workers": statuses}, status=worst)
+
+    def _alive(self) -> list[Worker]:
+        """Draining ones too: requests still run there."""
+        return [worker for worker in self._registry.workers if worker.healthy]
+
+    async def _get_object(self, request: web.Request, worker: Worker) -> dict[str, Any]:
+        """The worker's JSON object; one that says why where there is none."""
+        found = await self._call(request, worker, None)
+        if found is None or found[0] != 200:
+            return {"error": "no answer" if found is None else f"status {found[0]}"}
+        try:
+            parsed = orjson.loads(found[1])
+        except orjson.JSONDecodeError as error:
+            return {"error": f"not JSON: {error}"}
+        return parsed if isinstance(parsed, dict) else {"error": f"not an object: {type(parsed).__name__}"}
+
+    async def _call(
+        self, request: web.Request, worker: Worker, body: bytes | None, timeout_s: float | None = None
+    ) -> tuple[int, bytes] | None:
+        """The same request to a worker: status and body; None where it does not answer."""
+        timeout = _patience(request) if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
+        headers: CIMultiDict[str] = forwarded_headers(request.headers)
+        headers.popall("Accept-Encoding", None)
+        headers.update(own_headers(worker, self._config.access.key_for_workers))
+        try:
+            async with self._session.request(
+                request.method, worker.spec.url + request.path_qs, data=body, headers=headers, timeout=timeout
+            ) as response:
+                return response.status, await response.read()
+        except (aiohttp.ClientError, OSError):
+            return None
+
+
+def _patience(request: web.Request) -> aiohttp.ClientTimeout:
+    """How long a worker may take; longer by the `timeout` in seconds that `/flush_cache` may wait for idle."""
+    text = request.query.get("timeout", "")
+    extra_s = float(text) if text.replace(".", "", 1).isdecimal() else 0.0
+    return aiohttp.ClientTimeout(total=INFO_TIMEOUT_S + min(extra_s, MAX_EXTRA_S))

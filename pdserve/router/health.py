@@ -1,0 +1,204 @@
+"""Who is alive and how busy: asks every worker, and writes what it hears into `Worker`.
+
+One task for each worker, from `watch` to its removal. `dispatch` asks for a check when a connection broke.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import orjson
+
+from pdserve.router.config import RouterConfig
+from pdserve.router.metrics import RouterMetrics
+from pdserve.router.upstream import describe, own_headers
+from pdserve.router.workers import LoadReport, Registry, Worker
+
+log = logging.getLogger(__name__)
+
+RECHECK_DEAD_S = 0.5
+UNCHECKED_RETRY_S = 1.0
+FACTS = ("served_model_name", "model_path", "disaggregation_mode", "tp_size", "dp_size", "version")
+"""What is kept of `/get_server_info`, to be shown."""
+
+
+class HealthMonitor:
+    """The checks of one router. `on_change` is called whenever a worker came or went."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: Registry,
+        session: aiohttp.ClientSession,
+        metrics: RouterMetrics,
+        on_change: Callable[[], None],
+        *,
+        with_loads: bool,
+    ) -> None:
+        self._config = config
+        self._health = config.health
+        self._registry = registry
+        self._session = session
+        self._metrics = metrics
+        self._on_change = on_change
+        self._with_loads = with_loads
+        self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
+        self._checks: dict[Worker, asyncio.Task[None]] = {}
+
+    async def start(self) -> None:
+        """Begin watching, and return when every worker was asked once; each counts as dead until a good answer.
+
+        So a router that says it is ready serves at once where its workers do.
+        """
+        await asyncio.gather(*(self.check(worker) for worker in self._registry.workers))
+        for worker in self._registry.workers:
+            self.watch(worker)
+
+    async def close(self) -> None:
+        """End all tasks."""
+        tasks = [task for group in self._tasks.values() for task in group] + list(self._checks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def watch(self, worker: Worker) -> None:
+        """Check it until `unwatch`, beginning now."""
+        if worker in self._tasks:
+            return
+        self._tasks[worker] = [asyncio.create_task(self._monitor(worker))]
+        if self._with_loads:
+            self._tasks[worker].append(asyncio.create_task(self._ask_loads(worker)))
+
+    def unwatch(self, worker: Worker) -> None:
+        """It is gone."""
+        for task in self._tasks.pop(worker, []):
+            task.cancel()
+
+    async def check(self, worker: Worker) -> None:
+        """Ask the worker for its health now; callers at the same time share one check."""
+        running = self._checks.get(worker)
+        if running is None:
+            running = asyncio.create_task(self._check(worker))
+            self._checks[worker] = running
+            running.add_done_callback(lambda _: self._checks.pop(worker, None))
+        await asyncio.shield(running)
+
+    def connection_broke(self, worker: Worker, reason: str) -> None:
+        """Without health checks this is all there is to know: it is left alone for a moment."""
+        if not self._health.enabled:
+            self._mark_dead(worker, reason)
+
+    async def _monitor(self, worker: Worker) -> None:
+        while True:
+            await self.check(worker)
+            interval = self._health.interval_s if self._health.enabled else UNCHECKED_RETRY_S
+            await asyncio.sleep(interval if worker.healthy else min(interval, RECHECK_DEAD_S))
+
+    async def _check(self, worker: Worker) -> None:
+        timeout = aiohttp.ClientTimeout(total=self._health.timeout_s)
+        try:
+            status = await self._ask_health(worker, timeout)
+            if status == 200 and not worker.healthy:
+                await self._learn(worker, timeout)
+        except TimeoutError:
+            worker.late_checks += 1
+            worker.good_checks = 0
+            if worker.late_checks >= self._health.failure_threshold:
+                self._mark_dead(worker, f"no answer to {worker.late_checks} health checks")
+            return
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            self._mark_dead(worker, describe(error))
+            return
+        worker.late_checks = 0
+        if status != 200:
+            self._mark_dead(worker, f"{self._health.endpoint} answered {status}")
+            return
+        worker.good_checks += 1
+        if worker.healthy or worker.good_checks >= self._health.success_threshold:
+            self._mark_healthy(worker)
+
+    async def _ask_health(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> int:
+        if not self._health.enabled:
+            return 200
+        url = worker.spec.url + self._health.endpoint
+        async with self._session.get(url, timeout=timeout, headers=self._headers(worker)) as response:
+            return response.status
+
+    async def _learn(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> None:
+        """What the worker says of itself; asked anew each time it comes back: after a restart it may be another."""
+        info: Any = None
+        url = f"{worker.spec.url}/get_server_info"
+        async with self._session.get(url, timeout=timeout, headers=self._headers(worker)) as response:
+            if response.status == 200:
+                info = orjson.loads(await response.read())
+        if worker.spec.ask_bootstrap_port:
+            if response.status != 200:
+                raise ValueError(f"/get_server_info answered {response.status}, so the bootstrap port is not known")
+            port = info.get("disaggregation_bootstrap_port") if isinstance(info, dict) else None
+            if isinstance(port, bool) or not isinstance(port, int):
+                raise ValueError(
+                    f"disaggregation_bootstrap_port in /get_server_info is {port!r}, expected a port number"
+                )
+            worker.bootstrap_port = port
+        if isinstance(info, dict):
+            worker.facts = {name: str(info[name]) for name in FACTS if info.get(name) is not None}
+
+    async def _ask_loads(self, worker: Worker) -> None:
+        """Ask for the load as long as the worker lives; one that does not say is judged by our own count."""
+        while True:
+            if worker.healthy:
+                worker.report = await self.ask_load(worker)
+            await asyncio.sleep(self._health.load_interval_s)
+
+    async def ask_load(self, worker: Worker) -> LoadReport | None:
+        """The worker's `/get_load` now: a list with an entry for each of its replicas."""
+        timeout = aiohttp.ClientTimeout(total=self._health.timeout_s)
+        try:
+            url = f"{worker.spec.url}/get_load"
+            async with self._session.get(url, timeout=timeout, headers=self._headers(worker)) as response:
+                body = orjson.loads(await response.read()) if response.status == 200 else None
+        except (aiohttp.ClientError, OSError, ValueError):
+            return None
+        return parse_load(body, worker.inflight, asyncio.get_running_loop().time())
+
+    def _headers(self, worker: Worker) -> dict[str, str]:
+        return own_headers(worker, self._config.access.key_for_workers)
+
+    def _mark_healthy(self, worker: Worker) -> None:
+        worker.last_error = None
+        if not worker.healthy:
+            log.info("%s %s is up", worker.spec.role, worker.spec.url)
+            worker.healthy = True
+            self._metrics.show(worker)
+            self._on_change()
+
+    def _mark_dead(self, worker: Worker, reason: str) -> None:
+        worker.last_error = reason
+        worker.good_checks = 0
+        worker.report = None
+        if worker.healthy:
+            log.warning("%s %s is down: %s", worker.spec.role, worker.spec.url, reason)
+            worker.healthy = False
+            self._metrics.show(worker)
+            self._on_change()
+
+
+def parse_load(body: Any, inflight: int, now: float) -> LoadReport | None:
+    """A `/get_load` answer; None where it is none. Entries are summed, what they lack is not known."""
+    entries = body if isinstance(body, list) else [body]
+    if not entries or not all(isinstance(entry, dict) for entry in entries):
+        return None
+    tokens = [_count(entry.get("num_tokens")) for entry in entries]
+    requests = [_count(entry.get("num_reqs")) for entry in entries]
+    if None in tokens and None in requests:
+        return None
+    total = None if None in requests else sum(count for count in requests if count is not None)
+    return LoadReport(total, sum(count for count in tokens if count is not None), inflight, now)
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -1,0 +1,31 @@
+"""Which worker gets the next request. `make_policy` makes what `config.PolicyConfig` names; `admission` asks it."""
+
+from __future__ import annotations
+
+from pdserve.router.config import PolicyConfig, Role
+from pdserve.router.policies.base import Candidate, Policy, Request
+from pdserve.router.policies.bucket import Bucket
+from pdserve.router.policies.by_load import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
+from pdserve.router.policies.cache_aware import CacheAware
+from pdserve.router.policies.hashing import ConsistentHashing
+
+__all__ = ["Candidate", "Policy", "Request", "make_policy"]
+
+
+def make_policy(config: PolicyConfig, role: Role) -> Policy:
+    """A fresh policy for the workers of one role."""
+    match config.of(role):
+        case "random":
+            return RandomChoice()
+        case "round_robin":
+            return RoundRobin()
+        case "power_of_two":
+            return PowerOfTwo()
+        case "least_loaded":
+            return LeastLoaded()
+        case "cache_aware":
+            return CacheAware(config)
+        case "bucket":
+            return Bucket(config)
+        case "consistent_hashing":
+            return ConsistentHashing()

@@ -1,0 +1,157 @@
+"""An approximate radix tree: which worker was sent which prompts, so that one that begins alike can go there.
+
+One tree for all workers. A node holds a piece of text and who was sent it; who has a node has all nodes above it. What
+a worker really keeps is not known here: each one's texts are bounded in characters, oldest leaves first.
+
+    "the quick " {a, b} ─┬─ "brown fox" {a}
+                         └─ "red fox"   {b}
+
+Pure but for its own state; owned by `cache_aware`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Container, Iterator
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """`text` leads here from the parent. `owners`: when each worker was last sent it, as a count of insertions."""
+
+    text: str
+    parent: Node | None
+    owners: dict[str, int]
+    children: dict[str, Node] = dataclasses.field(default_factory=dict)
+
+    def owned_below(self, owner: str) -> bool:
+        """Whether `owner` has one of the children."""
+        return any(owner in child.owners for child in self.children.values())
+
+
+class PrefixTree:
+    """Texts by owner. A walk costs a dictionary look-up a node and one comparison of all its text."""
+
+    def __init__(self) -> None:
+        self._root = Node("", None, {})
+        self._sizes: dict[str, int] = {}
+        self._count = 0
+
+    def size(self, owner: str) -> int:
+        """Characters that `owner` has in the tree."""
+        return self._sizes.get(owner, 0)
+
+    def insert(self, text: str, owner: str) -> None:
+        """`owner` was sent `text`: it has every node on the way from now on."""
+        self._count += 1
+        self._sizes.setdefault(owner, 0)
+        node, done = self._root, 0
+        while done < len(text):
+            child = node.children.get(text[done])
+            if child is None:
+                child = Node(text[done:], node, {})
+                node.children[text[done]] = child
+            else:
+                shared = common_length(text, done, child.text)
+                if shared < len(child.text):
+                    child = _split(child, shared)
+            if owner not in child.owners:
+                self._sizes[owner] += len(child.text)
+            child.owners[owner] = self._count
+            done += len(child.text)
+            node = child
+
+    def match(self, text: str, among: Container[str]) -> tuple[str | None, int]:
+        """The owner in `among` with the longest common beginning with `text`, and its length in characters.
+
+        Of several the one that was sent it last; None where nobody has any of it.
+        """
+        found: tuple[str | None, int] = (None, 0)
+        node, done = self._root, 0
+        while done < len(text):
+            child = node.children.get(text[done])
+            if child is None:
+                break
+            shared = common_length(text, done, child.text)
+            owners = [owner for owner in child.owners if owner in among]
+            if not owners:
+                break
+            found = (max(owners, key=child.owners.__getitem__), done + shared)
+            if shared < len(child.text):
+                break
+            done += shared
+            node = child
+        return found
+
+    def evict(self, max_size: int) -> None:
+        """Bring each owner down to `max_size` characters, leaves that it was sent longest ago first."""
+        for owner, size in list(self._sizes.items()):
+            if size > max_size:
+                self._evict(owner, max_size)
+
+    def forget(self, owner: str) -> None:
+        """Remove all that `owner` has."""
+        if owner in self._sizes:
+            self._evict(owner, 0)
+            del self._sizes[owner]
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the root, parents first."""
+        waiting = [self._root]
+        while waiting:
+            node = waiting.pop()
+            waiting.extend(node.children.values())
+            if node is not self._root:
+                yield node
+
+    def _evict(self, owner: str, max_size: int) -> None:
+        order = itertools.count()
+        leaves = [
+            (node.owners[owner], next(order), node)
+            for node in self.nodes()
+            if owner in node.owners and not node.owned_below(owner)
+        ]
+        heapq.heapify(leaves)
+        while leaves and self._sizes[owner] > max_size:
+            _, _, node = heapq.heappop(leaves)
+            self._sizes[owner] -= len(node.text)
+            parent = _remove_owner(node, owner)
+            if owner in parent.owners and not parent.owned_below(owner):
+                heapq.heappush(leaves, (parent.owners[owner], next(order), parent))
+
+
+def _remove_owner(node: Node, owner: str) -> Node:
+    """Take a leaf of `owner` from it; a node that nobody has is gone. Returns the parent."""
+    parent = node.parent
+    assert parent is not None, "the root has no owners"
+    del node.owners[owner]
+    if not node.owners:
+        assert not node.children, "who has a child has its parent"
+        del parent.children[node.text[0]]
+    return parent
+
+
+def _split(node: Node, at: int) -> Node:
+    """Cut a node's text in two; returns the new upper half, which has the same owners."""
+    assert node.parent is not None
+    upper = Node(node.text[:at], node.parent, dict(node.owners))
+    node.parent.children[node.text[0]] = upper
+    node.text, node.parent = node.text[at:], upper
+    upper.children[node.text[0]] = node
+    return upper
+
+
+def common_length(text: str, start: int, piece: str) -> int:
+    """How many characters of `piece` are what `text` has from `start` on: bisection over comparisons in C."""
+    if text.startswith(piece, start):
+        return len(piece)
+    low, high = 0, min(len(piece), len(text) - start)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text.startswith(piece[low:middle], start + low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
