@@ -72,6 +72,8 @@ class Prefilling:
     def committed(self, req: Req, end: int) -> bool:
         """The chunk up to `end` is computed; True when all is (the request leaves `active`)."""
         req.computed = end
+        if req.spec.traced and req.times.prefilled is None:
+            self._note_chunk(req, end)
         self._core.cache(req)
         if end < req.num_known:
             return False
@@ -90,6 +92,11 @@ class Prefilling:
         self._waits_for.pop(req.rid, None)
 
     # ------------------------------------------------------------------ inside
+
+    def _note_chunk(self, req: Req, end: int) -> None:
+        assert req.times.started is not None
+        req.chunks = [] if req.chunks is None else req.chunks
+        req.chunks.append((self._core.clock.now() - req.times.started, end))
 
     def _short_ones(self, budget: int, long: Req, rows: list[Row]) -> int:
         """Chunks of prompts that end within `budget` tokens, and of one that ends long before `long` does; once it has

@@ -53,6 +53,8 @@ class Req:
     sender: KVSender | None = None
     receiver: KVReceiver | None = None
     first_token: SampledToken | None = None
+    chunks: list[tuple[float, int]] | None = None
+    """See `RequestTiming.chunks`."""
     _packed: bytes = b""
 
     @property

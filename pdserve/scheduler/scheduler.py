@@ -184,6 +184,8 @@ class Scheduler:
             num_used_tokens=used,
             max_total_tokens=self.core.memory.max_tokens,
             audit=self._found,
+            failures=dict(self.core.failures),
+            peers=[] if self.kv is None else self.kv.peer_loads(),
         )
 
     def _handle(self, event: Event) -> None:

@@ -45,6 +45,11 @@ class KVSender:
         """
         return 0 if self._room.target is None else self._room.target.cached_tokens
 
+    @property
+    def stats(self) -> TransferStats:
+        """What was sent, and how long that took; after SUCCESS."""
+        return self._room.stats
+
     def send(self, lease: Lease, num_pages: int, gates: Gates = ()) -> None:
         """Send the request's pages up to the first `num_pages`, but for those sent before or cached by the receiver.
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pdserve.base.clock import Clock
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVLayout
+from pdserve.protocol.messages import PeerLoad
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.chunk import ChunkPlanner
 from pdserve.transfer.events import (
@@ -90,6 +91,7 @@ class KVManager:
         self.args = args
         self.counters: Counter[str] = Counter()
         self._all_fake = fake
+        self._clock = clock
         self._engine = engine
         ranks = (RankMemory(engine.address, tuple(Region(*buffer) for buffer in args.buffers)), *args.others)
         assert len(ranks) == args.shape.num_ranks, (len(ranks), args.shape)
@@ -214,8 +216,26 @@ class KVManager:
             "keys_published": len(self.receive_side.published),
             "keys_early": self.send_side.num_early,
             "pages_held_remote": self.receive_side.num_remote_pages,
+            "pages_held_send": self.send_side.num_held_pages,
             "control_unacked": self.sessions.num_unacked,
         }
+
+    def peer_loads(self) -> list[PeerLoad]:
+        """What passes between us and each peer, for people."""
+        now = self._clock.now()
+        sending = Counter(out.peer for out in self.send_side.outgoing.values())
+        receiving = Counter(entry.peer for entry in self.receive_side.published.values())
+        return [
+            PeerLoad(
+                endpoint=peer.endpoint,
+                instance=peer.instance,
+                state=peer.state.value,
+                heartbeat_age_s=max(0.0, now - peer.heard_at),
+                sent=peer.sent.flow(sending[peer.instance], now),
+                received=peer.received.flow(receiving[peer.instance], now),
+            )
+            for peer in self.sessions
+        ]
 
     def _is_fake(self, host: str) -> bool:
         return self._all_fake or host == FAKE_BOOTSTRAP_HOST

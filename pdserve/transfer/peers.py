@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pdserve.errors import HandshakeError
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address
+from pdserve.transfer.flows import FlowMeter
 from pdserve.transfer.topology import check_shapes
 from pdserve.transfer.wire import Abort, Done, Ended, Hello, Meta
 
@@ -40,6 +41,10 @@ class Peer:
     """Pings sent since anything was heard. Counted, not timed: a long step of ours is no silence of the peer."""
     listened_at: int = 0
     """`num_missed` when a probe last found that somebody listens there."""
+    heard_at: float = 0.0
+    """When anything was heard of it last, for people; its state goes by `num_missed`."""
+    sent: FlowMeter = dataclasses.field(default_factory=FlowMeter)
+    received: FlowMeter = dataclasses.field(default_factory=FlowMeter)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from pdserve.transfer.peers import Peer
 from pdserve.transfer.room import Published, ReceiveRoom
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta
+from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta, TransferStats
 
 FOLLOWERS_END_S = 15.0
 """By when the other ranks of a dead leader have ended: they miss its heartbeat for 10 s, and copy no more then."""
@@ -154,6 +154,7 @@ class ReceiveSide:
 
     def on_done(self, done: Done) -> None:
         """Every byte of a key has landed."""
+        self._count(done.key, done.stats)
         self._release(done.key)
         room = self.rooms.get(done.key.room)
         if room is not None and room.key == done.key:
@@ -162,6 +163,8 @@ class ReceiveSide:
 
     def on_ended(self, ended: Ended) -> None:
         """The sender gave a key up; perhaps it still writes."""
+        if ended.quiesced and ended.moved_to is None:
+            self._count(ended.key, None)
         room = self.rooms.get(ended.key.room)
         if room is not None and room.key == ended.key and not self._follow(room, ended):
             room.fail(ended.failure)
@@ -237,6 +240,16 @@ class ReceiveSide:
         room.peer = peer.instance
         self.publish(room, entry.leases[:-1], entry.leases[-1], entry.cached_tokens)
         return True
+
+    def _count(self, key: Key, stats: TransferStats | None) -> None:
+        """How a published key has ended; None: not well."""
+        entry = self.published.get(key)
+        peer = None if entry is None else self._sessions.peer(entry.peer)
+        if peer is None:
+            return
+        peer.received.ended(well=stats is not None)
+        if stats is not None:
+            peer.received.moved(stats.num_bytes, stats.write_s, self._clock.now())
 
     def _seeks_too_long(self, room: ReceiveRoom, now: float) -> bool:
         return now - room.opened_at > self._bootstrap_timeout_s

@@ -48,6 +48,8 @@ class SendRoom(Room):
     num_tokens: int | None = None
     """Tokens of the prompt, where the request said so."""
     fake: bool = False
+    stats: TransferStats = TransferStats()
+    """What was sent; after SUCCESS."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -213,6 +213,9 @@ class SendSide:
                 return
         else:
             out.num_bytes += event.job.num_bytes
+            peer = self._sessions.peer(out.peer)
+            if peer is not None:
+                peer.sent.moved(event.job.num_bytes, event.write_s, self._clock.now())
             self._counters["kv_transfer_bytes"] += event.job.num_bytes
         self._finish(out)
 
@@ -238,6 +241,11 @@ class SendSide:
             if peer is not None:
                 message = f"prefill never got a request for room {early.meta.key.room}"
                 self._turn_away(peer, early.meta.key, _failure("bootstrap_timeout", message, status=504))
+
+    @property
+    def num_held_pages(self) -> int:
+        """KV pages and aux slots that are read for peers, or may be."""
+        return sum(len(lease.pages) for out in self.outgoing.values() for lease in out.leases)
 
     @property
     def num_early(self) -> int:
@@ -325,14 +333,19 @@ class SendSide:
         self._closed.add(out.key)
         for lease in out.leases:
             lease.drop("send")
+        peer = self._sessions.peer(out.peer)
+        if peer is not None:
+            peer.sent.ended(well=out.failure is None)
         if out.failure is not None:
             self._say(out.key, Ended(key=out.key, failure=out.failure, quiesced=True))
             return
         room = self.rooms.get(out.key.room)
+        stats = self._stats(out)
         if room is not None and room.target is not None and room.target.key == out.key:
+            room.stats = stats
             room.move(KVPoll.SUCCESS)
         self._counters["transfers_done"] += 1
-        self._say(out.key, Done(key=out.key, stats=self._stats(out)))
+        self._say(out.key, Done(key=out.key, stats=stats))
 
     def _stats(self, out: Outgoing) -> TransferStats:
         return msgspec.structs.replace(

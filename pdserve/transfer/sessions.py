@@ -207,7 +207,7 @@ class Sessions:
 
     def _add(self, instance: str, endpoint: str) -> Peer:
         now = self._clock.now()
-        peer = Peer(instance, endpoint, PeerState.CONNECTING, last_ping=now)
+        peer = Peer(instance, endpoint, PeerState.CONNECTING, last_ping=now, heard_at=now)
         self._peers[instance] = peer
         return peer
 
@@ -240,6 +240,7 @@ class Sessions:
 
     def _heard(self, peer: Peer) -> list[Notice]:
         peer.num_missed = peer.listened_at = 0
+        peer.heard_at = self._clock.now()
         if peer.state is PeerState.SILENT:
             peer.state = PeerState.READY if peer.hello is not None else PeerState.CONNECTING
             if peer.state is PeerState.READY:

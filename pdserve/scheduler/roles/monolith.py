@@ -61,6 +61,8 @@ class MonolithRole:
 
     def end(self, req: Req, failure: Failure | None) -> None:
         """See `Role.end`."""
+        if failure is not None:
+            self._core.count_failure(failure)
         self._leave(req)
         finish = FinishReason(type="stop") if failure is None else finish_for_failure(failure)
         self._core.outbox.emit(req, (), finish, self._timing(req))
@@ -97,4 +99,5 @@ class MonolithRole:
             queue_s=times.started - times.arrived,
             prefill_s=times.prefilled - times.started,
             first_decode_step_s=first_step,
+            chunks=req.chunks,
         )

@@ -126,6 +126,7 @@ class PrefillRole:
         """See `Role.end`. A prefill request has no text to stop at, so a quiet end is an abort."""
         failure = failure or Failure(code="stopped", message="the request was stopped", status=499)
         assert req.sender is not None
+        self._core.count_failure(failure)
         req.sender.abort(failure)
         self._leave(req)
         self._core.outbox.emit(req, (), finish_for_failure(failure))
@@ -152,7 +153,18 @@ class PrefillRole:
         self._leave(req)
         tokens: tuple[SampledToken, ...] = () if req.first_token is None else (req.first_token,)
         stats = self._stats(req)
-        timing = RequestTiming(queue_s=stats.queue_s, bootstrap_s=stats.bootstrap_s, prefill_s=stats.prefill_s)
+        assert req.sender is not None
+        sent, prefilled = req.sender.stats, req.times.prefilled
+        timing = RequestTiming(
+            queue_s=stats.queue_s,
+            bootstrap_s=stats.bootstrap_s,
+            prefill_s=stats.prefill_s,
+            transfer_s=None if prefilled is None else self._core.clock.now() - prefilled,
+            kv_bytes=sent.num_bytes,
+            kv_pages=sent.num_pages,
+            kv_transfer_s=sent.write_s,
+            chunks=req.chunks,
+        )
         self._core.outbox.emit(req, tokens, FinishReason(type="length", length=1), timing)
 
     def _leave(self, req: Req) -> None:
