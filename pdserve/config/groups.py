@@ -166,6 +166,18 @@ class ObserveConfig:
     """Logs, health, metrics, traces."""
 
     watchdog_timeout: float = flag(300.0, help="seconds after which a step counts as stuck: /health answers 503")
+    enable_metrics: bool = flag(True, help="/metrics for Prometheus; costs nothing that can be measured")
+    enable_trace: bool = flag(False, help="traces through OpenTelemetry, which pdserve[otel] brings")
+    otlp_traces_endpoint: str = flag(
+        "localhost:4318", help="collector that spans are posted to over OTLP/HTTP: HOST:PORT, or a URL"
+    )
+    log_requests: bool = flag(False, help="a JSON line for each request when it comes, and one when it has ended")
+    log_requests_level: int = flag(
+        2, help="0: what and when; 1: and sampling parameters; 2: and tokens and text, cut; 3: all of them"
+    )
+    log_requests_target: str = flag(
+        "stdout", help="where they go: stdout, a directory, or a .jsonl file"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", help="what is logged")
 
 

@@ -46,7 +46,7 @@ enable-hierarchical-cache enable-hisparse enable-http-worker-reuseport enable-ht
 enable-kv-cache-sharding enable-layernorm-sp enable-layerwise-nvtx-marker enable-lean-attention
 enable-linear-replayssm enable-linear-replayssm-spec enable-linker-mla-dedup enable-lmcache enable-lora
 enable-lora-overlap-loading enable-mamba-cache-stochastic-rounding enable-megamoe-for-layernorm-sp
-enable-memory-saver enable-metrics enable-metrics-for-all-schedulers enable-mfu-metrics enable-mis enable-mixed-chunk
+enable-memory-saver enable-metrics-for-all-schedulers enable-mfu-metrics enable-mis enable-mixed-chunk
 enable-mm-global-cache enable-mscclpp enable-multi-layer-eagle enable-multimodal enable-nan-detection
 enable-nccl-nvls enable-nsa-prefill-context-parallel enable-nvidia-megakernel enable-p2p-check
 enable-page-major-kv-layout enable-paged-experts enable-pd-role-switch enable-pdmux enable-piecewise-cuda-graph
@@ -56,7 +56,7 @@ enable-response-store enable-return-aux-hidden-states enable-return-hidden-state
 enable-return-routed-experts enable-scattered-sconv enable-session-radix-cache enable-shared-experts-attn-tp
 enable-single-batch-overlap enable-ssl-refresh enable-streaming-session enable-strict-thinking enable-symm-mem
 enable-tf32-matmul enable-tokenizer-batch-encode enable-torch-compile enable-torch-compile-debug-mode
-enable-torch-symm-mem enable-tp-lm-head-all-to-all enable-trace enable-two-batch-overlap
+enable-torch-symm-mem enable-tp-lm-head-all-to-all enable-two-batch-overlap
 enable-unified-cache-external-linker enable-unified-memory enable-w4a4-mxfp4-megamoe enable-waterfill
 enable-watermark enable-weights-cpu-backup encoder-bootstrap-port encoder-only encoder-register-urls
 encoder-transfer-backend encoder-urls enforce-disable-flashinfer-allreduce-fusion enforce-shared-experts-fusion
@@ -79,8 +79,8 @@ kt-max-deferred-experts-per-token kt-method kt-num-gpu-experts kt-threadpool-cou
 kv-canary kv-canary-real-data kv-canary-sweep-interval kv-events-config language-model-only language-only
 limit-mm-data-per-request linear-attn-backend linear-attn-decode-backend linear-attn-prefill-backend
 linear-attn-verify-backend linear-replayssm-cache-len lmcache-config-file load-balance-method load-publish-endpoint
-load-snapshot-publish-interval load-watch-interval log-level-http log-requests log-requests-format log-requests-level
-log-requests-target lora-backend lora-drain-wait-threshold lora-eviction-policy lora-paths lora-strict-loading
+load-snapshot-publish-interval load-watch-interval log-level-http log-requests-format
+lora-backend lora-drain-wait-threshold lora-eviction-policy lora-paths lora-strict-loading
 lora-target-modules lora-use-virtual-experts mamba-backend mamba-cache-philox-rounds mamba-full-memory-ratio
 mamba-max-states-per-path mamba-radix-cache-strategy mamba-ssm-dtype mamba-track-interval max-ep-size
 max-loaded-loras max-lora-chunk-size max-lora-rank max-loras-per-batch max-mamba-cache-size
@@ -92,7 +92,7 @@ modelopt-export-path modelopt-quant moe-a2a-backend moe-data-parallel-size moe-d
 moe-runner-backend monokernel-backend mooncake-ib-device msprobe-dump-config multi-item-scoring-delimiter
 nccl-init-addr nccl-port nsa-decode-backend nsa-prefill-backend num-continuous-decode-steps numa-node
 offload-group-size offload-mode offload-num-in-group offload-prefetch-step optimistic-prefill-attempts
-otlp-service-name otlp-traces-endpoint paged-experts-num-resident pdmux-config-path piecewise-cuda-graph-compiler
+otlp-service-name paged-experts-num-resident pdmux-config-path piecewise-cuda-graph-compiler
 piecewise-cuda-graph-max-tokens piecewise-cuda-graph-tokens ple-offload-backend ple-offload-dir ple-offload-embedding
 pp-async-batch-depth pp-max-micro-batch-size pre-warm-nccl preferred-sampling-params prefill-attention-backend
 prefill-decode-interval prefill-decode-interval-min-bs prefill-delayer-forward-passes-buckets

@@ -145,6 +145,13 @@ def _check_observe(observe: ObserveConfig) -> None:
     seconds = observe.watchdog_timeout
     if not (math.isfinite(seconds) and seconds > 0):
         _refuse("watchdog_timeout", seconds, "must be a number of seconds above 0")
+    _between("log_requests_level", observe.log_requests_level, 0, 3)
+    for field, text in (
+        ("otlp_traces_endpoint", observe.otlp_traces_endpoint),
+        ("log_requests_target", observe.log_requests_target),
+    ):
+        if not text.strip() or "\0" in text:
+            _refuse(field, text, "must not be empty")
 
 
 def _check_host(field: str, host: str) -> None:

@@ -104,8 +104,11 @@ def _load(dp_rank: int, state: EngineState | None, num_live: int) -> dict[str, i
 
 async def metrics(context: ServerContext) -> Response:
     """Prometheus text; the scheduler's part is the last known one when it does not answer within a second."""
+    if not context.config.observe.enable_metrics:
+        raise RequestError("metrics are off (--no-enable-metrics)", status=404, code="metrics_off")
     state = await context.client.state(STATE_TIMEOUT_S)
-    return Response(context.metrics.render(state), media_type="text/plain; version=0.0.4; charset=utf-8")
+    alive = {rank: each["alive"] is True for rank, each in enumerate(replica_health(context))}
+    return Response(context.metrics.render(state, alive), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def flush_cache(context: ServerContext, request: Request) -> Response:

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.observe.metrics import ServerMetrics
-from pdserve.server import admin, health
+from pdserve.server import admin, health, observing
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client import EngineClient
 from pdserve.server.errors_http import install_error_handlers
@@ -51,6 +51,7 @@ def create_app(
         client.start()
         yield
         await client.stop()
+        observer.close()
 
     app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None)
     context = ServerContext(config, client, tokenizer, metrics, int(time.time()), registered)
@@ -59,6 +60,7 @@ def create_app(
     _add_generation(app, context)
     _add_health_and_facts(app, context)
     _add_commands(app, context)
+    observer = observing.install(app, context)
     return app
 
 

@@ -21,6 +21,7 @@ import msgspec
 
 from pdserve.errors import EngineDeadError, ProtocolError, RequestError
 from pdserve.observe.metrics import RequestMetrics
+from pdserve.observe.record import RequestListener
 from pdserve.protocol.channel import ApiChannel
 from pdserve.protocol.messages import (
     AbortRequest,
@@ -37,19 +38,21 @@ from pdserve.protocol.messages import (
     ToScheduler,
 )
 from pdserve.protocol.sampling import SamplingParams
+from pdserve.server.calls import current_call
 from pdserve.server.detokenizer import Detokenizer, NoText
 from pdserve.server.engine_queries import EngineQueries
 from pdserve.server.generation import Generation
 from pdserve.server.output_text import detokenize_output, refusal
 from pdserve.server.pulses import Pulses
 from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.watch import Progress, Watch
 
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
 class _Sequence:
-    """One live sequence; `seen_s` is when its newest token came (monotonic), None before the first.
+    """One live sequence; `progress` is what is told of it.
 
     `timing` is the newest that the scheduler sent: a stop string ends the sequence before the scheduler's last output.
     """
@@ -59,8 +62,7 @@ class _Sequence:
     generation: Generation
     sampling: SamplingParams
     detokenizer: Detokenizer
-    started_s: float
-    seen_s: float | None = None
+    progress: Progress
     timing: RequestTiming | None = None
 
 
@@ -74,7 +76,7 @@ class EngineClient:
         self._channel = channel
         self._tokenizer = tokenizer
         self._match_stops = match_stops
-        self._metrics = metrics
+        self._watch = Watch(metrics)
         self._live: dict[str, _Sequence] = {}
         self._names: collections.Counter[str] = collections.Counter()
         self._queries = EngineQueries(channel)
@@ -126,6 +128,10 @@ class EngineClient:
         """What the scheduler announced, once it can take requests and as long as it is there."""
         return self._ready if self._dead is None else None
 
+    def tell(self, listener: RequestListener) -> None:
+        """`listener` hears of every sequence from now on."""
+        self._watch.listeners.append(listener)
+
     @property
     def num_live(self) -> int:
         """Sequences in progress."""
@@ -168,15 +174,15 @@ class EngineClient:
             if self._names[name]:
                 raise RequestError(f"rid {name!r} belongs to a request that is still running", field="rid")
         generation = Generation(len(requests), self._close)
-        now = time.monotonic()
+        call = current_call()
         for index, (request, name) in enumerate(zip(requests, names, strict=True)):
+            progress = self._watch.started(request, name, call)
             self._live[request.rid] = _Sequence(
-                index, name, generation, request.sampling, self._detokenizer(request.sampling), now
+                index, name, generation, request.sampling, self._detokenizer(request.sampling), progress
             )
             self._names[name] += 1
-            self._metrics.started(len(request.input_ids))
         try:
-            for request in requests:
+            for request in map(self._watch.traced(call), requests):
                 await self._channel.send(request)
         except BaseException:
             generation.close()
@@ -210,7 +216,7 @@ class EngineClient:
         self._names[sequence.name] -= 1
         if self._names[sequence.name] <= 0:
             del self._names[sequence.name]
-        self._metrics.finished(outcome, time.monotonic() - sequence.started_s)
+        self._watch.ended(sequence.progress, outcome, sequence.timing)
 
     # queries ---------------------------------------------------------------------------------------------------------
 
@@ -273,6 +279,7 @@ class EngineClient:
         finish = output.finish
         refused = refusal(finish)
         if refused is not None:
+            sequence.progress.refused = refused
             self._drop(output.rid, "abort")
             sequence.generation.fail(refused)
             return
@@ -280,24 +287,12 @@ class EngineClient:
             sequence.index, sequence.detokenizer, output, keep_stop=sequence.sampling.no_stop_trim
         )
         sequence.timing = update.timing = output.timing or sequence.timing
-        self._observe(sequence, output, len(update.token_ids))
+        self._watch.tokens(sequence.progress, output, update)
         if update.finish is not None:
             self._drop(output.rid, update.finish.type)
             if finish is None:
                 self._send_soon(AbortRequest(rid=output.rid, reason="stop"))
         sequence.generation.put(update)
-
-    def _observe(self, sequence: _Sequence, output: RequestOutput, num_tokens: int) -> None:
-        if num_tokens == 0:
-            return
-        now = time.monotonic()
-        if sequence.seen_s is None:
-            self._metrics.first_token(now - sequence.started_s)
-            self._metrics.prompt_done(output.prompt_tokens, output.cached_tokens)
-        else:
-            self._metrics.next_tokens((now - sequence.seen_s) / num_tokens)
-        self._metrics.generated(num_tokens)
-        sequence.seen_s = now
 
     def _send_soon(self, message: ToScheduler) -> None:
         if self._dead is None:

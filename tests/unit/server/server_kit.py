@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import httpx
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pdserve.config.groups import DisaggConfig, DisaggMode, ModelConfig, ServerConfig, ServingConfig
+from pdserve.config.groups import DisaggConfig, DisaggMode, ModelConfig, ObserveConfig, ServerConfig, ServingConfig
 from pdserve.errors import EngineDeadError
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
 from pdserve.protocol.messages import (
@@ -221,8 +221,9 @@ class Bench:
         self.client.fail(EngineDeadError("killed"))
 
 
-def make_config(mode: DisaggMode = "null", **serving: Any) -> ServerConfig:
+def make_config(mode: DisaggMode = "null", *, observe: Mapping[str, Any] | None = None, **serving: Any) -> ServerConfig:
     return ServerConfig(
+        observe=ObserveConfig(**(observe or {})),
         model=ModelConfig(model_path="/models/tiny", served_model_name="tiny"),
         disagg=DisaggConfig(disaggregation_mode=mode),
         serving=ServingConfig(port=0, **serving),
@@ -236,10 +237,11 @@ async def bench(
     *,
     ready: bool = True,
     registered: Callable[[], bool] = lambda: True,
+    observe: Mapping[str, Any] | None = None,
     **serving: Any,
 ) -> AsyncIterator[Bench]:
     """A running server; at its end no stream is left in it."""
-    config = make_config(mode, **serving)
+    config = make_config(mode, observe=observe, **serving)
     api, low = memory_channel_pair()
     scheduler = ScriptedScheduler(low)
     metrics = make_metrics(config)

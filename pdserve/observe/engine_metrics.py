@@ -1,0 +1,193 @@
+"""The scheduler's part of `/metrics`: the newest `EngineState` as metric families. Used by `metrics` only.
+
+A server of several replicas has one sample of each, labelled `dp_rank`, and no sum; Prometheus adds them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from pdserve.protocol.messages import EngineState, Flow, PeerLoad
+
+Family = GaugeMetricFamily | CounterMetricFamily
+
+SGLANG_QUEUES = (
+    "num_prefill_bootstrap_queue_reqs",
+    "num_prefill_inflight_queue_reqs",
+    "num_decode_prealloc_queue_reqs",
+    "num_decode_transfer_queue_reqs",
+    "num_retracted_reqs",
+)
+"""Queues with a gauge of their own, shown at 0 by roles that lack them."""
+
+NEW_TOKEN_RATIO = "new_token_ratio"
+"""The fact that is shown as `sglang:new_token_ratio`, where the scheduler has it."""
+
+SGLANG_COUNTERS = {
+    "bootstrap_failed": "num_bootstrap_failed_reqs",
+    "copies_failed": "num_transfer_failed_reqs",
+    "requests_retracted": "num_retracted_requests",
+}
+"""The scheduler's counters that SGLang has under another name; shown at 0 before the first event."""
+
+ZEROS = (*SGLANG_COUNTERS, "kv_transfer_bytes", "transfers_done", "peers_lost", "requests_refused")
+"""Counters that are there before their first event, so that a rate over them is."""
+
+MAX_PEERS = 64
+"""Peers with a label of their own; what the others moved is summed as `other`."""
+
+
+class EngineCollector(Collector):
+    """Owned by `ServerMetrics`, which sets `state` before each scrape."""
+
+    def __init__(self, labels: Mapping[str, str], own_counters: Callable[[], Mapping[str, float]]) -> None:
+        self._labels = dict(labels)
+        self._own_counters = own_counters
+        self.state: EngineState | None = None
+        self.alive: Mapping[int, bool] = {}
+        """Of each replica whether its scheduler runs."""
+
+    def collect(self) -> Iterator[Family]:
+        """Called by the registry."""
+        families = _Families(self._labels)
+        for name, total in sorted(self._own_counters().items()):
+            _count(families, {}, name, total)
+        for rank, is_alive in sorted(self.alive.items()):
+            text = "1 while the scheduler of this replica runs and is not stuck in a step"
+            families.gauge("pdserve:scheduler_alive", text, {"dp_rank": str(rank)}, float(is_alive))
+        if self.state is not None:
+            replicas = self.state.replicas
+            for rank, state in enumerate(replicas or [self.state]):
+                where = {"dp_rank": str(rank)} if replicas else {}
+                _load(families, where, state)
+                _queues(families, where, state)
+                _pages(families, where, state)
+                _totals(families, where, state)
+                _peers(families, where, state.peers)
+        yield from families
+
+
+class _Families:
+    """Families by name, in the order of their first sample."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._labels = labels
+        self._found: dict[str, Family] = {}
+
+    def gauge(self, name: str, text: str, labels: Mapping[str, str], value: float) -> None:
+        """One sample of a gauge."""
+        self._add(GaugeMetricFamily, name, text, labels, value)
+
+    def counter(self, name: str, text: str, labels: Mapping[str, str], value: float) -> None:
+        """One sample of a counter; `name` without `_total`."""
+        self._add(CounterMetricFamily, name, text, labels, value)
+
+    def __iter__(self) -> Iterator[Family]:
+        return iter(self._found.values())
+
+    def _add(self, kind: type[Family], name: str, text: str, labels: Mapping[str, str], value: float) -> None:
+        family = self._found.get(name)
+        if family is None:
+            family = self._found[name] = kind(name, text, labels=[*self._labels, *labels])
+        family.add_metric([*self._labels.values(), *labels.values()], value)
+
+
+def _load(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
+    usage = state.num_used_tokens / state.max_total_tokens if state.max_total_tokens else 0.0
+    for name, text, value in (
+        ("num_running_reqs", "requests in the running batch", state.num_running_reqs),
+        ("num_queue_reqs", "requests that wait", state.num_queue_reqs),
+        ("num_used_tokens", "token slots in use", state.num_used_tokens),
+        ("max_total_num_tokens", "token slots in all", state.max_total_tokens),
+        ("token_usage", "share of token slots in use", usage),
+    ):
+        families.gauge(f"sglang:{name}", text, where, value)
+    ratio = state.facts.get(NEW_TOKEN_RATIO)
+    if isinstance(ratio, float | int):
+        text = "share of a running request's remaining tokens that memory is kept free for"
+        families.gauge("sglang:new_token_ratio", text, where, ratio)
+
+
+def _queues(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
+    for queue in SGLANG_QUEUES:
+        families.gauge(f"sglang:{queue}", "requests in this queue", where, state.queues.get(queue, 0))
+    for queue, length in sorted(state.queues.items()):
+        families.gauge("pdserve:queue_reqs", "length of a queue", {**where, "queue": queue}, length)
+
+
+def _pages(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
+    for name, count in sorted(state.memory.items()):
+        families.gauge(f"pdserve:{name}", f"KV memory: {name}", where, count)
+    for name, count in pages_by_state(state).items():
+        text = "KV pages by state; they add up to pdserve:pages_total"
+        families.gauge("pdserve:kv_pages", text, {**where, "state": name}, count)
+    text = "what the self-audit found: pages, rows, slots and rooms with no owner or two"
+    families.gauge("pdserve:audit_differences", text, where, len(state.audit))
+
+
+def _totals(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
+    for name, total in sorted({**dict.fromkeys(ZEROS, 0.0), **state.counters}.items()):
+        _count(families, where, name, total)
+    text = "requests that failed here, by cause"
+    for cause, number in sorted({"transfer_failed": 0, **state.failures}.items()):
+        families.counter("pdserve:request_failures", text, {**where, "cause": cause}, number)
+
+
+def _count(families: _Families, where: Mapping[str, str], name: str, total: float) -> None:
+    known = SGLANG_COUNTERS.get(name, name if name.startswith("kv_transfer_") else None)
+    full = f"pdserve:{name}" if known is None else f"sglang:{known}"
+    families.counter(full, name.replace("_", " "), where, total)
+
+
+def _peers(families: _Families, where: Mapping[str, str], peers: Iterable[PeerLoad]) -> None:
+    """Of each peer, those that moved most first; the rest has one label together."""
+    ordered = sorted(peers, key=lambda peer: -(peer.sent.bytes + peer.received.bytes))
+    for peer in ordered[:MAX_PEERS]:
+        labels = {**where, "peer": peer.endpoint}
+        text = "seconds since anything was heard of the peer"
+        families.gauge("pdserve:peer_heartbeat_age_seconds", text, labels, peer.heartbeat_age_s)
+        families.gauge("pdserve:peer_up", "1 while the session with the peer is good", labels, peer.state == "ready")
+        _flows(families, labels, peer.sent, peer.received)
+    rest = ordered[MAX_PEERS:]
+    if rest:
+        labels = {**where, "peer": "other"}
+        _flows(families, labels, _sum(peer.sent for peer in rest), _sum(peer.received for peer in rest))
+
+
+def _flows(families: _Families, labels: Mapping[str, str], sent: Flow, received: Flow) -> None:
+    for direction, flow in (("sent", sent), ("received", received)):
+        where = {**labels, "direction": direction}
+        families.counter("pdserve:peer_bytes", "KV bytes to or from the peer", where, flow.bytes)
+        families.counter("pdserve:peer_transfers", "transfers that went well", where, flow.transfers)
+        families.counter("pdserve:peer_transfer_failures", "transfers that failed", where, flow.failures)
+        families.counter("pdserve:peer_write_seconds", "time the sender's transport wrote", where, flow.write_s)
+        families.gauge("pdserve:peer_transfers_in_flight", "transfers under way", where, flow.in_flight)
+        speed = flow.recent_bytes_s / 1e9
+        families.gauge("pdserve:peer_gb_per_second", "KV gigabytes a second, last seconds", where, speed)
+
+
+def _sum(flows: Iterable[Flow]) -> Flow:
+    kept = list(flows)
+    return Flow(
+        bytes=sum(flow.bytes for flow in kept),
+        transfers=sum(flow.transfers for flow in kept),
+        failures=sum(flow.failures for flow in kept),
+        write_s=sum(flow.write_s for flow in kept),
+        in_flight=sum(flow.in_flight for flow in kept),
+        recent_bytes_s=sum(flow.recent_bytes_s for flow in kept),
+    )
+
+
+def pages_by_state(state: EngineState) -> dict[str, int]:
+    """A partition of all KV pages: nobody's, cached and free to go, cached and in use, and requests' or peers' own."""
+    total, free = state.memory.get("pages_total", 0), state.memory.get("pages_free", 0)
+    cached, evictable = state.memory.get("pages_cached", 0), state.memory.get("pages_evictable", 0)
+    return {
+        "free": free,
+        "evictable": evictable,
+        "locked": cached - evictable,
+        "leased": total - free - cached,
+    }

@@ -1,0 +1,72 @@
+"""The newest requests that have ended, and how many tokens came of late. For the page, and for throughput gauges."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from pdserve.observe.record import RequestRecord, RequestStart
+
+NUM_REQUESTS = 64
+WINDOW_S = 10
+
+
+class TokenRate:
+    """Tokens a second over the last `WINDOW_S` whole seconds."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[tuple[int, int]] = deque(maxlen=WINDOW_S + 1)
+
+    def add(self, num_tokens: int) -> None:
+        """Tokens came now."""
+        second = int(time.monotonic())
+        if self._seconds and self._seconds[-1][0] == second:
+            num_tokens += self._seconds.pop()[1]
+        self._seconds.append((second, num_tokens))
+
+    def value(self) -> float:
+        """Of the whole seconds behind us."""
+        now = int(time.monotonic())
+        return sum(count for second, count in self._seconds if now - WINDOW_S <= second < now) / WINDOW_S
+
+
+class RecentRequests:
+    """A `RequestListener` that keeps the newest records. Health probes are no requests of anybody's."""
+
+    keeps_output = False
+
+    def __init__(self) -> None:
+        self._records: deque[RequestRecord] = deque(maxlen=NUM_REQUESTS)
+
+    def started(self, start: RequestStart) -> None:
+        """See `RequestListener`."""
+
+    def ended(self, record: RequestRecord) -> None:
+        """See `RequestListener`."""
+        if record.start.path is not None:
+            self._records.append(record)
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Newest first."""
+        return [_fields(record) for record in reversed(self._records)]
+
+
+def _fields(record: RequestRecord) -> dict[str, Any]:
+    timing = record.timing
+    return {
+        "id": record.start.rid,
+        "path": record.start.path,
+        "room": None if record.start.room is None else str(record.start.room),
+        "arrived_at": record.start.arrived_at,
+        "outcome": record.outcome,
+        "error": record.error,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "completion_tokens": record.completion_tokens,
+        "ttft_s": record.ttft_s,
+        "ttft_parts": record.parts,
+        "e2e_s": record.e2e_s,
+        "kv_bytes": None if timing is None else timing.kv_bytes,
+        "kv_transfer_s": None if timing is None else timing.kv_transfer_s,
+    }

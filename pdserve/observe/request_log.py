@@ -1,0 +1,85 @@
+"""Requests as JSON lines, `--log-requests`: one when a sequence is submitted, one at its end. A `RequestListener`.
+
+Levels as SGLang has them: 0 says what and when, 1 adds sampling parameters, 2 tokens and text cut at 2048 characters,
+3 all of them. `observe/json_lines` writes; the event loop never waits for a disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from pdserve.observe.json_lines import JsonLines
+from pdserve.observe.record import RequestRecord, RequestStart
+
+CUT = 2048
+"""Characters of text at level 2; of token ids, which are about four each, a quarter."""
+_SAMPLING, _SOME, _ALL = 1, 2, 3
+
+
+class RequestLog:
+    """Writes to `lines`. `text_of` turns a prompt's tokens back into text, where the server has a tokenizer."""
+
+    def __init__(self, lines: JsonLines, level: int, text_of: Callable[[Sequence[int]], str] | None) -> None:
+        self._lines = lines
+        self._level = level
+        self._text_of = text_of
+
+    @property
+    def keeps_output(self) -> bool:
+        """See `RequestListener`."""
+        return self._level >= _SOME
+
+    def started(self, start: RequestStart) -> None:
+        """See `RequestListener`."""
+        line = self._head("request.received", start) | {
+            "arrived_at": start.arrived_at,
+            "intake_s": start.intake_s,
+            "stream": start.stream,
+            "prompt_tokens": len(start.input_ids),
+            "traceparent": start.traceparent,
+        }
+        if self._level >= _SAMPLING:
+            line["sampling_params"] = msgspec.to_builtins(start.sampling)
+        if self._level >= _SOME:
+            line["input_ids"] = self._ids(start.input_ids)
+            if self._text_of is not None:
+                line["text"] = self._cut(self._text_of(line["input_ids"]))
+        self._lines.write(line)
+
+    def ended(self, record: RequestRecord) -> None:
+        """See `RequestListener`."""
+        line = self._head("request.finished", record.start) | {
+            "outcome": record.outcome,
+            "matched": record.matched,
+            "error": record.error,
+            "code": record.code,
+            "status": record.status,
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "completion_tokens": record.completion_tokens,
+            "ttft_s": record.ttft_s,
+            "ttft_parts": record.parts,
+            "e2e_s": record.e2e_s,
+            "timing": None if record.timing is None else msgspec.to_builtins(record.timing),
+        }
+        if self._level >= _SOME:
+            line |= {"output_ids": self._ids(record.output_ids), "text": self._cut(record.text)}
+        self._lines.write(line)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._lines.close()
+
+    def _head(self, event: str, start: RequestStart) -> dict[str, Any]:
+        room = None if start.room is None else str(start.room)  # beyond what JSON's readers take for exact
+        return {"at": time.time(), "event": event, "rid": start.rid, "key": start.key, "path": start.path, "room": room}
+
+    def _ids(self, ids: Sequence[int]) -> list[int]:
+        return list(ids if self._level >= _ALL else ids[: CUT // 4])
+
+    def _cut(self, text: str) -> str:
+        return text if self._level >= _ALL or len(text) <= CUT else text[:CUT] + "…"

@@ -1,0 +1,179 @@
+"""`/metrics` and `/observe` of a server over a scripted scheduler."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdserve.config.groups import DisaggMode
+from pdserve.observe.engine_metrics import MAX_PEERS, pages_by_state
+from pdserve.observe.metrics import ServerMetrics
+from pdserve.observe.record import TTFT_PARTS
+from pdserve.protocol.messages import EngineState, FinishReason, Flow, PeerLoad
+from pdserve.protocol.replicas import merge_states
+from pdserve.server.tokenizer import Tokenizer
+from tests.unit.server.server_kit import Bench, bench
+
+pytestmark = pytest.mark.timeout(60)
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def read(text: str, *drop: str) -> Samples:
+    """Samples by name and labels, without those labels that all have, and those in `drop`."""
+    ignored = {"model_name", "engine_type", *drop}
+    return {
+        (sample.name, frozenset((k, v) for k, v in sample.labels.items() if k not in ignored)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[name, frozenset(labels.items())]
+
+
+async def scrape(b: Bench) -> Samples:
+    answer = await b.http.get("/metrics")
+    assert answer.status_code == 200
+    return read(answer.text)
+
+
+def body(mode: DisaggMode, room: int, **more: Any) -> dict[str, Any]:
+    trio = {} if mode == "null" else {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9, "bootstrap_room": room}
+    return {"prompt": "hello world", "max_tokens": 3, **trio, **more}
+
+
+@pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
+async def test_the_parts_of_the_first_token_s_time_add_up_in_the_metrics(
+    tokenizer: Tokenizer, mode: DisaggMode
+) -> None:
+    async with bench(tokenizer, mode) as b:
+        for room in range(1, 6):
+            assert (await b.http.post("/v1/completions", json=body(mode, room))).status_code == 200
+        samples = await scrape(b)
+        whole = value(samples, "sglang:time_to_first_token_seconds_sum")
+        parts = [value(samples, "pdserve:ttft_part_seconds_sum", part=part) for part in TTFT_PARTS]
+        assert whole > 0 and math.isclose(sum(parts), whole, rel_tol=1e-9)
+        assert all(value(samples, "pdserve:ttft_part_seconds_count", part=part) == 5 for part in TTFT_PARTS)
+        assert value(samples, "sglang:e2e_request_latency_seconds_count") == 5
+        assert value(samples, "sglang:inter_token_latency_seconds_count") == 10
+        assert value(samples, "sglang:generation_tokens_histogram_sum") == 15
+
+
+async def test_how_requests_end_is_counted(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        await b.http.post("/v1/completions", json=body("null", 1, max_tokens=2))
+        b.scheduler.script = lambda request: []
+        await b.http.post("/v1/completions", json=body("null", 1))
+        b.scheduler.script = lambda request: FinishReason(
+            type="abort", message="gone", status_code=502, err_type="peer_gone"
+        )
+        await b.http.post("/v1/completions", json=body("null", 1))
+        samples = await scrape(b)
+        for outcome in ("length", "stop", "abort"):
+            assert value(samples, "pdserve:requests_ended_total", outcome=outcome) == 1, outcome
+        found = (await b.http.get("/observe")).json()["requests"]
+        assert [request["outcome"] for request in found] == ["abort", "stop", "length"]
+        assert found[0]["error"] == "gone" and found[0]["ttft_s"] is None
+
+
+async def test_metrics_can_be_turned_off(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, observe={"enable_metrics": False}) as b:
+        assert (await b.http.get("/metrics")).status_code == 404
+
+
+def state(**fields: Any) -> EngineState:
+    memory = {"pages_total": 64, "pages_free": 20, "pages_cached": 30, "pages_evictable": 25, "pages_held_remote": 4}
+    known: dict[str, Any] = {
+        "queues": {"num_running_reqs": 2},
+        "memory": memory,
+        "counters": {},
+        "facts": {"control_endpoint": "10.0.0.1:5", "disaggregation_mode": "prefill", "instance": "me"},
+        "num_running_reqs": 2,
+        "num_queue_reqs": 0,
+        "num_used_tokens": 5,
+        "max_total_tokens": 100,
+    }
+    return EngineState(**(known | fields))
+
+
+def peer(number: int, num_bytes: int) -> PeerLoad:
+    return PeerLoad(
+        endpoint=f"10.1.0.{number}:7",
+        instance=f"peer{number}",
+        state="ready",
+        heartbeat_age_s=0.5,
+        sent=Flow(bytes=num_bytes, transfers=3, failures=1, write_s=0.5, in_flight=2, recent_bytes_s=2e9),
+    )
+
+
+def test_pages_by_state_are_a_partition() -> None:
+    parts = pages_by_state(state())
+    assert parts == {"free": 20, "evictable": 25, "locked": 5, "leased": 14}
+    assert sum(parts.values()) == 64
+
+
+def test_peers_failures_and_replicas_have_labels() -> None:
+    one = state(failures={"peer_gone": 2}, peers=[peer(1, 1000)])
+    metrics = ServerMetrics("m", "prefill")
+    alone = read(metrics.render(one, {0: True}).decode())
+    assert value(alone, "pdserve:request_failures_total", cause="peer_gone") == 2
+    assert value(alone, "pdserve:kv_pages", state="leased") == 14
+    assert value(alone, "pdserve:pages_held_remote") == 4
+    assert value(alone, "pdserve:peer_bytes_total", peer="10.1.0.1:7", direction="sent") == 1000
+    assert value(alone, "pdserve:peer_gb_per_second", peer="10.1.0.1:7", direction="sent") == 2.0
+    assert value(alone, "pdserve:peer_transfer_failures_total", peer="10.1.0.1:7", direction="sent") == 1
+    assert value(alone, "pdserve:peer_heartbeat_age_seconds", peer="10.1.0.1:7") == 0.5
+    both = read(metrics.render(merge_states([one, state()]), {0: True, 1: False}).decode())
+    for rank in ("0", "1"):
+        assert value(both, "sglang:num_running_reqs", dp_rank=rank) == 2
+        assert value(both, "pdserve:kv_pages", dp_rank=rank, state="free") == 20
+    assert value(both, "pdserve:scheduler_alive", dp_rank="1") == 0
+    assert ("sglang:num_running_reqs", frozenset()) not in both, "a sum would be counted twice"
+
+
+def test_the_number_of_peers_with_a_label_is_bounded() -> None:
+    peers = [peer(number, 10 + number) for number in range(MAX_PEERS + 9)]
+    samples = read(ServerMetrics("m", "prefill").render(state(peers=peers)).decode())
+    labels = {dict(labels)["peer"] for name, labels in samples if name == "pdserve:peer_bytes_total"}
+    assert len(labels) == MAX_PEERS + 1
+    total = sum(v for (name, _), v in samples.items() if name == "pdserve:peer_bytes_total")
+    assert total == sum(10 + number for number in range(MAX_PEERS + 9)), "what has no label of its own is in `other`"
+
+
+async def test_observe_is_the_page_s_picture(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, "prefill") as b:
+        b.scheduler.state = lambda: state(peers=[peer(1, 1000)])  # type: ignore[method-assign]
+        answer = await b.http.post("/v1/completions", json=body("prefill", (1 << 62) + 1))
+        assert answer.status_code == 200
+        seen = (await b.http.get("/observe")).json()
+        assert seen["server"]["mode"] == "prefill" and seen["server"]["status"] == "ready"
+        (replica,) = seen["replicas"]
+        assert replica["alive"] and replica["state"]["pages"] == {"total": 64, **pages_by_state(state())}
+        (edge,) = seen["edges"]
+        assert (edge["from"], edge["to"]) == ("10.0.0.1:5", "10.1.0.1:7")
+        assert (edge["gb_per_s"], edge["in_flight"], edge["bytes"]) == (2.0, 2, 1000)
+        assert edge["gb_per_s_writing"] == pytest.approx(1000 / 0.5 / 1e9)
+        (request,) = seen["requests"]
+        assert request["room"] == str((1 << 62) + 1)
+        assert sum(request["ttft_parts"].values()) == pytest.approx(request["ttft_s"])
+        assert request["completion_tokens"] == 3 and request["path"] == "/v1/completions"
+
+
+async def test_probes_are_no_requests_of_anybody_s(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        assert (await b.http.get("/health_generate")).status_code == 200
+        assert (await b.http.get("/observe")).json()["requests"] == []
+
+
+def test_messages_of_before_can_still_be_read() -> None:
+    """What is new in a state has a default, so that the two processes need not agree on it."""
+    fields = msgspec.to_builtins(state())
+    for name in ("failures", "peers", "replicas", "audit"):
+        del fields[name]
+    assert msgspec.convert(fields, EngineState) == state()
