@@ -12,8 +12,9 @@ import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.executor.factory import Built, build_executor
-from pdserve.executor.interface import BatchPlan, Row, SampledToken, run
+from pdserve.executor.interface import BatchPlan, Row, SampledToken, StepResult, run
 from pdserve.memory.layout import pages_for
+from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -62,6 +63,7 @@ class Driver:
         *,
         num_prompt: int | None = None,
         top_logprobs: int | None = None,
+        logprobs: Logprobs | None = None,
     ) -> int:
         """A row with pages for `max_tokens` tokens in all."""
         needed = pages_for(max_tokens, self.built.executor.layout.page_tokens)
@@ -69,7 +71,8 @@ class Driver:
         row = self.built.table.open(pages)
         assert row is not None
         prompt_length = len(tokens) if num_prompt is None else num_prompt
-        self.built.executor.open_row(row, tokens, prompt_length, sampling, top_logprobs)
+        wish = logprobs if top_logprobs is None else Logprobs(top=top_logprobs)
+        self.built.executor.open_row(row, tokens, prompt_length, sampling, wish)
         return row
 
     def close(self, row: int) -> None:
@@ -79,11 +82,15 @@ class Driver:
 
     def step(self, *rows: tuple[int, int, int, bool]) -> list[SampledToken | None]:
         """Run one plan of `(row, start, end, sample)`."""
+        return list(self.result(*rows).tokens)
+
+    def result(self, *rows: tuple[int, int, int, bool]) -> StepResult:
+        """The same, and all that it gives."""
         entries = tuple(Row(str(row), row, start, end, take) for row, start, end, take in rows)
         plan = BatchPlan(next(self._steps), entries)
         result = run(self.built.executor, plan)
         assert result.step == plan.step
-        return list(result.tokens)
+        return result
 
     def generate(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int | None = None

@@ -1,4 +1,4 @@
-"""Brings what a step sampled to the host without waiting for the device. Called by `LocalExecutor`."""
+"""Brings what a step has found to the host without waiting for the device. Called by `LocalExecutor`."""
 
 from __future__ import annotations
 
@@ -7,35 +7,45 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pdserve.executor.prompt_logprobs import Scores
 from pdserve.executor.sampler import Sampled
 
+Found = tuple[Sampled | None, Scores | None]
 
-def fetch(sampled: Sampled | None, device: torch.device) -> Callable[[], Sampled | None]:
+
+def fetch(sampled: Sampled | None, scores: Scores | None, device: torch.device) -> Callable[[], Found]:
     """Begin the copy; the function returned waits until everything enqueued so far is done, and gives host tensors.
 
     None, when nothing was sampled, is waited for as well: the step's KV is written then.
     """
     if device.type != "cuda":
-        return lambda: sampled
-    copy = None if sampled is None else _pinned_copy(sampled)
+        return lambda: (sampled, scores)
+    copies = (None if sampled is None else _copy_sampled(sampled), None if scores is None else _copy_scores(scores))
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
 
-    def wait() -> Sampled | None:
+    def wait() -> Found:
         done.synchronize()
-        return copy
+        return copies
 
     return wait
 
 
-def _pinned_copy(sampled: Sampled) -> Sampled:
+def _copy_sampled(sampled: Sampled) -> Sampled:
     """Host tensors that the current stream will fill."""
     return Sampled(
         _pinned(sampled.token_ids),
         None if sampled.logprobs is None else _pinned(sampled.logprobs),
         None if sampled.top_ids is None else _pinned(sampled.top_ids),
         None if sampled.top_logprobs is None else _pinned(sampled.top_logprobs),
+        None if sampled.picked is None else _pinned(sampled.picked),
+        None if sampled.failed is None else _pinned(sampled.failed),
     )
+
+
+def _copy_scores(scores: Scores) -> Scores:
+    """Host tensors that the current stream will fill."""
+    return Scores(*map(_pinned, scores.tensors()))
 
 
 def _pinned(tensor: Tensor) -> Tensor:

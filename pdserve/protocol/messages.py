@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import SamplingParams
 
 MAX_ROOM = (1 << 63) - 1
@@ -30,8 +31,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     input_ids: list[int]
     sampling: SamplingParams
     stream: bool = False
-    top_logprobs: int | None = None
-    """None: no logprobs. 0: of the chosen tokens. N: also of the N most likely ones."""
+    logprobs: Logprobs | None = None
+    """None: nothing is wanted."""
     room: RoomAddress | None = None
     arrival_s: float = 0.0
     priority: int = 0
@@ -78,10 +79,13 @@ ToScheduler = GenerateRequest | AbortRequest | Divert | FlushCache | StateQuery 
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Natural-log probability of one chosen token, and `(token id, logprob)` of the most likely ones."""
+    """Natural-log probability of one chosen token, `(token id, logprob)` of the most likely ones, and the
+    probabilities of the `token_ids` that were asked for, in their order.
+    """
 
     logprob: float
     top: list[tuple[int, float]] = msgspec.field(default_factory=list)
+    picked: list[float] = msgspec.field(default_factory=list)
 
 
 class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,12 +124,14 @@ class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request; the last one carries `finish`.
 
-    `timing` comes whenever a part of it has become known.
+    `timing` comes whenever a part of it has become known. `prompt_logprobs` come in parts, before the first token; a
+    stretch may come again after the request was computed anew.
     """
 
     rid: str
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     finish: FinishReason | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0

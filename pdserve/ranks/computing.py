@@ -98,7 +98,7 @@ class Computer:
             case OpenRow(row=row):
                 self._pages.begin(row)
                 tokens = unpack(order.token_ids)
-                self._executor.open_row(row, tokens, order.num_prompt_tokens, order.sampling, order.top_logprobs)
+                self._executor.open_row(row, tokens, order.num_prompt_tokens, order.sampling, order.logprobs)
             case CloseRow(row=row):
                 self._executor.close_row(row)
             case Offload(saved=saved, pages=pages):

@@ -20,6 +20,7 @@ from pdserve.executor.interface import BatchPlan, Executor, HostPages, LayerMark
 from pdserve.executor.row_params import Seeds
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.page_table import PageTable
+from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.ranks.followers import Followers
 from pdserve.ranks.orders import CloseRow, DropHost, Launch, Offload, OpenRow, PlannedRow, Restore, pack
@@ -100,7 +101,7 @@ class GroupExecutor:
         token_ids: Sequence[int],
         num_prompt_tokens: int,
         sampling: SamplingParams,
-        top_logprobs: int | None,
+        logprobs: Logprobs | None,
     ) -> None:
         """See `Executor.open_row`."""
         sampling = self._seeds.fix(sampling)
@@ -111,10 +112,10 @@ class GroupExecutor:
                 token_ids=pack(token_ids),
                 num_prompt_tokens=num_prompt_tokens,
                 sampling=sampling,
-                top_logprobs=top_logprobs,
+                logprobs=logprobs,
             )
         )
-        self._local.open_row(row, token_ids, num_prompt_tokens, sampling, top_logprobs)
+        self._local.open_row(row, token_ids, num_prompt_tokens, sampling, logprobs)
 
     def close_row(self, row: int) -> None:
         """See `Executor.close_row`."""

@@ -28,6 +28,7 @@ from pdserve.errors import ConfigError, ModelError, PdserveError, ProtocolError,
 from pdserve.executor.interface import BatchPlan, Row
 from pdserve.protocol.codec import Codec
 from pdserve.protocol.failure import Failure
+from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.transfer.events import Piece
 from pdserve.transfer.plan import PageCopy
@@ -47,7 +48,7 @@ class OpenRow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     token_ids: bytes
     num_prompt_tokens: Count
     sampling: SamplingParams
-    top_logprobs: Count | None
+    logprobs: Logprobs | None
 
 
 class CloseRow(msgspec.Struct, frozen=True, tag=True):

@@ -10,7 +10,7 @@ from pdserve.base.clock import Clock
 from pdserve.executor.interface import BatchPlan, Executor, Row, SampledToken
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import Lease
-from pdserve.protocol.failure import Failure
+from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import (
     FinishReason,
     OutputBatch,
@@ -21,7 +21,8 @@ from pdserve.protocol.messages import (
 )
 from pdserve.scheduler.req import Req, finish_for_token
 
-MAX_FAILURE_CODES = 64
+MAX_PART_BYTES = 4 << 20
+"""Log probabilities of a prompt that one message to the API process has at most."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +59,12 @@ class Outbox:
         finish: FinishReason | None = None,
         timing: RequestTiming | None = None,
     ) -> None:
-        """New tokens of `req`, and how it ended if it did."""
+        """New tokens of `req`, and how it ended if it did. Who wants the prompt alone hears nothing of what follows."""
+        if req.spec.sampling.max_new_tokens == 0:
+            tokens = ()
         logprobs = None
-        if req.spec.top_logprobs is not None:
-            logprobs = [TokenLogprob(token.logprob or 0.0, list(token.top)) for token in tokens]
+        if req.spec.logprobs is not None and req.spec.logprobs.output:
+            logprobs = [TokenLogprob(token.logprob or 0.0, list(token.top), list(token.picked)) for token in tokens]
         self._outputs.append(
             RequestOutput(
                 rid=req.rid,
@@ -73,6 +76,18 @@ class Outbox:
                 timing=timing,
             )
         )
+
+    def emit_prompt(self, req: Req, part: PromptLogprobs) -> None:
+        """Log probabilities of a part of the prompt. Sent at once, one message for each so many: they may be large."""
+        for piece in part.parts(MAX_PART_BYTES):
+            output = RequestOutput(
+                rid=req.rid,
+                token_ids=[],
+                prompt_logprobs=piece,
+                prompt_tokens=req.num_prompt,
+                cached_tokens=req.num_cached,
+            )
+            self.send(OutputBatch(outputs=[output]))
 
     def flush(self) -> None:
         """Send what the step produced."""
@@ -104,7 +119,6 @@ class Core:
         self.clock = clock
         self.limits = limits
         self.counters: Counter[str] = Counter()
-        self.failures: Counter[str] = Counter()
         self.offloaded_bytes = 0
         self._launched = self._resolved = 0
         self._limbo: deque[_Claim] = deque()
@@ -141,7 +155,7 @@ class Core:
             return False
         req.row = row
         tokens = req.spec.input_ids + req.output_ids
-        self.executor.open_row(row, tokens, req.num_prompt, req.spec.sampling, req.spec.top_logprobs)
+        self.executor.open_row(row, tokens, req.num_prompt, req.spec.sampling, req.wish)
         return True
 
     def grow(self, req: Req, num_tokens: int) -> bool:
@@ -188,11 +202,6 @@ class Core:
         req.output_ids.append(token.token_id)
         self.counters["generation_tokens"] += 1
         return finish_for_token(req, token.token_id, self.limits.eos_token_ids)
-
-    def count_failure(self, failure: Failure) -> None:
-        """A request ends with it. Codes may come from peers, so there is an end to how many are kept apart."""
-        known = failure.code in self.failures or len(self.failures) < MAX_FAILURE_CODES
-        self.failures[failure.code if known else "other"] += 1
 
     def restore(self, req: Req) -> None:
         """Bring saved KV into the request's lease. No step may be under way."""

@@ -40,10 +40,12 @@ class Generating:
         self, live: dict[str, Req], plan: BatchPlan, result: StepResult
     ) -> Iterator[tuple[Req, SampledToken, FinishReason | None]]:
         """The requests that got a token, and how they ended if they did; finished prompts join the running."""
-        for row, token in zip(plan.rows, result.tokens, strict=True):
+        for index, (row, token) in enumerate(zip(plan.rows, result.tokens, strict=True)):
             req = live.get(row.rid)
             if req is None or req.row != row.row:
                 continue
+            if index in result.prompts:
+                self._core.outbox.emit_prompt(req, result.prompts[index])
             if row.rid in self.running.reqs:
                 assert token is not None
                 yield req, token, self.running.commit(req, token)

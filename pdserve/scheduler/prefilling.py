@@ -128,7 +128,9 @@ class Prefilling:
 
     def _start_alone(self, req: Req) -> bool:
         """Start `req` unless what was started since it was looked at computes its next page."""
-        return self._next_page(req, self._num_cached(req)) not in self._under_way() and self._start(req)
+        num_cached = self._num_cached(req)
+        under_way = self._may_use(req, num_cached) and self._next_page(req, num_cached) in self._under_way()
+        return not under_way and self._start(req)
 
     def _under_way(self) -> set[bytes]:
         """The next pages of active prompts, where others can use them."""
@@ -146,8 +148,9 @@ class Prefilling:
             if waits_for is not None and (waits_for in under_way or num_again == LOOK_AHEAD):
                 place += 1
                 continue
-            next_page = self._next_page(req, self._num_cached(req))
-            if next_page is not None and next_page in under_way:
+            num_cached = self._num_cached(req)
+            next_page = self._next_page(req, num_cached)
+            if next_page is not None and next_page in under_way and self._may_use(req, num_cached):
                 self._waits_for[req.rid] = next_page
             else:
                 self._waits_for.pop(req.rid, None)
@@ -164,6 +167,10 @@ class Prefilling:
         page_tokens = self._core.memory.layout.page_tokens
         end = (num_tokens // page_tokens + 1) * page_tokens
         return req.packed(end) if self._core.memory.has_prefix_cache and end < req.num_known else None
+
+    def _may_use(self, req: Req, num_cached: int) -> bool:
+        """Whether `req` would take the page behind the first `num_cached` tokens from the cache."""
+        return num_cached + self._core.memory.layout.page_tokens <= req.most_cached
 
     def _may_start(self, req: Req) -> bool:
         """True when there are a row, an aux slot, and memory for it beside what the running ones will need."""
@@ -201,8 +208,8 @@ class Prefilling:
         return True
 
     def _prefix(self, req: Req) -> tuple[bytes, int]:
-        """What may be taken from the cache: all but the last token, whose logits are wanted."""
-        return (b"", 0) if req.saved is not None else (req.packed(req.num_known), req.num_known - 1)
+        """What may be taken from the cache."""
+        return (b"", 0) if req.saved is not None else (req.packed(req.num_known), req.most_cached)
 
     def _num_cached(self, req: Req) -> int:
         return self._core.memory.match_prefix(*self._prefix(req))

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from pdserve.errors import PdserveError
+from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason, RequestTiming, TokenLogprob
 
 
@@ -21,13 +22,14 @@ class Update:
     """News of sequence `index`: text that is safe to show, and the tokens since the last update.
 
     `finish` comes with the last one, `timing` is the newest known.
-    `logprobs` has one entry per token when they were asked for.
+    `logprobs` has one entry per token when they were asked for; `prompt_parts` are the prompt's, in parts.
     """
 
     index: int
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    prompt_parts: list[PromptLogprobs] = dataclasses.field(default_factory=list)
     finish: FinishReason | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -39,6 +41,7 @@ class Update:
         self.text += newer.text
         self.token_ids += newer.token_ids
         self.logprobs += newer.logprobs
+        self.prompt_parts += newer.prompt_parts
         self.finish = newer.finish
         self.prompt_tokens = newer.prompt_tokens
         self.cached_tokens = newer.cached_tokens

@@ -18,6 +18,7 @@ import msgspec
 
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
+from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import MAX_ROOM, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.server.json_http import scalar_or_list
@@ -32,6 +33,7 @@ class Addressed(Protocol):
 
     rid: Any
     priority: int | None
+    data_parallel_rank: int | None
     bootstrap_host: Any
     bootstrap_port: Any
     bootstrap_room: Any
@@ -43,7 +45,7 @@ class PromptSpec:
 
     input_ids: list[int]
     sampling: SamplingParams
-    top_logprobs: int | None = None
+    logprobs: Logprobs | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +110,21 @@ def check_top_logprobs(value: int | None, field: str) -> int | None:
     if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
         raise RequestError(f"{field} must be in [0, {MAX_TOP_LOGPROBS}], got {value}", field=field)
     return value
+
+
+def openai_logprobs(top: int | None, prompt_top: int | None = None) -> Logprobs | None:
+    """What a request to an OpenAI endpoint wants of its output and of its prompt; None: nothing.
+
+    A decode server is asked for both, so prefill hands the prompt's over.
+    """
+    if top is None and prompt_top is None:
+        return None
+    return Logprobs(
+        output=top is not None,
+        top=max(top or 0, prompt_top or 0),
+        prompt_from=None if prompt_top is None else 0,
+        to_decode=True,
+    )
 
 
 def _expand_rooms(room: Any, num_prompts: int, n: int) -> list[int]:
@@ -185,7 +202,9 @@ def _seeded(sampling: SamplingParams, j: int) -> SamplingParams:
     return msgspec.structs.replace(sampling, seed=(sampling.seed + j) & MAX_ROOM)
 
 
-def make_intake(prompts: Sequence[PromptSpec], n: int, body: Addressed, mode: DisaggMode, *, stream: bool) -> Intake:
+def make_intake(
+    prompts: Sequence[PromptSpec], n: int, body: Addressed, mode: DisaggMode, *, stream: bool, dp_size: int = 1
+) -> Intake:
     """All requests of a body whose prompts are checked; `body` has the bootstrap trio, `rid`, priority.
 
     Each request has an id of its own on the wire, which is never used again, so that late outputs of an aborted request
@@ -194,6 +213,10 @@ def make_intake(prompts: Sequence[PromptSpec], n: int, body: Addressed, mode: Di
     Raises:
         RequestError: 400 naming the field.
     """
+    rank = body.data_parallel_rank
+    if rank is not None and not 0 <= rank < dp_size:
+        message = f"data_parallel_rank must be in [0, {dp_size}), the replicas of this server, got {rank}"
+        raise RequestError(message, field="data_parallel_rank")
     rooms = rooms_of(body, mode, len(prompts), n)
     names = [name for name in _names(body.rid, len(prompts)) for _ in range(n)]
     arrival_s = time.time()
@@ -203,10 +226,11 @@ def make_intake(prompts: Sequence[PromptSpec], n: int, body: Addressed, mode: Di
             input_ids=prompts[i // n].input_ids,
             sampling=_seeded(prompts[i // n].sampling, i % n),
             stream=stream,
-            top_logprobs=prompts[i // n].top_logprobs,
+            logprobs=prompts[i // n].logprobs,
             room=rooms[i],
             arrival_s=arrival_s,
             priority=body.priority or 0,
+            replica=body.data_parallel_rank,
         )
         for i in range(len(names))
     ]

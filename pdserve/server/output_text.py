@@ -39,6 +39,8 @@ def detokenize_output(index: int, detokenizer: Detokenizer, output: RequestOutpu
     """
     update = Update(index, prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens)
     update.finish, update.timing = output.finish, output.timing
+    if output.prompt_logprobs is not None:
+        update.prompt_parts.append(output.prompt_logprobs)
     hidden = _hidden_stop_token(output, keep=keep_stop)
     last = len(output.token_ids) - 1
     for position, token_id in enumerate(output.token_ids):
@@ -53,6 +55,8 @@ def detokenize_output(index: int, detokenizer: Detokenizer, output: RequestOutpu
             return update
     if output.finish is not None:
         update.text += detokenizer.finish()
+        if detokenizer.stopped is not None:
+            update.finish = FinishReason(type="stop", matched=detokenizer.stopped)
     return update
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pdserve.base.clock import ManualClock
 from pdserve.executor.interface import BatchPlan, HostPages, Row, SampledToken, StepHandle, StepResult
 from pdserve.memory.layout import KVLayout
+from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import SamplingParams
 
 FIRST_TOKEN = 1000
@@ -97,7 +98,7 @@ class CostModelExecutor:
         token_ids: Sequence[int],
         num_prompt_tokens: int,
         sampling: SamplingParams,
-        top_logprobs: int | None,
+        logprobs: Logprobs | None,
     ) -> None:
         """See `Executor`."""
         assert row not in self._rows, f"row {row} is open"

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from pdserve.executor.interface import BatchPlan, HostPages, Row, SampledToken, StepHandle, StepResult
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.memory.page_table import PageTable
+from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import SamplingParams
 
 VOCAB_SIZE = 50257
@@ -62,6 +63,8 @@ class HashExecutor:
         self.pool: U64 = np.full((num_pages, *self._group.page_shape), POISON, dtype=np.uint64)
         self._table = page_table
         self._tokens: dict[int, list[int]] = {}
+        self._wishes: dict[int, tuple[int, Logprobs]] = {}
+        """Prompt tokens and wish of rows that want log probabilities."""
         self.late = False
 
     @property
@@ -84,14 +87,17 @@ class HashExecutor:
         token_ids: Sequence[int],
         num_prompt_tokens: int,
         sampling: SamplingParams,
-        top_logprobs: int | None,
+        logprobs: Logprobs | None,
     ) -> None:
         """See `Executor`."""
         self._tokens[row] = list(token_ids)
+        if logprobs is not None:
+            self._wishes[row] = (num_prompt_tokens, logprobs)
 
     def close_row(self, row: int) -> None:
         """See `Executor`."""
         del self._tokens[row]
+        self._wishes.pop(row, None)
 
     def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
         """See `Executor`.
@@ -116,9 +122,12 @@ class HashExecutor:
         assert isinstance(saved, _Saved)
         self.pool[list(pages)] = saved.content
 
-    def compute(self, row: Row, pages: npt.NDArray[np.int32]) -> SampledToken | None:
+    def compute(self, row: Row, pages: npt.NDArray[np.int32]) -> tuple[SampledToken | None, PromptLogprobs | None]:
         """One row of a step. `pages` are its page-table line at the launch."""
         tokens = self._tokens[row.row]
+        told: dict[int, int] = {}
+        num_prompt, wish = self._wishes.get(row.row, (0, None))
+        first = None if wish is None else wish.prompt_from
         page_tokens = self._group.page_tokens
         last = 0
         for position in range(row.start, row.end):
@@ -131,12 +140,28 @@ class HashExecutor:
                 kv = self.pool[pages[:num_pages], layer, :, 0, :, 0].swapaxes(0, 1).reshape(2, -1)[:, : position + 1]
                 carry = _mix(int((kv * _WEIGHTS[:, : position + 1]).sum(dtype=np.uint64)) + layer)
             last = carry
+            if first is not None and first <= position < num_prompt - 1:
+                told[position + 1] = _mix(carry ^ tokens[position + 1])
+        part = _told(told, wish) if told and wish is not None else None
         if not row.sample:
-            return None
+            return None, part
         token = last % VOCAB_SIZE
         del tokens[row.end :]
         tokens.append(token)
-        return SampledToken(token)
+        return SampledToken(token, picked=tuple(-float(token % (i + 2)) for i in _picks(wish))), part
+
+
+def _picks(wish: Logprobs | None) -> tuple[int, ...]:
+    return () if wish is None else wish.token_ids
+
+
+def _told(hashes: dict[int, int], wish: Logprobs) -> PromptLogprobs:
+    """Made-up log probabilities of the tokens at these positions, which follow each other."""
+    own = np.array([-(value % 4096) / 64 for value in hashes.values()], dtype=np.float32)
+    top = np.repeat(own[:, None], wish.top, 1)
+    picked = np.repeat(own[:, None], len(wish.token_ids), 1)
+    ids = np.zeros(top.shape, dtype=np.int32)
+    return PromptLogprobs.pack(min(hashes), own, np.ones(len(own), dtype=np.int32), ids, top, picked)
 
 
 class _Step:
@@ -149,8 +174,9 @@ class _Step:
     def result(self) -> StepResult:
         """Compute, unless that is done."""
         if self._result is None:
-            tokens = tuple(self._executor.compute(row, self._tables[row.row]) for row in self._plan.rows)
-            self._result = StepResult(self._plan.step, tokens)
+            found = [self._executor.compute(row, self._tables[row.row]) for row in self._plan.rows]
+            prompts = {index: part for index, (_, part) in enumerate(found) if part is not None}
+            self._result = StepResult(self._plan.step, tuple(token for token, _ in found), prompts)
         return self._result
 
     def wait(self, num_layers: int, timeout_s: float) -> bool:

@@ -15,6 +15,7 @@ from pdserve.base.mailbox import Mailbox
 from pdserve.config.groups import EvictionPolicy, SchedulePolicy
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.page_table import PageTable
+from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import (
     AbortRequest,
     EngineReady,
@@ -69,6 +70,7 @@ class Prompt:
     tokens: tuple[int, ...]
     max_new_tokens: int
     priority: int = 0
+    logprobs: Logprobs | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -77,6 +79,8 @@ class Half:
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     finish: FinishReason | None = None
+    picked: list[list[float]] = dataclasses.field(default_factory=list)
+    prompt_parts: list[PromptLogprobs] = dataclasses.field(default_factory=list)
 
 
 class Node:
@@ -161,6 +165,10 @@ class Node:
                     assert half.finish is None, f"{output.rid}: output after its end"
                     assert output.cached_tokens <= output.prompt_tokens, output
                     half.tokens += output.token_ids
+                    half.picked += [line.picked for line in output.logprobs or ()]
+                    if output.prompt_logprobs is not None:
+                        assert not half.tokens, f"{output.rid}: of the prompt after its first token"
+                        half.prompt_parts.append(output.prompt_logprobs)
                     half.finish = output.finish
             case StateReply() | FlushReply() | EngineReady():
                 pass
@@ -168,6 +176,11 @@ class Node:
 
 def monolith_tokens(shape: Shape, prompts: Sequence[Prompt]) -> list[list[int]]:
     """The tokens that an aggregated server gives for each prompt."""
+    return [half.tokens for half in monolith_halves(shape, prompts)]
+
+
+def monolith_halves(shape: Shape, prompts: Sequence[Prompt]) -> list[Half]:
+    """All that an aggregated server gives for each prompt."""
     net = SimNet(0, ManualClock(), Faults())
     roomy = Shape(page_tokens=shape.page_tokens, num_pages=512, num_rows=64, prefix_cache=False)
     node = Node("null", roomy, net, "mono", "mono")
@@ -178,7 +191,7 @@ def monolith_tokens(shape: Shape, prompts: Sequence[Prompt]) -> list[list[int]]:
         if node.idle:
             break
     assert node.idle and not node.leaks(), node.leaks()
-    return [node.halves[f"r{i}"].tokens for i in range(len(prompts))]
+    return [node.halves[f"r{i}"] for i in range(len(prompts))]
 
 
 class World:
@@ -274,5 +287,10 @@ def request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateReque
     """A greedy request for one server."""
     sampling = SamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=0.0)
     return GenerateRequest(
-        rid=rid, input_ids=list(prompt.tokens), sampling=sampling, room=room, priority=prompt.priority
+        rid=rid,
+        input_ids=list(prompt.tokens),
+        sampling=sampling,
+        logprobs=prompt.logprobs,
+        room=room,
+        priority=prompt.priority,
     )

@@ -104,6 +104,7 @@ class Decoder:
         attention: StepAttention,
         on_layer: Callable[[int], None] | None = None,
         hidden: Tensor | None = None,
+        on_hidden: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Run this stage's layers.
 
@@ -112,6 +113,7 @@ class Decoder:
         the logits of the tokens at `batch.sample_index`: float32 `[S, share]`, for `Parallel.gather_logits`.
 
         `on_layer(i)` is called once its layer i's KV is written, or its writing enqueued on a device that has a queue.
+        `on_hidden` is given what the last layer of the last stage says of all tokens, `[N, hidden_size]`, for `logits`.
         """
         if self._embedding is not None:
             assert hidden is None, "the first stage begins with the tokens"
@@ -126,7 +128,16 @@ class Decoder:
                 on_layer(index)
         if self._norm is None or self._head is None:
             return x
-        return self._head(self._norm(x.index_select(0, batch.sample_index))).float()
+        if on_hidden is not None:
+            on_hidden(x)
+        return self.logits(x.index_select(0, batch.sample_index))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """This rank's part of the logits behind hidden states of the last layer: `[n, hidden_size]` to float32
+        `[n, share]`. On the last stage only.
+        """
+        assert self._norm is not None and self._head is not None, "only the last stage has a head"
+        return self._head(self._norm(hidden)).float()
 
     def _embedding_rows(self) -> Tensor | None:
         """Rows of the embedding: the first stage looks tokens up in them, the last has them as head when tied."""

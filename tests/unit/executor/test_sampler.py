@@ -10,6 +10,7 @@ import torch
 
 from pdserve.executor.row_params import RowParams, Seeds
 from pdserve.executor.sampler import sample, to_host, uniforms
+from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import SamplingParams
 
 VOCAB = 50
@@ -172,7 +173,7 @@ def test_only_rows_that_asked_get_logprobs() -> None:
     logits = torch.stack([logits_of(seed) for seed in range(3)])
     params = RowParams(3, (EOS,))
     for row, top in enumerate((None, 0, 2)):
-        params.set(row, 1, SamplingParams(temperature=0.0), top)
+        params.set(row, 1, SamplingParams(temperature=0.0), None if top is None else Logprobs(top=top))
     picked = params.pick(np.arange(3), np.ones(3, dtype=np.int64))
     none, own, best = to_host(sample(logits, picked, torch.zeros(3, 8, dtype=torch.int32)), picked)
     expected = logits.log_softmax(-1)

@@ -43,7 +43,7 @@ PIECES = ((4096, 1 << 40, (PageCopy(0, 64, 64), PageCopy(128, 0, 1 << 33))), (1,
 def test_orders_and_reports_come_out_as_they_went_in() -> None:
     sampling = SamplingParams(seed=(1 << 63) - 1, logit_bias={5: 0.5}, stop_token_ids=(1,))
     for order in (
-        OpenRow(row=1, token_ids=pack([1, 2]), num_prompt_tokens=2, sampling=sampling, top_logprobs=None),
+        OpenRow(row=1, token_ids=pack([1, 2]), num_prompt_tokens=2, sampling=sampling, logprobs=None),
         Launch(step=9, rows=(PlannedRow(0, 3, 7, True, pack([8, 9])),), layer_marks=True),
         Submit(
             job=3, key=Key(1, 2, "o"), index=-1, peer="p", transport_address="h:1", pieces=pack_pieces(PIECES),

@@ -8,6 +8,7 @@ from pdserve.config.groups import SchedulePolicy
 from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, StepResult
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.page_table import PageTable
+from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FinishReason, GenerateRequest, OutputBatch, ToApi
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.scheduler.core import Core, Limits, Outbox
@@ -92,7 +93,7 @@ class Mono:
                 rid=rid,
                 input_ids=tokens or PROMPT,
                 sampling=params,
-                top_logprobs=top_logprobs,
+                logprobs=None if top_logprobs is None else Logprobs(top=top_logprobs),
                 priority=priority,
             )
         )

@@ -1,0 +1,224 @@
+"""Log probabilities of prompt tokens: which tokens of a step they are wanted of, and what the model says of them.
+
+`read_wishes` is called by `LocalExecutor` when a step is launched, `Scorer` by `Stage` while it is computed. The logits
+of a long prompt would not fit into memory: a few positions at a time are looked at, and only what was asked for is
+kept. With the vocabulary split over tensor ranks, each looks at its part, and they exchange what is left of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.base.parallel import vocab_of
+from pdserve.executor.batch_builder import HostBatch, to_device
+from pdserve.model.families.decoder import Decoder
+from pdserve.model.forward_batch import IntArray
+from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
+
+LOGIT_BYTES = 64 << 20
+"""Logits that are looked at together, as float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wishes:
+    """What a micro-batch shall tell of prompt tokens; int64.
+
+    `flat` `[M]`: tokens of the batch whose successors are wanted. `lines`, `positions` `[M]`: table row and position of
+    each successor. `ids` `[R, K]`: the token ids that each of the requests asks for, filled up with 0; `owners` `[M]`:
+    whose successor it is. `num_top`: the most that a request asks for.
+    """
+
+    flat: IntArray
+    lines: IntArray
+    positions: IntArray
+    owners: IntArray
+    ids: IntArray
+    num_top: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """The successors that one row of the plan asks for: `num_tokens` from position `start` on."""
+
+    row: int
+    start: int
+    num_tokens: int
+    wish: Logprobs
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Of M tokens: `own` float32 and `ranks` int64 `[M]`, `top_ids` int64 and `top` float32 `[M, n]`, `picked` float32
+    `[M, K]`.
+    """
+
+    own: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top: Tensor
+    picked: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [self.own, self.ranks, self.top_ids, self.top, self.picked]
+
+    @staticmethod
+    def blank(wishes: Sequence[Wishes], device: torch.device) -> Scores:
+        """Tensors of the shapes that the sampling rank has, to be overwritten."""
+        count, num_top, num_ids = _widths(wishes)
+        return Scores(
+            torch.empty(count, device=device),
+            torch.empty(count, dtype=torch.int64, device=device),
+            torch.empty(count, num_top, dtype=torch.int64, device=device),
+            torch.empty(count, num_top, device=device),
+            torch.empty(count, num_ids, device=device),
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[Scores], wishes: Sequence[Wishes]) -> Scores:
+        """Those of all micro-batches; where some have fewer columns than others, filled up."""
+        whole = Scores.blank(wishes, parts[0].own.device)
+        at = 0
+        for part in parts:
+            for target, source in zip(whole.tensors(), part.tensors(), strict=True):
+                lines = target[at : at + len(source)]
+                (lines if source.dim() == 1 else lines[:, : source.shape[1]]).copy_(source)
+            at += len(part.own)
+        return whole
+
+
+def read_wishes(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) -> Wishes | None:
+    """What is wanted of this micro-batch; None when nothing is. `wanted`: prompt tokens and wish by table row."""
+    stretches = _stretches(batch, wanted)
+    if not stretches:
+        return None
+    rows = batch.rows
+    flat = [
+        np.arange(s.start - 1, s.start - 1 + s.num_tokens) - rows.starts[s.row] + rows.offsets[s.row] for s in stretches
+    ]
+    num_ids = max(len(s.wish.token_ids) for s in stretches)
+    ids = np.zeros((len(stretches), num_ids), dtype=np.int64)
+    for index, s in enumerate(stretches):
+        ids[index, : len(s.wish.token_ids)] = s.wish.token_ids
+    counts = [s.num_tokens for s in stretches]
+    return Wishes(
+        flat=np.concatenate(flat),
+        lines=np.repeat([batch.lines[s.row] for s in stretches], counts),
+        positions=np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in stretches]),
+        owners=np.repeat(np.arange(len(stretches)), counts),
+        ids=ids,
+        num_top=max(s.wish.top for s in stretches),
+    )
+
+
+def _stretches(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) -> list[Stretch]:
+    found = []
+    for row, line in enumerate(batch.lines.tolist()):
+        if line in wanted:
+            stretch = stretch_of(row, int(batch.rows.starts[row]), int(batch.rows.ends[row]), *wanted[line])
+            if stretch is not None:
+                found.append(stretch)
+    return found
+
+
+def stretch_of(row: int, start: int, end: int, num_prompt: int, wish: Logprobs) -> Stretch | None:
+    """The prompt tokens whose probabilities the logits at `[start, end)` give, as far as they are wanted."""
+    assert wish.prompt_from is not None, "only those that want some are kept"
+    first, stop = max(start, wish.prompt_from), min(end, num_prompt - 1)
+    return Stretch(row, first + 1, stop - first, wish) if first < stop else None
+
+
+def pack_scores(stretches: Sequence[Stretch], scores: Scores) -> dict[int, PromptLogprobs]:
+    """The result by row of the plan; `scores` are host tensors, in the order of `stretches`."""
+    own, ranks, top_ids, top, picked = (tensor.numpy() for tensor in scores.tensors())
+    packed, at = {}, 0
+    for stretch in stretches:
+        lines, wish = slice(at, at + stretch.num_tokens), stretch.wish
+        at += stretch.num_tokens
+        packed[stretch.row] = PromptLogprobs.pack(
+            stretch.start,
+            own[lines],
+            ranks[lines].astype(np.int32),
+            top_ids[lines, : wish.top].astype(np.int32),
+            top[lines, : wish.top],
+            picked[lines, : len(wish.token_ids)],
+        )
+    assert at == len(own), (at, len(own))
+    return packed
+
+
+class Scorer:
+    """Looks at the hidden states of one micro-batch on a rank of the last stage. All tensor ranks do so together."""
+
+    def __init__(self, model: Decoder, wishes: Wishes, tokens: Tensor) -> None:
+        """`tokens` int32 `[num_table_rows, context]`: known tokens."""
+        self._model = model
+        self._parallel = model.parallel
+        device = tokens.device
+        self._flat = to_device(wishes.flat, device)
+        self._targets = tokens[to_device(wishes.lines, device), to_device(wishes.positions, device)].long()
+        self._owners = to_device(wishes.owners, device)
+        self._ids = to_device(wishes.ids, device)
+        vocab_size = model.spec.vocab_size
+        place = model.parallel.place
+        self._held = vocab_of(vocab_size, place.shape.tp_size, place.tp_rank)
+        self._share = len(vocab_of(vocab_size, place.shape.tp_size, 0))
+        self._num_top = min(wishes.num_top, vocab_size)
+        self._blank = Scores.blank([wishes], device)
+
+    def __call__(self, hidden: Tensor) -> Scores:
+        """Scores of hidden states `[N, hidden]`, equal on all tensor ranks."""
+        step = max(1, LOGIT_BYTES // (4 * self._share))
+        for first in range(0, len(self._flat), step):
+            some = slice(first, first + step)
+            logits = self._model.logits(hidden.index_select(0, self._flat[some]))
+            logits[:, len(self._held) :] = -torch.inf  # behind the end of the vocabulary
+            for target, source in zip(self._blank.tensors(), self._look(logits, some), strict=True):
+                (target if target.dim() == 1 else target[:, : source.shape[1]])[some] = source
+        return self._blank
+
+    def _look(self, logits: Tensor, some: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What a few positions say: this rank's logits `[c, share]` to the lines of `Scores`."""
+        total = self._over_ranks(logits.logsumexp(-1)).logsumexp(0)
+        own_logit = self._of_ids(logits, self._targets[some, None])
+        ranks = self._over_ranks((logits > own_logit).sum(-1)).sum(0) + 1
+        picked = self._of_ids(logits, self._ids[self._owners[some]]) - total[:, None]
+        best, ids = logits.topk(min(self._num_top, self._share), sorted=True)
+        best, ids = self._best_of_all(best, ids + self._held.start)
+        return own_logit[:, 0] - total, ranks, ids, best - total[:, None], picked
+
+    def _of_ids(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """The logits of `ids` `[c, k]`, whichever rank has them."""
+        if ids.shape[1] == 0:
+            return logits.new_empty(ids.shape)
+        local = ids - self._held.start
+        here = (local >= 0) & (local < len(self._held))
+        values = logits.gather(1, local.masked_fill(~here, 0)).masked_fill(~here, -torch.inf)
+        return self._over_ranks(values).amax(0)
+
+    def _best_of_all(self, best: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The best of each rank's best `[c, n]`."""
+        if self._parallel.place.shape.tp_size == 1 or self._num_top == 0:
+            return best, ids
+        values = torch.cat(list(self._over_ranks(best)), -1)
+        all_ids = torch.cat(list(self._over_ranks(ids)), -1)
+        best, where = values.topk(self._num_top, sorted=True)
+        return best, all_ids.gather(1, where)
+
+    def _over_ranks(self, part: Tensor) -> Tensor:
+        """`[...]` of each tensor rank: `[tp_size, ...]`."""
+        return self._parallel.all_gather(part[None])
+
+
+def _widths(wishes: Sequence[Wishes]) -> tuple[int, int, int]:
+    """Lines, and the most columns of top entries and of ids."""
+    return (
+        sum(len(wish.flat) for wish in wishes),
+        max(wish.num_top for wish in wishes),
+        max(wish.ids.shape[1] for wish in wishes),
+    )
