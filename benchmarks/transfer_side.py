@@ -131,8 +131,9 @@ class Side:
         stack.callback(self.transport.close)
         self.transport.register([self.region, MemoryRegion(*aux.buffer)])
         self.instance = uuid.uuid4().hex
-        socket = ZmqControlSocket(HOST, self.mailbox.post)
+        socket = ZmqControlSocket(HOST)
         stack.callback(socket.close)
+        self.mailbox.attach(socket)
         self.endpoint = socket.endpoint
         workers = CopyWorkers(self.transport, self.mailbox.post, 2)
         stack.callback(workers.close)
@@ -195,8 +196,8 @@ def send_all(side: Side, load: Load, start: Callable[[], None]) -> dict[int, int
                 lease, slot = leases[room] = side.lease(load.num_pages)
                 if load.check:
                     sums[room] = side.checksum(lease.pages)
-                sender.send(lease, load.num_pages)
-                sender.finish(slot, AuxRecord(room, 0, first_token=1), TransferStats())
+                record = AuxRecord(room, 0, first_token=1)
+                sender.finish(slot, record, TransferStats(), lease=lease, num_pages=load.num_pages)
             elif state is KVPoll.SUCCESS:
                 for held in leases.pop(room):
                     held.drop("request")
@@ -254,6 +255,7 @@ def receive_all(side: Side, load: Load) -> dict[str, Any]:
                 open_next()
         if not live:
             seconds = time.perf_counter() - began
+            side.kv.flush()  # we stand still now
             return {"seconds": seconds, "write_s": write_s, "latencies": latencies, "sums": sums}
     raise AssertionError
 

@@ -1,37 +1,103 @@
-"""Where threads report to the loop: any thread posts, the scheduler thread drains once a step and may sleep until a
-post.
+"""Where the loop hears of the world: any thread posts, the scheduler thread drains once a step and may sleep until
+there is something. What arrives at a file descriptor, such as a socket, it takes itself: a thread that did nothing but
+pass it on would cost a wake-up and a turn with the interpreter's lock for each message.
 """
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import math
+import os
+import select
+import time
+import weakref
 from collections import deque
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Source(Protocol[T_co]):
+    """Something that events arrive at by themselves. Only the reader's thread calls it."""
+
+    def fileno(self) -> int:
+        """Becomes readable when something has arrived since `ready` said no; may do so for nothing."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether `take` would return something."""
+        ...
+
+    def take(self) -> Sequence[T_co]:
+        """What has arrived, oldest first. Never waits."""
+        ...
+
+
+class _Alarm:
+    """Wakes the reader from `poll`."""
+
+    def __init__(self) -> None:
+        self._file = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._file).atexit = False
+        self.poller = select.poll()
+        self.poller.register(self._file, select.POLLIN)
+
+    def ring(self) -> None:
+        os.eventfd_write(self._file, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._file)
 
 
 class Mailbox(Generic[T]):
-    """An unbounded thread-safe queue with one reader. Events of one poster keep their order."""
+    """An unbounded thread-safe queue with one reader. Events of one poster, or one source, keep their order."""
 
     def __init__(self) -> None:
         self._events: deque[T] = deque()
-        self._ready = threading.Condition()
+        self._sources: list[Source[T]] = []
+        self._alarm: _Alarm | None = None
+        self._asleep = False
+
+    def attach(self, source: Source[T]) -> None:
+        """Look at `source`, too. The reader's thread; `source` stays open for as long as anybody drains or waits."""
+        self._sources.append(source)
+        self._open_alarm().poller.register(source.fileno(), select.POLLIN)
 
     def post(self, event: T) -> None:
         """Add `event` and wake the reader. Any thread; never blocks for long."""
-        with self._ready:
-            self._events.append(event)
-            self._ready.notify()
+        self._events.append(event)
+        if self._asleep and self._alarm is not None:
+            self._alarm.ring()
 
     def drain(self) -> list[T]:
         """Take everything posted so far, oldest first. The reader's thread; never waits."""
-        with self._ready:
-            events = list(self._events)
-            self._events.clear()
+        events = [self._events.popleft() for _ in range(len(self._events))]  # no more: others go on posting
+        for source in self._sources:
+            events += source.take()
         return events
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until there is an event, at most `timeout_s` seconds. True when there is one; takes nothing."""
-        with self._ready:
-            return self._ready.wait_for(lambda: bool(self._events), timeout_s)
+        alarm = self._open_alarm()
+        deadline = time.monotonic() + timeout_s
+        while not self._holds_something():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._asleep = True
+            if not self._events:  # else it was posted by somebody who saw us awake
+                alarm.poller.poll(math.ceil(left_s * 1000))
+            self._asleep = False
+            alarm.clear()
+        return True
+
+    def _holds_something(self) -> bool:
+        return bool(self._events) or any(source.ready() for source in self._sources)
+
+    def _open_alarm(self) -> _Alarm:
+        if self._alarm is None:
+            self._alarm = _Alarm()
+        return self._alarm

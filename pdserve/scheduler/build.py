@@ -126,7 +126,7 @@ def build_scheduler(
         role, kv = MonolithRole(core, waiting), None
     else:
         num_aux = memory.aux.num_total
-        kv, more_facts = open_transfer(config, engine, mailbox.post, clock, num_aux, replica, token, stack)
+        kv, more_facts = open_transfer(config, engine, mailbox, clock, num_aux, replica, token, stack)
         facts |= more_facts
         role = PrefillRole(core, kv, waiting) if mode == "prefill" else DecodeRole(core, kv, waiting)
     return Scheduler(

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Callable
 
 from pdserve import __version__
 from pdserve.base.clock import Clock
+from pdserve.base.mailbox import Mailbox
 from pdserve.base.parallel import ParallelShape
 from pdserve.config import ServerConfig
 from pdserve.ranks.meeting import transfer_host
 from pdserve.scheduler.engine import Engine
+from pdserve.scheduler.scheduler import Event
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.bootstrap import ReplicaRoute, register_route
 from pdserve.transfer.control import ZmqControlSocket
 from pdserve.transfer.directory import HttpDirectory
-from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.sessions import SessionTimes
@@ -41,7 +41,7 @@ class Replica:
 def open_transfer(
     config: ServerConfig,
     engine: Engine,
-    post: Callable[[TransferEvent], None],
+    mailbox: Mailbox[Event],
     clock: Clock,
     num_aux: int,
     replica: Replica,
@@ -55,12 +55,13 @@ def open_transfer(
     stack.callback(transport.close)
     aux = MetadataBuffers(num_aux)
     transport.register([MemoryRegion(*buffer) for buffer in (*built.executor.buffers, aux.buffer)])
-    socket = ZmqControlSocket(host, post)
+    socket = ZmqControlSocket(host)
     stack.callback(socket.close)
-    workers = CopyWorkers(transport, post, disagg.disaggregation_transfer_threads)
+    mailbox.attach(socket)
+    workers = CopyWorkers(transport, mailbox.post, disagg.disaggregation_transfer_threads)
     stack.callback(workers.close)
-    copies = engine.copies(workers, post)
-    directory = HttpDirectory(post, token)
+    copies = engine.copies(workers, mailbox.post)
+    directory = HttpDirectory(mailbox.post, token)
     stack.callback(directory.close)
     instance = uuid.uuid4().hex
     handshake: dict[str, str | int] = {

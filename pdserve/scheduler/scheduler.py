@@ -101,6 +101,8 @@ class Scheduler:
             before = None
         plan = self.role.plan(self._step + 1)
         self.core.outbox.flush()
+        if plan is not None and self.kv is not None:
+            self.kv.flush()
         self._under_way = None if plan is None else self._launch(plan)
         if before is not None:
             self._settle(before)

@@ -81,11 +81,17 @@ class ChunkPlanner:
             for portion in _portions(found)
         ]
 
-    def aux(self, peer: Hello, source_slot: int, target_slot: int) -> Part:
-        """The copy of an aux slot."""
+    def with_aux(self, parts: Sequence[Part], peer: Hello, source_slot: int, target_slot: int) -> list[Part]:
+        """`parts` and the copy of an aux slot, which becomes the last piece of the last one that goes its way."""
         size = self.aux_slot_bytes
         copy = PageCopy(source_slot * size, target_slot * size, size)
-        return Part(0, peer.ranks[0].transport_address, ((self.aux_base, peer.aux_region.address, (copy,)),))
+        aux = Part(0, peer.ranks[0].transport_address, ((self.aux_base, peer.aux_region.address, (copy,)),))
+        for index in reversed(range(len(parts))):
+            part = parts[index]
+            if (part.rank, part.transport_address) == (aux.rank, aux.transport_address):
+                joined = dataclasses.replace(part, pieces=part.pieces + aux.pieces)
+                return [*parts[:index], joined, *parts[index + 1 :]]
+        return [*parts, aux]
 
 
 def _portions(pieces: list[Piece]) -> Iterator[tuple[Piece, ...]]:

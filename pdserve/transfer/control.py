@@ -1,36 +1,40 @@
 """The control socket over zmq: one PULL socket that peers push to, and one PUSH socket per peer.
 
-The PULL socket belongs to a thread that posts every frame to the mailbox; the PUSH sockets belong to the scheduler
-thread. Sends never block: what a dead or slow peer does not take is dropped, and `Sessions` repeats it.
+All belong to the scheduler thread, which takes what has arrived through its mailbox (`Source`); zmq's own thread moves
+the bytes. Sends never block: what a dead or slow peer does not take is dropped, and `Sessions` repeats it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-from collections.abc import Callable
 
 import zmq
 
 from pdserve.errors import ConfigError
-from pdserve.transfer.events import FrameArrived, TransferEvent
+from pdserve.transfer.events import FrameArrived
 from pdserve.transfer.wire import MAX_FRAME_BYTES
 
 log = logging.getLogger(__name__)
 
 _SEND_QUEUE = 4096
-_POLL_MS = 200
+_RECEIVE_QUEUE = 65536
+"""Frames of one peer that wait for a step to end."""
+_MAX_TAKEN = 4096
+"""Frames that are handled at once."""
 
 
 class ZmqControlSocket:
-    """`ControlSocket` on `host`, at a free port. Port 0 is the only choice: peers learn it from the handshake."""
+    """`ControlSocket` on `host`, at a free port. Port 0 is the only choice: peers learn it from the handshake.
 
-    def __init__(self, host: str, post: Callable[[TransferEvent], None]) -> None:
-        self._post = post
+    A `Source` of `FrameArrived` for the mailbox of the thread that made it.
+    """
+
+    def __init__(self, host: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pull = self._context.socket(zmq.PULL)
         self._pull.setsockopt(zmq.LINGER, 0)
+        self._pull.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
         self._pull.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         bracketed = f"[{host}]" if ":" in host else host
         if ":" in host:
@@ -42,9 +46,21 @@ class ZmqControlSocket:
             raise ConfigError(f"cannot listen on {host} for peers: {error}", field="disaggregation_host") from error
         self.endpoint = f"{bracketed}:{port}"
         self._push: dict[str, zmq.Socket[bytes]] = {}
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="kv-control", daemon=True)
-        self._thread.start()
+
+    def fileno(self) -> int:
+        """See `Source`."""
+        return int(self._pull.getsockopt(zmq.FD))
+
+    def ready(self) -> bool:
+        """See `Source`."""
+        return bool(int(self._pull.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def take(self) -> list[FrameArrived]:
+        """See `Source`."""
+        frames: list[FrameArrived] = []
+        while len(frames) < _MAX_TAKEN and self.ready():
+            frames.append(FrameArrived(self._pull.recv(zmq.NOBLOCK)))
+        return frames
 
     def send(self, endpoint: str, frame: bytes) -> None:
         """See `ControlSocket`."""
@@ -63,9 +79,8 @@ class ZmqControlSocket:
             socket.close(linger=0)
 
     def close(self) -> None:
-        """Stop listening. Scheduler thread, after its last send."""
-        self._closing.set()
-        self._thread.join()
+        """Stop listening. Scheduler thread, after its last send; nobody may wait for us any more."""
+        self._pull.close(linger=0)
         for endpoint in list(self._push):
             self._push.pop(endpoint).close(linger=100)
         self._context.term()
@@ -84,11 +99,3 @@ class ZmqControlSocket:
             raise
         self._push[endpoint] = socket
         return socket
-
-    def _listen(self) -> None:
-        try:
-            while not self._closing.is_set():
-                if self._pull.poll(_POLL_MS):
-                    self._post(FrameArrived(self._pull.recv()))
-        finally:
-            self._pull.close(linger=0)  # an open socket would hold up `close` for ever

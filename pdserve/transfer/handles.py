@@ -66,10 +66,19 @@ class KVSender:
             self._side.send(self._room, lease, range(first, num_pages), gates)
             self._num_sent = num_pages
 
-    def finish(self, slot: Lease, record: AuxRecord, times: TransferStats) -> None:
-        """Send the aux record, the last piece. `record.attempt` is filled in here.
+    def finish(
+        self,
+        slot: Lease,
+        record: AuxRecord,
+        times: TransferStats,
+        *,
+        lease: Lease | None = None,
+        num_pages: int = 0,
+    ) -> None:
+        """Send the pages up to the first `num_pages` of `lease`, as `send` does, and the aux record, the last piece.
 
-        Copies of layers may still wait for their gates; the transfer succeeds when these, too, have landed.
+        Together they are sooner there than by `send` and `finish`. `record.attempt` is filled in here. Copies of
+        layers may still wait for their gates; the transfer succeeds when these, too, have landed.
         """
         if self._room.fake:
             self._room.move(KVPoll.SUCCESS)
@@ -77,7 +86,10 @@ class KVSender:
         if self.poll() is KVPoll.FAILED or self._room.target is None:
             return
         self._aux.write(slot.pages[0], dataclasses.replace(record, attempt=self._room.target.key.attempt))
-        self._side.send_aux(self._room, slot, times)
+        first = max(self._num_sent, self.num_cached_tokens // self._page_tokens)
+        pages = range(first, first if lease is None else max(first, num_pages))
+        self._side.send_last(self._room, lease if pages else None, pages, slot, times)
+        self._num_sent = pages.stop
 
     def abort(self, failure: Failure) -> None:
         """End the transfer; the receiver is told."""

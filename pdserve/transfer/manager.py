@@ -186,6 +186,10 @@ class KVManager:
         self.send_side.tick()
         self.receive_side.tick()
 
+    def flush(self) -> None:
+        """Send now what may otherwise wait a moment; before a step that may take long."""
+        self.sessions.flush()
+
     def take_moved(self) -> list[int]:
         """Rooms whose state has moved since the last call and that are open still, oldest move first.
 
@@ -198,7 +202,7 @@ class KVManager:
 
     @property
     def quiet(self) -> bool:
-        """True when no transfer is open, running, or waiting to be acknowledged."""
+        """True when no transfer is open or running, and nothing waits for an ack, the peers' or ours."""
         return not (
             self.send_side.rooms
             or self.send_side.outgoing
@@ -206,6 +210,7 @@ class KVManager:
             or self.receive_side.rooms
             or self.receive_side.published
             or self.sessions.num_unacked
+            or self.sessions.owes_acks
         )
 
     def counts(self) -> dict[str, int]:

@@ -37,6 +37,9 @@ class Peer:
     addresses: set[Address] = dataclasses.field(default_factory=set)
     unacked: dict[int, tuple[float, bytes]] = dataclasses.field(default_factory=dict)
     """seq -> (time to send again, frame)"""
+    owed_acks: list[int] = dataclasses.field(default_factory=list)
+    """What has arrived from it and was not acknowledged yet."""
+    owes_since: float = 0.0
     num_missed: int = 0
     """Pings sent since anything was heard. Counted, not timed: a long step of ours is no silence of the peer."""
     listened_at: int = 0

@@ -6,12 +6,12 @@ Pure; knows layouts, not engines.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from pdserve.base.parallel import Place
 from pdserve.memory.layout import KVGroup
@@ -48,6 +48,57 @@ class Window:
         return (lines * len(self.heads) + head - self.heads.start) * self.group.head_bytes
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Route:
+    """What of every page goes where: `starts` are offsets within a source page and a destination page, in bytes.
+
+    From each pair of them go `num_bytes`; `whole`: that is all there is of either page.
+    """
+
+    source_page_bytes: int
+    destination_page_bytes: int
+    starts: tuple[tuple[int, int], ...]
+    num_bytes: int
+    whole: bool
+
+    def copies(self, source_pages: Sequence[int], destination_pages: Sequence[int]) -> list[PageCopy]:
+        """Copies from each source page to the destination page of the same index, of which there are as many."""
+        assert len(source_pages) == len(destination_pages), (len(source_pages), len(destination_pages))
+        if self.whole:
+            return _whole_pages(source_pages, destination_pages, self.num_bytes)
+        offsets = np.asarray(self.starts, dtype=np.int64)
+        sources = np.asarray(source_pages, dtype=np.int64)[:, None] * self.source_page_bytes + offsets[:, 0]
+        targets = np.asarray(destination_pages, dtype=np.int64)[:, None] * self.destination_page_bytes + offsets[:, 1]
+        return list(map(PageCopy, sources.ravel().tolist(), targets.ravel().tolist(), itertools.repeat(self.num_bytes)))
+
+
+@functools.lru_cache(maxsize=1024)
+def route_of(group: KVGroup, source: Place, destination: Place, feed: Feed, layers: range | None) -> Route | None:
+    """The route of `feed`, restricted to `layers`, numbers of the model; None when nothing is left of it.
+
+    Layers whose heads are the same on both sides are one copy a page; else each run of heads is one.
+    """
+    wanted = (
+        feed.layers
+        if layers is None
+        else range(max(layers.start, feed.layers.start), min(layers.stop, feed.layers.stop))
+    )
+    if not wanted or not feed.heads:
+        return None
+    ours, theirs = Window.of(group, source), Window.of(group, destination)
+    page_bytes = ours.group.page_bytes, theirs.group.page_bytes
+    if ours.heads == theirs.heads == feed.heads:
+        start = (ours.offset(wanted.start, 0, feed.heads.start), theirs.offset(wanted.start, 0, feed.heads.start))
+        whole = ours.layers == theirs.layers == wanted
+        return Route(*page_bytes, (start,), len(wanted) * ours.group.layer_bytes, whole)
+    starts = tuple(
+        (ours.offset(layer, plane, feed.heads.start), theirs.offset(layer, plane, feed.heads.start))
+        for layer in wanted
+        for plane in range(group.num_planes)
+    )
+    return Route(*page_bytes, starts, len(feed.heads) * group.head_bytes, whole=False)
+
+
 def plan_feed(
     group: KVGroup,
     source: Place,
@@ -60,41 +111,24 @@ def plan_feed(
     """Copies that bring what `feed` says of each source page to the destination page of the same index.
 
     `layers`, numbers of the model, restrict it further. Whole pages that lie side by side in both pools become one
-    copy; layers whose heads are the same on both sides are one copy a page; else each run of heads is one.
+    copy.
     """
-    assert len(source_pages) == len(destination_pages), (len(source_pages), len(destination_pages))
-    wanted = (
-        feed.layers
-        if layers is None
-        else range(max(layers.start, feed.layers.start), min(layers.stop, feed.layers.stop))
-    )
-    if not source_pages or not wanted or not feed.heads:
-        return []
-    ours, theirs = Window.of(group, source), Window.of(group, destination)
-    sources = np.asarray(source_pages, dtype=np.int64)
-    targets = np.asarray(destination_pages, dtype=np.int64)
-    if ours.heads == theirs.heads == feed.heads:
-        if ours.layers == theirs.layers == wanted:
-            return _whole_pages(sources, targets, ours.group.page_bytes)
-        starts = [(ours.offset(wanted.start, 0, feed.heads.start), theirs.offset(wanted.start, 0, feed.heads.start))]
-        num_bytes = len(wanted) * ours.group.layer_bytes
-    else:
-        starts = [
-            (ours.offset(layer, plane, feed.heads.start), theirs.offset(layer, plane, feed.heads.start))
-            for layer in wanted
-            for plane in range(group.num_planes)
-        ]
-        num_bytes = len(feed.heads) * group.head_bytes
-    offsets = np.asarray(starts, dtype=np.int64)
-    from_offsets = (sources[:, None] * ours.group.page_bytes + offsets[:, 0]).ravel()
-    to_offsets = (targets[:, None] * theirs.group.page_bytes + offsets[:, 1]).ravel()
-    return list(map(PageCopy, from_offsets.tolist(), to_offsets.tolist(), itertools.repeat(num_bytes)))
+    route = route_of(group, source, destination, feed, layers)
+    return [] if route is None else route.copies(source_pages, destination_pages)
 
 
-def _whole_pages(source: npt.NDArray[np.int64], destination: npt.NDArray[np.int64], page_bytes: int) -> list[PageCopy]:
+def _whole_pages(sources: Sequence[int], destinations: Sequence[int], page_bytes: int) -> list[PageCopy]:
     """One copy for each run of pages that are neighbours on both sides."""
-    breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(destination) != 1)) + 1
-    starts = np.concatenate(([0], breaks))
-    lengths = np.diff(np.concatenate((starts, [len(source)])))
-    columns = (source[starts], destination[starts], lengths)
-    return list(map(PageCopy, *((column * page_bytes).tolist() for column in columns)))
+    copies = []
+    first = num_pages = 0
+    shift: int | None = None
+    for source, destination in zip(sources, destinations, strict=True):
+        if destination - source == shift and source == first + num_pages:
+            num_pages += 1
+            continue
+        if shift is not None:
+            copies.append(PageCopy(first * page_bytes, (first + shift) * page_bytes, num_pages * page_bytes))
+        first, shift, num_pages = source, destination - source, 1
+    if shift is not None:
+        copies.append(PageCopy(first * page_bytes, (first + shift) * page_bytes, num_pages * page_bytes))
+    return copies

@@ -11,8 +11,10 @@ A key's way: Meta binds it -> chunks are submitted -> all have landed: Done.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 
@@ -27,7 +29,19 @@ from pdserve.transfer.room import ClosedKeys, Outgoing, SendRoom, misfit, shortf
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.state import TERMINAL, KVPoll
 from pdserve.transfer.unmatched import Unmatched, Verdict
-from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta, TransferStats
+from pdserve.transfer.wire import Abort, Done, Ended, Hello, Key, Meta, TransferStats
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Pages of a request: ours, and the peer's by layout group."""
+
+    key: Key
+    peer: Peer
+    hello: Hello
+    source: Sequence[int]
+    target: Sequence[Sequence[int]]
+
 
 PEER_GONE = Failure(code="peer_gone", message="the decode server is gone")
 
@@ -90,35 +104,34 @@ class SendSide:
 
         The key must be bound, and its receiver must not have any of these pages already.
         """
-        assert room.target is not None
-        first = room.target.cached_tokens // self._page_tokens
-        source = lease.pages[pages.start : pages.stop]
-        assert pages and pages.start >= first and len(source) == len(pages), (pages, first, len(lease.pages))
-        target = tuple(theirs[pages.start - first : pages.stop - first] for theirs in room.target.pages)
-        if any(len(theirs) < len(source) for theirs in target):
-            message = "the decode server gave fewer pages than the prompt has"
-            self.fail(room, _failure("bad_metadata", message, status=500))
-            return
-        peer = self._sessions.peer(room.target.key.origin)
-        if peer is None or peer.hello is None:
-            room.fail(PEER_GONE)
+        assert pages
+        chunk = self._chunk(room, lease, pages)
+        if chunk is None:
             return
         for layers, ready in self._chunks.layer_ranges(gates):
-            for part in self._chunks.pages(peer.hello, source, target, layers):
-                self._submit(room, peer, lease, part, ready)
-        if room.target.key in self.outgoing:
-            self.outgoing[room.target.key].num_pages += len(source)
-
-    def send_aux(self, room: SendRoom, slot: Lease, times: TransferStats) -> None:
-        """Send the aux slot, the last piece of the key; nothing may be sent for it afterwards. `times` go into Done."""
-        assert room.target is not None
-        peer = self._sessions.peer(room.target.key.origin)
-        if peer is None or peer.hello is None:
-            room.fail(PEER_GONE)
-            return
-        self._submit(room, peer, slot, self._chunks.aux(peer.hello, slot.pages[0], room.target.aux_slot))
-        out = self.outgoing.get(room.target.key)
+            for part in self._chunks.pages(chunk.hello, chunk.source, chunk.target, layers):
+                self._submit(room, chunk.peer, (lease,), part, ready)
+        out = self.outgoing.get(chunk.key)
         if out is not None:
+            out.num_pages += len(chunk.source)
+
+    def send_last(self, room: SendRoom, lease: Lease | None, pages: range, slot: Lease, times: TransferStats) -> None:
+        """Send `pages`, whose layers are all written, and the aux slot, the last piece of the key. No lease, no pages.
+
+        The slot goes in the same job as pages that go its way, so that there is one end to wait for. Nothing may be
+        sent for the key afterwards. `times` go into Done.
+        """
+        chunk = self._chunk(room, lease, pages)
+        if chunk is None or room.target is None:
+            return
+        parts = []
+        for layers, _ in self._chunks.layer_ranges(()) if pages else ():
+            parts += self._chunks.pages(chunk.hello, chunk.source, chunk.target, layers)
+        for part in self._chunks.with_aux(parts, chunk.hello, slot.pages[0], room.target.aux_slot):
+            self._submit(room, chunk.peer, (slot,) if lease is None else (lease, slot), part)
+        out = self.outgoing.get(chunk.key)
+        if out is not None:
+            out.num_pages += len(chunk.source)
             out.sealed_at, out.times = self._clock.now(), times
 
     def fail(self, room: SendRoom, failure: Failure) -> None:
@@ -285,15 +298,39 @@ class SendSide:
         if peer is not None and peer.hello is not None and peer.state is not PeerState.REFUSED:
             self._sessions.send(peer, body)
 
-    def _submit(self, room: SendRoom, peer: Peer, lease: Lease, part: Part, ready: Ready | None = None) -> None:
+    def _chunk(self, room: SendRoom, lease: Lease | None, pages: range) -> _Chunk | None:
+        """Where `pages` of the request lie on both sides; None, and the room fails, when they cannot go there."""
+        assert room.target is not None
+        key = room.target.key
+        first = room.target.cached_tokens // self._page_tokens
+        source = [] if lease is None else lease.pages[pages.start : pages.stop]
+        assert len(source) == len(pages) and (not pages or pages.start >= first), (pages, first, len(source))
+        target = tuple(theirs[pages.start - first : pages.stop - first] for theirs in room.target.pages)
+        if pages and any(len(theirs) < len(source) for theirs in target):
+            message = "the decode server gave fewer pages than the prompt has"
+            self.fail(room, _failure("bad_metadata", message, status=500))
+            return None
+        peer = self._sessions.peer(key.origin)
+        if peer is None or peer.hello is None:
+            room.fail(PEER_GONE)
+            return None
+        return _Chunk(key, peer, peer.hello, source, target)
+
+    def _submit(
+        self, room: SendRoom, peer: Peer, leases: Sequence[Lease], part: Part, ready: Ready | None = None
+    ) -> None:
+        """Queue the copies of `part`, which read from pages of `leases`: held until the key's last job has ended."""
         assert room.target is not None
         if room.state is KVPoll.FAILED:
             return
         key = room.target.key
-        out = self.outgoing.setdefault(key, Outgoing(key=key, peer=peer.instance, leases=[]))
-        if not lease.held_by("send"):
-            lease.hold("send")
-            out.leases.append(lease)
+        out = self.outgoing.get(key)
+        if out is None:
+            out = self.outgoing[key] = Outgoing(key=key, peer=peer.instance, leases=[])
+        for lease in leases:
+            if not lease.held_by("send"):
+                lease.hold("send")
+                out.leases.append(lease)
         job = CopyJob(
             key,
             out.num_chunks,

@@ -22,13 +22,15 @@ from pdserve.errors import HandshakeError, ProtocolError
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address, ControlSocket, Directory, PrefillFound, PrefillNotFound
 from pdserve.transfer.peers import DialFailed, Message, Notice, Peer, PeerLost, PeerReady, PeerState, check_hello
-from pdserve.transfer.wire import Ack, Body, Hello, Packet, Ping, Pong, Refusal, Wire
+from pdserve.transfer.wire import MAX_ACKS, Ack, Body, Hello, Packet, Ping, Pong, Refusal, Wire
 
 log = logging.getLogger(__name__)
 
 BUSY_FACTOR = 10
 """A peer that answers no ping but still listens may be in a long step: it gets this many times the misses."""
 MAX_GONE = 1024
+ACK_DELAY_S = 0.02
+"""How long an ack waits for a packet that it can ride on: less to send, and nobody is woken in the middle of a copy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,12 +99,22 @@ class Sessions:
         """Messages that no peer has acknowledged yet."""
         return sum(len(peer.unacked) for peer in self._peers.values())
 
+    @property
+    def owes_acks(self) -> bool:
+        """True while something has arrived that we have not acknowledged: `tick` soon will."""
+        return any(peer.owed_acks for peer in self._peers.values())
+
     def send(self, peer: Peer, body: Body) -> None:
         """Deliver `body` at least once, unless the peer dies first."""
         seq = next(self._seq)
-        frame = self._wire.encode(Packet(sender=self.instance, receiver=peer.instance, seq=seq, body=body))
+        frame = self._send_packet(peer, seq, body)
         peer.unacked[seq] = (self._clock.now() + self._times.resend_s, frame)
-        self._socket.send(peer.endpoint, frame)
+
+    def flush(self) -> None:
+        """Send all acks that wait for company. Before a step is computed, which takes who knows how long."""
+        for peer in self._peers.values():
+            if peer.owed_acks:
+                self._send_packet(peer, 0, Ack())
 
     # ------------------------------------------------------------------ what comes in
 
@@ -143,6 +155,9 @@ class Sessions:
             self._counters["control_frames_misaddressed"] += 1
             return []
         peer = self._peers.get(packet.sender)
+        if peer is not None:
+            for seq in packet.acks:
+                peer.unacked.pop(seq, None)
         if isinstance(packet.body, Hello):
             return self._hello(packet, packet.body)
         if peer is None or (peer.hello is None and not isinstance(packet.body, Ack | Ping | Pong | Refusal)):
@@ -150,19 +165,16 @@ class Sessions:
             return []
         notices = self._heard(peer)
         match packet.body:
-            case Ack(seq=seq):
-                peer.unacked.pop(seq, None)
+            case Ack() | Pong():
                 return notices
             case Ping():
-                self._send_once(peer, Pong())
-                return notices
-            case Pong():
+                self._send_packet(peer, 0, Pong())
                 return notices
             case Refusal(field=field, message=message):
-                self._ack(peer, packet.seq)
+                self._owe_ack(peer, packet.seq)
                 return notices + self._refused(peer, field, message)
             case body:
-                self._ack(peer, packet.seq)
+                self._owe_ack(peer, packet.seq)
                 return [*notices, Message(peer, body)]
 
     def gone(self, instance: str) -> list[Notice]:
@@ -185,10 +197,12 @@ class Sessions:
             peer.listened_at = peer.num_missed
 
     def tick(self) -> list[Notice]:
-        """Heartbeats, repeats, and peers that have fallen silent. Once a step."""
+        """Heartbeats, acks, repeats, and peers that have fallen silent. Once a step."""
         now = self._clock.now()
         notices: list[Notice] = []
         for peer in list(self._peers.values()):
+            if peer.owed_acks and now - peer.owes_since >= ACK_DELAY_S:
+                self._send_packet(peer, 0, Ack())
             self._resend(peer, now)
             if now - peer.last_ping < self._times.heartbeat_s:
                 continue
@@ -223,7 +237,7 @@ class Sessions:
                 notices += self.gone(old.instance)
             peer = self._add(packet.sender, hello.endpoint)
         notices += self._heard(peer)
-        self._ack(peer, packet.seq)
+        self._owe_ack(peer, packet.seq)
         try:
             check_hello(self._me, hello, self._decode_sizes)
         except HandshakeError as error:
@@ -263,7 +277,7 @@ class Sessions:
         """A heartbeat to `peer`; is it silent?"""
         if peer.num_missed:
             self._directory.probe(peer.instance, peer.endpoint)
-        self._send_once(peer, Ping())
+        self._send_packet(peer, 0, Ping())
         misses, patience = peer.num_missed, self._times.misses
         peer.num_missed += 1
         listens = misses - peer.listened_at < patience and misses < patience * BUSY_FACTOR
@@ -293,10 +307,19 @@ class Sessions:
                 peer.unacked[seq] = (now + self._times.resend_s, frame)
                 self._socket.send(peer.endpoint, frame)
 
-    def _send_once(self, peer: Peer, body: Body) -> None:
-        packet = Packet(sender=self.instance, receiver=peer.instance, seq=0, body=body)
-        self._socket.send(peer.endpoint, self._wire.encode(packet))
+    def _send_packet(self, peer: Peer, seq: int, body: Body) -> bytes:
+        """Send it once, with the acks that we owe; returns the frame. `seq` 0: it wants no ack itself."""
+        acks, peer.owed_acks = tuple(peer.owed_acks), []
+        packet = Packet(sender=self.instance, receiver=peer.instance, seq=seq, body=body, acks=acks)
+        frame = self._wire.encode(packet)
+        self._socket.send(peer.endpoint, frame)
+        return frame
 
-    def _ack(self, peer: Peer, seq: int) -> None:
-        if seq:
-            self._send_once(peer, Ack(seq))
+    def _owe_ack(self, peer: Peer, seq: int) -> None:
+        if not seq:
+            return
+        if not peer.owed_acks:
+            peer.owes_since = self._clock.now()
+        peer.owed_acks.append(seq)
+        if len(peer.owed_acks) == MAX_ACKS:
+            self._send_packet(peer, 0, Ack())

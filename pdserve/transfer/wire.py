@@ -8,7 +8,7 @@
       | <------------------------ Done(key) |   every byte has landed
       | Abort(key) -----------------------> |   stop
       | <-------------- Ended(key, failure) |   prefill gave up; `quiesced`: no byte will come any more
-      | <-------- Ping, Pong, Ack --------> |   any direction
+      | <-------- Ping, Pong, Ack --------> |   any direction; every packet carries acks
 
 All but Ack, Ping and Pong are delivered at least once (`sessions` repeats them until acked), in any order;
 every handler is idempotent. A key names one use of a room for good, so late messages cannot hit a later use.
@@ -27,6 +27,7 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.seal import Seal
 
 MAX_FRAME_BYTES = 8 << 20
+MAX_ACKS = 1024
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """A number that fits both msgpack's and numpy's signed 64 bits."""
@@ -151,21 +152,23 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """Packet `seq` has arrived."""
-
-    seq: Count
+    """Nothing but the `acks` of its packet."""
 
 
 Body = Hello | Refusal | Meta | Done | Ended | Abort | Ping | Pong | Ack
 
 
 class Packet(msgspec.Struct, frozen=True, kw_only=True):
-    """One message between two instances; `receiver` guards against a new process behind an old address."""
+    """One message between two instances; `receiver` guards against a new process behind an old address.
+
+    `acks`: packets with these numbers have arrived from the receiver. They ride on whatever is sent next.
+    """
 
     sender: Name
     receiver: Name
     seq: Count
     body: Body
+    acks: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_ACKS)] = ()
 
 
 class Wire:

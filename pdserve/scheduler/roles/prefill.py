@@ -104,8 +104,9 @@ class PrefillRole:
                 continue
             assert req.sender is not None and req.lease is not None
             complete = self._prefilling.committed(req, row.end)
-            req.sender.send(req.lease, self._num_whole_pages(req, row.end))
+            num_pages = self._num_whole_pages(req, row.end)
             if not complete:
+                req.sender.send(req.lease, num_pages)
                 continue
             assert token is not None and req.aux is not None and req.spec.room is not None
             req.first_token = token
@@ -119,7 +120,7 @@ class PrefillRole:
                 logprob=token.logprob,
                 top=token.top,
             )
-            req.sender.finish(req.aux, record, self._stats(req))
+            req.sender.finish(req.aux, record, self._stats(req), lease=req.lease, num_pages=num_pages)
             self._inflight[req.rid] = req
 
     def end(self, req: Req, failure: Failure | None) -> None:

@@ -75,7 +75,8 @@ class Server:
         aux = MetadataBuffers(NUM_AUX)
         self._transport = MemoryTransport(hub)
         self._transport.register([MemoryRegion(*buffer) for buffer in (*executor.buffers, aux.buffer)])
-        self._socket = ZmqControlSocket("127.0.0.1", self.mailbox.post)
+        self._socket = ZmqControlSocket("127.0.0.1")
+        self.mailbox.attach(self._socket)
         self._workers = CopyWorkers(self._transport, self.mailbox.post, num_threads=2)
         args = KVArgs(
             instance=mode, layout=executor.layout, buffers=executor.buffers, aux=aux, facts={"model": "hash"}, token="t"

@@ -37,15 +37,20 @@ class Net:
         self.drop: Callable[[Packet], bool] = lambda packet: False
 
     def pump(self) -> None:
-        """Deliver until nothing moves."""
+        """Deliver until nothing moves, and all acks are out."""
         wire = Wire(TOKEN)
-        while self.frames:
+        while self.frames or self._acks():
             endpoint, frame = self.frames.pop(0)
             packet = wire.decode(frame)
             self.seen.append(packet)
             side = self.sides.get(endpoint)
             if side is not None and not self.drop(packet):
                 side.kv.handle(FrameArrived(frame))
+
+    def _acks(self) -> bool:
+        for side in list(self.sides.values()):
+            side.kv.flush()
+        return bool(self.frames)
 
     def pass_time(self, seconds: float, step_s: float = 0.5) -> None:
         """Everybody ticks and hears all the while."""
@@ -204,10 +209,17 @@ class Pair:
     """One request on both servers, opened and published: a prompt of three pages, the first of them cached perhaps."""
 
     def __init__(
-        self, net: Net, prefill: Side, decode: Side, room: int = 7, digest: str = "d", cached_tokens: int = 0
+        self,
+        net: Net,
+        prefill: Side,
+        decode: Side,
+        room: int = 7,
+        digest: str = "d",
+        cached_tokens: int = 0,
+        takes_logprobs: bool = False,
     ) -> None:
         self.net, self.prefill, self.decode, self.room = net, prefill, decode, room
-        self.receiver: KVReceiver = decode.kv.open_receiver(room, ADDRESS, digest)
+        self.receiver: KVReceiver = decode.kv.open_receiver(room, ADDRESS, digest, takes_logprobs=takes_logprobs)
         self.theirs = decode.leases()
         self.receiver.publish(*self.theirs, cached_tokens)
         self.sender: KVSender = prefill.kv.open_sender(room, ADDRESS[0], digest, num_tokens=12)

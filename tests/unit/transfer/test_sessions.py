@@ -86,7 +86,7 @@ def test_facts_are_compared_both_ways() -> None:
 
 def test_junk_and_wrongly_sealed_frames_are_counted_and_change_nothing() -> None:
     net, prefill, decode = meet()
-    stranger = Packet(sender="decode-1", receiver="prefill-1", seq=1, body=Ack(1))
+    stranger = Packet(sender="decode-1", receiver="prefill-1", seq=1, body=Ack(), acks=(1,))
     for frame in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(100), Wire("guess").encode(stranger)):
         prefill.kv.handle(FrameArrived(frame))
     assert prefill.kv.counters["control_frames_refused"] == 4
@@ -105,7 +105,7 @@ def test_a_flood_of_junk_is_counted_whole_and_logged_now_and_then(caplog: pytest
 
 def test_frames_for_another_instance_are_counted_and_dropped() -> None:
     _, prefill, _ = meet()
-    packet = Packet(sender="decode-1", receiver="prefill-0", seq=1, body=Ack(1))
+    packet = Packet(sender="decode-1", receiver="prefill-0", seq=1, body=Ack(), acks=(1,))
     prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(packet)))
     assert prefill.kv.counters["control_frames_misaddressed"] == 1
 

@@ -40,7 +40,8 @@ class Member:
 
     def __init__(self, name: str, token: str = "t") -> None:
         self.mailbox: Mailbox[TransferEvent] = Mailbox()
-        self.socket = ZmqControlSocket("127.0.0.1", self.mailbox.post)
+        self.socket = ZmqControlSocket("127.0.0.1")
+        self.mailbox.attach(self.socket)
         self.counters: Counter[str] = Counter()
         hello = Hello(
             endpoint=self.socket.endpoint,
@@ -121,8 +122,8 @@ def test_a_hello_with_a_nonsense_endpoint_does_not_stop_the_server(members: list
     _shake_hands(members)
 
 
-def test_frames_to_nobody_are_dropped_and_closing_does_not_hang(mailbox: Mailbox[TransferEvent]) -> None:
-    control = ZmqControlSocket("127.0.0.1", mailbox.post)
+def test_frames_to_nobody_are_dropped_and_closing_does_not_hang() -> None:
+    control = ZmqControlSocket("127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as server:
         dead = f"127.0.0.1:{server.getsockname()[1]}"
     for _ in range(5000):
@@ -136,9 +137,9 @@ def test_frames_to_nobody_are_dropped_and_closing_does_not_hang(mailbox: Mailbox
     assert not closer.is_alive()
 
 
-def test_a_host_that_is_not_ours_is_a_config_error(mailbox: Mailbox[TransferEvent]) -> None:
+def test_a_host_that_is_not_ours_is_a_config_error() -> None:
     with pytest.raises(ConfigError) as caught:
-        ZmqControlSocket("192.0.2.1", mailbox.post)
+        ZmqControlSocket("192.0.2.1")
     assert caught.value.field == "disaggregation_host"
 
 

@@ -53,7 +53,7 @@ BODIES: list[Body] = [
     Abort(key=KEY, failure=FAILURE, prompt_digest="d"),
     Ping(),
     Pong(),
-    Ack(4),
+    Ack(),
 ]
 
 
