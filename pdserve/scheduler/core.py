@@ -10,6 +10,7 @@ from pdserve.base.clock import Clock
 from pdserve.executor.interface import BatchPlan, Executor, Row, SampledToken
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import Lease
+from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import (
     FinishReason,
@@ -23,6 +24,7 @@ from pdserve.scheduler.req import Req, finish_for_token
 
 MAX_PART_BYTES = 4 << 20
 """Log probabilities of a prompt that one message to the API process has at most."""
+MAX_FAILURE_CODES = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,7 @@ class Core:
         self.clock = clock
         self.limits = limits
         self.counters: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
         self.offloaded_bytes = 0
         self._launched = self._resolved = 0
         self._limbo: deque[_Claim] = deque()
@@ -202,6 +205,11 @@ class Core:
         req.output_ids.append(token.token_id)
         self.counters["generation_tokens"] += 1
         return finish_for_token(req, token.token_id, self.limits.eos_token_ids)
+
+    def count_failure(self, failure: Failure) -> None:
+        """A request ends with it. Codes may come from peers, so there is an end to how many are kept apart."""
+        known = failure.code in self.failures or len(self.failures) < MAX_FAILURE_CODES
+        self.failures[failure.code if known else "other"] += 1
 
     def restore(self, req: Req) -> None:
         """Bring saved KV into the request's lease. No step may be under way."""
