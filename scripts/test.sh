@@ -1,18 +1,23 @@
 #!/usr/bin/env bash
-# Sets up, then runs every check. `--all` also runs the slow tests; further arguments go to pytest.
+# Sets up, then runs every check. `--all` also runs the slow tests; further arguments go to pytest (`-n 0`: one process).
+#
+#   PDSERVE_TEST_WORKERS=N   test files that run at the same time (default: one per core, 8 at most)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+unset PYTHONDONTWRITEBYTECODE # some hundred processes are started, and each would compile the package again
 
 which=(-m "not slow")
 if [ "${1:-}" = --all ]; then
     which=()
     shift
 fi
+cores=$(nproc)
+workers=${PDSERVE_TEST_WORKERS:-$((cores < 8 ? cores : 8))}
 
 ruff check
 ruff format --check
 mypy
 lint-imports --no-logo
-python -m pytest "${which[@]}" "$@"
+python -m pytest "${which[@]}" -n "$workers" --dist loadfile --no-loadscope-reorder "$@"

@@ -101,10 +101,16 @@ def process_rig(request: pytest.FixtureRequest, opened: Open) -> Iterator[Rig]:
     yield from _process_rig(request.param, opened)
 
 
+@pytest.fixture(scope="module")
+def own_memory() -> Memory:
+    """Memory for the transport that needs no engine."""
+    return Memory(REGION_BYTES)
+
+
 @pytest.fixture(params=["memory", *ENGINES])
-def rig(request: pytest.FixtureRequest, opened: Open) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest, opened: Open, own_memory: Memory) -> Iterator[Rig]:
     """Any transport, any peers."""
-    yield from _memory_rig() if request.param == "memory" else _process_rig(request.param, opened)
+    yield from _memory_rig(own_memory) if request.param == "memory" else _process_rig(request.param, opened)
 
 
 def _process_rig(name: str, opened: Open) -> Iterator[Rig]:
@@ -119,9 +125,10 @@ def _process_rig(name: str, opened: Open) -> Iterator[Rig]:
         peer.stop()
 
 
-def _memory_rig() -> Iterator[Rig]:
+def _memory_rig(memory: Memory) -> Iterator[Rig]:
     hub = MemoryHub()
-    transport, memory = MemoryTransport(hub), Memory(REGION_BYTES)
+    transport = MemoryTransport(hub)
+    memory.fill()
     transport.register([memory.region])
     yield Rig(transport, memory, lambda: LocalPeer(hub, REGION_BYTES))
     transport.close()

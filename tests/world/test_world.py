@@ -10,10 +10,10 @@ from pdserve.sim.network import Faults
 from tests.world.workload import play
 
 SEEDS_PER_CASE = 20
-CASES = 10
+CASES = [*range(5), *(pytest.param(case, marks=pytest.mark.slow) for case in range(5, 10))]
 
 
-@pytest.mark.parametrize("case", range(CASES))
+@pytest.mark.parametrize("case", CASES)
 def test_late_reordered_and_repeated_messages_change_nothing(case: int) -> None:
     for seed in range(case * SEEDS_PER_CASE, (case + 1) * SEEDS_PER_CASE):
         _, results = play(seed, Faults())
@@ -21,14 +21,14 @@ def test_late_reordered_and_repeated_messages_change_nothing(case: int) -> None:
         assert all(half is None or half.finish is None or half.finish.type == "length" for half in results)
 
 
-@pytest.mark.parametrize("case", range(CASES))
+@pytest.mark.parametrize("case", CASES)
 def test_lost_messages_are_repeated_until_heard(case: int) -> None:
     for seed in range(case * SEEDS_PER_CASE, (case + 1) * SEEDS_PER_CASE):
         _, results = play(seed, Faults(lost=0.2))
         assert all(half is not None and half.finish and half.finish.type == "length" for half in results)
 
 
-@pytest.mark.parametrize("case", range(CASES))
+@pytest.mark.parametrize("case", CASES)
 def test_aborts_at_any_moment(case: int) -> None:
     aborts = finished = 0
     for seed in range(case * SEEDS_PER_CASE, (case + 1) * SEEDS_PER_CASE):
@@ -40,13 +40,13 @@ def test_aborts_at_any_moment(case: int) -> None:
     assert aborts > SEEDS_PER_CASE and finished > SEEDS_PER_CASE
 
 
-@pytest.mark.parametrize("case", range(CASES))
+@pytest.mark.parametrize("case", CASES)
 def test_failed_copies_whose_bytes_land_late(case: int) -> None:
     for seed in range(case * SEEDS_PER_CASE, (case + 1) * SEEDS_PER_CASE):
         play(seed, Faults(copy_failed=0.1, abort=0.01))
 
 
-@pytest.mark.parametrize("case", range(CASES))
+@pytest.mark.parametrize("case", CASES)
 def test_servers_killed_and_reborn(case: int) -> None:
     kills = 0
     for seed in range(case * SEEDS_PER_CASE, (case + 1) * SEEDS_PER_CASE):

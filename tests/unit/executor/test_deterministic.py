@@ -119,7 +119,20 @@ class _Noise:
         return part
 
 
-@pytest.fixture(scope="module", params=[(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")])
+QUICK = {("llama", "bfloat16"), ("qwen2", "float32"), ("qwen3", "bfloat16"), ("qwen3_moe", "float32")}
+"""What is tried each time: every family, and both formats."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            (family, dtype), id=f"{family}-{dtype}", marks=[] if (family, dtype) in QUICK else pytest.mark.slow
+        )
+        for family in FAMILIES
+        for dtype in ("float32", "bfloat16")
+    ],
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, dtype = request.param
     return make_tiny(family, tmp_path_factory.mktemp(f"{family}_{dtype}"), dtype=dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,7 @@ from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
 from tests.tiny import VOCAB_SIZE, make_tiny
 from tests.unit.executor.expert_ranks import LENGTHS, NUM_TOKENS, Outcome, build, in_bfloat16, moved, outcome
-from tests.unit.executor.gang import Gang, open_gang
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with open_gang(4) as processes:
-        yield processes
-
+from tests.unit.executor.gang import Gang
 
 TP2, TP4, BOTH = ParallelShape(tp_size=2), ParallelShape(tp_size=4), ParallelShape(tp_size=2, pp_size=2)
 EP2, EP4 = ParallelConfig(tp_size=2, ep_size=2), ParallelConfig(tp_size=4, ep_size=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,8 @@ from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
 from tests.tiny import VOCAB_SIZE, Family, make_tiny
-from tests.unit.executor.gang import Gang, open_gang
+from tests.unit.executor.gang import Gang
 from tests.unit.executor.split_ranks import LoadFormat, fixed_logprobs, in_bfloat16, leave, marked, outcome
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with open_gang(4) as processes:
-        yield processes
-
 
 TP2, TP4, PP2, PP3 = (ParallelShape(tp_size=tp, pp_size=pp) for tp, pp in ((2, 1), (4, 1), (1, 2), (1, 3)))
 BOTH = ParallelShape(tp_size=2, pp_size=2)

@@ -90,7 +90,7 @@ def test_quantised_weights_equal_those_of_transformers() -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     path = smollm2_gguf()
-    config = LlamaConfig(**load_gguf_checkpoint(str(path), return_tensors=False)["config"])
+    config = LlamaConfig(**gguf_file.hf_config(gguf_file.open_gguf(path), path))
     with torch.device("meta"):
         skeleton = LlamaForCausalLM(config)
     expected = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=skeleton)["tensors"]
