@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 
 from pdserve.executor.interface import HostPages, SampledToken
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
+from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FinishReason, GenerateRequest
+from pdserve.protocol.sampling import SamplingParams
 from pdserve.transfer.manager import KVReceiver, KVSender
 
 RESUME_TOKENS = 16
@@ -75,7 +78,7 @@ class Req:
     @property
     def num_worst(self) -> int:
         """Tokens whose KV the request can need at most; its last token is never computed."""
-        return self.num_prompt + self.spec.sampling.max_new_tokens - 1
+        return self.num_prompt + max(self.spec.sampling.max_new_tokens, 1) - 1
 
     @property
     def num_reserved(self) -> int:
@@ -85,6 +88,24 @@ class Req:
         """
         ahead = RESUME_TOKENS << self.num_retractions - 1 if self.num_retractions else 0
         return max(self.num_known, min(self.num_known + ahead, self.num_worst))
+
+    @property
+    def wish(self) -> Logprobs | None:
+        """Log probabilities that are still wanted; those of the prompt are told once the first token is known."""
+        wish = self.spec.logprobs
+        if wish is None or wish.prompt_from is None or not self.output_ids:
+            return wish
+        return msgspec.structs.replace(wish, prompt_from=None)
+
+    @property
+    def most_cached(self) -> int:
+        """Known tokens that may be taken from a prefix cache: those before the first whose logits are wanted.
+
+        That is the last one, or where the prompt's log probabilities begin.
+        """
+        wish = self.wish
+        last = self.num_known - 1
+        return last if wish is None or wish.prompt_from is None else min(last, wish.prompt_from)
 
     @property
     def num_left(self) -> int:
@@ -101,14 +122,24 @@ class Req:
 def finish_for_token(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
     """Whether `token_id`, just appended to the request's output, ends it. Stop strings are the API process's."""
     sampling, num_out = req.spec.sampling, len(req.output_ids)
-    if num_out >= sampling.min_new_tokens:
-        if token_id in sampling.stop_token_ids:
-            return FinishReason(type="stop", matched=token_id)
-        if token_id in eos_token_ids and not sampling.ignore_eos:
-            return FinishReason(type="stop", matched=token_id)
+    if sampling.max_new_tokens == 0:
+        return FinishReason(type="length", length=0)
+    if token_id in sampling.stop_token_ids and num_out >= sampling.min_new_tokens:
+        return FinishReason(type="stop", matched=token_id)
+    if token_id in eos_token_ids and (_grammar_ends(req) or _eos_counts(sampling, num_out)):
+        return FinishReason(type="stop", matched=token_id)
     if num_out >= sampling.max_new_tokens:
         return FinishReason(type="length", length=num_out)
     return None
+
+
+def _grammar_ends(req: Req) -> bool:
+    """With a grammar EOS comes only where the grammar may end; and while EOS is not wanted, only where it must."""
+    return req.spec.sampling.grammar is not None
+
+
+def _eos_counts(sampling: SamplingParams, num_out: int) -> bool:
+    return num_out >= sampling.min_new_tokens and not sampling.ignore_eos
 
 
 def finish_for_failure(failure: Failure) -> FinishReason:
@@ -116,4 +147,10 @@ def finish_for_failure(failure: Failure) -> FinishReason:
     return FinishReason(type="abort", message=failure.message, status_code=failure.status, err_type=failure.code)
 
 
+GRAMMAR_FAILED = Failure(
+    code="grammar_failed",
+    message="the grammar of this request became too complex to follow; make its schema or expression simpler",
+    retryable=False,
+    status=400,
+)
 CLIENT_ABORT = Failure(code="aborted", message="the request was aborted", origin="client", status=499)

@@ -9,6 +9,7 @@ import dataclasses
 
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
+from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.aux import AuxRecord, MetadataBuffers
 from pdserve.transfer.events import Gates
 from pdserve.transfer.receive_side import ReceiveSide
@@ -65,6 +66,11 @@ class KVSender:
         if num_pages > first:
             self._side.send(self._room, lease, range(first, num_pages), gates)
             self._num_sent = num_pages
+
+    def tell(self, part: PromptLogprobs) -> None:
+        """Send log probabilities that the receiver's client wants. Before `finish`; a long stretch goes in parts."""
+        if not self._room.fake:
+            self._side.tell(self._room, part)
 
     def finish(
         self,
@@ -126,6 +132,11 @@ class KVReceiver:
     def stats(self) -> TransferStats:
         """What the sender measured; after SUCCESS."""
         return self._room.stats
+
+    @property
+    def logprobs(self) -> list[PromptLogprobs]:
+        """What the sender told, in the order of its telling; after SUCCESS."""
+        return [self._room.told[index] for index in sorted(self._room.told)]
 
     def publish(self, lease: Lease, aux: Lease, cached_tokens: int = 0) -> None:
         """Give our pages and aux slot to the sender.

@@ -37,7 +37,7 @@ from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerRe
 from pdserve.transfer.receive_side import ReceiveSide
 from pdserve.transfer.send_side import SendSide
 from pdserve.transfer.sessions import Sessions, SessionTimes
-from pdserve.transfer.wire import Abort, Done, Ended, Hello, Meta, RankMemory, Region, Wire
+from pdserve.transfer.wire import Abort, Done, Ended, Hello, Meta, RankMemory, Region, Told, Wire
 
 __all__ = ["FAKE_BOOTSTRAP_HOST", "KVArgs", "KVManager", "KVReceiver", "KVSender", "TransferTimes"]
 
@@ -151,13 +151,13 @@ class KVManager:
         record = self.send_side.open(room, digest, self._is_fake(host), num_tokens)
         return KVSender(self.send_side, self.args.aux, self.args.layout.page_tokens, record)
 
-    def open_receiver(self, room: int, address: Address, digest: str) -> KVReceiver:
-        """A handle to receive from the prefill server behind `address`.
+    def open_receiver(self, room: int, address: Address, digest: str, *, takes_logprobs: bool = False) -> KVReceiver:
+        """A handle to receive from the prefill server behind `address`, log probabilities of the prompt if wanted.
 
         Raises:
             RequestError: 409 when the room is live.
         """
-        record = self.receive_side.open(room, address, digest, self._is_fake(address[0]))
+        record = self.receive_side.open(room, address, digest, self._is_fake(address[0]), takes_logprobs=takes_logprobs)
         return KVReceiver(self.receive_side, self.args.aux, record)
 
     def divert(self, room: int, digest: str, replica: int) -> None:
@@ -265,6 +265,8 @@ class KVManager:
                             self.send_side.on_meta(peer, body)
                         case Abort():
                             self.send_side.on_abort(peer, body)
+                        case Told():
+                            self.receive_side.on_told(peer, body)
                         case Done():
                             if self.receive_side.sends(peer, body.key):
                                 self.receive_side.on_done(body)

@@ -11,9 +11,9 @@ from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address
 from pdserve.transfer.flows import FlowMeter
 from pdserve.transfer.topology import check_shapes
-from pdserve.transfer.wire import Abort, Done, Ended, Hello, Meta
+from pdserve.transfer.wire import Abort, Done, Ended, Hello, Meta, Told
 
-RoomMessage = Meta | Done | Ended | Abort
+RoomMessage = Meta | Told | Done | Ended | Abort
 
 
 class PeerState(enum.Enum):

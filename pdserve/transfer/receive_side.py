@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 
 from pdserve.base.clock import Clock
-from pdserve.errors import RequestError
+from pdserve.errors import ProtocolError, RequestError
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address, CopyEngine
@@ -18,7 +18,7 @@ from pdserve.transfer.peers import Peer
 from pdserve.transfer.room import Published, ReceiveRoom
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta, TransferStats
+from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta, Told, TransferStats
 
 FOLLOWERS_END_S = 15.0
 """By when the other ranks of a dead leader have ended: they miss its heartbeat for 10 s, and copy no more then."""
@@ -58,8 +58,10 @@ class ReceiveSide:
 
     # ------------------------------------------------------------------ called by receivers
 
-    def open(self, room: int, address: Address, digest: str, fake: bool) -> ReceiveRoom:
-        """A request will receive from the prefill server behind `address`.
+    def open(
+        self, room: int, address: Address, digest: str, fake: bool, *, takes_logprobs: bool = False
+    ) -> ReceiveRoom:
+        """A request will receive from the prefill server behind `address`; `takes_logprobs`: those of its prompt, too.
 
         Raises:
             RequestError: 409 when the room is live.
@@ -76,6 +78,7 @@ class ReceiveSide:
             moved=self.moved,
             address=address,
             key=key,
+            takes_logprobs=takes_logprobs,
             fake=fake,
         )
         self.rooms[room] = record
@@ -158,8 +161,21 @@ class ReceiveSide:
         self._release(done.key)
         room = self.rooms.get(done.key.room)
         if room is not None and room.key == done.key:
-            room.stats = done.stats
-            room.move(KVPoll.SUCCESS)
+            room.stats, room.num_told = done.stats, done.num_told
+            self._look_whether_told(room)
+
+    def on_told(self, peer: Peer, told: Told) -> None:
+        """A part of the prompt's log probabilities; perhaps behind Done, perhaps again."""
+        room = self.rooms.get(told.key.room)
+        if room is None or room.key != told.key or room.peer != peer.instance or not room.takes_logprobs:
+            return
+        try:
+            told.part.check()
+        except ProtocolError as error:
+            self.fail(room, Failure(code="bad_metadata", message=str(error), origin=peer.endpoint, status=502))
+            return
+        room.told[told.index] = told.part
+        self._look_whether_told(room)
 
     def on_ended(self, ended: Ended) -> None:
         """The sender gave a key up; perhaps it still writes."""
@@ -210,6 +226,10 @@ class ReceiveSide:
         return sum(entry.num_pages for entry in self.published.values())
 
     # ------------------------------------------------------------------ inside
+
+    def _look_whether_told(self, room: ReceiveRoom) -> None:
+        if room.is_told:
+            room.move(KVPoll.SUCCESS)
 
     def _dial(self, address: Address) -> None:
         """Ask for sessions; where there is one, the rooms that want it go on: room % dp_size is a room's replica."""

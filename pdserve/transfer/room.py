@@ -8,6 +8,7 @@ from collections import OrderedDict
 from pdserve.memory.layout import KVLayout, pages_for
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
+from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.events import Address, CopyJob
 from pdserve.transfer.state import TERMINAL, KVPoll, advance
 from pdserve.transfer.wire import Hello, Key, Meta, TransferStats
@@ -47,6 +48,8 @@ class SendRoom(Room):
     target: Meta | None = None
     num_tokens: int | None = None
     """Tokens of the prompt, where the request said so."""
+    untold: list[PromptLogprobs] = dataclasses.field(default_factory=list)
+    """Log probabilities that wait until it is certain which key they are for."""
     fake: bool = False
     stats: TransferStats = TransferStats()
     """What was sent; after SUCCESS."""
@@ -61,7 +64,16 @@ class ReceiveRoom(Room):
     peer: str | None = None
     published_at: float | None = None
     stats: TransferStats = TransferStats()
+    takes_logprobs: bool = False
+    told: dict[int, PromptLogprobs] = dataclasses.field(default_factory=dict)
+    num_told: int | None = None
+    """Parts that there are; known when everything else has landed."""
     fake: bool = False
+
+    @property
+    def is_told(self) -> bool:
+        """Whether all has landed and been told."""
+        return self.num_told is not None and (not self.takes_logprobs or len(self.told) >= self.num_told)
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,6 +94,7 @@ class Outgoing:
     settled_at: float = 0.0
     num_bytes: int = 0
     num_pages: int = 0
+    num_told: int = 0
     write_s: float = 0.0
 
 

@@ -22,6 +22,7 @@ from pdserve.base.clock import Clock
 from pdserve.errors import RequestError
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
+from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.chunk import ChunkPlanner, Part
 from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, Gates, Ready
 from pdserve.transfer.peers import Peer, PeerState
@@ -29,7 +30,7 @@ from pdserve.transfer.room import ClosedKeys, Outgoing, SendRoom, misfit, shortf
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.state import TERMINAL, KVPoll
 from pdserve.transfer.unmatched import Unmatched, Verdict
-from pdserve.transfer.wire import Abort, Done, Ended, Hello, Key, Meta, TransferStats
+from pdserve.transfer.wire import Abort, Done, Ended, Hello, Key, Meta, Told, TransferStats
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,7 +133,13 @@ class SendSide:
         out = self.outgoing.get(chunk.key)
         if out is not None:
             out.num_pages += len(chunk.source)
+            self._tell_untold(room)
             out.sealed_at, out.times = self._clock.now(), times
+
+    def tell(self, room: SendRoom, part: PromptLogprobs) -> None:
+        """Tell the receiver log probabilities of the prompt, as soon as its key cannot be replaced any more."""
+        room.untold += part.parts()
+        self._tell_untold(room)
 
     def fail(self, room: SendRoom, failure: Failure) -> None:
         """End a room from our side, and let the receiver know as soon as there is one to tell."""
@@ -293,7 +300,16 @@ class SendSide:
         self._closed.add(key)
         self._sessions.send(peer, Ended(key=key, failure=failure, quiesced=True, moved_to=moved_to))
 
-    def _say(self, key: Key, body: Ended | Done) -> None:
+    def _tell_untold(self, room: SendRoom) -> None:
+        out = None if room.target is None else self.outgoing.get(room.target.key)
+        if out is None or room.state is KVPoll.FAILED:
+            return
+        for part in room.untold:
+            self._say(out.key, Told(key=out.key, index=out.num_told, part=part))
+            out.num_told += 1
+        room.untold.clear()
+
+    def _say(self, key: Key, body: Ended | Done | Told) -> None:
         peer = self._sessions.peer(key.origin)
         if peer is not None and peer.hello is not None and peer.state is not PeerState.REFUSED:
             self._sessions.send(peer, body)
@@ -382,7 +398,7 @@ class SendSide:
             room.stats = stats
             room.move(KVPoll.SUCCESS)
         self._counters["transfers_done"] += 1
-        self._say(out.key, Done(key=out.key, stats=stats))
+        self._say(out.key, Done(key=out.key, stats=stats, num_told=out.num_told))
 
     def _stats(self, out: Outgoing) -> TransferStats:
         return msgspec.structs.replace(

@@ -5,6 +5,7 @@
       | <---------------------------- Hello |   (`answer` set), or Refusal naming the field
       | Meta(key, pages, aux slot) -------> |   you may write here now
       |        ... pages, then aux, through the transport ...
+      | <----------------- Told(key, index) |   log probabilities of the prompt, in parts; only where wanted
       | <------------------------ Done(key) |   every byte has landed
       | Abort(key) -----------------------> |   stop
       | <-------------- Ended(key, failure) |   prefill gave up; `quiesced`: no byte will come any more
@@ -24,6 +25,7 @@ import msgspec
 from pdserve.base.parallel import ParallelShape
 from pdserve.protocol.codec import Codec
 from pdserve.protocol.failure import Failure
+from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.seal import Seal
 
 MAX_FRAME_BYTES = 8 << 20
@@ -116,11 +118,20 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     """From the end of the last forward to the last byte."""
 
 
+class Told(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A part of the log probabilities that the receiver's client wants of the prompt; `index` counts from 0."""
+
+    key: Key
+    index: Count
+    part: PromptLogprobs
+
+
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All pages and the aux slot of `key` have landed."""
+    """All pages and the aux slot of `key` have landed; so many `Told` were sent, some of which may still come."""
 
     key: Key
     stats: TransferStats
+    num_told: Count = 0
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -155,7 +166,7 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
     """Nothing but the `acks` of its packet."""
 
 
-Body = Hello | Refusal | Meta | Done | Ended | Abort | Ping | Pong | Ack
+Body = Hello | Refusal | Meta | Told | Done | Ended | Abort | Ping | Pong | Ack
 
 
 class Packet(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,7 +60,9 @@ class DecodeRole:
             raise RequestError("a decode server needs bootstrap_room", field="bootstrap_room")
         check_fits(self._core, req.num_worst)
         address = (room.host, room.port or 0)
-        req.receiver = self._kv.open_receiver(room.room, address, prompt_digest(req.spec.input_ids))
+        digest, wish = prompt_digest(req.spec.input_ids), req.spec.logprobs
+        hands_over = wish is not None and wish.hands_over
+        req.receiver = self._kv.open_receiver(room.room, address, digest, takes_logprobs=hands_over)
         req.cacheable = not req.receiver.is_fake
         self.live[req.rid] = req
         self._rooms[room.room] = req
@@ -196,13 +198,24 @@ class DecodeRole:
         req.computed = req.planned = req.num_prompt
         req.num_cached = record.cached_tokens
         self._core.cache(req)
-        token = SampledToken(record.first_token, record.logprob, record.top)
+        token = SampledToken(record.first_token, record.logprob, record.top, self._take_logprobs(req))
         finish = self._core.append(req, token)
         self._core.outbox.emit(req, (token,), finish, self._timing(req))
         if finish is not None:
             self._leave(req)
         else:
             self._waiting[req.rid] = req
+
+    def _take_logprobs(self, req: Req) -> tuple[float, ...]:
+        """Pass on what came of the prompt; returns those that the first token's aux record has no place for."""
+        assert req.receiver is not None
+        picked: tuple[float, ...] = ()
+        for part in req.receiver.logprobs:
+            if part.start < req.num_prompt:
+                self._core.outbox.emit_prompt(req, part)
+            else:
+                picked = tuple(part.arrays()[-1][0].tolist())
+        return picked
 
     def _headroom_tokens(self, req: Req) -> float:
         """What must stay free when the retracted `req` comes back."""

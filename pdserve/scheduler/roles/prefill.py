@@ -14,6 +14,7 @@ from __future__ import annotations
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, StepResult
 from pdserve.protocol.failure import Failure
+from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason, RequestTiming
 from pdserve.scheduler.core import Core, plan_of
 from pdserve.scheduler.fits import check_fits
@@ -98,11 +99,13 @@ class PrefillRole:
 
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
         """Send the pages that became whole; with the last chunk the rest, and the first token."""
-        for row, token in zip(plan.rows, result.tokens, strict=True):
+        for index, (row, token) in enumerate(zip(plan.rows, result.tokens, strict=True)):
             req = self.live.get(row.rid)
             if req is None or req.row != row.row:
                 continue
             assert req.sender is not None and req.lease is not None
+            if index in result.prompts:
+                self._tell(req, result.prompts[index])
             complete = self._prefilling.committed(req, row.end)
             num_pages = self._num_whole_pages(req, row.end)
             if not complete:
@@ -120,6 +123,8 @@ class PrefillRole:
                 logprob=token.logprob,
                 top=token.top,
             )
+            if token.picked:
+                req.sender.tell(PromptLogprobs.of_token(req.num_prompt, token.picked))
             req.sender.finish(req.aux, record, self._stats(req), lease=req.lease, num_pages=num_pages)
             self._inflight[req.rid] = req
 
@@ -144,6 +149,13 @@ class PrefillRole:
     def facts(self) -> dict[str, float]:
         """See `Role.facts`."""
         return {}
+
+    def _tell(self, req: Req, part: PromptLogprobs) -> None:
+        """Log probabilities of a part of the prompt: to our client, and to decode where its client wants them."""
+        assert req.sender is not None and req.spec.logprobs is not None
+        self._core.outbox.emit_prompt(req, part)
+        if req.spec.logprobs.to_decode:
+            req.sender.tell(part)
 
     def _num_whole_pages(self, req: Req, end: int) -> int:
         """Pages in which nothing is missing once tokens `[0, end)` are computed."""
