@@ -3,8 +3,8 @@
     replica 0: rank 0 (scheduler) <── channel ──> API process          --dp-size such replicas
                rank 1, 2, ...     <── orders of rank 0                 --tp-size x --pp-size ranks each
 
-With several hosts each has its share of the ranks of the one replica, in order; node 0 has its leader.
-The death of any process ends all.
+With DP attention the replicas have --tp-size ranks together, and meet each other. With several hosts each has its share
+of the ranks of every replica, in order; node 0 has the leaders. The death of any process ends all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Literal
 
 from pdserve.base.env import control_token
 from pdserve.base.log import setup_logging
-from pdserve.base.parallel import ParallelShape
 from pdserve.base.process import die_with_parent
 from pdserve.config import DisaggMode, ServerConfig
 from pdserve.errors import ConfigError, PdserveError, RankError
@@ -76,7 +75,7 @@ class Engine:
 
     def __init__(self, config: ServerConfig, bootstrap_port: int | None) -> None:
         parallel = config.parallel
-        shape = ParallelShape(tp_size=parallel.tp_size, pp_size=parallel.pp_size)
+        shape = parallel.shape
         per_node = shape.num_ranks // parallel.nnodes
         if parallel.nnodes > 1 and not control_token():
             raise ConfigError(
@@ -88,6 +87,8 @@ class Engine:
         config = _divide_cores(config, len(ranks) * parallel.dp_size)
         self.addresses = [create_channel_address() for _ in range(parallel.dp_size)]
         server = uuid.uuid4().hex
+        sharing = parallel.num_sharing > 1
+        meets = sharing or shape.num_ranks > 1
         self._starts = [
             RankStart(
                 config=config,
@@ -96,7 +97,7 @@ class Engine:
                 bootstrap_port=bootstrap_port,
                 dp_rank=dp_rank,
                 rank=rank,
-                rendezvous=_rendezvous(config, address) if shape.num_ranks > 1 else None,
+                rendezvous=_rendezvous(config, self.addresses[0] if sharing else address) if meets else None,
                 parent_pid=os.getpid(),
             )
             for dp_rank, address in enumerate(self.addresses)
@@ -179,7 +180,7 @@ def rank_main(start: RankStart) -> None:
 
 
 def own_devices(start: RankStart, visible: str | None) -> str:
-    """The CUDA devices of this replica: as many as it has ranks, behind those of the replicas before it.
+    """The CUDA devices of this replica: as many as it has ranks on this host, behind those of the replicas before it.
 
     `visible` is the variable as it was given. To be set before torch is imported.
 
@@ -187,7 +188,7 @@ def own_devices(start: RankStart, visible: str | None) -> str:
         ConfigError: there are too few.
     """
     parallel = start.config.parallel
-    count = parallel.tp_size * parallel.pp_size
+    count = parallel.shape.num_ranks // parallel.nnodes
     first = start.dp_rank * count
     if visible is None:
         return ",".join(str(first + index) for index in range(count))
@@ -214,13 +215,10 @@ def _lead(start: RankStart) -> None:
 
 def _follow(start: RankStart) -> None:
     from pdserve.ranks.follower import run_follower
-    from pdserve.ranks.rendezvous import open_store
 
-    parallel = start.config.parallel
-    shape = ParallelShape(tp_size=parallel.tp_size, pp_size=parallel.pp_size)
     assert start.rendezvous is not None
-    store = open_store(start.rendezvous, start.rank, shape.num_ranks)
-    run_follower(start.config, shape.place(start.rank), store, control_token())
+    place = start.config.parallel.shape.place(start.rank)
+    run_follower(start.config, place, start.rendezvous, control_token(), dp_rank=start.dp_rank)
 
 
 def _rendezvous(config: ServerConfig, address: ChannelAddress) -> str:

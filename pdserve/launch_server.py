@@ -19,7 +19,6 @@ from typing import NoReturn
 
 from pdserve.base.env import control_token
 from pdserve.base.log import setup_logging
-from pdserve.base.parallel import ParallelShape
 from pdserve.base.process import Ready, announce_ready
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args
@@ -117,10 +116,9 @@ def _check_split(config: ServerConfig) -> None:
     from pdserve.model.split import check_spec
 
     parallel = config.parallel
-    shape = ParallelShape(tp_size=parallel.tp_size, pp_size=parallel.pp_size)
     path = resolve_model_path(config.model.model_path)
-    if shape.num_ranks > 1 and path.suffix != ".gguf":
-        check_spec(read_model_spec(path), shape, parallel.ep_size)
+    if parallel.tp_size * parallel.pp_size > 1 and path.suffix != ".gguf":
+        check_spec(read_model_spec(path), parallel.shape, parallel.ep_size, parallel.num_sharing)
 
 
 def _tokenizer_dir(config: ServerConfig) -> str:

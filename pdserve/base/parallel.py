@@ -3,6 +3,8 @@
 A replica has `tp_size * pp_size` ranks. Rank r is tensor rank `r % tp_size` of pipeline stage `r // tp_size`; rank 0
 leads. KV heads are split evenly over the tensor ranks of a stage; where there are fewer heads than ranks, neighbouring
 ranks hold the same one.
+
+With DP attention the replicas of a server share one copy of the feed-forward layers, split over all their ranks.
 """
 
 from __future__ import annotations
@@ -58,6 +60,41 @@ SINGLE = ParallelShape().place(0)
 """The only rank of a replica that is not split."""
 
 
+@dataclasses.dataclass(frozen=True)
+class WidePlace:
+    """One rank's place among all ranks of `dp_size` replicas that share their feed-forward layers (DP attention).
+
+    A replica that shares with nobody is the only one.
+    """
+
+    place: Place
+    dp_size: int = 1
+    dp_rank: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of all these replicas."""
+        return self.dp_size * self.place.shape.num_ranks
+
+    @property
+    def rank(self) -> int:
+        """Number among them."""
+        return self.first_rank + self.place.rank
+
+    @property
+    def first_rank(self) -> int:
+        """That of the replica's leader."""
+        return self.dp_rank * self.place.shape.num_ranks
+
+
+def dealt(num_items: int, num_parts: int) -> list[int]:
+    """How many of `num_items` things each of `num_parts` gets when they are dealt out in order, equally: the last ones
+    may get fewer, or none.
+    """
+    share = -(-num_items // num_parts)
+    return [max(0, min(share, num_items - index * share)) for index in range(num_parts)]
+
+
 def part_of(num_items: int, num_parts: int, index: int) -> range:
     """Part `index` of `num_items` things split evenly; they must divide."""
     assert num_items % num_parts == 0, (num_items, num_parts)
@@ -95,20 +132,32 @@ def vocab_of(vocab_size: int, tp_size: int, tp_rank: int) -> range:
 
 
 def check_split(
-    shape: ParallelShape, *, num_heads: int, num_kv_heads: int, num_layers: int, intermediate_size: int
+    shape: ParallelShape,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    num_layers: int,
+    intermediate_size: int,
+    num_sharing: int = 1,
 ) -> None:
-    """A model must be divisible that way.
+    """A model must be divisible that way; `num_sharing` replicas share its feed-forward layers.
 
     Raises:
         ConfigError: naming `tp_size` or `pp_size`.
     """
     tp, pp = shape.tp_size, shape.pp_size
-    for name, count in (("attention heads", num_heads), ("intermediate columns", intermediate_size)):
-        if count % tp:
-            raise ConfigError(f"--tp-size {tp} does not divide the model's {count} {name}", field="tp_size")
+    wide = tp * num_sharing
+    tp_flag = f"--tp-size {wide}"
+    of_attention = tp_flag if num_sharing == 1 else f"{tp_flag} with --dp-size {num_sharing}, {tp} ranks a replica,"
+    for flag, size, name, count in (
+        (of_attention, tp, "attention heads", num_heads),
+        (tp_flag, wide, "intermediate columns", intermediate_size),
+    ):
+        if count % size:
+            raise ConfigError(f"{flag} does not divide the model's {count} {name}", field="tp_size")
     if num_kv_heads % tp and tp % num_kv_heads:
         raise ConfigError(
-            f"--tp-size {tp} neither divides the model's {num_kv_heads} KV heads nor is a multiple of them",
+            f"{of_attention} neither divides the model's {num_kv_heads} KV heads nor is a multiple of them",
             field="tp_size",
         )
     if pp > num_layers:

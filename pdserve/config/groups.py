@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from pdserve.base.parallel import ParallelShape
+
 DisaggMode = Literal["null", "prefill", "decode"]
 TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]
 EvictionPolicy = Literal["lru", "lfu", "priority"]
@@ -43,6 +45,11 @@ class ParallelConfig:
     tp_size: int = flag(1, help="ranks that each layer is split over", names=("--tp", "--tensor-parallel-size"))
     pp_size: int = flag(1, help="stages that the layers are split into", names=("--pp", "--pipeline-parallel-size"))
     dp_size: int = flag(1, help="replicas of the model behind one HTTP server", names=("--dp", "--data-parallel-size"))
+    enable_dp_attention: bool = flag(
+        False,
+        help="the dp_size replicas are of tp_size ranks together, tp_size / dp_size each, and share one copy of the "
+        "feed-forward layers, split over all of them",
+    )
     ep_size: int = flag(
         1,
         help="tp_size: the tensor ranks hold whole experts, and tokens travel to them; 1: they split each expert",
@@ -57,6 +64,16 @@ class ParallelConfig:
     nnodes: int = flag(1, help="hosts that one replica's ranks are spread over")
     node_rank: int = flag(0, help="which of them this is; 0 has the HTTP server")
     dist_init_addr: str | None = flag(None, help="HOST:PORT at node 0 where the ranks meet; needed with several hosts")
+
+    @property
+    def num_sharing(self) -> int:
+        """Replicas that share one copy of the feed-forward layers: all with DP attention, else each has its own."""
+        return self.dp_size if self.enable_dp_attention else 1
+
+    @property
+    def shape(self) -> ParallelShape:
+        """How one replica is split: with DP attention its attention and KV, for feed-forward layers are split wider."""
+        return ParallelShape(tp_size=self.tp_size // self.num_sharing, pp_size=self.pp_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

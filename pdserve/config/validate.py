@@ -59,11 +59,14 @@ def _check_parallel(parallel: ParallelConfig) -> None:
     ):
         _between(field, size, 1, MAX_RANKS)
     _check_experts(parallel)
-    num_ranks = parallel.tp_size * parallel.pp_size
+    if parallel.enable_dp_attention:
+        _check_dp_attention(parallel)
+    num_ranks = parallel.shape.num_ranks
     if num_ranks % parallel.nnodes:
-        _refuse("nnodes", parallel.nnodes, f"must divide the {num_ranks} ranks of --tp-size and --pp-size")
+        of_what = "--tp-size and --pp-size" if parallel.num_sharing == 1 else "each replica, --tp-size / --dp-size"
+        _refuse("nnodes", parallel.nnodes, f"must divide the {num_ranks} ranks of {of_what}")
     _between("node_rank", parallel.node_rank, 0, parallel.nnodes - 1)
-    if parallel.nnodes > 1 and parallel.dp_size > 1:
+    if parallel.nnodes > 1 and parallel.dp_size > parallel.num_sharing:
         _refuse("dp_size", parallel.dp_size, "must be 1 with --nnodes: start each replica as a server of its own")
     if parallel.nnodes > 1 and parallel.dist_init_addr is None:
         _refuse("dist_init_addr", None, "must be given with --nnodes")
@@ -72,6 +75,14 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
             _refuse("dist_init_addr", parallel.dist_init_addr, "must be HOST:PORT")
         _check_host("dist_init_addr", host.removeprefix("[").removesuffix("]"))
+
+
+def _check_dp_attention(parallel: ParallelConfig) -> None:
+    if parallel.tp_size % parallel.dp_size:
+        rule = f"must divide the {parallel.tp_size} ranks of --tp-size with --enable-dp-attention"
+        _refuse("dp_size", parallel.dp_size, rule)
+    if parallel.pp_size > 1 and parallel.dp_size > 1:
+        _refuse("pp_size", parallel.pp_size, "must be 1 with --enable-dp-attention")
 
 
 def _check_experts(parallel: ParallelConfig) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from pdserve.base.parallel import Place, layers_of
+from pdserve.base.parallel import Place, WidePlace, layers_of
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.executor.local import LocalExecutor
@@ -29,10 +29,11 @@ from pdserve.model.families.decoder import kv_layout
 from pdserve.model.layers.fixed import FixedKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.loader import load_model, read_spec, resolve_dtype
-from pdserve.model.parallel import Parallel, SingleRank, open_parallel
+from pdserve.model.parallel import Parallel, SingleRank
 from pdserve.model.paths import resolve_model_path
 from pdserve.model.placement import Placement, first_placement
 from pdserve.model.split import check_spec
+from pdserve.model.torch_parallel import open_parallel
 
 _LOG = logging.getLogger(__name__)
 MAX_PAGE_TOKENS = 128
@@ -62,8 +63,12 @@ class Built:
         return self.num_pages * self.executor.layout.page_tokens
 
 
-def join_replica(config: ServerConfig, place: Place, store: Store, *, host: str = "127.0.0.1") -> Parallel:
+def join_replica(
+    config: ServerConfig, place: Place, store: Store, *, host: str = "127.0.0.1", dp_rank: int = 0
+) -> Parallel:
     """Meet the other ranks over `store`, on the device that `build_executor` will use; see `open_parallel`.
+
+    With DP attention these are the ranks of all replicas, of which this one is `dp_rank`.
 
     Raises:
         ConfigError: no such device, or no network interface with the address `host`.
@@ -71,7 +76,8 @@ def join_replica(config: ServerConfig, place: Place, store: Store, *, host: str 
     """
     device = prepare_device(config.kernels, LocalRanks.of(config.parallel, place))
     fixed_order = config.kernels.enable_deterministic_inference
-    return open_parallel(place, store, device, host=host, fixed_order=fixed_order)
+    wide = WidePlace(place, config.parallel.num_sharing, dp_rank if config.parallel.num_sharing > 1 else 0)
+    return open_parallel(wide, store, device, host=host, fixed_order=fixed_order)
 
 
 def build_executor(
@@ -99,7 +105,7 @@ def build_executor(
     device = prepare_device(config.kernels, local)
     path = resolve_model_path(config.model.model_path)
     spec = read_spec(path)
-    check_spec(spec, place.shape, config.parallel.ep_size)
+    check_spec(spec, place.shape, config.parallel.ep_size, parallel.wide.size // place.shape.tp_size)
     context_length = _context_length(config.model.context_length, spec)
     load_format = config.model.load_format
     dtype = resolve_dtype(path, spec, config.model.dtype, load_format=load_format)
@@ -148,7 +154,7 @@ def _placement(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, devi
         )
     placement = first_placement(spec.moe, config.ep_size, config.ep_num_redundant_experts, config.init_expert_location)
     own = torch.tensor([placement.digest()], device=device)
-    if bool((parallel.all_gather(own) != own).any()):
+    if bool((parallel.wide.everyones(own, [1] * parallel.wide.size) != own).any()):
         raise ConfigError(
             f"--init-expert-location {config.init_expert_location} says different things on the hosts of this server",
             field="init_expert_location",

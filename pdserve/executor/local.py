@@ -87,7 +87,7 @@ class LocalExecutor:
         self._launched: deque[StepHandle] = deque()
         self._runner = _runner(device, overlap)
         whole = {i: mixture for i, mixture in model.mixtures.items() if isinstance(mixture, ExpertParallelMoe)}
-        self.experts = ExpertBalance(whole, self.place.shape.tp_size, self._runner.behind) if whole else None
+        self.experts = ExpertBalance(whole, model.parallel.wide.size, self._runner.behind) if whole else None
         """Moves experts between ranks; None where this rank has no whole ones."""
 
     @property
@@ -217,7 +217,9 @@ class LocalExecutor:
         """Forward and sampling, on whatever thread the runner has for it."""
         for row, ids in step.writes.items():
             self._tokens[row, : len(ids)] = to_device(ids, self.device)
+        self._stage.begin(step.plan.step, sum(batch.columns.shape[1] for batch in step.batches))
         if not step.batches:
+            self._stage.idle()
             if on_layer is not None:
                 on_layer(self._model.num_layers - 1)
             return partial(StepResult, step.plan.step, ())

@@ -48,6 +48,15 @@ class Stage:
         part = outputs[0] if last == 0 else torch.cat(outputs)
         return self._parallel.gather_logits(part, self._model.spec.vocab_size)
 
+    def begin(self, step: int, num_tokens: int) -> None:
+        """All ranks begin `step`, in which this replica computes `num_tokens` tokens."""
+        self._parallel.wide.begin(step, num_tokens)
+
+    def idle(self) -> None:
+        """Our part of a step in which this replica has nothing to compute."""
+        if self._parallel.wide.spans_replicas:
+            self._model.idle()
+
     def choose(self, logits: Tensor | None, params: StepParams, tokens: Tensor) -> Sampled:
         """The sampling rank's choice, on every rank. `tokens` as for `sample`."""
         if self.is_sampler:

@@ -22,10 +22,11 @@ from pdserve.base.process import die_with_parent
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import PdserveError, RankError
 from pdserve.executor.factory import Built, build_executor, join_replica
+from pdserve.model.parallel import Parallel
 from pdserve.ranks.computing import Computer, Orders
 from pdserve.ranks.copying import Copier
 from pdserve.ranks.links import Links, end_process
-from pdserve.ranks.meeting import Facts, Introduction, facts_of, own_host, secret_of, transfer_host
+from pdserve.ranks.meeting import Facts, Introduction, facts_of, own_host, rank_names, secret_of, transfer_host
 from pdserve.ranks.orders import (
     Agreed,
     Alive,
@@ -42,7 +43,7 @@ from pdserve.ranks.orders import (
     order_codec,
     report_codec,
 )
-from pdserve.ranks.rendezvous import MEET_TIMEOUT_S
+from pdserve.ranks.rendezvous import MEET_TIMEOUT_S, open_stores
 from pdserve.ranks.steps import StepLog
 from pdserve.ranks.watch import LinkTimes
 from pdserve.transfer.registry import open_transport
@@ -82,7 +83,7 @@ class Leader:
         self._links: Links[Report, Order] = Links(place.rank, host, report_codec(), order_codec(), times)
         with contextlib.ExitStack() as stack:
             stack.callback(self._links.close)
-            introduction = Introduction(place.shape, place.rank, store, token, facts or {}, timeout_s)
+            introduction = Introduction(rank_names(place.shape), place.rank, store, token, facts or {}, timeout_s)
             introduction.publish(self._links.endpoint)
             peer, nonce = introduction.lookup(_LEADER)
             self._links.connect(
@@ -153,9 +154,15 @@ class Leader:
 
 
 def run_follower(
-    config: ServerConfig, place: Place, store: Store, token: str, *, parent_pid: int | None = None
+    config: ServerConfig,
+    place: Place,
+    rendezvous: str,
+    token: str,
+    *,
+    dp_rank: int = 0,
+    parent_pid: int | None = None,
 ) -> None:
-    """Be rank `place` of a replica until the leader says stop. Main thread of its own process.
+    """Be rank `place` of replica `dp_rank` until the leader says stop. Main thread of its own process.
 
     The process ends with status 1 when the leader or another rank is lost, with 2 when one of them refuses to start.
     With `parent_pid` it is also killed when that process dies.
@@ -166,11 +173,14 @@ def run_follower(
     """
     if parent_pid is not None:
         die_with_parent(parent_pid)
-    leader = Leader(place, store, token, host=own_host(config), facts=facts_of(config))
+    store, own_store = open_stores(rendezvous, config.parallel, place, dp_rank)
+    leader = Leader(place, own_store, token, host=own_host(config), facts=facts_of(config))
     with contextlib.ExitStack() as stack:
         stack.callback(leader.close)
         try:
-            _serve(config, place, store, leader, stack)
+            parallel = join_replica(config, place, store, host=own_host(config), dp_rank=dp_rank)
+            stack.callback(parallel.close)
+            _serve(config, place, parallel, leader, stack)
         except Exception as error:
             _say_why(place, leader, error)
             raise
@@ -178,10 +188,8 @@ def run_follower(
         _bound_the_end(RankError(f"rank {place.rank} has not ended within {END_TIMEOUT_S:g} s of being told to"))
 
 
-def _serve(config: ServerConfig, place: Place, store: Store, leader: Leader, stack: contextlib.ExitStack) -> None:
+def _serve(config: ServerConfig, place: Place, parallel: Parallel, leader: Leader, stack: contextlib.ExitStack) -> None:
     """Load, say that we are ready, and obey; `stack` ends what was opened."""
-    parallel = join_replica(config, place, store, host=own_host(config))
-    stack.callback(parallel.close)
     max_rows = config.schedule.max_running_requests or 1
     built = build_executor(config, max_rows=max_rows, parallel=parallel, agree_num_pages=leader.agree)
     stack.callback(built.executor.close)

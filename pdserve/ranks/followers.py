@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import PdserveError, RankError
 from pdserve.ranks.links import Links, end_process
-from pdserve.ranks.meeting import Facts, Introduction, secret_of
+from pdserve.ranks.meeting import Facts, Introduction, rank_names, secret_of
 from pdserve.ranks.orders import (
     Agreed,
     Alive,
@@ -192,7 +192,7 @@ def meet_followers(
         ConfigError: nothing can be bound at `host`, or a follower was started differently.
         RankError: a follower did not come in time, or has another token.
     """
-    introduction = Introduction(shape, 0, store, token, facts or {}, timeout_s)
+    introduction = Introduction(rank_names(shape), 0, store, token, facts or {}, timeout_s)
     links: Links[Order, Report] = Links(0, host, order_codec(), report_codec(), times)
     with contextlib.ExitStack() as stack:
         stack.callback(links.close)

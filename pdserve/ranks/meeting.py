@@ -27,7 +27,7 @@ from pdserve.ranks.rendezvous import MEET_TIMEOUT_S
 from pdserve.ranks.watch import Peer
 
 _MAX_BYTES = 16384
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _REFUSED = "refused"
 _SLICE_S = 1.0
 
@@ -55,6 +55,8 @@ def facts_of(config: ServerConfig) -> Facts:
     facts = {
         "tp_size": config.parallel.tp_size,
         "pp_size": config.parallel.pp_size,
+        "dp_size": config.parallel.dp_size,
+        "enable_dp_attention": config.parallel.enable_dp_attention,
         "nnodes": config.parallel.nnodes,
         "ep_size": config.parallel.ep_size,
         "ep_num_redundant_experts": config.parallel.ep_num_redundant_experts,
@@ -75,7 +77,7 @@ def facts_of(config: ServerConfig) -> Facts:
 
 def own_host(config: ServerConfig) -> str:
     """The address of this host that the other ranks of the replica reach."""
-    return _LOOPBACK if config.parallel.nnodes == 1 else _outward_host(config)
+    return LOOPBACK if config.parallel.nnodes == 1 else _outward_host(config)
 
 
 def transfer_host(config: ServerConfig) -> str:
@@ -100,9 +102,11 @@ def _outward_host(config: ServerConfig) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Introduction:
-    """One rank at the meeting. `facts` are its own; only those that both sides name are compared."""
+    """One rank at the meeting, where all have numbers, and `names` for people. `facts` are its own; only those that
+    both sides name are compared.
+    """
 
-    shape: ParallelShape
+    names: Sequence[str]
     rank: int
     store: Store
     token: str
@@ -123,23 +127,21 @@ class Introduction:
             RankError: it did not come in time, or has another token.
             ConfigError: it was started with another value of a flag.
         """
-        sealed = self._await(rank)
+        sealed, whose = self._await(rank), self.names[rank]
         try:
             contact = _CODEC.decode(Seal(self.token).open(bytes.fromhex(sealed.decode()), max_bytes=_MAX_BYTES))
         except (ProtocolError, ValueError) as error:
             raise RankError(
-                f"rank {rank} was started with another PDSERVE_CONTROL_TOKEN, or a very different pdserve: {error}"
+                f"{whose} was started with another PDSERVE_CONTROL_TOKEN, or a very different pdserve: {error}"
             ) from error
         for field, ours in self.facts.items():
             theirs = contact.facts.get(field, ours)
             if ours != theirs:
-                message = f"rank {rank} on {contact.host} has {field} {theirs}, rank {self.rank} has {ours}"
+                message = f"{whose} on {contact.host} has {field} {theirs}, {self.names[self.rank]} has {ours}"
                 message += "; all must be started alike"
                 self.store.set(_REFUSED, f"{field}: {message}")
                 raise ConfigError(message, field=field)
-        place = self.shape.place(rank)
-        name = f"rank {rank} (tp {place.tp_rank}, pp {place.pp_rank}) on {contact.host}, pid {contact.pid},"
-        return Peer(rank, name, contact.endpoint), contact.nonce
+        return Peer(rank, f"{whose} on {contact.host}, pid {contact.pid},", contact.endpoint), contact.nonce
 
     def _await(self, rank: int) -> bytes:
         """The contact as it was written. Who refuses to meet says so in the store, for those who wait for others."""
@@ -152,11 +154,17 @@ class Introduction:
                 if self.store.check([_REFUSED]):
                     raise ConfigError(self.store.get(_REFUSED).decode(errors="replace")[:_MAX_BYTES]) from error
                 if time.monotonic() >= deadline:
-                    raise RankError(f"rank {rank} did not come within {self.timeout_s:g} s") from error
+                    raise RankError(f"{self.names[rank]} did not come within {self.timeout_s:g} s") from error
 
     def lookup_followers(self) -> Sequence[Peer]:
         """The contacts of all ranks but the first. Raises like `lookup`."""
-        return [self.lookup(rank)[0] for rank in range(1, self.shape.num_ranks)]
+        return [self.lookup(rank)[0] for rank in range(1, len(self.names))]
+
+
+def rank_names(shape: ParallelShape) -> list[str]:
+    """What the ranks of a replica are called."""
+    places = [shape.place(rank) for rank in range(shape.num_ranks)]
+    return [f"rank {place.rank} (tp {place.tp_rank}, pp {place.pp_rank})" for place in places]
 
 
 def secret_of(token: str, nonce: str) -> str:

@@ -1,19 +1,32 @@
 """Where the ranks of a replica first meet: a torch store, in a file on one host, over TCP on several.
 
-Opened by each rank's process at start-up; the leader serves the TCP store.
+With DP attention it is where the ranks of all replicas do. Opened by each rank's process at start-up; the first leader
+serves the TCP store.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
 
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
+from pdserve.base.parallel import Place, WidePlace
+from pdserve.config.groups import ParallelConfig
 from pdserve.errors import ConfigError
 
 MEET_TIMEOUT_S = 600.0
 """How long ranks wait for each other: one of them may still be loading its program from a slow disk."""
 FILE, TCP = "file://", "tcp://"
+
+
+def open_stores(rendezvous: str, parallel: ParallelConfig, place: Place, dp_rank: int) -> tuple[Store, Store]:
+    """The store of all ranks that compute together, and that of the rank's own replica, which may be the same.
+
+    Raises like `open_store`.
+    """
+    wide = WidePlace(place, parallel.num_sharing, dp_rank if parallel.num_sharing > 1 else 0)
+    store = open_store(rendezvous, wide.rank, wide.num_ranks)
+    return store, store if wide.dp_size == 1 else PrefixStore(f"replica/{dp_rank}", store)
 
 
 def open_store(rendezvous: str, rank: int, num_ranks: int, timeout_s: float = MEET_TIMEOUT_S) -> Store:

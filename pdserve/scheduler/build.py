@@ -21,6 +21,7 @@ from pdserve.protocol.messages import Beat, EngineReady
 from pdserve.scheduler.build_transfer import Fact, Replica, open_transfer
 from pdserve.scheduler.core import Core, Limits, Outbox
 from pdserve.scheduler.engine import Engine, open_engine
+from pdserve.scheduler.idle_rounds import IdleRounds, RoundCalled
 from pdserve.scheduler.roles.base import Role
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
@@ -45,7 +46,7 @@ def run_scheduler(config: ServerConfig, channel: SchedulerChannel, replica: Repl
     mailbox: Mailbox[Event] = Mailbox()
     stop = threading.Event()
     with contextlib.ExitStack() as stack:
-        engine = open_engine(config, replica.rendezvous, token, stack)
+        engine = open_engine(config, replica.rendezvous, token, stack, dp_rank=replica.dp_rank)
         built = engine.built
         try:
             scheduler = build_scheduler(config, engine, channel, mailbox, MonotonicClock(), replica, token, stack)
@@ -138,7 +139,16 @@ def build_scheduler(
         overlap=config.schedule.disable_overlap_schedule is False,
         facts=facts,
         live_facts=engine.facts,
+        idle_rounds=_idle_rounds(engine, mailbox),
     )
+
+
+def _idle_rounds(engine: Engine, mailbox: Mailbox[Event]) -> IdleRounds | None:
+    """Where replicas compute together, their calls wake the loop."""
+    if engine.lockstep is None:
+        return None
+    engine.lockstep.wake = lambda: mailbox.post(RoundCalled())
+    return IdleRounds(engine.lockstep)
 
 
 def _caches_prefixes(config: ServerConfig) -> bool:

@@ -9,7 +9,6 @@ import uuid
 from pdserve import __version__
 from pdserve.base.clock import Clock
 from pdserve.base.mailbox import Mailbox
-from pdserve.base.parallel import ParallelShape
 from pdserve.config import ServerConfig
 from pdserve.ranks.meeting import transfer_host
 from pdserve.scheduler.engine import Engine
@@ -72,11 +71,14 @@ def open_transfer(
         "enable_deterministic_inference": int(config.kernels.enable_deterministic_inference),
         "deterministic_tp_size": config.parallel.tp_size if config.kernels.enable_deterministic_inference else 0,
         "deterministic_ep_size": config.parallel.ep_size if config.kernels.enable_deterministic_inference else 0,
+        "deterministic_dp_attention": config.parallel.num_sharing
+        if config.kernels.enable_deterministic_inference
+        else 0,
     }
     args = KVArgs(
         instance=instance,
         layout=built.layout,
-        shape=ParallelShape(tp_size=config.parallel.tp_size, pp_size=config.parallel.pp_size),
+        shape=config.parallel.shape,
         dp_size=config.parallel.dp_size,
         decode_sizes=_decode_sizes(config),
         buffers=built.executor.buffers,
@@ -100,7 +102,7 @@ def open_transfer(
             instance=instance,
             dp_rank=replica.dp_rank,
             dp_size=config.parallel.dp_size,
-            tp_size=config.parallel.tp_size,
+            tp_size=config.parallel.shape.tp_size,
             pp_size=config.parallel.pp_size,
             host=route_host,
             port=int(route_port),
@@ -122,6 +124,14 @@ def open_transfer(
         "instance": instance,
     }
     return kv, facts
+
+
+def _deterministic_sizes(config: ServerConfig) -> dict[str, str | int]:
+    """What sums over ranks depend on, and so bits: equal on both sides in deterministic mode."""
+    parallel = config.parallel
+    sizes = {"tp_size": parallel.tp_size, "ep_size": parallel.ep_size, "dp_attention": parallel.num_sharing}
+    counts = config.kernels.enable_deterministic_inference
+    return {f"deterministic_{name}": size if counts else 0 for name, size in sizes.items()}
 
 
 def _decode_sizes(config: ServerConfig) -> dict[str, int]:

@@ -7,19 +7,22 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
-from pdserve.base.parallel import ParallelShape
+from torch._C._distributed_c10d import PrefixStore, Store
+
 from pdserve.config import ServerConfig
 from pdserve.errors import PdserveError, RankError
 from pdserve.executor.factory import Built, build_executor, join_replica
 from pdserve.executor.interface import Executor
-from pdserve.model.params import fingerprint_of
+from pdserve.model.params import WeightSamples, fingerprint_of
 from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.followers import Followers, meet_followers
 from pdserve.ranks.leader import GroupExecutor
-from pdserve.ranks.meeting import facts_of, own_host
-from pdserve.ranks.orders import RankReady
-from pdserve.ranks.rebalance import Rebalancer
-from pdserve.ranks.rendezvous import open_store
+from pdserve.ranks.lockstep import Lockstep, meet_leaders
+from pdserve.ranks.meeting import LOOPBACK, facts_of, own_host
+from pdserve.ranks.orders import Order, RankReady
+from pdserve.ranks.rebalance import Rebalancer, RoundRebalancer
+from pdserve.ranks.rendezvous import open_stores
+from pdserve.ranks.rounds import RoundExecutor
 from pdserve.transfer.events import CopyEngine, TransferEvent
 from pdserve.transfer.wire import RankMemory
 
@@ -35,19 +38,39 @@ class _Group:
     ready: tuple[RankReady, ...]
 
 
+@dataclasses.dataclass
+class _Met:
+    """Whom we have met so far: the followers, and the leaders of replicas that we compute together with."""
+
+    followers: Followers | None = None
+    lockstep: Lockstep | None = None
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Tell all to end, and why when that was not wanted. May be called again."""
+        trouble = None if error is None else _trouble(error)
+        if self.followers is not None:
+            self.followers.close(trouble)
+        if self.lockstep is not None:
+            self.lockstep.close(trouble)
+
+
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """`built` is this rank's own, the first; `executor` is that of all of them."""
+    """`built` is this rank's own, the first; `executor` is that of all of them.
+
+    `lockstep` is there where replicas compute together; `samples` are of the weights of all ranks that do.
+    """
 
     built: Built
     executor: Executor
     group: _Group | None
+    lockstep: Lockstep | None = None
+    samples: Sequence[WeightSamples] | None = None
 
     @property
     def weights_fingerprint(self) -> str:
-        """Equal for servers that loaded the same weights, however they are split."""
-        samples = [self.built.executor.weight_samples()]
-        return fingerprint_of(samples if self.group is None else [*samples, *(one.samples for one in self.group.ready)])
+        """Equal for servers that loaded the same weights, however they are split. Raises ModelError: ranks differ."""
+        return fingerprint_of(self.samples or [self.built.executor.weight_samples()])
 
     def facts(self) -> dict[str, float]:
         """What changes while it runs, for `/get_server_info`: how the first stage's experts are balanced."""
@@ -61,9 +84,8 @@ class Engine:
         return [one.memory for one in ready if one.memory is not None]
 
     def close(self, error: BaseException | None = None) -> None:
-        """Tell the followers to end, and why when that was not wanted. May be called again."""
-        if self.group is not None:
-            self.group.followers.close(None if error is None else _trouble(error))
+        """Tell the other ranks to end, and why when that was not wanted. May be called again."""
+        _Met(None if self.group is None else self.group.followers, self.lockstep).close(error)
 
     def copies(self, own: CopyEngine, post: Callable[[TransferEvent], None]) -> CopyEngine:
         """The copy engine of all ranks, `own` being this one's."""
@@ -78,8 +100,12 @@ def _trouble(error: BaseException) -> PdserveError:
     return error if isinstance(error, PdserveError) else RankError(f"the leader failed: {error!r}")
 
 
-def open_engine(config: ServerConfig, rendezvous: str | None, token: str, stack: contextlib.ExitStack) -> Engine:
+def open_engine(
+    config: ServerConfig, rendezvous: str | None, token: str, stack: contextlib.ExitStack, *, dp_rank: int = 0
+) -> Engine:
     """Load the model; with a `rendezvous`, meet the other ranks there and wait until all have. `stack` ends it all.
+
+    With DP attention all replicas meet there, of which this one is `dp_rank`.
 
     Raises:
         ConfigError, ModelError: a flag or the checkpoint will not do, here or at another rank.
@@ -90,30 +116,54 @@ def open_engine(config: ServerConfig, rendezvous: str | None, token: str, stack:
         built = build_executor(config, max_rows=max_rows)
         stack.callback(built.executor.close)
         return Engine(built, built.executor, None)
-    shape = ParallelShape(tp_size=config.parallel.tp_size, pp_size=config.parallel.pp_size)
-    host = own_host(config)
-    store = open_store(rendezvous, 0, shape.num_ranks)
-    followers = meet_followers(shape, store, token, host=host, facts=facts_of(config))
-    stack.callback(followers.close)
+    parallel_config, host = config.parallel, own_host(config)
+    shape = parallel_config.shape
+    store, own_store = open_stores(rendezvous, parallel_config, shape.place(0), dp_rank)
+    met = _Met()
     try:
-        parallel = join_replica(config, shape.place(0), store, host=host)
+        if parallel_config.num_sharing > 1:
+            met.lockstep = _meet_leaders(config, dp_rank, store, token)
+            stack.callback(met.lockstep.close)
+        if shape.num_ranks > 1:
+            met.followers = meet_followers(shape, own_store, token, host=host, facts=facts_of(config))
+            stack.callback(met.followers.close)
+        parallel = join_replica(config, shape.place(0), store, host=host, dp_rank=dp_rank)
         stack.callback(parallel.close)
-        built = build_executor(config, max_rows=max_rows, parallel=parallel, agree_num_pages=followers.agree)
+        agree = None if met.followers is None else met.followers.agree
+        built = build_executor(config, max_rows=max_rows, parallel=parallel, agree_num_pages=agree)
         stack.callback(built.executor.close)
-        ready = followers.wait_ready()
+        stack.callback(met.close)  # before the ranks part: who is told that all ends does not take it for a loss
+        engine = _join(config, built, met)
+        log.info("weights of all ranks: %s", engine.weights_fingerprint)
     except BaseException as error:
-        followers.close(_trouble(error))
-        raise
-    stack.callback(followers.close)  # before the ranks part: who is told that all ends does not take it for a loss
-    rebalancer = _rebalancer(config, built, followers)
-    executor = GroupExecutor(built.executor, built.table, built.layout, followers, rebalancer)
-    engine = Engine(built, executor, _Group(executor, followers, ready))
-    try:
-        log.info("weights of all %d ranks: %s", shape.num_ranks, engine.weights_fingerprint)
-    except PdserveError as error:  # ranks have different ones
-        followers.close(error)
+        met.close(error)
         raise
     return engine
+
+
+def _meet_leaders(config: ServerConfig, dp_rank: int, store: Store, token: str) -> Lockstep:
+    """Leaders are all at the first host."""
+    num_replicas = config.parallel.num_sharing
+    leaders = PrefixStore("leaders", store)
+    return meet_leaders(num_replicas, dp_rank, leaders, token, host=LOOPBACK, facts=facts_of(config))
+
+
+def _join(config: ServerConfig, built: Built, met: _Met) -> Engine:
+    """Wait for all ranks, and put their executors together."""
+    executor: Executor = built.executor
+    samples: list[WeightSamples] = [built.executor.weight_samples()]
+    group = None
+    lockstep, followers = met.lockstep, met.followers
+    if followers is not None:
+        ready = followers.wait_ready()
+        samples += [one.samples for one in ready]
+        rebalancer = None if lockstep is not None else _rebalancer(config, built, followers)
+        of_all = GroupExecutor(built.executor, built.table, built.layout, followers, rebalancer)
+        executor, group = of_all, _Group(of_all, followers, ready)
+    if lockstep is not None:
+        samples += lockstep.share_samples(samples)
+        executor = RoundExecutor(executor, lockstep, _round_rebalancer(config, built, followers))
+    return Engine(built, executor, group, lockstep, tuple(samples))
 
 
 def _rebalancer(config: ServerConfig, built: Built, followers: Followers) -> Rebalancer | None:
@@ -122,3 +172,16 @@ def _rebalancer(config: ServerConfig, built: Built, followers: Followers) -> Reb
     if not config.parallel.enable_eplb or experts is None:
         return None
     return Rebalancer(experts, followers.order, config.parallel.eplb_rebalance_num_iterations)
+
+
+def _round_rebalancer(config: ServerConfig, built: Built, followers: Followers | None) -> RoundRebalancer | None:
+    """The same where replicas share the experts."""
+    experts = built.executor.experts
+    if not config.parallel.enable_eplb or experts is None:
+        return None
+    order = _nobody if followers is None else followers.order
+    return RoundRebalancer(experts, order, config.parallel.eplb_rebalance_num_iterations)
+
+
+def _nobody(order: Order) -> None:
+    """A replica of one rank has nobody to order."""

@@ -25,6 +25,7 @@ from pdserve.protocol.messages import (
     ToScheduler,
 )
 from pdserve.scheduler.core import Core
+from pdserve.scheduler.idle_rounds import IdleRounds, RoundCalled
 from pdserve.scheduler.pace import Pace
 from pdserve.scheduler.pulse import Pulse
 from pdserve.scheduler.req import CLIENT_ABORT, Req, Times
@@ -35,7 +36,7 @@ from pdserve.transfer.wire import prompt_digest
 
 log = logging.getLogger(__name__)
 
-Event = ToScheduler | TransferEvent
+Event = ToScheduler | TransferEvent | RoundCalled
 _IDLE_WAIT_S = 60.0
 
 
@@ -53,6 +54,7 @@ class Scheduler:
         overlap: bool = False,
         facts: Mapping[str, str | int | float | bool | None] | None = None,
         live_facts: Callable[[], Mapping[str, float]] | None = None,
+        idle_rounds: IdleRounds | None = None,
     ) -> None:
         self.role = role
         self.core = core
@@ -61,6 +63,7 @@ class Scheduler:
         self._max_queued = max_queued
         self.facts = dict(facts or {})
         self._live_facts = live_facts
+        self._idle_rounds = idle_rounds
         self._overlap = overlap
         self._layer_marks = core.limits.layer_groups > 0
         self._step = 0
@@ -83,6 +86,8 @@ class Scheduler:
                 self.mailbox.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)
         if self._under_way is not None:
             self.core.executor.resolve(self._under_way)
+        if self._idle_rounds is not None:
+            self._idle_rounds.see_out(self._step, self.core.executor, self.mailbox)
 
     def step(self) -> bool:
         """One turn; True when something was computed.
@@ -101,6 +106,8 @@ class Scheduler:
             before = None
         plan = self.role.plan(self._step + 1)
         self.core.outbox.flush()
+        if plan is None and self._idle_rounds is not None:
+            plan = self._idle_rounds.plan(self._step + 1)
         if plan is not None and self.kv is not None:
             self.kv.flush()
         self._under_way = None if plan is None else self._launch(plan)
@@ -149,15 +156,17 @@ class Scheduler:
 
     def _launch(self, plan: BatchPlan) -> StepHandle:
         self._step, self._audited = plan.step, False
-        handle = self.core.executor.launch(plan, layer_marks=self._layer_marks)
+        handle = self.core.executor.launch(plan, layer_marks=self._layer_marks and bool(plan.rows))
         self.core.launched(plan.step)
-        self.role.launched(handle)
+        if plan.rows:
+            self.role.launched(handle)
         return handle
 
     def _settle(self, handle: StepHandle) -> None:
         result = self.core.executor.resolve(handle)
         self.core.resolved(handle.plan.step)
-        self.role.commit(handle.plan, result)
+        if handle.plan.rows:
+            self.role.commit(handle.plan, result)
 
     def state(self) -> EngineState:
         """The snapshot behind `/get_server_info` and `/metrics`."""
@@ -207,6 +216,8 @@ class Scheduler:
                 self.kv.divert(room, prompt_digest(input_ids), replica)
             case Shutdown():
                 self._stopping = True
+            case RoundCalled():
+                pass
             case _:
                 assert self.kv is not None, f"{event} without a transfer manager"
                 self.kv.handle(event)

@@ -27,6 +27,7 @@ from pdserve.model.layers.vocab import VocabEmbedding, vocab_rows
 from pdserve.model.parallel import Parallel, SingleRank
 from pdserve.model.params import ParamSlots
 from pdserve.model.placement import Placement
+from pdserve.model.wide import Wide
 
 
 def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
@@ -52,7 +53,7 @@ class Decoder:
     """What one rank has of the model. Weights are allocated here, uninitialised, and filled through `params`.
 
     `kernels` are the library's fastest when absent; without `parallel` the rank has the whole model. With `placement`
-    the tensor ranks have whole experts, without it parts of all.
+    the ranks have whole experts, without it parts of all.
     """
 
     def __init__(
@@ -97,6 +98,12 @@ class Decoder:
     def num_layers(self) -> int:
         """Layers that this rank has."""
         return len(self._layers)
+
+    def idle(self) -> None:
+        """Take part in a step that only other replicas have tokens in; see `Wide.spans_replicas`."""
+        nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.params.device)
+        for layer in self._layers:
+            layer.mlp(nothing)
 
     def forward(
         self,
@@ -184,7 +191,7 @@ class DecoderLayer:
         self._out = row_linear(
             kernels, params, attn + "o_proj", spec.hidden_size, queries, bias=spec.o_bias, adds_bias=first
         )
-        self.mlp = _feed_forward(spec, index, prefix + "mlp.", params, kernels, parallel, placement)
+        self.mlp = _feed_forward(spec, index, prefix + "mlp.", params, kernels, parallel.wide, placement)
         eps = spec.rms_norm_eps
         self._input_norm = RMSNorm(params.new(prefix + "input_layernorm.weight", spec.hidden_size), eps)
         self._post_norm = RMSNorm(params.new(prefix + "post_attention_layernorm.weight", spec.hidden_size), eps)
@@ -222,16 +229,16 @@ def _feed_forward(
     prefix: str,
     params: ParamSlots,
     kernels: Kernels,
-    parallel: Parallel,
+    wide: Wide,
     placement: Placement | None,
 ) -> FeedForward:
     """That of layer `index`."""
     hidden_size, moe = spec.hidden_size, spec.moe
     if moe is None or index not in moe.layers:
-        return DenseMLP(kernels, params, prefix, hidden_size, spec.intermediate_size, spec.mlp_bias, parallel)
+        return DenseMLP(kernels, params, prefix, hidden_size, spec.intermediate_size, spec.mlp_bias, wide)
     if placement is None:
-        return SplitMoe(kernels, params, prefix, hidden_size, moe, parallel)
-    return ExpertParallelMoe(kernels, params, prefix, hidden_size, moe, parallel, placement.rows[index])
+        return SplitMoe(kernels, params, prefix, hidden_size, moe, wide)
+    return ExpertParallelMoe(kernels, params, prefix, hidden_size, moe, wide, placement.rows[index])
 
 
 def _by_head(name: str, num_heads: int, held: range, head_dim: int) -> Outputs:

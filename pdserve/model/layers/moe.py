@@ -1,6 +1,6 @@
 """A mixture of experts: the router, the experts' weights and products, and the layer whose experts are all split.
 
-`SplitMoe` is the layer without expert parallelism: each tensor rank has some columns of every expert. `expert_parallel`
+`SplitMoe` is the layer without expert parallelism: each rank has some columns of every expert. `expert_parallel`
 has the other one.
 """
 
@@ -16,8 +16,8 @@ from pdserve.base.parallel import part_of
 from pdserve.model.config import MoeSpec
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.layers.linear import Linear
-from pdserve.model.parallel import Parallel
 from pdserve.model.params import Param, ParamSlots
+from pdserve.model.wide import Wide
 
 _NUM_SAMPLES = 2
 """Of each tensor of an expert: there are thousands of them."""
@@ -121,17 +121,16 @@ def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
 
 
 class SplitMoe:
-    """Implements `FeedForward`: every tensor rank computes its columns of all experts for all tokens.
+    """Implements `FeedForward`: every rank of `wide` computes its columns of all experts for all tokens.
 
-    `counts` int64 `[num_experts]` are the tokens that each was given since the start, equal on all tensor ranks.
+    `counts` int64 `[num_experts]` are the tokens that each was given since the start, equal on all these ranks.
     """
 
     def __init__(
-        self, kernels: Kernels, params: ParamSlots, prefix: str, hidden_size: int, moe: MoeSpec, parallel: Parallel
+        self, kernels: Kernels, params: ParamSlots, prefix: str, hidden_size: int, moe: MoeSpec, wide: Wide
     ) -> None:
-        place = parallel.place
-        inner = part_of(moe.intermediate_size, place.shape.tp_size, place.tp_rank)
-        self._parallel = parallel
+        inner = part_of(moe.intermediate_size, wide.size, wide.rank)
+        self._wide = wide
         self.counts = new_counts(moe, params.device)
         self._router = Router(kernels, params, prefix + "gate", moe, hidden_size)
         self._experts = Experts(
@@ -140,9 +139,10 @@ class SplitMoe:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
+        x = self._wide.gather(x)
         routes = self._router(x)
         count(self.counts, routes.experts)
         num_tokens, top_k = routes.experts.shape
         outputs = self._experts(x.repeat_interleave(top_k, 0), routes.experts.flatten())
-        mixed = weighted_sum(outputs.view(num_tokens, top_k, -1), routes.weights)
-        return self._parallel.all_reduce(mixed)
+        mixed = weighted_sum(outputs.view(num_tokens, top_k, x.shape[1]), routes.weights)
+        return self._wide.add_up(mixed)

@@ -17,9 +17,10 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pdserve.base.parallel import ParallelShape, Place
+from pdserve.base.parallel import ParallelShape, WidePlace
 from pdserve.base.process import die_with_parent
-from pdserve.model.parallel import Parallel, open_parallel
+from pdserve.model.parallel import Parallel
+from pdserve.model.torch_parallel import open_parallel
 
 T = TypeVar("T")
 ANSWER_S = 120.0
@@ -32,7 +33,7 @@ class _Task:
     """Call `function(parallel, *args)` as the rank at `place`; `key` keeps this replica's meeting apart."""
 
     function: Callable[..., Any]
-    place: Place
+    place: WidePlace
     port: int
     key: str
     args: tuple[Any, ...]
@@ -47,15 +48,28 @@ class Gang:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._keys = itertools.count()
 
-    def run(self, shape: ParallelShape, function: Callable[..., T], *args: Any, fixed_order: bool = False) -> list[T]:
-        """What `function(parallel, *args)` returns on each rank of a replica of that shape.
+    def run(
+        self,
+        shape: ParallelShape,
+        function: Callable[..., T],
+        *args: Any,
+        fixed_order: bool = False,
+        num_sharing: int = 1,
+    ) -> list[T]:
+        """What `function(parallel, *args)` returns on each rank of a replica of that shape, or on those of
+        `num_sharing` replicas that share their feed-forward layers.
 
         `fixed_order` is that of `open_parallel`, for the deterministic mode.
         """
         key = str(next(self._keys))
-        for rank in range(shape.num_ranks):
-            self._links[rank].send(_Task(function, shape.place(rank), self._store.port, key, args, fixed_order))
-        answers = [self._answer(rank) for rank in range(shape.num_ranks)]
+        places = [
+            WidePlace(shape.place(rank), num_sharing, replica)
+            for replica in range(num_sharing)
+            for rank in range(shape.num_ranks)
+        ]
+        for place in places:
+            self._links[place.rank].send(_Task(function, place, self._store.port, key, args, fixed_order))
+        answers = [self._answer(place.rank) for place in places]
         failed = [answer for answer in answers if isinstance(answer, _Failed)]
         assert not failed, "\n".join(answer.text for answer in failed)
         return answers

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.base.parallel import dealt
 from pdserve.errors import ConfigError
 from pdserve.model.config import MoeSpec
 from pdserve.model.eplb import Row, balanced, balancedness, moves_between, num_copies
@@ -148,7 +149,9 @@ def test_every_row_reaches_a_copy_of_its_expert_and_finds_back(
     experts = torch.rand(num_tokens, len(counts), generator=chance).topk(top_k, -1).indices
     table = ExpertTable(row, num_ranks, len(counts), torch.device("cpu"))
     share = -(-num_tokens // num_ranks)
-    plans = [plan_dispatch(table.places(experts), share, rank, table) for rank in range(num_ranks)]
+    plans = [
+        plan_dispatch(table.places(experts), dealt(num_tokens, num_ranks), rank, table) for rank in range(num_ranks)
+    ]
     for rank, plan in enumerate(plans):
         mine = experts[rank * share : (rank + 1) * share].flatten().tolist()
         assert sorted(plan.rows.tolist()) == list(range(len(mine))) and sum(plan.send) == len(mine)

@@ -23,9 +23,10 @@ from pdserve.model import loader
 from pdserve.model.config import ModelSpec
 from pdserve.model.families.decoder import Decoder
 from pdserve.model.loader import load_model, read_spec
-from pdserve.model.parallel import SingleRank, open_parallel
+from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
 from pdserve.model.placement import first_placement, slots_of
+from pdserve.model.torch_parallel import open_parallel
 from tests.tiny import Family, make_tiny
 from tests.unit.model.test_gguf import write_gguf
 

@@ -93,7 +93,7 @@ def main() -> int:
             lead(config, shape, rendezvous)
         else:
             place = shape.place(int(rank))
-            run_follower(config, place, open_store(rendezvous, place.rank, shape.num_ranks), TOKEN)
+            run_follower(config, place, rendezvous, TOKEN)
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2

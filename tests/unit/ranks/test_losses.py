@@ -108,15 +108,16 @@ def test_a_follower_ends_when_its_leader_is_gone_or_says_so(tmp_path: Path) -> N
 
 def test_another_token_is_refused_on_both_sides() -> None:
     ours, theirs = refusals(TOKEN, {}, "another", {})
-    assert "rank 1 was started with another PDSERVE_CONTROL_TOKEN" in str(ours) and isinstance(ours, RankError)
-    assert "rank 0 was started with another PDSERVE_CONTROL_TOKEN" in str(theirs) and isinstance(theirs, RankError)
+    for number, error in ((1, ours), (0, theirs)):
+        assert f"rank {number} (tp {number}, pp 0) was started with another PDSERVE_CONTROL_TOKEN" in str(error)
+        assert isinstance(error, RankError)
 
 
 def test_ranks_that_were_started_differently_refuse_each_other_by_the_flag() -> None:
     one, other = (ServerConfig(memory=MemoryConfig(page_size=size)) for size in (16, 32))
     for error in refusals(TOKEN, facts_of(one), TOKEN, facts_of(other)):
         assert isinstance(error, ConfigError) and error.field == "page_size"
-        assert re.search(r"has page_size (16|32), rank \d has (16|32);", str(error))
+        assert re.search(r"has page_size (16|32), rank \d \(tp \d, pp 0\) has (16|32);", str(error))
 
 
 def refusals(token: str, facts: Facts, their_token: str, their_facts: Facts) -> tuple[PdserveError, PdserveError]:
@@ -200,7 +201,7 @@ def test_a_peer_that_nobody_listens_for_is_lost() -> None:
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    with pytest.raises(RankError, match=r"rank 1 did not come within 0\.1 s"):
+    with pytest.raises(RankError, match=r"rank 1 \(tp 1, pp 0\) did not come within 0\.1 s"):
         meet_followers(
             ParallelShape(tp_size=2), HashStore(), TOKEN, host=HOST, on_lost=Losses(), times=TIMES, timeout_s=0.1
         )

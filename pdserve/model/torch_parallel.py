@@ -1,0 +1,225 @@
+"""`Parallel` over `torch.distributed`: gloo on CPU, NCCL on CUDA. A process has one replica's rank, as torch has one
+default group: that of the replica, or with DP attention that of all replicas, which share their feed-forward layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from pdserve.base.parallel import ParallelShape, Place, WidePlace
+from pdserve.errors import ConfigError, RankError
+from pdserve.model.parallel import Parallel, SingleRank, StageRanks
+from pdserve.model.wide import Wide
+from pdserve.model.wide_replicas import AllReplicas
+
+_LOG = logging.getLogger(__name__)
+TIMEOUT_S = 300.0
+"""Longer than any step: a rank that computes is no rank that is gone."""
+
+Backend = Literal["gloo", "nccl"]
+
+
+class TorchParallel:
+    """Implements `Parallel` over `torch.distributed`. Made by `open_parallel`, which says what `fixed_order` is."""
+
+    def __init__(self, place: WidePlace, timeout: datetime.timedelta, fixed_order: bool) -> None:
+        self.place = own = place.place
+        self._gathers_to_add = fixed_order and own.shape.tp_size > 2
+        self._first = place.first_rank
+        replicas = [_ranks_of_replica(place, dp_rank) for dp_rank in range(place.dp_size)]
+        stages = [stage for replica in replicas for stage in _stages(replica, own.shape)]
+        self._tensor_ranks = _group(stages, place, timeout)
+        edges = [list(edge) for replica in replicas for edge in _edges(replica, own.shape)]
+        groups = [dist.new_group(edge, timeout=timeout) for edge in edges]
+        self._next = self._previous = None
+        for edge, group in zip(edges, groups, strict=True):
+            if edge[0] == place.rank:
+                self._next = group
+            elif edge[1] == place.rank:
+                self._previous = group
+        self._replica = None if place.dp_size == 1 else _group(replicas, place, timeout)
+        self._sampler = _stages(replicas[place.dp_rank], own.shape)[-1][0]
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._wide: Wide = StageRanks(self)
+        if place.dp_size > 1:
+            on_host = dist.get_backend() == "gloo"
+            numbers = None if on_host else dist.new_group(backend="gloo", timeout=timeout)
+            self._wide = AllReplicas(place, self.all_gather, _with_others, numbers)
+
+    @property
+    def wide(self) -> Wide:
+        """See `Parallel.wide`."""
+        return self._wide
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Parallel.all_reduce`."""
+        if self._gathers_to_add:
+            parts = self.all_gather(x).view(-1, *x.shape)
+            total = parts[0].float()
+            for part in parts[1:]:
+                total += part
+            return x.copy_(total)
+        if self.place.shape.tp_size > 1:
+            with _with_others("adding up"):
+                dist.all_reduce(x, group=self._tensor_ranks)
+        return x
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """See `Parallel.all_gather`."""
+        tp_size = self.place.shape.tp_size
+        if tp_size == 1:
+            return part
+        whole = part.new_empty(tp_size * part.shape[0], *part.shape[1:])
+        with _with_others("gathering"):
+            dist.all_gather(list(whole.chunk(tp_size)), part.contiguous(), group=self._tensor_ranks)
+        return whole
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """See `Parallel.all_to_all`."""
+        received = x.new_empty(sum(receive), *x.shape[1:])
+        with _with_others("dealing rows out"):
+            dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=self._tensor_ranks)
+        return received
+
+    def gather_logits(self, part: Tensor, vocab_size: int) -> Tensor | None:
+        """See `Parallel.gather_logits`."""
+        tp_size = self.place.shape.tp_size
+        if tp_size == 1:
+            return part[:, :vocab_size]
+        part, root = part.contiguous(), self._first + self.place.rank - self.place.tp_rank
+        parts = None if self.place.tp_rank else [torch.empty_like(part) for _ in range(tp_size)]
+        with _with_others("gathering logits"):
+            dist.gather(part, parts, dst=root, group=self._tensor_ranks)
+        return None if parts is None else torch.cat(parts, 1)[:, :vocab_size].contiguous()
+
+    def send(self, x: Tensor) -> None:
+        """See `Parallel.send`."""
+        assert not self.place.is_last_stage, "the last stage has nobody to send to"
+        x = x.contiguous()
+        with _with_others("sending hidden states"):
+            work = dist.isend(x, self._first + self.place.rank + self.place.shape.tp_size, group=self._next)
+        assert work is not None, "this rank is of its edge"
+        self._sending.append((work, x))
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Parallel.receive`."""
+        assert not self.place.is_first_stage, "the first stage has nobody to receive from"
+        x = torch.empty(shape, dtype=dtype, device=device)
+        with _with_others("receiving hidden states"):
+            dist.recv(x, self._first + self.place.rank - self.place.shape.tp_size, group=self._previous)
+        return x
+
+    def flush(self) -> None:
+        """See `Parallel.flush`."""
+        with _with_others("sending hidden states"):
+            while self._sending:
+                self._sending.pop(0)[0].wait()
+
+    def share_tokens(self, tensors: Sequence[Tensor]) -> None:
+        """See `Parallel.share_tokens`."""
+        if self.place.shape.num_ranks == 1:
+            return
+        with _with_others("sharing tokens"):
+            for tensor in tensors:
+                dist.broadcast(tensor, self._sampler, group=self._replica)
+
+    def close(self) -> None:
+        """See `Parallel.close`."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def open_parallel(
+    place: Place | WidePlace,
+    store: Store,
+    device: torch.device,
+    *,
+    host: str = "127.0.0.1",
+    timeout_s: float = TIMEOUT_S,
+    fixed_order: bool = False,
+) -> Parallel:
+    """Meet the other ranks over `store`, those of the replica or of all that share layers; returns when all are there.
+
+    `host` is the address of this host that the other ranks reach, 127.0.0.1 when all are on one. The device says the
+    backend: NCCL on CUDA, gloo elsewhere. With `fixed_order` a sum over ranks has the same bits wherever it stands in a
+    tensor: backends add each part of one in another order, which shows from three ranks on.
+
+    Raises:
+        ConfigError: no network interface has the address `host`.
+        RankError: a rank did not come in time, or left.
+    """
+    place = WidePlace(place) if isinstance(place, Place) else place
+    if place.num_ranks == 1:
+        return SingleRank()
+    backend: Backend = "nccl" if device.type == "cuda" else "gloo"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME", _interface_of(host))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    with _with_others("meeting"):
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("parallel", store),
+            rank=place.rank,
+            world_size=place.num_ranks,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        joined = TorchParallel(place, timeout, fixed_order)
+    _LOG.info("rank %d of %d is one of %s's", place.rank, place.num_ranks, backend)
+    return joined
+
+
+@contextlib.contextmanager
+def _with_others(what: str) -> Iterator[None]:
+    """Torch's errors as ours; `what` says what the ranks were about."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RankError(f"{what}: another rank of this server is gone, or too late: {reason}") from error
+
+
+def _ranks_of_replica(place: WidePlace, dp_rank: int) -> list[int]:
+    """All ranks of replica `dp_rank`."""
+    num_ranks = place.place.shape.num_ranks
+    return list(range(dp_rank * num_ranks, (dp_rank + 1) * num_ranks))
+
+
+def _stages(replica: list[int], shape: ParallelShape) -> list[list[int]]:
+    """The tensor ranks of each pipeline stage."""
+    tp_size = shape.tp_size
+    return [replica[tp_size * stage : tp_size * (stage + 1)] for stage in range(shape.pp_size)]
+
+
+def _edges(replica: list[int], shape: ParallelShape) -> list[tuple[int, int]]:
+    """Ranks of which the first one sends hidden states to the second."""
+    return list(zip(replica, replica[shape.tp_size :], strict=False))
+
+
+def _group(members: list[list[int]], place: WidePlace, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """This rank's group among `members`, all of which every rank makes in the same order."""
+    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout) for ranks in members]
+    return next(group for ranks, group in zip(members, groups, strict=True) if place.rank in ranks)
+
+
+def _interface_of(host: str) -> str:
+    """The name of the network interface with an address of `host`. Raises ConfigError."""
+    try:
+        wanted = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise ConfigError(f"{host} is no address of this host: {error}", field="disaggregation_host") from error
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] in wanted for address in addresses):
+            return name
+    raise ConfigError(f"no network interface of this host has the address {host}", field="disaggregation_host")

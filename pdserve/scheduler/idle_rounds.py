@@ -1,0 +1,74 @@
+"""The scheduler's part in rounds that only other replicas have work in (DP attention); see `ranks/lockstep`.
+
+Owned by `Scheduler`; made by the composition root where replicas compute together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Protocol
+
+from pdserve.executor.interface import BatchPlan, Executor, run
+
+END_TIMEOUT_S = 4.0
+"""A replica that has not been told to stop by then never will be."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RoundCalled:
+    """Posted to wake the loop: another replica is in a round that this one is not in."""
+
+
+class Rounds(Protocol):
+    """What `Lockstep` tells a scheduler. Scheduler thread."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether others have entered a round that we have not."""
+        ...
+
+    def leave(self) -> None:
+        """We stop; called once."""
+        ...
+
+    @property
+    def may_end(self) -> bool:
+        """Whether nobody needs us any more."""
+        ...
+
+
+class Sleeper(Protocol):
+    """The part of a mailbox that is waited on: posts of whatever kind."""
+
+    def drain(self) -> object:
+        """Take them all."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until there is one."""
+        ...
+
+
+class IdleRounds:
+    """Plans without rows, for the rounds that others call us to."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+
+    def plan(self, step: int) -> BatchPlan | None:
+        """To be asked when the role has nothing to compute in `step`."""
+        return BatchPlan(step, ()) if self._rounds.is_behind else None
+
+    def see_out(self, step: int, executor: Executor, mailbox: Sleeper) -> None:
+        """We have stopped after `step`: compute with the others until they stop as well, for a while."""
+        self._rounds.leave()
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while not self._rounds.may_end and time.monotonic() < deadline:
+            mailbox.drain()
+            plan = self.plan(step + 1)
+            if plan is not None:
+                run(executor, plan)
+                step += 1
+            elif not self._rounds.may_end:
+                mailbox.wait(max(0.0, deadline - time.monotonic()))
