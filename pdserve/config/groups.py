@@ -192,9 +192,7 @@ class ObserveConfig:
     log_requests_level: int = flag(
         2, help="0: what and when; 1: and sampling parameters; 2: and tokens and text, cut; 3: all of them"
     )
-    log_requests_target: str = flag(
-        "stdout", help="where they go: stdout, a directory, or a .jsonl file"
-    )
+    log_requests_target: str = flag("stdout", help="where they go: stdout, a directory, or a .jsonl file")
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", help="what is logged")
 
 

@@ -99,7 +99,9 @@ class Tracing:
 
         parent = self._propagator.extract({name.lower(): value for name, value in headers.items()})
         with self._span(f"{self._kind}.request", parent, SpanKind.SERVER) as call:
-            call.note(http__route=path, gen_ai__request__model=self._model)
+            call.note(http__route=path)
+            if self._model:
+                call.note(gen_ai__request__model=self._model)
             yield call
 
     @contextlib.contextmanager

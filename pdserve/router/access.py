@@ -47,7 +47,6 @@ class Access:
     def install(self, app: web.Application) -> None:
         """Put the rules on an application."""
 
-
         @web.middleware
         async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
             return await self._check(request, handler)

@@ -16,6 +16,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from pdserve.observe.tracing import open_tracing
 from pdserve.router.access import REQUEST_ID, REQUEST_ID_HEADER, Access
 from pdserve.router.admission import Admission
 from pdserve.router.config import RouterConfig
@@ -26,6 +27,7 @@ from pdserve.router.health import HealthMonitor
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.relay import relay
 from pdserve.router.rooms import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH
+from pdserve.router.tracing import CallTrace
 from pdserve.router.upstream import forwarded_headers, make_session
 from pdserve.router.workers import Registry, Worker
 from pdserve.router.workers_api import WorkersApi
@@ -72,6 +74,8 @@ class RouterApp:
         self._fleet = Fleet(config, self.registry, self.health, session)
         self._workers_api = WorkersApi(config, self.registry, self._changed)
         self._ticker: asyncio.Task[None] | None = None
+        endpoint = config.otlp_traces_endpoint
+        self._tracing = None if endpoint is None else open_tracing("router", "", endpoint)
         for spec in config.workers:
             self.metrics.show(self.registry.add(spec))
 
@@ -88,12 +92,14 @@ class RouterApp:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         await self.health.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST of the generating paths."""
         begun = self.admission.now()
         try:
-            response = await self._generate(request, begun)
+            response = await self._traced(request, begun)
         except (asyncio.CancelledError, ConnectionError):
             self.metrics.disconnects.inc()
             self.metrics.requests.labels(request.path, CLIENT_GONE).inc()
@@ -102,7 +108,16 @@ class RouterApp:
         self.metrics.request_seconds.labels(request.path).observe(self.admission.now() - begun)
         return response
 
-    async def _generate(self, request: web.Request, begun: float) -> web.StreamResponse:
+    async def _traced(self, request: web.Request, begun: float) -> web.StreamResponse:
+        """Within a span where calls are traced."""
+        if self._tracing is None:
+            return await self._generate(request, begun, None)
+        with self._tracing.call(request.path, request.headers) as span:
+            response = await self._generate(request, begun, CallTrace(self._tracing, span))
+            span.answered(response.status)
+            return response
+
+    async def _generate(self, request: web.Request, begun: float, trace: CallTrace | None) -> web.StreamResponse:
         deadline = begun + self._config.request_timeout_s
         try:
             data = await request.read()
@@ -116,7 +131,7 @@ class RouterApp:
             return error_response(400, f"the body must be a JSON object, got {type(body).__name__}", "invalid_request")
         headers = forwarded_headers(request.headers)
         headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
-        call = Call(request.path, body, headers, deadline)
+        call = Call(request.path, body, headers, deadline, trace)
         try:
             async with asyncio.timeout_at(deadline) as limit, self._dispatcher.answer(call) as outcome:
                 limit.reschedule(None)

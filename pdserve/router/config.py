@@ -180,6 +180,8 @@ class RouterConfig:
     limits: LimitConfig = LimitConfig()
     access: AccessConfig = AccessConfig()
     tls: TlsConfig = TlsConfig()
+    otlp_traces_endpoint: str | None = None
+    """Where spans are posted; None: calls are not traced."""
 
     @property
     def roles(self) -> tuple[Role, ...]:

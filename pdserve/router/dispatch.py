@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -32,6 +32,7 @@ from pdserve.router.metrics import RouterMetrics
 from pdserve.router.policies import Request
 from pdserve.router.prompt import prompt_of
 from pdserve.router.rooms import with_rooms
+from pdserve.router.tracing import CallTrace, half_of
 from pdserve.router.upstream import Broken, Live, Whole, describe, open_live, own_headers, read_whole
 from pdserve.router.workers import Pair, Registry, Worker
 
@@ -53,6 +54,7 @@ class Call:
     body: dict[str, Any]
     headers: CIMultiDict[str]
     deadline: float
+    trace: CallTrace | None = None
 
 
 Outcome = Live | Whole | Broken | Refused
@@ -205,18 +207,23 @@ class Dispatcher:
         """Prefill's place is free again as soon as it has answered, and its breaker knows how that went."""
         place = places.prefill
         assert place is not None
-        answer = await read_whole(self._session, place.worker, call.path, data, self._headers(place.worker, call))
+        spec = place.worker.spec
+        with half_of(call.trace, spec.role, spec.url) as more:
+            headers = self._headers(place.worker, call, more)
+            answer = await read_whole(self._session, place.worker, call.path, data, headers)
         if not failed(answer):
             place.completed()
             place.close()
         return answer
 
     async def _decode_half(self, worker: Worker, call: Call, data: bytes) -> Live | Whole | Broken:
-        return await open_live(self._session, worker, call.path, data, self._headers(worker, call))
+        with half_of(call.trace, worker.spec.role, worker.spec.url) as more:
+            return await open_live(self._session, worker, call.path, data, self._headers(worker, call, more))
 
-    def _headers(self, worker: Worker, call: Call) -> CIMultiDict[str]:
+    def _headers(self, worker: Worker, call: Call, more: Mapping[str, str]) -> CIMultiDict[str]:
         """The client's headers, with the worker's key instead of the client's if the router knows one."""
         headers = call.headers.copy()
+        headers.update(more)
         headers.update(own_headers(worker, self._config.access.key_for_workers))
         if wants_prompt_logprobs(call.path, call.body):
             headers.popall("Accept-Encoding", None)

@@ -111,6 +111,9 @@ def _add_http(group: Group) -> None:
     own = DEFAULTS.access
     text = "where clients' request ids are looked for; workers and answers get it as X-Request-Id"
     add("--request-id-headers", nargs="*", default=list(own.request_id_headers), metavar="HEADER", help=text)
+    add("--enable-trace", action="store_true", help="traces through OpenTelemetry, which pdserve[otel] brings")
+    text = "collector that spans are posted to over OTLP/HTTP: HOST:PORT, or a URL"
+    add("--otlp-traces-endpoint", default="localhost:4318", metavar="WHERE", help=text)
     add("--log-level", choices=("debug", "info", "warn", "warning", "error"), default="info", help="what is logged")
 
 
@@ -176,6 +179,7 @@ def _add_access(group: Group) -> None:
 def config_from(args: argparse.Namespace) -> RouterConfig:
     """Checked configuration; `ConfigError` names the flag at fault."""
     return RouterConfig(
+        otlp_traces_endpoint=args.otlp_traces_endpoint if args.enable_trace else None,
         pd=args.pd_disaggregation,
         workers=_specs(args),
         host=args.host,

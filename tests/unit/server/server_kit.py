@@ -84,6 +84,7 @@ class ScriptedScheduler:
         self.cached: Callable[[GenerateRequest], int] = lambda request: 3
         self.tokens_per_output = 1
         self.peers: list[PeerLoad] = []
+        self.timing = RequestTiming(queue_s=0.5, kv_bytes=1024, kv_pages=2)
         self.requests: list[GenerateRequest] = []
         self.aborts: list[AbortRequest] = []
         self.shutdown = False
@@ -173,15 +174,14 @@ class ScriptedScheduler:
         if hold:
             self._held[request.rid] = request  # before its tokens: a test may refuse it once it sees them
         for piece in pieces[:-1]:
-            self._send(self._output(request, piece))
+            self._send(self._output(request, piece, timing=self.timing if piece is pieces[0] else None))
         if hold:
             return
         if tokens[-1] == EOS:
             finish = FinishReason(type="stop", matched=EOS)
         else:
             finish = FinishReason(type="length", length=len(tokens))
-        timing = RequestTiming(queue_s=0.5, kv_bytes=1024, kv_pages=2)
-        self._send(self._output(request, pieces[-1], finish, timing))
+        self._send(self._output(request, pieces[-1], finish, self.timing))
 
     def _output(
         self,
