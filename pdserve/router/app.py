@@ -72,7 +72,7 @@ class RouterApp:
         )
         self._dispatcher = Dispatcher(config, self.registry, self.admission, self.health, session, self.metrics, rng)
         self._fleet = Fleet(config, self.registry, self.health, session)
-        self._workers_api = WorkersApi(config, self.registry, self._changed)
+        self._workers_api = WorkersApi(config, self.registry, self._changed, self.admission.now)
         self._ticker: asyncio.Task[None] | None = None
         endpoint = config.otlp_traces_endpoint
         self._tracing = None if endpoint is None else open_tracing("router", "", endpoint)

@@ -85,6 +85,5 @@ async def _end_broken(request: web.Request, response: web.StreamResponse, tail: 
         gap = b"" if tail.endswith(b"\n\n") else b"\n\n"
         await response.write(gap + b"data: " + error_body(502, message, "worker_failed") + b"\n\n")
         await response.write_eof()
-        response.force_close()
     elif request.transport is not None:
         request.transport.close()

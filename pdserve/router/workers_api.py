@@ -10,7 +10,6 @@ Also in the older form: POST /add_worker?url=, POST /remove_worker?url=, GET /li
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -63,10 +62,17 @@ class BadBody(Exception):
 class WorkersApi:
     """The handlers."""
 
-    def __init__(self, config: RouterConfig, registry: Registry, on_change: Callable[[Worker], None]) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: Registry,
+        on_change: Callable[[Worker], None],
+        now: Callable[[], float],
+    ) -> None:
         self._config = config
         self._registry = registry
         self._on_change = on_change
+        self._now = now
 
     def routes(self) -> list[web.RouteDef]:
         """All paths of this file."""
@@ -87,7 +93,7 @@ class WorkersApi:
         workers = self._registry.workers
         stats = {f"{role.value}_count": sum(worker.spec.role is role for worker in workers) for role in Role}
         return json_response(
-            {"workers": [describe(worker) for worker in workers], "total": len(workers), "stats": stats}
+            {"workers": [describe(worker, self._now()) for worker in workers], "total": len(workers), "stats": stats}
         )
 
     async def list_urls(self, request: web.Request) -> web.Response:
@@ -97,7 +103,7 @@ class WorkersApi:
     async def show(self, request: web.Request) -> web.Response:
         """One worker's state."""
         worker = self._find(request)
-        return _not_found(request) if worker is None else json_response(describe(worker))
+        return _not_found(request) if worker is None else json_response(describe(worker, self._now()))
 
     async def add(self, request: web.Request) -> web.Response:
         """202: known from now on, used as soon as it is healthy."""
@@ -185,8 +191,8 @@ class WorkersApi:
         return self._registry.find(request.match_info["name"])
 
 
-def describe(worker: Worker) -> dict[str, Any]:
-    """A worker's state: sglang-router's fields, then ours."""
+def describe(worker: Worker, now: float) -> dict[str, Any]:
+    """A worker's state at the time `now`: sglang-router's fields, then ours."""
     report = worker.report
     return {
         "id": worker.id,
@@ -199,7 +205,7 @@ def describe(worker: Worker) -> dict[str, Any]:
         "connection_mode": "HTTP",
         "metadata": dict(worker.facts),
         "draining": worker.draining,
-        "breaker": worker.breaker.state(asyncio.get_running_loop().time()).value,
+        "breaker": worker.breaker.state(now).value,
         "reported": None if report is None else {"num_reqs": report.requests, "num_tokens": report.tokens},
         "last_error": worker.last_error,
     }

@@ -120,9 +120,13 @@ class World:
         policy: str = "cache_aware",
         max_tries: int = 3,
         check_interval_s: float = 0.05,
+        wait_key: str | None = None,
         **options: Any,
     ) -> AsyncIterator[str]:
-        """A router over these workers, ready when it has seen each of them answer a health check."""
+        """A router over these workers, ready when it has seen each of them answer a health check.
+
+        `wait_key` is the key that it is asked with meanwhile.
+        """
         specs = [WorkerSpec(role=Role.PREFILL, url=w.url, ask_bootstrap_port=True) for w in prefills]
         role = Role.DECODE if prefills else Role.REGULAR
         specs += [WorkerSpec(role=role, url=w.url) for w in decodes]
@@ -141,13 +145,14 @@ class World:
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         expected = {w.url for w in [*prefills, *decodes] if w.health_status == 200 and w.runner is not None}
         try:
-            await self.until(lambda: self.healthy_urls(url), lambda urls: urls >= expected)
+            await self.until(lambda: self.healthy_urls(url, wait_key), lambda urls: urls >= expected)
             yield url
         finally:
             await runner.cleanup()
 
-    async def healthy_urls(self, url: str) -> set[str]:
-        async with self.session.get(f"{url}/workers") as response:
+    async def healthy_urls(self, url: str, key: str | None = None) -> set[str]:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        async with self.session.get(f"{url}/workers", headers=headers) as response:
             listed = (await response.json())["workers"]
         return {entry["url"] for entry in listed if entry["is_healthy"]}
 

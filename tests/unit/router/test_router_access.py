@@ -1,0 +1,204 @@
+"""Who may ask the router what: keys, pages of other origins, request ids, sizes, certificates."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from multidict import CIMultiDict
+
+from pdserve.errors import ConfigError
+from pdserve.router.access import is_admin
+from pdserve.router.app import make_app
+from pdserve.router.config import AccessConfig, Role, RouterConfig, TlsConfig, WorkerSpec
+from pdserve.router.tls import server_tls, worker_tls
+
+RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
+GENERATE = "/generate"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def ask(world: Any, method: str, url: str, key: str | None = None) -> int:
+    async with world.session.request(method, url, json={"text": "a"}, headers=bearer(key) if key else {}) as response:
+        return int(response.status)
+
+
+def test_without_its_key_only_probes_are_answered(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d")
+        async with world.router([prefill], [decode], wait_key="k", access=AccessConfig(api_key="k")) as url:
+            for path in ("/health", "/readiness", "/liveness", "/metrics"):
+                assert await ask(world, "GET", url + path) == 200
+            for method, path in (("POST", GENERATE), ("GET", "/workers"), ("GET", "/v1/models"), ("GET", "/nowhere")):
+                for key in (None, "wrong", ""):
+                    assert await ask(world, method, url + path, key) == 401
+            async with world.session.post(url + GENERATE, json={"text": "a"}, headers=bearer("x")) as response:
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+                assert (await response.json())["error"]["type"] == "unauthorized"
+            assert not decode.bodies
+            assert await ask(world, "POST", url + GENERATE, "k") == 200
+            assert prefill.headers[0]["Authorization"] == decode.headers[0]["Authorization"] == "Bearer k"
+
+    run_world(scenario)
+
+
+def test_commands_need_the_admin_key_where_there_is_one(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w")
+        access = AccessConfig(api_key="k", admin_api_key="root")
+        async with world.router([], [worker], wait_key="k", access=access) as url:
+            for key, status in (("k", 401), (None, 401), ("root", 200)):
+                assert await ask(world, "POST", url + "/flush_cache", key) == status
+            assert await ask(world, "DELETE", f"{url}/workers/{worker.url}", "k") == 401
+            assert await ask(world, "POST", url + GENERATE, "root") == 200, "who may do that may ask, too"
+            assert await ask(world, "DELETE", f"{url}/workers/{worker.url}", "root") == 202
+        async with world.router([], [worker], access=AccessConfig(admin_api_key="root")) as url:
+            assert await ask(world, "POST", url + GENERATE) == 200
+            assert await ask(world, "POST", url + "/flush_cache") == 401
+
+    run_world(scenario)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("GET", "/workers", False),
+        ("POST", "/workers", True),
+        ("PUT", "/workers/x", True),
+        ("DELETE", "/workers/x", True),
+        ("POST", "/add_worker", True),
+        ("GET", "/flush_cache", True),
+        ("POST", "/v1/completions", False),
+    ],
+)
+def test_what_changes_things_for_others_is_a_command(method: str, path: str, expected: bool) -> None:
+    assert is_admin(method, path) is expected
+
+
+def test_workers_get_their_own_key_whatever_the_client_sent(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, decode, special = [await world.worker(name) for name in ("p", "d", "s")]
+        access = AccessConfig(worker_api_key="inner")
+        async with world.router([prefill], [decode], access=access) as url:
+            assert await ask(world, "POST", url + GENERATE, "client's") == 200
+            assert prefill.headers[-1]["Authorization"] == decode.headers[-1]["Authorization"] == "Bearer inner"
+            assert await ask(world, "POST", url + "/tokenize", "client's") == 200
+            assert decode.headers[-1]["Authorization"] == "Bearer inner"
+            body = {"url": special.url, "worker_type": "decode", "api_key": "its own"}
+            async with world.session.post(url + "/workers", json=body) as response:
+                assert response.status == 202
+                assert "its own" not in await response.text()
+            await world.until(lambda: world.healthy_urls(url), lambda urls: special.url in urls)
+            assert await ask(world, "DELETE", f"{url}/workers/{decode.url}") == 202
+            assert await ask(world, "POST", url + GENERATE) == 200
+            assert special.headers[-1]["Authorization"] == "Bearer its own"
+
+    run_world(scenario)
+
+
+def test_pages_of_other_origins_may_ask_only_where_they_are_named(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w")
+        here, there = {"Origin": "http://here"}, {"Origin": "http://there"}
+        preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
+        async with world.router([], [worker]) as url:
+            async with world.session.options(url + GENERATE, headers=here | preflight) as response:
+                assert not [name for name in response.headers if name.startswith("Access-Control")]
+        access = AccessConfig(api_key="k", cors_allowed_origins=("http://here",))
+        async with world.router([], [worker], wait_key="k", access=access) as url:
+            async with world.session.options(url + GENERATE, headers=here | preflight) as response:
+                assert response.status == 204, "the browser asks without the key"
+                assert response.headers["Access-Control-Allow-Origin"] == "http://here"
+                assert response.headers["Access-Control-Allow-Headers"] == "x-a"
+            async with world.session.post(url + GENERATE, json={}, headers=here | bearer("k")) as response:
+                assert response.headers["Access-Control-Allow-Origin"] == "http://here"
+            for method, headers in (("OPTIONS", there | preflight), ("POST", there | bearer("k"))):
+                async with world.session.request(method, url + GENERATE, json={}, headers=headers) as response:
+                    assert "Access-Control-Allow-Origin" not in response.headers
+
+    run_world(scenario)
+
+
+def test_a_request_keeps_its_id_from_the_client_to_the_workers_and_back(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        async def stream(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(b"data: one\n\n")
+            return response
+
+        prefill, decode = await world.worker("p"), await world.worker("d", stream)
+        access = AccessConfig(request_id_headers=("x-mine", "x-trace-id"))
+        async with world.router([prefill], [decode], access=access) as url:
+            for given, expected in (
+                ({"X-Trace-Id": "t7", "X-Request-Id": "no"}, "t7"),
+                ({"X-Mine": "m"}, "m"),
+                ({}, ""),
+            ):
+                async with world.session.post(url + GENERATE, json={"text": "a"}, headers=given) as response:
+                    found = response.headers["X-Request-Id"]
+                assert found == expected or (not expected and found.startswith("req-"))
+                await world.until_true(lambda: len(prefill.headers) == len(decode.headers))
+                for seen in (prefill.headers[-1], decode.headers[-1]):
+                    assert CIMultiDict(seen).getall("X-Request-Id") == [found]
+            async with world.session.get(url + "/nowhere") as response:
+                assert response.headers["X-Request-Id"].startswith("req-")
+
+    run_world(scenario)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that is its own authority, and its key."""
+    where = tmp_path_factory.mktemp("tls")
+    cert, key = where / "cert.pem", where / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True, timeout=30)
+    return cert, key
+
+
+def test_https_to_clients_and_to_workers(run_world: RunWorld, certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+
+    async def scenario(world: Any) -> None:
+        inner_config = RouterConfig(pd=False, tls=TlsConfig(cert=cert, key=key))
+        inner = web.AppRunner(make_app(inner_config), handler_cancellation=True)
+        await inner.setup()
+        await web.TCPSite(inner, "127.0.0.1", 0, ssl_context=server_tls(inner_config.tls)).start()
+        url = f"https://127.0.0.1:{inner.addresses[0][1]}"
+        try:
+            trusted = ssl.create_default_context(cafile=cert)
+            async with world.session.get(url + "/liveness", ssl=trusted) as response:
+                assert response.status == 200
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await world.session.get(url + "/liveness")
+            spec = WorkerSpec(role=Role.REGULAR, url=url)
+            for tls, said in ((TlsConfig(worker_ca=(cert,)), "answered 503"), (TlsConfig(), "certificate")):
+                async with world.router([], [], workers=(spec,), tls=tls) as outer:
+                    async with world.session.get(outer + "/workers") as response:
+                        state = (await response.json())["workers"][0]
+                assert said in state["last_error"].lower(), "the inner router is reached, and has no workers"
+        finally:
+            await inner.cleanup()
+
+    run_world(scenario)
+
+
+def test_certificates_that_cannot_be_read_are_refused_by_flag(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    missing = tmp_path / "none.pem"
+    with pytest.raises(ConfigError, match="--tls-cert-path"):
+        server_tls(TlsConfig(cert=missing, key=certificate[1]))
+    with pytest.raises(ConfigError, match="--ca-cert-paths"):
+        worker_tls(TlsConfig(worker_ca=(missing,)))
+    assert server_tls(TlsConfig()) is None
+    assert worker_tls(TlsConfig()) is None
