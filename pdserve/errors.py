@@ -4,6 +4,7 @@ PdserveError
 ├── ConfigError            a flag or a combination of flags is wrong; the server does not start
 ├── ModelError             a checkpoint cannot be found, read or run
 ├── RequestError           one request is refused; carries an HTTP status and the field at fault
+├── GrammarError           a grammar is wrong, too complex, or of no use with the model
 ├── TransferError          a KV transfer failed; carries a `Failure`-like code and whether a retry helps
 │   └── HandshakeError     a peer differs from us; carries the name of the field
 ├── ProtocolError          bytes from a socket are not a message of ours
@@ -54,6 +55,10 @@ class RequestError(PdserveError):
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s
+
+
+class GrammarError(PdserveError):
+    """A grammar that an output must follow is wrong, has become too complex, or is of no use with this model."""
 
 
 class TransferError(PdserveError):

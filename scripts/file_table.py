@@ -14,8 +14,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 HEADING = "## Every file in a line\n"
 MAX_SUMMARY = 120
 PACKAGES = (
-    "base", "protocol", "config", "memory", "model", "transfer", "observe", "executor", "ranks", "scheduler", "server",
-    "router", "sim",
+    "base", "protocol", "config", "grammar", "memory", "model", "transfer", "observe", "executor", "ranks", "scheduler",
+    "server", "router", "sim",
 )  # fmt: skip
 """Lowest layers first."""
 

@@ -169,6 +169,24 @@ class KernelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GrammarConfig:
+    """Outputs that follow a grammar."""
+
+    grammar_backend: Literal["llguidance", "none"] = flag(
+        "llguidance", help="engine of json_schema, regex, ebnf and structural_tag; none: such requests are refused"
+    )
+    constrained_json_whitespace_pattern: str | None = flag(
+        None,
+        help="regular expression of what may stand between the tokens of JSON; a blank, or a line break and "
+        "indentation, when absent",
+    )
+    constrained_json_disable_any_whitespace: bool = flag(False, help="JSON has no whitespace between its tokens")
+    constrained_json_max_whitespace_cnt: int | None = flag(
+        None, help="any whitespace, but at most so much, between two tokens of JSON"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingConfig:
     """The HTTP side."""
 
@@ -206,5 +224,6 @@ class ServerConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     disagg: DisaggConfig = DisaggConfig()
     kernels: KernelConfig = KernelConfig()
+    grammar: GrammarConfig = GrammarConfig()
     serving: ServingConfig = ServingConfig()
     observe: ObserveConfig = ObserveConfig()

@@ -12,7 +12,6 @@ asr-max-buffer-seconds asr-max-concurrent-sessions attention-context-parallel-si
 attn-cp-size attn-dp-size base-gpu-id batch-notify-size bf16-gemm-backend boundary-reduction
 bucket-e2e-request-latency bucket-inter-token-latency bucket-time-to-first-token c128-page-size
 checkpoint-engine-wait-weights-before-ready collect-tokens-histogram completion-template config
-constrained-json-disable-any-whitespace constrained-json-max-whitespace-cnt constrained-json-whitespace-pattern
 context-bucket cp-strategy cpu-offload-gb crash-dump-folder cuda-graph-backend-decode cuda-graph-backend-prefill
 cuda-graph-bs cuda-graph-bs-decode cuda-graph-bs-prefill cuda-graph-config cuda-graph-max-bs cuda-graph-max-bs-decode
 cuda-graph-max-bs-prefill cuda-graph-max-seq-len-prefill cuda-graph-prefill-max-context custom-weight-loader
@@ -68,7 +67,7 @@ fastapi-root-path file-storage-path flashinfer-a2a-dispatch-type flashinfer-allr
 flashinfer-autotune-skip-ops flashinfer-mla-disable-ragged flashinfer-mxfp4-moe-precision flexkv-config-file
 forward-hooks forward-pass-metrics-ipc-name forward-pass-metrics-worker-id fp4-gemm-backend fp8-gemm-backend
 fuseep-mode gated-launch-port gc-threshold gc-warning-threshold-secs generation-tokens-buckets gpu-id-step
-grammar-backend grpc-http-sidecar-port grpc-mode grpc-port grpc-response-timeout-secs hf-chat-template-name
+grpc-http-sidecar-port grpc-mode grpc-port grpc-response-timeout-secs hf-chat-template-name
 hicache-host-memory-fraction hicache-host-memory-mode hicache-io-backend hicache-mem-layout hicache-ratio
 hicache-size hicache-storage-backend hicache-storage-backend-extra-config hicache-storage-prefetch-policy
 hicache-storage-prefetch-retry-max-attempts hicache-storage-prefetch-retry-poll-interval hicache-write-policy

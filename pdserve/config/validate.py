@@ -8,6 +8,7 @@ import re
 
 from pdserve.config.groups import (
     DisaggConfig,
+    GrammarConfig,
     MemoryConfig,
     ModelConfig,
     ObserveConfig,
@@ -21,6 +22,7 @@ MAX_PAGE_SIZE = 128
 MAX_THREADS = 1024
 MAX_RANKS = 4096
 MAX_EXPERTS = 65536
+MAX_WHITESPACE = 10_000
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 
@@ -32,6 +34,7 @@ def check(config: ServerConfig) -> None:
     _check_schedule(config.schedule)
     _check_disagg(config.disagg)
     _between("cpu_threads", config.kernels.cpu_threads, 1, MAX_THREADS)
+    _check_grammar(config.grammar)
     _between("port", config.serving.port, 0, 65535)
     _at_least("max_request_bytes", config.serving.max_request_bytes, 1024)
     _check_host("host", config.serving.host)
@@ -150,6 +153,24 @@ def _check_disagg(disagg: DisaggConfig) -> None:
         _check_host("disaggregation_host", disagg.disaggregation_host)
         if disagg.disaggregation_host in ("0.0.0.0", "::"):
             _refuse("disaggregation_host", disagg.disaggregation_host, "must be an address that peers can reach")
+
+
+def _check_grammar(grammar: GrammarConfig) -> None:
+    pattern, count = grammar.constrained_json_whitespace_pattern, grammar.constrained_json_max_whitespace_cnt
+    _between("constrained_json_max_whitespace_cnt", count, 0, MAX_WHITESPACE)
+    given = {
+        "constrained_json_whitespace_pattern": pattern is not None,
+        "constrained_json_disable_any_whitespace": grammar.constrained_json_disable_any_whitespace,
+        "constrained_json_max_whitespace_cnt": count is not None,
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    if len(names) > 1:
+        _refuse(names[0], "given", f"--{names[1].replace('_', '-')} is, too; only one of them can be")
+    if pattern is not None:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"--constrained-json-whitespace-pattern: {error}", field=names[0]) from error
 
 
 def _check_observe(observe: ObserveConfig) -> None:

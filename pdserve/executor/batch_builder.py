@@ -69,7 +69,7 @@ def build_batch(host: HostBatch, tokens: Tensor) -> ForwardBatch:
 
 
 def to_device(
-    array: npt.NDArray[np.int64] | npt.NDArray[np.float32] | npt.NDArray[np.float64] | npt.NDArray[np.bool_],
+    array: npt.NDArray[np.int64 | np.float32 | np.float64 | np.bool_ | np.uint8],
     device: torch.device,
 ) -> Tensor:
     """`array` on `device`. The copy does not wait for it: torch keeps the pinned memory until it has been read."""

@@ -9,15 +9,20 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from pdserve.base.hf_tokenizer import read_tokenizer_json
 from pdserve.base.parallel import Place, WidePlace, layers_of
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, GrammarError
+from pdserve.executor.grammar_rows import GrammarRows
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.pool_size import pool_tokens
+from pdserve.grammar.compile import JsonRules
+from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.memory.layout import KVLayout, pages_for
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.fixed_blocks import FixedBlockAttention
@@ -29,8 +34,8 @@ from pdserve.model.families.decoder import kv_layout
 from pdserve.model.layers.fixed import FixedKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.loader import load_model, read_spec, resolve_dtype
-from pdserve.model.parallel import Parallel, SingleRank
-from pdserve.model.paths import resolve_model_path
+from pdserve.model.parallel import Parallel, SingleRank, is_sampler
+from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 from pdserve.model.placement import Placement, first_placement
 from pdserve.model.split import check_spec
 from pdserve.model.torch_parallel import open_parallel
@@ -132,14 +137,29 @@ def build_executor(
     attention: AttentionBackend = backend(pools[0], num_heads, device)
     overlap = config.schedule.disable_overlap_schedule is False
     executor = LocalExecutor(
-        model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap
-    )
+        model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap,
+        grammars=_grammars(config, path, spec, place),
+    )  # fmt: skip
     _LOG.info(
         "%s in %s on %s: %d MB of weights, KV pool of %d tokens in %d pages (%d MB)",
         spec.architectures[0], dtype, device, model.params.num_bytes >> 20,
         num_pages * page_tokens, num_pages, sum(size for _, size in executor.buffers) >> 20,
     )  # fmt: skip
     return Built(executor, table, spec, num_pages, context_length, dtype, device, place)
+
+
+def _grammars(config: ServerConfig, path: Path, spec: ModelSpec, place: Place) -> GrammarRows:
+    """What follows grammars, on the rank that samples."""
+    wanted = config.grammar.grammar_backend != "none" and is_sampler(place)
+
+    def open_vocabulary() -> Vocabulary:
+        directory = config.model.tokenizer_path or resolve_tokenizer_path(path)
+        text = read_tokenizer_json(directory)
+        if text is None:
+            raise GrammarError(f"there is no tokenizer in {directory}")
+        return Vocabulary(text, spec.vocab_size, spec.eos_token_ids)
+
+    return GrammarRows(open_vocabulary if wanted else None, JsonRules.of(config.grammar), spec.eos_token_ids)
 
 
 def _placement(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, device: torch.device) -> Placement | None:

@@ -7,12 +7,13 @@ sampled token behind them, so a plan names only rows and ranges. The page table 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from pdserve.memory.layout import KVLayout
+from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import SamplingParams
 
 
@@ -49,14 +50,23 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    picked: tuple[float, ...] = ()
+    """Of the `token_ids` that the row asked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """One entry per row of the plan: the sampled token, or None where the row did not sample."""
+    """One entry per row of the plan: the sampled token, or None where the row did not sample.
+
+    `prompts`: by index of the row, the log probabilities of prompt tokens that the row asked for and that this step's
+    tokens are followed by.
+    """
 
     step: int
     tokens: tuple[SampledToken | None, ...]
+    prompts: Mapping[int, PromptLogprobs] = dataclasses.field(default_factory=dict)
+    failed: tuple[int, ...] = ()
+    """Rows of the plan whose grammar cannot be followed any more; their tokens mean nothing."""
 
 
 class LayerMarks(Protocol):
@@ -116,10 +126,11 @@ class Executor(Protocol):
         token_ids: Sequence[int],
         num_prompt_tokens: int,
         sampling: SamplingParams,
-        top_logprobs: int | None,
+        logprobs: Logprobs | None,
     ) -> None:
         """A request takes `row`; `token_ids` are its prompt and any output tokens known so far.
 
+        Where its grammar stands follows from these, and from what is sampled after.
         Sampling at position p with a seed depends on (seed, p) only, so that decode goes on where prefill ended.
         """
         ...

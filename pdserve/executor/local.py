@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import msgspec
 import numpy as np
 import torch
 
@@ -23,11 +24,14 @@ from pdserve.executor import host_pages
 from pdserve.executor.batch_builder import HostBatch, read_plan, to_device
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.fetch import fetch
+from pdserve.executor.grammar_rows import GrammarRows, RowGrammar
 from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepHandle, StepResult
+from pdserve.executor.prompt_logprobs import Stretch, Wishes, pack_scores, read_wishes, stretch_of
 from pdserve.executor.row_params import RowParams, StepParams
 from pdserve.executor.runners import CallingThread, Collect, DeviceStream, OnLayer, OwnThread, Runner
 from pdserve.executor.sampler import to_host
 from pdserve.executor.stages import MIN_TOKENS, Stage, cut_plan
+from pdserve.grammar.compile import JsonRules
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import AttentionBackend
@@ -36,6 +40,7 @@ from pdserve.model.families.decoder import Decoder, Mixture
 from pdserve.model.forward_batch import IntArray
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.params import WeightSamples, fingerprint_of
+from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import SamplingParams
 
 
@@ -44,7 +49,9 @@ class _Step:
     """Everything that a step is computed from, as it was at the launch.
 
     `writes` are rows opened since the launch before, and their tokens. `batches` are the micro-batches, none when the
-    plan has no rows; `sampled` the plan's rows that sample; `params` None when there are none.
+    plan has no rows; `sampled` the plan's rows that sample; `params` None when there are none; `grammars` of those of
+    these that follow one. `wishes`: of each micro-batch, what is wanted of prompt tokens, and `stretches` the same of
+    the whole plan.
     """
 
     plan: BatchPlan
@@ -52,12 +59,17 @@ class _Step:
     batches: tuple[HostBatch, ...]
     sampled: IntArray
     params: StepParams | None
+    grammars: tuple[RowGrammar | None, ...] = ()
+    wishes: tuple[Wishes | None, ...] = ()
+    stretches: tuple[Stretch, ...] = ()
 
 
 class LocalExecutor:
     """Implements `Executor`. `context_length` is the most tokens a row can have, prompt and output together.
 
     `layout` is the whole model's, `pools` and `attention` are of this rank's part of it.
+
+    `grammars` are for rows that follow one, on the rank that samples; without them their requests fail.
 
     With `overlap`, steps are computed on CPU by a thread that `close` ends; on CUDA the host never waits in `launch`.
     """
@@ -73,6 +85,7 @@ class LocalExecutor:
         context_length: int,
         device: torch.device,
         overlap: bool = False,
+        grammars: GrammarRows | None = None,
     ) -> None:
         self._model = model
         self._stage = Stage(model, attention)
@@ -82,6 +95,7 @@ class LocalExecutor:
         self.device = device
         self._tokens = torch.empty(table.num_rows, context_length + 1, dtype=torch.int32, device=device)
         self._params = RowParams(table.num_rows, model.spec.eos_token_ids)
+        self._grammars = grammars or GrammarRows(None, JsonRules(), ())
         self._open: set[int] = set()
         self._unwritten: dict[int, IntArray] = {}
         self._launched: deque[StepHandle] = deque()
@@ -145,14 +159,18 @@ class LocalExecutor:
         token_ids: Sequence[int],
         num_prompt_tokens: int,
         sampling: SamplingParams,
-        top_logprobs: int | None,
+        logprobs: Logprobs | None,
     ) -> None:
         """See `Executor.open_row`. The tokens reach the device with the next step."""
         assert row not in self._open, f"row {row} opened twice"
         assert 0 < len(token_ids) < self._tokens.shape[1], f"{len(token_ids)} tokens do not fit a row"
         self._open.add(row)
         self._unwritten[row] = np.asarray(token_ids, dtype=np.int64)
-        self._params.set(row, num_prompt_tokens, sampling, top_logprobs)
+        if logprobs is not None:
+            logprobs = msgspec.structs.replace(logprobs, top=min(logprobs.top, self._model.spec.vocab_size))
+        self._params.set(row, num_prompt_tokens, sampling, logprobs)
+        if sampling.grammar is not None:
+            self._grammars.open(row, sampling.grammar, sampling, token_ids[num_prompt_tokens:])
 
     def close_row(self, row: int) -> None:
         """See `Executor.close_row`."""
@@ -160,6 +178,7 @@ class LocalExecutor:
         self._open.remove(row)
         self._unwritten.pop(row, None)
         self._params.clear(row)
+        self._grammars.close(row)
 
     def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
         """See `Executor.launch`."""
@@ -193,6 +212,7 @@ class LocalExecutor:
     def close(self) -> None:
         """End the threads, if there are any, when they have done what was begun. Nothing may be launched after."""
         self._runner.close()
+        self._grammars.shut_down()
         if self.experts is not None:
             self.experts.close()
 
@@ -205,12 +225,21 @@ class LocalExecutor:
         parts = cut_plan(plan, self.place.shape.pp_size, MIN_TOKENS[self.device.type])
         batches = tuple(read_plan(part, self._table, self._layout.page_tokens) for part in parts)
         sampled = batches[0].sampled if len(parts) == 1 else np.flatnonzero([row.sample for row in plan.rows])
-        params = None
+        params: StepParams | None = None
+        grammars: tuple[RowGrammar | None, ...] = ()
         if len(sampled):
             lines = np.concatenate([batch.lines[batch.sampled] for batch in batches])
             ends = np.concatenate([batch.rows.ends[batch.sampled] for batch in batches])
             params = self._params.pick(lines, ends)
-        return _Step(plan, writes, batches, sampled, params)
+            grammars = self._grammars.pick(params)
+        wanted = self._params.prompts
+        if not wanted:
+            return _Step(plan, writes, batches, sampled, params, grammars, (None,) * len(batches))
+        wishes = tuple(read_wishes(batch, wanted) for batch in batches)
+        rows = [(index, row) for index, row in enumerate(plan.rows) if row.row in wanted]
+        stretches = [stretch_of(index, row.start, row.end, *wanted[row.row]) for index, row in rows]
+        found = tuple(stretch for stretch in stretches if stretch is not None)
+        return _Step(plan, writes, batches, sampled, params, grammars, wishes, found)
 
     @torch.inference_mode()
     def _compute(self, step: _Step, on_layer: OnLayer | None) -> Collect:
@@ -223,22 +252,32 @@ class LocalExecutor:
             if on_layer is not None:
                 on_layer(self._model.num_layers - 1)
             return partial(StepResult, step.plan.step, ())
-        logits = self._stage.logits(step.batches, self._tokens, on_layer)
+        masks = None
+        if step.params is not None and step.grammars:
+            masks = self._grammars.begin(step.params, step.grammars)
+        logits = self._stage.logits(step.batches, self._tokens, on_layer, step.wishes)
         chosen = None
         if step.params is not None:
-            chosen = self._stage.choose(logits, step.params, self._tokens)
+            chosen = self._stage.choose(logits, step.params, self._tokens, masks)
             where = to_device(np.stack((step.params.lines, step.params.positions)), self.device)
             self._tokens.index_put_((where[0], where[1]), chosen.token_ids.int())
+            if masks is not None:
+                masks.sampled(chosen.token_ids)
+        scores = self._stage.prompt_scores(step.wishes, self.device)
         self._stage.flush()
-        fetched = fetch(chosen, self.device)
+        fetched = fetch(chosen, scores, self.device)
 
         def collect() -> StepResult:
             tokens: list[SampledToken | None] = [None] * len(step.plan.rows)
-            arrived = fetched()
-            if step.params is not None and arrived is not None:
-                for index, token in zip(step.sampled.tolist(), to_host(arrived, step.params), strict=True):
+            sampled, scored = fetched()
+            if step.params is not None and sampled is not None:
+                for index, token in zip(step.sampled.tolist(), to_host(sampled, step.params), strict=True):
                     tokens[index] = token
-            return StepResult(step.plan.step, tuple(tokens))
+            failed: tuple[int, ...] = ()
+            if step.params is not None and sampled is not None and sampled.failed is not None:
+                failed = tuple(step.sampled[step.params.constrained[sampled.failed.numpy() > 0]].tolist())
+            prompts = {} if scored is None else pack_scores(step.stretches, scored)
+            return StepResult(step.plan.step, tuple(tokens), prompts, failed)
 
         return collect
 

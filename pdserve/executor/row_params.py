@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from pdserve.model.forward_batch import IntArray
+from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import SamplingParams
 
 _COLUMNS = np.dtype(
@@ -29,6 +30,7 @@ _COLUMNS = np.dtype(
         ("logprob", "?"),
         ("greedy", "?"),
         ("history", "?"),
+        ("grammar", "?"),
     ]
 )
 
@@ -37,7 +39,8 @@ _COLUMNS = np.dtype(
 class StepParams:
     """Columns of the rows that sample in this step, in plan order, and the position of the token each samples.
 
-    `bans[i]` are tokens that row i may not take yet, `biases[i]` what is added to its logits; absent rows have none.
+    `bans[i]` are tokens that row i may not take yet, `biases[i]` what is added to its logits, `picks[i]` the ids whose
+    log-probabilities it wants; absent rows have none.
     """
 
     columns: np.ndarray[tuple[int], np.dtype[np.void]]
@@ -45,6 +48,17 @@ class StepParams:
     positions: IntArray
     bans: dict[int, tuple[int, ...]]
     biases: dict[int, dict[int, float]]
+    picks: dict[int, tuple[int, ...]]
+
+    @property
+    def constrained(self) -> IntArray:
+        """The rows whose output follows a grammar."""
+        return np.flatnonzero(self.columns["grammar"])
+
+    def without_grammar_bans(self) -> StepParams:
+        """The same, less the bans that the masks of grammars have seen to."""
+        follows = self.columns["grammar"]
+        return dataclasses.replace(self, bans={i: tokens for i, tokens in self.bans.items() if not follows[i]})
 
     @property
     def wants_logprobs(self) -> bool:
@@ -55,6 +69,11 @@ class StepParams:
     def num_top(self) -> int:
         """The most top entries that a row asked for."""
         return int(self.columns["num_top"].max())
+
+    @property
+    def num_picks(self) -> int:
+        """The most ids whose log-probabilities a row asked for."""
+        return max(map(len, self.picks.values()), default=0)
 
 
 class Seeds:
@@ -78,9 +97,12 @@ class RowParams:
         self._eos = eos_token_ids
         self._bans: dict[int, tuple[int, ...]] = {}
         self._biases: dict[int, dict[int, float]] = {}
+        self._picks: dict[int, tuple[int, ...]] = {}
+        self.prompts: dict[int, tuple[int, Logprobs]] = {}
+        """Prompt tokens and wish of rows that want log-probabilities of their prompt."""
         self._seeds = Seeds(default_seed)
 
-    def set(self, row: int, num_prompt: int, sampling: SamplingParams, top_logprobs: int | None) -> None:
+    def set(self, row: int, num_prompt: int, sampling: SamplingParams, logprobs: Logprobs | None) -> None:
         """A request takes `row`."""
         self.clear(row)
         seed = self._seeds.fix(sampling).seed
@@ -96,20 +118,27 @@ class RowParams:
             seed & ((1 << 64) - 1),
             num_prompt,
             sampling.min_new_tokens,
-            top_logprobs or 0,
-            top_logprobs is not None,
+            logprobs.top if logprobs is not None and logprobs.output else 0,
+            logprobs is not None and logprobs.output,
             sampling.greedy,
             sampling.needs_history,
+            sampling.grammar is not None,
         )
         if sampling.min_new_tokens:
             self._bans[row] = tuple(sorted({*self._eos, *sampling.stop_token_ids}))
         if sampling.logit_bias:
             self._biases[row] = sampling.logit_bias
+        if logprobs is not None and logprobs.output and logprobs.token_ids:
+            self._picks[row] = logprobs.token_ids
+        if logprobs is not None and logprobs.prompt_from is not None:
+            self.prompts[row] = (num_prompt, logprobs)
 
     def clear(self, row: int) -> None:
         """The request has left `row`."""
         self._bans.pop(row, None)
         self._biases.pop(row, None)
+        self._picks.pop(row, None)
+        self.prompts.pop(row, None)
 
     def pick(self, lines: IntArray, positions: IntArray) -> StepParams:
         """The parameters of table rows `lines`, which sample the tokens at `positions`."""
@@ -119,4 +148,7 @@ class RowParams:
         biases = {}
         if self._biases:
             biases = {i: self._biases[int(line)] for i, line in enumerate(lines) if int(line) in self._biases}
-        return StepParams(columns, lines, positions, bans, biases)
+        picks = {}
+        if self._picks:
+            picks = {i: self._picks[int(line)] for i, line in enumerate(lines) if int(line) in self._picks}
+        return StepParams(columns, lines, positions, bans, biases, picks)

@@ -27,31 +27,44 @@ _WINDOW = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """`token_ids` int64 `[S]` on the device; logprobs float32 `[S]` and top entries `[S, n]` where any row asked."""
+    """`token_ids` int64 `[S]` on the device; logprobs float32 `[S]`, top entries `[S, n]` and those of ids that rows
+    picked, float32 `[S, k]`, where any row asked.
+    """
 
     token_ids: Tensor
     logprobs: Tensor | None
     top_ids: Tensor | None
     top_logprobs: Tensor | None
+    picked: Tensor | None = None
+    failed: Tensor | None = None
+    """int64 `[rows with a grammar]`, 1 where it failed; the token of such a row means nothing."""
 
     def tensors(self) -> list[Tensor]:
         """Those that there are."""
-        return [x for x in (self.token_ids, self.logprobs, self.top_ids, self.top_logprobs) if x is not None]
+        every = (self.token_ids, self.logprobs, self.top_ids, self.top_logprobs, self.picked, self.failed)
+        return [x for x in every if x is not None]
 
     @staticmethod
     def blank(params: StepParams, vocab_size: int, device: torch.device) -> Sampled:
-        """Tensors of the shapes that `sample` gives for these rows, to be overwritten."""
+        """Tensors of the shapes that the choice for these rows has, to be overwritten."""
+        num_failed = len(params.constrained)
+        failed = torch.empty(num_failed, dtype=torch.int64, device=device) if num_failed else None
+        return dataclasses.replace(Sampled._blank(params, vocab_size, device), failed=failed)
+
+    @staticmethod
+    def _blank(params: StepParams, vocab_size: int, device: torch.device) -> Sampled:
         num_rows = len(params.lines)
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
         if not params.wants_logprobs:
             return Sampled(token_ids, None, None, None)
         logprobs = torch.empty(num_rows, device=device)
+        picked = torch.empty(num_rows, params.num_picks, device=device) if params.picks else None
         num_top = min(params.num_top, vocab_size)
         if num_top == 0:
-            return Sampled(token_ids, logprobs, None, None)
+            return Sampled(token_ids, logprobs, None, None, picked)
         shape = (num_rows, num_top)
         top_ids = torch.empty(shape, dtype=torch.int64, device=device)
-        return Sampled(token_ids, logprobs, top_ids, torch.empty(shape, device=device))
+        return Sampled(token_ids, logprobs, top_ids, torch.empty(shape, device=device), picked)
 
 
 def sample(logits: Tensor, params: StepParams, tokens: Tensor) -> Sampled:
@@ -76,10 +89,16 @@ def to_host(sampled: Sampled, params: StepParams) -> list[SampledToken]:
     logprobs = sampled.logprobs.tolist()
     top_ids = sampled.top_ids.tolist() if sampled.top_ids is not None else [[]] * len(ids)
     top_values = sampled.top_logprobs.tolist() if sampled.top_logprobs is not None else [[]] * len(ids)
+    picked = {}
+    if sampled.picked is not None:
+        picked = {i: tuple(sampled.picked[i, : len(wanted)].tolist()) for i, wanted in params.picks.items()}
     columns = params.columns
     return [
         SampledToken(
-            ids[i], logprobs[i], tuple(zip(top_ids[i], top_values[i], strict=True))[: int(columns["num_top"][i])]
+            ids[i],
+            logprobs[i],
+            tuple(zip(top_ids[i], top_values[i], strict=True))[: int(columns["num_top"][i])],
+            picked.get(i, ()),
         )
         if columns["logprob"][i]
         else SampledToken(ids[i])
@@ -216,8 +235,14 @@ def _with_logprobs(chosen: Tensor, logits: Tensor, params: StepParams) -> Sample
         return Sampled(chosen, None, None, None)
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, chosen[:, None])[:, 0]
+    picked = None
+    if params.picks:
+        wanted = np.zeros((len(logits), params.num_picks), dtype=np.int64)
+        for row, ids in params.picks.items():
+            wanted[row, : len(ids)] = ids
+        picked = logprobs.gather(1, to_device(wanted, logits.device))
     num_top = min(params.num_top, logits.shape[1])
     if num_top == 0:
-        return Sampled(chosen, own, None, None)
+        return Sampled(chosen, own, None, None, picked)
     top = logprobs.topk(num_top, sorted=True)
-    return Sampled(chosen, own, top.indices, top.values)
+    return Sampled(chosen, own, top.indices, top.values, picked)

@@ -8,13 +8,16 @@ Called by `LocalExecutor` while it computes a step; all ranks of a replica do so
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from pdserve.executor.batch_builder import HostBatch, build_batch
+from pdserve.executor.grammar_rows import StepMasks
 from pdserve.executor.interface import BatchPlan, Row
+from pdserve.executor.prompt_logprobs import Scorer, Scores, Wishes
 from pdserve.executor.row_params import StepParams
 from pdserve.executor.sampler import Sampled, sample
 from pdserve.model.attention.interface import AttentionBackend
@@ -33,16 +36,26 @@ class Stage:
         self._attention = attention
         self._parallel = model.parallel
         self.is_sampler = is_sampler(self._parallel.place)
+        self._scores: list[Scores] = []
 
     def logits(
-        self, batches: Sequence[HostBatch], tokens: Tensor, on_layer: Callable[[int], None] | None
+        self,
+        batches: Sequence[HostBatch],
+        tokens: Tensor,
+        on_layer: Callable[[int], None] | None,
+        wishes: Sequence[Wishes | None],
     ) -> Tensor | None:
         """Compute a step's micro-batches: float32 `[S, vocab]` on the sampling rank, None on the others.
 
-        `on_layer(i)` is called once all of them have written the KV of this rank's layer i.
+        `on_layer(i)` is called once all of them have written the KV of this rank's layer i. `wishes`: of each
+        micro-batch, what `prompt_scores` shall tell.
         """
         last = len(batches) - 1
-        outputs = [self._run(host, tokens, on_layer if i == last else None) for i, host in enumerate(batches)]
+        self._scores = []
+        outputs = [
+            self._run(host, tokens, on_layer if i == last else None, wish)
+            for i, (host, wish) in enumerate(zip(batches, wishes, strict=True))
+        ]
         if not self._parallel.place.is_last_stage or not any(len(host.sampled) for host in batches):
             return None
         part = outputs[0] if last == 0 else torch.cat(outputs)
@@ -57,21 +70,40 @@ class Stage:
         if self._parallel.wide.spans_replicas:
             self._model.idle()
 
-    def choose(self, logits: Tensor | None, params: StepParams, tokens: Tensor) -> Sampled:
-        """The sampling rank's choice, on every rank. `tokens` as for `sample`."""
+    def choose(self, logits: Tensor | None, params: StepParams, tokens: Tensor, masks: StepMasks | None) -> Sampled:
+        """The sampling rank's choice, on every rank. `tokens` as for `sample`; `masks` are there where grammars are."""
         if self.is_sampler:
             assert logits is not None, "the sampling rank has the logits"
-            chosen = sample(logits, params, tokens)
+            failed = None
+            if masks is not None:
+                failed, params = masks.apply(logits), params.without_grammar_bans()
+            chosen = dataclasses.replace(sample(logits, params, tokens), failed=failed)
         else:
             chosen = Sampled.blank(params, self._model.spec.vocab_size, tokens.device)
         self._parallel.share_tokens(chosen.tensors())
         return chosen
 
+    def prompt_scores(self, wishes: Sequence[Wishes | None], device: torch.device) -> Scores | None:
+        """What the micro-batches just computed say of prompt tokens, on every rank; None when nothing was wanted."""
+        wanted = [wish for wish in wishes if wish is not None]
+        if not wanted:
+            return None
+        if self._parallel.place.is_last_stage:
+            scores = Scores.joined(self._scores, wanted)
+        else:
+            scores = Scores.blank(wanted, device)
+        if self._parallel.place.shape.pp_size > 1:
+            self._parallel.share_tokens([tensor for tensor in scores.tensors() if tensor.numel()])
+        self._scores = []
+        return scores
+
     def flush(self) -> None:
         """Wait until the next stage has what it was sent."""
         self._parallel.flush()
 
-    def _run(self, host: HostBatch, tokens: Tensor, on_layer: Callable[[int], None] | None) -> Tensor:
+    def _run(
+        self, host: HostBatch, tokens: Tensor, on_layer: Callable[[int], None] | None, wishes: Wishes | None
+    ) -> Tensor:
         """One micro-batch; what it gives is sent on where there is a next stage."""
         model, parallel = self._model, self._parallel
         batch = build_batch(host, tokens)
@@ -79,7 +111,14 @@ class Stage:
         if not parallel.place.is_first_stage:
             shape = (len(batch.positions), model.spec.hidden_size)
             hidden = parallel.receive(shape, model.dtype, tokens.device)
-        output = model.forward(batch, self._attention.begin(batch), on_layer, hidden)
+        on_hidden = None
+        if wishes is not None and parallel.place.is_last_stage:
+            scorer = Scorer(model, wishes, tokens)
+
+            def on_hidden(x: Tensor) -> None:
+                self._scores.append(scorer(x))
+
+        output = model.forward(batch, self._attention.begin(batch), on_layer, hidden, on_hidden)
         if not parallel.place.is_last_stage:
             parallel.send(output)
         return output

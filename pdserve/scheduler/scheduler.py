@@ -7,28 +7,35 @@ from collections.abc import Callable, Mapping
 
 from pdserve.base.mailbox import Mailbox
 from pdserve.errors import RequestError
-from pdserve.executor.interface import BatchPlan, StepHandle
+from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
+from pdserve.executor.profiling import Profiler
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import (
     AbortRequest,
+    Command,
+    CommandReply,
+    ContinueGeneration,
     Divert,
     EngineState,
     FinishReason,
     FlushCache,
-    FlushReply,
     GenerateRequest,
     OutputBatch,
+    PauseGeneration,
+    PauseMode,
     RequestOutput,
     Shutdown,
+    StartProfile,
     StateQuery,
     StateReply,
+    StopProfile,
     ToScheduler,
 )
 from pdserve.scheduler.core import Core
 from pdserve.scheduler.idle_rounds import IdleRounds, RoundCalled
 from pdserve.scheduler.pace import Pace
 from pdserve.scheduler.pulse import Pulse
-from pdserve.scheduler.req import CLIENT_ABORT, Req, Times
+from pdserve.scheduler.req import CLIENT_ABORT, GRAMMAR_FAILED, Req, Times
 from pdserve.scheduler.roles.base import Role
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager
@@ -52,6 +59,7 @@ class Scheduler:
         *,
         max_queued: int | None = None,
         overlap: bool = False,
+        profile_name: str = "TP-0",
         facts: Mapping[str, str | int | float | bool | None] | None = None,
         live_facts: Callable[[], Mapping[str, float]] | None = None,
         idle_rounds: IdleRounds | None = None,
@@ -72,6 +80,8 @@ class Scheduler:
         self._found: list[str] = []
         self._pace = Pace(core.clock)
         self.pulse = Pulse(core.clock)
+        self._paused = False
+        self._profiler = Profiler(profile_name)
         self._stopping = False
 
     def run(self) -> None:
@@ -104,7 +114,7 @@ class Scheduler:
         if before is not None and self.role.must_settle:
             self._settle(before)
             before = None
-        plan = self.role.plan(self._step + 1)
+        plan = None if self._paused else self.role.plan(self._step + 1)
         self.core.outbox.flush()
         if plan is None and self._idle_rounds is not None:
             plan = self._idle_rounds.plan(self._step + 1)
@@ -165,8 +175,18 @@ class Scheduler:
     def _settle(self, handle: StepHandle) -> None:
         result = self.core.executor.resolve(handle)
         self.core.resolved(handle.plan.step)
+        self._profiler.step()
+        self._end_failed(handle.plan, result)
         if handle.plan.rows:
             self.role.commit(handle.plan, result)
+
+    def _end_failed(self, plan: BatchPlan, result: StepResult) -> None:
+        """Requests whose grammar cannot be followed any more end alone; what they got in this step is not theirs."""
+        for row in [plan.rows[index] for index in result.failed]:
+            req = self.role.live.get(row.rid)
+            if req is not None and req.row == row.row:
+                self.core.counters["grammars_failed"] += 1
+                self.role.end(req, GRAMMAR_FAILED)
 
     def state(self) -> EngineState:
         """The snapshot behind `/get_server_info` and `/metrics`."""
@@ -209,8 +229,9 @@ class Scheduler:
                 if audit:
                     self._record(self.audit())
                 self.core.outbox.send(StateReply(query_id=query_id, state=self.state()))
-            case FlushCache(query_id=query_id):
-                self.core.outbox.send(self._flush_cache(query_id))
+            case FlushCache() | PauseGeneration() | ContinueGeneration() | StartProfile() | StopProfile():
+                ok, message = self._obey(event)
+                self.core.outbox.send(CommandReply(query_id=event.query_id, ok=ok, message=message))
             case Divert(room=room, input_ids=input_ids, replica=replica):
                 assert self.kv is not None, "a monolith has no rooms"
                 self.kv.divert(room, prompt_digest(input_ids), replica)
@@ -256,11 +277,38 @@ class Scheduler:
             self.core.counters["requests_aborted"] += failure is not None
             self.role.end(req, failure)
 
-    def _flush_cache(self, query_id: str) -> FlushReply:
-        num_live = len(self.role.live)
-        if num_live:
-            return FlushReply(query_id=query_id, ok=False, message=f"{num_live} requests are running")
-        return FlushReply(query_id=query_id, ok=True, message=f"{self.core.memory.flush()} cached pages were dropped")
+    def _obey(self, command: Command) -> tuple[bool, str]:
+        """Whether it was done, and a sentence on it."""
+        match command:
+            case FlushCache():
+                return self._flush_cache()
+            case PauseGeneration(mode=mode):
+                return self._pause(mode)
+            case ContinueGeneration():
+                self._paused = False
+                return True, "Generation continued successfully."
+            case StartProfile():
+                return self._profiler.start(command)
+            case StopProfile():
+                return self._profiler.stop()
+
+    def _pause(self, mode: PauseMode) -> tuple[bool, str]:
+        self._paused = True
+        if self._under_way is not None:
+            self._settle(self._under_way)
+            self._under_way = None
+        if mode == "abort":
+            self._abort(AbortRequest(rid=None))
+        elif mode == "retract":
+            self.role.retract_all()
+        return True, "Generation paused successfully."
+
+    def _flush_cache(self) -> tuple[bool, str]:
+        """Nothing is dropped from under a request; those that a pause has retracted have nothing."""
+        holding = sum(not self._paused or req.lease is not None for req in self.role.live.values())
+        if holding:
+            return False, f"{holding} requests are running"
+        return True, f"{self.core.memory.flush()} cached pages were dropped"
 
     def _num_ended(self) -> int:
         return self.core.counters["requests"] - len(self.role.live)

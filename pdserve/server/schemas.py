@@ -48,6 +48,10 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True):
     no_stop_trim: bool | None = None
     logit_bias: dict[str, float] | None = None
     n: int | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: Any = None
 
 
 class GenerateBody(msgspec.Struct):
@@ -76,7 +80,22 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAIBody(msgspec.Struct):
+class ConstraintFields(msgspec.Struct):
+    """What constrains the answers of an OpenAI body: OpenAI's field, SGLang's, and vLLM's old and new ones."""
+
+    response_format: Any = None
+    json_schema: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: Any = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+
+class OpenAIBody(ConstraintFields):
     """What chat and text completions share, extras of SGLang and vLLM among it."""
 
     model: str | None = None

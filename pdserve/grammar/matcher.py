@@ -1,0 +1,67 @@
+"""Where one output stands in its grammar. Typed door to llguidance's matcher; used by one thread at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits
+
+from pdserve.errors import GrammarError
+from pdserve.grammar.vocabulary import Vocabulary
+
+MaskWords = npt.NDArray[np.uint32]
+
+LIMITS = LLParserLimits(
+    max_items_in_row=10_000,
+    initial_lexer_fuel=300_000,
+    max_lexer_states=20_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+"""What bounds time and memory of a grammar, beside the engine's defaults; a lexer state takes 1 to 2 KB."""
+
+
+class Matcher:
+    """A grammar and the tokens accepted so far. Opening it takes about a millisecond, more for large grammars."""
+
+    def __init__(self, vocabulary: Vocabulary, source: str) -> None:
+        """`source` is what `compile_grammar` gave.
+
+        Raises:
+            GrammarError: the engine refuses the grammar, or it is larger than `LIMITS`.
+        """
+        self._num_words = vocabulary.num_mask_words
+        self._matcher = LLMatcher(vocabulary.tokens, source, log_level=0, limits=LIMITS)
+        self._check()
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """The output goes on with these.
+
+        Raises:
+            GrammarError: the grammar does not allow them, or it has become too complex to follow.
+        """
+        if not self._matcher.consume_tokens(list(token_ids)):
+            self._check()
+            raise GrammarError(f"the grammar does not allow the tokens {list(token_ids)} here")
+
+    @property
+    def ended(self) -> bool:
+        """True when nothing may follow but EOS, or EOS has come."""
+        return bool(self._matcher.is_stopped())
+
+    def mask(self) -> MaskWords:
+        """The tokens that may come next: bit i of the words is token i. EOS is among them where the grammar may end.
+
+        Raises:
+            GrammarError: the grammar has become too complex to follow.
+        """
+        words = np.zeros(self._num_words, dtype=np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check()
+        return words
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(self._matcher.get_error().strip() or "the grammar engine failed without a reason")

@@ -1,0 +1,258 @@
+"""From the fields of a body to the grammar that its answers must follow, and whether that grammar is one.
+
+`native_constraint`, `openai_constraint` and `schema_constraint` read fields; `GrammarCheck.take`, one for the server,
+finds out in a worker thread whether the engine takes the grammar, before anything is submitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import json
+import re
+import time
+from typing import Any
+
+from pdserve.config.groups import GrammarConfig
+from pdserve.errors import GrammarError, RequestError
+from pdserve.grammar.compile import MAX_CHARS, JsonRules, compile_grammar
+from pdserve.grammar.matcher import Matcher
+from pdserve.grammar.vocabulary import Vocabulary
+from pdserve.protocol.grammar import Grammar, GrammarKind
+from pdserve.protocol.messages import EngineReady
+from pdserve.server.schemas import ConstraintFields, NativeSampling
+from pdserve.server.tokenizer import Tokenizer
+
+MAX_OPENING_S = 1.0
+"""Most time of a processor that opening a grammar may take: the executor does it again, beside what runs."""
+MAX_AT_ONCE = 2
+"""Grammars that are checked at once; others wait, and leave threads to the tokenizer."""
+NUM_REMEMBERED = 256
+"""Grammars that need no second check, the newest."""
+ANY_OBJECT = {"type": "object"}
+_META = re.compile(r"[\\.+*?()|\[\]{}^$/&~#-]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """A grammar, and the field of the body that it came in."""
+
+    grammar: Grammar
+    field: str
+
+
+def native_constraint(fields: NativeSampling) -> Constraint | None:
+    """What `sampling_params` of `/generate` ask for in `json_schema`, `regex`, `ebnf` or `structural_tag`.
+
+    Raises:
+        RequestError: 400 naming the field: of the wrong type, or the second one.
+    """
+    prefix = "sampling_params"
+    return _only(
+        _text_constraint("json_schema", fields.json_schema, f"{prefix}.json_schema"),
+        _text_constraint("regex", fields.regex, f"{prefix}.regex"),
+        _text_constraint("ebnf", fields.ebnf, f"{prefix}.ebnf"),
+        _text_constraint("structural_tag", fields.structural_tag, f"{prefix}.structural_tag"),
+    )
+
+
+def openai_constraint(fields: ConstraintFields) -> Constraint | None:
+    """What a chat or completion body asks for, by any of its fields; None for free text.
+
+    Raises:
+        RequestError: 400 naming the field: of the wrong type, or the second one.
+    """
+    return _only(
+        _response_format(fields.response_format),
+        _text_constraint("json_schema", fields.json_schema, "json_schema"),
+        _text_constraint("regex", fields.regex, "regex"),
+        _text_constraint("ebnf", fields.ebnf, "ebnf"),
+        _text_constraint("structural_tag", fields.structural_tag, "structural_tag"),
+        _text_constraint("json_schema", fields.guided_json, "guided_json"),
+        _text_constraint("regex", fields.guided_regex, "guided_regex"),
+        _choice(fields.guided_choice, "guided_choice"),
+        _text_constraint("ebnf", fields.guided_grammar, "guided_grammar"),
+        _structured_outputs(fields.structured_outputs),
+    )
+
+
+def schema_constraint(schema: Any, field: str, *, lenient: bool = False) -> Constraint:
+    """An answer that is JSON after `schema`, an object or a boolean. `lenient`: keywords that the engine does not know
+    are passed over, not refused.
+
+    Raises:
+        RequestError: 400 naming `field`.
+    """
+    if not isinstance(schema, dict | bool):
+        raise RequestError(f"{field} must be a JSON schema, got {type(schema).__name__}", field=field)
+    if lenient and isinstance(schema, dict):
+        options = schema.get("x-guidance", {})
+        schema = {**schema, "x-guidance": {"lenient": True, **options}} if isinstance(options, dict) else schema
+    return Constraint(Grammar(kind="json_schema", text=_dump(schema, field)), field)
+
+
+class GrammarCheck:
+    """Tells good grammars from bad ones. Used on the event loop; works in asyncio's pool."""
+
+    def __init__(self, config: GrammarConfig, tokenizer: Tokenizer | None) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._rules = JsonRules.of(config)
+        self._vocabulary: asyncio.Task[Vocabulary] | None = None
+        self._slots = asyncio.Semaphore(MAX_AT_ONCE)
+        self._good: collections.OrderedDict[Grammar, None] = collections.OrderedDict()
+
+    async def take(self, constraint: Constraint | None, ready: EngineReady) -> Grammar | None:
+        """The grammar of `constraint`, once it is known to be good; None for None. The first takes a second longer.
+
+        Raises:
+            RequestError: 400 naming the field: a bad grammar, one that is too large or takes too long to open, or a
+                server without grammars.
+        """
+        if constraint is None:
+            return None
+        grammar = constraint.grammar
+        if grammar not in self._good:
+            try:
+                vocabulary = await self._open_vocabulary(ready)
+                async with self._slots:
+                    await asyncio.to_thread(_try_out, grammar, self._rules, vocabulary)
+            except GrammarError as error:
+                raise RequestError(
+                    f"{constraint.field}: {error}", field=constraint.field, code="invalid_grammar"
+                ) from error
+            self._good[grammar] = None
+            if len(self._good) > NUM_REMEMBERED:
+                self._good.popitem(last=False)
+        self._good.move_to_end(grammar)
+        return grammar
+
+    async def _open_vocabulary(self, ready: EngineReady) -> Vocabulary:
+        if self._config.grammar_backend == "none":
+            raise GrammarError("this server was started with --grammar-backend none")
+        if self._tokenizer is None:
+            raise GrammarError("this server has no tokenizer, so that no output can follow a grammar")
+        if self._vocabulary is None:
+            work = asyncio.to_thread(Vocabulary, self._tokenizer.as_json(), ready.vocab_size, ready.eos_token_ids)
+            self._vocabulary = asyncio.create_task(work)
+        return await asyncio.shield(self._vocabulary)
+
+
+def _try_out(grammar: Grammar, rules: JsonRules, vocabulary: Vocabulary) -> None:
+    """Open the grammar and ask for the first tokens. Worker thread.
+
+    Raises:
+        GrammarError: it cannot be opened, allows nothing, or takes too long.
+    """
+    began_s = time.thread_time()
+    matcher = Matcher(vocabulary, compile_grammar(grammar, rules, vocabulary))
+    if not matcher.mask().any():
+        raise GrammarError("no output follows this grammar")
+    spent_s = time.thread_time() - began_s
+    if spent_s > MAX_OPENING_S:
+        raise GrammarError(f"it takes {spent_s:.1f} s to open, at most {MAX_OPENING_S:g} s are spent on it")
+
+
+def _only(*asked: Constraint | None) -> Constraint | None:
+    """The one that there is."""
+    constraints = [constraint for constraint in asked if constraint is not None]
+    if len(constraints) > 1:
+        names = " and ".join(constraint.field for constraint in constraints)
+        raise RequestError(f"{names} exclude each other: an answer follows one grammar", field=constraints[1].field)
+    return constraints[0] if constraints else None
+
+
+def _text_constraint(kind: GrammarKind, value: Any, field: str) -> Constraint | None:
+    """A grammar as text; schemas and structural tags may come as JSON values, too."""
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str):
+        if kind not in ("json_schema", "structural_tag"):
+            raise RequestError(f"{field} must be a string, got {type(value).__name__}", field=field)
+        if kind == "json_schema":
+            return schema_constraint(value, field)
+        value = _dump(value, field)
+    return Constraint(Grammar(kind=kind, text=value), field)
+
+
+def _response_format(value: Any) -> Constraint | None:
+    field = "response_format"
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise RequestError(f"{field} must be an object, got {type(value).__name__}", field=field)
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return schema_constraint(value.get("schema") or ANY_OBJECT, f"{field}.schema")
+        case "json_schema":
+            return _named_schema(value.get("json_schema"), f"{field}.json_schema")
+        case "structural_tag":
+            return _text_constraint("structural_tag", value, field)
+        case kind:
+            known = "text, json_object, json_schema or structural_tag"
+            raise RequestError(f"{field}.type must be {known}, got {kind!r}", field=f"{field}.type")
+
+
+def _named_schema(value: Any, field: str) -> Constraint:
+    """OpenAI's `{name, schema, strict, description}`. Answers follow the schema whatever `strict` says; false allows
+    keywords that cannot be enforced.
+    """
+    if not isinstance(value, dict):
+        raise RequestError(f"{field} must be an object with name and schema", field=field)
+    strict = value.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise RequestError(f"{field}.strict must be true or false", field=f"{field}.strict")
+    if not isinstance(value.get("name", ""), str):
+        raise RequestError(f"{field}.name must be a string", field=f"{field}.name")
+    if value.get("schema") is None:
+        raise RequestError(f"{field}.schema is missing", field=f"{field}.schema")
+    return schema_constraint(value["schema"], f"{field}.schema", lenient=strict is False)
+
+
+def _choice(options: Any, field: str) -> Constraint | None:
+    """One of several texts."""
+    if options is None:
+        return None
+    if not isinstance(options, list) or not options or not all(isinstance(text, str) and text for text in options):
+        raise RequestError(f"{field} must be a list of strings that are not empty", field=field)
+    pattern = "|".join(_META.sub(r"\\\g<0>", text) for text in options)
+    return Constraint(Grammar(kind="regex", text=f"({pattern})"), field)
+
+
+def _structured_outputs(value: dict[str, Any] | None) -> Constraint | None:
+    """vLLM's newer form."""
+    field = "structured_outputs"
+    given = {name: entry for name, entry in (value or {}).items() if entry not in (None, False)}
+    found: list[Constraint | None] = []
+    for name, entry in given.items():
+        where = f"{field}.{name}"
+        match name:
+            case "json":
+                found.append(_text_constraint("json_schema", entry, where))
+            case "json_object":
+                found.append(schema_constraint(ANY_OBJECT, where))
+            case "regex":
+                found.append(_text_constraint("regex", entry, where))
+            case "choice":
+                found.append(_choice(entry, where))
+            case "grammar":
+                found.append(_text_constraint("ebnf", entry, where))
+            case "structural_tag":
+                found.append(_text_constraint("structural_tag", entry, where))
+            case _:
+                raise RequestError(f"{where} is not supported by this server", field=where, code="unsupported")
+    return _only(*found)
+
+
+def _dump(value: Any, field: str) -> str:
+    """JSON text, the order of keys kept: it is the order of an answer's."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{field} is not valid JSON: {error}", field=field) from error
+    if len(text) > MAX_CHARS:
+        raise RequestError(f"{field} has {len(text)} characters, at most {MAX_CHARS} are taken", field=field)
+    return text
