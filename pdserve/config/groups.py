@@ -16,6 +16,15 @@ TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "
 EvictionPolicy = Literal["lru", "lfu", "priority"]
 SchedulePolicy = Literal["fcfs", "lpm", "priority"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+ToolCallParser = Literal[
+    "auto", "none", "deepseekv3", "deepseekv31", "glm", "glm45", "glm47", "gpt-oss", "hermes", "kimi_k2", "llama3",
+    "mimo", "mistral", "pythonic", "qwen", "qwen25", "qwen3_coder", "step3p5",
+]  # fmt: skip
+ReasoningParser = Literal[
+    "auto", "deepseek-r1", "deepseek-v3", "glm45", "gpt-oss", "hunyuan", "interns1", "kimi", "kimi_k2", "mimo",
+    "minimax", "mistral", "nemotron_3", "qwen3", "qwen3-thinking", "step3", "step3p5",
+]  # fmt: skip
+"""Both by SGLang's names; the formats themselves are in `server/parsers`."""
 
 
 def flag(default: Any = dataclasses.MISSING, *, help: str, names: tuple[str, ...] = ()) -> Any:
@@ -192,7 +201,20 @@ class ServingConfig:
 
     host: str = flag("127.0.0.1", help="address to listen on")
     port: int = flag(30000, help="HTTP port; 0 picks a free one")
-    chat_template: str | None = flag(None, help="file with a Jinja chat template; the tokenizer's own when absent")
+    chat_template: str | None = flag(
+        None, help="file with a Jinja chat template, or the name of a built-in one; the tokenizer's own when absent"
+    )
+    trust_request_chat_template: bool = flag(
+        False, help="requests may bring a chat template of their own: a program that runs on this server"
+    )
+    tool_call_parser: ToolCallParser = flag(
+        "auto", help="the format that the model writes tool calls in; auto: what its chat template shows"
+    )
+    reasoning_parser: ReasoningParser | None = flag(
+        None,
+        help="the format that the model writes its thoughts in, so that they come as reasoning_content; "
+        "auto: what its chat template shows; as content when absent",
+    )
     max_request_bytes: int = flag(32 << 20, help="largest request body")
 
 

@@ -99,7 +99,7 @@ prefill-delayer-max-delay-ms prefill-delayer-max-delay-passes prefill-delayer-qu
 prefill-delayer-token-usage-low-watermark prefill-delayer-wait-seconds-buckets prefill-kv-cache-dequant-dtype
 prefill-max-requests prefill-only-disable-kv-cache prefill-round-robin-balance
 priority-scheduling-preemption-threshold prompt-tokens-buckets qsa-indexer-dtype quantization quantization-param-path
-quantize-and-serve radix-cache-backend radix-eviction-policy-config reasoning-parser
+quantize-and-serve radix-cache-backend radix-eviction-policy-config
 remote-instance-weight-loader-backend remote-instance-weight-loader-seed-instance-ip
 remote-instance-weight-loader-seed-instance-service-port remote-instance-weight-loader-send-weights-group-ports
 remote-instance-weight-loader-start-seed-via-transfer-engine retraction-policy return-aux-hidden-state-layer-ids
@@ -124,9 +124,9 @@ speculative-use-block-verification speculative-use-rejection-sampling ssl-ca-cer
 ssl-keyfile-password startup-weight-load-mode stream-interval stream-output stream-response-default-include-usage
 strip-thinking-cache swa-full-tokens-ratio swa-prefix-tails tbo-token-distribution-threshold tokenizer-backend
 tokenizer-metrics-allowed-custom-labels tokenizer-metrics-custom-labels-header tokenizer-mode tokenizer-worker-num
-tool-call-parser tool-server torch-compile-max-bs torchao-config trace-modules triton-attention-num-kv-splits
+tool-server torch-compile-max-bs torchao-config trace-modules triton-attention-num-kv-splits
 triton-attention-reduce-in-fp32 triton-attention-split-tile-size trust-mm-content-hashes trust-remote-code
-trust-request-chat-template unified-cache-external-linker-backend unified-cache-external-linker-config uno-lora-path
+unified-cache-external-linker-backend unified-cache-external-linker-config uno-lora-path
 use-ray uvicorn-access-log-exclude-prefixes warmups watermark-config weight-cache-mode
 weight-cache-socket weight-cache-timeout weight-loader-disable-mmap weight-loader-drop-cache-after-load
 weight-loader-prefetch-checkpoints weight-loader-prefetch-num-threads weight-version

@@ -68,7 +68,8 @@ async def collect(generation: Generation, count: int) -> list[Update]:
     return whole
 
 
-async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
+async def first_event(events: AsyncGenerator[bytes, None]) -> bytes:
+    """The first of `events`, or the error that came instead."""
     return await anext(events)
 
 
@@ -77,19 +78,20 @@ async def stream_response(request: Request, events: AsyncGenerator[bytes, None])
 
     `events` owns its generation and closes it when it ends or is closed.
     """
-    return EventStream(await until_disconnect(request, _first(events)), events)
+    return EventStream(await until_disconnect(request, first_event(events)), events)
 
 
 class EventStream(Response):
-    """Server-sent events; stops and closes their source when the client goes away."""
+    """Server-sent events; stops and closes their source when the client goes away. `done` ends the stream."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], *, done: bytes = DONE) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: send the events, watching for the client's disconnect."""
@@ -119,4 +121,4 @@ class EventStream(Response):
         except Exception:
             log.exception("a stream failed")
             await body(error_event(PdserveError("internal error")))
-        await body(DONE, more=False)
+        await body(self._done, more=False)

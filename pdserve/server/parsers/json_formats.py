@@ -65,6 +65,11 @@ class Mistral(MarkedFormat):
     special_tokens = True
     opening = ("[TOOL_CALLS]",)
 
+    @classmethod
+    def new_id(cls, index: int, name: str, random: str) -> str:
+        """See `ToolFormat.new_id`: nine letters and digits, as Mistral's templates demand."""
+        return random[:9]
+
     def call(self, feed: Feed, marker: str) -> Steps[None]:
         """See `MarkedFormat.call`."""
         if (yield from feed.skip_spaced("[")):
@@ -133,6 +138,11 @@ class KimiK2(MarkedFormat):
     special_tokens = True
     opening = ("<|tool_call_begin|>",)
     swallowed = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_end|>")
+
+    @classmethod
+    def new_id(cls, index: int, name: str, random: str) -> str:
+        """See `ToolFormat.new_id`: what the model itself would write."""
+        return f"functions.{name}:{index}"
 
     def call(self, feed: Feed, marker: str) -> Steps[None]:
         """See `MarkedFormat.call`."""

@@ -30,6 +30,11 @@ class ToolFormat(abc.ABC):
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
 
+    @classmethod
+    def new_id(cls, index: int, name: str, random: str) -> str:
+        """An id for call number `index`, of the tool `name`, as the model knows ids. `random`: 32 hex digits."""
+        return f"call_{random[:24]}"
+
     @abc.abstractmethod
     def read(self, feed: Feed) -> Steps[None]:
         """Read all of `feed`, to its end."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
+from pdserve.config.groups import ReasoningParser, ToolCallParser
 from pdserve.server.parsers.pieces import Whole
-from pdserve.server.parsers.registry import detect_reasoning, detect_tools
+from pdserve.server.parsers.registry import REASONING_NAMES, TOOL_NAMES, detect_reasoning, detect_tools
 from pdserve.server.parsers.thinking import THINKING
 from tests.unit.server.parsers.parser_kit import thought_reader, tool_reader, whole
 
@@ -59,3 +62,8 @@ def test_formats_are_found_by_the_chat_template() -> None:
     assert detect_tools("[TOOL_CALLS] [") == "mistral"
     assert detect_reasoning("{% if '</think>' in content %}") == "qwen3"
     assert detect_reasoning("nothing") is None
+
+
+def test_the_flags_know_every_format() -> None:
+    assert sorted(get_args(ToolCallParser)) == sorted(["auto", "none", *TOOL_NAMES])
+    assert sorted(get_args(ReasoningParser)) == sorted(["auto", *REASONING_NAMES])

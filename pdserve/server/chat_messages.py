@@ -1,0 +1,105 @@
+"""Messages of a body as chat templates take them. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from pdserve.errors import RequestError
+from pdserve.server.chat_template import TemplateFacts
+from pdserve.server.schemas import ChatMessage, ContentPart, FunctionCall, ToolCall
+
+
+def template_messages(messages: Sequence[ChatMessage], facts: TemplateFacts, field: str) -> list[dict[str, Any]]:
+    """`messages`, which came in `field`, in the form that a template with these `facts` wants.
+
+    Raises:
+        RequestError: 400 naming the message and its field.
+    """
+    names: dict[str, str] = {}
+    made = []
+    for position, message in enumerate(messages):
+        where = f"{field}[{position}]"
+        entry: dict[str, Any] = {"role": _role(message, facts), "content": _content(message, facts, where)}
+        name = message.name
+        if message.role == "tool" and message.tool_call_id is not None:
+            name = name or names.get(message.tool_call_id)
+            entry["tool_call_id"] = message.tool_call_id
+        if name:
+            entry["name"] = name
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning:
+            entry["reasoning_content"] = reasoning
+        if message.tool_calls:
+            if message.role != "assistant":
+                raise RequestError(f"{where}.tool_calls: only an assistant calls tools", field=f"{where}.tool_calls")
+            entry["tool_calls"] = [
+                _tool_call(call, facts, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
+            ]
+            names |= {call.id: call.function.name for call in message.tool_calls if call.id is not None}
+        made.append(entry)
+    return made
+
+
+def final_text(message: ChatMessage) -> str:
+    """The text of a message that the model is to go on with."""
+    if isinstance(message.content, str):
+        return message.content
+    return "\n".join(part.text or "" for part in message.content or [])
+
+
+def _role(message: ChatMessage, facts: TemplateFacts) -> str:
+    return "system" if message.role == "developer" and not facts.developer else message.role
+
+
+def _content(message: ChatMessage, facts: TemplateFacts, where: str) -> str | list[dict[str, Any]]:
+    if isinstance(message.content, list):
+        texts = [_part_text(part, where) for part in message.content]
+    elif message.content is not None:
+        texts = [message.content]
+    elif message.refusal is not None:
+        texts = [message.refusal]
+    elif message.role == "assistant":
+        texts = []
+    else:
+        raise RequestError(f"{where}.content is missing", field=f"{where}.content")
+    return [{"type": "text", "text": text} for text in texts] if facts.parts else "\n".join(texts)
+
+
+def _part_text(part: ContentPart, where: str) -> str:
+    if part.type == "text" and part.text is not None:
+        return part.text
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
+    raise RequestError(
+        f"{where}.content holds a part of type {part.type!r}; only text is supported",
+        field=f"{where}.content",
+        code="unsupported",
+    )
+
+
+def _tool_call(call: ToolCall, facts: TemplateFacts, where: str) -> dict[str, Any]:
+    if call.type not in (None, "function"):
+        raise RequestError(
+            f"{where}.type must be 'function', got {call.type!r}", field=f"{where}.type", code="unsupported"
+        )
+    function = {"name": call.function.name, "arguments": _arguments(call.function, facts)}
+    return {**({"id": call.id} if call.id is not None else {}), "type": "function", "function": function}
+
+
+def _arguments(function: FunctionCall, facts: TemplateFacts) -> str | dict[str, Any]:
+    """Text or an object, as the template wants it. Text that is no object stays text: models make such mistakes, and
+    the client shows them theirs.
+    """
+    arguments = {} if function.arguments in (None, "") else function.arguments
+    if facts.text_arguments:
+        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return arguments
+        return value if isinstance(value, dict) else arguments
+    assert arguments is not None
+    return arguments

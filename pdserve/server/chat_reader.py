@@ -1,0 +1,118 @@
+"""Reads one answer of a chat model: text in, as it comes; reasoning, content and tool calls out.
+
+    text ─> Thinking ─┬─> reasoning                  one reader, `Harmony`, where the model has one format for all
+                      └─> ToolFormat ─┬─> content
+                                      └─> calls
+
+Made by the chat endpoints, one per sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Sequence
+
+from pdserve.server.parsers.feed import Feed, Reader
+from pdserve.server.parsers.harmony import Harmony
+from pdserve.server.parsers.pieces import CallArguments, CallOpened, Content, Piece, Reasoning
+from pdserve.server.parsers.thinking import Thinking
+from pdserve.server.parsers.tool_format import ToolFormat, Tools
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadPlan:
+    """How the answers of one request are read.
+
+    `tools` are read in the format `reading`, None: there are no calls. `native` is the model's own format, which says
+    what ids look like. `thinking`: how thoughts are told apart, None: they are content; `inside`: see
+    `Thinking.begins_inside`. `stream_reasoning` False: thoughts are handed on in one piece, when they have ended.
+    `show_reasoning` False: thoughts that were told apart are content. `one_call`: calls after the first are dropped.
+    """
+
+    tools: Tools = dataclasses.field(default_factory=dict)
+    reading: type[ToolFormat] | None = None
+    native: type[ToolFormat] | None = None
+    thinking: Thinking | None = None
+    inside: bool | None = None
+    harmony: bool = False
+    show_reasoning: bool = True
+    stream_reasoning: bool = True
+    one_call: bool = False
+
+    @property
+    def special_tokens(self) -> bool:
+        """Some markup is special tokens, which must be in the text."""
+        formats = (self.reading is not None and self.reading.special_tokens, self.harmony)
+        return any(formats) or (self.thinking is not None and self.thinking.special_tokens)
+
+
+class ChatReader:
+    """See the file's docstring."""
+
+    def __init__(self, plan: ReadPlan) -> None:
+        self._plan = plan
+        self._thinking: Reader | None = None
+        self._calls: Reader | None = None
+        self._thoughts: list[str] = []
+        self.called = False
+        if plan.harmony:
+            self._calls = _reader(Harmony(plan.tools))
+        elif plan.reading is not None:
+            self._calls = _reader(plan.reading(plan.tools))
+        if plan.thinking is not None:
+            feed = Feed()
+            self._thinking = Reader(feed, plan.thinking.read(feed, plan.inside))
+
+    def push(self, text: str) -> list[Piece]:
+        """What `text`, which follows all earlier text, lets us know."""
+        if not text:
+            return []
+        return self._shown(self._behind_thoughts(self._thinking.push(text) if self._thinking else [Content(text)]))
+
+    def finish(self) -> list[Piece]:
+        """What remains now that the text has ended."""
+        pieces = self._behind_thoughts(self._thinking.finish() if self._thinking else [])
+        pieces += self._calls.finish() if self._calls else []
+        shown = self._shown(pieces)
+        return [*shown, *self._held_thoughts()]
+
+    def _behind_thoughts(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """`pieces` with the calls read out of their content."""
+        if self._calls is None:
+            return list(pieces)
+        read: list[Piece] = []
+        for piece in pieces:
+            read += self._calls.push(piece.text) if isinstance(piece, Content) else [piece]
+        return read
+
+    def _shown(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """What the client wants to see of `pieces`, with ids for calls."""
+        shown: list[Piece] = []
+        for piece in pieces:
+            match piece:
+                case Reasoning(text) if not self._plan.show_reasoning:
+                    piece = Content(text)
+                case Reasoning(text) if not self._plan.stream_reasoning:
+                    self._thoughts.append(text)
+                    continue
+                case CallOpened(index) | CallArguments(index) if index and self._plan.one_call:
+                    continue
+                case CallOpened(index, name, call_id):
+                    self.called = True
+                    piece = CallOpened(index, name, call_id or self._new_id(index, name))
+            shown += [*self._held_thoughts(), piece]
+        return shown
+
+    def _held_thoughts(self) -> list[Piece]:
+        held, self._thoughts = self._thoughts, []
+        return [Reasoning("".join(held))] if held else []
+
+    def _new_id(self, index: int, name: str) -> str:
+        random = uuid.uuid4().hex
+        return f"call_{random[:24]}" if self._plan.native is None else self._plan.native.new_id(index, name, random)
+
+
+def _reader(format: ToolFormat) -> Reader:
+    feed = Feed()
+    return Reader(feed, format.read(feed))
