@@ -58,7 +58,10 @@ ROPE_DIVISORS = "rope_freqs.weight"
 
 
 def open_gguf(path: Path) -> GGUFReader:
-    """Map the file. Raises ModelError when it is missing or is not a gguf file."""
+    """Map the file and read its metadata, which takes seconds where the vocabulary is large.
+
+    Raises ModelError when it is missing or is not a gguf file.
+    """
     from gguf import GGUFReader
 
     try:
@@ -105,9 +108,9 @@ def hf_config(reader: GGUFReader, path: Path) -> dict[str, Any]:
     return config
 
 
-def read_spec(path: Path) -> ModelSpec:
-    """The spec of a gguf file. Raises ModelError."""
-    reader = open_gguf(path)
+def read_spec(path: Path, reader: GGUFReader | None = None) -> ModelSpec:
+    """The spec of a gguf file; `reader` is the file where it is open already. Raises ModelError."""
+    reader = reader or open_gguf(path)
     config = hf_config(reader, path)
     facts = metadata(reader)
     eot = {"eos_token_id": facts.get("tokenizer.ggml.eot_token_id")}
@@ -154,9 +157,9 @@ class GgufSource:
         return whole if part is None else whole[part]
 
 
-def sources(path: Path, spec: ModelSpec) -> Iterator[GgufSource]:
-    """Every parameter, not read yet. Raises ModelError for unknown ones."""
-    for tensor in open_gguf(path).tensors:
+def sources(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> Iterator[GgufSource]:
+    """Every parameter, not read yet. `reader` as in `read_spec`. Raises ModelError for unknown ones."""
+    for tensor in (reader or open_gguf(path)).tensors:
         if tensor.name == ROPE_DIVISORS:
             continue
         name = hf_name(tensor.name, path)
@@ -166,9 +169,12 @@ def sources(path: Path, spec: ModelSpec) -> Iterator[GgufSource]:
         yield GgufSource(path, name, tensor, num_heads)
 
 
-def tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """`(HF name, float32 tensor)` of every parameter, dequantised one at a time. Raises ModelError for unknown ones."""
-    for source in sources(path, spec):
+def tensors(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> Iterator[tuple[str, Tensor]]:
+    """`(HF name, float32 tensor)` of every parameter, dequantised one at a time. `reader` as in `read_spec`.
+
+    Raises ModelError for unknown ones.
+    """
+    for source in sources(path, spec, reader):
         yield source.name, source.read(None)
 
 

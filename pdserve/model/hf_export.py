@@ -31,11 +31,11 @@ def export_hf(path: Path, target: Path) -> None:
     """Write `path` into the directory `target`: config, generation config, safetensors, tokenizer."""
     reader = gguf_file.open_gguf(path)
     config = gguf_file.hf_config(reader, path)
-    spec = gguf_file.read_spec(path)
+    spec = gguf_file.read_spec(path, reader)
     if spec.rope.freq_divisors is not None:
         raise ModelError(f"{path} has {gguf_file.ROPE_DIVISORS}, which no HF config expresses; run the file itself")
     dtype = torch_dtype(config["dtype"])
-    weights = {name: value.to(dtype) for name, value in gguf_file.tensors(path, spec)}
+    weights = {name: value.to(dtype) for name, value in gguf_file.tensors(path, spec, reader)}
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     (target / "model.safetensors").chmod(0o644)
     _write_json(target / "config.json", config)

@@ -90,12 +90,13 @@ def test_quantised_weights_equal_those_of_transformers() -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     path = smollm2_gguf()
-    config = LlamaConfig(**gguf_file.hf_config(gguf_file.open_gguf(path), path))
+    reader = gguf_file.open_gguf(path)
+    config = LlamaConfig(**gguf_file.hf_config(reader, path))
     with torch.device("meta"):
         skeleton = LlamaForCausalLM(config)
     expected = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=skeleton)["tensors"]
     seen = 0
-    for name, value in gguf_file.tensors(path, read_spec(path)):
+    for name, value in gguf_file.tensors(path, gguf_file.read_spec(path, reader), reader):
         torch.testing.assert_close(value, expected[name], atol=0.0, rtol=0.0)
         seen += 1
     assert seen == 272
