@@ -1,0 +1,119 @@
+"""Clients of other projects against a pair behind the router, unchanged: lm-eval, litellm, SGLang's bench_serving."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.harness import Pair, assert_idle, running_pair
+from tests.tiny import Family
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+TASKS = Path(__file__).parent / "lm_eval"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def clients() -> Path:
+    """The Python that has them."""
+    subprocess.run([ROOT / "scripts" / "setup_clients.sh"], check=True, timeout=900)
+    return ROOT / ".venv-clients" / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Callable[[Family], Path]) -> Path:
+    return tiny_checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path) -> Iterator[Pair]:
+    with running_pair(
+        str(model), "--served-model-name", "tiny", "--max-total-tokens", "8192", "--dtype", "float32"
+    ) as it:
+        yield it
+
+
+def run(*argv: object, timeout: float = 300) -> str:
+    """What the program printed; it must end well."""
+    done = subprocess.run(
+        [str(word) for word in argv],
+        env={**os.environ, **OFFLINE},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def test_lm_eval_sees_the_likelihoods_of_transformers(clients: Path, pair: Pair, model: Path, tmp_path: Path) -> None:
+    """Its multiple choice asks for echo, no tokens, and log probabilities of prompts, which prefill hands over."""
+    data = TASKS / "pages_choice.jsonl"
+    task = (TASKS / "pages_choice.yaml").read_text() + f"dataset_kwargs:\n  data_files:\n    test: {data}\n"
+    (tmp_path / "pages_choice.yaml").write_text(task)
+    args = f"model=tiny,tokenizer={model},base_url={pair.url}/v1/completions,tokenized_requests=False,num_concurrent=2"
+    output = tmp_path / "out"
+    run(
+        *(clients, "-m", "lm_eval", "--model", "local-completions", "--model_args", args),
+        *("--include_path", tmp_path, "--tasks", "pages_choice", "--output_path", output, "--log_samples"),
+    )
+    (samples,) = output.rglob("samples_*.jsonl")
+    tokenizer, reference = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(rows) == 8
+    for row in rows:
+        question = tokenizer.encode(row["doc"]["question"])
+        for choice, response in zip(row["doc"]["choices"], row["resps"], strict=True):
+            ids = tokenizer.encode(row["doc"]["question"] + choice)
+            with torch.inference_mode():
+                logprobs = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+            expected = sum(float(logprobs[i - 1, ids[i]]) for i in range(len(question), len(ids)))
+            assert float(response[0][0]) == pytest.approx(expected, abs=1e-2)
+    assert_idle(pair.prefill, pair.decode)
+
+
+@pytest.mark.parametrize("backend", ["sglang", "sglang-oai", "sglang-oai-chat", "vllm"])
+def test_bench_serving_of_sglang(clients: Path, pair: Pair, model: Path, tmp_path: Path, backend: str) -> None:
+    (script,) = (ROOT / ".venv-clients").rglob("sglang/bench_serving.py")
+    results = tmp_path / "results.jsonl"
+    run(
+        *(clients, script, "--backend", backend, "--base-url", pair.url, "--model", model, "--tokenizer", model),
+        *(
+            "--served-model-name",
+            "tiny",
+            "--dataset-name",
+            "random-ids",
+            "--num-prompts",
+            "12",
+            "--output-file",
+            results,
+        ),
+        *("--random-input-len", "40", "--random-output-len", "16", "--seed", "3"),
+    )
+    result: dict[str, Any] = json.loads(results.read_text())
+    assert result["completed"] == 12
+    assert_idle(pair.prefill, pair.decode)
+
+
+def test_litellm(clients: Path, pair: Pair) -> None:
+    program = (
+        "import litellm, sys\n"
+        "ask = dict(model='openai/tiny', api_base=sys.argv[1], api_key='none', max_tokens=8, temperature=0)\n"
+        "ask['messages'] = [{'role': 'user', 'content': 'Tell me of pages.'}]\n"
+        "whole = litellm.completion(**ask).choices[0].message.content\n"
+        "parts = litellm.completion(stream=True, **ask)\n"
+        "assert ''.join(part.choices[0].delta.content or '' for part in parts) == whole, whole\n"
+        "print('same', len(whole))\n"
+    )
+    assert "same" in run(clients, "-c", program, f"{pair.url}/v1")
+    assert_idle(pair.prefill, pair.decode)
