@@ -56,7 +56,6 @@ class Place:
         self._pass: Pass = worker.breaker.enter(admission.now())
         self._open = True
         worker.inflight += 1
-        admission.metrics.show(worker)
 
     def answered(self) -> None:
         """A good answer has begun."""
@@ -174,7 +173,6 @@ class Admission:
                     break
                 waiter.future.set_result(entered)
             self._waiting.popleft()
-        self.metrics.queued.set(len(self._waiting))
 
     def abort(self, rid: str | None) -> int:
         """Refuse those in the queue that are called `rid`, or all; returns how many."""
@@ -189,13 +187,11 @@ class Admission:
     def left(self, worker: Worker) -> None:
         """A place was given back."""
         self._pace.note(self.now())
-        self.metrics.show(worker)
         self._registry.settle(worker)
         self.wake()
 
     async def _wait(self, waiter: _Waiter, again: bool) -> Places | Refused:
         (self._waiting.appendleft if again else self._waiting.append)(waiter)
-        self.metrics.queued.set(len(self._waiting))
         begun = self.now()
         try:
             async with asyncio.timeout(self._limits.queue_timeout_s):
@@ -211,7 +207,6 @@ class Admission:
             self.metrics.queue_seconds.observe(self.now() - begun)
             with contextlib.suppress(ValueError):
                 self._waiting.remove(waiter)
-            self.metrics.queued.set(len(self._waiting))
 
     def _take_back(self, waiter: _Waiter) -> None:
         """The client left in the moment in which its turn came."""

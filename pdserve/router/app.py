@@ -67,22 +67,20 @@ class RouterApp:
         self.registry = Registry(config.breaker)
         self.admission = Admission(config, self.registry, self.metrics, rng)
         with_loads = any(policy.uses_load for policy in self.admission.policies.values())
-        self.health = HealthMonitor(
-            config, self.registry, session, self.metrics, self.admission.wake, with_loads=with_loads
-        )
+        self.health = HealthMonitor(config, self.registry, session, self.admission.wake, with_loads=with_loads)
         self._dispatcher = Dispatcher(config, self.registry, self.admission, self.health, session, self.metrics, rng)
         self._fleet = Fleet(config, self.registry, self.health, session)
-        self._workers_api = WorkersApi(config, self.registry, self._changed, self.admission.now)
+        self._workers_api = WorkersApi(config, self.registry, self.admission.wake, self.admission.now)
         self._ticker: asyncio.Task[None] | None = None
         endpoint = config.otlp_traces_endpoint
         self._tracing = None if endpoint is None else open_tracing("router", "", endpoint)
         for spec in config.workers:
-            self.metrics.show(self.registry.add(spec))
+            self.registry.add(spec)
 
     async def start(self) -> None:
         """Ask every worker once, then watch them, and those that are added later."""
         await self.health.start()
-        self.registry.on_added += [self.metrics.show, self.health.watch]
+        self.registry.on_added.append(self.health.watch)
         self.registry.on_forgotten.append(self._forget)
         self._ticker = asyncio.create_task(self._tick())
 
@@ -169,8 +167,7 @@ class RouterApp:
 
     async def show_metrics(self, request: web.Request) -> web.Response:
         """Prometheus text."""
-        for worker in self.registry.workers:
-            self.metrics.show_breaker(worker, self.admission.now())
+        self.metrics.show(self.registry.workers, self.admission.num_waiting, self.admission.now())
         return web.Response(body=self.metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     def routes(self) -> list[web.RouteDef]:
@@ -191,11 +188,6 @@ class RouterApp:
             web.get("/metrics", self.show_metrics),
             *self._workers_api.routes(),
         ]
-
-    def _changed(self, worker: Worker) -> None:
-        """Somebody drained, removed or brought back a worker."""
-        self.metrics.show(worker)
-        self.admission.wake()
 
     def _forget(self, worker: Worker) -> None:
         self.health.unwatch(worker)

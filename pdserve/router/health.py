@@ -14,7 +14,6 @@ import aiohttp
 import orjson
 
 from pdserve.router.config import RouterConfig
-from pdserve.router.metrics import RouterMetrics
 from pdserve.router.upstream import describe, own_headers
 from pdserve.router.workers import LoadReport, Registry, Worker
 
@@ -34,7 +33,6 @@ class HealthMonitor:
         config: RouterConfig,
         registry: Registry,
         session: aiohttp.ClientSession,
-        metrics: RouterMetrics,
         on_change: Callable[[], None],
         *,
         with_loads: bool,
@@ -43,7 +41,6 @@ class HealthMonitor:
         self._health = config.health
         self._registry = registry
         self._session = session
-        self._metrics = metrics
         self._on_change = on_change
         self._with_loads = with_loads
         self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
@@ -173,7 +170,6 @@ class HealthMonitor:
         if not worker.healthy:
             log.info("%s %s is up", worker.spec.role, worker.spec.url)
             worker.healthy = True
-            self._metrics.show(worker)
             self._on_change()
 
     def _mark_dead(self, worker: Worker, reason: str) -> None:
@@ -183,7 +179,6 @@ class HealthMonitor:
         if worker.healthy:
             log.warning("%s %s is down: %s", worker.spec.role, worker.spec.url, reason)
             worker.healthy = False
-            self._metrics.show(worker)
             self._on_change()
 
 

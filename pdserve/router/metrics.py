@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -70,19 +71,15 @@ class RouterMetrics:
             registry=registry,
         )
 
-    def show(self, worker: Worker) -> None:
-        """Bring a worker's gauges up to date, but for its breaker, which time moves."""
-        if worker.forgotten:
-            return
-        labels = (worker.spec.role, worker.spec.url)
-        self.inflight.labels(*labels).set(worker.inflight)
-        self.worker_up.labels(*labels).set(worker.healthy)
-        self.draining.labels(*labels).set(worker.draining)
-
-    def show_breaker(self, worker: Worker, now: float) -> None:
-        """Called before each scrape."""
-        level = {"closed": 0, "half_open": 1, "open": 2}[worker.breaker.state(now)]
-        self.breaker.labels(worker.spec.role, worker.spec.url).set(level)
+    def show(self, workers: Iterable[Worker], num_waiting: int, now: float) -> None:
+        """Bring all gauges up to date; called before each scrape, so that requests cost nothing for them."""
+        self.queued.set(num_waiting)
+        for worker in workers:
+            labels = (worker.spec.role, worker.spec.url)
+            self.inflight.labels(*labels).set(worker.inflight)
+            self.worker_up.labels(*labels).set(worker.healthy)
+            self.draining.labels(*labels).set(worker.draining)
+            self.breaker.labels(*labels).set({"closed": 0, "half_open": 1, "open": 2}[worker.breaker.state(now)])
 
     def forget(self, worker: Worker) -> None:
         """A worker that is gone has no gauges; its counters stay."""

@@ -50,7 +50,6 @@ class Worker:
     draining: bool = False
     leaving: bool = False
     """Forgotten as soon as its last request has ended."""
-    forgotten: bool = False
     inflight: int = 0
     late_checks: int = 0
     good_checks: int = 0
@@ -144,7 +143,7 @@ class Registry:
         if self._workers.get(worker.spec.url) is not worker:
             return
         del self._workers[worker.spec.url]
-        worker.draining = worker.forgotten = True
+        worker.draining = True
         log.info("%s %s is removed", worker.spec.role, worker.spec.url)
         for tell in self.on_forgotten:
             tell(worker)

@@ -66,7 +66,7 @@ class WorkersApi:
         self,
         config: RouterConfig,
         registry: Registry,
-        on_change: Callable[[Worker], None],
+        on_change: Callable[[], None],
         now: Callable[[], float],
     ) -> None:
         self._config = config
@@ -134,7 +134,7 @@ class WorkersApi:
         except BadBody as error:
             return error_response(400, str(error), "invalid_request", param=error.field)
         (self._registry.drain if body.draining else self._registry.resume)(worker)
-        self._on_change(worker)
+        self._on_change()
         return _accepted(worker, "draining" if body.draining else "in use")
 
     async def remove(self, request: web.Request) -> web.Response:
@@ -158,7 +158,7 @@ class WorkersApi:
             message = f"{spec.url} is known as another {known.spec.role} worker; remove it first"
             return error_response(409, message, "worker_exists", param="url")
         self._registry.resume(known)
-        self._on_change(known)
+        self._on_change()
         return _accepted(known, "known already", location=True)
 
     def _spec(self, body: AddBody) -> WorkerSpec:
@@ -184,7 +184,7 @@ class WorkersApi:
             self._registry.forget(worker)
         else:
             self._registry.remove(worker)
-        self._on_change(worker)
+        self._on_change()
         return _accepted(worker, f"no new requests; {running} still run there")
 
     def _find(self, request: web.Request) -> Worker | None:
