@@ -153,6 +153,9 @@ class DisaggConfig:
     disaggregation_decode_enable_offload_kvcache: bool = flag(
         False, help="a retracted request's KV goes to host memory and back; else it is computed again"
     )
+    disaggregation_enable_kv_checksum: bool = flag(
+        False, help="decode compares a checksum of the KV that arrives and refuses what was damaged; both sides alike"
+    )
     disaggregation_decode_tp: int | None = flag(
         None, help="on prefill: the only tp_size of a decode server that is taken; found out when absent"
     )
@@ -233,6 +236,11 @@ class ObserveConfig:
         2, help="0: what and when; 1: and sampling parameters; 2: and tokens and text, cut; 3: all of them"
     )
     log_requests_target: str = flag("stdout", help="where they go: stdout, a directory, or a .jsonl file")
+    log_kv_target: str | None = flag(
+        None,
+        help="hashes of each request's KV, before it is sent and after it has arrived, go there as JSON lines: stdout, "
+        "a directory, or a .jsonl file; python -m pdserve.observe.compare_kv compares",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", help="what is logged")
 
 

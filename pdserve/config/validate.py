@@ -181,8 +181,9 @@ def _check_observe(observe: ObserveConfig) -> None:
     for field, text in (
         ("otlp_traces_endpoint", observe.otlp_traces_endpoint),
         ("log_requests_target", observe.log_requests_target),
+        ("log_kv_target", observe.log_kv_target),
     ):
-        if not text.strip() or "\0" in text:
+        if text is not None and (not text.strip() or "\0" in text):
             _refuse(field, text, "must not be empty")
 
 

@@ -9,10 +9,13 @@ from collections.abc import Callable
 
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.interface import Executor, HostPages, StepHandle
+from pdserve.executor.kv_hasher import KVHasher
 from pdserve.memory.page_table import PageTable
 from pdserve.ranks.orders import (
     CloseRow,
     Computing,
+    Digest,
+    Digested,
     DropHost,
     Launch,
     Offload,
@@ -58,6 +61,7 @@ class Computer:
         overlap: bool = False,
         reports_steps: bool = False,
         experts: ExpertBalance | None = None,
+        hasher: KVHasher | None = None,
     ) -> None:
         self._executor = executor
         self._pages = PageCopybook(table)
@@ -66,6 +70,7 @@ class Computer:
         self._overlap = overlap
         self._reports_steps = reports_steps
         self._experts = experts
+        self._hasher = hasher
         self._launched: queue.Queue[StepHandle | None] = queue.Queue()
         self._saved: dict[int, HostPages] = {}
 
@@ -110,6 +115,11 @@ class Computer:
                 self._executor.restore(self._saved[saved], unpack(pages))
             case DropHost(saved=saved):
                 del self._saved[saved]
+            case Digest(number=number, pages=pages, first=first, num_tokens=num_tokens):
+                assert self._hasher is not None, "a follower that has nothing to hash"
+                self._launched.join()
+                (digest,) = self._hasher.digest(unpack(pages), first, num_tokens)
+                self._report(Digested(number, digest))
             case Rebalance(do=do):
                 if self._experts is not None:
                     (self._experts.plan if do == "plan" else self._experts.place)()

@@ -22,6 +22,7 @@ from pdserve.base.process import die_with_parent
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import PdserveError, RankError
 from pdserve.executor.factory import Built, build_executor, join_replica
+from pdserve.executor.kv_hasher import PoolHasher
 from pdserve.model.parallel import Parallel
 from pdserve.ranks.computing import Computer, Orders
 from pdserve.ranks.copying import Copier
@@ -208,6 +209,7 @@ def _serve(config: ServerConfig, place: Place, parallel: Parallel, leader: Leade
         overlap=overlap,
         reports_steps=reports_steps(place),
         experts=built.executor.experts,
+        hasher=PoolHasher(built.executor.pools, built.layout, place),
     )
     computer.run(leader.orders)
 

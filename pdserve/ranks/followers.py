@@ -24,6 +24,7 @@ from pdserve.ranks.orders import (
     Agreed,
     Alive,
     CopyReport,
+    Digested,
     Offloaded,
     Order,
     RankFailed,
@@ -38,6 +39,7 @@ from pdserve.ranks.orders import (
 )
 from pdserve.ranks.rendezvous import MEET_TIMEOUT_S
 from pdserve.ranks.watch import LinkTimes, Peer
+from pdserve.transfer.kv_digest import RankDigest
 
 ANSWER_TIMEOUT_S = 600.0
 """A follower that lives but has not done in this time what it was ordered will never do it."""
@@ -61,6 +63,8 @@ class Followers:
         self._sized: dict[int, int] = {}
         self._ready: dict[int, RankReady] = {}
         self._answers: Counter[Report] = Counter()
+        self._digests: dict[int, dict[int, RankDigest]] = {}
+        """By number of the question and rank."""
         self._lost: PdserveError | None = None
         self._on_copied: Callable[[CopyReport], None] | None = None
         self._on_beat: Callable[[], None] = lambda: None
@@ -106,6 +110,13 @@ class Followers:
     def wait_offloaded(self, saved: int) -> None:
         """Until all have copied these pages to host memory. Raises RankError."""
         self._wait_answers(Offloaded(saved), len(self._peers), "copied pages to host memory")
+
+    def wait_digests(self, number: int) -> list[RankDigest]:
+        """What all have hashed, in the order of their ranks. Raises RankError."""
+        self._wait(lambda: len(self._digests.get(number, ())) == len(self._peers), "hashed its pages", ANSWER_TIMEOUT_S)
+        with self._changed:
+            found = self._digests.pop(number, {})
+        return [found[rank] for rank in self._peers]
 
     def on_copied(self, take: Callable[[CopyReport], None]) -> None:
         """`take` gets every report on a copy job, on the link thread. Once, before the first job is ordered."""
@@ -158,6 +169,8 @@ class Followers:
                     self._sized[rank] = num_pages
                 case RankReady():
                     self._ready[rank] = report
+                case Digested(number=number, digest=digest):
+                    self._digests.setdefault(number, {})[rank] = digest
                 case StepDone() | Offloaded():
                     self._answers[report] += 1
             self._changed.notify_all()

@@ -31,6 +31,7 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.transfer.events import Piece
+from pdserve.transfer.kv_digest import RankDigest
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.wire import Key, RankMemory
 
@@ -93,6 +94,15 @@ class DropHost(msgspec.Struct, frozen=True, tag=True):
     """Nobody wants these saved pages any more."""
 
     saved: Count
+
+
+class Digest(msgspec.Struct, frozen=True, tag=True):
+    """Hash these pages, which are those from number `first` on of a request; answered with `Digested`."""
+
+    number: Count
+    pages: bytes
+    first: Count
+    num_tokens: Count
 
 
 class Rebalance(msgspec.Struct, frozen=True, tag=True):
@@ -185,6 +195,13 @@ class Offloaded(msgspec.Struct, frozen=True, tag=True):
     saved: Count
 
 
+class Digested(msgspec.Struct, frozen=True, tag=True):
+    """What was asked for with that number."""
+
+    number: Count
+    digest: RankDigest
+
+
 class CopyReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """See `CopyDone`."""
 
@@ -231,12 +248,12 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     trouble: Trouble
 
 
-Computing = OpenRow | CloseRow | Launch | Offload | Restore | DropHost | Rebalance
+Computing = OpenRow | CloseRow | Launch | Offload | Restore | DropHost | Digest | Rebalance
 """Orders to the thread that computes, to be obeyed one after the other."""
 Copying = Submit | Cancel | Forget
 """Orders that overtake those."""
 Order = Computing | Copying | Agreed | Stop | Alive
-Report = Sized | RankReady | StepDone | Offloaded | CopyReport | RankFailed | Alive
+Report = Sized | RankReady | StepDone | Offloaded | Digested | CopyReport | RankFailed | Alive
 
 
 def order_codec() -> Codec[Order]:

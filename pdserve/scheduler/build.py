@@ -8,7 +8,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pdserve.base.clock import Clock, MonotonicClock
 from pdserve.base.mailbox import Mailbox
@@ -16,6 +16,7 @@ from pdserve.config import ServerConfig
 from pdserve.errors import ProtocolError
 from pdserve.executor.factory import Built
 from pdserve.memory.kv_memory import KVMemory
+from pdserve.observe.json_lines import JsonLines
 from pdserve.protocol.channel import SchedulerChannel
 from pdserve.protocol.messages import Beat, EngineReady
 from pdserve.scheduler.build_transfer import Fact, Replica, open_transfer
@@ -28,6 +29,7 @@ from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, Scheduler
 from pdserve.scheduler.waiting import WaitingQueue
+from pdserve.scheduler.witness import KVWitness
 from pdserve.transfer.manager import KVManager
 
 log = logging.getLogger(__name__)
@@ -129,7 +131,9 @@ def build_scheduler(
         num_aux = memory.aux.num_total
         kv, more_facts = open_transfer(config, engine, mailbox, clock, num_aux, replica, token, stack)
         facts |= more_facts
-        role = PrefillRole(core, kv, waiting) if mode == "prefill" else DecodeRole(core, kv, waiting)
+        witness = _witness(config, engine, facts, stack)
+        role_class = PrefillRole if mode == "prefill" else DecodeRole
+        role = role_class(core, kv, waiting, witness)
     return Scheduler(
         role,
         core,
@@ -141,6 +145,24 @@ def build_scheduler(
         live_facts=engine.facts,
         idle_rounds=_idle_rounds(engine, mailbox),
     )
+
+
+def _witness(
+    config: ServerConfig, engine: Engine, facts: Mapping[str, Fact], stack: contextlib.ExitStack
+) -> KVWitness | None:
+    """Who hashes the KV that is sent or arrives, where somebody wants that; `stack` ends its log."""
+    target, verify = config.observe.log_kv_target, config.disagg.disaggregation_enable_kv_checksum
+    if target is None and not verify:
+        return None
+    layout = engine.built.layout
+    told = {name: facts[name] for name in ("instance", "dp_rank", "dtype", "layout_fingerprint")}
+    told |= {"page_tokens": layout.page_tokens, "page_bytes": layout.token_bytes * layout.page_tokens}
+    write = None
+    if target is not None:
+        lines = JsonLines(target, f"kv-{config.disagg.disaggregation_mode}-{facts['dp_rank']}", "log_kv_target")
+        stack.callback(lines.close)
+        write = lines.write
+    return KVWitness(engine.hasher(), layout.page_tokens, told, write, verify=verify)
 
 
 def _idle_rounds(engine: Engine, mailbox: Mailbox[Event]) -> IdleRounds | None:

@@ -75,6 +75,8 @@ def open_transfer(
         if config.kernels.enable_deterministic_inference
         else 0,
     }
+    if disagg.disaggregation_enable_kv_checksum:
+        handshake["disaggregation_enable_kv_checksum"] = 1
     args = KVArgs(
         instance=instance,
         layout=built.layout,

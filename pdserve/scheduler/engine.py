@@ -13,8 +13,10 @@ from pdserve.config import ServerConfig
 from pdserve.errors import PdserveError, RankError
 from pdserve.executor.factory import Built, build_executor, join_replica
 from pdserve.executor.interface import Executor
+from pdserve.executor.kv_hasher import KVHasher, PoolHasher
 from pdserve.model.params import WeightSamples, fingerprint_of
 from pdserve.ranks.copies import RankCopies
+from pdserve.ranks.digests import GroupHasher
 from pdserve.ranks.followers import Followers, meet_followers
 from pdserve.ranks.leader import GroupExecutor
 from pdserve.ranks.lockstep import Lockstep, meet_leaders
@@ -71,6 +73,11 @@ class Engine:
     def weights_fingerprint(self) -> str:
         """Equal for servers that loaded the same weights, however they are split. Raises ModelError: ranks differ."""
         return fingerprint_of(self.samples or [self.built.executor.weight_samples()])
+
+    def hasher(self) -> KVHasher:
+        """Hashes KV pages of all ranks."""
+        own = PoolHasher(self.built.executor.pools, self.built.layout, self.built.executor.place)
+        return own if self.group is None else GroupHasher(own, self.group.followers)
 
     def facts(self) -> dict[str, float]:
         """What changes while it runs, for `/get_server_info`: how the first stage's experts are balanced."""

@@ -16,7 +16,7 @@ from pdserve.transfer.receive_side import ReceiveSide
 from pdserve.transfer.room import ReceiveRoom, SendRoom
 from pdserve.transfer.send_side import SendSide
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import TransferStats
+from pdserve.transfer.wire import Key, TransferStats
 
 
 class KVSender:
@@ -37,6 +37,16 @@ class KVSender:
     def failure(self) -> Failure | None:
         """Why it failed."""
         return self._room.failure
+
+    @property
+    def is_fake(self) -> bool:
+        """True when no bytes go anywhere."""
+        return self._room.fake
+
+    @property
+    def key(self) -> Key | None:
+        """What both sides call this transfer; None before the receiver is known."""
+        return None if self._room.target is None else self._room.target.key
 
     @property
     def num_cached_tokens(self) -> int:
@@ -122,6 +132,11 @@ class KVReceiver:
     def is_fake(self) -> bool:
         """True when no bytes come: whatever is in the pages then is nobody's KV."""
         return self._room.fake
+
+    @property
+    def key(self) -> Key:
+        """What both sides call this transfer."""
+        return self._room.key
 
     @property
     def failure(self) -> Failure | None:

@@ -116,6 +116,8 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: float = 0.0
     tail_s: float = 0.0
     """From the end of the last forward to the last byte."""
+    kv_checksum: Name | None = None
+    """Of the pages that were sent, before they were; where either side wants it (`kv_digest.checksum`)."""
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True, tag=True):

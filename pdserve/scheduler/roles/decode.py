@@ -30,6 +30,7 @@ from pdserve.scheduler.req import Req, finish_for_failure
 from pdserve.scheduler.reserve import Reserve
 from pdserve.scheduler.roles.prefill import LOST
 from pdserve.scheduler.waiting import WaitingQueue
+from pdserve.scheduler.witness import KVWitness
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import prompt_digest
@@ -40,7 +41,9 @@ WRONG_ROOM = Failure(code="metadata_mismatch", message="the metadata that came i
 class DecodeRole:
     """Owns prealloc, transfer and waiting queues; `Generating` has the batch and the retracted."""
 
-    def __init__(self, core: Core, kv: KVManager, ready: WaitingQueue) -> None:
+    def __init__(self, core: Core, kv: KVManager, ready: WaitingQueue, witness: KVWitness | None = None) -> None:
+        """`witness` sees what arrives; None where nobody wants to know."""
+        self._witness = witness
         self._core = core
         self._kv = kv
         self._rooms: dict[int, Req] = {}
@@ -189,6 +192,10 @@ class DecodeRole:
         record = req.receiver.take(req.aux)
         if record is None:
             self.end(req, WRONG_ROOM)
+            return
+        damage = None if self._witness is None else self._witness.received(req)
+        if damage is not None:
+            self.end(req, damage)
             return
         del self._transfer[req.rid]
         req.times.received = req.times.started = req.times.prefilled = self._core.clock.now()

@@ -11,6 +11,8 @@ inflight     all is computed; waits until every byte has landed. The row is free
 
 from __future__ import annotations
 
+import msgspec
+
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, StepResult
 from pdserve.protocol.failure import Failure
@@ -21,6 +23,7 @@ from pdserve.scheduler.fits import check_fits
 from pdserve.scheduler.prefilling import Prefilling
 from pdserve.scheduler.req import Req, finish_for_failure
 from pdserve.scheduler.waiting import WaitingQueue
+from pdserve.scheduler.witness import KVWitness
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import LayerGate
 from pdserve.transfer.manager import KVManager
@@ -33,7 +36,9 @@ LOST = Failure(code="transfer_failed", message="the transfer failed without a re
 class PrefillRole:
     """Owns bootstrap and inflight queues; `Prefilling` owns waiting and active."""
 
-    def __init__(self, core: Core, kv: KVManager, waiting: WaitingQueue) -> None:
+    def __init__(self, core: Core, kv: KVManager, waiting: WaitingQueue, witness: KVWitness | None = None) -> None:
+        """`witness` sees what is sent; None where nobody wants to know."""
+        self._witness = witness
         self._core = core
         self._kv = kv
         self._bootstrap: dict[str, Req] = {}
@@ -108,6 +113,8 @@ class PrefillRole:
                 self._tell(req, result.prompts[index])
             complete = self._prefilling.committed(req, row.end)
             num_pages = self._num_whole_pages(req, row.end)
+            if self._witness is not None:
+                self._witness.computed(req, num_pages)
             if not complete:
                 req.sender.send(req.lease, num_pages)
                 continue
@@ -125,7 +132,7 @@ class PrefillRole:
             )
             if token.picked:
                 req.sender.tell(PromptLogprobs.of_token(req.num_prompt, token.picked))
-            req.sender.finish(req.aux, record, self._stats(req), lease=req.lease, num_pages=num_pages)
+            req.sender.finish(req.aux, record, self._sent_stats(req), lease=req.lease, num_pages=num_pages)
             self._inflight[req.rid] = req
 
     def end(self, req: Req, failure: Failure | None) -> None:
@@ -184,11 +191,17 @@ class PrefillRole:
         assert req.sender is not None and req.spec.room is not None
         req.sender.close()
         del self._rooms[req.spec.room.room]
+        if self._witness is not None:
+            self._witness.forget(req)
         self._prefilling.remove(req)
         self._bootstrap.pop(req.rid, None)
         self._inflight.pop(req.rid, None)
         del self.live[req.rid]
         self._core.release(req)
+
+    def _sent_stats(self, req: Req) -> TransferStats:
+        stats = self._stats(req)
+        return stats if self._witness is None else msgspec.structs.replace(stats, kv_checksum=self._witness.sent(req))
 
     def _stats(self, req: Req) -> TransferStats:
         times = req.times

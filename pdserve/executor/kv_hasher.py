@@ -1,0 +1,53 @@
+"""Hashes of the KV pages of this rank, read where they are. Made by the composition roots where somebody wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pdserve.base.parallel import Place
+from pdserve.memory.layout import KVLayout
+from pdserve.model.attention.kv_pool import KVPool
+from pdserve.transfer.kv_digest import RankDigest, digest_group
+from pdserve.transfer.plan import Window
+
+PIECE_BYTES = 4 << 20
+"""So much is read at once: hashing takes some ten times as much memory."""
+
+
+class KVHasher(Protocol):
+    """Hashes pages of all ranks of a replica. Called by the scheduler thread, when the pages' steps are resolved."""
+
+    def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
+        """Of `pages`, which are those from number `first` on of a request of `num_tokens` tokens; by rank."""
+        ...
+
+
+class PoolHasher:
+    """Implements `KVHasher` over one rank's pools; `layout` is the whole model's."""
+
+    def __init__(self, pools: Sequence[KVPool], layout: KVLayout, place: Place) -> None:
+        self._pools = pools
+        self._windows = [Window.of(group, place) for group in layout.groups]
+        self._rank = place.rank
+
+    def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
+        """See `KVHasher`; of this rank alone."""
+        groups = tuple(
+            digest_group(window, _read(pool, pages), first, num_tokens)
+            for window, pool in zip(self._windows, self._pools, strict=True)
+        )
+        return (RankDigest(self._rank, groups),)
+
+
+@torch.inference_mode()
+def _read(pool: KVPool, pages: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
+    rows = pool.pages.view(pool.num_pages, -1).view(torch.uint8)
+    count = max(1, PIECE_BYTES // pool.group.page_bytes)
+    for begin in range(0, len(pages), count):
+        index = torch.as_tensor(pages[begin : begin + count], dtype=torch.int64, device=rows.device)
+        yield rows.index_select(0, index).cpu().numpy()

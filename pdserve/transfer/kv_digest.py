@@ -1,0 +1,148 @@
+"""Short hashes of KV pages that do not depend on how a model is split, so that both ends of a transfer can compare.
+
+The unit is a block: one head of one plane (K, V, or a latent) of one layer of one page, the same bytes on every split.
+A block's hash depends on its content and on where it belongs in the request: page number, layer, plane, head, all the
+model's. Hashes of blocks are added up modulo 2^32, along pages to cells (layer, plane, head) and along layers and heads
+to pages; sums of parts are parts of sums, so ranks with different heads or layers need not know of each other.
+
+Multilinear hashing modulo 2^64 with odd multipliers, finished by splitmix64: any one changed word changes the hash.
+It finds damage, not malice. Tokens behind the prompt's last are left out, whatever is in their slots.
+Pure numpy; called by `executor.kv_hasher` on the scheduler thread and on followers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.transfer.plan import Window
+
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class GroupDigest(msgspec.Struct, frozen=True):
+    """What one rank has of one layout group: layers and heads as `(first, end)` of the model.
+
+    `cells` is little-endian uint32 `[layer, plane, head]`, `pages` `[page, plane]`.
+    """
+
+    name: str
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+    num_planes: int
+    cells: bytes
+    pages: bytes
+
+    def cell_array(self) -> U32:
+        """`cells` with their shape."""
+        shape = (self.layers[1] - self.layers[0], self.num_planes, self.heads[1] - self.heads[0])
+        return np.frombuffer(self.cells, dtype="<u4").reshape(shape)
+
+    def page_array(self) -> U32:
+        """`pages` with their shape."""
+        return np.frombuffer(self.pages, dtype="<u4").reshape(-1, self.num_planes)
+
+    def with_more(self, later: GroupDigest) -> GroupDigest:
+        """With the pages behind these."""
+        assert (self.name, self.layers, self.heads) == (later.name, later.layers, later.heads)
+        cells = self.cell_array() + later.cell_array()
+        return msgspec.structs.replace(self, cells=cells.tobytes(), pages=self.pages + later.pages)
+
+
+class RankDigest(msgspec.Struct, frozen=True):
+    """What one rank has of some pages of a request."""
+
+    rank: int
+    groups: tuple[GroupDigest, ...]
+
+    def with_more(self, later: RankDigest) -> RankDigest:
+        """With the pages behind these."""
+        groups = tuple(mine.with_more(theirs) for mine, theirs in zip(self.groups, later.groups, strict=True))
+        return RankDigest(self.rank, groups)
+
+
+def digest_group(window: Window, pieces: Iterable[npt.NDArray[np.uint8]], first: int, num_tokens: int) -> GroupDigest:
+    """The digest of a rank's pages.
+
+    Args:
+        window: what of the model's group is in them.
+        pieces: uint8 `[pages, page_bytes]` each, in the order of the request's tokens.
+        first: number within the request of the first page.
+        num_tokens: tokens of the request that count, from its first on.
+    """
+    group = window.group
+    cells = np.zeros((group.num_layers, group.num_planes, group.num_kv_heads), dtype=np.uint32)
+    pages: list[U32] = []
+    for piece in pieces:
+        hashes = _blocks(window, piece, first, num_tokens)
+        cells += hashes.sum(axis=0, dtype=np.uint32)
+        pages.append(hashes.sum(axis=(1, 3), dtype=np.uint32))
+        first += len(piece)
+    return GroupDigest(
+        name=group.name,
+        layers=(window.layers.start, window.layers.stop),
+        heads=(window.heads.start, window.heads.stop),
+        num_planes=group.num_planes,
+        cells=cells.astype("<u4").tobytes(),
+        pages=np.concatenate(pages).astype("<u4").tobytes() if pages else b"",
+    )
+
+
+def checksum(digests: Sequence[RankDigest]) -> str | None:
+    """One short text for all of them, equal on both ends of a good transfer; None where copies that several ranks hold
+    of the same head differ.
+    """
+    totals: dict[str, U32] = {}
+    seen: dict[tuple[str, int, int], U32] = {}
+    for digest in digests:
+        for group in digest.groups:
+            cells = group.cell_array()
+            total = totals.setdefault(group.name, np.zeros(group.num_planes, dtype=np.uint32))
+            for layer in range(*group.layers):
+                for head in range(*group.heads):
+                    cell = cells[layer - group.layers[0], :, head - group.heads[0]]
+                    known = seen.setdefault((group.name, layer, head), cell)
+                    if known is cell:
+                        total += cell
+                    elif not np.array_equal(known, cell):
+                        return None
+    return "/".join(".".join(f"{int(plane):08x}" for plane in total) for total in totals.values())
+
+
+def _blocks(window: Window, piece: npt.NDArray[np.uint8], first: int, num_tokens: int) -> U32:
+    """Hashes `[page, layer, plane, head]` of pages."""
+    group = window.group
+    token_bytes = group.head_bytes // group.page_tokens
+    word = np.dtype("<u4") if token_bytes % 4 == 0 else np.dtype("<u2") if token_bytes % 2 == 0 else np.dtype("u1")
+    shape = (len(piece), group.num_layers, group.num_planes, group.num_kv_heads)
+    words = np.ascontiguousarray(piece).view(word).reshape(*shape, group.page_tokens, token_bytes // word.itemsize)
+    valid = np.clip(num_tokens - (first + np.arange(len(piece))) * group.page_tokens, 0, group.page_tokens)
+    if len(piece) and int(valid.min()) < group.page_tokens:
+        kept = np.arange(group.page_tokens) < valid[:, None]
+        words = words * kept[:, None, None, None, :, None].astype(word)
+    flat = words.reshape(*shape, -1)
+    multipliers = _mix(np.arange(1, flat.shape[-1] + 1, dtype=np.uint64)) | np.uint64(1)
+    content = (flat.astype(np.uint64) * multipliers).sum(axis=-1, dtype=np.uint64)
+    numbers = [
+        np.arange(first, first + len(piece)),
+        np.arange(window.layers.start, window.layers.stop),
+        np.arange(group.num_planes),
+        np.arange(window.heads.start, window.heads.stop),
+    ]
+    salt = np.zeros((), dtype=np.uint64)
+    for axis, values in enumerate(numbers):
+        lifted = values.astype(np.uint64).reshape([-1 if i == axis else 1 for i in range(len(numbers))])
+        salt = _mix(salt + _GOLDEN + lifted)
+    return (_mix(content ^ salt) >> np.uint64(32)).astype(np.uint32)
+
+
+def _mix(values: U64) -> U64:
+    """splitmix64's finalizer, element by element."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,121 @@
+"""What is sent and what arrives, hashed on both sides of a simulated pair; and a transport that damages bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdserve.base.parallel import SINGLE
+from pdserve.observe.compare_kv import compare
+from pdserve.scheduler.roles.decode import DecodeRole
+from pdserve.scheduler.roles.prefill import PrefillRole
+from pdserve.scheduler.witness import KVWitness
+from pdserve.sim.hash_lm import HashExecutor
+from pdserve.sim.network import Faults, SimCopyEngine
+from pdserve.sim.world import Half, Node, Prompt, Shape, World, monolith_tokens
+from pdserve.transfer.events import CopyJob
+from pdserve.transfer.kv_digest import RankDigest, digest_group
+from pdserve.transfer.plan import PageCopy, Window
+
+SHAPE = Shape(page_tokens=4, num_pages=64, chunk_tokens=5)
+PROMPTS = [Prompt(tuple(range(3 + i, 16 + 2 * i)), 4) for i in range(6)]
+
+
+class HashHasher:
+    """`KVHasher` over the pool of the hash model."""
+
+    def __init__(self, executor: HashExecutor) -> None:
+        self._executor = executor
+        self._window = Window.of(executor.layout.groups[0], SINGLE)
+
+    def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
+        rows = self._executor.pool[list(pages)].reshape(len(pages), -1).view(np.uint8)
+        return (RankDigest(0, (digest_group(self._window, [rows], first, num_tokens),)),)
+
+
+def watched(world: World, *, verify: bool) -> list[dict[str, Any]]:
+    """The lines that both sides write from now on."""
+    lines: list[dict[str, Any]] = []
+
+    def watch(node: Node) -> None:
+        layout = node.executor.layout
+        facts = {"layout_fingerprint": layout.fingerprint(), "page_bytes": layout.groups[0].page_bytes}
+        role = node.scheduler.role
+        assert isinstance(role, PrefillRole | DecodeRole)
+        role._witness = KVWitness(HashHasher(node.executor), layout.page_tokens, facts, lines.append, verify=verify)
+
+    watch(world.prefill)
+    watch(world.decode)
+    return lines
+
+
+def run(shape: Shape, *, verify: bool, prompts: Sequence[Prompt] = PROMPTS) -> tuple[list[Half | None], list[Any]]:
+    world = World(5, shape, Faults())
+    lines = watched(world, verify=verify)
+    halves = world.run(prompts, 3)
+    assert not world.prefill.leaks() and not world.decode.leaks()
+    return halves, lines
+
+
+@pytest.mark.parametrize("layer_groups", [0, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_arrives_is_what_was_sent(layer_groups: int, overlap: bool) -> None:
+    shape = Shape(page_tokens=4, num_pages=64, chunk_tokens=5, layer_groups=layer_groups, overlap=overlap)
+    halves, lines = run(shape, verify=True)
+    assert [half and half.tokens for half in halves] == monolith_tokens(shape, PROMPTS)
+    report = compare(lines)
+    assert (report.status, report.num_equal, report.unmatched) == (0, len(PROMPTS), ())
+    line = next(line for line in lines if line["event"] == "kv.sent")
+    assert line["bytes"] == len(line["pages"]) * line["page_bytes"] and line["checksum"]
+
+
+def test_only_what_decode_lacks_is_looked_at() -> None:
+    shape = Shape(page_tokens=4, num_pages=64, chunk_tokens=5, decode_prefix_cache=True)
+    _, lines = run(shape, verify=True, prompts=[Prompt(tuple(range(5, 27)), 4)] * 12)
+    report = compare(lines)
+    assert report.status == 0 and report.num_equal >= 1
+    assert any(line["first_page"] > 0 for line in lines)
+
+
+class Damage:
+    """The first copy that lands in page 1 or later of a KV pool has one bit wrong."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done = False
+        land = SimCopyEngine._land
+
+        def damaged(engine: SimCopyEngine, job: CopyJob, piece: int, copy: PageCopy) -> None:
+            land(engine, job, piece, copy)
+            if not self.done and copy.num_bytes > 64:
+                address = job.pieces[piece][1] + copy.destination + 8
+                ctypes.c_uint8.from_address(address).value ^= 1
+                self.done = True
+
+        monkeypatch.setattr(SimCopyEngine, "_land", damaged)
+
+
+def test_damage_on_the_way_is_refused_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    damage = Damage(monkeypatch)
+    halves, lines = run(SHAPE, verify=True)
+    assert damage.done
+    expected = monolith_tokens(SHAPE, PROMPTS)
+    failed = [half for half in halves if half is not None and half.finish is not None and half.finish.type == "abort"]
+    assert [half.finish.err_type for half in failed if half.finish is not None] == ["kv_checksum_mismatch"]
+    assert failed[0].tokens == [], "nothing was computed with damaged KV"
+    rest = [(half.tokens, want) for half, want in zip(halves, expected, strict=True) if half and half not in failed]
+    assert all(got == want for got, want in rest)
+    assert compare(lines).status == 1
+
+
+def test_damage_on_the_way_is_found_in_the_logs_where_it_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Damage(monkeypatch)
+    halves, lines = run(SHAPE, verify=False)
+    assert all(half is not None and half.finish is not None and half.finish.type == "length" for half in halves)
+    report = compare(lines)
+    assert report.num_equal == len(PROMPTS) - 1
+    (difference,) = report.differences
+    assert len(difference.cells) == 1 and len(difference.pages) == 1, difference.sentence()
