@@ -58,9 +58,8 @@ class CallMiddleware:
         if scope["type"] != "http" or scope["path"] not in GENERATING:
             await self._app(scope, receive, send)
             return
-        arrived_at, arrived_s = time.time(), time.monotonic()
         if self._open_span is None:
-            await self._run(HttpCall(scope["path"], arrived_at, arrived_s, None), scope, receive, send)
+            await self._run(_arrived(scope, None), scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         with self._open_span(scope["path"], headers) as span:
@@ -70,7 +69,7 @@ class CallMiddleware:
                     span.answered(message["status"])
                 await send(message)
 
-            await self._run(HttpCall(scope["path"], arrived_at, arrived_s, span), scope, receive, watched)
+            await self._run(_arrived(scope, span), scope, receive, watched)
 
     async def _run(self, call: HttpCall, scope: Scope, receive: Receive, send: Send) -> None:
         token = _CURRENT.set(call)
@@ -78,3 +77,7 @@ class CallMiddleware:
             await self._app(scope, receive, send)
         finally:
             _CURRENT.reset(token)
+
+
+def _arrived(scope: Scope, span: CallSpan | None) -> HttpCall:
+    return HttpCall(scope["path"], time.time(), time.monotonic(), span)

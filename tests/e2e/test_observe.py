@@ -1,0 +1,165 @@
+"""One real pair that tells everything: one trace through all of it, KV that agrees on both sides, metrics, health."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from pdserve.observe.compare_kv import compare, read_lines
+from tests.e2e.harness import Pair, running, running_pair, start_router, start_server, until
+from tests.tiny import Family
+from tests.unit.observe.collector import Collector, Seen, assert_one_connected_trace
+
+TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SPANS = {
+    "router.request",
+    "router.prefill",
+    "router.decode",
+    "prefill.request",
+    "prefill.intake",
+    "prefill.bootstrap",
+    "prefill.queue",
+    "prefill.compute",
+    "prefill.chunk",
+    "prefill.transfer",
+    "decode.request",
+    "decode.intake",
+    "decode.bootstrap",
+    "decode.transfer",
+    "decode.generate",
+}
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    found = Collector()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_checkpoint: Callable[[Family], Path], collector: Collector, logs: Path) -> Iterator[Pair]:
+    """With everything on that can be."""
+    model = str(tiny_checkpoint("llama"))
+    trace = ("--enable-trace", "--otlp-traces-endpoint", collector.endpoint)
+    flags = [*trace, "--dtype", "float32", "--chunked-prefill-size", "32", "--max-total-tokens", "2048"]
+    flags += ["--log-kv-target", str(logs), "--disaggregation-enable-kv-checksum"]
+    flags += ["--log-requests", "--log-requests-target", str(logs)]
+    prefill = start_server(model, "prefill", *flags)
+    decode = start_server(model, "decode", *flags)
+    with running(prefill, decode):
+        router = start_router([prefill], [decode], *trace)
+        with running(router):
+            yield Pair(prefill, decode, router)
+
+
+def ask(pair: Pair, num_tokens: int = 100, **headers: str) -> None:
+    body = {"input_ids": list(range(2, 2 + num_tokens)), "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    answer = requests.post(f"{pair.url}/generate", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["output_ids"]) == 4
+
+
+def test_one_request_is_one_connected_trace(pair: Pair, collector: Collector) -> None:
+    ask(pair, traceparent=f"00-{TRACE}-{CLIENT}-01")
+
+    def mine(spans: list[Seen]) -> list[Seen]:
+        return [span for span in spans if span.trace == TRACE]
+
+    spans = mine(collector.wait(lambda spans: {span.name for span in mine(spans)} >= SPANS))
+    assert_one_connected_trace(spans, TRACE, CLIENT)
+    assert {span.name for span in spans} == SPANS
+    chunks = sorted((span for span in spans if span.name == "prefill.chunk"), key=lambda span: span.start)
+    assert [span.attributes["pdserve.tokens_computed"] for span in chunks] == [32, 64, 96, 100]
+    by_name = {span.name: span for span in spans}
+    assert by_name["prefill.request"].parent == by_name["router.prefill"].span
+    assert by_name["decode.request"].parent == by_name["router.decode"].span
+    assert by_name["prefill.transfer"].attributes["pdserve.kv_bytes"] > 0
+
+
+def test_what_decode_got_is_what_prefill_sent(pair: Pair, logs: Path) -> None:
+    for num_tokens in (1, 16, 17, 70):
+        ask(pair, num_tokens)
+    until(lambda: compare(read_lines([logs])).num_equal >= 4, 20, "both sides' lines")
+    report = compare(read_lines([logs]))
+    assert report.differences == ()
+    ended = [line for line in read_lines([logs]) if line["event"] == "request.finished"]
+    assert ended and all(sum(line["ttft_parts"].values()) == pytest.approx(line["ttft_s"]) for line in ended)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode"), [("1", "2"), ("2", "1")])
+def test_it_compares_however_the_two_are_split(
+    prefill: str, decode: str, tiny_checkpoint: Callable[[Family], Path], tmp_path: Path
+) -> None:
+    flags = ("--dtype", "float32", "--log-kv-target", str(tmp_path), "--disaggregation-enable-kv-checksum")
+    sides = {"prefill_flags": ("--tp-size", prefill), "decode_flags": ("--tp-size", decode)}
+    with running_pair(str(tiny_checkpoint("llama")), *flags, "--max-total-tokens", "2048", **sides) as split:
+        for num_tokens in (1, 17, 70):
+            ask(split, num_tokens)
+        until(lambda: compare(read_lines([tmp_path])).num_equal >= 3, 20, "both sides' lines")
+    report = compare(read_lines([tmp_path]))
+    assert report.differences == ()
+    sizes = {line["event"]: len(line["ranks"]) for line in read_lines([tmp_path])}
+    assert sizes == {"kv.sent": int(prefill), "kv.received": int(decode)}
+
+
+def test_both_sides_see_the_same_flow(pair: Pair) -> None:
+    ask(pair)
+
+    def edges() -> list[dict[str, object]]:
+        return [edge for server in pair.workers for edge in server_edges(server.url)]
+
+    until(lambda: len({(edge["bytes"], edge["transfers"]) for edge in edges()}) == 1, 20, "both say the same")
+    seen = edges()
+    assert len(seen) == 2 and len({(edge["from"], edge["to"]) for edge in seen}) == 1
+    assert all(edge["peer_state"] == "ready" and edge["failures"] == 0 for edge in seen)
+    found = requests.get(f"{pair.decode.url}/observe", timeout=10).json()["requests"][0]
+    assert sum(found["ttft_parts"].values()) == pytest.approx(found["ttft_s"])
+    assert found["ttft_parts"]["prefill"] > 0
+
+
+def server_edges(url: str) -> list[dict[str, object]]:
+    return list(requests.get(f"{url}/observe", timeout=10).json()["edges"])
+
+
+def test_a_stopped_scheduler_is_ill_and_well_again(pair: Pair) -> None:
+    """Last, since the other side takes the stopped one for silent. The rest of the server runs on."""
+    scheduler = next(child for child in children(pair.prefill.child.pid) if "spawn_main" in child[1])[0]
+    paths = ("/health", "/ready")
+    assert [requests.get(f"{pair.prefill.url}{path}", timeout=30).status_code for path in paths] == [200, 200]
+    os.kill(scheduler, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        until(lambda: requests.get(f"{pair.prefill.url}/health", timeout=30).status_code == 503, 40, "it is noticed")
+        assert time.monotonic() - started > 5, "a scheduler may be slow for a while"
+        for path in ("/ready", "/health_generate"):
+            assert requests.get(f"{pair.prefill.url}{path}", timeout=30).status_code == 503
+        told = requests.get(f"{pair.prefill.url}/get_server_info", timeout=30).json()["replica_health"]
+        assert told[0]["silent"] is True
+        until(lambda: requests.get(f"{pair.decode.url}/ready", timeout=30).status_code == 503, 40, "decode misses it")
+        assert requests.get(f"{pair.decode.url}/health", timeout=30).status_code == 200
+    finally:
+        os.kill(scheduler, signal.SIGCONT)
+    for server in pair.workers:
+        for path in ("/health", "/ready", "/health_generate"):
+            until(lambda url=server.url + path: requests.get(url, timeout=30).status_code == 200, 30, path)
+    until(lambda: requests.get(f"{pair.url}/health", timeout=30).status_code == 200, 30, "the router has a pair again")
+    ask(pair)
+
+
+def children(pid: int) -> list[tuple[int, str]]:
+    import psutil
+
+    return [(child.pid, " ".join(child.cmdline())) for child in psutil.Process(pid).children(recursive=True)]
