@@ -86,5 +86,5 @@ def _begin(order: StartProfile) -> Trace:
         with_stack=order.with_stack,
         experimental_config=_ExperimentalConfig(profile_all_threads=True),
     )
-    trace.start()  # type: ignore[no-untyped-call]
+    trace.start()
     return trace

@@ -71,11 +71,51 @@ class StateQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     audit: bool = False
 
 
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class PauseGeneration(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Compute nothing until `ContinueGeneration`; what comes meanwhile waits.
+
+    What is there: `abort` ends it, `retract` takes its memory away (a prefill server's prompts keep theirs, which peers
+    may be reading), `in_place` leaves it as it stands.
+    """
+
+    query_id: str
+    mode: PauseMode = "abort"
+
+
+class ContinueGeneration(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Go on."""
+
+    query_id: str
+
+
+class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Record what is computed, for `num_steps` steps or until `StopProfile`, into a file in `output_dir`."""
+
+    query_id: str
+    output_dir: str
+    profile_id: str | None = None
+    num_steps: int | None = None
+    activities: tuple[Literal["CPU", "GPU"], ...] = ("CPU", "GPU")
+    record_shapes: bool = False
+    with_stack: bool = False
+
+
+class StopProfile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Write the record."""
+
+    query_id: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stop the scheduler."""
 
 
-ToScheduler = GenerateRequest | AbortRequest | Divert | FlushCache | StateQuery | Shutdown
+Command = FlushCache | PauseGeneration | ContinueGeneration | StartProfile | StopProfile
+"""Answered with a `CommandReply`."""
+ToScheduler = GenerateRequest | AbortRequest | Divert | Command | StateQuery | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -202,8 +242,8 @@ class StateReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     state: EngineState
 
 
-class FlushReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to `FlushCache`."""
+class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to a `Command`."""
 
     query_id: str
     ok: bool
@@ -237,4 +277,4 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_turns: int
 
 
-ToApi = OutputBatch | StateReply | FlushReply | EngineReady | Beat
+ToApi = OutputBatch | StateReply | CommandReply | EngineReady | Beat

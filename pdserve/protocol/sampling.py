@@ -17,7 +17,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose tokens, and when to stop.
 
     `temperature` 0 means greedy. `seed` makes the request's tokens reproducible whatever else runs.
-    `stop` strings are matched by the API process on text, `stop_token_ids` by the scheduler.
+    `stop` strings and `stop_regex` are matched by the API process on text, `stop_token_ids` by the scheduler.
+    `max_new_tokens` 0: the prompt is computed, and the token behind it is told to nobody.
     With a `grammar` an EOS token comes only where the grammar may end, and ends the request whatever `ignore_eos` and
     `min_new_tokens` say; these keep it away for as long as the grammar can go on.
     """
@@ -34,6 +35,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -72,8 +74,8 @@ def validate_sampling(params: SamplingParams, vocab_size: int) -> SamplingParams
             raise RequestError(f"{field} must be in {bracket}{low}, {high}], got {value}", field=field)
     if params.top_k < 1:
         raise RequestError(f"top_k must be at least 1, or -1 for all, got {params.top_k}", field="top_k")
-    if params.max_new_tokens < 1:
-        raise RequestError(f"max_new_tokens must be at least 1, got {params.max_new_tokens}", field="max_new_tokens")
+    if params.max_new_tokens < 0:
+        raise RequestError(f"max_new_tokens must be at least 0, got {params.max_new_tokens}", field="max_new_tokens")
     if not 0 <= params.min_new_tokens <= params.max_new_tokens:
         raise RequestError(
             f"min_new_tokens must be in [0, max_new_tokens={params.max_new_tokens}], got {params.min_new_tokens}",

@@ -61,6 +61,15 @@ class Generating:
         self.prefilling.remove(req)
         self.running.reqs.pop(req.rid, None)
 
+    def retract_all(self) -> None:
+        """All that runs, and prompts under way, wait again without memory. No step may be under way."""
+        taken = [*self.running.reqs.values(), *self.prefilling.active.values()]
+        self.running.reqs.clear()
+        self.prefilling.active.clear()
+        for req in taken:
+            self._core.counters["requests_retracted"] += 1
+            self._retract(req)
+
     def _retract(self, req: Req) -> None:
         self._core.retract(req)
         self.prefilling.waiting.add(req, resumed=True)

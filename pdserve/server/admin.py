@@ -14,7 +14,7 @@ from fastapi.responses import Response
 
 import pdserve
 from pdserve.errors import RequestError
-from pdserve.protocol.messages import EngineState, FlushReply
+from pdserve.protocol.messages import CommandReply, EngineState, FlushCache
 from pdserve.server.context import ServerContext
 from pdserve.server.errors_http import error_body
 from pdserve.server.health import replica_health
@@ -34,6 +34,12 @@ async def model_info(context: ServerContext) -> Response:
     return json_response(_model_facts(context))
 
 
+async def weight_version(context: ServerContext) -> Response:
+    """Which weights are served; there is one version, the one that was loaded."""
+    context.client.require_ready()
+    return json_response({"weight_version": WEIGHT_VERSION})
+
+
 def _model_facts(context: ServerContext) -> dict[str, Any]:
     config, ready = context.config.model, context.client.ready
     return {
@@ -41,6 +47,9 @@ def _model_facts(context: ServerContext) -> dict[str, Any]:
         "served_model_name": context.model_name,
         "tokenizer_path": config.tokenizer_path or config.model_path,
         "is_generation": True,
+        "preferred_sampling_params": None,
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
         "weight_version": WEIGHT_VERSION,
         "model_type": ready.model_type if ready else None,
         "architectures": ready.architectures if ready else None,
@@ -133,11 +142,11 @@ def _flush_wait_s(request: Request) -> float:
     return wait_s
 
 
-async def _flush(context: ServerContext, wait_s: float) -> FlushReply:
+async def _flush(context: ServerContext, wait_s: float) -> CommandReply:
     """The first reply that says ok, or the last one before `wait_s` is over."""
     deadline_s = time.monotonic() + wait_s
     while True:
-        reply = await context.client.flush(FLUSH_TIMEOUT_S)
+        reply = await context.client.command(lambda i: FlushCache(query_id=i), FLUSH_TIMEOUT_S)
         if reply.ok or time.monotonic() >= deadline_s:
             return reply
         await asyncio.sleep(FLUSH_RETRY_S)

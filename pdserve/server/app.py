@@ -6,21 +6,51 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.observe.metrics import ServerMetrics
-from pdserve.server import admin, health, observing
+from pdserve.server import admin, commands, health, observing, openapi
+from pdserve.server.chat_formats import ChatFormats
+from pdserve.server.constraints import GrammarCheck
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client import EngineClient
 from pdserve.server.errors_http import install_error_handlers
 from pdserve.server.native import generate
 from pdserve.server.openai_chat import chat_completions
 from pdserve.server.openai_completions import completions
+from pdserve.server.responses.endpoint import responses
+from pdserve.server.responses.schemas import ResponsesBody
+from pdserve.server.schemas import (
+    AbortBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    PauseBody,
+    ProfileBody,
+    TokenizeBody,
+)
 from pdserve.server.streaming import ClientGoneError
+from pdserve.server.tokenize import detokenize, tokenize
 from pdserve.server.tokenizer import Tokenizer
 
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
+    "/generate": GenerateBody,
+    "/tokenize": TokenizeBody,
+    "/v1/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+    "/v1/detokenize": DetokenizeBody,
+    "/abort_request": AbortBody,
+    "/pause_generation": PauseBody,
+    "/start_profile": ProfileBody,
+}
+"""By path, what the JSON of a POST must be: for the OpenAPI document."""
 _ENGINE_TYPES: dict[DisaggMode, str] = {"null": "unified", "prefill": "prefill", "decode": "decode"}
 
 
@@ -54,12 +84,15 @@ def create_app(
         observer.close()
 
     app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None)
-    context = ServerContext(config, client, tokenizer, metrics, int(time.time()), registered)
+    grammars = GrammarCheck(config.grammar, tokenizer)
+    formats = ChatFormats.of(config.serving, tokenizer)
+    context = ServerContext(config, client, tokenizer, metrics, int(time.time()), grammars, registered, formats)
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     _add_generation(app, context)
     _add_health_and_facts(app, context)
     _add_commands(app, context)
+    openapi.install(app, BODIES)
     observer = observing.install(app, context)
     return app
 
@@ -76,6 +109,20 @@ def _add_generation(app: FastAPI, context: ServerContext) -> None:
     @app.post("/v1/completions", response_model=None)
     async def post_completions(request: Request) -> Response:
         return await completions(context, request)
+
+    @app.post("/v1/responses", response_model=None)
+    async def post_responses(request: Request) -> Response:
+        return await responses(context, request)
+
+    @app.post("/v1/tokenize", response_model=None)
+    @app.post("/tokenize", response_model=None)
+    async def post_tokenize(request: Request) -> Response:
+        return await tokenize(context, request)
+
+    @app.post("/v1/detokenize", response_model=None)
+    @app.post("/detokenize", response_model=None)
+    async def post_detokenize(request: Request) -> Response:
+        return await detokenize(context, request)
 
     @app.api_route("/generate", methods=["POST", "PUT"], response_model=None)
     async def post_generate(request: Request) -> Response:
@@ -110,6 +157,15 @@ def _add_health_and_facts(app: FastAPI, context: ServerContext) -> None:
     async def get_get_load() -> Response:
         return await admin.get_load(context)
 
+    @app.get("/v1/loads", response_model=None)
+    async def get_loads(request: Request) -> Response:
+        return await commands.loads(context, request)
+
+    @app.get("/weight_version", response_model=None)
+    @app.get("/get_weight_version", response_model=None)
+    async def get_weight_version() -> Response:
+        return await admin.weight_version(context)
+
     @app.get("/metrics", response_model=None)
     async def get_metrics() -> Response:
         return await admin.metrics(context)
@@ -128,6 +184,24 @@ def _add_commands(app: FastAPI, context: ServerContext) -> None:
     @app.post("/flush_cache", response_model=None)
     async def flush_cache(request: Request) -> Response:
         return await admin.flush_cache(context, request)
+
+    @app.post("/pause_generation", response_model=None)
+    async def pause_generation(request: Request) -> Response:
+        return await commands.pause_generation(context, request)
+
+    @app.post("/continue_generation", response_model=None)
+    async def continue_generation(request: Request) -> Response:
+        return await commands.continue_generation(context, request)
+
+    @app.get("/start_profile", response_model=None)
+    @app.post("/start_profile", response_model=None)
+    async def start_profile(request: Request) -> Response:
+        return await commands.start_profile(context, request)
+
+    @app.get("/stop_profile", response_model=None)
+    @app.post("/stop_profile", response_model=None)
+    async def stop_profile(request: Request) -> Response:
+        return await commands.stop_profile(context, request)
 
     @app.post("/abort_request", response_model=None)
     async def abort_request(request: Request) -> Response:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable
 
+import pdserve
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import RequestError
 from pdserve.observe.metrics import ServerMetrics
+from pdserve.protocol.grammar import Grammar
+from pdserve.server.chat_formats import ChatFormats
+from pdserve.server.constraints import Constraint, GrammarCheck
 from pdserve.server.engine_client import EngineClient
 from pdserve.server.sampling_fields import Limits
 from pdserve.server.tokenizer import Tokenizer
@@ -25,8 +30,10 @@ class ServerContext:
     tokenizer: Tokenizer | None
     metrics: ServerMetrics
     started_s: int
+    grammars: GrammarCheck
     registered: Callable[[], bool] = lambda: True
     """See `create_app`."""
+    formats: ChatFormats = ChatFormats()
 
     @property
     def mode(self) -> DisaggMode:
@@ -37,6 +44,11 @@ class ServerContext:
     def model_name(self) -> str:
         """The name clients use."""
         return self.config.model.served_model_name or self.config.model.model_path
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: equal for servers of the same version with the same model."""
+        return f"fp_{zlib.crc32(f'{pdserve.__version__} {self.model_name}'.encode()):08x}"
 
     @property
     def max_body_bytes(self) -> int:
@@ -51,6 +63,10 @@ class ServerContext:
             EngineDeadError: the engine is gone.
         """
         return Limits.of(self.client.require_ready(), self.mode)
+
+    async def take_grammar(self, constraint: Constraint | None) -> Grammar | None:
+        """What the answers of a request must follow, checked; see `GrammarCheck.take`."""
+        return await self.grammars.take(constraint, self.client.require_ready())
 
     def check_model(self, name: str | None) -> None:
         """Accept this server's model, or no particular one.

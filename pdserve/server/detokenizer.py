@@ -2,7 +2,7 @@
 
 One `Detokenizer` per sequence, owned by the engine client. It is two small machines in a row:
 
-    token ids ─> TextDecoder ─> text ─> StopMatcher ─> text that is safe to show
+    token ids ─> TextDecoder ─> text ─> StopMatcher, RegexMatcher ─> text that is safe to show
 
 `TextDecoder` never lets half a character out: bytes of an unfinished UTF-8 character wait for the rest, and are dropped
 if the sequence ends first. `StopMatcher` holds back text that may be the beginning of a stop string.
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pdserve.protocol.sampling import SamplingParams
+from pdserve.server.stop_regex import RegexMatcher
 
 
 class TextDecoder(Protocol):
@@ -131,20 +132,24 @@ class Detokenizer:
     def __init__(self, decoder: TextDecoder, sampling: SamplingParams) -> None:
         self._decoder = decoder
         self._stops = StopMatcher(sampling.stop, keep_match=sampling.no_stop_trim)
+        self._patterns = RegexMatcher(sampling.stop_regex, keep_match=sampling.no_stop_trim)
         self._min_tokens = sampling.min_new_tokens
         self._num_tokens = 0
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended the text."""
-        return self._stops.matched
+        """The stop string or pattern that ended the text."""
+        return self._stops.matched or self._patterns.matched
 
     def push(self, token_id: int) -> str:
         """New text that is safe to show. Text of the first `min_new_tokens` tokens is not searched for stop strings."""
         self._num_tokens += 1
         piece = self._decoder.push(token_id)
-        return piece if self._num_tokens < self._min_tokens else self._stops.push(piece)
+        if self._num_tokens < self._min_tokens:
+            return piece
+        text = self._patterns.push(self._stops.push(piece))
+        return text if self._stops.matched is None else text + self._patterns.flush()
 
     def finish(self) -> str:
         """What was held back as a possible stop string. Bytes of an unfinished character are dropped."""
-        return self._stops.flush()
+        return self._patterns.push(self._stops.flush()) + self._patterns.flush()

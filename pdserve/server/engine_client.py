@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 import msgspec
 
@@ -26,9 +26,10 @@ from pdserve.protocol.channel import ApiChannel
 from pdserve.protocol.messages import (
     AbortRequest,
     Beat,
+    Command,
+    CommandReply,
     EngineReady,
     EngineState,
-    FlushReply,
     GenerateRequest,
     OutputBatch,
     RequestOutput,
@@ -201,7 +202,7 @@ class EngineClient:
 
     def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
         if not self._match_stops:
-            sampling = msgspec.structs.replace(sampling, stop=())
+            sampling = msgspec.structs.replace(sampling, stop=(), stop_regex=())
         if self._tokenizer is None:
             return Detokenizer(NoText(), sampling)
         return Detokenizer(self._tokenizer.text_decoder(skip_special=sampling.skip_special_tokens), sampling)
@@ -237,15 +238,15 @@ class EngineClient:
             return self.last_state
         return await self._queries.state(timeout_s, audit=audit)
 
-    async def flush(self, timeout_s: float) -> FlushReply:
-        """Ask the scheduler to forget cached prefixes.
+    async def command(self, make: Callable[[str], Command], timeout_s: float) -> CommandReply:
+        """Have the scheduler obey what `make` makes of a query id.
 
         Raises:
             RequestError: 503 when it does not answer in time.
             EngineDeadError: the engine is gone.
         """
         self.require_ready()
-        return await self._queries.flush(timeout_s)
+        return await self._queries.command(make, timeout_s)
 
     # messages --------------------------------------------------------------------------------------------------------
 
@@ -263,7 +264,7 @@ class EngineClient:
             case OutputBatch():
                 for output in message.outputs:
                     self._on_output(output)
-            case StateReply() | FlushReply():
+            case StateReply() | CommandReply():
                 self._queries.on_reply(message)
             case Beat():
                 self.pulses.heard(message)

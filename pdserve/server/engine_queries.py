@@ -1,4 +1,4 @@
-"""Questions to the scheduler that have one answer: its state, and the flushing of its cache.
+"""Questions to the scheduler that have one answer: its state, and whether it obeyed a command.
 
 Owned by the engine client.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Callable
 
 from pdserve.errors import EngineDeadError, RequestError
 from pdserve.protocol.channel import ApiChannel
-from pdserve.protocol.messages import EngineState, FlushCache, FlushReply, StateQuery, StateReply
+from pdserve.protocol.messages import Command, CommandReply, EngineState, StateQuery, StateReply
 
 
 class EngineQueries:
@@ -20,7 +21,7 @@ class EngineQueries:
     def __init__(self, channel: ApiChannel) -> None:
         self._channel = channel
         self._states: dict[str, asyncio.Future[EngineState]] = {}
-        self._flushes: dict[str, asyncio.Future[FlushReply]] = {}
+        self._commands: dict[str, asyncio.Future[CommandReply]] = {}
         self.last_state: EngineState | None = None
         self.last_state_at: float | None = None
         """When it came (monotonic)."""
@@ -40,24 +41,24 @@ class EngineQueries:
         finally:
             del self._states[query_id]
 
-    async def flush(self, timeout_s: float) -> FlushReply:
-        """The scheduler's answer to `FlushCache`.
+    async def command(self, make: Callable[[str], Command], timeout_s: float) -> CommandReply:
+        """The scheduler's answer to the command that `make` makes of a query id.
 
         Raises:
             RequestError: 503 when it does not answer in `timeout_s`.
             EngineDeadError: the engine is gone.
         """
         query_id = uuid.uuid4().hex
-        answer = self._flushes[query_id] = asyncio.get_running_loop().create_future()
+        answer = self._commands[query_id] = asyncio.get_running_loop().create_future()
         try:
-            await self._channel.send(FlushCache(query_id=query_id))
+            await self._channel.send(make(query_id))
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError as error:
             raise RequestError("the engine did not answer in time", status=503, code="engine_busy") from error
         finally:
-            del self._flushes[query_id]
+            del self._commands[query_id]
 
-    def on_reply(self, reply: StateReply | FlushReply) -> None:
+    def on_reply(self, reply: StateReply | CommandReply) -> None:
         """Called by the engine client's reader; a reply that nobody waits for any more is dropped."""
         if isinstance(reply, StateReply):
             self.last_state, self.last_state_at = reply.state, time.monotonic()
@@ -65,7 +66,7 @@ class EngineQueries:
             if state is not None and not state.done():
                 state.set_result(reply.state)
         else:
-            flush = self._flushes.get(reply.query_id)
+            flush = self._commands.get(reply.query_id)
             if flush is not None and not flush.done():
                 flush.set_result(reply)
 
@@ -74,6 +75,6 @@ class EngineQueries:
         for state in self._states.values():
             if not state.done():
                 state.set_exception(error)
-        for flush in self._flushes.values():
+        for flush in self._commands.values():
             if not flush.done():
                 flush.set_exception(error)

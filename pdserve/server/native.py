@@ -4,6 +4,7 @@ text.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncGenerator
@@ -14,11 +15,15 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from pdserve.errors import RequestError
+from pdserve.protocol.grammar import Grammar
+from pdserve.protocol.logprobs import Logprobs
+from pdserve.server.constraints import native_constraint
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import Generation, Update
-from pdserve.server.intake import Intake, PromptSpec, as_prompts, check_token_ids, check_top_logprobs, make_intake
+from pdserve.server.intake import Intake, PromptSpec, as_prompts, check_token_ids, make_intake
 from pdserve.server.json_http import convert, json_response, read_json_object, refuse_unsupported, scalar_or_list
-from pdserve.server.logprob_format import native_logprobs
+from pdserve.server.logprob_format import LARGE, NativeFormat, prompt_tokens
+from pdserve.server.native_logprobs import native_wishes
 from pdserve.server.sampling_fields import Limits, count_n, native_sampling
 from pdserve.server.schemas import UNSUPPORTED_NATIVE, UNSUPPORTED_NATIVE_SAMPLING, GenerateBody, NativeSampling
 from pdserve.server.streaming import collect, event, stream_response, until_disconnect
@@ -44,18 +49,42 @@ class GenerateCall:
             if self.stream and self.context.mode != "prefill":
                 return await stream_response(request, self._events(generation))
             updates = await until_disconnect(request, collect(generation, len(self.intake.requests)))
-            results = [self._result(update) for update in updates]
-            return json_response(results if self.listed else results[0])
+            if sum(part.num_tokens for update in updates for part in update.prompt_parts) > LARGE:
+                return await asyncio.to_thread(self._whole, updates)
+            return self._whole(updates)
+
+    def _whole(self, updates: list[Update]) -> Response:
+        results = [self._result(update, self._input_logprobs(update)) for update in updates]
+        return json_response(results if self.listed else results[0])
 
     async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         totals = [Update(index) for index in range(len(self.intake.requests))]
+        inputs: dict[int, dict[str, Any]] = {}
         async with generation:
             async for update in generation:
-                totals[update.index].absorb(update)
-                result = self._result(totals[update.index])
+                total = totals[update.index]
+                total.absorb(update)
+                if not update.token_ids and update.finish is None:
+                    continue  # nothing but a part of the prompt's log probabilities
+                if update.index not in inputs:
+                    inputs[update.index] = await asyncio.to_thread(self._input_logprobs, total)
+                result = self._result(total, inputs[update.index])
                 yield event({"index": update.index, **result} if self.listed else result)
 
-    def _result(self, update: Update) -> dict[str, Any]:
+    def _format(self, wish: Logprobs) -> NativeFormat:
+        return NativeFormat(self.context.tokenizer, wish.top > 0, bool(wish.token_ids), self.logprob_text)
+
+    def _input_logprobs(self, update: Update) -> dict[str, Any]:
+        """Of the prompt: all lists, but for the one that a router takes from prefill's answer and puts in front."""
+        request = self.intake.requests[update.index]
+        if request.logprobs is None:
+            return {}
+        fields = self._format(request.logprobs).input(prompt_tokens(request, update.prompt_parts))
+        if self.context.mode == "decode" and not self.listed:
+            fields["input_token_logprobs"] = []
+        return fields
+
+    def _result(self, update: Update, input_logprobs: dict[str, Any]) -> dict[str, Any]:
         request = self.intake.requests[update.index]
         meta: dict[str, Any] = {
             "id": self.intake.names[update.index],
@@ -67,9 +96,8 @@ class GenerateCall:
             "e2e_latency": time.monotonic() - self.started_s,
             "timing": msgspec.to_builtins(update.timing) if update.timing is not None else {},
         }
-        if request.top_logprobs is not None:
-            top = request.top_logprobs > 0
-            meta.update(native_logprobs(self.context.tokenizer, update, top=top, text=self.logprob_text))
+        if request.logprobs is not None:
+            meta |= input_logprobs | self._format(request.logprobs).output(update, request.logprobs.token_ids)
         return {"text": update.text, "output_ids": update.token_ids, "meta_info": meta}
 
 
@@ -116,23 +144,6 @@ def _samplings(value: Any, count: int) -> list[NativeSampling]:
     return [convert(entry, NativeSampling, prefix=prefix) for entry in allowed]
 
 
-def _top_logprobs(body: GenerateBody, count: int) -> list[int | None]:
-    wanted = scalar_or_list(body.return_logprob, count, "return_logprob", bool)
-    tops = scalar_or_list(body.top_logprobs_num, count, "top_logprobs_num", int)
-    starts = scalar_or_list(body.logprob_start_len, count, "logprob_start_len", int)
-    for want, start in zip(wanted, starts, strict=True):
-        if want and start is not None and start != -1:
-            raise RequestError(
-                f"logprob_start_len must be -1, got {start}: log probabilities of the prompt are not supported",
-                field="logprob_start_len",
-                code="unsupported",
-            )
-    return [
-        check_top_logprobs(top or 0, "top_logprobs_num") if want else None
-        for want, top in zip(wanted, tops, strict=True)
-    ]
-
-
 def _count_n(samplings: list[NativeSampling]) -> int:
     counts = {count_n(sampling.n) for sampling in samplings}
     if len(counts) > 1:
@@ -141,11 +152,16 @@ def _count_n(samplings: list[NativeSampling]) -> int:
 
 
 def _specs(
-    prompts: list[list[int]], samplings: list[NativeSampling], tops: list[int | None], limits: Limits, field: str
+    prompts: list[list[int]],
+    samplings: list[NativeSampling],
+    grammars: list[Grammar | None],
+    wishes: list[Logprobs | None],
+    limits: Limits,
+    field: str,
 ) -> list[PromptSpec]:
     return [
-        PromptSpec(ids, native_sampling(sampling, len(ids), limits, field), top)
-        for ids, sampling, top in zip(prompts, samplings, tops, strict=True)
+        PromptSpec(ids, native_sampling(sampling, len(ids), limits, field, grammar), wish)
+        for ids, sampling, grammar, wish in zip(prompts, samplings, grammars, wishes, strict=True)
     ]
 
 
@@ -162,9 +178,12 @@ async def generate(context: ServerContext, request: Request) -> Response:
     context.check_model(body.model)
     prompts, field, batch = await _prompts(context, body, limits.vocab_size)
     samplings = _samplings(body.sampling_params, len(prompts))
-    specs = _specs(prompts, samplings, _top_logprobs(body, len(prompts)), limits, field)
+    grammars = [await context.take_grammar(native_constraint(sampling)) for sampling in samplings]
     n = _count_n(samplings)
+    listed = batch or n > 1
+    wishes = native_wishes(body, prompts, limits.vocab_size, listed=listed)
+    specs = _specs(prompts, samplings, grammars, wishes, limits, field)
     stream = bool(body.stream)
-    intake = make_intake(specs, n, body, context.mode, stream=stream)
-    call = GenerateCall(context, intake, batch or n > 1, stream, bool(body.return_text_in_logprobs), started_s)
+    intake = make_intake(specs, n, body, context.mode, stream=stream, dp_size=context.config.parallel.dp_size)
+    call = GenerateCall(context, intake, listed, stream, bool(body.return_text_in_logprobs), started_s)
     return await call.answer(request)

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from pdserve.errors import RequestError
+from pdserve.protocol.messages import FinishReason
+from pdserve.server.chat_prepare import PreparedChat, prepare_chat
+from pdserve.server.chat_reader import ChatReader
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import Update
-from pdserve.server.intake import PromptSpec, check_token_ids, check_top_logprobs, make_intake
 from pdserve.server.json_http import convert, read_json_object, refuse_unsupported
 from pdserve.server.logprob_format import chat_logprobs
 from pdserve.server.openai_common import OpenAICall
-from pdserve.server.sampling_fields import MAX_CHAT_TOKENS, Ask, count_n, openai_sampling
-from pdserve.server.schemas import UNSUPPORTED_CHAT, ChatBody, ChatMessage
+from pdserve.server.parsers.pieces import CallArguments, CallOpened, Content, Piece, Reasoning, put_together
+from pdserve.server.reasoning_count import count_reasoning
+from pdserve.server.sampling_fields import MAX_CHAT_TOKENS, Ask
+from pdserve.server.schemas import UNSUPPORTED_CHAT, ChatBody
 
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-}
+_HARMLESS: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "verbosity": ("medium",)}
 """Values of unsupported fields that ask for nothing."""
-
-_RESERVED_TEMPLATE_NAMES = {
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
-    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
-    "tokenizer_kwargs", "tools", "truncation",
-}  # fmt: skip
 
 
 class ChatCall(OpenAICall):
@@ -40,9 +32,27 @@ class ChatCall(OpenAICall):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
+    def __init__(self, context: ServerContext, body: ChatBody, prepared: PreparedChat) -> None:
+        super().__init__(context, body, prepared.intake)
+        self._plan = prepared.plan
+        self._readers: dict[int, ChatReader] = {}
+
     def choice(self, update: Update) -> dict[str, Any]:
         """See `OpenAICall`."""
-        return {"message": {"role": "assistant", "content": update.text}, "logprobs": self._logprobs(update)}
+        reader = self._reader(update.index)
+        whole = put_together([*reader.push(update.text), *reader.finish()])
+        content = whole.content
+        if content is None and whole.reasoning is None and not whole.calls:
+            content = ""
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if whole.reasoning is not None:
+            message["reasoning_content"] = whole.reasoning
+        if whole.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in whole.calls
+            ]
+        return {"message": message, "logprobs": self._logprobs(update)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """See `OpenAICall`."""
@@ -50,61 +60,64 @@ class ChatCall(OpenAICall):
 
     def delta(self, update: Update) -> dict[str, Any]:
         """See `OpenAICall`."""
-        fields = {"content": update.text} if update.token_ids else {}
-        return {"delta": fields, "logprobs": self._logprobs(update)}
+        reader = self._reader(update.index)
+        pieces = reader.push(update.text)
+        if update.finish is not None:
+            pieces += reader.finish()
+        return {"delta": delta_fields(pieces), "logprobs": self._logprobs(update)}
+
+    def news(self, update: Update) -> dict[str, Any] | None:
+        """See `OpenAICall`: a token may say nothing yet, and the last one brings out what was held back."""
+        fields = self.delta(update)
+        return fields if fields["delta"] or fields["logprobs"] else None
+
+    def finish_fields(self, index: int, finish: FinishReason | None) -> dict[str, Any]:
+        """See `OpenAICall`: an answer with tool calls that is whole ends with them."""
+        fields = super().finish_fields(index, finish)
+        if finish is not None and finish.type == "stop" and self._reader(index).called:
+            fields["finish_reason"] = "tool_calls"
+        return fields
+
+    def usage_details(self, updates: Sequence[Update]) -> dict[str, Any]:
+        """See `OpenAICall`."""
+        if self._plan.thinking is None:
+            return {}
+        tokens = sum(count_reasoning(self.context.tokenizer, self._plan, update.token_ids) for update in updates)
+        return {"completion_tokens_details": {"reasoning_tokens": tokens}}
+
+    def _reader(self, index: int) -> ChatReader:
+        if index not in self._readers:
+            self._readers[index] = ChatReader(self._plan)
+        return self._readers[index]
 
     def _logprobs(self, update: Update) -> dict[str, Any] | None:
         return chat_logprobs(self.context.tokenizer, update) if update.logprobs else None
 
 
-def _message(message: ChatMessage, position: int) -> dict[str, Any]:
-    """A message as templates take it: the content as one string."""
-    field = f"messages[{position}]"
-    if message.tool_calls:
-        raise RequestError(f"{field}.tool_calls is not supported", field=f"{field}.tool_calls", code="unsupported")
-    if isinstance(message.content, list):
-        for part in message.content:
-            if part.type != "text" or part.text is None:
-                raise RequestError(
-                    f"{field}.content holds a part of type {part.type!r}; only text is supported",
-                    field=f"{field}.content",
-                    code="unsupported",
-                )
-        content = "\n".join(part.text or "" for part in message.content)
-    elif message.content is None and message.role != "assistant":
-        raise RequestError(f"{field}.content is missing", field=f"{field}.content")
-    else:
-        content = message.content or ""
-    role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": content, **({"name": message.name} if message.name else {})}
+def delta_fields(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """`delta` of a chunk: what `pieces` say, each kind in one field, an entry for each call."""
+    fields: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        match piece:
+            case Content(text):
+                fields["content"] = fields.get("content", "") + text
+            case Reasoning(text):
+                fields["reasoning_content"] = fields.get("reasoning_content", "") + text
+            case CallOpened(index, name, call_id):
+                function = {"name": name, "arguments": ""}
+                calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}
+            case CallArguments(index, text):
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+    return {**fields, **({"tool_calls": list(calls.values())} if calls else {})}
 
 
-def _template_options(body: ChatBody) -> dict[str, Any]:
-    extra = body.chat_template_kwargs or {}
-    reserved = sorted(_RESERVED_TEMPLATE_NAMES & extra.keys())
-    if reserved:
-        raise RequestError(f"chat_template_kwargs must not set {reserved[0]}", field="chat_template_kwargs")
-    go_on = bool(body.continue_final_message)
-    generation_prompt = not go_on if body.add_generation_prompt is None else body.add_generation_prompt
-    if go_on and generation_prompt:
-        raise RequestError(
-            "continue_final_message and add_generation_prompt exclude each other", field="continue_final_message"
-        )
-    return {"add_generation_prompt": generation_prompt, "continue_final_message": go_on, **extra}
-
-
-def _ask(body: ChatBody) -> Ask:
+def chat_ask(body: ChatBody) -> Ask:
+    """How many tokens the client wants, by the name it used."""
     if body.max_completion_tokens is not None:
         return Ask(body.max_completion_tokens, MAX_CHAT_TOKENS, "max_completion_tokens")
     return Ask(body.max_tokens, MAX_CHAT_TOKENS, "max_tokens")
-
-
-def _top_logprobs(body: ChatBody) -> int | None:
-    if not body.logprobs:
-        if body.top_logprobs:
-            raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
-        return None
-    return check_top_logprobs(body.top_logprobs or 0, "top_logprobs")
 
 
 async def chat_completions(context: ServerContext, request: Request) -> Response:
@@ -114,21 +127,8 @@ async def chat_completions(context: ServerContext, request: Request) -> Response
         RequestError: what was wrong with the body.
     """
     raw = await read_json_object(request, context.max_body_bytes)
-    limits = context.limits()
+    context.limits()
     asked = {name: value for name, value in raw.items() if value not in _HARMLESS.get(name, ())}
     body = convert(refuse_unsupported(asked, UNSUPPORTED_CHAT), ChatBody)
-    context.check_model(body.model)
-    if not body.messages:
-        raise RequestError("messages must not be empty", field="messages")
-    n = count_n(body.n)
-    top_logprobs = _top_logprobs(body)
-    messages = [_message(message, position) for position, message in enumerate(body.messages)]
-    options = _template_options(body)
-    input_ids = await context.require_tokenizer("messages").encode_chat(messages, options)
-    if not input_ids:
-        raise RequestError("messages make an empty prompt", field="messages")
-    check_token_ids(input_ids, limits.vocab_size, "messages")
-    sampling = openai_sampling(body, _ask(body), len(input_ids), limits, "messages")
-    spec = PromptSpec(input_ids, sampling, top_logprobs)
-    intake = make_intake([spec], n, body, context.mode, stream=bool(body.stream))
-    return await ChatCall(context, body, intake).answer(request)
+    prepared = await prepare_chat(context, body, chat_ask(body))
+    return await ChatCall(context, body, prepared).answer(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -12,11 +13,14 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
+from pdserve.errors import RequestError
+from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import Generation, Update
-from pdserve.server.intake import Intake
+from pdserve.server.intake import Intake, check_top_logprobs
 from pdserve.server.json_http import json_response
+from pdserve.server.logprob_format import LARGE, prompt_tokens, vllm_prompt_logprobs
 from pdserve.server.schemas import OpenAIBody
 from pdserve.server.streaming import collect, event, stream_response, until_disconnect
 
@@ -38,21 +42,36 @@ def timing_fields(updates: Sequence[Update]) -> dict[str, Any]:
     return {}
 
 
+def check_prompt_logprobs(body: OpenAIBody) -> int | None:
+    """How many of the most likely tokens the body wants at each place of the prompt; None: nothing.
+
+    Raises:
+        RequestError: 400 naming `prompt_logprobs`.
+    """
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs cannot be streamed; use stream: false", field="prompt_logprobs")
+    return check_top_logprobs(body.prompt_logprobs, "prompt_logprobs")
+
+
 class OpenAICall(abc.ABC):
     """One call of an OpenAI endpoint; subclasses say how a choice looks."""
 
     id_prefix: str
     object_name: str
     chunk_name: str
+    prompt_logprobs_of_body = True
+    """Whether the prompt's log probabilities are a field of the answer, not of its choices."""
 
     def __init__(self, context: ServerContext, body: OpenAIBody, intake: Intake) -> None:
         self.context = context
         self.body = body
         self.intake = intake
+        self.prompt_parts: dict[int, list[PromptLogprobs]] = {}
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": body.model or context.model_name,
+            "system_fingerprint": context.fingerprint,
         }
 
     @abc.abstractmethod
@@ -67,6 +86,18 @@ class OpenAICall(abc.ABC):
     def delta(self, update: Update) -> dict[str, Any]:
         """What a chunk's choice says of `update`; with an empty one, of nothing."""
 
+    def news(self, update: Update) -> dict[str, Any] | None:
+        """What a chunk's choice says of the next `update` of a stream; None where there is nothing to say."""
+        return self.delta(update) if update.text or update.logprobs else None
+
+    def finish_fields(self, index: int, finish: FinishReason | None) -> dict[str, Any]:
+        """How choice `index` says that it has finished; called after its text was seen."""
+        return finish_fields(finish)
+
+    def usage_details(self, updates: Sequence[Update]) -> dict[str, Any]:
+        """More of `usage`, beside the counts that all endpoints have."""
+        return {}
+
     async def answer(self, request: Request) -> Response:
         """Submit, and answer at once or as a stream. Prefill answers whole: its half is over with the first token."""
         stream = bool(self.body.stream) and self.context.mode != "prefill"
@@ -75,11 +106,31 @@ class OpenAICall(abc.ABC):
             if stream:
                 return await stream_response(request, self._events(generation))
             updates = await until_disconnect(request, collect(generation, len(self.intake.requests)))
+            for update in updates:
+                self.prompt_parts[update.index] = update.prompt_parts
+            if sum(part.num_tokens for update in updates for part in update.prompt_parts) > LARGE:
+                return json_response(await asyncio.to_thread(self._whole, updates))
             return json_response(self._whole(updates))
 
+    def chosen(self, updates: list[Update]) -> list[Update]:
+        """The sequences that the client gets, in the order of their choices."""
+        return updates
+
+    def prompt_logprobs(self, index: int) -> dict[str, Any]:
+        """vLLM's `prompt_logprobs` of the prompt of sequence `index`, where the body asks for it."""
+        if self.body.prompt_logprobs is None:
+            return {}
+        tokens = prompt_tokens(self.intake.requests[index], self.prompt_parts.get(index, []))
+        return {"prompt_logprobs": vllm_prompt_logprobs(self.context.tokenizer, tokens, self.body.prompt_logprobs)}
+
     def _whole(self, updates: list[Update]) -> dict[str, Any]:
-        choices = [{"index": u.index, **self.choice(u), **finish_fields(u.finish)} for u in updates]
+        choices = [
+            {"index": i, **self.choice(u), **self.finish_fields(u.index, u.finish)}
+            for i, u in enumerate(self.chosen(updates))
+        ]
         extra = {"pdserve": timing_fields(updates)} if self.body.return_meta_info else {}
+        if self.prompt_logprobs_of_body:
+            extra |= self.prompt_logprobs(0)
         return {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage(updates), **extra}
 
     def _usage(self, updates: Sequence[Update]) -> dict[str, Any]:
@@ -91,24 +142,30 @@ class OpenAICall(abc.ABC):
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
+            **self.usage_details(updates),
         }
 
     async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         seen: dict[int, Update] = {}
         async with generation:
             async for update in generation:
+                self.prompt_parts.setdefault(update.index, []).extend(update.prompt_parts)
+                if update.prompt_parts and not update.token_ids and update.finish is None:
+                    continue  # the rest of the prompt's log probabilities is on its way
                 if update.index not in seen:
                     seen[update.index] = Update(update.index)
                     opening = self.opening(update.index)
                     if opening is not None:
-                        yield self._chunk(update.index, opening)
+                        yield self._chunk(update.index, opening, self._running(seen))
                 _count(seen[update.index], update)
-                if update.text or update.logprobs:
-                    yield self._chunk(update.index, self.delta(update))
+                news = self.news(update)
+                if news is not None:
+                    yield self._chunk(update.index, news, self._running(seen))
                 if update.finish is not None:
                     last = len(seen) == len(self.intake.requests) and all(u.finish for u in seen.values())
                     extra = self._extra(list(seen.values())) if last and not self._wants_usage else {}
-                    yield self._chunk(update.index, self.delta(Update(update.index)), update.finish, extra)
+                    nothing = self.delta(Update(update.index))
+                    yield self._chunk(update.index, nothing, {**self._running(seen), **extra}, update.finish)
         if self._wants_usage:
             done = list(seen.values())
             body = {**self._head, "object": self.chunk_name, "choices": [], "usage": self._usage(done)}
@@ -118,12 +175,19 @@ class OpenAICall(abc.ABC):
         self,
         index: int,
         fields: dict[str, Any],
+        extra: dict[str, Any],
         finish: FinishReason | None = None,
-        extra: dict[str, Any] | None = None,
     ) -> bytes:
-        choice = {"index": index, **fields, **finish_fields(finish)}
-        usage = {"usage": None} if self._wants_usage else {}
-        return event({**self._head, "object": self.chunk_name, "choices": [choice], **usage, **(extra or {})})
+        choice = {"index": index, **fields, **self.finish_fields(index, finish)}
+        return event({**self._head, "object": self.chunk_name, "choices": [choice], **extra})
+
+    def _running(self, seen: dict[int, Update]) -> dict[str, Any]:
+        """`usage` of a chunk: null, or what was used so far where the client wants that in every chunk."""
+        if not self._wants_usage:
+            return {}
+        options = self.body.stream_options
+        continuous = options is not None and bool(options.continuous_usage_stats)
+        return {"usage": self._usage(list(seen.values())) if continuous else None}
 
     def _extra(self, updates: list[Update]) -> dict[str, Any]:
         return {"pdserve": timing_fields(updates)} if self.body.return_meta_info else {}

@@ -2,58 +2,140 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
 from pdserve.errors import RequestError
+from pdserve.protocol.logprobs import Logprobs
+from pdserve.server.constraints import openai_constraint
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import Update
-from pdserve.server.intake import Intake, PromptSpec, as_prompts, check_token_ids, check_top_logprobs, make_intake
+from pdserve.server.intake import (
+    Intake,
+    PromptSpec,
+    as_prompts,
+    check_token_ids,
+    check_top_logprobs,
+    make_intake,
+    openai_logprobs,
+)
 from pdserve.server.json_http import convert, read_json_object, refuse_unsupported
-from pdserve.server.logprob_format import completion_logprobs, tokens_length
-from pdserve.server.openai_common import OpenAICall
-from pdserve.server.sampling_fields import COMPLETION_TOKENS, Ask, count_n, openai_sampling
+from pdserve.server.logprob_format import (
+    completion_logprobs,
+    completion_prompt_logprobs,
+    prompt_tokens,
+    tokens_length,
+)
+from pdserve.server.openai_common import OpenAICall, check_prompt_logprobs
+from pdserve.server.sampling_fields import COMPLETION_TOKENS, MAX_N, Ask, count_n, openai_sampling
 from pdserve.server.schemas import UNSUPPORTED_COMPLETION, CompletionBody
 
 
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt as token ids, and its text if it is to be echoed."""
+
+    input_ids: list[int]
+    text: str
+
+
 class CompletionCall(OpenAICall):
-    """A text completion."""
+    """A text completion: of each prompt the `num_choices` best of the sequences that were made."""
 
     id_prefix = "cmpl"
     object_name = "text_completion"
     chunk_name = "text_completion"
+    prompt_logprobs_of_body = False
 
-    def __init__(self, context: ServerContext, body: CompletionBody, intake: Intake) -> None:
+    def __init__(
+        self, context: ServerContext, body: CompletionBody, intake: Intake, prompts: list[Prompt], num_choices: int
+    ) -> None:
         super().__init__(context, body, intake)
+        self._prompts = prompts
+        self._num_choices = num_choices
+        self._echo = bool(body.echo)
+        self._num_top = body.logprobs
         self._offsets: dict[int, int] = {}
+
+    def chosen(self, updates: list[Update]) -> list[Update]:
+        """See `OpenAICall`: of each prompt those with the highest log probability per token, the best first."""
+        made, wanted = self.intake.n, self._num_choices
+        if made == wanted:
+            return updates
+        groups = [updates[first : first + made] for first in range(0, len(updates), made)]
+        return [one for group in groups for one in sorted(group, key=_mean_logprob, reverse=True)[:wanted]]
 
     def choice(self, update: Update) -> dict[str, Any]:
         """See `OpenAICall`."""
-        return self.delta(update)
+        echoed = self.opening(update.index)
+        fields = self.delta(update)
+        if echoed is not None:
+            fields["text"] = echoed["text"] + fields["text"]
+            if echoed["logprobs"] is not None:
+                own = fields["logprobs"] or {name: [] for name in echoed["logprobs"]}
+                fields["logprobs"] = {name: values + own[name] for name, values in echoed["logprobs"].items()}
+        return {**fields, **self.prompt_logprobs(update.index)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """See `OpenAICall`: completions have none."""
-        return None
+        """See `OpenAICall`: the prompt, if it is echoed."""
+        if not self._echo:
+            return None
+        text = self._prompts[index // self.intake.n].text
+        if self._num_top is None:
+            return {"text": text, "logprobs": None}
+        tokenizer, request = self.context.tokenizer, self.intake.requests[index]
+        self._offsets[index] = tokens_length(tokenizer, request.input_ids)
+        tokens = prompt_tokens(request, self.prompt_parts.get(index, []))
+        return {"text": text, "logprobs": completion_prompt_logprobs(tokenizer, tokens, self._num_top)}
 
     def delta(self, update: Update) -> dict[str, Any]:
         """See `OpenAICall`."""
-        if not update.logprobs:
+        if not update.logprobs or self._num_top is None:
             return {"text": update.text, "logprobs": None}
         tokenizer = self.context.tokenizer
         offset = self._offsets.get(update.index, 0)
         self._offsets[update.index] = offset + tokens_length(tokenizer, update.token_ids)
-        return {"text": update.text, "logprobs": completion_logprobs(tokenizer, update, offset)}
+        return {"text": update.text, "logprobs": completion_logprobs(tokenizer, update, offset, self._num_top)}
 
 
-async def _prompt_ids(context: ServerContext, prompt: str | list[int], vocab_size: int) -> list[int]:
+def _mean_logprob(update: Update) -> float:
+    return sum(line.logprob for line in update.logprobs) / max(1, len(update.logprobs))
+
+
+async def _prompt(context: ServerContext, prompt: str | list[int], vocab_size: int, *, echo: bool) -> Prompt:
     if isinstance(prompt, str):
-        prompt = await context.require_tokenizer("prompt").encode(prompt, field="prompt")
-    if not prompt:
+        text, input_ids = prompt, await context.require_tokenizer("prompt").encode(prompt, field="prompt")
+    else:
+        text, input_ids = "", prompt
+    if not input_ids:
         raise RequestError("prompt must not be empty", field="prompt")
-    check_token_ids(prompt, vocab_size, "prompt")
-    return prompt
+    check_token_ids(input_ids, vocab_size, "prompt")
+    if echo and isinstance(prompt, list) and context.tokenizer is not None:
+        text = context.tokenizer.decode(input_ids, skip_special=False)
+    return Prompt(input_ids, text)
+
+
+def _count_made(body: CompletionBody, num_choices: int) -> int:
+    """How many sequences are made of each prompt: `best_of`, or as many as are answered."""
+    if body.best_of is None or body.best_of == num_choices:
+        return num_choices
+    if not num_choices <= body.best_of <= MAX_N:
+        message = f"best_of must be in [n={num_choices}, {MAX_N}], got {body.best_of}"
+        raise RequestError(message, field="best_of")
+    if body.stream:
+        raise RequestError("best_of cannot be streamed: the best is known at the end", field="best_of")
+    return body.best_of
+
+
+def _wish(body: CompletionBody, *, ranked: bool) -> Logprobs | None:
+    top = check_top_logprobs(body.logprobs, "logprobs")
+    prompt_top = check_prompt_logprobs(body)
+    if body.echo and top is not None:
+        prompt_top = max(top, prompt_top or 0)
+    return openai_logprobs(0 if ranked and top is None else top, prompt_top)
 
 
 async def completions(context: ServerContext, request: Request) -> Response:
@@ -64,19 +146,20 @@ async def completions(context: ServerContext, request: Request) -> Response:
     """
     raw = await read_json_object(request, context.max_body_bytes)
     limits = context.limits()
-    if raw.get("best_of") in (1, raw.get("n")):
-        raw.pop("best_of", None)
-    if raw.get("response_format") == {"type": "text"}:
-        raw.pop("response_format")
     body = convert(refuse_unsupported(raw, UNSUPPORTED_COMPLETION), CompletionBody)
     context.check_model(body.model)
-    prompts, _ = as_prompts(body.prompt, "prompt", allow_text=True, allow_ids=True)
-    n = count_n(body.n)
-    top_logprobs = check_top_logprobs(body.logprobs, "logprobs")
-    ask = Ask(body.max_tokens, COMPLETION_TOKENS, "max_tokens")
-    specs = []
-    for prompt in prompts:
-        input_ids = await _prompt_ids(context, prompt, limits.vocab_size)
-        specs.append(PromptSpec(input_ids, openai_sampling(body, ask, len(input_ids), limits, "prompt"), top_logprobs))
-    intake = make_intake(specs, n, body, context.mode, stream=bool(body.stream))
-    return await CompletionCall(context, body, intake).answer(request)
+    given, _ = as_prompts(body.prompt, "prompt", allow_text=True, allow_ids=True)
+    num_choices = count_n(body.n)
+    made = _count_made(body, num_choices)
+    wish = _wish(body, ranked=made > num_choices)
+    grammar = await context.take_grammar(openai_constraint(body))
+    ask = Ask(body.max_tokens, COMPLETION_TOKENS, "max_tokens", least=0)
+    prompts = [await _prompt(context, prompt, limits.vocab_size, echo=bool(body.echo)) for prompt in given]
+    specs = [
+        PromptSpec(prompt.input_ids, openai_sampling(body, ask, len(prompt.input_ids), limits, "prompt", grammar), wish)
+        for prompt in prompts
+    ]
+    intake = make_intake(
+        specs, made, body, context.mode, stream=bool(body.stream), dp_size=context.config.parallel.dp_size
+    )
+    return await CompletionCall(context, body, intake, prompts, num_choices).answer(request)

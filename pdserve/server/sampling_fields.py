@@ -7,9 +7,11 @@ from typing import TypeVar
 
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
+from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import EngineReady
 from pdserve.protocol.sampling import TOP_K_ALL, SamplingParams, validate_sampling
 from pdserve.server.schemas import NativeSampling, OpenAIBody
+from pdserve.server.stop_regex import check_pattern
 
 V = TypeVar("V")
 
@@ -40,11 +42,12 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """How many tokens the client wants: None for `default`. `field` is the client's name for it."""
+    """How many tokens the client wants: None for `default`, at least `least`. `field` is the client's name for it."""
 
     tokens: int | None
     default: int
     field: str
+    least: int = 1
 
 
 def fit_max_tokens(num_prompt: int, ask: Ask, min_tokens: int, limits: Limits, prompt_field: str) -> int:
@@ -66,8 +69,8 @@ def fit_max_tokens(num_prompt: int, ask: Ask, min_tokens: int, limits: Limits, p
     longest = limits.context_length if limits.mode == "prefill" else capacity
     if ask.tokens is None:
         return min(max(ask.default, min_tokens), longest - num_prompt)
-    if ask.tokens < 1:
-        raise RequestError(f"{ask.field} must be at least 1, got {ask.tokens}", field=ask.field)
+    if ask.tokens < ask.least:
+        raise RequestError(f"{ask.field} must be at least {ask.least}, got {ask.tokens}", field=ask.field)
     if num_prompt + ask.tokens > longest:
         raise RequestError(
             f"{num_prompt} prompt tokens and {ask.field}={ask.tokens} exceed the {longest} tokens that fit "
@@ -100,6 +103,16 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return stops
 
 
+def _stop_regexes(patterns: str | list[str] | None) -> tuple[str, ...]:
+    given = (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
+    if len(given) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_CHARS for text in given):
+        message = f"stop_regex takes at most {MAX_STOP_STRINGS} patterns of {MAX_STOP_CHARS} characters"
+        raise RequestError(message, field="stop_regex")
+    for pattern in given:
+        check_pattern(pattern)
+    return given
+
+
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     if not bias:
         return None
@@ -121,7 +134,9 @@ def _given(value: V | None, default: V) -> V:
     return default if value is None else value
 
 
-def _build(body: NativeSampling | OpenAIBody, min_tokens: int, max_tokens: int, seed: int | None) -> SamplingParams:
+def _build(
+    body: NativeSampling | OpenAIBody, min_tokens: int, max_tokens: int, seed: int | None, grammar: Grammar | None
+) -> SamplingParams:
     default = SamplingParams()
     top_k = _given(body.top_k, -1)
     return SamplingParams(
@@ -137,28 +152,34 @@ def _build(body: NativeSampling | OpenAIBody, min_tokens: int, max_tokens: int, 
         seed=seed,
         stop=_stops(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        stop_regex=_stop_regexes(body.stop_regex),
         ignore_eos=_given(body.ignore_eos, default.ignore_eos),
         skip_special_tokens=_given(body.skip_special_tokens, default.skip_special_tokens),
         spaces_between_special_tokens=_given(body.spaces_between_special_tokens, default.spaces_between_special_tokens),
         no_stop_trim=_given(body.no_stop_trim, default.no_stop_trim),
         logit_bias=_logit_bias(body.logit_bias),
+        grammar=grammar,
     )
 
 
-def native_sampling(body: NativeSampling, num_prompt: int, limits: Limits, prompt_field: str) -> SamplingParams:
+def native_sampling(
+    body: NativeSampling, num_prompt: int, limits: Limits, prompt_field: str, grammar: Grammar | None = None
+) -> SamplingParams:
     """Checked parameters of a `/generate` prompt of `num_prompt` tokens.
 
     Raises:
         RequestError: 400 naming the field.
     """
-    ask = Ask(body.max_new_tokens, NATIVE_TOKENS, "max_new_tokens")
+    ask = Ask(body.max_new_tokens, NATIVE_TOKENS, "max_new_tokens", least=0)
     min_tokens = _given(body.min_new_tokens, 0)
     seed = _seed(body.sampling_seed, "sampling_seed") if body.sampling_seed is not None else _seed(body.seed, "seed")
     max_tokens = fit_max_tokens(num_prompt, ask, min_tokens, limits, prompt_field)
-    return validate_sampling(_build(body, min_tokens, max_tokens, seed), limits.vocab_size)
+    return validate_sampling(_build(body, min_tokens, max_tokens, seed, grammar), limits.vocab_size)
 
 
-def openai_sampling(body: OpenAIBody, ask: Ask, num_prompt: int, limits: Limits, prompt_field: str) -> SamplingParams:
+def openai_sampling(
+    body: OpenAIBody, ask: Ask, num_prompt: int, limits: Limits, prompt_field: str, grammar: Grammar | None = None
+) -> SamplingParams:
     """Checked parameters of an OpenAI prompt of `num_prompt` tokens.
 
     Raises:
@@ -167,7 +188,8 @@ def openai_sampling(body: OpenAIBody, ask: Ask, num_prompt: int, limits: Limits,
     min_tokens = _given(body.min_tokens, 0)
     max_tokens = fit_max_tokens(num_prompt, ask, min_tokens, limits, prompt_field)
     try:
-        return validate_sampling(_build(body, min_tokens, max_tokens, _seed(body.seed, "seed")), limits.vocab_size)
+        built = _build(body, min_tokens, max_tokens, _seed(body.seed, "seed"), grammar)
+        return validate_sampling(built, limits.vocab_size)
     except RequestError as error:
         message = error.message
         for ours, theirs in _OPENAI_NAMES.items():

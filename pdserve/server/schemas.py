@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -10,20 +10,18 @@ Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 """Higher runs first; the same for all prompts of a body."""
 
 UNSUPPORTED_NATIVE = (
-    "audio_data", "custom_logit_processor", "data_parallel_rank", "image_data", "input_embeds", "lora_path",
-    "return_hidden_states", "return_routed_experts", "session_params", "token_ids_logprob", "video_data",
+    "audio_data", "custom_logit_processor", "image_data", "input_embeds", "lora_path",
+    "return_hidden_states", "return_routed_experts", "session_params", "video_data",
 )  # fmt: skip
-UNSUPPORTED_NATIVE_SAMPLING = ("custom_params", "ebnf", "json_schema", "regex", "stop_regex", "structural_tag")
+UNSUPPORTED_NATIVE_SAMPLING = ("custom_params",)
 UNSUPPORTED_OPENAI = (
-    "custom_logit_processor", "data_parallel_rank", "ebnf", "input_embeds", "json_schema", "lora_path",
-    "prompt_logprobs", "regex", "return_hidden_states", "session_params", "stop_regex", "structural_tag",
+    "custom_logit_processor", "input_embeds", "lora_path", "return_hidden_states", "session_params",
 )  # fmt: skip
 UNSUPPORTED_CHAT = (
     *UNSUPPORTED_OPENAI,
-    "audio", "chat_template", "documents", "echo", "function_call", "functions", "modalities", "prediction",
-    "reasoning_effort", "response_format", "tool_choice", "tools", "verbosity", "web_search_options",
+    "audio", "echo", "function_call", "functions", "modalities", "prediction", "verbosity", "web_search_options",
 )  # fmt: skip
-UNSUPPORTED_COMPLETION = (*UNSUPPORTED_OPENAI, "best_of", "echo", "response_format", "suffix")
+UNSUPPORTED_COMPLETION = (*UNSUPPORTED_OPENAI, "suffix")
 
 
 class NativeSampling(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,6 +40,7 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -64,9 +63,11 @@ class GenerateBody(msgspec.Struct):
     return_logprob: Any = None
     top_logprobs_num: Any = None
     logprob_start_len: Any = None
+    token_ids_logprob: Any = None
     return_text_in_logprobs: bool | None = None
     rid: Any = None
     priority: Priority | None = None
+    data_parallel_rank: int | None = None
     model: str | None = None
     bootstrap_host: Any = None
     bootstrap_port: Any = None
@@ -114,14 +115,18 @@ class OpenAIBody(ConstraintFields):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
     return_meta_info: bool | None = None
     rid: Any = None
     priority: Priority | None = None
+    data_parallel_rank: int | None = None
+    user: str | None = None
     bootstrap_host: Any = None
     bootstrap_port: Any = None
     bootstrap_room: Any = None
@@ -132,23 +137,60 @@ class CompletionBody(OpenAIBody):
 
     prompt: Any = None
     logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
 
 
 class ContentPart(msgspec.Struct):
-    """One piece of a message's content; only text is supported."""
+    """One piece of a message's content; only text, and a refusal's, is supported."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(msgspec.Struct):
+    """What a past tool call called; `arguments` is JSON text, an object is taken too."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct):
+    """A tool call of an earlier answer."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
 
 
 class ChatMessage(msgspec.Struct):
-    """One message of a conversation."""
+    """One message of a conversation. `reasoning_content` is called `reasoning` by some clients."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+
+class FunctionSpec(msgspec.Struct):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(msgspec.Struct):
+    """A tool that the model may use; only functions are supported."""
+
+    type: str
+    function: FunctionSpec | None = None
 
 
 class ChatBody(OpenAIBody):
@@ -158,9 +200,52 @@ class ChatBody(OpenAIBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[ToolSpec] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(msgspec.Struct):
+    """`POST /tokenize`: `prompt`, a text or several, or `messages` and the other fields of a chat."""
+
+    prompt: Any = None
+    messages: Any = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct):
+    """`POST /detokenize`: token ids, or lists of them."""
+
+    tokens: Any = None
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+class PauseBody(msgspec.Struct):
+    """`POST /pause_generation`."""
+
+    mode: Literal["abort", "retract", "in_place"] | None = None
+
+
+class ProfileBody(msgspec.Struct):
+    """`POST /start_profile`."""
+
+    output_dir: str | None = None
+    profile_id: str | None = None
+    num_steps: int | None = None
+    activities: list[str] | None = None
+    record_shapes: bool | None = None
+    with_stack: bool | None = None
 
 
 class AbortBody(msgspec.Struct):

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdserve.errors import ConfigError, RequestError
+from pdserve.base.hf_tokenizer import open_hf_tokenizer
+from pdserve.errors import RequestError
+from pdserve.server.chat_template import ChatTemplates, read_template
 from pdserve.server.detokenizer import ByteDecoder, StreamDecoder, TextDecoder
 
 if TYPE_CHECKING:
@@ -20,12 +22,6 @@ if TYPE_CHECKING:
 
 LONG_TEXT_CHARS = 8192
 """Longer texts are encoded off the event loop; this much takes a few milliseconds."""
-
-COMPLETE_CLASSES = frozenset(
-    {"PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen2TokenizerFast", "GPT2TokenizerFast"}
-)
-"""Tokenizers whose tokenizer.json says all there is; others change it by what else their config says."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -95,8 +91,12 @@ class Tokenizer:
         self._backend: RustTokenizer = hf_tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._chat_template = chat_template
+        self.chat = ChatTemplates(hf_tokenizer, chat_template)
         self._bytes = TokenBytes(self._backend)
+
+    def as_json(self) -> str:
+        """Everything about the tokens as text, in the form of a tokenizer.json."""
+        return str(self._backend.to_str())
 
     async def encode(self, text: str, *, field: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.
@@ -114,32 +114,33 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise RequestError(f"{field} is not valid Unicode text: {error}", field=field) from error
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
-        """Token ids of a conversation through the chat template; `options` are variables for the template.
+    async def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], template: str, options: Mapping[str, Any]
+    ) -> str:
+        """The prompt that `template` makes of a conversation; `options` are variables for it.
 
         Raises:
-            RequestError: 400 naming `messages`, when there is no template or it refuses the messages.
+            RequestError: 400 naming `messages`, when the template refuses them.
         """
         size = sum(len(str(message.get("content", ""))) for message in messages)
         if size <= LONG_TEXT_CHARS:
-            text = self._render(messages, options)
-        else:
-            text = await asyncio.to_thread(self._render, messages, options)
-        return await self.encode(text, field="messages", add_special_tokens=False)
+            return self.chat.render(template, messages, options)
+        return await asyncio.to_thread(self.chat.render, template, messages, options)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        template = self._chat_template or self._hf.chat_template
+    def require_template(self, *, tools: bool = False) -> str:
+        """The chat template, for a request with or without tools.
+
+        Raises:
+            RequestError: 400 naming `messages`: there is none.
+        """
+        template = self.chat.text(tools=tools)
         if template is None:
             raise RequestError(
                 "this model has no chat template; use /v1/completions, or start the server with --chat-template",
                 field="messages",
                 code="no_chat_template",
             )
-        try:
-            text = self._hf.apply_chat_template(list(messages), chat_template=template, tokenize=False, **options)
-        except Exception as error:  # a template is a program of the model's author: whatever it raises is a refusal
-            raise RequestError(f"the chat template refuses these messages: {error}", field="messages") from error
-        return str(text)
+        return template
 
     def text_decoder(self, *, skip_special: bool) -> TextDecoder:
         """A decoder for one new sequence."""
@@ -164,47 +165,14 @@ class Tokenizer:
         return "".join(decoder.push(token_id) for token_id in token_ids)
 
 
-def load_tokenizer(directory: str | Path, chat_template_file: str | None = None) -> Tokenizer | None:
+def load_tokenizer(directory: str | Path, chat_template: str | None = None) -> Tokenizer | None:
     """The tokenizer in `directory`, or None when it holds none (then only `/generate` with token ids works).
+
+    `chat_template`: the name of a built-in one, or a file.
 
     Raises:
         ConfigError: the tokenizer or the chat template cannot be read.
     """
-    template = _read_template(chat_template_file) if chat_template_file is not None else None
-    path = Path(directory)
-    if not any((path / name).exists() for name in TOKENIZER_FILES):
-        return None
-    try:
-        loaded = _load(path)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"cannot read the tokenizer in {path}: {error}", field="tokenizer_path") from error
-    if not loaded.is_fast:
-        raise ConfigError(f"the tokenizer in {path} has no tokenizer.json and none can be made", field="tokenizer_path")
-    return Tokenizer(loaded, template)
-
-
-def _load(path: Path) -> Any:
-    """Where tokenizer.json says everything, it is read as it is: what finds the right class for the others imports
-    torch, which takes seconds and memory that this process has no use for.
-    """
-    if (path / "tokenizer.json").is_file() and _class_of(path) in COMPLETE_CLASSES:
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(path), use_fast=True, local_files_only=True)
-
-
-def _class_of(path: Path) -> str:
-    """The class that tokenizer_config.json names."""
-    config = path / "tokenizer_config.json"
-    fields = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    return str(fields.get("tokenizer_class")) if isinstance(fields, dict) else ""
-
-
-def _read_template(file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the chat template {file}: {error}", field="chat_template") from error
+    template = read_template(chat_template) if chat_template is not None else None
+    loaded = open_hf_tokenizer(directory)
+    return None if loaded is None else Tokenizer(loaded, template)

@@ -18,9 +18,9 @@ from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import (
     AbortRequest,
+    CommandReply,
     EngineReady,
     FinishReason,
-    FlushReply,
     GenerateRequest,
     OutputBatch,
     RoomAddress,
@@ -170,7 +170,7 @@ class Node:
                         assert not half.tokens, f"{output.rid}: of the prompt after its first token"
                         half.prompt_parts.append(output.prompt_logprobs)
                     half.finish = output.finish
-            case StateReply() | FlushReply() | EngineReady():
+            case StateReply() | CommandReply() | EngineReady():
                 pass
 
 

@@ -55,6 +55,10 @@ class Role(Protocol):
         """End a live request early: with a failure, or quietly (its stop string was seen)."""
         ...
 
+    def retract_all(self) -> None:
+        """Take its memory from everything that can be computed again later. No step is under way."""
+        ...
+
     def queues(self) -> dict[str, int]:
         """Queue lengths by SGLang's names."""
         ...

@@ -67,6 +67,10 @@ class MonolithRole:
         finish = FinishReason(type="stop") if failure is None else finish_for_failure(failure)
         self._core.outbox.emit(req, (), finish, self._timing(req))
 
+    def retract_all(self) -> None:
+        """See `Role.retract_all`."""
+        self._generating.retract_all()
+
     def queues(self) -> dict[str, int]:
         """See `Role.queues`."""
         running, prefilling = self._generating.running, self._generating.prefilling

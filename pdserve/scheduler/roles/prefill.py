@@ -144,6 +144,9 @@ class PrefillRole:
         self._leave(req)
         self._core.outbox.emit(req, (), finish_for_failure(failure))
 
+    def retract_all(self) -> None:
+        """See `Role.retract_all`: a prompt that has started keeps its pages, which are being sent."""
+
     def queues(self) -> dict[str, int]:
         """See `Role.queues`."""
         return {

@@ -23,6 +23,7 @@ from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.loader import load_model, read_spec
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples
+from pdserve.protocol.logprobs import Logprobs, PromptLogprobs, join
 from pdserve.protocol.sampling import SamplingParams
 from tests.driver import Driver, random_prompt
 
@@ -40,6 +41,8 @@ class Outcome:
     chunked: list[list[int]]
     chance: list[int]
     logprobs: torch.Tensor
+    prompt: tuple[torch.Tensor, ...]
+    """Log probabilities of two prompts' tokens: own, ranks, top ids, top, picked."""
     pages: torch.Tensor
     samples: WeightSamples
     num_bytes: int
@@ -63,6 +66,7 @@ def outcome(parallel: Parallel, path: Path, vocab_size: int, overlap: bool, load
         chunked=chunked,
         chance=_by_chance(driver, prompts[2]),
         logprobs=_distribution(driver, prompts[3], vocab_size),
+        prompt=_prompt_logprobs(driver, prompts[2:], vocab_size),
         pages=_end(built),
         samples=built.executor.weight_samples(),
         num_bytes=built.executor.weight_bytes,
@@ -84,6 +88,25 @@ def _distribution(driver: Driver, prompt: list[int], vocab_size: int) -> torch.T
     logprobs = torch.full((vocab_size,), float("nan"))
     logprobs[[entry[0] for entry in token.top]] = torch.tensor([entry[1] for entry in token.top])
     return logprobs
+
+
+def _prompt_logprobs(driver: Driver, prompts: list[list[int]], vocab_size: int) -> tuple[torch.Tensor, ...]:
+    """Of prompts whose rows are cut by micro-batches and chunks, with wishes of different widths."""
+    wishes = [Logprobs(top=5, token_ids=(vocab_size - 1, 2), prompt_from=0), Logprobs(top=3, prompt_from=7)]
+    rows = [driver.open(prompt, len(prompt) + 1, logprobs=wish) for prompt, wish in zip(prompts, wishes, strict=True)]
+    told: list[list[PromptLogprobs]] = [[], []]
+    for start, end in ((0, 33), (33, 90)):
+        plan = [(row, start, min(end, len(p)), len(p) <= end) for row, p in zip(rows, prompts, strict=True)]
+        for index, part in driver.result(*plan).prompts.items():
+            told[index].append(part)
+    arrays: list[torch.Tensor] = []
+    for parts, prompt, wish in zip(told, prompts, wishes, strict=True):
+        whole = join(parts, (wish.prompt_from or 0) + 1, len(prompt))
+        assert whole is not None, "every token is told of"
+        arrays += [torch.from_numpy(array.copy()) for array in whole.arrays()]
+    for row in rows:
+        driver.close(row)
+    return tuple(arrays)
 
 
 def _end(built: Built) -> torch.Tensor:
@@ -144,7 +167,12 @@ def marked(parallel: Parallel, path: Path) -> tuple[int, int, list[tuple[int, in
     tokens = torch.arange(150, dtype=torch.int32).view(1, -1)
     with torch.inference_mode():
         stage = Stage(model, attention)
-        logits = stage.logits(batches, tokens, lambda layer: marks.append((layer, attention.written.count(layer))))
+        logits = stage.logits(
+            batches,
+            tokens,
+            lambda layer: marks.append((layer, attention.written.count(layer))),
+            (None,) * len(batches),
+        )
         stage.flush()
     assert (logits is not None) == stage.is_sampler
     return len(batches), model.num_layers, marks

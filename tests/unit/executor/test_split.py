@@ -78,6 +78,8 @@ def _check(
         assert rank.chance == whole.chance
         assert torch.equal(rank.logprobs, ranks[0].logprobs)
         torch.testing.assert_close(rank.logprobs, whole.logprobs, atol=2e-4, rtol=0.0)
+        for mine, others in zip(rank.prompt, whole.prompt, strict=True):
+            torch.testing.assert_close(mine, others, atol=2e-4, rtol=0.0)
         layers, heads = layout.layers_of(shape.place(index)), layout.heads_of(shape.place(index))
         held = whole.pages[:, layers.start : layers.stop, :, heads.start : heads.stop]
         torch.testing.assert_close(rank.pages, held, atol=2e-4, rtol=0.0, equal_nan=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.base.clock import ManualClock
-from pdserve.protocol.messages import AbortRequest, FlushCache, FlushReply
+from pdserve.protocol.messages import AbortRequest, CommandReply, FlushCache
 from pdserve.scheduler.pace import Pace
 from pdserve.scheduler.running import NewTokenRatio
 from tests.unit.scheduler.kit import Mono
@@ -93,7 +93,7 @@ def test_a_flush_empties_the_cache_when_idle() -> None:
     assert mono.memory.counts()["pages_cached"] == 25
     mono.mailbox.post(FlushCache(query_id="q"))
     mono.step()
-    assert [m.ok for m in mono.sent if isinstance(m, FlushReply)] == [True]
+    assert [m.ok for m in mono.sent if isinstance(m, CommandReply)] == [True]
     assert mono.memory.counts()["pages_cached"] == 0
     mono.post("b", LONG[:100])
     assert mono.step() == {"b": (0, 64)}

@@ -11,9 +11,9 @@ import pytest
 from pdserve.executor.interface import BatchPlan, StepHandle
 from pdserve.protocol.messages import (
     AbortRequest,
+    CommandReply,
     FinishReason,
     FlushCache,
-    FlushReply,
     GenerateRequest,
     Shutdown,
     StateQuery,
@@ -146,7 +146,7 @@ def test_flush_is_refused_while_requests_run(mono: Mono) -> None:
     mono.run()
     mono.mailbox.post(FlushCache(query_id="2"))
     mono.scheduler.step()
-    assert [(m.query_id, m.ok) for m in mono.sent if isinstance(m, FlushReply)] == [("1", False), ("2", True)]
+    assert [(m.query_id, m.ok) for m in mono.sent if isinstance(m, CommandReply)] == [("1", False), ("2", True)]
 
 
 def test_state_counts_what_is_where() -> None:

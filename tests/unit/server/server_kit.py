@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import httpx
+import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -18,21 +19,27 @@ from transformers import PreTrainedTokenizerFast
 from pdserve.config.groups import DisaggConfig, DisaggMode, ModelConfig, ObserveConfig, ServerConfig, ServingConfig
 from pdserve.errors import EngineDeadError
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
+from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import (
     AbortRequest,
+    Command,
+    CommandReply,
+    ContinueGeneration,
     EngineReady,
     EngineState,
     FinishReason,
     FlushCache,
-    FlushReply,
     GenerateRequest,
     OutputBatch,
+    PauseGeneration,
     PeerLoad,
     RequestOutput,
     RequestTiming,
     Shutdown,
+    StartProfile,
     StateQuery,
     StateReply,
+    StopProfile,
     TokenLogprob,
 )
 from pdserve.server.app import create_app, make_metrics
@@ -68,6 +75,17 @@ VOCAB = 320
 """Larger than the tokenizer's, as padded checkpoints are."""
 
 
+def prompt_logprobs(request: GenerateRequest, wish: Logprobs) -> PromptLogprobs:
+    """Made up: -p of the token at position p, second best; -0.5 of the best ones, from token 2 on; -0.75 of picks."""
+    start = (wish.prompt_from or 0) + 1
+    count = len(request.input_ids) - start
+    own = -np.arange(start, start + count, dtype=np.float32)
+    top_ids = np.tile(np.arange(2, 2 + wish.top, dtype=np.int32), (count, 1))
+    picked = np.full((count, len(wish.token_ids)), -0.75, dtype=np.float32)
+    ranks = np.full(count, 2, dtype=np.int32)
+    return PromptLogprobs.pack(start, own, ranks, top_ids, np.full(top_ids.shape, -0.5, dtype=np.float32), picked)
+
+
 class ScriptedScheduler:
     """Answers each request with `script(request)`: token ids (then EOS), or a finish reason at once.
 
@@ -87,6 +105,7 @@ class ScriptedScheduler:
         self.timing = RequestTiming(queue_s=0.5, kv_bytes=1024, kv_pages=2)
         self.requests: list[GenerateRequest] = []
         self.aborts: list[AbortRequest] = []
+        self.commands: list[Command] = []
         self.shutdown = False
         self._held: dict[str, GenerateRequest] = {}
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -129,7 +148,10 @@ class ScriptedScheduler:
                 case FlushCache():
                     self.num_flushes += 1
                     text = "requests are running" if self.busy else "flushed"
-                    self._channel.send(FlushReply(query_id=message.query_id, ok=not self.busy, message=text))
+                    self._channel.send(CommandReply(query_id=message.query_id, ok=not self.busy, message=text))
+                case PauseGeneration() | ContinueGeneration() | StartProfile() | StopProfile():
+                    self.commands.append(message)
+                    self._channel.send(CommandReply(query_id=message.query_id, ok=not self.busy, message="obeyed"))
                 case Shutdown():
                     self.shutdown = True
 
@@ -166,7 +188,14 @@ class ScriptedScheduler:
         if isinstance(script, FinishReason):
             self._send(RequestOutput(rid=request.rid, token_ids=[], finish=script))
             return
+        wish = request.logprobs
+        if wish is not None and wish.prompt_from is not None and wish.prompt_from + 1 < len(request.input_ids):
+            for part in prompt_logprobs(request, wish).parts(64):
+                self._send(RequestOutput(rid=request.rid, token_ids=[], prompt_logprobs=part))
         limit = request.sampling.max_new_tokens
+        if limit == 0:
+            self._send(self._output(request, [], FinishReason(type="length", length=0)))
+            return
         tokens = [*script, EOS][:limit]
         size = self.tokens_per_output
         pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
@@ -191,9 +220,10 @@ class ScriptedScheduler:
         timing: RequestTiming | None = None,
     ) -> RequestOutput:
         logprobs = None
-        if request.top_logprobs is not None:
-            tops = [(token, -0.5) for token in range(2, 2 + request.top_logprobs)]
-            logprobs = [TokenLogprob(-0.25, tops) for _ in tokens]
+        wish = request.logprobs
+        if wish is not None and wish.output:
+            tops = [(token, -0.5) for token in range(2, 2 + wish.top)]
+            logprobs = [TokenLogprob(-0.25, tops, [-0.75] * len(wish.token_ids)) for _ in tokens]
         return RequestOutput(
             rid=request.rid,
             token_ids=tokens,

@@ -11,12 +11,12 @@ import pytest
 from pdserve.errors import EngineDeadError, ProtocolError
 from pdserve.protocol.messages import (
     AbortRequest,
+    CommandReply,
     Divert,
     EngineReady,
     EngineState,
     FinishReason,
     FlushCache,
-    FlushReply,
     GenerateRequest,
     OutputBatch,
     RequestOutput,
@@ -178,9 +178,9 @@ def test_one_answer_of_many() -> None:
         assert [one.num_running_reqs for one in merged.replicas] == [1, 2, 5]
         assert merged.audit == ["replica 2: a page is lost"]
         for pipe, ok in zip(pipes, (True, False, True), strict=True):
-            pipe.up.put_nowait(FlushReply(query_id="f", ok=ok, message="m"))
+            pipe.up.put_nowait(CommandReply(query_id="f", ok=ok, message="m"))
         flushed = await channel.recv()
-        assert isinstance(flushed, FlushReply) and not flushed.ok and "replica 1: m" in flushed.message
+        assert isinstance(flushed, CommandReply) and not flushed.ok and "replica 1: m" in flushed.message
 
     play(story)
 

@@ -32,7 +32,7 @@ async def test_chat_answers_and_streams_the_same_text(tokenizer: Tokenizer, ids:
         assert b.scheduler.requests[0].input_ids == prompt
         assert whole["object"] == "chat.completion"
         choice = whole["choices"][0]
-        assert choice["message"] == {"role": "assistant", "content": TEXT}
+        assert choice["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
         assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", 0)
         count = len(ids(TEXT)) + 1
         assert whole["usage"]["prompt_tokens"] == len(prompt)
@@ -123,7 +123,7 @@ async def test_logprobs_of_output_tokens(tokenizer: Tokenizer, ids: Ids) -> None
         assert done["tokens"][0] == "bytes:\\xe4"
         assert done["token_logprobs"] == [-0.25] * 5
         assert len(done["text_offset"]) == 5
-        assert all(len(top) == 1 for top in done["top_logprobs"])
+        assert all(len(top) == 2 for top in done["top_logprobs"]), "the most likely one and the one that was chosen"
         parts = chunks((await b.http.post("/v1/completions", json={**body, "stream": True})).text)
         streamed = [part["choices"][0]["logprobs"] for part in parts if part["choices"][0]["logprobs"]]
         assert [token for entry in streamed for token in entry["tokens"]] == done["tokens"]
