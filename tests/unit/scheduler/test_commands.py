@@ -1,0 +1,122 @@
+"""Pause, go on, flush and profile, as the scheduler obeys them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.executor.profiling import Profiler
+from pdserve.protocol.messages import (
+    CommandReply,
+    ContinueGeneration,
+    FlushCache,
+    PauseGeneration,
+    StartProfile,
+    StopProfile,
+)
+from tests.unit.scheduler.kit import Mono
+
+
+def _replies(mono: Mono) -> list[tuple[str, bool]]:
+    return [(message.query_id, message.ok) for message in mono.sent if isinstance(message, CommandReply)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_is_computed_until_it_goes_on(overlap: bool) -> None:
+    mono = Mono(overlap=overlap)
+    mono.post("early", max_new_tokens=6)
+    for _ in range(3):
+        mono.step()
+    mono.mailbox.post(PauseGeneration(query_id="p", mode="in_place"))
+    assert mono.step() == {}
+    before = list(mono.tokens("early"))
+    mono.post("late", max_new_tokens=2)
+    for _ in range(3):
+        assert mono.step() == {}
+    assert mono.tokens("early") == before and not mono.tokens("late")
+    mono.mailbox.post(ContinueGeneration(query_id="c"))
+    mono.run()
+    assert len(mono.tokens("early")) == 6 and len(mono.tokens("late")) == 2
+    assert _replies(mono) == [("p", True), ("c", True)]
+
+
+def test_what_was_retracted_has_no_memory_and_comes_to_the_same() -> None:
+    plain, mono = Mono(), Mono()
+    for one in (plain, mono):
+        one.post("a", max_new_tokens=8)
+    plain.run()
+    for _ in range(3):
+        mono.step()
+    mono.mailbox.post(FlushCache(query_id="too soon"))
+    mono.mailbox.post(PauseGeneration(query_id="p", mode="retract"))
+    mono.mailbox.post(FlushCache(query_id="f"))
+    mono.step()
+    assert mono.memory.pages.num_free == mono.memory.pages.num_total
+    mono.mailbox.post(ContinueGeneration(query_id="c"))
+    mono.run()
+    assert mono.tokens("a") == plain.tokens("a")
+    assert _replies(mono) == [("too soon", False), ("p", True), ("f", True), ("c", True)]
+
+
+def test_a_pause_ends_what_runs_unless_told_otherwise() -> None:
+    mono = Mono()
+    mono.post("a", max_new_tokens=8)
+    mono.step()
+    mono.mailbox.post(PauseGeneration(query_id="p"))
+    mono.step()
+    assert not mono.scheduler.role.live
+    mono.post("b", max_new_tokens=1)
+    mono.step()
+    assert not mono.tokens("b")
+    mono.mailbox.post(ContinueGeneration(query_id="c"))
+    mono.run()
+    assert len(mono.tokens("b")) == 1
+
+
+def test_a_prompt_alone_leaves_no_token_and_no_memory() -> None:
+    mono = Mono()
+    mono.post("a", max_new_tokens=0)
+    mono.run()
+    (output,) = mono._outputs("a")
+    assert output.token_ids == [] and output.finish is not None and output.finish.length == 0
+    assert mono.all_free()
+
+
+class _Trace:
+    def __init__(self) -> None:
+        self.stopped = False
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def export_chrome_trace(self, path: str) -> None:
+        assert self.stopped
+        Path(path).write_text("{}")
+
+
+def test_a_profile_ends_by_itself_after_so_many_steps(tmp_path: Path) -> None:
+    profiler = Profiler("TP-0", lambda order: _Trace())
+    order = StartProfile(query_id="q", output_dir=str(tmp_path / "new"), profile_id="x", num_steps=2)
+    assert profiler.start(order)[0] and not profiler.start(order)[0]
+    profiler.step()
+    assert not list(tmp_path.rglob("*.gz"))
+    profiler.step()
+    assert [path.name for path in tmp_path.rglob("*.gz")] == ["x-TP-0.trace.json.gz"]
+    ok, why = profiler.stop()
+    assert not ok and "no profile" in why
+    (tmp_path / "file").write_text("")
+    ok, why = profiler.start(StartProfile(query_id="q", output_dir=str(tmp_path / "file")))
+    assert not ok and "file" in why
+
+
+def test_torchs_profiler_writes_what_was_computed(tmp_path: Path) -> None:
+    mono = Mono()
+    mono.mailbox.post(StartProfile(query_id="s", output_dir=str(tmp_path), activities=("CPU",)))
+    mono.post("a", max_new_tokens=2)
+    mono.run()
+    mono.mailbox.post(StopProfile(query_id="e"))
+    mono.step()
+    assert _replies(mono) == [("s", True), ("e", True)]
+    (path,) = tmp_path.glob("*-TP-0.trace.json.gz")
+    assert path.stat().st_size > 0
