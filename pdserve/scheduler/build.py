@@ -18,7 +18,7 @@ from pdserve.executor.factory import Built
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.observe.json_lines import JsonLines
 from pdserve.protocol.channel import SchedulerChannel
-from pdserve.protocol.messages import Beat, EngineReady
+from pdserve.protocol.messages import Beat, EngineReady, Shutdown
 from pdserve.scheduler.build_transfer import Fact, Replica, open_transfer
 from pdserve.scheduler.core import Core, Limits, Outbox
 from pdserve.scheduler.engine import Engine, open_engine
@@ -212,3 +212,5 @@ def _ingress(
             continue
         if message is not None:
             mailbox.post(message)
+        if isinstance(message, Shutdown):
+            return  # nothing follows it, and whoever joins this thread need not wait
