@@ -21,6 +21,7 @@ from tests.tiny import Family
 
 LIMIT_S = 15.0
 NUM_CLIENTS = 24
+FLAGS = ("--served-model-name", "tiny", "--max-total-tokens", "65536")
 
 
 def port_of(server: Server) -> str:
@@ -64,34 +65,52 @@ def loaded(url: str, decode: Server) -> Iterator[list[Outcome]]:
         assert not thread.is_alive(), "clients hang"
 
 
-@pytest.mark.parametrize("victim_mode", ["decode", "prefill"])
-def test_kill_under_load(victim_mode: str, tiny_checkpoint: Callable[[Family], Path]) -> None:
-    model = str(tiny_checkpoint("llama"))
-    flags = ("--served-model-name", "tiny", "--max-total-tokens", "65536")
-    prefill, decode = start_server(model, "prefill", *flags), start_server(model, "decode", *flags)
+class Farm:
+    """One server of each mode, which change as they are killed and born again, and the router before them."""
+
+    def __init__(self, model: str, stack: contextlib.ExitStack) -> None:
+        self._model, self._stack = model, stack
+        self.servers = {mode: start_server(model, mode, *FLAGS) for mode in ("prefill", "decode")}
+        stack.enter_context(running(*self.servers.values()))
+        self.router = start_router([self.servers["prefill"]], [self.servers["decode"]])
+        stack.enter_context(running(self.router))
+
+    def start_again(self, mode: str) -> Server:
+        """A new server on the ports of the one of that mode, in its place."""
+        before = self.servers[mode]
+        ports = ["--port", port_of(before)]
+        if mode == "prefill":
+            ports += ["--disaggregation-bootstrap-port", str(before.bootstrap_port)]
+        reborn = start_server(self._model, mode, *FLAGS, *ports, name=f"{mode} again")
+        self._stack.enter_context(running(reborn))
+        self.servers[mode] = reborn
+        return reborn
+
+
+@pytest.fixture(scope="module")
+def farm(tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Farm]:
+    """One for all tests: who is killed comes back."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(running(prefill, decode))
-        router = start_router([prefill], [decode])
-        stack.enter_context(running(router))
-        assert short_answer(router.url)
-        victim, survivor = (decode, prefill) if victim_mode == "decode" else (prefill, decode)
-        ports = ["--port", port_of(victim)]
-        if victim_mode == "prefill":
-            ports += ["--disaggregation-bootstrap-port", str(prefill.bootstrap_port)]
-        with loaded(router.url, decode) as outcomes:
-            victim.kill()
-            killed_at = time.monotonic()
-        assert len(outcomes) == NUM_CLIENTS
-        for outcome in outcomes:
-            good = outcome.status == 200 and outcome.finish == "length" and outcome.error is None
-            failed = outcome.status is not None and outcome.status >= 500
-            broken_stream = outcome.status == 200 and outcome.error is not None
-            assert good or failed or broken_stream, outcome
-            if not good:
-                assert outcome.ended_at - killed_at < LIMIT_S, outcome
-        assert any(outcome.finish != "length" for outcome in outcomes), "the kill must have hit somebody"
-        assert_idle(survivor, deadline_s=40)
-        reborn = start_server(model, victim_mode, *flags, *ports, name=f"{victim_mode} again")
-        stack.enter_context(running(reborn))
-        until(lambda: short_answer(router.url), 30, "service with the new partner")
-        assert_idle(survivor, reborn)
+        yield Farm(str(tiny_checkpoint("llama")), stack)
+
+
+@pytest.mark.parametrize(("victim_mode", "survivor_mode"), [("decode", "prefill"), ("prefill", "decode")])
+def test_kill_under_load(victim_mode: str, survivor_mode: str, farm: Farm) -> None:
+    victim, survivor = farm.servers[victim_mode], farm.servers[survivor_mode]
+    assert short_answer(farm.router.url)
+    with loaded(farm.router.url, farm.servers["decode"]) as outcomes:
+        victim.kill()
+        killed_at = time.monotonic()
+    assert len(outcomes) == NUM_CLIENTS
+    for outcome in outcomes:
+        good = outcome.status == 200 and outcome.finish == "length" and outcome.error is None
+        failed = outcome.status is not None and outcome.status >= 500
+        broken_stream = outcome.status == 200 and outcome.error is not None
+        assert good or failed or broken_stream, outcome
+        if not good:
+            assert outcome.ended_at - killed_at < LIMIT_S, outcome
+    assert any(outcome.finish != "length" for outcome in outcomes), "the kill must have hit somebody"
+    assert_idle(survivor, deadline_s=40)
+    reborn = farm.start_again(victim_mode)
+    until(lambda: short_answer(farm.router.url), 30, "service with the new partner")
+    assert_idle(survivor, reborn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from pdserve.transfer.transports.nixl_engine import is_installed
-from tests.e2e.harness import Server, assert_idle, running, running_monolith, running_pair
+from tests.e2e.harness import Pair, Server, assert_idle, running, running_monolith, running_pair
 from tests.e2e.test_parity import ask, make_prompts, reference
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import Family
@@ -30,49 +30,76 @@ SPLITS = [
 COMMON = ("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "32")
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"), [("2", "2"), ("2", "1"), pytest.param("1", "2", marks=pytest.mark.slow)]
-)
-def test_replicas_on_either_side(prefill: str, decode: str, tiny_checkpoint: Callable[[Family], Path]) -> None:
-    model = tiny_checkpoint("llama")
+def served(server: Server) -> list[int]:
+    """How many requests each replica has had."""
+    return [int(state["counters"].get("requests", 0)) for state in server.state()["internal_states"]]
+
+
+def more(now: list[int], before: list[int]) -> list[int]:
+    """What each replica has had since."""
+    return [many - few for many, few in zip(now, before, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def doubled(tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Pair]:
+    """Two replicas on either side."""
+    sizes = ("--dp-size", "2", "--max-total-tokens", "16384")
+    with running_pair(str(tiny_checkpoint("llama")), "--dtype", "float32", *sizes) as pair:
+        yield pair
+
+
+def check_replicas(pair: Pair, model: Path, prefill: int, decode: int) -> None:
+    """The reference's tokens, and every replica has its share."""
     prompts = make_prompts(vocab_size=320)
     expected = reference(model, prompts)
-    sides = {"prefill_flags": ("--dp-size", prefill), "decode_flags": ("--dp-size", decode)}
-    with running_pair(str(model), *COMMON, **sides) as pair:
-        batch = [prompts[i % len(prompts)] for i in range(24)]
-        for i, answer in enumerate(ask(pair.router.url, batch)):
-            assert answer["output_ids"] == expected[i % len(prompts)], f"{len(batch[i])} tokens"
-        for server, size in ((pair.prefill, prefill), (pair.decode, decode)):
-            served = [state["counters"]["requests"] for state in server.state()["internal_states"]]
-            assert len(served) == int(size) and sum(served) == len(batch) and all(served), served
-        assert_idle(pair.prefill, pair.decode)
+    before = [served(server) for server in pair.workers]
+    batch = [prompts[i % len(prompts)] for i in range(24)]
+    for i, answer in enumerate(ask(pair.router.url, batch)):
+        assert answer["output_ids"] == expected[i % len(prompts)], f"{len(batch[i])} tokens"
+    for server, size, counts in zip(pair.workers, (prefill, decode), before, strict=True):
+        shares = more(served(server), counts)
+        assert len(shares) == size and sum(shares) == len(batch) and all(shares), shares
+    assert_idle(*pair.workers)
 
 
-def test_rooms_that_all_name_one_replica_are_shared_out(tiny_checkpoint: Callable[[Family], Path]) -> None:
+def test_replicas_on_both_sides(doubled: Pair, tiny_checkpoint: Callable[[Family], Path]) -> None:
+    check_replicas(doubled, tiny_checkpoint("llama"), 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
+def test_replicas_on_one_side(prefill: int, decode: int, tiny_checkpoint: Callable[[Family], Path]) -> None:
     model = tiny_checkpoint("llama")
+    sides = {"prefill_flags": ("--dp-size", str(prefill)), "decode_flags": ("--dp-size", str(decode))}
+    with running_pair(str(model), *COMMON, **sides) as pair:
+        check_replicas(pair, model, prefill, decode)
+
+
+def test_rooms_that_all_name_one_replica_are_shared_out(
+    doubled: Pair, tiny_checkpoint: Callable[[Family], Path]
+) -> None:
     prompts = [[3 + (7 * index + number) % 300 for index in range(900)] for number in range(12)]
-    loaded = load_reference(model)
+    loaded = load_reference(tiny_checkpoint("llama"))
     expected = [reference_greedy(loaded, prompt, 4) for prompt in prompts]
-    sizes = ("--dp-size", "2", "--max-total-tokens", "16384")
-    with running_pair(str(model), "--dtype", "float32", *sizes) as pair:
-        body = {
-            "input_ids": prompts,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
-            "bootstrap_host": ["127.0.0.1"] * len(prompts),
-            "bootstrap_port": [pair.prefill.bootstrap_port] * len(prompts),
-            "bootstrap_room": [2 * number for number in range(len(prompts))],
-        }
-        with ThreadPoolExecutor() as pool:
-            halves = [
-                pool.submit(requests.post, f"{server.url}/generate", json=body, timeout=200) for server in pair.workers
-            ]
-        answers = [half.result() for half in halves]
-        assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
-        assert [answer["output_ids"] for answer in answers[1].json()] == expected
-        for server in pair.workers:
-            served = [state["counters"]["requests"] for state in server.state()["internal_states"]]
-            assert sum(served) == len(prompts) and min(served) > 0, (server.child.name, served)
-        assert_idle(pair.prefill, pair.decode)
+    before = [served(server) for server in doubled.workers]
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
+        "bootstrap_host": ["127.0.0.1"] * len(prompts),
+        "bootstrap_port": [doubled.prefill.bootstrap_port] * len(prompts),
+        "bootstrap_room": [2 * number for number in range(len(prompts))],
+    }
+    with ThreadPoolExecutor() as pool:
+        halves = [
+            pool.submit(requests.post, f"{server.url}/generate", json=body, timeout=200) for server in doubled.workers
+        ]
+    answers = [half.result() for half in halves]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+    assert [answer["output_ids"] for answer in answers[1].json()] == expected
+    for server, counts in zip(doubled.workers, before, strict=True):
+        shares = more(served(server), counts)
+        assert sum(shares) == len(prompts) and min(shares) > 0, (server.child.name, shares)
+    assert_idle(*doubled.workers)
 
 
 def check_split(model: Path, prefill: tuple[str, ...], decode: tuple[str, ...], *flags: str) -> None:
