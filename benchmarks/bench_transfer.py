@@ -4,10 +4,16 @@
 
 Two processes, as prefill and decode servers are, joined by real control sockets and a real transport; between rooms
 bytes lies all of `pdserve.transfer` (`transfer_side.py`). A request's pages come from an allocator that is `fresh`,
-in runs that become one copy, or `scattered` at random, the worst that can be. `path` keeps `--window` requests under
-way, as servers under load do; `alone` is one request after another. Both have the control plane in them: the
-receiver tells its pages, the sender plans and copies, the receiver hears that all is there. `raw` is the engine's own
-call on equal lists of copies (`transfer_raw.py`). They take turns, and each ratio is taken within a turn.
+in runs that become one copy, or `scattered` at random, the worst that can be.
+
+- `path` is throughput: `--window` requests under way, as servers under load have, from the first one's pages told to
+  the last one's success. All of the control plane is in it.
+- `alone` is the latency of one request, with nothing else under way: from the sender's decision to send, its pages
+  and the peer's known, to the success at the receiver. Planning, copying and `Done` are in it.
+- `raw` is the engine's own call on equal lists of copies, one request after the other (`transfer_raw.py`); where the
+  path has several threads that write to a peer, `raw n` is as many of them, with nothing else to do.
+
+They take turns, in both orders, and each ratio is taken within a turn.
 """
 
 from __future__ import annotations
@@ -35,8 +41,8 @@ from pdserve.memory.layout import pages_for
 from pdserve.transfer.transports import nixl_engine
 
 MARK, MARK_TOKENS = 0.9, 1000
-ROUND_BYTES = 256 << 20
-"""Of each turn, unless two requests are more already."""
+TURN_S = 0.12
+"""About how long the engine alone takes for one turn's requests: long enough that a window's filling hardly counts."""
 POOL_BYTES = 2 << 30
 
 
@@ -52,11 +58,12 @@ class Case:
 
 @dataclasses.dataclass
 class Turns:
-    """GB/s of each turn. `writing`: the part of the path's time in which its transport copies."""
+    """GB/s of each turn. `writing`: how many of the path's threads copy, on average over its time."""
 
     path: list[float] = dataclasses.field(default_factory=list)
     alone: list[float] = dataclasses.field(default_factory=list)
     raw: list[float] = dataclasses.field(default_factory=list)
+    raw_threads: list[float] = dataclasses.field(default_factory=list)
     writing: list[float] = dataclasses.field(default_factory=list)
 
 
@@ -83,35 +90,39 @@ def measure(args: argparse.Namespace, backend: str, layout: str, pages: str) -> 
         for num_tokens in args.tokens:
             each = pages_for(num_tokens, args.page_tokens)
             window = min(args.window, num_pages // each)
-            count = max(2, min(args.requests, ROUND_BYTES // (each * page_bytes)))
-            pair.run(min(count, window), each, window, check=True)
+            pair.run(window, each, window, check=True)
+            calls = pair.copies(3, each, seed=-1)
+            fastest = min(pair.run_raw([copies]) for copies in calls)
+            count = max(2 * window, min(args.requests, round(TURN_S / fastest)))
             yield Case(backend, layout, pages, num_tokens), _take_turns(args, pair, count, each, window)
         if scattered:
             yield _one_page(pair, backend, layout, args.singles)
 
 
 def _take_turns(args: argparse.Namespace, pair: Pair, count: int, each: int, window: int) -> Turns:
-    turns, giga = Turns(), count * each * pair.side.page_bytes / 1e9
+    turns, giga = Turns(), each * pair.side.page_bytes / 1e9
     for index in range(args.rounds):
         requests = pair.copies(count, each, seed=index)
-        for part in ("raw", "path", "alone")[:: 1 if index % 2 == 0 else -1]:
+        for part in ("raw", "path", "raw_threads", "alone")[:: 1 if index % 2 == 0 else -1]:
             match part:
                 case "raw":
-                    turns.raw.append(giga / pair.run_raw(requests))
+                    turns.raw.append(count * giga / pair.run_raw(requests))
+                case "raw_threads":
+                    turns.raw_threads.append(count * giga / pair.run_raw(requests, pair.num_writers))
                 case "path":
                     found = pair.run(count, each, window)
-                    turns.path.append(giga / found["seconds"])
-                    turns.writing.append(found["write_s"] / found["seconds"])
+                    turns.path.append(count * giga / found.seconds)
+                    turns.writing.append(found.write_s / found.seconds)
                 case _:
-                    turns.alone.append(giga / pair.run(count, each, 1)["seconds"])
+                    turns.alone.append(giga / statistics.median(pair.run(max(3, count // 4), each, 1).latencies))
     return turns
 
 
 def _one_page(pair: Pair, backend: str, layout: str, count: int) -> OnePage:
     requests = pair.copies(count, 1, seed=0)
     pair.run(20, 1, 1)
-    alone = statistics.median(pair.run(count, 1, 1)["latencies"])
-    many = pair.run(count, 1, 4)["seconds"] / count
+    alone = statistics.median(pair.run(count, 1, 1).latencies)
+    many = pair.run(count, 1, 4).seconds / count
     raw = statistics.median(pair.run_raw([copies]) for copies in requests)
     return OnePage(backend, layout, alone * 1e6, many * 1e6, raw * 1e6)
 
@@ -132,9 +143,10 @@ def speed_table(found: Sequence[tuple[Case, Turns]], page_tokens: int) -> str:
     for case, turns in found:
         num_pages = pages_for(case.num_tokens, page_tokens)
         megabytes = num_pages * layout_of(case.layout, page_tokens).groups[0].page_bytes / 1e6
-        speeds = [report.spread_of(one).show(2) for one in (turns.raw, turns.path, turns.alone)]
+        speeds = [report.spread_of(one).show(2) for one in (turns.raw, turns.raw_threads, turns.path, turns.alone)]
         quotients = [
             ratio(turns).show(2, "x"),
+            report.ratios(turns.path, turns.raw_threads).show(2, "x"),
             report.ratios(turns.alone, turns.raw).show(2, "x"),
             report.spread_of(turns.writing).show(2),
         ]
@@ -148,9 +160,11 @@ def speed_table(found: Sequence[tuple[Case, Turns]], page_tokens: int) -> str:
         "tokens",
         "MB",
         "raw GB/s",
+        "raw n GB/s",
         "path GB/s",
         "alone GB/s",
         "path / raw",
+        "path / raw n",
         "alone / raw",
         "writing",
     ]
@@ -177,18 +191,18 @@ def document(args: argparse.Namespace, facts: dict[str, Any], speeds: Any, pages
     verdict = "met" if not below else f"**missed** by {', '.join(below)}"
     return f"""# The transfer path against its engines, {facts["date"]}
 
-Two processes, pages of {args.page_tokens} tokens, {args.window} requests under way (`path`) \
-or one after another (`alone`); the engine's own call on equal copies (`raw`). Median of {args.rounds} interleaved \
-turns (least-most).
+Two processes, pages of {args.page_tokens} tokens. `path`: throughput with {args.window} requests under way, all of \
+the control plane in it. `alone`: bytes by the latency of one request, from the decision to send to the receiver's \
+success. `raw`: the engine's own call on equal copies, one request after the other; `raw n`: by as many threads as \
+write in the path, two with shm, one with the others. Median of {args.rounds} interleaved turns (least-most).
 
 {speed_table(speeds, args.page_tokens)}
 
 The mark, path / raw of at least {MARK} for prompts of {MARK_TOKENS:,} tokens and more, is {verdict}.
 
-`writing` is the part of the path's time that its transport spends in copying; what is missing to 1 is the control \
-plane's. It says more than `path / raw` where others use the cores.
+`writing`: how many of the path's threads are copying, on average; what is missing to n is the control plane's.
 
-A transfer of one page and its aux slot, from telling the page to knowing that all is there:
+A transfer of one page and its aux slot, from the decision to send to the receiver's success:
 
 {one_page_table(pages)}
 

@@ -13,7 +13,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks import report
@@ -22,6 +23,16 @@ from benchmarks.transfer_side import Load, Side, layout_of, send_all
 from pdserve.transfer.transport import Copy
 
 TOUCH_PAGES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Seconds of a run: from the first publication to the last success, within the transport (added up over threads),
+    and of each request from the decision to send to the receiver's success."""
+
+    seconds: float
+    write_s: float
+    latencies: tuple[float, ...]
 
 
 class Pair:
@@ -61,10 +72,11 @@ class Pair:
         stack.callback(self._end)
         ready = self._answer("READY")
         self._start: int = ready["start"]
+        self._threads = stack.enter_context(ThreadPoolExecutor(self.num_writers))
         self.raw: Write = raw_writer(stack, backend, ready["address"], self.side.region)
 
-    def run(self, count: int, num_pages: int, window: int, *, check: bool = False) -> dict[str, Any]:
-        """Transfer `count` requests; what `receive_all` returns. Raises RuntimeError when the bytes differ."""
+    def run(self, count: int, num_pages: int, window: int, *, check: bool = False) -> Run:
+        """Transfer `count` requests, `window` of them at once. Raises RuntimeError when the bytes differ."""
         load = Load(first_room=self._rooms, count=count, num_pages=num_pages, window=window, check=check)
         self._rooms += count
         stdin = self._child.stdin
@@ -74,11 +86,17 @@ class Pair:
             stdin.write(json.dumps(dataclasses.asdict(load)) + "\n")
             stdin.flush()
 
-        sums = send_all(self.side, load, start)
+        sent = send_all(self.side, load, start)
         found = self._answer("DONE")
-        if {int(room): value for room, value in found["sums"].items()} != sums:
+        if {int(room): value for room, value in found["sums"].items()} != sent.sums:
             raise RuntimeError("other bytes have arrived than were sent")
-        return found
+        latencies = tuple(at - sent.at[int(room)] for room, at in found["landed"].items())
+        return Run(found["seconds"], found["write_s"], latencies)
+
+    @property
+    def num_writers(self) -> int:
+        """Threads that write to the peer in the path."""
+        return self.side.transport.facts.writers
 
     def touch_all(self) -> None:
         """Have both ways map every page of both pools, which costs time the first time."""
@@ -88,12 +106,19 @@ class Pair:
         )
         self.run(-(-self._num_pages // TOUCH_PAGES) + 1, TOUCH_PAGES, 1)
 
-    def run_raw(self, requests: Sequence[Sequence[Copy]]) -> float:
-        """Seconds that the engine takes for `requests`, one after the other."""
+    def run_raw(self, requests: Sequence[Sequence[Copy]], num_threads: int = 1) -> float:
+        """Seconds that the engine takes for `requests`: each thread takes the next when it is done with its last."""
+        waiting = iter(requests)
         began = time.perf_counter()
-        for copies in requests:
-            self.raw(copies)
+        if num_threads == 1:
+            self._write_all(waiting)
+        else:
+            list(self._threads.map(self._write_all, [waiting] * num_threads))
         return time.perf_counter() - began
+
+    def _write_all(self, waiting: Iterator[Sequence[Copy]]) -> None:
+        for copies in waiting:
+            self.raw(copies)
 
     def copies(self, count: int, num_pages: int, seed: int) -> list[list[Copy]]:
         """Of `count` requests: pages as far apart as those of the path, or one run."""

@@ -176,15 +176,20 @@ class Side:
         return lease, slot
 
 
-def send_all(side: Side, load: Load, start: Callable[[], None]) -> dict[int, int]:
-    """The sending half of a run: open all rooms, call `start`, send to whoever comes.
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """By room: the moment at which it was decided to send, of the clock that all processes share; and a checksum."""
 
-    Returns:
-        A checksum for each room, when they are asked for.
-    """
+    at: dict[int, float]
+    sums: dict[int, int]
+
+
+def send_all(side: Side, load: Load, start: Callable[[], None]) -> Sent:
+    """The sending half of a run: open all rooms, call `start`, send to whoever comes."""
     open_rooms = {room: side.kv.open_sender(room, HOST, DIGEST) for room in load.rooms}
     leases: dict[int, tuple[Lease, Lease]] = {}
     sums: dict[int, int] = {}
+    sent_at: dict[int, float] = {}
     start()
     for rooms in side.moved():
         for room in rooms:
@@ -196,6 +201,7 @@ def send_all(side: Side, load: Load, start: Callable[[], None]) -> dict[int, int
                 lease, slot = leases[room] = side.lease(load.num_pages)
                 if load.check:
                     sums[room] = side.checksum(lease.pages)
+                sent_at[room] = time.perf_counter()
                 record = AuxRecord(room, 0, first_token=1)
                 sender.finish(slot, record, TransferStats(), lease=lease, num_pages=load.num_pages)
             elif state is KVPoll.SUCCESS:
@@ -203,7 +209,7 @@ def send_all(side: Side, load: Load, start: Callable[[], None]) -> dict[int, int
                     held.drop("request")
                 open_rooms.pop(room).close()
         if not open_rooms and side.kv.quiet:
-            return sums
+            return Sent(sent_at, sums)
     raise AssertionError
 
 
@@ -211,24 +217,24 @@ def receive_all(side: Side, load: Load) -> dict[str, Any]:
     """The receiving half: `window` rooms are published at any time.
 
     Returns:
-        `seconds` from the first publication to the last success, `write_s` of them within the transport, `latencies`
-        of each room, and `sums` as asked for.
+        `seconds` from the first publication to the last success, `write_s` of them within the transport, `landed`,
+        each room's moment of success, and `sums` as asked for.
     """
     waiting = iter(load.rooms)
-    live: dict[int, tuple[KVReceiver, Lease, Lease, float]] = {}
+    live: dict[int, tuple[KVReceiver, Lease, Lease]] = {}
     published: set[int] = set()
-    latencies, sums, write_s = [], {}, 0.0
+    landed, sums, write_s = {}, {}, 0.0
     began = time.perf_counter()
 
     def open_next() -> None:
         room = next(waiting, None)
         if room is not None:
             receiver = side.kv.open_receiver(room, ADDRESS, DIGEST)
-            live[room] = (receiver, *side.lease(load.num_pages), time.perf_counter())
+            live[room] = (receiver, *side.lease(load.num_pages))
             publish(room)
 
     def publish(room: int) -> None:
-        receiver, lease, slot, _ = live[room]
+        receiver, lease, slot = live[room]
         if receiver.poll() is KVPoll.WAITING_FOR_INPUT and room not in published:  # only the first waits for a session
             published.add(room)
             receiver.publish(lease, slot)
@@ -237,13 +243,13 @@ def receive_all(side: Side, load: Load) -> dict[str, Any]:
         open_next()
     for rooms in side.moved():
         for room in rooms:
-            receiver, lease, slot, at = live[room]
+            receiver, lease, slot = live[room]
             state = receiver.poll()
             if state is KVPoll.FAILED:
                 raise RuntimeError(f"room {room}: {receiver.failure}")
             publish(room)
             if state is KVPoll.SUCCESS:
-                latencies.append(time.perf_counter() - at)
+                landed[room] = time.perf_counter()
                 assert receiver.take(slot) is not None
                 write_s += receiver.stats.write_s
                 if load.check:
@@ -256,7 +262,7 @@ def receive_all(side: Side, load: Load) -> dict[str, Any]:
         if not live:
             seconds = time.perf_counter() - began
             side.kv.flush()  # we stand still now
-            return {"seconds": seconds, "write_s": write_s, "latencies": latencies, "sums": sums}
+            return {"seconds": seconds, "write_s": write_s, "landed": landed, "sums": sums}
     raise AssertionError
 
 

@@ -5,7 +5,6 @@ pass it on would cost a wake-up and a turn with the interpreter's lock for each 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import select
@@ -41,14 +40,18 @@ class _Alarm:
     def __init__(self) -> None:
         self._file = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._file).atexit = False
-        self.poller = select.poll()
-        self.poller.register(self._file, select.POLLIN)
+        self._poller = select.poll()
+        self.watch(self._file)
+
+    def watch(self, file: int) -> None:
+        self._poller.register(file, select.POLLIN)
 
     def ring(self) -> None:
         os.eventfd_write(self._file, 1)
 
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+    def sleep(self, timeout_s: float) -> None:
+        """Until somebody rings, or something arrives at a watched file."""
+        if any(file == self._file for file, _ in self._poller.poll(math.ceil(timeout_s * 1000))):
             os.eventfd_read(self._file)
 
 
@@ -64,7 +67,7 @@ class Mailbox(Generic[T]):
     def attach(self, source: Source[T]) -> None:
         """Look at `source`, too. The reader's thread; `source` stays open for as long as anybody drains or waits."""
         self._sources.append(source)
-        self._open_alarm().poller.register(source.fileno(), select.POLLIN)
+        self._open_alarm().watch(source.fileno())
 
     def post(self, event: T) -> None:
         """Add `event` and wake the reader. Any thread; never blocks for long."""
@@ -89,9 +92,8 @@ class Mailbox(Generic[T]):
                 return False
             self._asleep = True
             if not self._events:  # else it was posted by somebody who saw us awake
-                alarm.poller.poll(math.ceil(left_s * 1000))
+                alarm.sleep(left_s)
             self._asleep = False
-            alarm.clear()
         return True
 
     def _holds_something(self) -> bool:

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 _SEND_QUEUE = 4096
 _RECEIVE_QUEUE = 65536
 """Frames of one peer that wait for a step to end."""
+_POLLIN = int(zmq.POLLIN)
 _MAX_TAKEN = 4096
 """Frames that are handled at once."""
 
@@ -53,7 +54,7 @@ class ZmqControlSocket:
 
     def ready(self) -> bool:
         """See `Source`."""
-        return bool(int(self._pull.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(int(self._pull.getsockopt(zmq.EVENTS)) & _POLLIN)
 
     def take(self) -> list[FrameArrived]:
         """See `Source`."""

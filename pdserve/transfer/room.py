@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict
 
+from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVLayout, pages_for
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
@@ -138,19 +140,25 @@ class ClosedKeys:
 def misfit(meta: Meta, hello: Hello, layout: KVLayout, aux_slot_bytes: int) -> str | None:
     """Why the pages or the aux slot that a receiver names cannot be in the pools of its `hello`; None when they can."""
     num_groups = len(layout.groups)
-    for rank, memory in enumerate(hello.ranks):
+    last_pages = [max(pages, default=-1) for pages in meta.pages]
+    for memory, page_bytes in zip(hello.ranks, _page_bytes(layout, hello.shape), strict=True):
         if not len(meta.pages) == len(memory.kv_regions) == num_groups:
             return f"pages of {len(meta.pages)} groups in {len(memory.kv_regions)} pools, expected {num_groups}"
-        own = layout.of_rank(hello.shape.place(rank))
-        for group, region, pages in zip(own.groups, memory.kv_regions, meta.pages, strict=True):
-            last = max(pages, default=-1)
-            if (last + 1) * group.page_bytes > region.num_bytes:
-                return f"page {last} lies outside the pool of group {group.name}"
+        for i, (num_bytes, region) in enumerate(zip(page_bytes, memory.kv_regions, strict=True)):
+            if (last_pages[i] + 1) * num_bytes > region.num_bytes:
+                return f"page {last_pages[i]} lies outside the pool of group {layout.groups[i].name}"
     if meta.cached_tokens % layout.page_tokens:
         return f"cached_tokens is {meta.cached_tokens}, expected whole pages of {layout.page_tokens} tokens"
     if (meta.aux_slot + 1) * aux_slot_bytes > hello.aux_region.num_bytes:
         return f"aux slot {meta.aux_slot} lies outside its buffer"
     return None
+
+
+@functools.lru_cache(maxsize=256)
+def _page_bytes(layout: KVLayout, shape: ParallelShape) -> tuple[tuple[int, ...], ...]:
+    """Bytes of a page of each group, at each rank of a replica split like that."""
+    ranks = map(layout.of_rank, map(shape.place, range(shape.num_ranks)))
+    return tuple(tuple(group.page_bytes for group in own.groups) for own in ranks)
 
 
 def shortfall(meta: Meta, num_tokens: int, page_tokens: int) -> str | None:

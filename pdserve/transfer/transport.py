@@ -45,6 +45,9 @@ class TransportFacts:
     """False: nothing arrives, and what the receiver computes from it is noise."""
     max_outstanding: int | None = None
     """Copies that may be under way to one peer at a time, over all threads; None: no limit."""
+    writers: int = 1
+    """Copy workers that share the jobs for one peer. More than one helps where a write is the thread's own work: one
+    copies while the other makes its next copy ready, or waits for the interpreter's lock."""
 
 
 class Transport(Protocol):

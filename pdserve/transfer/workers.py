@@ -1,7 +1,8 @@
 """Copy workers: threads that run copy jobs on a transport and report to the mailbox.
 
-A peer's jobs always go to the same thread, so that a peer that hangs delays nobody but those who share its thread,
-and so that each thread knows alone whom it is connected to. Which thread that is, only the scheduler thread knows.
+A peer's jobs always go to the same threads, as many as its transport wants, so that a peer that hangs delays nobody but
+those who share them, and so that each thread knows alone whom it is connected to. Which threads these are, only the
+scheduler thread knows; of several it takes the one with the least to do.
 
 A job with a closed gate is kept aside, and holds up no other: a thread runs what is ready first, and waits for its
 oldest gate, in short bits, only when there is nothing else to do.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import queue
 import threading
@@ -46,20 +48,38 @@ class _End:
 Orders = queue.SimpleQueue[CopyJob | _Forget | _End]
 
 
+class _Worker:
+    """One thread's orders, and how far it has come: `num_given` is the scheduler thread's, `num_ended` its own."""
+
+    def __init__(self) -> None:
+        self.orders: Orders = queue.SimpleQueue()
+        self.num_given = 0
+        self.num_ended = 0
+
+    def give(self, job: CopyJob) -> None:
+        self.num_given += 1
+        self.orders.put(job)
+
+    @property
+    def num_left(self) -> int:
+        return self.num_given - self.num_ended
+
+
 class CopyWorkers:
     """`CopyEngine` over a real transport, with `num_threads` threads."""
 
     def __init__(self, transport: Transport, post: Callable[[TransferEvent], None], num_threads: int) -> None:
         self._transport = transport
         self._post = post
-        self._queues: list[Orders] = [queue.SimpleQueue() for _ in range(num_threads)]
-        self._thread_of: dict[str, int] = {}
+        self._workers = [_Worker() for _ in range(num_threads)]
+        self._num_writers = min(transport.facts.writers, num_threads)
+        self._workers_of: dict[str, list[_Worker]] = {}
         self._closing = threading.Event()
         self._disconnecting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disconnect")
         self.address = transport.address()
         self._threads = [
-            threading.Thread(target=self._work, args=(orders,), name=f"kv-copy-{i}", daemon=True)
-            for i, orders in enumerate(self._queues)
+            threading.Thread(target=self._work, args=(worker,), name=f"kv-copy-{i}", daemon=True)
+            for i, worker in enumerate(self._workers)
         ]
         for thread in self._threads:
             thread.start()
@@ -71,12 +91,12 @@ class CopyWorkers:
 
     def submit(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
-        index = self._thread_of.get(job.transport_address)
-        if index is None:
-            taken = list(self._thread_of.values())
-            index = min(range(len(self._queues)), key=taken.count)
-            self._thread_of[job.transport_address] = index
-        self._queues[index].put(job)
+        workers = self._workers_of.get(job.transport_address)
+        if workers is None:
+            taken = list(itertools.chain.from_iterable(self._workers_of.values()))
+            workers = sorted(self._workers, key=taken.count)[: self._num_writers]
+            self._workers_of[job.transport_address] = workers
+        min(workers, key=_num_left).give(job)
 
     def cancel(self, job: CopyJob) -> None:
         """See `CopyEngine`: the threads look at `job.cancelled` themselves."""
@@ -84,17 +104,16 @@ class CopyWorkers:
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`."""
         self._disconnecting.submit(self._transport.disconnect, transport_address)  # ends what runs; may take a second
-        index = self._thread_of.pop(transport_address, None)
-        if index is not None:
-            self._queues[index].put(_Forget(transport_address))  # and once more behind a connect that runs just now
+        for worker in self._workers_of.pop(transport_address, ()):
+            worker.orders.put(_Forget(transport_address))  # and once more behind a connect that runs just now
 
     def close(self) -> None:
         """End the threads. Writes under way are cut off; queued jobs, and those with a closed gate, are not begun."""
         self._closing.set()
-        for address in self._thread_of:
+        for address in self._workers_of:
             self._transport.disconnect(address)
-        for orders in self._queues:
-            orders.put(_End())
+        for worker in self._workers:
+            worker.orders.put(_End())
         self._disconnecting.shutdown(wait=False)
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in self._threads:
@@ -102,34 +121,39 @@ class CopyWorkers:
             if thread.is_alive():
                 log.warning("%s still copies after %g s, and is left behind", thread.name, CLOSE_TIMEOUT_S)
 
-    def _work(self, orders: Orders) -> None:
+    def _work(self, worker: _Worker) -> None:
+        orders = worker.orders
         connected: set[str] = set()
         gated = GatedJobs()
         while True:
             match _next_order(orders, gated):
                 case CopyJob(ready=None) as job:
-                    self._post(self._run(job, connected))
+                    self._end(worker, self._run(job, connected))
                 case CopyJob(ready=ready) as job:
                     assert ready is not None
                     gated.add(job, ready)
                     if not orders.empty():
                         continue  # take in all that came before the gates are asked
                 case _Forget(transport_address=address):
-                    self._report_unsent(gated.drop(address), PEER_GONE)
+                    self._report_unsent(worker, gated.drop(address), PEER_GONE)
                     connected.discard(address)
                     self._transport.disconnect(address)
                 case _End():
-                    self._report_unsent(gated.clear(), CANCELLED)
+                    self._report_unsent(worker, gated.clear(), CANCELLED)
                     return
             for job, failure in gated.take():
                 if failure is None:
-                    self._post(self._run(job, connected))
+                    self._end(worker, self._run(job, connected))
                 else:
-                    self._report_unsent([job], failure)
+                    self._report_unsent(worker, [job], failure)
 
-    def _report_unsent(self, jobs: Sequence[CopyJob], failure: Failure) -> None:
+    def _report_unsent(self, worker: _Worker, jobs: Sequence[CopyJob], failure: Failure) -> None:
         for job in jobs:
-            self._post(CopyDone(job, failure, settled=True, write_s=0.0))
+            self._end(worker, CopyDone(job, failure, settled=True, write_s=0.0))
+
+    def _end(self, worker: _Worker, done: CopyDone) -> None:
+        worker.num_ended += 1
+        self._post(done)
 
     def _run(self, job: CopyJob, connected: set[str]) -> CopyDone:
         if job.cancelled or self._closing.is_set():
@@ -153,6 +177,10 @@ class CopyWorkers:
             failure = Failure(code="internal", message=repr(error), retryable=False, status=500)
             return CopyDone(job, failure, settled=False, write_s=time.monotonic() - started)
         return CopyDone(job, None, settled=True, write_s=time.monotonic() - started)
+
+
+def _num_left(worker: _Worker) -> int:
+    return worker.num_left
 
 
 def _next_order(orders: Orders, gated: GatedJobs) -> CopyJob | _Forget | _End | None:

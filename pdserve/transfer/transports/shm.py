@@ -28,7 +28,7 @@ class ShmTransport:
     """Writes into mapped memory of processes of this host. See `Transport` for who calls what from where."""
 
     name = "shm"
-    facts = TransportFacts(protocol="memory", moves_bytes=True)
+    facts = TransportFacts(protocol="memory", moves_bytes=True, writers=2)
     settle_s = SETTLE_S
 
     def __init__(self) -> None:

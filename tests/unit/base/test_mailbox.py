@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import select
 import threading
+from collections.abc import Iterator
+
+import pytest
 
 from pdserve.base.mailbox import Mailbox
 
@@ -52,3 +57,64 @@ def test_events_of_each_poster_keep_their_order() -> None:
         thread.join()
     for poster in range(4):
         assert [number for who, number in seen if who == poster] == list(range(500))
+
+
+class Pipe:
+    """A `Source` of the bytes that are written to a pipe."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+
+    def fileno(self) -> int:
+        return self._read
+
+    def ready(self) -> bool:
+        return bool(select.select([self._read], [], [], 0)[0])
+
+    def take(self) -> list[str]:
+        return list(os.read(self._read, 100).decode()) if self.ready() else []
+
+    def put(self, text: str) -> None:
+        os.write(self._write, text.encode())
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    pipe = Pipe()
+    yield pipe
+    pipe.close()
+
+
+def test_what_arrives_at_a_source_is_drained_with_what_was_posted(pipe: Pipe) -> None:
+    mailbox: Mailbox[str] = Mailbox()
+    mailbox.attach(pipe)
+    assert not mailbox.wait(0.0) and mailbox.drain() == []
+    pipe.put("bc")
+    assert mailbox.wait(0.0)
+    mailbox.post("a")
+    assert mailbox.drain() == ["a", "b", "c"]
+    assert not mailbox.wait(0.0)
+
+
+def test_a_source_and_a_post_each_wake_the_reader_and_it_sleeps_again_in_between(pipe: Pipe) -> None:
+    mailbox: Mailbox[str] = Mailbox()
+    mailbox.attach(pipe)
+    seen: list[str] = []
+
+    def read() -> None:
+        while len(seen) < 100:
+            assert mailbox.wait(30.0)
+            seen.extend(mailbox.drain())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(100):
+        (pipe.put if number % 2 else mailbox.post)("x")
+    reader.join(timeout=30.0)
+    assert not reader.is_alive() and seen == ["x"] * 100
+    assert not mailbox.wait(0.0)

@@ -152,6 +152,24 @@ def test_a_peer_that_hangs_does_not_delay_peers_of_other_threads(
     assert [report.job.peer for report in _reports(mailbox, 1)] == ["hangs"]
 
 
+def test_a_transport_with_several_writers_writes_to_one_peer_from_several_threads(
+    mailbox: Mailbox[TransferEvent],
+) -> None:
+    transport = ScriptedTransport()
+    transport.facts = TransportFacts(protocol="none", moves_bytes=True, writers=2)
+    workers = CopyWorkers(transport, mailbox.post, num_threads=2)
+    workers.submit(_job("hangs", 0))
+    wait_until(lambda: len(transport.written) == 1, "one thread hangs")
+    workers.submit(_job("hangs", 1))
+    wait_until(lambda: len(transport.written) == 2, "the other one is free, and takes the next job")
+    workers.forget("hangs")
+    transport.hang.set()
+    assert sorted(report.job.index for report in _reports(mailbox, 2)) == [0, 1]
+    wait_until(lambda: transport.disconnects == ["hangs"] * 3, "at once, and by each of its threads")
+    workers.close()
+    assert len({thread for _, _, thread in transport.written}) == 2
+
+
 def test_a_forgotten_peer_is_disconnected_also_behind_a_connect_that_was_running(
     workers: CopyWorkers, transport: ScriptedTransport, mailbox: Mailbox[TransferEvent]
 ) -> None:
