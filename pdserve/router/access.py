@@ -30,6 +30,7 @@ ADMIN_PATHS = frozenset(
         "/remove_worker",
     }
 )
+KINDS = {404: "not_found", 405: "method_not_allowed"}
 REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID = web.RequestKey("request_id", str)
 SAFE_ID = re.compile(r"[\x21-\x7e]{1,256}")

@@ -21,8 +21,9 @@ log = logging.getLogger(__name__)
 
 RECHECK_DEAD_S = 0.5
 UNCHECKED_RETRY_S = 1.0
+INFO_PATH = "/get_server_info"
 FACTS = ("served_model_name", "model_path", "disaggregation_mode", "tp_size", "dp_size", "version")
-"""What is kept of `/get_server_info`, to be shown."""
+"""What is kept of it, to be shown."""
 
 
 class HealthMonitor:
@@ -119,30 +120,42 @@ class HealthMonitor:
             self._mark_healthy(worker)
 
     async def _ask_health(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> int:
-        if not self._health.enabled:
+        """The status of its health; without health checks 200, if a dead one answers anything at all."""
+        if not self._health.enabled and worker.healthy:
             return 200
-        url = worker.spec.url + self._health.endpoint
+        url = worker.spec.url + (self._health.endpoint if self._health.enabled else INFO_PATH)
         async with self._session.get(url, timeout=timeout, headers=self._headers(worker)) as response:
-            return response.status
+            return response.status if self._health.enabled else 200
 
     async def _learn(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> None:
-        """What the worker says of itself; asked anew each time it comes back: after a restart it may be another."""
-        info: Any = None
-        url = f"{worker.spec.url}/get_server_info"
-        async with self._session.get(url, timeout=timeout, headers=self._headers(worker)) as response:
-            if response.status == 200:
-                info = orjson.loads(await response.read())
+        """What the worker says of itself; asked anew each time it comes back: after a restart it may be another.
+
+        Only the bootstrap port is needed, where nobody named it: without that the worker counts as dead.
+        """
+        try:
+            info = await self._ask_info(worker, timeout)
+        except (aiohttp.ClientError, OSError, ValueError):
+            if worker.spec.ask_bootstrap_port:
+                raise
+            return
         if worker.spec.ask_bootstrap_port:
+            port = info.get("disaggregation_bootstrap_port")
+            if isinstance(port, bool) or not isinstance(port, int):
+                text = f"disaggregation_bootstrap_port in /get_server_info is {port!r}, expected a port number"
+                raise ValueError(text)
+            worker.bootstrap_port = port
+        worker.facts = {name: str(info[name]) for name in FACTS if info.get(name) is not None}
+
+    async def _ask_info(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> dict[str, Any]:
+        """The worker's `/get_server_info`; `ValueError` where it has none."""
+        url = worker.spec.url + INFO_PATH
+        async with self._session.get(url, timeout=timeout, headers=self._headers(worker)) as response:
             if response.status != 200:
                 raise ValueError(f"/get_server_info answered {response.status}, so the bootstrap port is not known")
-            port = info.get("disaggregation_bootstrap_port") if isinstance(info, dict) else None
-            if isinstance(port, bool) or not isinstance(port, int):
-                raise ValueError(
-                    f"disaggregation_bootstrap_port in /get_server_info is {port!r}, expected a port number"
-                )
-            worker.bootstrap_port = port
-        if isinstance(info, dict):
-            worker.facts = {name: str(info[name]) for name in FACTS if info.get(name) is not None}
+            info = orjson.loads(await response.read())
+        if not isinstance(info, dict):
+            raise ValueError(f"/get_server_info is a {type(info).__name__}, expected an object")
+        return info
 
     async def _ask_loads(self, worker: Worker) -> None:
         """Ask for the load as long as the worker lives; one that does not say is judged by our own count."""

@@ -170,7 +170,7 @@ async def test_probes_ask_paths_that_exist_at_ports_that_are_open(overlay: str) 
 def test_nothing_is_killed_for_being_busy_or_alone(overlay: str) -> None:
     for pod in (pod for pod in pods(rendered(overlay)) if not pod.index):
         live, started = (pod.container[name] for name in ("livenessProbe", "startupProbe"))
-        assert live["httpGet"]["path"] == ("/health" if pod.is_server else "/workers")
+        assert live["httpGet"]["path"] == ("/health" if pod.is_server else "/liveness")
         if pod.is_server:
             assert started["httpGet"]["path"] == "/health_generate"
             assert started["timeoutSeconds"] > health.PROBE_TIMEOUT_S

@@ -70,7 +70,7 @@ def test_a_router_without_servers_is_alive_and_not_ready(deployment: dict[str, S
     router = start("router", host="127.0.0.1", port="0", prefill=deployment["prefill"].url, decode=gone)
     try:
         router.wait()
-        assert requests.get(f"{router.url}/workers", timeout=30).status_code == 200
+        assert requests.get(f"{router.url}/liveness", timeout=30).status_code == 200
         assert requests.get(f"{router.url}/readiness", timeout=30).status_code == 503
     finally:
         router.child.end(GRACE_S)
