@@ -97,13 +97,19 @@ def to_host(sampled: Sampled, params: StepParams) -> list[SampledToken]:
         SampledToken(
             ids[i],
             logprobs[i],
-            tuple(zip(top_ids[i], top_values[i], strict=True))[: int(columns["num_top"][i])],
+            _possible(top_ids[i], top_values[i], int(columns["num_top"][i])),
             picked.get(i, ()),
         )
         if columns["logprob"][i]
         else SampledToken(ids[i])
         for i in range(len(ids))
     ]
+
+
+def _possible(ids: list[int], logprobs: list[float], num_top: int) -> tuple[tuple[int, float], ...]:
+    """The first `num_top`, without those that a grammar forbids: descending, so that these come last."""
+    pairs = zip(ids[:num_top], logprobs[:num_top], strict=True)
+    return tuple(pair for pair in pairs if pair[1] != -np.inf)
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: IntArray) -> npt.NDArray[np.float64]:
