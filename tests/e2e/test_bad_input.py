@@ -167,8 +167,8 @@ def stranger(pair: Pair, model: str, *flags: str) -> Iterator[Server]:
     ("field", "flags", "overrides"),
     [
         ("page_size", ("--page-size", "32"), {}),
-        ("kv_cache_dtype", ("--dtype", "bfloat16"), {}),
-        ("num_layers", (), {"num_hidden_layers": 2}),
+        pytest.param("kv_cache_dtype", ("--dtype", "bfloat16"), {}, marks=pytest.mark.slow),
+        pytest.param("num_layers", (), {"num_hidden_layers": 2}, marks=pytest.mark.slow),
         ("model", (), {"intermediate_size": 128}),
         ("pp_size", ("--pp-size", "2"), {}),
     ],

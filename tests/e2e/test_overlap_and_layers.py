@@ -111,9 +111,10 @@ def decode(request: pytest.FixtureRequest, model: str) -> Iterator[Server]:
     "flags",
     [
         pytest.param((*CHUNKED, OVERLAP), id="overlap"),
-        pytest.param((*CHUNKED, OVERLAP, LAYERS, "--disaggregation-layerwise-groups", "3"), id="layers-overlap"),
         pytest.param((*WHOLE, LAYERS), id="layers-whole-prompts"),
         pytest.param((*CHUNKED, OVERLAP, LAYERS, "--tp-size", "2"), id="layers-overlap-tp2"),
+        pytest.param((*CHUNKED, OVERLAP, LAYERS, "--disaggregation-layerwise-groups", "3"), id="layers-overlap",
+                     marks=pytest.mark.slow),
         pytest.param((*CHUNKED, LAYERS, "--pp-size", "2"), id="layers-pp2", marks=pytest.mark.slow),
         pytest.param((*CHUNKED, LAYERS), id="layers", marks=pytest.mark.slow),
         pytest.param((*WHOLE, OVERLAP, LAYERS), id="layers-overlap-whole-prompts", marks=pytest.mark.slow),

@@ -75,10 +75,10 @@ def started(kind: str, model: str, *flags: str) -> Iterator[Served]:
     scope="module",
     params=[
         pytest.param(("monolith", OVERLAP), id="monolith-overlap"),
-        pytest.param(("monolith", OFFLOAD), id="monolith-offload"),
         pytest.param(("pair",), id="pair"),
-        pytest.param(("pair", OFFLOAD, OVERLAP), id="pair-offload-overlap"),
         pytest.param(("pair", OFFLOAD, OVERLAP, "--tp-size", "2"), id="pair-offload-overlap-tp2"),
+        pytest.param(("monolith", OFFLOAD), id="monolith-offload", marks=pytest.mark.slow),
+        pytest.param(("pair", OFFLOAD, OVERLAP), id="pair-offload-overlap", marks=pytest.mark.slow),
         pytest.param(("monolith", OFFLOAD, "--pp-size", "2"), id="monolith-offload-pp2", marks=pytest.mark.slow),
         pytest.param(("monolith",), id="monolith", marks=pytest.mark.slow),
         pytest.param(("monolith", OFFLOAD, OVERLAP), id="monolith-offload-overlap", marks=pytest.mark.slow),
