@@ -1,1 +1,1 @@
-"""What a server tells about itself: Prometheus metrics."""
+"""What servers and router tell: Prometheus metrics, traces, logs, and the comparison of both ends of a transfer."""

@@ -206,6 +206,8 @@ class PeerLoad(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     heartbeat_age_s: float
     """Since anything was heard of it."""
+    silent_s: float | None = None
+    """Since it is taken for silent, which takes longer while somebody listens there; None while it is not."""
     sent: Flow = Flow()
     received: Flow = Flow()
 

@@ -63,7 +63,7 @@ def partners_missing(peers: Sequence[PeerLoad]) -> str | None:
     """Why a server with these partners is not ready; None when it is."""
     if any(peer.state == "ready" for peer in peers):
         return None
-    silent = [peer for peer in peers if peer.state == "silent" and peer.heartbeat_age_s < PARTNER_MEMORY_S]
+    silent = [peer for peer in peers if peer.silent_s is not None and peer.silent_s < PARTNER_MEMORY_S]
     if not silent:
         return None
     return "no partner answers: " + ", ".join(

@@ -33,7 +33,7 @@ from pdserve.transfer.events import (
     TransferEvent,
 )
 from pdserve.transfer.handles import KVReceiver, KVSender
-from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerReady
+from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerReady, PeerState
 from pdserve.transfer.receive_side import ReceiveSide
 from pdserve.transfer.send_side import SendSide
 from pdserve.transfer.sessions import Sessions, SessionTimes
@@ -236,6 +236,7 @@ class KVManager:
                 instance=peer.instance,
                 state=peer.state.value,
                 heartbeat_age_s=max(0.0, now - peer.heard_at),
+                silent_s=now - peer.silent_at if peer.state is PeerState.SILENT else None,
                 sent=peer.sent.flow(sending[peer.instance], now),
                 received=peer.received.flow(receiving[peer.instance], now),
             )

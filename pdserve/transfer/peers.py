@@ -46,6 +46,8 @@ class Peer:
     """`num_missed` when a probe last found that somebody listens there."""
     heard_at: float = 0.0
     """When anything was heard of it last, for people; its state goes by `num_missed`."""
+    silent_at: float = 0.0
+    """When it was last taken for silent."""
     sent: FlowMeter = dataclasses.field(default_factory=FlowMeter)
     received: FlowMeter = dataclasses.field(default_factory=FlowMeter)
 

@@ -284,6 +284,7 @@ class Sessions:
         if peer.state is PeerState.SILENT or misses < patience or listens:
             return []
         connecting, peer.state = peer.state is PeerState.CONNECTING, PeerState.SILENT
+        peer.silent_at = self._clock.now()
         message = f"peer {peer.endpoint} has not answered {misses} heartbeats"
         failure = Failure(code="peer_silent", message=message, origin=peer.endpoint)
         dials = self._undial(peer, failure)

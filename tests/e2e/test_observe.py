@@ -57,7 +57,7 @@ def pair(tiny_checkpoint: Callable[[Family], Path], collector: Collector, logs: 
     flags += ["--log-kv-target", str(logs), "--disaggregation-enable-kv-checksum"]
     flags += ["--log-requests", "--log-requests-target", str(logs)]
     prefill = start_server(model, "prefill", *flags)
-    decode = start_server(model, "decode", *flags)
+    decode = start_server(model, "decode", *flags, "--disaggregation-heartbeat-interval-s", "0.5")
     with running(prefill, decode):
         router = start_router([prefill], [decode], *trace)
         with running(router):

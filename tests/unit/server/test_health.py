@@ -109,7 +109,9 @@ async def test_a_prefill_server_is_ready_once_it_is_registered(tokenizer: Tokeni
 
 
 def _peer(state: str, age_s: float) -> PeerLoad:
-    return PeerLoad(endpoint=f"10.0.0.{int(age_s)}:1", instance="i", state=state, heartbeat_age_s=age_s)
+    silent_s = age_s if state == "silent" else None
+    endpoint = f"10.0.0.{int(age_s)}:1"
+    return PeerLoad(endpoint=endpoint, instance="i", state=state, heartbeat_age_s=age_s, silent_s=silent_s)
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])

@@ -1,0 +1,147 @@
+"""The dashboard and the alerts name metrics that are really exported, and labels that these really have."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdserve.config.groups import DisaggConfig, DisaggMode, ModelConfig, ServerConfig
+from pdserve.observe.record import RequestRecord, RequestStart
+from pdserve.protocol.messages import EngineState, Flow, PeerLoad, RequestTiming
+from pdserve.protocol.replicas import merge_states
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.router.config import Role, RouterConfig, WorkerSpec
+from pdserve.server.app import make_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARD = ROOT / "configs" / "grafana" / "pdserve.json"
+ALERTS = ROOT / "configs" / "prometheus" / "alerts.yml"
+METRIC = re.compile(r"\b(?:sglang:|pdserve:|pdserve_router_)\w+")
+SELECTOR = re.compile(r"((?:sglang:|pdserve:|pdserve_router_)\w+)\{([^}]*)\}")
+GROUPING = re.compile(r"\b(?:by|on) ?\(([^)]+)\)")
+OF_PROMETHEUS = {"instance", "job", "le"}
+
+
+def busy_state() -> EngineState:
+    flow = Flow(bytes=1, transfers=1, failures=1, write_s=1.0, in_flight=1, recent_bytes_s=1.0)
+    peer = PeerLoad(endpoint="p", instance="i", state="ready", heartbeat_age_s=1.0, sent=flow, received=flow)
+    names = ("pages_total", "pages_free", "pages_cached", "pages_evictable", "pages_held_remote", "pages_held_send")
+    return EngineState(
+        queues={"num_running_reqs": 1},
+        memory=dict.fromkeys(names, 1),
+        counters={},
+        facts={},
+        num_running_reqs=1,
+        num_queue_reqs=1,
+        num_used_tokens=1,
+        max_total_tokens=2,
+        failures={"peer_gone": 1},
+        peers=[peer],
+    )
+
+
+def exported_by_server(mode: DisaggMode) -> str:
+    """What `/metrics` has after one request; with two replicas, so that `dp_rank` is there, too."""
+    config = ServerConfig(model=ModelConfig(model_path="m"), disagg=DisaggConfig(disaggregation_mode=mode))
+    metrics = make_metrics(config)
+    start = RequestStart(
+        key="k", rid="r", path="/generate", room=None, arrived_at=0.0, intake_s=0.0, input_ids=[1],
+        sampling=SamplingParams(), stream=False, traceparent=None,
+    )  # fmt: skip
+    timing = RequestTiming(queue_s=1.0, bootstrap_s=1.0, prefill_s=1.0, transfer_s=1.0, kv_bytes=9, kv_transfer_s=1.0)
+    record = RequestRecord(
+        start=start, outcome="stop", ttft_s=4.0, e2e_s=5.0, prompt_tokens=1, cached_tokens=0, completion_tokens=1,
+        timing=timing,
+    )  # fmt: skip
+    metrics.started(start)
+    metrics.first_token(4.0, record.parts)
+    metrics.prompt_done(1, 0)
+    metrics.next_tokens(0.1, 1)
+    metrics.generated(1)
+    metrics.ended(record)
+    return metrics.render(merge_states([busy_state(), busy_state()]), {0: True, 1: True}).decode()
+
+
+async def exported_by_router() -> str:
+    import aiohttp
+    from aiohttp import web
+
+    from pdserve.router.app import make_app
+
+    dead = "http://127.0.0.1:1"
+    specs = (WorkerSpec(role=Role.PREFILL, url=dead), WorkerSpec(role=Role.DECODE, url="http://127.0.0.1:2"))
+    runner = web.AppRunner(make_app(RouterConfig(pd=True, workers=specs)))
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{url}/generate", json={"text": "x"}) as answer:
+                assert answer.status == 503
+            async with session.get(f"{url}/metrics") as answer:
+                return await answer.text()
+    finally:
+        await runner.cleanup()
+
+
+async def exported_by_all() -> dict[str, set[str]]:
+    """Labels of every sample, and of every family without a sample yet, by name."""
+    texts = [exported_by_server(mode) for mode in ("null", "prefill", "decode")]
+    texts.append(await exported_by_router())
+    found: dict[str, set[str]] = {}
+    for text in texts:
+        for family in text_string_to_metric_families(text):
+            found.setdefault(family.name if family.type != "counter" else f"{family.name}_total", set())
+            for sample in family.samples:
+                found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def expressions() -> list[tuple[str, str]]:
+    """Where each is, and what it says."""
+    dashboard = json.loads(DASHBOARD.read_text())
+    found = [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    found += [(v["name"], v["definition"]) for v in dashboard["templating"]["list"] if "definition" in v]
+    rules = yaml.safe_load(ALERTS.read_text())["groups"]
+    return found + [(rule["alert"], rule["expr"]) for group in rules for rule in group["rules"]]
+
+
+async def test_every_metric_and_label_that_is_named_is_exported() -> None:
+    exported = await exported_by_all()
+    unknown = {(where, name) for where, text in expressions() for name in METRIC.findall(text) if name not in exported}
+    assert not unknown
+    for where, text in expressions():
+        for name, selectors in SELECTOR.findall(text):
+            labels = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", re.sub(r'"[^"]*"', "", selectors)))
+            assert labels <= exported[name] | OF_PROMETHEUS, (where, name, labels - exported[name])
+        grouped = {label.strip() for found in GROUPING.findall(text) for label in found.split(",") if label.strip()}
+        known = set().union(*(exported[name] for name in METRIC.findall(text)), OF_PROMETHEUS)
+        assert grouped <= known, (where, grouped - known)
+
+
+def test_the_dashboard_is_one_that_grafana_takes() -> None:
+    dashboard: dict[str, Any] = json.loads(DASHBOARD.read_text())
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert {v["name"] for v in dashboard["templating"]["list"]} == {"datasource", "model", "role", "instance"}
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        if panel["type"] != "row":
+            assert panel["description"] and panel["targets"], panel["title"]
+            for target in panel["targets"]:
+                assert target["expr"].count("(") == target["expr"].count(")"), target["expr"]
+
+
+def test_alerts_say_what_is_wrong_and_how_bad() -> None:
+    rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    for rule in rules:
+        assert rule["labels"]["severity"] in ("warning", "critical") and rule["annotations"]["summary"]
+    scrapes = yaml.safe_load((ALERTS.parent / "prometheus.yml").read_text())
+    assert scrapes["rule_files"] == [ALERTS.name]
