@@ -15,6 +15,12 @@ CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/gener
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"prompt": "hi"}
 
+
+def schema_format(fields: dict[str, Any]) -> dict[str, Any]:
+    """A `response_format` with these fields of `json_schema`."""
+    return {"type": "json_schema", "json_schema": fields}
+
+
 BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {}, "messages"),
     (CHAT, {"messages": []}, "messages"),
@@ -23,10 +29,32 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0]"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 500}]}, "messages"),
-    (CHAT, {**MESSAGES, "tools": [{"type": "function"}]}, "tools"),
-    (CHAT, {**MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {**MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function"),
+    (CHAT, {**MESSAGES, "response_format": {"type": "json"}}, "response_format.type"),
+    (CHAT, {**MESSAGES, "response_format": "json_object"}, "response_format"),
+    (CHAT, {**MESSAGES, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (CHAT, {**MESSAGES, "response_format": schema_format({"name": "x"})}, "response_format.json_schema.schema"),
+    (CHAT, {**MESSAGES, "response_format": schema_format({"schema": 5})}, "response_format.json_schema.schema"),
+    (
+        CHAT,
+        {**MESSAGES, "response_format": schema_format({"schema": {"type": "nonsense"}})},
+        "response_format.json_schema.schema",
+    ),
+    (
+        CHAT,
+        {**MESSAGES, "response_format": schema_format({"schema": {}, "strict": "yes"})},
+        "response_format.json_schema.strict",
+    ),
+    (CHAT, {**MESSAGES, "response_format": {"type": "structural_tag"}}, "response_format"),
+    (CHAT, {**MESSAGES, "guided_choice": []}, "guided_choice"),
+    (CHAT, {**MESSAGES, "guided_choice": ["a", 5]}, "guided_choice[1]"),
+    (CHAT, {**MESSAGES, "structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    (CHAT, {**MESSAGES, "structured_outputs": {"wishes": "x"}}, "structured_outputs.wishes"),
+    (COMPLETIONS, {**PROMPT, "regex": "a", "guided_json": {}}, "guided_json"),
+    (COMPLETIONS, {**PROMPT, "json_schema": {"allOf": [{"not": {}}]}}, "json_schema"),
+    (COMPLETIONS, {**PROMPT, "json_schema": {"type": "string", "minLength": 2, "maxLength": 1}}, "json_schema"),
     (CHAT, {**MESSAGES, "max_completion_tokens": 1000}, "max_completion_tokens"),
     (CHAT, {**MESSAGES, "max_tokens": 0}, "max_tokens"),
     (CHAT, {**MESSAGES, "logprobs": 5}, "logprobs"),
@@ -74,9 +102,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {**PROMPT, "logit_bias": {"x": 1}}, "logit_bias"),
     (COMPLETIONS, {**PROMPT, "logit_bias": {"999": 1}}, "logit_bias"),
     (COMPLETIONS, {**PROMPT, "logprobs": -1}, "logprobs"),
-    (COMPLETIONS, {**PROMPT, "echo": True}, "echo"),
+    (COMPLETIONS, {**PROMPT, "echo": "yes"}, "echo"),
     (COMPLETIONS, {**PROMPT, "suffix": "x"}, "suffix"),
-    (COMPLETIONS, {**PROMPT, "best_of": 3}, "best_of"),
+    (COMPLETIONS, {**PROMPT, "best_of": 0}, "best_of"),
     (COMPLETIONS, {**PROMPT, "rid": 5}, "rid"),
     (COMPLETIONS, {**PROMPT, "model": 5}, "model"),
     (GENERATE, {}, "text"),
@@ -91,15 +119,22 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (GENERATE, {"text": "a", "sampling_params": [{}, {}]}, "sampling_params"),
     (GENERATE, {"text": "a", "sampling_params": {"nonsense": 1}}, "sampling_params.nonsense"),
     (GENERATE, {"text": "a", "sampling_params": {"top_k": "1"}}, "sampling_params.top_k"),
-    (GENERATE, {"text": "a", "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
-    (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+    (GENERATE, {"text": "a", "sampling_params": {"regex": "a+("}}, "sampling_params.regex"),
+    (GENERATE, {"text": "a", "sampling_params": {"regex": "(" * 1000}}, "sampling_params.regex"),
+    (GENERATE, {"text": "a", "sampling_params": {"regex": "a" * 300_000}}, "sampling_params.regex"),
+    (GENERATE, {"text": "a", "sampling_params": {"ebnf": "root ::= missing"}}, "sampling_params.ebnf"),
+    (GENERATE, {"text": "a", "sampling_params": {"json_schema": "{"}}, "sampling_params.json_schema"),
+    (GENERATE, {"text": "a", "sampling_params": {"json_schema": "[]"}}, "sampling_params.json_schema"),
+    (GENERATE, {"text": "a", "sampling_params": {"json_schema": "{}", "regex": "a"}}, "sampling_params.regex"),
+    (GENERATE, {"text": "a", "sampling_params": {"structural_tag": "{}"}}, "sampling_params.structural_tag"),
+    (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
     (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": 128}}, "max_new_tokens"),
     (GENERATE, {"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
     (GENERATE, {"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
     (GENERATE, {"text": "a", "rid": "x" * 1000}, "rid"),
     (GENERATE, {"text": "a", "return_logprob": "x"}, "return_logprob"),
     (GENERATE, {"text": "a", "return_logprob": True, "top_logprobs_num": 999}, "top_logprobs_num"),
-    (GENERATE, {"text": "a", "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
+    (GENERATE, {"text": "a", "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
     (GENERATE, {"text": "a", "image_data": "x"}, "image_data"),
 ]
 
