@@ -82,6 +82,7 @@ def open_transfer(
         layout=built.layout,
         shape=config.parallel.shape,
         dp_size=config.parallel.dp_size,
+        dp_attention=config.parallel.enable_dp_attention,
         decode_sizes=_decode_sizes(config),
         buffers=built.executor.buffers,
         others=engine.others,

@@ -56,6 +56,7 @@ class KVArgs:
     layout: KVLayout
     shape: ParallelShape = ParallelShape()
     dp_size: int = 1
+    dp_attention: bool = False
     decode_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """See `check_hello`."""
     buffers: Sequence[tuple[int, int]]
@@ -101,6 +102,7 @@ class KVManager:
             tp_size=args.shape.tp_size,
             pp_size=args.shape.pp_size,
             dp_size=args.dp_size,
+            dp_attention=args.dp_attention,
             ranks=ranks,
             aux_region=Region(*args.aux.buffer),
             aux_slot_bytes=args.aux.slot_bytes,

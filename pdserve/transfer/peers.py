@@ -101,7 +101,8 @@ def check_hello(ours: Hello, theirs: Hello, decode_sizes: Mapping[str, int]) -> 
         raise HandshakeError("ranks", theirs.shape.num_ranks, len(theirs.ranks))
     decode, prefill = (ours, theirs) if theirs.answer else (theirs, ours)  # decode asks, prefill answers
     check_shapes(prefill.shape, decode.shape)
-    sizes = {"disaggregation_decode_tp": decode.tp_size, "disaggregation_decode_dp": decode.dp_size}
+    tp_size = decode.tp_size * decode.dp_size if decode.dp_attention else decode.tp_size  # as its flag has it
+    sizes = {"disaggregation_decode_tp": tp_size, "disaggregation_decode_dp": decode.dp_size}
     for field, size in decode_sizes.items():
         if sizes[field] != size:
             raise HandshakeError(field, size, sizes[field])

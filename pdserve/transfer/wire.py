@@ -66,7 +66,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Who the sender is. `facts` must be equal on both sides, field by field.
 
     `ranks` are those of a replica split as `tp_size` and `pp_size` say, in the order of their numbers; the aux slots
-    are at the first one. The server has `dp_size` such replicas.
+    are at the first one. The server has `dp_size` such replicas, which with `dp_attention` have its tensor ranks
+    together.
     """
 
     endpoint: Name
@@ -74,6 +75,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tp_size: Size = 1
     pp_size: Size = 1
     dp_size: Size = 1
+    dp_attention: bool = False
     ranks: Annotated[tuple[RankMemory, ...], msgspec.Meta(max_length=4096)]
     aux_region: Region
     aux_slot_bytes: Count

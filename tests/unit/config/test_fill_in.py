@@ -102,6 +102,11 @@ SEVERAL = "--tp-size 2 --nnodes 2 --dist-init-addr {} --disaggregation-mode deco
         (SEVERAL.format("10.0.0.1:900", "127.0.0.1"), "disaggregation_host"),
         ("--disaggregation-mode decode --disaggregation-decode-tp 2", "disaggregation_decode_tp"),
         ("--disaggregation-mode prefill --disaggregation-prefill-pp 2", "disaggregation_prefill_pp"),
+        ("--tp-size 4 --dp-size 3 --enable-dp-attention", "dp_size"),
+        ("--tp-size 2 --dp-size 4 --enable-dp-attention", "dp_size"),
+        ("--tp-size 2 --dp-size 2 --enable-dp-attention --pp-size 2", "pp_size"),
+        ("--tp-size 4 --dp-size 2 --enable-dp-attention --ep-size 2", "ep_size"),
+        ("--tp-size 4 --dp-size 2 --enable-dp-attention --nnodes 4 --dist-init-addr 10.0.0.1:2", "nnodes"),
     ],
 )
 def test_splits_that_contradict_something_are_refused_by_field(words: str, field: str) -> None:

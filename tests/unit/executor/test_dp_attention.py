@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,19 +16,13 @@ from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
 from tests.tiny import VOCAB_SIZE, Family, make_tiny
-from tests.unit.executor.gang import Gang, open_gang
+from tests.unit.executor.gang import Gang
 from tests.unit.executor.sharing_ranks import Job, Outcome, gathered, in_bfloat16, out_of_step, outcome
 
 ONE, TP2 = ParallelShape(), ParallelShape(tp_size=2)
 BOTH_BUSY = (Job((1, 15, 40, 90)), Job((70, 3), chunk=33, idle_rounds=2))
 ONE_IDLE = (Job(), Job((1, 15, 40)))
 ONE_TOKEN = (Job((1,)), Job())
-
-
-@pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with open_gang(4) as processes:
-        yield processes
 
 
 def flags(num_ranks: int, ep_size: int = 1, copies: int = 0) -> ParallelConfig:

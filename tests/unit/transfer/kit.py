@@ -135,6 +135,7 @@ class Side:
         shape: ParallelShape = SINGLE.shape,
         others: Sequence[RankMemory] = (),
         dp_size: int = 1,
+        dp_attention: bool = False,
         decode_sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.net, self.instance = net, instance
@@ -154,6 +155,7 @@ class Side:
             layout=layout,
             shape=shape,
             dp_size=dp_size,
+            dp_attention=dp_attention,
             decode_sizes=decode_sizes or {},
             buffers=(buffer or (1 << 20, 16 * group.of_rank(shape.place(0)).page_bytes),),
             others=others,

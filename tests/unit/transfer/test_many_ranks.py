@@ -206,6 +206,14 @@ def test_what_does_not_fit_is_refused_by_field_and_the_request_hears_it(
     assert [side.kv.counters["handshakes_refused"] for side in sides] == [1, 1], "on both sides"
 
 
+def test_a_decode_server_with_dp_attention_is_known_by_the_size_of_its_flag() -> None:
+    net = Net()
+    prefill = Side(net, "prefill-1", decode_sizes={"disaggregation_decode_tp": 2, "disaggregation_decode_dp": 2})
+    decode = Side(net, "decode-1", dp_size=2, dp_attention=True)
+    meet(net, prefill, decode)
+    assert prefill.kv.counters["handshakes_refused"] == 0 and prefill.kv.sessions.last_refusal is None
+
+
 def test_a_hello_with_more_or_fewer_ranks_than_it_says_is_refused() -> None:
     net = Net()
     prefill, decode = Side(net, "prefill-1"), Side(net, "decode-1")

@@ -1,0 +1,228 @@
+"""Leaders in lockstep: whoever has work calls the others to it; nobody waits for ever, and who is lost ends all."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from torch.distributed import HashStore
+
+from pdserve.base.mailbox import Mailbox
+from pdserve.errors import ConfigError, ModelError, PdserveError, RankError
+from pdserve.executor.expert_balance import ExpertBalance
+from pdserve.executor.interface import BatchPlan, Row, StepHandle, StepResult
+from pdserve.ranks.lockstep import Lockstep, meet_leaders
+from pdserve.ranks.orders import Order, Rebalance
+from pdserve.ranks.rebalance import RoundRebalancer
+from pdserve.ranks.rounds import RoundExecutor
+from pdserve.scheduler.idle_rounds import IdleRounds, RoundCalled
+from tests.unit.ranks.kit import HOST, MEET_S, TIMES, TOKEN, Losses
+from tests.unit.transfer.waiting import wait_until
+
+ROUND_S = 20.0
+WORK = (Row("r", 0, 0, 1, True),)
+
+
+@contextmanager
+def leaders(count: int, losses: Sequence[Losses] | None = None) -> Iterator[list[Lockstep]]:
+    """The leaders of `count` replicas, over real sockets in one process."""
+    store = HashStore()
+    on_lost = losses or [Losses() for _ in range(count)]
+
+    def meet(number: int) -> Lockstep:
+        return meet_leaders(
+            count, number, store, TOKEN, host=HOST, on_lost=on_lost[number], times=TIMES, timeout_s=MEET_S
+        )
+
+    with ThreadPoolExecutor(count) as pool:
+        met = list(pool.map(meet, range(count)))
+    try:
+        yield met
+    finally:
+        for lockstep in met:
+            lockstep.close()
+
+
+class Collective:
+    """Stands for an executor whose steps are exchanges with all other replicas: one ends when all have begun it.
+
+    `tokens` are what each step was asked to compute; it counts as computed when it is resolved.
+    """
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        self._barrier = barrier
+        self.tokens: list[int] = []
+
+    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+        assert plan.step == len(self.tokens) + 1
+        self.tokens.append(len(plan.rows))
+        return StepHandle(plan, None, lambda: StepResult(plan.step, ()))
+
+    def resolve(self, handle: StepHandle) -> StepResult:
+        self._barrier.wait(ROUND_S)
+        return handle.finish()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Rows and pages: not of interest here."""
+        return lambda *_, **__: None
+
+
+class Replica:
+    """The scheduler's loop without a scheduler: `work` steps with something to compute, posted one by one."""
+
+    def __init__(self, lockstep: Lockstep, barrier: threading.Barrier, *, overlap: bool) -> None:
+        self.mailbox: Mailbox[RoundCalled | int | None] = Mailbox()
+        lockstep.wake = lambda: self.mailbox.post(RoundCalled())
+        self.inner = Collective(barrier)
+        self._idle = IdleRounds(lockstep)
+        self._executor = RoundExecutor(self.inner, lockstep)  # type: ignore[arg-type]
+        self._overlap = overlap
+        self.num_turns = 0
+        self.todo = 0
+
+    def run(self) -> None:
+        step, under_way, stopping = 0, None, False
+        while not stopping:
+            for event in self.mailbox.drain():
+                stopping = stopping or event is None
+                self.todo += event if isinstance(event, int) else 0
+            self.num_turns += 1
+            plan = BatchPlan(step + 1, WORK) if self.todo else self._idle.plan(step + 1)
+            before, under_way = under_way, None
+            if plan is not None:
+                step += 1
+                self.todo -= min(self.todo, len(plan.rows))
+                under_way = self._executor.launch(plan)
+            for handle in (before, None if self._overlap else under_way):
+                if handle is not None:
+                    self._executor.resolve(handle)
+            under_way = under_way if self._overlap else None
+            if plan is None and before is None and not stopping:
+                self.mailbox.wait(ROUND_S)
+        if under_way is not None:
+            self._executor.resolve(under_way)
+        self._idle.see_out(step, self._executor, self.mailbox)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("count", [2, 3])
+def test_all_replicas_do_the_same_rounds_whoever_has_work(count: int, overlap: bool) -> None:
+    chance = random.Random(count)
+    with leaders(count) as met, ThreadPoolExecutor(count) as pool:
+        barrier = threading.Barrier(count)
+        replicas = [Replica(lockstep, barrier, overlap=overlap) for lockstep in met]
+        ends = [pool.submit(replica.run) for replica in replicas]
+        work = [0] * count
+        for _ in range(60):
+            number, amount = chance.randrange(count), chance.randrange(1, 6)
+            work[number] += amount
+            replicas[number].mailbox.post(amount)
+        wait_until(lambda: [sum(replica.inner.tokens) for replica in replicas] == work, "all work done")
+        for replica in chance.sample(replicas, count):
+            replica.mailbox.post(None)
+        for end in ends:
+            end.result(timeout=60.0)
+        done = [replica.inner.tokens for replica in replicas]
+        assert [sum(tokens) for tokens in done] == work
+        assert len({len(tokens) for tokens in done}) == 1
+        assert all(any(tokens[step] for tokens in done) for step in range(len(done[0]))), "a round for nobody"
+
+
+def test_replicas_without_work_are_called_once_a_round_and_sleep_between() -> None:
+    with leaders(2) as met, ThreadPoolExecutor(2) as pool:
+        barrier = threading.Barrier(2)
+        busy, idle = (Replica(lockstep, barrier, overlap=False) for lockstep in met)
+        ends = [pool.submit(replica.run) for replica in (busy, idle)]
+        busy.mailbox.post(5)
+        wait_until(lambda: len(idle.inner.tokens) == 5, "the other one followed")
+        assert idle.inner.tokens == [0] * 5 and busy.inner.tokens == [1] * 5
+        for replica in (busy, idle):
+            replica.mailbox.post(None)
+        for end in ends:
+            end.result(timeout=60.0)
+        assert idle.num_turns <= 3 * 5 + 10, "it turns without being called"
+
+
+def test_samples_of_all_replicas_reach_all() -> None:
+    with leaders(3) as met, ThreadPoolExecutor(3) as pool:
+        every = list(pool.map(lambda one: one.share_samples([{"w": {one._links.rank: 1.5}}]), met))
+    assert [sorted(next(iter(rank["w"])) for rank in others) for others in every] == [[1, 2], [0, 2], [0, 1]]
+
+
+@pytest.mark.parametrize("error", [ConfigError("no such page", field="page_size"), ModelError("no weights")])
+def test_a_replica_that_cannot_start_ends_those_that_wait_for_it(error: PdserveError) -> None:
+    losses = [Losses(), Losses()]
+    with leaders(2, losses) as met, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(met[0].share_samples, [])
+        met[1].close(error)
+        said = losses[0].wait()
+        assert type(said) is type(error) and "replica 1" in str(said) and str(error) in str(said)
+        with pytest.raises(type(error)):
+            waiting.result(timeout=20.0)
+
+
+def test_a_replica_that_ends_without_a_word_is_named() -> None:
+    losses = [Losses(), Losses()]
+    with leaders(2, losses) as met:
+        met[1].close()
+        assert isinstance(met[0].blame(), RankError)
+        assert "replica 1" in str(losses[0].wait()) and "is gone" in str(losses[0].wait())
+
+
+def test_another_token_or_flag_is_refused_by_name() -> None:
+    store = HashStore()
+
+    def meet(number: int, token: str, size: str) -> PdserveError:
+        with pytest.raises(PdserveError) as caught:
+            meet_leaders(
+                2, number, store, token, host=HOST, facts={"ep_size": size}, on_lost=Losses(), timeout_s=MEET_S
+            )
+        return caught.value
+
+    with ThreadPoolExecutor(2) as pool:
+        tokens = [pool.submit(meet, number, f"token {number}", "1") for number in range(2)]
+        assert all("PDSERVE_CONTROL_TOKEN" in str(one.result(timeout=30.0)) for one in tokens)
+        store = HashStore()
+        sizes = [pool.submit(meet, number, TOKEN, str(number)) for number in range(2)]
+        errors = [one.result(timeout=30.0) for one in sizes]
+    assert all(isinstance(one, ConfigError) and one.field == "ep_size" for one in errors), errors
+
+
+class Experts:
+    """Stands for `ExpertBalance`: notes what it is told, and in which round."""
+
+    def __init__(self) -> None:
+        self.is_planning = False
+        self.told: list[tuple[int, str]] = []
+        self.round = 0
+
+    def plan(self) -> None:
+        assert not self.is_planning
+        self.is_planning = True
+        self.told.append((self.round, "plan"))
+
+    def place(self) -> None:
+        assert self.is_planning
+        self.is_planning = False
+        self.told.append((self.round, "place"))
+
+
+@pytest.mark.parametrize(
+    ("interval", "told"),
+    [(6, [(6, "plan"), (9, "place"), (12, "plan")]), (1, [(1, "plan"), (2, "place"), (2, "plan"), (3, "place")])],
+)
+def test_experts_move_by_the_number_of_the_round_alone(interval: int, told: list[tuple[int, str]]) -> None:
+    experts, orders = Experts(), list[Order]()
+    rebalancer = RoundRebalancer(_as_balance(experts), orders.append, interval)
+    for experts.round in range(14 if interval > 1 else 4):
+        rebalancer.before_round()
+    assert experts.told[: len(told)] == told
+    assert orders == [Rebalance(do) for _, do in experts.told]  # type: ignore[arg-type]
+
+
+def _as_balance(experts: Experts) -> ExpertBalance:
+    return experts  # type: ignore[return-value]
