@@ -112,10 +112,10 @@ class ReplicatedChannel:
         await self._channels[replica].send(request)
 
     def _choose(self, request: GenerateRequest, room: int | None) -> int:
-        if request.replica is not None:
-            return request.replica
         if room is not None and room in self._rooms:
             return self._live[self._rooms[room]].replica
+        if request.replica is not None:
+            return request.replica
         load = self._num_tokens if self._named else self._num_live
         least = min(range(len(self._channels)), key=lambda index: load[index])
         if room is None or not self._named:

@@ -141,6 +141,7 @@ def build_scheduler(
         mailbox,
         max_queued=config.schedule.max_queued_requests,
         overlap=config.schedule.disable_overlap_schedule is False,
+        profile_name=f"{mode if mode != 'null' else 'server'}-DP-{replica.dp_rank}",
         facts=facts,
         live_facts=engine.facts,
         idle_rounds=_idle_rounds(engine, mailbox),

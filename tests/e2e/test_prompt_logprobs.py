@@ -1,4 +1,6 @@
-"""Log probabilities of prompts through a pair: transformers', the monolith's, cold and cached, on every endpoint."""
+"""Log probabilities of prompts through a pair: transformers', the monolith's, cold and cached, on every endpoint; and
+commands to running servers.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,15 @@ import dataclasses
 import json
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 import torch
 
-from tests.e2e.harness import Pair, Server, assert_idle, running, start_router, start_server
+from tests.e2e.harness import Pair, Server, assert_idle, running, start_router, start_server, until
 from tests.reference import load_reference, reference_logits
 from tests.tiny import VOCAB_SIZE, make_tiny
 
@@ -181,4 +185,27 @@ def test_best_of_answers_the_best(deployment: Deployment) -> None:
         means = [sum(choice["logprobs"]["token_logprobs"]) / 5 for choice in answer["choices"]]
         assert [choice["index"] for choice in answer["choices"]] == [0, 1] and means[0] >= means[1]
         assert answer["usage"]["completion_tokens"] == 30
+    assert_idle(*deployment.pair.workers, deployment.monolith)
+
+
+def test_commands_to_a_running_pair(deployment: Deployment, tmp_path: Path) -> None:
+    """Paused and retracted in the midst of an answer, the tokens are those of one that was left alone."""
+    decode = deployment.pair.decode
+    body = {"input_ids": deployment.prompts[1], "sampling_params": {**GREEDY, "max_new_tokens": 600}}
+    expected = requests.post(f"{deployment.monolith.url}/generate", json=body, timeout=60).json()["output_ids"]
+    profile = {"output_dir": str(tmp_path), "activities": ["CPU"], "profile_id": "p"}
+    assert requests.post(f"{decode.url}/start_profile", json=profile, timeout=60).status_code == 200
+    with ThreadPoolExecutor() as pool:
+        for mode in ("retract", "in_place"):
+            answer = pool.submit(requests.post, f"{deployment.pair.url}/generate", json=body, timeout=120)
+            until(lambda: decode.state()["num_running_reqs"] == 1, 30.0, "it runs")
+            assert requests.post(f"{decode.url}/pause_generation", json={"mode": mode}, timeout=60).status_code == 200
+            assert decode.state()["num_running_reqs"] == (1 if mode == "in_place" else 0)
+            busy = requests.post(f"{decode.url}/flush_cache", timeout=60).status_code
+            assert busy == (200 if mode == "retract" else 400)
+            assert requests.post(f"{decode.url}/continue_generation", timeout=60).status_code == 200
+            assert answer.result().json()["output_ids"] == expected
+    assert requests.post(f"{decode.url}/stop_profile", timeout=60).text.startswith("Stop profiling.")
+    assert [path.name for path in tmp_path.iterdir()] == ["p-decode-DP-0.trace.json.gz"]
+    assert len(requests.get(f"{decode.url}/v1/loads", timeout=30).json()["loads"]) == 1
     assert_idle(*deployment.pair.workers, deployment.monolith)

@@ -27,7 +27,7 @@ from pdserve.protocol.messages import (
     ToApi,
     ToScheduler,
 )
-from pdserve.protocol.replicas import DIVERT_TOKENS, ReplicatedChannel
+from pdserve.protocol.replicas import DIVERT_TOKENS, PROBE_HOST, ReplicatedChannel
 from pdserve.protocol.sampling import SamplingParams
 
 ENDED = FinishReason(type="length", length=1)
@@ -57,6 +57,20 @@ class Pipe:
 def request(rid: str, room: int | None = None, num_tokens: int = 1) -> GenerateRequest:
     where = None if room is None else RoomAddress(host="h", port=1, room=room)
     return GenerateRequest(rid=rid, input_ids=[1] * num_tokens, sampling=SamplingParams(), room=where)
+
+
+def test_a_client_may_choose_the_replica_and_decode_is_sent_there() -> None:
+    async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
+        chosen = msgspec.structs.replace(request("r", 7), replica=2)
+        await channel.send(chosen)
+        probe = RoomAddress(host=PROBE_HOST, port=None, room=8)
+        await channel.send(msgspec.structs.replace(request("probe", 8), room=probe, replica=0))
+        await channel.send(msgspec.structs.replace(request("again", 7), replica=0))
+
+    pipes = play(story)
+    assert asked(pipes) == [["probe"], [], ["r", "again"]], "a room that is in use stays where it is, to be refused"
+    diverts = [[(m.room, m.replica) for m in pipe.sent if isinstance(m, Divert)] for pipe in pipes]
+    assert diverts[1][0] == (7, 2) and not diverts[0] and not diverts[2]
 
 
 def asked(pipes: list[Pipe]) -> list[list[str]]:
@@ -124,7 +138,7 @@ def test_a_room_names_its_replica_and_what_has_none_goes_where_least_is() -> Non
 def test_a_probe_goes_to_the_replica_that_it_is_for() -> None:
     async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
         for replica in (2, 0, 1):
-            await channel.send(msgspec.structs.replace(request(f"probe-{replica}", 7), replica=replica))
+            await channel.send(msgspec.structs.replace(request(f"probe-{replica}", 7 + replica), replica=replica))
 
     assert asked(play(story)) == [["probe-0"], ["probe-1"], ["probe-2"]]
 
