@@ -40,7 +40,7 @@ def check_pair(model: Path, prefill: tuple[str, ...], decode: tuple[str, ...], *
             assert answer["output_ids"] == expected[i % len(prompts)], f"{len(batch[i])} tokens"
         for server, side in ((p.prefill, prefill), (p.decode, decode)):
             served = [state["counters"]["requests"] for state in server.state()["internal_states"]]
-            assert len(served) == (2 if "--enable-dp-attention" in side else 1) and all(served), served
+            assert len(served) == (2 if "--dp-size" in side else 1) and all(served), served
         assert_idle(p.prefill, p.decode)
         return p.decode.state()
 

@@ -12,6 +12,7 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.errors import RankError
 from pdserve.executor.interface import BatchPlan, Executor, Row, StepResult
 from pdserve.memory.page_table import PageTable
+from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.ranks.leader import GroupExecutor
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
@@ -156,9 +157,9 @@ def test_a_seed_is_drawn_once_for_all_ranks() -> None:
     seen: list[SamplingParams] = []
 
     class Noting(HashExecutor):
-        def open_row(self, row, token_ids, num_prompt_tokens, sampling, top_logprobs):  # type: ignore[no-untyped-def]
+        def open_row(self, row, token_ids, num_prompt_tokens, sampling, logprobs):  # type: ignore[no-untyped-def]
             seen.append(sampling)
-            super().open_row(row, token_ids, num_prompt_tokens, sampling, top_logprobs)
+            super().open_row(row, token_ids, num_prompt_tokens, sampling, logprobs)
 
     def make(rank: int = 0) -> tuple[Executor, PageTable]:
         table = PageTable(NUM_ROWS, MAX_PAGES)
@@ -167,7 +168,7 @@ def test_a_seed_is_drawn_once_for_all_ranks() -> None:
     local, table = make()
     with replica(ParallelShape(tp_size=2), make) as (followers, _):
         group = GroupExecutor(local, table, LAYOUT, followers)
-        group.open_row(0, [1, 2], 2, SamplingParams(logit_bias={7: -1.5}, stop=("x",)), 3)
+        group.open_row(0, [1, 2], 2, SamplingParams(logit_bias={7: -1.5}, stop=("x",)), Logprobs(top=3))
         group.open_row(1, [1, 2], 2, SamplingParams(seed=5), None)
         wait_until(lambda: len(seen) == 4, "both ranks opened both rows")
     drawn = [sampling for sampling in seen if sampling.seed != 5]
