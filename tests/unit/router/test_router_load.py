@@ -9,6 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
+from pdserve.router.config import LimitConfig
+
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 
 
@@ -74,5 +76,54 @@ def test_a_worker_that_is_killed_under_load_costs_no_answer_while_another_lives(
             await decodes[0].stop()
             assert set(await asyncio.gather(*calls)) == {200}
             await world.until(lambda: world.loads(url), lambda seen: seen == [0, 0, 0])
+
+    run_world(scenario)
+
+
+def test_64_streams_while_a_worker_comes_one_is_drained_and_a_third_of_the_clients_leave(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        rng = random.Random(11)
+
+        async def stream(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            for index in range(20):
+                await asyncio.sleep(rng.random() * 0.01)
+                await response.write(f"data: {body['text']} {index}\n\n".encode())
+            return response
+
+        async def client(number: int, url: str) -> None:
+            async with world.session.post(url + "/generate", json={"text": str(number)}) as response:
+                assert response.status == 200
+                if number % 10 < 3:
+                    await response.content.readany()
+                    response.close()
+                    return
+                expected = "".join(f"data: {number} {index}\n\n" for index in range(20))
+                assert await response.text() == expected
+
+        async def dispatched(worker: Any, url: str) -> list[str]:
+            async with world.session.get(url + "/metrics") as response:
+                lines = (await response.text()).splitlines()
+            return [line for line in lines if "dispatched_total" in line and worker.url in line]
+
+        prefill = await world.worker("p")
+        old, kept, new = [await world.worker(name, stream) for name in ("old", "kept", "new")]
+        limits = LimitConfig(max_inflight=12, queue_size=64)
+        async with world.router([prefill], [old, kept], policy="least_loaded", limits=limits) as url:
+            calls = [asyncio.create_task(client(number, url)) for number in range(64)]
+            await world.until_true(lambda: len(old.bodies) >= 5)
+            body = {"url": new.url, "worker_type": "decode"}
+            async with world.session.post(url + "/workers", json=body) as response:
+                assert response.status == 202
+            await world.until_true(lambda: len(new.bodies) >= 1)
+            async with world.session.delete(f"{url}/workers/{old.url}") as response:
+                assert response.status == 202
+            sent = await dispatched(old, url)
+            await asyncio.gather(*calls)
+            assert await dispatched(old, url) == sent, "nothing new"
+            await world.until(lambda: world.loads(url), lambda seen: seen == [0, 0, 0])
+            assert old.url not in await world.healthy_urls(url)
+        assert len(old.bodies) + len(kept.bodies) + len(new.bodies) >= 64
 
     run_world(scenario)
