@@ -17,7 +17,7 @@ from pdserve.server.json_http import convert, read_json_object, refuse_unsupport
 from pdserve.server.logprob_format import chat_logprobs
 from pdserve.server.openai_common import OpenAICall
 from pdserve.server.parsers.pieces import CallArguments, CallOpened, Content, Piece, Reasoning, put_together
-from pdserve.server.reasoning_count import count_reasoning
+from pdserve.server.reasoning_count import ReasoningCounter
 from pdserve.server.sampling_fields import MAX_CHAT_TOKENS, Ask
 from pdserve.server.schemas import UNSUPPORTED_CHAT, ChatBody
 
@@ -36,6 +36,7 @@ class ChatCall(OpenAICall):
         super().__init__(context, body, prepared.intake)
         self._plan = prepared.plan
         self._readers: dict[int, ChatReader] = {}
+        self._counters: dict[int, ReasoningCounter] = {}
 
     def choice(self, update: Update) -> dict[str, Any]:
         """See `OpenAICall`."""
@@ -82,7 +83,10 @@ class ChatCall(OpenAICall):
         """See `OpenAICall`."""
         if self._plan.thinking is None:
             return {}
-        tokens = sum(count_reasoning(self.context.tokenizer, self._plan, update.token_ids) for update in updates)
+        for update in updates:
+            if update.index not in self._counters:
+                self._counters[update.index] = ReasoningCounter(self.context.tokenizer, self._plan)
+        tokens = sum(self._counters[update.index].count(update.token_ids) for update in updates)
         return {"completion_tokens_details": {"reasoning_tokens": tokens}}
 
     def _reader(self, index: int) -> ChatReader:

@@ -1,4 +1,4 @@
-"""How many tokens of an answer are thoughts, for `usage`."""
+"""How many tokens of an answer are thoughts, for `usage`. One counter per sequence, made by the chat endpoints."""
 
 from __future__ import annotations
 
@@ -6,23 +6,40 @@ from collections.abc import Sequence
 
 from pdserve.server.chat_reader import ReadPlan
 from pdserve.server.parsers.feed import SPACE
+from pdserve.server.parsers.thinking import Thinking
 from pdserve.server.tokenizer import Tokenizer
 
 
-def count_reasoning(tokenizer: Tokenizer | None, plan: ReadPlan, token_ids: Sequence[int]) -> int:
-    """Tokens of `token_ids` up to the end of the thoughts, tags included; 0 where there are none."""
-    thinking = plan.thinking
-    if tokenizer is None or thinking is None or plan.inside is False:
-        return 0
-    decoder = tokenizer.text_decoder(skip_special=False)
-    text = ""
-    for count, token_id in enumerate(token_ids, 1):
-        fresh = decoder.push(token_id)
-        text += fresh
-        begun = plan.inside or text.lstrip(SPACE).startswith(thinking.opening)
-        if not begun and not thinking.opening.startswith(text.lstrip(SPACE)):
-            return 0
-        searched = text[-(len(fresh) + len(thinking.closing)) :]
-        if thinking.closing in searched:
-            return count
-    return len(token_ids) if plan.inside or text.lstrip(SPACE).startswith(thinking.opening) else 0
+class ReasoningCounter:
+    """Counts the tokens up to the end of the thoughts, tags included, each once however often it is asked."""
+
+    def __init__(self, tokenizer: Tokenizer | None, plan: ReadPlan) -> None:
+        self._thinking = plan.thinking if plan.inside is not False else None
+        self._decoder = tokenizer.text_decoder(skip_special=False) if tokenizer is not None else None
+        self._inside = plan.inside is True
+        self._text = ""
+        self._num_seen = 0
+        self._num_thoughts = 0
+
+    def count(self, token_ids: Sequence[int]) -> int:
+        """Of the answer so far, `token_ids`, which begins with what it was at the last call."""
+        while self._thinking is not None and self._num_seen < len(token_ids):
+            self._num_seen += 1
+            self._step(self._thinking, token_ids[self._num_seen - 1])
+        return self._num_thoughts
+
+    def _step(self, thinking: Thinking, token_id: int) -> None:
+        self._text += self._decoder.push(token_id) if self._decoder is not None else ""
+        if not self._inside:
+            begun = self._text.lstrip(SPACE)
+            if not begun.startswith(thinking.opening):
+                if not thinking.opening.startswith(begun):
+                    self._thinking = None
+                return
+            self._inside = True
+            self._text = begun.removeprefix(thinking.opening)
+        self._num_thoughts = self._num_seen
+        ends = (thinking.closing, *thinking.calls)
+        if any(end in self._text for end in ends):
+            self._thinking = None
+        self._text = self._text[-max(len(end) for end in ends) :]

@@ -20,7 +20,7 @@ from pdserve.server.errors_http import describe
 from pdserve.server.generation import Generation, Update
 from pdserve.server.json_http import convert, json_response, read_json_object, refuse_unsupported
 from pdserve.server.logprob_format import chat_logprobs
-from pdserve.server.reasoning_count import count_reasoning
+from pdserve.server.reasoning_count import ReasoningCounter
 from pdserve.server.responses.output import OutputWriter
 from pdserve.server.responses.schemas import STATEFUL, ResponsesBody
 from pdserve.server.responses.to_chat import to_chat
@@ -115,7 +115,7 @@ class ResponsesCall:
 
     def _usage(self, update: Update) -> dict[str, Any]:
         prompt, completion = self._intake.num_prompt_tokens, len(update.token_ids)
-        thoughts = count_reasoning(self._context.tokenizer, self._plan, update.token_ids)
+        thoughts = ReasoningCounter(self._context.tokenizer, self._plan).count(update.token_ids)
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": update.cached_tokens, "cache_write_tokens": 0},

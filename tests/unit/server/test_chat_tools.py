@@ -12,6 +12,8 @@ from pdserve.protocol.messages import FinishReason
 from pdserve.server.chat_reader import ChatReader, ReadPlan
 from pdserve.server.openai_chat import delta_fields
 from pdserve.server.parsers.json_formats import Hermes
+from pdserve.server.parsers.thinking import THINKING
+from pdserve.server.reasoning_count import ReasoningCounter
 from pdserve.server.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import ASK, HERMES, NOW, WEATHER, long_context, openai_bench
 
@@ -159,6 +161,29 @@ async def test_reasoning_comes_apart_and_is_counted(tokenizer: Tokenizer) -> Non
         _, chunks = await streamed(client, messages=ASK, extra_body={"stream_reasoning": False})
         deltas = [chunk.choices[0].delta.model_extra or {} for chunk in chunks]
         assert [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta] == ["hm 世"]
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "text", "thoughts"),
+    [
+        ("qwen3", None, " <think>hm</think>yes", " <think>hm</think>"),
+        ("qwen3", None, "<think>hm", "<think>hm"),
+        ("qwen3", None, "<th", ""),
+        ("qwen3", None, "yes <think>no</think>", ""),
+        ("qwen3", True, "hm 世</think>yes</think>", "hm 世</think>"),
+        ("qwen3", False, "<think>hm</think>", ""),
+        ("glm45", None, "<think>hm<tool_call>now", "<think>hm<tool_call>"),
+    ],
+)
+async def test_tokens_of_thoughts_are_counted_as_they_come(
+    tokenizer: Tokenizer, name: str, inside: bool | None, text: str, thoughts: str
+) -> None:
+    plan = ReadPlan(thinking=THINKING[name], inside=inside)
+    counter = ReasoningCounter(tokenizer, plan)
+    ids = tokenizer._encode(text, "text", True)
+    counts = [counter.count(ids[:size]) for size in range(len(ids) + 1)]
+    assert counts == sorted(counts)
+    assert counts[-1] == ReasoningCounter(tokenizer, plan).count(ids) == len(tokenizer._encode(thoughts, "text", True))
 
 
 async def test_the_prompt_says_that_thoughts_have_begun_or_are_not_wanted(tokenizer: Tokenizer) -> None:
