@@ -80,6 +80,7 @@ def checks_of(family: str, checkpoint: Path, device: checks.Device) -> list[tupl
             for size in checks.PAGE_SIZES
         ),
         (f"{family}: fp32 log-probabilities", partial(checks.check_logprobs, checkpoint, device)),
+        (f"{family}: fp32 log-probabilities of a prompt", partial(checks.check_prompt_logprobs, checkpoint, device)),
         (f"{family}: seeded sampling", partial(checks.check_sampling, checkpoint, device)),
         (f"{family}: bf16 results are finite in a pool of NaN", partial(checks.check_finite_bf16, checkpoint, device)),
         (f"{family}: steps launched ahead", partial(ahead_checks.check_ahead, checkpoint, device)),

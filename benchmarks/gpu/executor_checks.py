@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from pdserve.executor.factory import Built
+from pdserve.protocol.logprobs import Logprobs, PromptLogprobs, join
 from pdserve.protocol.sampling import SamplingParams
 from tests.driver import GREEDY, Driver, build, random_prompt
 from tests.tiny import VOCAB_SIZE
@@ -100,6 +101,27 @@ def check_hand_over(checkpoint: Path, device: Device, page_size: int) -> None:
         assert token is not None
         tokens.append(token.token_id)
     assert tokens == expected, f"page size {page_size}: {tokens}, not {expected}"
+
+
+def prompt_logprobs_of(checkpoint: Path, device: Device) -> PromptLogprobs:
+    """Of the longest prompt, in chunks: of its tokens, of the three best at each place, and of two that were picked."""
+    driver, prompt = Driver(build(checkpoint, device=device, dtype="float32")), prompts()[-1]
+    row = driver.open(prompt, len(prompt) + 1, logprobs=Logprobs(top=3, token_ids=(5, 300), prompt_from=0))
+    parts: list[PromptLogprobs] = []
+    for start in range(0, len(prompt), MIXED_CHUNK):
+        end = min(start + MIXED_CHUNK, len(prompt))
+        parts += driver.result((row, start, end, end == len(prompt))).prompts.values()
+    whole = join(parts, 1, len(prompt))
+    assert whole is not None, [(part.start, part.num_tokens) for part in parts]
+    return whole
+
+
+def check_prompt_logprobs(checkpoint: Path, device: Device) -> float:
+    """fp32 log-probabilities of a prompt are those of the CPU; returns the largest difference."""
+    mine, theirs = (prompt_logprobs_of(checkpoint, where).arrays() for where in (device, "cpu"))
+    worst = max(float(abs(mine[i] - theirs[i]).max()) for i in (0, 3, 4))  # own, of the best, of those picked
+    assert worst <= LOGPROB_TOLERANCE, f"they differ by {worst}"
+    return worst
 
 
 def _run(built: Built, sampling: SamplingParams) -> list[tuple[int, float]]:

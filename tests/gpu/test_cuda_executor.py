@@ -30,6 +30,10 @@ def test_log_probabilities_equal_the_cpu_s(checkpoint: Path) -> None:
     assert checks.check_logprobs(checkpoint, "cuda") <= checks.LOGPROB_TOLERANCE
 
 
+def test_log_probabilities_of_a_prompt_equal_the_cpu_s(checkpoint: Path) -> None:
+    assert checks.check_prompt_logprobs(checkpoint, "cuda") <= checks.LOGPROB_TOLERANCE
+
+
 def test_seeded_sampling_draws_the_cpu_s_tokens(checkpoint: Path) -> None:
     checks.check_sampling(checkpoint, "cuda")
 

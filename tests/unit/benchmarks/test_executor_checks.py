@@ -20,6 +20,7 @@ def checkpoint(tiny_checkpoint: Callable[[Family], Path]) -> Path:
 
 def test_all_checks_pass_on_cpu(checkpoint: Path) -> None:
     checks.check_logprobs(checkpoint, "cpu")
+    checks.check_prompt_logprobs(checkpoint, "cpu")
     checks.check_sampling(checkpoint, "cpu")
     checks.check_finite_bf16(checkpoint, "cpu")
     checks.check_hand_over(checkpoint, "cpu", 16)
