@@ -6,14 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import requests
 
 from pdserve.observe.compare_kv import compare, read_lines
-from tests.e2e.harness import Pair, running, running_pair, start_router, start_server, until
-from tests.tiny import Family
+from tests.e2e.harness import Pair, running, running_monolith, running_pair, start_router, start_server, until
+from tests.tiny import Family, make_tiny
 from tests.unit.observe.collector import Collector, Seen, assert_one_connected_trace
 
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -157,6 +158,26 @@ def test_a_stopped_scheduler_is_ill_and_well_again(pair: Pair) -> None:
             until(lambda url=server.url + path: requests.get(url, timeout=30).status_code == 200, 30, path)
     until(lambda: requests.get(f"{pair.url}/health", timeout=30).status_code == 200, 30, "the router has a pair again")
     ask(pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", ["-1", "2048"])
+def test_a_server_is_healthy_under_a_prompt_of_30000_tokens(chunk: str, tmp_path: Path) -> None:
+    """In one step, or in chunks: what is long is not stuck."""
+    model = make_tiny("llama", tmp_path, max_position_embeddings=32768, num_hidden_layers=2)
+    sizes = ("--max-total-tokens", "40000", "--chunked-prefill-size", chunk, "--max-prefill-tokens", "40000")
+    with running_monolith(str(model), *sizes) as server, ThreadPoolExecutor(1) as pool:
+        body = {"input_ids": [5] * 30000, "sampling_params": {"max_new_tokens": 1, "ignore_eos": True}}
+        answer = pool.submit(requests.post, f"{server.url}/generate", json=body, timeout=300)
+        until(lambda: server.state()["replica_health"][0]["turn_s"] is not None, 60, "it has begun")
+        num_checks = 0
+        while not answer.done():
+            for path in ("/health", "/ready", "/health_generate"):
+                found = requests.get(f"{server.url}{path}", timeout=60)
+                assert found.status_code == 200, (path, found.text)
+                num_checks += not answer.done()
+        assert answer.result().status_code == 200, answer.result().text
+        assert num_checks >= 2
 
 
 def children(pid: int) -> list[tuple[int, str]]:

@@ -169,9 +169,11 @@ async def test_probes_ask_paths_that_exist_at_ports_that_are_open(overlay: str) 
 @pytest.mark.parametrize("overlay", ALL)
 def test_nothing_is_killed_for_being_busy_or_alone(overlay: str) -> None:
     for pod in (pod for pod in pods(rendered(overlay)) if not pod.index):
-        live, started = (pod.container[name] for name in ("livenessProbe", "startupProbe"))
+        live, started, ready = (pod.container[f"{name}Probe"] for name in ("liveness", "startup", "readiness"))
         assert live["httpGet"]["path"] == ("/health" if pod.is_server else "/liveness")
+        assert ready["httpGet"]["path"] == ("/ready" if pod.is_server else "/readiness")
         if pod.is_server:
+            assert ready["timeoutSeconds"] > health.STATE_TIMEOUT_S + health.SECOND_LOOK_S
             assert started["httpGet"]["path"] == "/health_generate"
             assert started["timeoutSeconds"] > health.PROBE_TIMEOUT_S
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
@@ -130,6 +131,16 @@ def test_partners_that_are_long_gone_or_new_do_not_count() -> None:
     assert partners_missing([_peer("connecting", 3), _peer("refused", 3)]) is None
     assert partners_missing([_peer("silent", health.PARTNER_MEMORY_S + 1)]) is None, "nobody would ever come again"
     assert "10.0.0.9:1" in (partners_missing([_peer("silent", 9), _peer("connecting", 1)]) or "")
+
+
+def test_of_two_replicas_the_silent_one_is_named() -> None:
+    found = pulses.Pulses()
+    assert found.vitals(2) == [], "nothing runs before the engine has started"
+    found.begin()
+    found.heard(Beat(dp_rank=0, turn_s=None, num_turns=3))
+    later = [dataclasses.replace(each, age_s=each.age_s + 11 * each.dp_rank) for each in found.vitals(2)]
+    assert [each.silent for each in later] == [False, True]
+    assert later[0].trouble(300) is None and "replica 1 is silent" in (later[1].trouble(300) or "")
 
 
 def test_a_pulse_says_what_the_loop_is_at() -> None:
