@@ -41,7 +41,7 @@ async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
             length = LENGTH.search(head)
             body = await reader.readexactly(int(length.group(1))) if length else b""
             await answer(head, body, writer)
-    except (asyncio.IncompleteReadError, ConnectionError):
+    except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):  # uvloop: a write after the peer hung up
         writer.close()
 
 
