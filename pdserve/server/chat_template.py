@@ -95,16 +95,16 @@ class ChatTemplates:
             RequestError: 400 naming `messages`, when the template refuses them.
         """
         try:
-            return self._render(template, messages, **options)
+            return self._render(template, messages, options)
         except Exception as error:
             raise RequestError(f"the chat template refuses these messages: {error}", field="messages") from error
 
-    def _render(self, template: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def _render(self, template: str, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         return str(self._hf.apply_chat_template(list(messages), chat_template=template, tokenize=False, **options))
 
     def _check_syntax(self, template: str) -> None:
         try:
-            self._render(template, [{"role": "user", "content": _PROBE}])
+            self._render(template, [{"role": "user", "content": _PROBE}], {})
         except TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is no Jinja: {error}", field="chat_template") from error
         except Exception:
@@ -134,6 +134,6 @@ class ChatTemplates:
 
     def _attempt(self, template: str, messages: Sequence[Mapping[str, Any]]) -> str:
         try:
-            return self._render(template, messages, add_generation_prompt=True)
+            return self._render(template, messages, {"add_generation_prompt": True})
         except Exception:
             return ""
