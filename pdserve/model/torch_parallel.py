@@ -164,7 +164,9 @@ def open_parallel(
     if place.num_ranks == 1:
         return SingleRank()
     backend: Backend = "nccl" if device.type == "cuda" else "gloo"
-    os.environ.setdefault("NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME", _interface_of(host))
+    interface = _interface_of(host)
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # gloo carries numbers beside NCCL, too
+        os.environ.setdefault(variable, interface)
     timeout = datetime.timedelta(seconds=timeout_s)
     with _with_others("meeting"):
         dist.init_process_group(
