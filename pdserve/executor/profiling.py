@@ -1,17 +1,22 @@
 """A trace of what a scheduler process computes, by torch's profiler. Owned by `Scheduler`, on its thread.
 
-The trace is of this process: where ranks share a model, of its leader.
+The trace is of this process: where ranks share a model, of its leader. A thread "profile" writes it down, which takes
+seconds for thousands of steps; until then the file has another name.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from pdserve.protocol.messages import StartProfile
+
+log = logging.getLogger(__name__)
 
 
 class Trace(Protocol):
@@ -33,12 +38,13 @@ class Profiler:
         self._name = name
         self._begin = begin or _begin
         self._trace: Trace | None = None
+        self._writer: threading.Thread | None = None
         self._path = Path()
         self._steps_left: int | None = None
 
     def start(self, order: StartProfile) -> tuple[bool, str]:
         """Begin; whether that went well, and a sentence on it."""
-        if self._trace is not None:
+        if self._trace is not None or (self._writer is not None and self._writer.is_alive()):
             return False, f"a profile is being taken already, into {self._path}"
         path = Path(order.output_dir) / f"{order.profile_id or f'{time.time():.0f}'}-{self._name}.trace.json.gz"
         try:
@@ -60,16 +66,29 @@ class Profiler:
             self.stop()
 
     def stop(self) -> tuple[bool, str]:
-        """End, and write the trace."""
+        """End, and have the trace written."""
         if self._trace is None:
             return False, "no profile is being taken"
         trace, self._trace = self._trace, None
         try:
             trace.stop()
-            trace.export_chrome_trace(str(self._path))
-        except (OSError, RuntimeError) as error:
-            return False, f"the profile could not be written to {self._path}: {error}"
-        return True, f"the profile is in {self._path}"
+        except RuntimeError as error:
+            return False, f"the profile failed: {error}"
+        self._writer = threading.Thread(target=_write, args=(trace, self._path), name="profile")
+        self._writer.start()
+        return True, f"the profile is being written to {self._path}"
+
+
+def _write(trace: Trace, path: Path) -> None:
+    """Thread "profile"."""
+    unfinished = path.with_name(f".{path.name}")
+    try:
+        trace.export_chrome_trace(str(unfinished))
+        unfinished.replace(path)
+    except (OSError, RuntimeError) as error:
+        log.error("the profile could not be written to %s: %s", path, error)
+    else:
+        log.info("the profile is in %s", path)
 
 
 def _begin(order: StartProfile) -> Trace:
