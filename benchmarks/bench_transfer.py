@@ -206,8 +206,15 @@ A transfer of one page and its aux slot, from the decision to send to the receiv
 
 {one_page_table(pages)}
 
-{report.footer(facts, own_load=2)}
+{report.footer(facts, _notes(), own_load=2)}
 """
+
+
+def _notes() -> list[str]:
+    """How the system was told to treat us, where that is not as usual."""
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        return []
+    return ["With real-time priority (`chrt -r 5`), so that what else ran had to wait while this did."]
 
 
 def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:

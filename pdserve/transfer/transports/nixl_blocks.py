@@ -19,7 +19,7 @@ from pdserve.transfer.transport import Copy
 Ints = npt.NDArray[np.int64]
 
 MAX_BLOCKS = 1 << 18
-MAX_BLOCKS_PER_COPY = 64
+MAX_BLOCKS_PER_COPY = 8
 """Copies of more blocks than that, on average, are cheaper to name by address."""
 
 

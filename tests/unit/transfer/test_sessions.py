@@ -9,10 +9,12 @@ import pytest
 
 from pdserve.errors import HandshakeError
 from pdserve.protocol.failure import Failure
+from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import FrameArrived, PeerGone, PeerListens, PrefillNotFound
 from pdserve.transfer.peers import PeerState, check_facts
+from pdserve.transfer.sessions import ACK_DELAY_S
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import Ack, Hello, Key, Meta, Packet, Refusal, Wire
+from pdserve.transfer.wire import MAX_ACKS, Ack, Done, Hello, Key, Meta, Packet, Refusal, TransferStats, Wire
 from tests.unit.transfer.kit import ADDRESS, FACTS, HEARTBEAT_S, MISSES, TOKEN, Net, Side, found, meet
 
 SILENCE_S = HEARTBEAT_S * (MISSES + 1) + 1
@@ -257,3 +259,47 @@ def test_a_prefill_server_that_never_shakes_hands_fails_its_rooms_soon() -> None
         assert receiver.poll() is KVPoll.FAILED
         assert receiver.failure is not None and receiver.failure.code == "peer_silent"
         receiver.close()
+
+
+def _deliver(net: Net) -> list[Packet]:
+    """What is on its way arrives, and nothing else happens."""
+    frames, net.frames = net.frames, []
+    for endpoint, frame in frames:
+        net.sides[endpoint].kv.handle(FrameArrived(frame))
+    return [Wire(TOKEN).decode(frame) for _, frame in frames]
+
+
+def test_a_transfer_is_one_job_and_two_frames_and_acks_ride_or_follow_soon() -> None:
+    net, prefill, decode = meet()
+    receiver, theirs = decode.kv.open_receiver(7, ADDRESS, "d"), decode.leases()
+    sender, mine = prefill.kv.open_sender(7, ADDRESS[0], "d", num_tokens=12), prefill.leases()
+    receiver.publish(*theirs)
+    (meta,) = _deliver(net)
+    sender.finish(mine[1], AuxRecord(7, 0, 42), TransferStats(), lease=mine[0], num_pages=3)
+    (job,) = prefill.engine.jobs
+    pages, aux = job.pieces
+    assert sum(copy.num_bytes for copy in pages[2]) == 3 * prefill.kv.args.layout.groups[0].page_bytes
+    assert aux[0] == prefill.kv.args.aux.buffer[0] and not net.frames
+    assert mine[0].held_by("send") and mine[1].held_by("send")
+    prefill.end_jobs()
+    (done,) = _deliver(net)
+    assert isinstance(meta.body, Meta) and isinstance(done.body, Done) and done.acks == (meta.seq,)
+    assert receiver.poll() is sender.poll() is KVPoll.SUCCESS and not decode.kv.sessions.num_unacked
+    assert not mine[0].held_by("send") and not mine[1].held_by("send")
+    assert not decode.kv.quiet, "it owes an ack, and must not sleep for long"
+    net.clock.advance(ACK_DELAY_S)
+    decode.kv.tick()
+    (ack,) = _deliver(net)
+    assert isinstance(ack.body, Ack) and ack.acks == (done.seq,) and not prefill.kv.sessions.num_unacked
+
+
+def test_acks_do_not_wait_for_company_for_ever() -> None:
+    net, prefill, decode = meet()
+    peer = decode.kv.sessions.peer("prefill-1")
+    assert peer is not None
+    for _ in range(MAX_ACKS):
+        decode.kv.sessions.send(peer, Refusal(field="f", message="m"))
+    _deliver(net)
+    (ack,) = _deliver(net)
+    assert len(ack.acks) == MAX_ACKS and not decode.kv.sessions.num_unacked
+    assert not prefill.kv.sessions.owes_acks
