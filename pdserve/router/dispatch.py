@@ -34,11 +34,11 @@ from pdserve.router.prompt import prompt_of
 from pdserve.router.rooms import with_rooms
 from pdserve.router.tracing import CallTrace, half_of
 from pdserve.router.upstream import Broken, Live, Whole, describe, open_live, own_headers, read_whole
+from pdserve.router.verdict import blames, failed, judge, retryable, told_to_wait
 from pdserve.router.workers import Pair, Registry, Worker
 
 log = logging.getLogger(__name__)
 
-RETRYABLE_STATUSES = frozenset({502, 503})
 PREFILL_GRACE_S = 1.0
 """How long prefill's answer may take after decode's has ended; it was handed over long before."""
 
@@ -58,41 +58,6 @@ class Call:
 
 
 Outcome = Live | Whole | Broken | Refused
-
-
-def judge(prefill: Whole | Broken | None, decode: Live | Whole | Broken | None) -> Live | Whole | Broken | None:
-    """What a try has come to; None while it is open. `prefill` None means no answer yet, or no prefill at all.
-
-    Once decode has its first bytes the KV cache has arrived, so that prefill does not matter any more. Of two
-    failures the client's own fault (4xx) says more than a server's, and prefill's says more than decode's.
-    """
-    if isinstance(decode, Live):
-        return decode
-    failures = [half for half in (prefill, decode) if failed(half)]
-    failures.sort(key=lambda half: not (isinstance(half, Whole) and half.status < 500))
-    return failures[0] if failures else None
-
-
-def failed(half: Live | Whole | Broken | None) -> bool:
-    """Whether one half ended without a good answer."""
-    return isinstance(half, Broken) or (isinstance(half, Whole) and half.status >= 400)
-
-
-def retryable(outcome: Outcome) -> bool:
-    """Whether another try may help."""
-    return isinstance(outcome, Broken) or (isinstance(outcome, Whole) and outcome.status in RETRYABLE_STATUSES)
-
-
-def blames(outcome: Live | Whole | Broken) -> bool:
-    """Whether an outcome speaks against its worker: not where it is the client's fault, nor where it is only full."""
-    if isinstance(outcome, Whole):
-        return outcome.status >= 500 and not told_to_wait(outcome)
-    return isinstance(outcome, Broken)
-
-
-def told_to_wait(outcome: Outcome) -> bool:
-    """Whether a worker said when to come back (`Retry-After`): it has no room, and knows it."""
-    return isinstance(outcome, Whole) and "Retry-After" in outcome.headers
 
 
 class Dispatcher:
