@@ -60,6 +60,19 @@ def test_the_openai_client_streams_what_it_gets_whole(pair: Pair, monolith: Serv
     assert_idle(pair.prefill, pair.decode)
 
 
+def test_responses_are_the_same_whole_streamed_and_from_one_server(pair: Pair, monolith: Server) -> None:
+    texts = []
+    for server in (pair.router, monolith):
+        asked: Any = {"model": "tiny", "input": "Tell me about pages.", "max_output_tokens": 12, "temperature": 0}
+        whole = client(server).responses.create(**asked)
+        with client(server).responses.stream(**asked) as stream:
+            streamed = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert streamed == whole.output_text
+        texts.append(streamed)
+    assert texts[0] == texts[1] != ""
+    assert_idle(pair.prefill, pair.decode)
+
+
 def test_several_answers_and_prompts_at_once(pair: Pair) -> None:
     api = client(pair.router)
     chat = api.chat.completions.create(
