@@ -14,11 +14,13 @@ from typing import Literal
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
 from pdserve.executor.factory import Built, build_executor
 from pdserve.executor.interface import BatchPlan, Row, SampledToken, StepHandle, StepResult
+from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.sampling import SamplingParams
 from tests.driver import Driver, random_prompt
 from tests.tiny import VOCAB_SIZE
 
 CHUNK = 13
+_SCHEMA = '{"type": "array", "items": {"enum": ["one", "two", 3]}, "minItems": 9}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Request:
 
 
 def requests() -> list[Request]:
-    """Greedy, seeded and penalised requests, some with log-probabilities; some arrive while others compute."""
+    """Greedy, seeded, penalised, constrained; some with log-probabilities; some arrive while others compute."""
     kinds = [
         (SamplingParams(temperature=0.0), None),
         (SamplingParams(temperature=1.2, seed=5, top_k=40, logit_bias={7: 3.0}), 2),
@@ -47,6 +49,8 @@ def requests() -> list[Request]:
         (SamplingParams(temperature=0.0, presence_penalty=1.5, min_new_tokens=4, stop_token_ids=(9,)), None),
         (SamplingParams(temperature=1.5, seed=8, top_p=0.9, repetition_penalty=1.2), 3),
         (SamplingParams(temperature=0.0, frequency_penalty=1.0), 1),
+        (SamplingParams(temperature=1.0, seed=9, grammar=Grammar(kind="regex", text="([0-9]{2},)+x[a-f]{40}")), 2),
+        (SamplingParams(temperature=0.0, grammar=Grammar(kind="json_schema", text=_SCHEMA)), None),
     ]
     return [
         Request(tuple(random_prompt(5 + 9 * i, VOCAB_SIZE, seed=i)), 9 + i, 3 * i, sampling, top)

@@ -12,7 +12,7 @@ from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, Sched
 from pdserve.errors import RankError
 from pdserve.executor.batch_builder import read_plan
 from pdserve.executor.factory import Built, build_executor
-from pdserve.executor.interface import BatchPlan, Row, SampledToken
+from pdserve.executor.interface import BatchPlan, Row, SampledToken, run
 from pdserve.executor.stages import MIN_TOKENS, Stage, cut_plan
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import StepAttention
@@ -23,6 +23,7 @@ from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.loader import load_model, read_spec
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples
+from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs, join
 from pdserve.protocol.sampling import SamplingParams
 from tests.driver import Driver, random_prompt
@@ -40,6 +41,8 @@ class Outcome:
     greedy: list[list[int]]
     chunked: list[list[int]]
     chance: list[int]
+    following: list[int]
+    """Tokens after a grammar, and 1 for each step in which another one, which is none, failed."""
     logprobs: torch.Tensor
     prompt: tuple[torch.Tensor, ...]
     """Log probabilities of two prompts' tokens: own, ranks, top ids, top, picked."""
@@ -65,12 +68,30 @@ def outcome(parallel: Parallel, path: Path, vocab_size: int, overlap: bool, load
         greedy=greedy,
         chunked=chunked,
         chance=_by_chance(driver, prompts[2]),
+        following=_following(driver, prompts[2]),
         logprobs=_distribution(driver, prompts[3], vocab_size),
         prompt=_prompt_logprobs(driver, prompts[2:], vocab_size),
         pages=_end(built),
         samples=built.executor.weight_samples(),
         num_bytes=built.executor.weight_bytes,
     )
+
+
+def _following(driver: Driver, prompt: list[int]) -> list[int]:
+    grammars = [Grammar(kind="regex", text=pattern) for pattern in ("[0-9]{30}", "(")]
+    rows = [
+        driver.open(prompt, len(prompt) + NUM_TOKENS, SamplingParams(temperature=1.0, seed=3, grammar=grammar))
+        for grammar in grammars
+    ]
+    found, start, end = [], 0, len(prompt)
+    for step in range(NUM_TOKENS):
+        plan = BatchPlan(100_000 + step, tuple(Row(str(row), row, start, end, True) for row in rows))
+        result = run(driver.built.executor, plan)
+        found += [_token(result.tokens[0]).token_id, *(1 for index in result.failed if index == 1)]
+        start, end = end, end + 1
+    for row in rows:
+        driver.close(row)
+    return found
 
 
 def _by_chance(driver: Driver, prompt: list[int]) -> list[int]:

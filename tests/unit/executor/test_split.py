@@ -76,6 +76,7 @@ def _check(
     for index, rank in enumerate(ranks):
         assert rank.greedy == whole.greedy and rank.chunked == whole.greedy
         assert rank.chance == whole.chance
+        assert rank.following == whole.following
         assert torch.equal(rank.logprobs, ranks[0].logprobs)
         torch.testing.assert_close(rank.logprobs, whole.logprobs, atol=2e-4, rtol=0.0)
         for mine, others in zip(rank.prompt, whole.prompt, strict=True):
