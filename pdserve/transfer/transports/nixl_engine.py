@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import gc
@@ -10,6 +11,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import sys
 import threading
 import time
 import uuid
@@ -66,8 +68,21 @@ def load_native() -> Any:
     log.handlers.clear()
     log.setLevel(logging.WARNING)
     log.propagate = True
+    leave_without_unloading()
     let_idle_threads_sleep(importlib.import_module("._bindings", native.nixl_agent.__module__.rpartition(".")[0]))
     return native
+
+
+@functools.cache
+def leave_without_unloading() -> None:
+    """Have the process end without finalising its shared libraries, which is the last thing it would do: the wheel's
+    own copy of libnl-route crashes there, and a process that has done all its work would end with signal 11.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.on_exit(
+            ctypes.cast(libc._exit, ctypes.c_void_p), None
+        )  # called with the exit status, after Python has ended
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from pdserve.transfer.transports.nixl import (
     encode_address,
     set_environment,
 )
-from pdserve.transfer.transports.nixl_engine import IDLE_SLEEP_US, MODULES, let_idle_threads_sleep
+from pdserve.transfer.transports.nixl_engine import IDLE_SLEEP_US, MODULES, is_installed, let_idle_threads_sleep
 
 
 def test_an_address_carries_metadata_and_regions() -> None:
@@ -82,3 +83,17 @@ def test_a_thread_of_the_engine_that_has_nothing_to_do_sleeps() -> None:
     config.pthrDelay, config.lthrDelay = 0, 5
     assert (config.pthrDelay, config.lthrDelay) == (IDLE_SLEEP_US, 5)
     assert IDLE_SLEEP_US > 0 and isinstance(config, Config)
+
+
+@pytest.mark.skipif(not is_installed(), reason="nixl is not installed")
+def test_a_process_with_an_agent_ends_with_its_own_status() -> None:
+    """One of the wheel's libraries crashes when a process unloads it at its end."""
+    program = (
+        "import sys\n"
+        "from pdserve.transfer.transports.nixl_engine import Agent, load_native\n"
+        "agent = Agent(load_native(), answers=True)\n"
+        "print('printed', flush=False)\n"
+        "sys.exit(7)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (7, "printed\n")
