@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from pdserve.base.env import control_token
+from pdserve.base.exposure import url_host, warn_open, warn_unsealed
 from pdserve.base.log import setup_logging
 from pdserve.base.process import Ready, announce_ready
 from pdserve.config import ServerConfig
@@ -51,6 +52,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 def launch(config: ServerConfig) -> int:
     """Start the parts, serve, and end them in order."""
     from pdserve.server.run import run_api
+    from pdserve.server.tls import server_tls
     from pdserve.transfer.bootstrap import BootstrapServer
 
     mode = config.disagg.disaggregation_mode
@@ -59,8 +61,10 @@ def launch(config: ServerConfig) -> int:
     engine: Engine | None = None
     served = False
     try:
-        tokenizer_dir = _tokenizer_dir(config)  # first, for it refuses a wrong path at once
-        _check_split(config)
+        server_tls(config.access)  # these first, for they refuse what is wrong at once
+        tokenizer_dir = tokenizer_dir_of(config)
+        check_split(config)
+        _warn(config)
         if mode == "prefill":
             port = config.disagg.disaggregation_bootstrap_port
             bootstrap = BootstrapServer(config.serving.host, port, token=control_token())
@@ -71,8 +75,8 @@ def launch(config: ServerConfig) -> int:
         engine.start()
 
         def announce(port: int) -> None:
-            host = "127.0.0.1" if config.serving.host == "0.0.0.0" else config.serving.host
-            announce_ready(Ready(role=role, url=f"http://{host}:{port}", bootstrap_port=bootstrap_port))
+            url = f"{config.access.scheme}://{url_host(config.serving.host)}:{port}"
+            announce_ready(Ready(role=role, url=url, bootstrap_port=bootstrap_port))
 
         status = run_api(
             config,
@@ -94,7 +98,7 @@ def launch(config: ServerConfig) -> int:
 
 def join(config: ServerConfig) -> int:
     """On a host that is not node 0: run its ranks until the leader tells them to stop."""
-    _check_split(config)
+    check_split(config)
     engine = Engine(config, None)
     try:
         engine.start()
@@ -104,12 +108,19 @@ def join(config: ServerConfig) -> int:
     return REFUSED if engine.refused else status
 
 
+def _warn(config: ServerConfig) -> None:
+    """Of what others can reach."""
+    warn_open(config.serving.host, has_key=config.access.api_key is not None)
+    if config.disagg.disaggregation_mode != "null" and not control_token():
+        warn_unsealed(config.serving.host, config.disagg.disaggregation_host or config.serving.host)
+
+
 def _open_channel(engine: Engine, *, named: bool) -> ApiChannel:
     channels = [ZmqApiChannel(address) for address in engine.addresses]
     return channels[0] if len(channels) == 1 else ReplicatedChannel(channels, named=named)
 
 
-def _check_split(config: ServerConfig) -> None:
+def check_split(config: ServerConfig) -> None:
     """Refuse in a moment what every rank would refuse once it has started; of a gguf file each rank finds out."""
     from pdserve.model.config import read_model_spec
     from pdserve.model.paths import resolve_model_path
@@ -121,7 +132,7 @@ def _check_split(config: ServerConfig) -> None:
         check_spec(read_model_spec(path), parallel.shape, parallel.ep_size, parallel.num_sharing)
 
 
-def _tokenizer_dir(config: ServerConfig) -> str:
+def tokenizer_dir_of(config: ServerConfig) -> str:
     from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 
     if config.model.tokenizer_path is not None:

@@ -1,5 +1,6 @@
 """Configuration: one frozen dataclass per group; the annotations generate the command line (`cli`)."""
 
+from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import (
     DisaggConfig,
     DisaggMode,
@@ -13,6 +14,7 @@ from pdserve.config.groups import (
 )
 
 __all__ = [
+    "AccessConfig",
     "DisaggConfig",
     "DisaggMode",
     "KernelConfig",

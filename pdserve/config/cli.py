@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
 import typing
 from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
@@ -34,6 +35,9 @@ class Flag:
     optional: bool
     default: Any
     help: str
+    env: str | None
+    """A variable that stands for the flag where it is not given; an empty one does not count."""
+    secret: bool
 
 
 def flags() -> Iterator[Flag]:
@@ -52,6 +56,8 @@ def flags() -> Iterator[Flag]:
                 optional=optional,
                 default=field.default,
                 help=field.metadata["help"],
+                env=field.metadata["env"],
+                secret=field.metadata["secret"],
             )
 
 
@@ -96,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     }
     for flag in flags():
         text = flag.help if flag.default is None else f"{flag.help} (default: {flag.default})"
+        text += "" if flag.env is None else f" (or in {flag.env})"
         common: dict[str, Any] = {"dest": flag.field, "help": text.replace("%", "%%")}
         if flag.kind is bool:
             sections[flag.group].add_argument(*flag.names, action=argparse.BooleanOptionalAction, **common)
@@ -118,7 +125,7 @@ def parse_server_args(argv: Sequence[str]) -> ServerConfig:
         ConfigError: a flag is unknown or not honoured, or its value is malformed or out of range.
     """
     _refuse_foreign_flags(argv)
-    values = _parse(argv)
+    values = _from_environment() | _parse(argv)
     groups = {
         group: group_class(**{f.name: values[f.name] for f in dataclasses.fields(group_class) if f.name in values})
         for group, group_class in group_classes().items()
@@ -127,6 +134,12 @@ def parse_server_args(argv: Sequence[str]) -> ServerConfig:
     config = ServerConfig(**groups)
     check(config)
     return config
+
+
+def _from_environment() -> dict[str, str]:
+    """The values of the flags that have a variable, by field."""
+    given = ((flag.field, os.environ.get(flag.env, "").strip()) for flag in flags() if flag.env is not None)
+    return {field: value for field, value in given if value}
 
 
 def _parse(argv: Sequence[str]) -> dict[str, Any]:

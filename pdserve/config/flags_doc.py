@@ -31,7 +31,8 @@ def _row(flag: Flag) -> str:
     names = " ".join(f"`{name}`" for name in flag.names)
     value = " ".join(f"`{choice}`" for choice in flag.choices) or flag.kind.__name__
     default = "" if flag.default is None else f"`{flag.default}`"
-    return f"| {names} | {value} | {default} | {flag.help} |\n"
+    env = "" if flag.env is None else f". Or in the environment as `{flag.env}`"
+    return f"| {names} | {value} | {default} | {flag.help}{env} |\n"
 
 
 if __name__ == "__main__":

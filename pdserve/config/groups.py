@@ -7,9 +7,11 @@ A field's flag is its name with dashes, unless `flag(names=...)` says otherwise.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from pdserve.base.parallel import ParallelShape
+from pdserve.config.access_group import AccessConfig
+from pdserve.config.fields import flag
 
 DisaggMode = Literal["null", "prefill", "decode"]
 TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]
@@ -25,11 +27,6 @@ ReasoningParser = Literal[
     "minimax", "mistral", "nemotron_3", "qwen3", "qwen3-thinking", "step3", "step3p5",
 ]  # fmt: skip
 """Both by SGLang's names; the formats themselves are in `server/parsers`."""
-
-
-def flag(default: Any = dataclasses.MISSING, *, help: str, names: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that is also a command-line flag; `names` are extra or replacing flag names."""
-    return dataclasses.field(default=default, metadata={"help": help, "names": names})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,4 +255,5 @@ class ServerConfig:
     kernels: KernelConfig = KernelConfig()
     grammar: GrammarConfig = GrammarConfig()
     serving: ServingConfig = ServingConfig()
+    access: AccessConfig = AccessConfig()
     observe: ObserveConfig = ObserveConfig()

@@ -7,7 +7,7 @@ ours leaves this list.
 from __future__ import annotations
 
 _NAMES = """
-abort-on-priority-when-disabled admin-api-key allow-auto-truncate allowed-media-domains api-key
+abort-on-priority-when-disabled allow-auto-truncate allowed-media-domains
 asr-max-buffer-seconds asr-max-concurrent-sessions attention-context-parallel-size attention-data-parallel-size
 attn-cp-size attn-dp-size base-gpu-id batch-notify-size bf16-gemm-backend boundary-reduction
 bucket-e2e-request-latency bucket-inter-token-latency bucket-time-to-first-token c128-page-size
@@ -120,8 +120,8 @@ speculative-ngram-external-corpus-max-tokens speculative-ngram-external-corpus-p
 speculative-ngram-external-sam-budget speculative-ngram-match-type speculative-ngram-max-bfs-breadth
 speculative-ngram-max-match-window-size speculative-ngram-max-trie-depth speculative-ngram-min-bfs-breadth
 speculative-ngram-min-match-window-size speculative-num-draft-tokens speculative-num-steps speculative-token-map
-speculative-use-block-verification speculative-use-rejection-sampling ssl-ca-certs ssl-certfile ssl-keyfile
-ssl-keyfile-password startup-weight-load-mode stream-interval stream-output stream-response-default-include-usage
+speculative-use-block-verification speculative-use-rejection-sampling
+startup-weight-load-mode stream-interval stream-output stream-response-default-include-usage
 strip-thinking-cache swa-full-tokens-ratio swa-prefix-tails tbo-token-distribution-threshold tokenizer-backend
 tokenizer-metrics-allowed-custom-labels tokenizer-metrics-custom-labels-header tokenizer-mode tokenizer-worker-num
 tool-server torch-compile-max-bs torchao-config trace-modules triton-attention-num-kv-splits

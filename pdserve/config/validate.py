@@ -38,6 +38,7 @@ def check(config: ServerConfig) -> None:
     _between("port", config.serving.port, 0, 65535)
     _at_least("max_request_bytes", config.serving.max_request_bytes, 1024)
     _check_host("host", config.serving.host)
+    config.access.check()
     _check_observe(config.observe)
 
 

@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 import pdserve
+from pdserve.config.fields import shown
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import CommandReply, EngineState, FlushCache
 from pdserve.server.context import ServerContext
@@ -59,10 +60,10 @@ def _model_facts(context: ServerContext) -> dict[str, Any]:
 
 
 def _flags(context: ServerContext) -> dict[str, Any]:
-    """Every flag by its name; groups have no name in common."""
+    """Every flag by its name but secrets; groups have no name in common."""
     config = context.config
     groups = (getattr(config, field.name) for field in dataclasses.fields(config))
-    return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
+    return {name: value for group in groups for name, value in shown(group).items()}
 
 
 def _state_fields(state: EngineState | None) -> dict[str, Any]:

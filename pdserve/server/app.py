@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.observe.metrics import ServerMetrics
-from pdserve.server import admin, commands, health, observing, openapi
+from pdserve.server import access, admin, commands, health, observing, openapi
 from pdserve.server.chat_formats import ChatFormats
 from pdserve.server.constraints import GrammarCheck
 from pdserve.server.context import ServerContext
@@ -94,6 +94,7 @@ def create_app(
     _add_commands(app, context)
     openapi.install(app, BODIES)
     observer = observing.install(app, context)
+    access.install(app, config.access)
     return app
 
 

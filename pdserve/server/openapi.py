@@ -21,6 +21,7 @@ ERRORS = {
     "404": "no such model",
     "409": "the room is in use by a live request",
     "413": "the body is too large",
+    "429": "this client has as many requests running as it may; `Retry-After` says when to come back",
     "499": "aborted",
     "500": "a bug, or a transfer that failed",
     "503": "not ready, or too much to do; `Retry-After` says when to come back",
@@ -61,7 +62,7 @@ def describe(app: FastAPI, bodies: Mapping[str, type[msgspec.Struct]]) -> dict[s
     paths: dict[str, dict[str, Any]] = {}
     for route in app.routes:
         if isinstance(route, APIRoute) and route.include_in_schema:
-            for method in sorted(route.methods):
+            for method in sorted(route.methods or ()):
                 operation = _operation(route, bodies.get(route.path) if method in ("POST", "PUT") else None)
                 paths.setdefault(_plain(route.path), {})[method.lower()] = operation
     info = {"title": app.title, "version": pdserve.__version__, "description": (pdserve.__doc__ or "").strip()}

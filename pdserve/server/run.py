@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError, EngineDeadError
@@ -22,6 +23,7 @@ from pdserve.protocol.channel import ApiChannel
 from pdserve.protocol.messages import Shutdown
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client import EngineClient
+from pdserve.server.tls import server_tls
 from pdserve.server.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,25 @@ def _listen(config: ServerConfig) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}", field="port") from error
+
+
+def _settings(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """uvicorn's; it is not to believe `X-Forwarded-For`, which it does of loopback unless told otherwise."""
+    settings = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=75,
+    )
+    settings.load()
+    settings.ssl = server_tls(config.access)
+    return settings
 
 
 def _on_signals(server: uvicorn.Server) -> None:
@@ -119,18 +140,8 @@ async def serve(
     mode = config.disagg.disaggregation_mode
     client = EngineClient(channel, tokenizer, metrics, match_stops=mode != "prefill")
     app = create_app(config, client, tokenizer, metrics, registered=registered)
+    server = _Server(_settings(app, config))
     listener = _listen(config)
-    settings = uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        lifespan="on",
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=GRACE_S,
-        timeout_keep_alive=75,
-    )
-    server = _Server(settings)
     _on_signals(server)
     side_tasks = [
         asyncio.create_task(_announce(server, client, listener.getsockname()[1], on_listening, on_ready)),

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import DisaggConfig, DisaggMode, ModelConfig, ObserveConfig, ServerConfig, ServingConfig
 from pdserve.errors import EngineDeadError
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
@@ -46,6 +47,7 @@ from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client import EngineClient
 from pdserve.server.tokenizer import Tokenizer
 
+OPEN = AccessConfig()
 EOS = 0
 CONTEXT = 128
 TEMPLATE = (
@@ -251,8 +253,15 @@ class Bench:
         self.client.fail(EngineDeadError("killed"))
 
 
-def make_config(mode: DisaggMode = "null", *, observe: Mapping[str, Any] | None = None, **serving: Any) -> ServerConfig:
+def make_config(
+    mode: DisaggMode = "null",
+    *,
+    observe: Mapping[str, Any] | None = None,
+    access: AccessConfig = OPEN,
+    **serving: Any,
+) -> ServerConfig:
     return ServerConfig(
+        access=access,
         observe=ObserveConfig(**(observe or {})),
         model=ModelConfig(model_path="/models/tiny", served_model_name="tiny"),
         disagg=DisaggConfig(disaggregation_mode=mode),
@@ -268,10 +277,11 @@ async def bench(
     ready: bool = True,
     registered: Callable[[], bool] = lambda: True,
     observe: Mapping[str, Any] | None = None,
+    access: AccessConfig = OPEN,
     **serving: Any,
 ) -> AsyncIterator[Bench]:
     """A running server; at its end no stream is left in it."""
-    config = make_config(mode, observe=observe, **serving)
+    config = make_config(mode, observe=observe, access=access, **serving)
     api, low = memory_channel_pair()
     scheduler = ScriptedScheduler(low)
     metrics = make_metrics(config)

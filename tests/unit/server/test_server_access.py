@@ -1,0 +1,171 @@
+"""Who may ask a server what: keys, limits per client, pages of other origins, and that keys never show."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+
+from pdserve.config.access_group import AccessConfig
+from pdserve.config.cli import parse_server_args
+from pdserve.errors import ConfigError
+from pdserve.server.access import COMMANDS, PUBLIC
+from pdserve.server.app import BODIES
+from pdserve.server.calls import GENERATING
+from pdserve.server.tokenizer import Tokenizer
+from tests.unit.server.server_kit import bench, until
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+KEY, ROOT = "key-of-clients", "key-of-the-admin"
+GENERATE = {"text": "hi"}
+FACTS = {"/v1/models", "/v1/models/{name:path}", "/v1/loads", "/get_load", "/model_info", "/get_model_info",
+         "/server_info", "/get_server_info", "/weight_version", "/get_weight_version"}  # fmt: skip
+CLOSED = (
+    ("POST", "/generate"), ("GET", "/v1/models"), ("GET", "/nowhere"), ("POST", "/flush_cache"),
+    ("GET", "/openapi.json"), ("GET", "/get_server_info"), ("GET", "/observe"), ("OPTIONS", "/generate"),
+)  # fmt: skip
+PURE = {"/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def test_every_route_is_public_for_clients_or_a_command(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        routes = [route for route in b.app.routes if isinstance(route, APIRoute)]
+    assert {route.path for route in routes} == PUBLIC | COMMANDS | GENERATING | FACTS | PURE
+
+
+async def test_without_a_key_only_probes_are_answered(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, access=AccessConfig(api_key=KEY)) as b:
+        for path in sorted(PUBLIC):
+            assert (await b.http.get(path)).status_code == 200
+        for method, path in CLOSED:
+            for headers in ({}, bearer("wrong"), {"Authorization": KEY}, {"X-Api-Key": KEY}):
+                answer = await b.http.request(method, path, headers=headers)
+                assert answer.status_code == 401
+                assert answer.headers["WWW-Authenticate"] == "Bearer"
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert all(request.rid.startswith("health-") for request in b.scheduler.requests)
+        assert (await b.http.post("/generate", json=GENERATE, headers=bearer(KEY))).status_code == 200
+        assert (await b.http.post("/flush_cache", headers=bearer(KEY))).status_code == 200
+
+
+async def test_commands_need_the_admin_key_where_there_is_one(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, access=AccessConfig(api_key=KEY, admin_api_key=ROOT)) as b:
+        for path in sorted(COMMANDS):
+            assert (await b.http.get(path, headers=bearer(KEY))).status_code == 401
+            assert (await b.http.get(path, headers=bearer(ROOT))).status_code in (200, 405)
+        for key in (KEY, ROOT):
+            assert (await b.http.post("/generate", json=GENERATE, headers=bearer(key))).status_code == 200
+    async with bench(tokenizer, access=AccessConfig(admin_api_key=ROOT)) as b:
+        assert (await b.http.post("/generate", json=GENERATE)).status_code == 200
+        assert (await b.http.post("/abort_request", json={"abort_all": True})).status_code == 401
+
+
+async def test_keys_are_shown_nowhere(
+    tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    access = AccessConfig(api_key=KEY, admin_api_key=ROOT, ssl_keyfile_password="pass-of-the-file")
+    async with bench(tokenizer, access=access, observe={"log_requests": True, "log_requests_level": 3}) as b:
+        await b.http.post("/generate", json=GENERATE, headers=bearer(KEY))
+        await b.http.post("/generate", json={"text": 7}, headers=bearer(KEY))
+        shown = [repr(b.config), capfd.readouterr().out, caplog.text]
+        for path in ("/get_server_info", "/observe", "/metrics", "/openapi.json", "/v1/models"):
+            shown.append((await b.http.get(path, headers=bearer(ROOT))).text)
+    assert "hi" in shown[1] and "max_concurrent_requests_per_client" in shown[3]
+    for secret in (KEY, ROOT, "pass-of-the-file"):
+        assert not [text for text in shown if secret in text]
+
+
+async def test_a_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEY", "from-there\n")
+    monkeypatch.setenv("PDSERVE_ADMIN_API_KEY", "")
+    access = parse_server_args([]).access
+    assert (access.api_key, access.admin_api_key) == ("from-there", None)
+    assert parse_server_args(["--api-key", "given"]).access.api_key == "given"
+    monkeypatch.setenv("PDSERVE_API_KEY", "secret key")
+    with pytest.raises(ConfigError, match="--api-key") as refused:
+        parse_server_args([])
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("access", "ours", "others"),
+    [
+        ({}, {}, {"X-Forwarded-For": "1.1.1.1"}),
+        ({"api_key": f"{KEY},other"}, bearer(KEY), None),
+        ({"forwarded_allow_ips": "127.0.0.1"}, {"X-Forwarded-For": "1.1.1.1"}, None),
+    ],
+)
+async def test_a_client_with_all_its_places_taken_waits_and_others_do_not(
+    tokenizer: Tokenizer, access: dict[str, Any], ours: dict[str, str], others: dict[str, str] | None
+) -> None:
+    """By address (a header that anyone can write changes nothing), by key, and by the address that a proxy names."""
+    second = {"api_key": bearer("other"), "forwarded_allow_ips": {"X-Forwarded-For": "2.2.2.2"}}
+    async with bench(tokenizer, access=AccessConfig(max_concurrent_requests_per_client=2, **access)) as b:
+        b.scheduler.hold = True
+        running = [asyncio.create_task(b.http.post("/generate", json=GENERATE, headers=ours)) for _ in range(2)]
+        await until(lambda: len(b.scheduler.requests) == 2)
+        refused = await b.http.post("/v1/completions", json={"prompt": "x"}, headers=ours if others is None else others)
+        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert (await b.http.get("/v1/models", headers=ours)).status_code == 200, "only what generates is counted"
+        for name in access:
+            third = asyncio.create_task(b.http.post("/generate", json=GENERATE, headers=second[name]))
+            running.append(third)
+            await until(lambda: len(b.scheduler.requests) == 3)
+        assert (await b.http.post("/abort_request", json={"abort_all": True}, headers=ours)).status_code == 200
+        await asyncio.gather(*running)
+        b.scheduler.hold = False
+        assert (await b.http.post("/generate", json=GENERATE, headers=ours)).status_code == 200
+
+
+async def test_pages_of_other_origins_may_ask_only_where_they_are_named(tokenizer: Tokenizer) -> None:
+    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    here, there = {"Origin": "http://here"}, {"Origin": "http://there"}
+    async with bench(tokenizer) as b:
+        answer = await b.http.options("/generate", headers=here | preflight)
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+    async with bench(tokenizer, access=AccessConfig(api_key=KEY, cors_allowed_origins="http://a, http://here")) as b:
+        answer = await b.http.options("/generate", headers=here | preflight)
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "http://here"
+        answer = await b.http.post("/generate", json=GENERATE, headers=here | bearer(KEY))
+        assert answer.headers["access-control-allow-origin"] == "http://here"
+        assert (await b.http.post("/generate", json=GENERATE, headers=here)).status_code == 401
+        for answer in (
+            await b.http.options("/generate", headers=there | preflight),
+            await b.http.post("/generate", json=GENERATE, headers=there | bearer(KEY)),
+        ):
+            assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_answers_are_neither_guessed_at_nor_kept(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        for answer in (await b.http.get("/health"), await b.http.post("/generate", json={"text": 7})):
+            assert answer.headers["X-Content-Type-Options"] == "nosniff"
+            assert answer.headers["Cache-Control"] == "no-store"
+
+
+async def test_all_generating_paths_have_bodies() -> None:
+    assert BODIES.keys() >= GENERATING
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--ssl-certfile", __file__], "--ssl-certfile and --ssl-keyfile need each other"),
+        (["--ssl-certfile", "/no/such", "--ssl-keyfile", __file__], "--ssl-certfile is '/no/such'"),
+        (["--ssl-cert-reqs", "2"], "--ssl-cert-reqs needs"),
+        (["--ssl-cert-reqs", "3"], "must be 0, 1 or 2"),
+        (["--max-concurrent-requests-per-client", "0"], "at least 1"),
+        (["--forwarded-allow-ips", "me"], "--forwarded-allow-ips"),
+        (["--admin-api-key", ""], "--admin-api-key"),
+    ],
+)
+async def test_wrong_flags_are_refused_by_name(argv: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_server_args(argv)
