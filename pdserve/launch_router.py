@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import uvloop
 from aiohttp import web
 
+from pdserve.base.exposure import url_host, warn_open
 from pdserve.base.process import Ready, announce_ready
 from pdserve.errors import ConfigError
 from pdserve.router.app import make_app
@@ -35,6 +36,7 @@ async def serve(config: RouterConfig) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     tls = server_tls(config.tls)
+    warn_open(config.host, has_key=config.access.api_key is not None)
     runner = web.AppRunner(
         make_app(config), handler_cancellation=True, access_log=None, shutdown_timeout=config.shutdown_timeout_s
     )
@@ -42,8 +44,8 @@ async def serve(config: RouterConfig) -> None:
     try:
         await web.TCPSite(runner, config.host, config.port, ssl_context=tls).start()
         port = runner.addresses[0][1]
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        announce_ready(Ready(role="router", url=f"{'http' if tls is None else 'https'}://{host}:{port}"))
+        scheme = "http" if tls is None else "https"
+        announce_ready(Ready(role="router", url=f"{scheme}://{url_host(config.host)}:{port}"))
         await stop.wait()
     finally:
         await runner.cleanup()

@@ -5,18 +5,23 @@ One middleware and one signal, put on the application by `app`.
 
 from __future__ import annotations
 
-import hmac
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
-from pdserve.router.config import AccessConfig
+from pdserve.base.clients import ClientLimit, client_address
+from pdserve.errors import RequestError
+from pdserve.router.access_config import AccessConfig
 from pdserve.router.errors_http import error_response
+from pdserve.router.rooms import GENERATING
 
 PUBLIC_PATHS = frozenset({"/health", "/readiness", "/liveness", "/metrics"})
 """Asked by probes and Prometheus, which have no key; they tell nothing of requests."""
+
+PAGE_PATHS = ("/", "/page/")
+"""The page and the files below the second: browsers load them without a key, and they are the same everywhere."""
 
 ADMIN_PATHS = frozenset(
     {
@@ -26,6 +31,7 @@ ADMIN_PATHS = frozenset(
         "/continue_generation",
         "/start_profile",
         "/stop_profile",
+        "/observe",
         "/add_worker",
         "/remove_worker",
     }
@@ -44,6 +50,9 @@ class Access:
 
     def __init__(self, config: AccessConfig) -> None:
         self._config = config
+        self._keys = config.keys
+        self._proxies = config.proxies
+        self._limit = ClientLimit(config.max_concurrent_requests_per_client)
 
     def install(self, app: web.Application) -> None:
         """Put the rules on an application."""
@@ -65,7 +74,7 @@ class Access:
                 401, "this needs a valid API key as Authorization: Bearer KEY", "unauthorized", headers
             )
         try:
-            return await handler(request)
+            return await self._limited(request, handler)
         except web.HTTPException as error:
             allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
             return error_response(
@@ -73,15 +82,29 @@ class Access:
             )
 
     def _may(self, request: web.Request) -> bool:
-        if request.path in PUBLIC_PATHS:
+        if is_public(request.path):
             return True
-        keys = [self._config.admin_api_key] if is_admin(request.method, request.path) else []
-        keys = [key for key in keys if key is not None] or [self._config.api_key, self._config.admin_api_key]
-        if self._config.api_key is None and keys[0] is None:
-            return True
-        kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        known = [key.encode() for key in keys if key is not None]
-        return kind.lower() == "bearer" and any(hmac.compare_digest(given.strip().encode(), key) for key in known)
+        command = is_admin(request.method, request.path)
+        return self._keys.may(request.headers.get("Authorization"), command=command)
+
+    async def _limited(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Hold one of the client's places where the request generates."""
+        if request.path not in GENERATING:
+            return await handler(request)
+        try:
+            place = self._limit.take(self._client(request))
+        except RequestError as error:
+            headers = {"Retry-After": str(error.retry_after_s)}
+            return error_response(error.status, error.message, error.code, headers)
+        with place:
+            return await handler(request)
+
+    def _client(self, request: web.Request) -> str:
+        """Whose request this is: see `pdserve.base.clients`."""
+        key = self._keys.find(request.headers.get("Authorization"))
+        if key is not None and not self._proxies:
+            return f"key {key}"
+        return client_address(request.remote or "", request.headers.getall("X-Forwarded-For", []), self._proxies)
 
     def _preflight(self, request: web.Request) -> web.Response:
         """The browser asks whether it may; `_mark` says from where."""
@@ -100,6 +123,9 @@ class Access:
 
     async def _mark(self, request: web.Request, response: web.StreamResponse) -> None:
         """Called for every answer just before its headers are sent."""
+        response.headers.setdefault("X-Content-Type-Options", "nosniff")
+        if not is_public(request.path):
+            response.headers.setdefault("Cache-Control", "no-store")
         if REQUEST_ID in request:
             response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
         if self._config.cors_allowed_origins and "Origin" in request.headers:
@@ -107,6 +133,11 @@ class Access:
             if self._allows(request):
                 response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
                 response.headers["Access-Control-Expose-Headers"] = REQUEST_ID_HEADER
+
+
+def is_public(path: str) -> bool:
+    """Whether anybody may ask for it."""
+    return path in PUBLIC_PATHS or path == PAGE_PATHS[0] or path.startswith(PAGE_PATHS[1])
 
 
 def is_admin(method: str, path: str) -> bool:

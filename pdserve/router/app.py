@@ -26,14 +26,13 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.health import HealthMonitor
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.relay import relay
-from pdserve.router.rooms import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH
+from pdserve.router.rooms import GENERATING
 from pdserve.router.tracing import CallTrace
 from pdserve.router.upstream import forwarded_headers, make_session
 from pdserve.router.workers import Registry, Worker
 from pdserve.router.workers_api import WorkersApi
 
 CLIENT_GONE = "499"
-GENERATING = (CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH)
 ASKED = ("/v1/models", "/v1/models/{name:.+}", "/get_model_info", "/model_info")
 ASKED_WITH_BODY = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
 COMMANDS = ("/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile")
@@ -127,7 +126,7 @@ class RouterApp:
             return error_response(413, text, "invalid_request")
         if not isinstance(body, dict):
             return error_response(400, f"the body must be a JSON object, got {type(body).__name__}", "invalid_request")
-        headers = forwarded_headers(request.headers)
+        headers = forwarded_headers(request.headers, request.remote)
         headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
         call = Call(request.path, body, headers, deadline, trace)
         try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import random
-from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 from pdserve.errors import ConfigError
+from pdserve.router.access_config import AccessConfig, TlsConfig
 
 PolicyName = Literal["cache_aware", "least_loaded", "power_of_two", "round_robin", "random", "consistent_hashing"]
 PrefillPolicyName = Literal[PolicyName, "bucket"]
@@ -130,36 +130,6 @@ class PolicyConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AccessConfig:
-    """Who may ask what, and what workers are told of it. Keys never appear in a repr."""
-
-    api_key: str | None = dataclasses.field(default=None, repr=False)
-    """What clients must send as Bearer; None: everyone may ask."""
-    admin_api_key: str | None = dataclasses.field(default=None, repr=False)
-    """What those must send who add and remove workers, flush and abort; None: `api_key`."""
-    worker_api_key: str | None = dataclasses.field(default=None, repr=False)
-    """What workers are sent; None: `api_key`, and where there is none either, what the client sent."""
-    cors_allowed_origins: tuple[str, ...] = ()
-    request_id_headers: tuple[str, ...] = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
-
-    @property
-    def key_for_workers(self) -> str | None:
-        """The key that workers are sent unless they have one of their own."""
-        return self.worker_api_key or self.api_key
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TlsConfig:
-    """Certificates as PEM files: the router's own for its clients, and what it trusts and shows towards workers."""
-
-    cert: Path | None = None
-    key: Path | None = None
-    worker_ca: tuple[Path, ...] = ()
-    client_cert: Path | None = None
-    client_key: Path | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """Everything the router is started with; times in seconds."""
 
@@ -202,9 +172,6 @@ class RouterConfig:
         _check_numbers(self)
         if not self.health.endpoint.startswith("/"):
             raise ConfigError("--health-check-endpoint must begin with /", field="health_check_endpoint")
-        for first, second in (("cert", "key"), ("client_cert", "client_key")):
-            if (dataclasses.asdict(self.tls)[first] is None) != (dataclasses.asdict(self.tls)[second] is None):
-                raise ConfigError("a TLS certificate needs its key, and the key its certificate", field="tls")
 
 
 def _check_numbers(config: RouterConfig) -> None:

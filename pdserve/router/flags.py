@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import NoReturn, get_args
 
 from pdserve.errors import ConfigError
+from pdserve.router.access_flags import access_of, add_access, tls_of
 from pdserve.router.config import (
     POLICY_HELP,
-    AccessConfig,
     BreakerConfig,
     HealthConfig,
     LimitConfig,
@@ -18,7 +17,6 @@ from pdserve.router.config import (
     RetryConfig,
     Role,
     RouterConfig,
-    TlsConfig,
     WorkerSpec,
     parse_worker_url,
     prefill_spec,
@@ -59,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_http(parser.add_argument_group("HTTP"))
     _add_limits(parser.add_argument_group("limits and the queue"))
     _add_health(parser.add_argument_group("health checks and circuit breakers"))
-    _add_access(parser.add_argument_group("access and TLS"))
+    add_access(parser.add_argument_group("access and TLS"))
     return parser
 
 
@@ -159,23 +157,6 @@ def _add_health(group: Group) -> None:
     add("--disable-circuit-breaker", action="store_true", help="send requests whatever came of earlier ones")
 
 
-def _add_access(group: Group) -> None:
-    add = group.add_argument
-    text = "what clients must send as Authorization: Bearer KEY; without it everyone may ask"
-    add("--api-key", metavar="KEY", help=text)
-    text = "instead of --api-key for those who add and remove servers, flush caches and abort requests of others"
-    add("--admin-api-key", metavar="KEY", help=text)
-    text = "what servers are sent; without it --api-key, and without that what the client sent"
-    add("--worker-api-key", metavar="KEY", help=text)
-    text = "origins of web pages that may ask; none without it, * for all"
-    add("--cors-allowed-origins", nargs="*", default=[], metavar="ORIGIN", help=text)
-    add("--tls-cert-path", type=Path, metavar="PEM", help="serve HTTPS with this certificate")
-    add("--tls-key-path", type=Path, metavar="PEM", help="and this key")
-    add("--ca-cert-paths", type=Path, nargs="*", default=[], metavar="PEM", help="authorities of https servers")
-    add("--client-cert-path", type=Path, metavar="PEM", help="certificate to show to https servers")
-    add("--client-key-path", type=Path, metavar="PEM", help="and its key")
-
-
 def config_from(args: argparse.Namespace) -> RouterConfig:
     """Checked configuration; `ConfigError` names the flag at fault."""
     return RouterConfig(
@@ -204,14 +185,8 @@ def config_from(args: argparse.Namespace) -> RouterConfig:
             queue_size=args.queue_size,
             queue_timeout_s=args.queue_timeout_secs,
         ),
-        access=_access(args),
-        tls=TlsConfig(
-            cert=args.tls_cert_path,
-            key=args.tls_key_path,
-            worker_ca=tuple(args.ca_cert_paths),
-            client_cert=args.client_cert_path,
-            client_key=args.client_key_path,
-        ),
+        access=access_of(args),
+        tls=tls_of(args),
     )
 
 
@@ -260,17 +235,4 @@ def _breaker(args: argparse.Namespace) -> BreakerConfig:
         open_s=args.cb_timeout_duration_secs,
         window_s=args.cb_window_duration_secs,
         enabled=not args.disable_circuit_breaker,
-    )
-
-
-def _access(args: argparse.Namespace) -> AccessConfig:
-    for name in ("api_key", "admin_api_key", "worker_api_key"):
-        if vars(args)[name] == "":
-            raise ConfigError(f"--{name.replace('_', '-')} must not be empty", field=name)
-    return AccessConfig(
-        api_key=args.api_key,
-        admin_api_key=args.admin_api_key,
-        worker_api_key=args.worker_api_key,
-        cors_allowed_origins=tuple(args.cors_allowed_origins),
-        request_id_headers=tuple(args.request_id_headers),
     )

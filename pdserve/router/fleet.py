@@ -10,6 +10,7 @@ import orjson
 from aiohttp import web
 from multidict import CIMultiDict
 
+from pdserve.router.access import is_admin
 from pdserve.router.config import Role, RouterConfig
 from pdserve.router.errors_http import RETRY_AFTER, error_response, json_response
 from pdserve.router.health import HealthMonitor
@@ -111,9 +112,11 @@ class Fleet:
     ) -> tuple[int, bytes] | None:
         """The same request to a worker: status and body; None where it does not answer."""
         timeout = _patience(request) if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
-        headers: CIMultiDict[str] = forwarded_headers(request.headers)
+        headers: CIMultiDict[str] = forwarded_headers(request.headers, request.remote)
         headers.popall("Accept-Encoding", None)
-        headers.update(own_headers(worker, self._config.access.key_for_workers))
+        access = self._config.access
+        command = is_admin(request.method, request.path)
+        headers.update(own_headers(worker, access.admin_key_for_workers if command else access.key_for_workers))
         try:
             async with self._session.request(
                 request.method, worker.spec.url + request.path_qs, data=body, headers=headers, timeout=timeout

@@ -15,6 +15,7 @@ CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 GENERATE_PATH = "/generate"
 RESPONSES_PATH = "/v1/responses"
+GENERATING = (CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH)
 MAX_SEQUENCES = 1 << 20
 """No worker takes a larger n; beyond it the body is refused there, and the room need not leave space."""
 

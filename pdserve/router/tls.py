@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 
 from pdserve.errors import ConfigError
-from pdserve.router.config import TlsConfig
+from pdserve.router.access_config import TlsConfig
 
 
 def server_tls(config: TlsConfig) -> ssl.SSLContext | None:
@@ -14,7 +14,7 @@ def server_tls(config: TlsConfig) -> ssl.SSLContext | None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(config.cert, config.key)
+        context.load_cert_chain(config.cert, config.key, password=lambda: config.key_password or "")
     except OSError as error:
         raise ConfigError(f"--tls-cert-path, --tls-key-path: {error}", field="tls_cert_path") from error
     return context

@@ -6,7 +6,7 @@ Answers pass through undecoded, so that what the client gets is byte for byte wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
@@ -30,6 +30,8 @@ HOP_BY_HOP = frozenset(
 )
 NOT_FORWARDED = HOP_BY_HOP | {"host", "content-length", "content-type", "content-encoding", "expect"}
 """The body is re-encoded by the router, so what described the client's bytes does not hold any more."""
+
+FORWARDED_FOR = "X-Forwarded-For"
 
 KEEPALIVE_S = 2.0
 """Shorter than the 5 s after which uvicorn closes an idle connection: a reused one must not be closing already."""
@@ -91,9 +93,11 @@ def make_session(config: RouterConfig) -> aiohttp.ClientSession:
     )
 
 
-def forwarded_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """A client's headers as sent to workers."""
+def forwarded_headers(headers: CIMultiDictProxy[str], peer: str | None = None) -> CIMultiDict[str]:
+    """A client's headers as sent to workers. As a proxy does, the router appends the address it was asked from."""
     kept = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in NOT_FORWARDED)
+    if peer is not None:
+        kept[FORWARDED_FOR] = ", ".join([*kept.popall(FORWARDED_FOR, []), peer])
     kept["Content-Type"] = "application/json"
     return kept
 

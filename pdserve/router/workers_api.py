@@ -173,6 +173,8 @@ class WorkersApi:
         port = body.bootstrap_port
         if port is not None and (role != Role.PREFILL or not 1 <= port <= 65535):
             raise BadBody("bootstrap_port is 1 to 65535, and for prefill workers only", "bootstrap_port")
+        if body.api_key is not None and not (body.api_key.isascii() and body.api_key.isprintable()):
+            raise BadBody("api_key must be printable ASCII", "api_key")
         ask = role == Role.PREFILL and port is None
         return WorkerSpec(role=Role(role), url=url, bootstrap_port=port, ask_bootstrap_port=ask, api_key=body.api_key)
 

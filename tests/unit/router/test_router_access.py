@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 import subprocess
 from collections.abc import Callable, Coroutine
@@ -15,8 +16,10 @@ from multidict import CIMultiDict
 
 from pdserve.errors import ConfigError
 from pdserve.router.access import is_admin
+from pdserve.router.access_config import AccessConfig, TlsConfig
 from pdserve.router.app import make_app
-from pdserve.router.config import AccessConfig, Role, RouterConfig, TlsConfig, WorkerSpec
+from pdserve.router.config import Role, RouterConfig, WorkerSpec
+from pdserve.router.flags import config_from, make_parser
 from pdserve.router.tls import server_tls, worker_tls
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
@@ -103,6 +106,78 @@ def test_workers_get_their_own_key_whatever_the_client_sent(run_world: RunWorld)
             assert special.headers[-1]["Authorization"] == "Bearer its own"
 
     run_world(scenario)
+
+
+def test_workers_get_their_admin_key_with_commands_only(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w")
+        access = AccessConfig(worker_api_key="inner", worker_admin_api_key="inner-root")
+        async with world.router([], [worker], access=access) as url:
+            for method, path, key in (("POST", GENERATE, "inner"), ("POST", "/flush_cache", "inner-root")):
+                assert await ask(world, method, url + path) == 200
+                assert worker.headers[-1]["Authorization"] == f"Bearer {key}"
+
+    run_world(scenario)
+    assert AccessConfig(api_key="k1,k2", admin_api_key="root").key_for_workers == "k1"
+    assert AccessConfig(api_key="k1,k2", admin_api_key="root").admin_key_for_workers == "root"
+    assert AccessConfig(api_key="k1,k2").admin_key_for_workers == "k1"
+
+
+def test_a_client_with_all_its_places_taken_waits_and_others_do_not(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        let_go = asyncio.Event()
+
+        async def slow(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await let_go.wait()
+            return web.json_response({"text": ""})
+
+        worker = await world.worker("w", slow)
+        access = AccessConfig(api_key="a,b", max_concurrent_requests_per_client=1)
+        async with world.router([], [worker], wait_key="a", access=access) as url:
+            first = asyncio.create_task(ask(world, "POST", url + GENERATE, "a"))
+            await world.until_true(lambda: len(worker.bodies) == 1)
+            async with world.session.post(url + GENERATE, json={}, headers=bearer("a")) as response:
+                assert (response.status, response.headers["Retry-After"]) == (429, "1")
+                assert (await response.json())["error"]["type"] == "too_many_requests"
+            second = asyncio.create_task(ask(world, "POST", url + GENERATE, "b"))
+            await world.until_true(lambda: len(worker.bodies) == 2)
+            let_go.set()
+            assert [await first, await second] == [200, 200]
+            assert await ask(world, "POST", url + GENERATE, "a") == 200
+
+    run_world(scenario)
+
+
+def test_workers_hear_whom_the_router_asks_for(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w")
+        async with world.router([], [worker]) as url:
+            for given, seen in (({}, "127.0.0.1"), ({"X-Forwarded-For": "1.1.1.1"}, "1.1.1.1, 127.0.0.1")):
+                async with world.session.post(url + GENERATE, json={"text": "a"}, headers=given) as response:
+                    assert response.status == 200
+                assert worker.headers[-1]["X-Forwarded-For"] == seen
+
+    run_world(scenario)
+
+
+def test_keys_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("API_KEY", "ADMIN_API_KEY", "WORKER_API_KEY", "WORKER_ADMIN_API_KEY"):
+        monkeypatch.setenv(f"PDSERVE_{name}", name)
+    args = make_parser().parse_args(["--pd-disaggregation", "--worker-api-key", "given"])
+    config = config_from(args)
+    access = config.access
+    assert (access.api_key, access.admin_api_key) == ("API_KEY", "ADMIN_API_KEY")
+    assert (access.worker_api_key, access.worker_admin_api_key) == ("given", "WORKER_ADMIN_API_KEY")
+    assert "API_KEY" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--api-key", ""], ["--admin-api-key", "a b"], ["--max-concurrent-requests-per-client", "0"],
+              ["--forwarded-allow-ips", "x"]]
+)  # fmt: skip
+def test_wrong_values_are_refused_by_flag(flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match=flags[0]):
+        config_from(make_parser().parse_args(["--pd-disaggregation", *flags]))
 
 
 def test_pages_of_other_origins_may_ask_only_where_they_are_named(run_world: RunWorld) -> None:
