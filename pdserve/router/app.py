@@ -25,6 +25,9 @@ from pdserve.router.errors_http import RETRY_AFTER, error_response, json_respons
 from pdserve.router.fleet import Fleet
 from pdserve.router.health import HealthMonitor
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.observe import PATH as OBSERVE_PATH
+from pdserve.router.observe import Observer
+from pdserve.router.page_files import PageFiles
 from pdserve.router.relay import relay
 from pdserve.router.rooms import GENERATING
 from pdserve.router.tracing import CallTrace
@@ -70,6 +73,8 @@ class RouterApp:
         self._dispatcher = Dispatcher(config, self.registry, self.admission, self.health, session, self.metrics, rng)
         self._fleet = Fleet(config, self.registry, self.health, session)
         self._workers_api = WorkersApi(config, self.registry, self.admission.wake, self.admission.now)
+        self._observer = Observer(config, self.registry, self.admission, session)
+        self._page = PageFiles()
         self._ticker: asyncio.Task[None] | None = None
         endpoint = config.otlp_traces_endpoint
         self._tracing = None if endpoint is None else open_tracing("router", "", endpoint)
@@ -88,6 +93,7 @@ class RouterApp:
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
+        await self._observer.close()
         await self.health.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
@@ -186,6 +192,8 @@ class RouterApp:
             web.get("/liveness", self.alive),
             web.get("/metrics", self.show_metrics),
             *self._workers_api.routes(),
+            web.get(OBSERVE_PATH, self._observer.get),
+            *self._page.routes(),
         ]
 
     def _forget(self, worker: Worker) -> None:

@@ -42,6 +42,10 @@ class FakeWorker:
     reported: int | None = None
     num_health: int = 0
     num_load_asked: int = 0
+    observed: dict[str, Any] | None = None
+    observe_gate: asyncio.Event | None = None
+    num_observed: int = 0
+    observe_keys: list[str | None] = dataclasses.field(default_factory=list)
     num_cancelled: int = 0
     num_done: int = 0
     runner: web.AppRunner | None = None
@@ -51,6 +55,7 @@ class FakeWorker:
         app.router.add_get("/health", self._health)
         app.router.add_get("/get_server_info", self._info)
         app.router.add_get("/get_load", self._load)
+        app.router.add_get("/observe", self._observe)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health_generate", self._health)
         app.router.add_post("/{path:.*}", self._post)
@@ -76,6 +81,15 @@ class FakeWorker:
             raise web.HTTPNotFound
         self.num_load_asked += 1
         return web.json_response([{"dp_rank": 0, "num_reqs": self.reported, "num_tokens": 10 * self.reported}])
+
+    async def _observe(self, request: web.Request) -> web.Response:
+        self.num_observed += 1
+        self.observe_keys.append(request.headers.get("Authorization"))
+        if self.observe_gate is not None:
+            await self.observe_gate.wait()
+        if self.observed is None:
+            raise web.HTTPNotFound
+        return web.json_response(self.observed)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": self.name}]})

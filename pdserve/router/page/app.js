@@ -1,0 +1,58 @@
+// Puts the page together: every picture goes to each component, and the header tells how things are.
+
+import { mark, put } from "./dom.js";
+import { feed } from "./feed.js";
+import { span } from "./format.js";
+import "./chat.js";
+import "./key.js";
+import "./map.js";
+import "./tiles.js";
+import "./ttft.js";
+
+const find = (name) => document.querySelector(name);
+let seenAt = null;
+
+function showHeader(picture) {
+  const { router, workers } = picture;
+  const served = workers.map((one) => one.observed.server?.model).find(Boolean);
+  const model = served ?? workers.map((one) => one.model_id).find((name) => name !== "unknown") ?? "";
+  put(find("#model"), model.split("/").filter(Boolean).pop() ?? "");
+  mark(find("#model"), "title", model);
+  put(find("#uptime"), `v${router.version} · up ${span(router.time - router.started_at)}`);
+  const allWell = workers.every((one) => one.is_healthy && one.breaker === "closed");
+  const [state, text] = !router.serving ? ["down", "not serving"] : allWell ? ["ok", "serving"] : ["warn", "serving, degraded"];
+  setStatus(state, text);
+}
+
+function setStatus(state, text) {
+  mark(find("#status"), "data-state", state);
+  put(find("#status"), text);
+}
+
+function setBanner(text) {
+  find("#banner").hidden = text === null;
+  put(find("#banner"), text ?? "");
+}
+
+feed.addEventListener("picture", ({ detail: picture }) => {
+  seenAt = Date.now();
+  document.body.classList.remove("stale");
+  setBanner(null);
+  showHeader(picture);
+  find("#lock").hidden = feed.key === null;
+  for (const name of ["pd-tiles", "pd-map", "pd-ttft"]) find(name).show(picture);
+  find("pd-chat").ready();
+});
+
+feed.addEventListener("lost", ({ detail: why }) => {
+  document.body.classList.add("stale");
+  const last = seenAt === null ? "" : ` What is shown is ${span((Date.now() - seenAt) / 1000)} old.`;
+  setStatus("down", "no connection");
+  setBanner(`The router does not answer: ${why}.${last}`);
+});
+
+feed.addEventListener("locked", () => setStatus("warn", "key needed"));
+find("#lock").addEventListener("click", () => {
+  feed.key = null;
+});
+feed.start();

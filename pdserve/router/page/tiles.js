@@ -1,0 +1,90 @@
+// <pd-tiles>: the deployment in six numbers, and how they went over the last two minutes.
+
+import { el, mark, put, svg } from "./dom.js";
+import { bytes, count, percent, quantile, rate, seconds, speed } from "./format.js";
+
+const KEPT = 120;
+const LEAST = 30;
+const WIDTH = 120;
+const HEIGHT = 28;
+
+const sum = (list, of) => list.reduce((total, item) => total + of(item), 0);
+const replicas = (workers) => workers.flatMap((one) => one.observed.replicas).filter((one) => one.state !== null);
+
+/** The numbers: name, explanation, then of a picture [value, text, note]. */
+const TILES = [
+  ["In flight", "Requests at workers now, as the router counts them", (p) => {
+    const own = sum(p.writers, (one) => one.load);
+    return [own, count(own), p.router.queued ? `${count(p.router.queued)} wait in the router` : "none wait in the router"];
+  }],
+  ["Tokens per second", "Output of all workers over the last 10 s", (p) => {
+    const now = sum(p.writers, (one) => one.observed.rates?.generation_tokens_per_s ?? 0);
+    const running = sum(replicas(p.writers), (one) => one.state.running);
+    return [now, speed(now), `${count(running)} running`];
+  }],
+  ["KV transfer", "Bytes from prefill to decode over the last 5 s", (p) => {
+    const now = sum(p.edges, (one) => one.gb_per_s);
+    const moved = `${bytes(sum(p.edges, (one) => one.bytes))} in ${count(sum(p.edges, (one) => one.transfers))} transfers`;
+    return [now, rate(now), p.router.pd ? moved : "one server does both"];
+  }],
+  ["TTFT, median", "Time to the first token of the requests listed below", (p) => {
+    const all = p.requests.map(ttftOf).filter((value) => value !== null).sort((a, b) => a - b);
+    const half = quantile(all, 0.5);
+    return [half ?? 0, half === null ? "–" : seconds(half), half === null ? "no requests yet" : `p95 ${seconds(quantile(all, 0.95))}`];
+  }],
+  ["Prefix cache", "Share of prompt tokens that were cached already", (p) => {
+    const known = p.readers.filter((one) => one.observed.rates !== null);
+    const hits = known.length ? sum(known, (one) => one.observed.rates.cache_hit_rate) / known.length : 0;
+    const kept = sum(replicas(p.readers), (one) => one.state.pages.evictable + one.state.pages.locked);
+    return [hits, percent(hits), `${count(kept)} pages kept`];
+  }],
+  ["KV memory in use", "Pages that requests hold, of all servers together", (p) => {
+    const all = replicas(p.workers);
+    const total = sum(all, (one) => one.state.pages.total);
+    const held = sum(all, (one) => one.state.pages.locked + one.state.pages.leased);
+    return [total ? held / total : 0, percent(total ? held / total : 0), `${count(held)} of ${count(total)} pages`];
+  }],
+];
+
+/** What the client waited for, less the router: decode's, or of a server that does both. */
+export function ttftOf(request) {
+  const half = request.halves.decode ?? request.halves.regular ?? request.halves.prefill;
+  return half.ttft_s;
+}
+
+class Tiles extends HTMLElement {
+  connectedCallback() {
+    this.parts = TILES.map(([name, what]) => {
+      const part = { value: el("strong", {}, "–"), note: el("small", {}), line: svg("path"), area: svg("path", { class: "area" }), past: [] };
+      const chart = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": true }, part.area, part.line);
+      this.append(el("div", { class: "tile", title: what }, el("span", {}, name), part.value, part.note, chart));
+      return part;
+    });
+  }
+
+  /** Called with every picture. */
+  show(picture) {
+    const { workers } = picture;
+    const view = {
+      ...picture,
+      writers: workers.filter((one) => one.worker_type !== "prefill"),
+      readers: workers.filter((one) => one.worker_type !== "decode"),
+    };
+    TILES.forEach(([, , of], index) => this.#showOne(this.parts[index], of(view)));
+  }
+
+  #showOne(part, [value, text, note]) {
+    put(part.value, text);
+    put(part.note, note);
+    part.past = [...part.past, value].slice(-KEPT);
+    const top = Math.max(...part.past) * 1.1 || 1;
+    const room = Math.max(LEAST, part.past.length);
+    const first = room - part.past.length;
+    const points = part.past.map((v, i) => `${(((first + i) / (room - 1)) * WIDTH).toFixed(1)},${(HEIGHT - 1 - (v / top) * (HEIGHT - 3)).toFixed(1)}`);
+    const line = `M${points.join("L")}`;
+    mark(part.line, "d", line);
+    mark(part.area, "d", `${line}L${WIDTH},${HEIGHT}L${points[0].split(",")[0]},${HEIGHT}Z`);
+  }
+}
+
+customElements.define("pd-tiles", Tiles);

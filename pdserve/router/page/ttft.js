@@ -1,0 +1,85 @@
+// <pd-ttft>: the newest requests, and what made up each one's time to the first token.
+
+import { Keyed, el, mark, put } from "./dom.js";
+import { bytes, count, seconds, span, tick } from "./format.js";
+
+const PARTS = {
+  intake: "Parsing, chat template, tokenizing",
+  bootstrap: "The two servers find each other; decode finds room for the prompt",
+  queue: "Waiting for the first step",
+  prefill: "Computing the prompt",
+  transfer: "The rest of the way of the KV cache to decode",
+  delivery: "From the scheduler to the API process, and what no other part has",
+};
+const ROWS = 16;
+
+/** The next round number: 1, 2 or 5 times a power of ten. */
+function roundUp(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * 0.999);
+}
+
+function seen(request) {
+  const { prefill, decode, regular } = request.halves;
+  return { whole: decode ?? regular ?? prefill, prefill, running: prefill && !decode && !prefill.error };
+}
+
+class Ttft extends HTMLElement {
+  connectedCallback() {
+    const key = ([name, what]) => el("li", { title: what }, el("i", { class: `part-${name}` }), name);
+    this.legend = el("ul", { class: "legend", "aria-label": "Parts" }, ...Object.entries(PARTS).map(key));
+    this.none = el("p", { class: "muted none" }, "No requests yet: ask something in the chat.");
+    this.ticks = el("div", { class: "ticks", "aria-hidden": true }, ...[0, 1, 2, 3, 4].map(() => el("span")));
+    this.list = el("ol", { class: "rows" });
+    const heads = ["when", "", "TTFT", "tokens in → out", "KV moved"].map((text) => el("span", {}, text));
+    heads[1].append(this.ticks);
+    this.axis = el("div", { class: "row axis", hidden: true }, ...heads);
+    this.append(this.legend, this.none, this.axis, this.list);
+    this.rows = new Keyed(this.list);
+  }
+
+  /** Called with every picture. */
+  show({ router, requests }) {
+    const shown = requests.slice(0, ROWS);
+    this.none.hidden = shown.length > 0;
+    this.axis.hidden = shown.length === 0;
+    const longest = Math.max(0, ...shown.map((one) => seen(one).whole.ttft_s ?? 0));
+    const scale = longest ? roundUp(longest) : 1;
+    [...this.ticks.children].forEach((node, index) => put(node, index ? tick((scale * index) / 4) : "0"));
+    this.rows.show(shown, (one) => one.key, () => this.#row(), (node, one) => this.#showRow(node, one, scale, router.time));
+  }
+
+  #row() {
+    const bar = el("div", { class: "bar", role: "img" }, ...Object.keys(PARTS).map((name) => el("i", { class: `part-${name}` })));
+    return el("li", { class: "row" }, el("span", { class: "when" }), bar, el("b"), el("span", { class: "tokens" }), el("span", { class: "moved" }));
+  }
+
+  #showRow(node, request, scale, now) {
+    const { whole, prefill, running } = seen(request);
+    const [when, bar, total, tokens, moved] = node.children;
+    const failed = Boolean(whole.error ?? prefill?.error);
+    node.classList.toggle("failed", failed);
+    put(when, `${span(now - request.arrived_at)} ago`);
+    Object.keys(PARTS).forEach((name, index) => {
+      const value = whole.ttft_parts[name] ?? 0;
+      bar.children[index].style.width = `${(100 * value) / scale}%`;
+      mark(bar.children[index], "title", `${name}: ${seconds(value)}`);
+    });
+    put(total, whole.ttft_s === null ? (failed ? "failed" : "–") : seconds(whole.ttft_s));
+    const cached = prefill?.cached_tokens ?? whole.cached_tokens;
+    put(tokens, `${count(whole.prompt_tokens)} → ${running ? "…" : count(whole.completion_tokens)}`);
+    put(moved, whole.kv_bytes === null ? "–" : bytes(whole.kv_bytes));
+    const parts = Object.entries(whole.ttft_parts).map(([name, value]) => `${name} ${seconds(value)}`);
+    mark(bar, "aria-label", parts.join(", ") || "no token came");
+    const facts = [
+      `${whole.path ?? ""} ${whole.id}`,
+      Object.entries(request.halves).map(([role, half]) => `${role} on ${half.url.replace(/^https?:\/\//, "")}`).join(", "),
+      `${count(whole.prompt_tokens)} prompt tokens, ${count(cached)} of them cached`,
+      parts.join(", "),
+      whole.error ?? prefill?.error ?? `${running ? "still writing" : `ended with ${whole.outcome} after ${seconds(whole.e2e_s ?? 0)}`}`,
+    ];
+    mark(node, "title", facts.join("\n"));
+  }
+}
+
+customElements.define("pd-ttft", Ttft);

@@ -1,0 +1,202 @@
+"""The deployment in one answer: asked of the workers at most once a second, whatever they say or do not say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdserve.router.config import AccessConfig, Role
+from pdserve.router.picture import Answer, join_edges, join_requests, parse_answer
+
+RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
+
+
+def edge(source: str, target: str, **fields: Any) -> dict[str, Any]:
+    return {"from": source, "to": target, "peer_state": "ready"} | fields
+
+
+def told(endpoint: str, *, edges: list[dict[str, Any]] = [], requests: list[dict[str, Any]] = []) -> dict[str, Any]:  # noqa: B006
+    """What a server with one replica says at `/observe`, with a field that the router does not know."""
+    pages = {"total": 8, "free": 5, "evictable": 1, "locked": 0, "leased": 2}
+    state = {"endpoint": endpoint, "queues": {"num_running_reqs": 2}, "pages": pages, "of_tomorrow": [1]}
+    return {
+        "server": {"model": "m", "status": "ready"},
+        "replicas": [{"dp_rank": 0, "trouble": None, "state": state}],
+        "edges": edges,
+        "requests": requests,
+    }
+
+
+async def get(world: Any, url: str, key: str | None = None) -> dict[str, Any]:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with world.session.get(url + "/observe", headers=headers) as response:
+        assert response.status == 200
+        assert response.headers["Cache-Control"] == "no-store"
+        return dict(await response.json())
+
+
+def by_url(picture: dict[str, Any]) -> dict[str, Any]:
+    return {worker["url"]: worker for worker in picture["workers"]}
+
+
+def test_workers_edges_and_requests_are_put_together(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d")
+        one = edge("p:1", "d:1", bytes=7, in_flight=1)
+        half = {"room": "5", "arrived_at": 3.0, "ttft_s": 0.5}
+        prefill.observed = told("p:1", edges=[one], requests=[half | {"id": "a"}])
+        decode.observed = told("d:1", edges=[one | {"bytes": 9, "in_flight": 0}], requests=[half | {"id": "b"}])
+        async with world.router([prefill], [decode]) as url:
+            picture = await get(world, url)
+        router, workers = picture["router"], by_url(picture)
+        assert (router["pd"], router["serving"], router["queued"]) == (True, True, 0)
+        seen = workers[prefill.url]
+        assert (seen["worker_type"], seen["is_healthy"], seen["breaker"], seen["load"]) == (
+            "prefill",
+            True,
+            "closed",
+            0,
+        )
+        assert seen["observed"]["error"] is None and seen["observed"]["server"]["model"] == "m"
+        assert seen["observed"]["replicas"][0]["state"]["pages"] == prefill.observed["replicas"][0]["state"]["pages"]
+        (joined,) = picture["edges"]
+        assert (joined["from_url"], joined["to_url"]) == (prefill.url, decode.url)
+        assert (joined["bytes"], joined["in_flight"], joined["reports"]) == (9, 1, 2)
+        (request,) = picture["requests"]
+        assert {role: half["id"] for role, half in request["halves"].items()} == {"prefill": "a", "decode": "b"}
+
+    run_world(scenario)
+
+
+def test_workers_are_asked_once_a_second_however_many_look_and_never_when_nobody_does(
+    run_world: RunWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w")
+        worker.observed = told("w:1")
+        monkeypatch.setattr("pdserve.router.observe.INTERVAL_S", 3600.0)
+        async with world.router([], [worker]) as url:
+            assert worker.num_observed == 0
+            pictures = await asyncio.gather(*(get(world, url) for _ in range(20)))
+            assert worker.num_observed == 1
+            assert all(by_url(one)[worker.url]["observed"]["replicas"] for one in pictures), (
+                "all wait for the one answer"
+            )
+            monkeypatch.setattr("pdserve.router.observe.INTERVAL_S", 0.0)
+            await get(world, url)
+            assert worker.num_observed == 2
+
+    run_world(scenario)
+
+
+def test_a_silent_worker_holds_nobody_up_and_one_that_is_dead_has_no_numbers(
+    run_world: RunWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.router.observe.INTERVAL_S", 0.0)
+    monkeypatch.setattr("pdserve.router.observe.PATIENCE_S", 0.05)
+
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d")
+        prefill.observed = told("p:1")
+        decode.observed = told("d:1", edges=[edge("p:1", "d:1")])
+        async with world.router([prefill], [decode]) as url:
+            await get(world, url)
+            prefill.observe_gate = asyncio.Event()
+            for _ in range(3):
+                seen = by_url(await get(world, url))
+                assert seen[prefill.url]["observed"]["replicas"], "its last answer is shown"
+            assert prefill.num_observed == 2, "nobody asks again before it has answered"
+            prefill.observe_gate.set()
+            await prefill.stop()
+            await world.until(lambda: world.healthy_urls(url), lambda urls: prefill.url not in urls)
+            picture = await get(world, url)
+            dead = by_url(picture)[prefill.url]
+            assert dead["is_healthy"] is False and dead["last_error"]
+            assert dead["observed"]["replicas"] == [] and dead["observed"]["error"] == dead["last_error"]
+            assert picture["edges"][0]["from_url"] == prefill.url, "peers still tell of it"
+            assert picture["router"]["serving"] is False
+
+    run_world(scenario)
+
+
+def test_what_is_no_picture_is_an_error_of_that_worker_alone(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        workers = [await world.worker(name) for name in ("good", "foreign", "odd")]
+        good, foreign, odd = workers
+        good.observed, odd.observed = told("g:1"), told("o:1") | {"edges": [{"in_flight": "<b>many</b>"}]}
+        async with world.router([], workers) as url:
+            seen = by_url(await get(world, url))
+        assert seen[good.url]["observed"]["error"] is None
+        assert seen[foreign.url]["observed"]["error"] == "GET /observe answered 404"
+        assert "$.edges[0].in_flight" in seen[odd.url]["observed"]["error"]
+        assert seen[odd.url]["is_healthy"] is True
+
+    run_world(scenario)
+
+
+def test_workers_are_sent_the_routers_key_and_never_the_visitors(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w")
+        worker.observed = told("w:1")
+        access = AccessConfig(api_key="k", worker_api_key="inner")
+        async with world.router([], [worker], wait_key="k", access=access) as url:
+            async with world.session.get(url + "/observe") as response:
+                assert response.status == 401
+            await get(world, url, "k")
+            assert worker.observe_keys == ["Bearer inner"]
+        async with world.router([], [worker]) as url:
+            await get(world, url, "somebody's")
+            assert worker.observe_keys[1:] == [None], "one answer is for all who look"
+
+    run_world(scenario)
+
+
+def test_the_page_is_public_and_bound_to_its_own_origin(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w")
+        async with world.router([], [worker], wait_key="k", access=AccessConfig(api_key="k")) as url:
+            for path, kind in (("/", "html"), ("/page/app.js", "javascript"), ("/page/style.css", "css")):
+                async with world.session.get(url + path) as response:
+                    assert response.status == 200 and kind in response.headers["Content-Type"]
+                    policy = dict(
+                        rule.split(" ", 1) for rule in response.headers["Content-Security-Policy"].split("; ")
+                    )
+                    tag = response.headers["ETag"]
+                    assert response.headers["X-Content-Type-Options"] == "nosniff"
+                assert policy["default-src"] == "'none'"
+                assert {policy[name] for name in ("script-src", "style-src", "img-src", "connect-src")} == {"'self'"}
+                assert policy["require-trusted-types-for"] == "'script'", "strings cannot become markup"
+                async with world.session.get(url + path, headers={"If-None-Match": tag}) as response:
+                    assert response.status == 304
+            for path in ("/page/", "/page/none.js", "/page/..%2Fapp.py", "/page/../app.py", "/page/a/b"):
+                async with world.session.get(web_url(url + path)) as response:
+                    assert response.status in (401, 404), path
+            async with world.session.post(url + "/") as response:
+                assert response.status == 405
+
+    run_world(scenario)
+
+
+def web_url(text: str) -> Any:
+    """Sent as it is written."""
+    from yarl import URL
+
+    return URL(text, encoded=True)
+
+
+def test_edges_of_unknown_servers_and_of_silent_peers_are_told_as_such() -> None:
+    raw = told("d:1", edges=[edge("x:9", "d:1", peer_state="silent"), edge("p:1", "d:1", gb_per_s_writing=2.0)])
+    answers = [parse_answer(msgspec.json.encode(raw)), Answer()]
+    known, unknown = join_edges(answers, {"d:1": "http://d", "p:1": "http://p"})
+    assert (known["from_url"], known["gb_per_s_writing"], known["peer_state"]) == ("http://p", 2.0, "ready")
+    assert (unknown["from_url"], unknown["to_url"], unknown["peer_state"]) == (None, "http://d", "silent")
+
+
+def test_requests_without_a_room_are_told_apart_by_server() -> None:
+    answer = parse_answer(msgspec.json.encode(told("r:1", requests=[{"id": "same", "arrived_at": 1.0}])))
+    found = join_requests([(Role.REGULAR, "http://a", answer), (Role.REGULAR, "http://b", answer)])
+    assert sorted(one["halves"]["regular"]["url"] for one in found) == ["http://a", "http://b"]
