@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, get_args
 
 from pdserve.base.process import Child, ChildError, Ready, end_all
+from pdserve.config.local_access import LocalAccess, access_of, add_access
 from pdserve.config.role_flags import Role, flags_for
 from pdserve.errors import ConfigError
 from pdserve.router.config import POLICY_HELP, PolicyName
@@ -63,6 +64,7 @@ class LocalConfig:
     server_flags: tuple[str, ...] = ()
     prefill_flags: tuple[str, ...] = ()
     decode_flags: tuple[str, ...] = ()
+    access: LocalAccess = LocalAccess()
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for counts below one and for flags that belong to this program."""
@@ -87,13 +89,14 @@ def server_argv(config: LocalConfig, role: Role) -> list[str]:
     argv = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", "0", "--disaggregation-mode", role]
     argv += ["--disaggregation-bootstrap-port", "0"] if role == "prefill" else []
     own = config.prefill_flags if role == "prefill" else config.decode_flags
-    return [*argv, "--cpu-threads", str(config.threads_per_server), *flags_for(role, config.server_flags), *own]
+    argv += ["--cpu-threads", str(config.threads_per_server), *config.access.server_flags]
+    return [*argv, *flags_for(role, config.server_flags), *own]
 
 
 def router_argv(config: LocalConfig, prefills: Sequence[Ready], decodes: Sequence[Ready]) -> list[str]:
     """Arguments of the router, once the servers have said where they are."""
     argv = ["--pd-disaggregation", "--host", config.router_host, "--port", str(config.router_port)]
-    argv += ["--policy", config.policy]
+    argv += ["--policy", config.policy, *config.access.router_flags]
     for ready in prefills:
         argv += ["--prefill", ready.url, "none" if ready.bootstrap_port is None else str(ready.bootstrap_port)]
     for ready in decodes:
@@ -102,9 +105,9 @@ def router_argv(config: LocalConfig, prefills: Sequence[Ready], decodes: Sequenc
 
 
 def child_env(config: LocalConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The servers' environment: the secret that their control ports share, and their number of threads."""
+    """The parts' environment: the secret that servers' control ports share, keys of clients, numbers of threads."""
     threads = dict.fromkeys(THREAD_VARIABLES, str(config.threads_per_server))
-    return {CONTROL_TOKEN: secrets.token_hex(32)} | dict(inherited) | threads
+    return {CONTROL_TOKEN: secrets.token_hex(32)} | dict(inherited) | config.access.env | threads
 
 
 class LocalService:
@@ -119,6 +122,7 @@ class LocalService:
         say: Callable[[str], None] = lambda line: print(line, flush=True),
     ) -> None:
         self._config = config
+        self.access = config.access
         self._server_command, self._router_command = server_command, router_command
         self._say = say
         self._env = child_env(config, os.environ)
@@ -226,6 +230,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--keep-going", action="store_true", help="go on without a part that died; nothing is started again")
     add("--ready-timeout", type=float, default=600.0, help="seconds until every part must be ready")
     add("--grace", type=float, default=10.0, help="seconds a part may take to end before it is killed")
+    add_access(parser)
     return parser
 
 
@@ -247,6 +252,7 @@ def config_from(argv: Sequence[str] | None) -> LocalConfig:
         server_flags=tuple(rest),
         prefill_flags=tuple(args.prefill_flags),
         decode_flags=tuple(args.decode_flags),
+        access=access_of(args),
     )
 
 
@@ -267,7 +273,7 @@ def serve(service: LocalService) -> int:
     with signals_as_events(service):
         try:
             url = service.start()
-            print(f"ready: OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=none", flush=True)
+            print(f"ready: OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={service.access.client_key}", flush=True)
             return service.run()
         except KeyboardInterrupt:
             return 0

@@ -24,8 +24,9 @@ FAKE_PART = """
 import json, os, sys, time
 argv = sys.argv[1:]
 role = argv[argv.index("--disaggregation-mode") + 1] if "--disaggregation-mode" in argv else "router"
+names = ["PDSERVE_CONTROL_TOKEN", "OMP_NUM_THREADS", "PDSERVE_API_KEY", "PDSERVE_ADMIN_API_KEY"]
 facts = {"pid": os.getpid(), "argv": argv, "role": role}
-facts["env"] = {k: os.environ.get(k) for k in ("PDSERVE_CONTROL_TOKEN", "OMP_NUM_THREADS")}
+facts["env"] = {k: os.environ.get(k) for k in names}
 print("facts " + json.dumps(facts), flush=True)
 if "--fail-" + role in argv:
     sys.exit("no such model")
@@ -136,6 +137,35 @@ def test_cores_are_divided_and_the_secret_is_fresh() -> None:
     assert len(first["PDSERVE_CONTROL_TOKEN"]) == 64
     assert first["PDSERVE_CONTROL_TOKEN"] != second["PDSERVE_CONTROL_TOKEN"]
     assert child_env(config, {"PDSERVE_CONTROL_TOKEN": "mine"})["PDSERVE_CONTROL_TOKEN"] == "mine"
+
+
+def test_keys_go_to_all_parts_through_the_environment(tmp_path: Path) -> None:
+    with service(tmp_path, "--api-key", "k1,k2", "--admin-api-key=root", "--cors-allowed-origins", "*") as process:
+        assert lines_until_ready(process)[-1].endswith("OPENAI_API_KEY=YOUR_KEY")
+        parts = facts(tmp_path)
+    for name, part in parts.items():
+        env, argv = part["env"], part["argv"]
+        assert isinstance(env, dict) and isinstance(argv, list)
+        assert (env["PDSERVE_API_KEY"], env["PDSERVE_ADMIN_API_KEY"]) == ("k1,k2", "root")
+        assert not {"k1,k2", "root"} & set(argv)
+        assert ("--cors-allowed-origins" in argv) == (name == "router")
+
+
+def test_clients_see_the_routers_certificate_and_servers_have_it_where_authorities_are_given() -> None:
+    both = ["--ssl-certfile", "c", "--ssl-keyfile", "k"]
+    config = config_from(both)
+    assert config.access.router_flags == ["--tls-cert-path", "c", "--tls-key-path", "k"]
+    assert "--ssl-certfile" not in server_argv(config, "prefill")
+    config = config_from([*both, "--ssl-ca-certs", "a", "--max-concurrent-requests-per-client", "3"])
+    assert {"--ca-cert-paths", "a", "--max-concurrent-requests-per-client", "3"} <= set(config.access.router_flags)
+    for role in ROLES:
+        argv = server_argv(config, role)
+        assert argv[argv.index("--ssl-certfile") :][:4] == both
+    with pytest.raises(ConfigError, match="--ssl-ca-certs"):
+        config_from(["--ssl-ca-certs", "a"])
+    with pytest.raises(ConfigError, match="need each other"):
+        config_from(["--ssl-keyfile", "k"])
+    assert "k1" not in repr(config_from(["--api-key", "k1"]))
 
 
 @pytest.mark.parametrize(

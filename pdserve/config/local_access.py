@@ -1,0 +1,103 @@
+"""Who may ask a service that `launch_local` starts, and over what. Its flags, dealt out to router and servers.
+
+Clients see the router only: their limits, web pages and certificate are its business. Keys are everybody's, and go to
+the parts through the environment. The servers are on loopback and speak HTTPS only where `--ssl-ca-certs` asks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+
+from pdserve.base.keys import ADMIN_API_KEY, API_KEY, check_keys
+from pdserve.config.access_group import KEYFILE_PASSWORD
+from pdserve.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalAccess:
+    """None: not given. Secrets never appear in a repr."""
+
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    admin_api_key: str | None = dataclasses.field(default=None, repr=False)
+    max_concurrent_requests_per_client: int | None = None
+    forwarded_allow_ips: str | None = None
+    cors_allowed_origins: tuple[str, ...] = ()
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password: str | None = dataclasses.field(default=None, repr=False)
+    ssl_ca_certs: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`; what else may be wrong the parts say."""
+        check_keys("--api-key", self.api_key)
+        check_keys("--admin-api-key", self.admin_api_key)
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile need each other", field="ssl_certfile")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ConfigError("--ssl-ca-certs needs --ssl-certfile and --ssl-keyfile", field="ssl_ca_certs")
+
+    @property
+    def client_key(self) -> str:
+        """What to tell clients that their key is; a secret is not shown."""
+        return "none" if self.api_key is None else "YOUR_KEY"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What the parts' environment says of it."""
+        given = {
+            API_KEY: self.api_key,
+            ADMIN_API_KEY: self.admin_api_key,
+            KEYFILE_PASSWORD: self.ssl_keyfile_password,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def server_flags(self) -> list[str]:
+        """For every server."""
+        if self.ssl_ca_certs is None or self.ssl_certfile is None or self.ssl_keyfile is None:
+            return []
+        return ["--ssl-certfile", self.ssl_certfile, "--ssl-keyfile", self.ssl_keyfile]
+
+    @property
+    def router_flags(self) -> list[str]:
+        """For the router."""
+        values = {
+            "--max-concurrent-requests-per-client": self.max_concurrent_requests_per_client,
+            "--forwarded-allow-ips": self.forwarded_allow_ips,
+            "--tls-cert-path": self.ssl_certfile,
+            "--tls-key-path": self.ssl_keyfile,
+            "--ca-cert-paths": self.ssl_ca_certs,
+        }
+        flags = [word for name, value in values.items() if value is not None for word in (name, str(value))]
+        return flags + (["--cors-allowed-origins", *self.cors_allowed_origins] if self.cors_allowed_origins else [])
+
+
+def add_access(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to a parser."""
+    add = parser.add_argument_group("access", "who may ask, and over what").add_argument
+    add("--api-key", metavar="KEY", help=f"what clients must send as Authorization: Bearer KEY (or in {API_KEY})")
+    add("--admin-api-key", metavar="KEY", help=f"instead of it for commands (or in {ADMIN_API_KEY})")
+    text = "generating requests that a client may have at a time"
+    add("--max-concurrent-requests-per-client", type=int, metavar="N", help=text)
+    text = "proxies whose X-Forwarded-For names the client, with commas between them"
+    add("--forwarded-allow-ips", metavar="ADDRESSES", help=text)
+    text = "origins of web pages that may ask; * for all"
+    add("--cors-allowed-origins", nargs="*", default=[], metavar="ORIGIN", help=text)
+    add("--ssl-certfile", metavar="PEM", help="the router serves HTTPS with this certificate")
+    add("--ssl-keyfile", metavar="PEM", help="and this key")
+    add("--ssl-keyfile-password", metavar="PASSWORD", help=f"of the key file (or in {KEYFILE_PASSWORD})")
+    text = (
+        "the servers serve HTTPS, too, and the router checks them against these authorities; the certificate must be "
+    )
+    add("--ssl-ca-certs", metavar="PEM", help=f"{text}valid for 127.0.0.1")
+
+
+def access_of(args: argparse.Namespace) -> LocalAccess:
+    """What was given; keys may stand in the environment."""
+    given = {field.name: vars(args)[field.name] for field in dataclasses.fields(LocalAccess)}
+    for field, variable in (("api_key", API_KEY), ("admin_api_key", ADMIN_API_KEY)):
+        if given[field] is None:
+            given[field] = os.environ.get(variable, "").strip() or None
+    return LocalAccess(**given | {"cors_allowed_origins": tuple(args.cors_allowed_origins)})
