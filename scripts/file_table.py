@@ -15,7 +15,7 @@ HEADING = "## Every file in a line\n"
 MAX_SUMMARY = 120
 PACKAGES = (
     "base", "protocol", "config", "grammar", "memory", "model", "transfer", "observe", "executor", "ranks", "scheduler",
-    "server", "router", "sim",
+    "server", "router", "sim", "llm",
 )  # fmt: skip
 """Lowest layers first."""
 

@@ -1,0 +1,10 @@
+from pdserve.llm import LLM as LLM
+from pdserve.llm import BatchError as BatchError
+from pdserve.llm import CompletionOutput as CompletionOutput
+from pdserve.llm import InvalidRequestError as InvalidRequestError
+from pdserve.llm import Logprob as Logprob
+from pdserve.llm import RequestOutput as RequestOutput
+from pdserve.llm import SamplingParams as SamplingParams
+
+__version__: str
+OFFLINE_API: tuple[str, ...]

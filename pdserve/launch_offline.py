@@ -1,0 +1,91 @@
+"""`python -m pdserve.launch_offline FLAGS`: the engine of one server, without HTTP. Started by `llm/servers`.
+
+    this process      owns the engine's processes, and for a prefill server its bootstrap server in a thread
+    child processes   the engine (`launch_engine`); the process of the `LLM` is at the other end of its channels
+
+A program of its own, for what multiprocessing spawns runs the main module of its parent again: here that is this file,
+and never the user's script or notebook. It prints where the channels are, and ends with the engine, at SIGTERM, or
+with its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+import msgspec
+
+from pdserve.base.env import control_token
+from pdserve.base.log import setup_logging
+from pdserve.config import ServerConfig
+from pdserve.config.cli import parse_server_args
+from pdserve.config.resolve import resolve
+from pdserve.errors import PdserveError
+from pdserve.launch_engine import ENDING, REFUSED, ROLES, Engine
+
+PREFIX = "PDSERVE_ENGINE "
+LOOPBACK = "127.0.0.1"
+
+
+class Announcement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the engine is reached: a channel per replica; a prefill server's bootstrap port, None for others."""
+
+    directories: list[str]
+    bootstrap_port: int | None
+
+
+def parse_announcement(line: str) -> Announcement | None:
+    """The announcement in a line of a host's output; None when it is some other line."""
+    if not line.startswith(PREFIX):
+        return None
+    return msgspec.json.decode(line.removeprefix(PREFIX), type=Announcement)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an engine until SIGTERM; the exit status is 0, 1 when it died, 2 for a wrong configuration."""
+    for number in ENDING:
+        signal.signal(number, _leave)
+    try:
+        config = parse_server_args(sys.argv[1:] if argv is None else argv)
+        setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode])
+        return host(resolve(config))
+    except PdserveError as error:
+        print(f"pdserve: {error}", file=sys.stderr)
+        return REFUSED
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
+
+
+def host(config: ServerConfig) -> int:
+    """Start the engine, say where it is, and end it in order. Who ends us has told it to stop through its channels."""
+    from pdserve.transfer.bootstrap import BootstrapServer
+
+    bootstrap: BootstrapServer | None = None
+    engine: Engine | None = None
+    try:
+        if config.disagg.disaggregation_mode == "prefill":
+            port = config.disagg.disaggregation_bootstrap_port
+            bootstrap = BootstrapServer(LOOPBACK, port, token=control_token())
+        bootstrap_port = None if bootstrap is None else bootstrap.port
+        engine = Engine(config, bootstrap_port)
+        directories = [address.directory for address in engine.addresses]
+        said = {"directories": directories, "bootstrap_port": bootstrap_port}
+        print(PREFIX + json.dumps(said), flush=True)
+        engine.start()
+        status = engine.wait()
+    finally:
+        if engine is not None:
+            engine.end(told=True)
+        if bootstrap is not None:
+            bootstrap.close()
+    return REFUSED if engine.refused else status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

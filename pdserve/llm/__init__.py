@@ -1,0 +1,18 @@
+"""The offline Python API: `pdserve.LLM` generates for batches of prompts, without HTTP, on one server or on pairs."""
+
+from __future__ import annotations
+
+from pdserve.llm.api import LLM
+from pdserve.llm.errors import BatchError, InvalidRequestError
+from pdserve.llm.outputs import CompletionOutput, Logprob, RequestOutput
+from pdserve.llm.sampling import SamplingParams
+
+__all__ = [
+    "LLM",
+    "BatchError",
+    "CompletionOutput",
+    "InvalidRequestError",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+]

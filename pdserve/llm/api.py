@@ -1,0 +1,273 @@
+"""`LLM`: the offline API. Everything that a user calls; the parts it is made of do the work."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from pdserve.base.hf_tokenizer import open_hf_tokenizer
+from pdserve.config import ServerConfig
+from pdserve.errors import ConfigError, EngineDeadError, PdserveError
+from pdserve.launch_server import check_split, tokenizer_dir_of
+from pdserve.llm.errors import BatchError, InvalidRequestError
+from pdserve.llm.options import Deployment, Value, plan
+from pdserve.llm.outputs import OutputMaker, RequestOutput
+from pdserve.llm.prepare import Preparer, ReadyJob, ReadyPrompt
+from pdserve.llm.progress import Bar, Progress
+from pdserve.llm.prompts import Conversation, Prompt, as_conversations, as_prompts
+from pdserve.llm.runner import Job, Runner
+from pdserve.llm.sampling import SamplingParams
+from pdserve.llm.servers import Servers
+from pdserve.server.generation import Update
+from pdserve.server.tokenizer import load_tokenizer
+
+Params = SamplingParams | Mapping[str, Any]
+UseTqdm = bool | Callable[..., Bar]
+_Outcome = tuple[Job, list[Update] | PdserveError]
+SEED_BITS = 63
+
+
+class LLM:
+    """A model in processes of its own on this machine, for offline batches. No HTTP, no ports.
+
+        with LLM("smollm2") as llm:
+            for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
+                print(output.outputs[0].text)
+
+    Names are vLLM's: `model` (SGLang's `model_path` is the same), `tokenizer`, `tensor_parallel_size`, `dtype`,
+    `max_model_len`, `gpu_memory_utilization`; and every flag of a server by its Python name (`page_size=64`,
+    `tp_size=2`, ...). `seed`: of random weights, and of requests that bring none, so that a program draws the same
+    tokens each time; None: others each time.
+
+    `disaggregation=True` runs prefill and decode as servers of their own, `num_prefill` and `num_decode` of them, that
+    share the cores; flags of one side only go into `prefill_flags` and `decode_flags`. The same tokens come out.
+
+    Safe to use from several threads. The processes end with `shutdown`, with the `with` block, with the object, with
+    this process however it ends.
+
+    Raises:
+        ConfigError: an argument is wrong; `field` names it.
+        ModelError: there is no such model.
+        EngineDeadError: a server died while it started.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        tokenizer: str | None = None,
+        tensor_parallel_size: int | None = None,
+        dtype: str | None = None,
+        seed: int | None = 0,
+        max_model_len: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        disaggregation: bool = False,
+        num_prefill: int | None = None,
+        num_decode: int | None = None,
+        prefill_flags: Mapping[str, Value] | None = None,
+        decode_flags: Mapping[str, Value] | None = None,
+        **flags: Value,
+    ) -> None:
+        if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << SEED_BITS):
+            raise ConfigError(f"seed must be an integer in [0, 2**{SEED_BITS}), got {seed!r}", field="seed")
+        given: dict[str, Value] = {
+            "model": model,
+            "tokenizer": tokenizer,
+            "tensor_parallel_size": tensor_parallel_size,
+            "dtype": dtype,
+            "seed": seed,
+            "max_model_len": max_model_len,
+            "gpu_memory_utilization": gpu_memory_utilization,
+        }
+        if model is None and flags.get("model_path") is None:
+            raise ConfigError("LLM needs a model: a directory, a .gguf file, or 'smollm2'", field="model")
+        pairs = None
+        if disaggregation or num_prefill is not None or num_decode is not None:
+            pairs = (1 if num_prefill is None else num_prefill, 1 if num_decode is None else num_decode)
+        chosen = {name: value for name, value in given.items() if value is not None}
+        self._start(plan({**chosen, **flags}, pairs, prefill_flags or {}, decode_flags or {}), seed)
+
+    def _start(self, deployment: Deployment, seed: int | None) -> None:
+        deployment = _trusting(deployment)
+        config = deployment.servers[-1].config
+        self._tokenizer_dir = tokenizer_dir_of(config)
+        for server in deployment.servers:
+            check_split(server.config)
+        tokenizer = load_tokenizer(self._tokenizer_dir, config.serving.chat_template)
+        self._servers = Servers(deployment, tokenizer)
+        self._finalizer = weakref.finalize(self, _close, self._servers)
+        try:
+            self._servers.start()
+        except BaseException:
+            self._finalizer.detach()
+            raise
+        others = self._servers.of("null", "decode")
+        self._runner = Runner(self._servers.of("prefill"), others)
+        self._preparer = Preparer(self._servers.all, seed)
+        ready = others[0].context.client.require_ready()
+        self._maker = OutputMaker(tokenizer, frozenset(ready.eos_token_ids))
+
+    # generation ------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one prompt or many, in their order.
+
+        A prompt is text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. `sampling_params`: for all, or
+        one for each; as `SamplingParams`, or as a dict with its names or SGLang's. `priority`: one for each, higher
+        first under `schedule_policy="priority"`.
+
+        Everything is checked before anything runs. A Ctrl-C aborts what runs, and leaves the LLM usable.
+
+        Raises:
+            InvalidRequestError: an argument is wrong (also a ValueError); `field` names it, and nothing has run.
+            BatchError: requests failed; raised after the others have ended, with their answers.
+            EngineDeadError: the LLM was shut down, or a server died before the call.
+        """
+        given = as_prompts(prompts)
+        params = _one_each(sampling_params, len(given))
+        priorities = _priorities(priority, len(given))
+        self._check_alive()
+        ready = self._servers.loop.call(self._preparer.prompts(given))
+        return self._run(ready, params, priorities, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation or many, in their order; `prompt` of an output is what the template made of it.
+
+        `add_generation_prompt` None: yes, unless `continue_final_message`. `tools` are for the template: calls and
+        thoughts stay in the text as the model writes them. The rest is as in `generate`.
+        """
+        given = as_conversations(messages)
+        params = _one_each(sampling_params, len(given))
+        fields = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "chat_template_kwargs": None if chat_template_kwargs is None else dict(chat_template_kwargs),
+        }
+        self._check_alive()
+        ready = self._servers.loop.call(self._preparer.conversations(given, fields))
+        return self._run(ready, params, [0] * len(given), use_tqdm)
+
+    def _run(
+        self, prompts: list[ReadyPrompt], params: list[SamplingParams], priorities: list[int], use_tqdm: UseTqdm
+    ) -> list[RequestOutput]:
+        """The loop thread delivers what has ended; outputs are made here, and the bar belongs to this thread."""
+        ready = self._servers.loop.call(self._preparer.jobs(prompts, params, priorities))
+        outputs: list[RequestOutput | None] = [None] * len(ready)
+        errors: dict[int, PdserveError] = {}
+        news: queue.SimpleQueue[_Outcome | None] = queue.SimpleQueue()
+        work = self._runner.run([one.job for one in ready], lambda job, result: news.put((job, result)))
+        with contextlib.closing(Progress(use_tqdm, len(ready))) as progress:
+            future = self._servers.loop.submit(work)
+            future.add_done_callback(lambda _: news.put(None))
+            try:
+                while (outcome := news.get()) is not None:
+                    job, result = outcome
+                    if isinstance(result, PdserveError):
+                        errors[job.number] = result
+                    else:
+                        outputs[job.number] = self._output(ready[job.number], result)
+                    progress.ended(outputs[job.number])
+            finally:
+                future.cancel()  # for interrupts; changes nothing where it has ended
+        future.result()
+        if errors:
+            raise BatchError(outputs, errors)
+        return [output for output in outputs if output is not None]
+
+    def _output(self, ready: ReadyJob, updates: list[Update]) -> RequestOutput:
+        job, params = ready.job, ready.params
+        return self._maker.make(
+            job.request_id, ready.prompt.text, job.requests, updates, params.logprobs, params.prompt_logprobs
+        )
+
+    # the rest --------------------------------------------------------------------------------------------------------
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of transformers; None for a model without one."""
+        return open_hf_tokenizer(self._tokenizer_dir)
+
+    def shutdown(self) -> None:
+        """End all processes. May be called again; nothing else may be called then."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _check_alive(self) -> None:
+        if self._servers.closed:
+            raise EngineDeadError("this LLM was shut down")
+        for running in self._servers.all:
+            running.context.client.require_ready()
+
+
+def _close(servers: Servers) -> None:
+    """For the garbage collector, which may run in any thread, and for the end of the interpreter."""
+    if servers.loop.is_current:  # which cannot wait for itself
+        threading.Thread(target=servers.close, name="pdserve-llm-close").start()
+    else:
+        servers.close()
+
+
+def _trusting(deployment: Deployment) -> Deployment:
+    """Chat templates come from the program that asks, so that they are as much to be trusted as it is."""
+
+    def trusting(config: ServerConfig) -> ServerConfig:
+        serving = dataclasses.replace(config.serving, trust_request_chat_template=True)
+        return dataclasses.replace(config, serving=serving)
+
+    servers = [dataclasses.replace(server, config=trusting(server.config)) for server in deployment.servers]
+    return dataclasses.replace(deployment, servers=tuple(servers))
+
+
+def _one_each(given: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams | Mapping):
+        return [SamplingParams.of(given)] * count
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return [SamplingParams.of(given)]  # raises
+    if len(given) != count:
+        message = f"sampling_params has {len(given)} entries for {count} prompts"
+        raise InvalidRequestError(message, field="sampling_params")
+    return [SamplingParams.of(one) for one in given]
+
+
+def _priorities(given: Sequence[int] | None, count: int) -> list[int]:
+    if given is None:
+        return [0] * count
+    if len(given) != count:
+        raise InvalidRequestError(f"priority has {len(given)} entries for {count} prompts", field="priority")
+    limit = 1 << 31
+    for value in given:
+        if type(value) is not int or not -limit <= value < limit:
+            raise InvalidRequestError(f"priority must be 32-bit integers, got {value!r}", field="priority")
+    return list(given)

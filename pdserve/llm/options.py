@@ -1,0 +1,145 @@
+"""Keyword arguments of `LLM` as the command lines of the servers behind it. Pure; called once, by `LLM`.
+
+Every flag of a server is taken by its Python name, and what other offline engines call it by their names. What nobody
+could honour here is refused by name, as on the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+
+from pdserve.config import DisaggMode, ServerConfig
+from pdserve.config.cli import flags, parse_server_args
+from pdserve.config.resolve import MAX_RUNNING_REQUESTS, NVIDIA_DRIVER, WSL_DRIVER
+from pdserve.config.role_flags import flags_for
+from pdserve.errors import ConfigError
+
+Value = str | int | float | bool | None
+
+VLLM_NAMES = {
+    "block_size": "page_size",
+    "gpu_memory_utilization": "mem_fraction_static",
+    "max_model_len": "context_length",
+    "max_num_seqs": "max_running_requests",
+    "seed": "random_seed",
+    "tokenizer": "tokenizer_path",
+}
+CACHING = "enable_prefix_caching"
+"""vLLM's, the opposite of our `disable_radix_cache`."""
+OWNED = (
+    "host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "nnodes", "node_rank", "dist_init_addr",
+)  # fmt: skip
+"""There is no HTTP server, and all is on this machine."""
+ROLES: tuple[DisaggMode, ...] = ("prefill", "decode")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Server:
+    """One server to start: its name for messages, its command line, and the same parsed."""
+
+    name: str
+    argv: tuple[str, ...]
+    config: ServerConfig
+
+    @property
+    def mode(self) -> DisaggMode:
+        """Which halves it does."""
+        return self.config.disagg.disaggregation_mode
+
+    @property
+    def most_requests(self) -> int:
+        """Sequences to give it at once: as many again as run, so that none of its rows waits for us."""
+        schedule = self.config.schedule
+        rows = (schedule.max_running_requests or MAX_RUNNING_REQUESTS) * self.config.parallel.dp_size
+        waiting = rows if schedule.max_queued_requests is None else min(rows, schedule.max_queued_requests)
+        return rows + waiting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """The servers of one LLM. `threads`: CPU threads of each, None: as many as there are cores."""
+
+    servers: tuple[Server, ...]
+    threads: int | None
+
+
+def plan(
+    given: Mapping[str, Value],
+    pairs: tuple[int, int] | None,
+    prefill_flags: Mapping[str, Value],
+    decode_flags: Mapping[str, Value],
+) -> Deployment:
+    """What to start for the arguments `given`; `pairs` is (prefill, decode) servers, None for one that does both.
+
+    Raises:
+        ConfigError: an argument is unknown or wrong; `field` names it.
+    """
+    values = {"log_level": "warning", **_by_field(given)}
+    own = {"null": {}, "prefill": _by_field(prefill_flags), "decode": _by_field(decode_flags)}
+    if pairs is None:
+        if own["prefill"] or own["decode"]:
+            raise ConfigError("prefill_flags and decode_flags are for disaggregation", field="prefill_flags")
+        return Deployment(servers=(_server("engine", "null", _words(values)),), threads=None)
+    if min(pairs) < 1:
+        raise ConfigError(f"num_prefill and num_decode must be at least 1, got {pairs}", field="num_prefill")
+    if values.get("disaggregation_transfer_backend") is None and _on_cpu(values):
+        values["disaggregation_transfer_backend"] = "shm"  # within one host, and it opens no port
+    threads = max(1, len(os.sched_getaffinity(0)) // sum(pairs))
+    values.setdefault("cpu_threads", threads)
+    servers = []
+    for role, count in zip(ROLES, pairs, strict=True):
+        words = flags_for("prefill" if role == "prefill" else "decode", _words(values))
+        argv = [*words, *_words(own[role])]
+        servers += [_server(f"{role}-{i}", role, argv) for i in range(count)]
+    return Deployment(servers=tuple(servers), threads=threads)
+
+
+def _by_field(given: Mapping[str, Value]) -> dict[str, Value]:
+    """Arguments by the names of our fields. Unknown ones stay as they are: the command line knows what to say of them.
+
+    Raises:
+        ConfigError: one is not for this API, or comes under two names.
+    """
+    known = {name.lstrip("-").replace("-", "_"): flag.field for flag in flags() for name in flag.names}
+    values: dict[str, Value] = {}
+    for name, value in given.items():
+        field = known.get(name) or VLLM_NAMES.get(name, name)
+        if field == CACHING and isinstance(value, bool | None):
+            field, value = "disable_radix_cache", None if value is None else not value
+        if field in OWNED:
+            raise ConfigError(f"{name}: LLM has no HTTP server and runs on this machine; leave it out", field=name)
+        if value is None:
+            continue
+        if field in values:
+            raise ConfigError(f"{name} is given twice, also under another name", field=name)
+        values[field] = value
+    return values
+
+
+def _words(values: Mapping[str, Value]) -> list[str]:
+    """As flags."""
+    words = []
+    for field, value in values.items():
+        name = field.replace("_", "-")
+        match value:
+            case None:
+                continue
+            case bool():
+                words.append(f"--{name}" if value else f"--no-{name}")
+            case _:
+                words.append(f"--{name}={value}")
+    return words
+
+
+def _server(name: str, mode: DisaggMode, words: Sequence[str]) -> Server:
+    argv = ["--disaggregation-mode", mode, *(["--disaggregation-bootstrap-port", "0"] if mode == "prefill" else [])]
+    argv += words
+    return Server(name=name, argv=tuple(argv), config=parse_server_args(argv))
+
+
+def _on_cpu(values: Mapping[str, Value]) -> bool:
+    has_driver = os.path.exists(NVIDIA_DRIVER) or os.path.exists(WSL_DRIVER)
+    device = values.get("device", "auto")
+    return device == "cpu" or (device == "auto" and not has_driver)

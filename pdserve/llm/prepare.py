@@ -1,0 +1,191 @@
+"""From what the user gave to jobs, every one of them checked before the first is sent. Loop thread only.
+
+Prompts and conversations go through the same code as those of HTTP bodies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pdserve.errors import RequestError
+from pdserve.llm.errors import InvalidRequestError
+from pdserve.llm.prompts import GivenPrompt
+from pdserve.llm.runner import Job
+from pdserve.llm.sampling import SamplingParams
+from pdserve.llm.servers import Running
+from pdserve.protocol.grammar import Grammar
+from pdserve.server.chat_messages import final_text
+from pdserve.server.chat_prepare import chat_prompt
+from pdserve.server.chat_tools import plan_tools
+from pdserve.server.constraints import Constraint
+from pdserve.server.context import ServerContext
+from pdserve.server.intake import PromptSpec, check_token_ids, make_intake
+from pdserve.server.json_http import convert
+from pdserve.server.sampling_fields import Ask, fit_max_tokens
+from pdserve.server.schemas import ChatBody
+from pdserve.server.thought_grammar import after_thoughts
+
+BREATH = 64
+"""Prompts that are prepared before what else happens in the loop gets a turn."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadyPrompt:
+    """A prompt as token ids, its text unless it came as ids, and whether it begins inside thoughts (chats only)."""
+
+    where: str
+    text: str | None
+    input_ids: list[int]
+    begins_inside: bool | None = None
+    is_chat: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadyJob:
+    """A job, and what its output needs beside."""
+
+    job: Job
+    prompt: ReadyPrompt
+    params: SamplingParams
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Nowhere:
+    """`intake.Addressed` of a request that has no room yet, or needs none."""
+
+    rid: Any
+    priority: int | None
+    data_parallel_rank: int | None = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+
+
+class Preparer:
+    """Numbers all requests of one LLM. `seed` None: what is drawn at random differs from run to run."""
+
+    def __init__(self, servers: Sequence[Running], seed: int | None) -> None:
+        self._servers = servers
+        self._seed = seed
+        self._numbers = itertools.count()
+
+    @property
+    def _context(self) -> ServerContext:
+        """Of a server whose answers the user sees."""
+        return next(running.context for running in self._servers if running.server.mode != "prefill")
+
+    async def prompts(self, given: Sequence[GivenPrompt]) -> list[ReadyPrompt]:
+        """Tokenized and checked.
+
+        Raises:
+            InvalidRequestError: naming `prompts`.
+        """
+        ready = []
+        for position, prompt in enumerate(given):
+            try:
+                ready.append(await self._prompt(prompt))
+            except RequestError as error:
+                raise InvalidRequestError.of(error, prompt.where) from None
+            if position % BREATH == 0:
+                await asyncio.sleep(0)
+        return ready
+
+    async def _prompt(self, given: GivenPrompt) -> ReadyPrompt:
+        context = self._context
+        if isinstance(given.content, str):
+            tokenizer = context.require_tokenizer("prompts")
+            text, input_ids = given.content, await tokenizer.encode(given.content, field="prompts")
+        else:
+            text, input_ids = None, given.content
+        if not input_ids:
+            raise RequestError("prompts must not be empty", field="prompts")
+        check_token_ids(input_ids, context.limits().vocab_size, "prompts")
+        return ReadyPrompt(given.where, text, input_ids)
+
+    async def conversations(
+        self, given: Sequence[Sequence[Mapping[str, Any]]], fields: Mapping[str, Any]
+    ) -> list[ReadyPrompt]:
+        """Conversations as prompts; `fields` are those of a chat body beside its messages.
+
+        Raises:
+            InvalidRequestError: naming `messages` or one of `fields`.
+        """
+        ready = []
+        for position, messages in enumerate(given):
+            where = "messages" if len(given) == 1 else f"messages[{position}]"
+            try:
+                ready.append(await self._conversation(messages, fields, where))
+            except RequestError as error:
+                raise InvalidRequestError.of(error, where if len(given) > 1 else None) from None
+            if position % BREATH == 0:
+                await asyncio.sleep(0)
+        return ready
+
+    async def _conversation(
+        self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], where: str
+    ) -> ReadyPrompt:
+        context = self._context
+        body = convert({"messages": list(messages), **fields}, ChatBody)
+        text = await chat_prompt(context, body, plan_tools(body, context.formats.tools), "messages")
+        tokenizer = context.require_tokenizer("messages")
+        input_ids = await tokenizer.encode(text, field="messages", add_special_tokens=False)
+        if not input_ids:
+            raise RequestError("messages make an empty prompt", field="messages")
+        inside: bool | None = False
+        if context.formats.thinking is not None:
+            continued = final_text(body.messages[-1]) if body.continue_final_message else None
+            inside = context.formats.thinking.begins_inside(text, continued)
+        return ReadyPrompt(where, text, input_ids, inside, is_chat=True)
+
+    async def jobs(
+        self, prompts: Sequence[ReadyPrompt], params: Sequence[SamplingParams], priorities: Sequence[int]
+    ) -> list[ReadyJob]:
+        """A job for each prompt.
+
+        Raises:
+            InvalidRequestError: parameters do not fit the model or a prompt.
+        """
+        ready = []
+        for number, (prompt, wanted, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+            try:
+                ready.append(ReadyJob(await self._job(number, prompt, wanted, priority), prompt, wanted))
+            except RequestError as error:
+                raise InvalidRequestError.of(error, prompt.where if len(prompts) > 1 else None) from None
+            if number % BREATH == 0:
+                await asyncio.sleep(0)
+        return ready
+
+    async def _job(self, number: int, prompt: ReadyPrompt, params: SamplingParams, priority: int) -> Job:
+        grammar = await self._grammar(prompt, params)
+        context, count = self._context, len(prompt.input_ids)
+        sampling = params.for_engine(count, context.limits(), prompt.where, grammar)
+        for running in self._servers:  # a prefill server may have less memory for the prompt
+            limits = running.context.limits()
+            fit_max_tokens(count, Ask(None, 1, "max_tokens"), 0, limits, prompt.where)
+        own = next(self._numbers)
+        if sampling.seed is None and self._seed is not None:
+            sampling = msgspec.structs.replace(sampling, seed=_derived(self._seed, own))
+        spec = PromptSpec(prompt.input_ids, sampling, params.wish())
+        body = _Nowhere(rid=str(own), priority=priority)
+        return Job(number, str(own), make_intake([spec], params.n, body, "null", stream=False).requests)
+
+    async def _grammar(self, prompt: ReadyPrompt, params: SamplingParams) -> Grammar | None:
+        """What the answer follows; in chats with a model that thinks, behind its thoughts."""
+        constraint: Constraint | None = params.constraint()
+        thinking = self._context.formats.thinking
+        if constraint is not None and thinking is not None and prompt.is_chat:
+            constraint = after_thoughts(constraint, thinking, prompt.begins_inside)
+        return await self._context.take_grammar(constraint)
+
+
+def _derived(seed: int, number: int) -> int:
+    """The seed of request `number`: the same in every run, and on every kind of deployment."""
+    digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

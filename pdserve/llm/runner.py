@@ -1,0 +1,129 @@
+"""Sends requests through the servers, many at once but not more than keep them busy. Loop thread only; owned by `LLM`.
+
+With pairs it is the router: it picks the servers with the least to do, makes the room, gives both the same request, and
+takes decode's answer.
+
+    job ──> wait for places at a server (or pair) ──> submit ──> updates of all its sequences ──> deliver
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+
+import msgspec
+
+from pdserve.errors import PdserveError
+from pdserve.llm.servers import Running
+from pdserve.protocol.messages import GenerateRequest
+from pdserve.server.generation import Update
+
+LINGER_S = 5.0
+"""How long prefill may take to see that decode is done."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One prompt: its number in the call, its id, and a request per answer, with no room yet."""
+
+    number: int
+    request_id: str
+    requests: list[GenerateRequest]
+
+
+Deliver = Callable[[Job, list[Update] | PdserveError], None]
+"""Called once per job, in the order in which they end."""
+
+
+class Runner:
+    """See the file's docstring. `prefills` is empty where servers do both halves."""
+
+    def __init__(self, prefills: Sequence[Running], others: Sequence[Running]) -> None:
+        self._prefills = prefills
+        self._others = others
+        self._freed = asyncio.Event()
+
+    async def run(self, jobs: Iterable[Job], deliver: Deliver) -> None:
+        """Run all jobs. A failed one is delivered as its error, and the others go on; cancelled, all are aborted."""
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                chosen = await self._take(len(job.requests))
+                task = group.create_task(_run_one(job, chosen, deliver))
+                task.add_done_callback(functools.partial(self._release, chosen, len(job.requests)))
+
+    async def _take(self, count: int) -> list[Running]:
+        """Places for `count` sequences at the servers with the least to do, once they have them."""
+        while True:
+            groups = [group for group in (self._prefills, self._others) if group]
+            chosen = [min(group, key=lambda running: running.num_live) for group in groups]
+            if all(_has_room(running, count) for running in chosen):
+                break
+            self._freed.clear()
+            await self._freed.wait()
+        for running in chosen:
+            running.num_live += count
+        return chosen
+
+    def _release(self, chosen: Sequence[Running], count: int, _: asyncio.Task[None]) -> None:
+        """Also called for a task that was cancelled before it began."""
+        for running in chosen:
+            running.num_live -= count
+        self._freed.set()
+
+
+async def _run_one(job: Job, chosen: Sequence[Running], deliver: Deliver) -> None:
+    result: list[Update] | PdserveError
+    try:
+        if len(chosen) == 1:
+            result = await _sequences(chosen[0], job, job.requests)
+        else:
+            result = await _through_pair(chosen[0], chosen[1], job)
+    except PdserveError as error:
+        result = error
+    deliver(job, result)
+
+
+def _has_room(running: Running, count: int) -> bool:
+    return running.num_live == 0 or running.num_live + count <= running.server.most_requests
+
+
+async def _sequences(
+    running: Running, job: Job, requests: Sequence[GenerateRequest], begun: asyncio.Event | None = None
+) -> list[Update]:
+    """Submit to one server, and all that came of each sequence; `begun` is set with the first news."""
+    generation = await running.context.client.submit(requests, [job.request_id] * len(requests))
+    whole = [Update(index) for index in range(len(requests))]
+    async with generation:
+        async for update in generation:
+            whole[update.index].absorb(update)
+            if begun is not None:
+                begun.set()
+    return whole
+
+
+async def _through_pair(prefill: Running, decode: Running, job: Job) -> list[Update]:
+    """Both halves at once. Prefill's failure counts until decode has begun; then its KV cache has arrived."""
+    requests = [msgspec.structs.replace(request, room=prefill.room()) for request in job.requests]
+    begun = asyncio.Event()
+    async with _task(_sequences(prefill, job, requests)) as first:
+        async with _task(_sequences(decode, job, requests, begun)) as second:
+            await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+            if first.done() and not begun.is_set():
+                await first  # raises what went wrong, if anything did
+            updates = await second
+        await asyncio.wait({first}, timeout=LINGER_S)
+        return updates
+
+
+@contextlib.asynccontextmanager
+async def _task(work: Coroutine[None, None, list[Update]]) -> AsyncIterator[asyncio.Task[list[Update]]]:
+    """`work` beside the block; what has not ended with the block is cancelled."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,154 @@
+"""`SamplingParams` of the offline API: vLLM's names, checked as soon as they are made. SGLang's names in dicts.
+
+The fields go the same way as those of `/v1/completions`, so that both refuse the same values in the same words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pdserve.errors import RequestError
+from pdserve.llm.errors import InvalidRequestError
+from pdserve.protocol.grammar import Grammar
+from pdserve.protocol.logprobs import Logprobs
+from pdserve.protocol.sampling import SamplingParams as EngineSampling
+from pdserve.server.constraints import Constraint, openai_constraint
+from pdserve.server.intake import check_top_logprobs, openai_logprobs
+from pdserve.server.json_http import convert
+from pdserve.server.sampling_fields import COMPLETION_TOKENS, Ask, Limits, count_n, openai_sampling
+from pdserve.server.schemas import CompletionBody
+
+OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+}
+"""SGLang's names of fields, for dicts."""
+_ENDLESS = 1 << 40
+_ANY_MODEL = Limits("null", vocab_size=1 << 31, context_length=_ENDLESS, max_total_tokens=_ENDLESS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens, and when to stop. The names and defaults are vLLM's.
+
+    `max_tokens` None: as many as fit into the context. `top_k` 0 or -1: the whole vocabulary. `logprobs`: how many of
+    the most likely tokens to tell of beside each chosen one, 0 for that alone; `prompt_logprobs`: the same of the
+    prompt.
+    `seed`: this request's own; None: one that follows from the LLM's. At most one of `structured_outputs` (a dict with
+    `json`, `regex`, `choice`, `grammar`, `json_object` or `structural_tag`), `response_format`, `json_schema`, `regex`,
+    `ebnf` and `structural_tag` constrains the answer.
+
+    Raises:
+        InvalidRequestError: a value has the wrong type or is out of range; `field` names it.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    stop_regex: str | Sequence[str] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = COMPLETION_TOKENS
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: Mapping[int, float] | None = None
+    structured_outputs: Mapping[str, Any] | None = None
+    response_format: Mapping[str, Any] | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: Mapping[str, Any] | str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no model takes; see `Raises` of the class."""
+        try:
+            count_n(self._body.n)
+            self.wish()
+            self.constraint()
+            self.for_engine(1, _ANY_MODEL, "prompt", None)
+        except RequestError as error:
+            raise InvalidRequestError.of(error) from None
+
+    @classmethod
+    def of(cls, given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+        """`given` itself, or made of a dict with vLLM's or SGLang's names; the defaults for None.
+
+        Raises:
+            InvalidRequestError: a field is unknown, given twice, or wrong.
+        """
+        if isinstance(given, SamplingParams):
+            return given
+        if given is not None and not isinstance(given, Mapping):
+            message = f"sampling_params must be SamplingParams or a dict, got {type(given).__name__}"
+            raise InvalidRequestError(message, field="sampling_params")
+        known = {field.name for field in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in (given or {}).items():
+            ours = OTHER_NAMES.get(name, name)
+            if ours not in known:
+                raise InvalidRequestError(f"sampling_params has no field {name!r}", field=str(name))
+            if ours in values:
+                raise InvalidRequestError(f"{name} and {ours} are the same field; give one", field=name)
+            values[ours] = value
+        return cls(**values)
+
+    def wish(self) -> Logprobs | None:
+        """The log probabilities that are wanted.
+
+        Raises:
+            RequestError: too many.
+        """
+        body = self._body
+        top = check_top_logprobs(body.logprobs, "logprobs")
+        return openai_logprobs(top, check_top_logprobs(body.prompt_logprobs, "prompt_logprobs"))
+
+    def constraint(self) -> Constraint | None:
+        """The grammar that is wanted, not yet compiled.
+
+        Raises:
+            RequestError: a field has the wrong type, or is the second one.
+        """
+        return openai_constraint(self._body)
+
+    def for_engine(self, num_prompt: int, limits: Limits, prompt_field: str, grammar: Grammar | None) -> EngineSampling:
+        """As the scheduler takes them, for a prompt of `num_prompt` tokens.
+
+        Raises:
+            RequestError: they do not fit this model or this prompt.
+        """
+        ask = Ask(self._body.max_tokens, _ENDLESS, "max_tokens", least=0)
+        return openai_sampling(self._body, ask, num_prompt, limits, prompt_field, grammar)
+
+    @functools.cached_property
+    def _body(self) -> CompletionBody:
+        """The same in the words of `/v1/completions`. Raises RequestError for a wrong type."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["no_stop_trim"] = values.pop("include_stop_str_in_output")
+        if self.top_k == 0:
+            values["top_k"] = -1
+        if isinstance(self.logit_bias, Mapping):
+            values["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        return convert({name: _plain(value) for name, value in values.items()}, CompletionBody)
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sequences as JSON has them."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple | set | frozenset) else value

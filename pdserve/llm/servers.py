@@ -1,0 +1,203 @@
+"""The servers behind one `LLM`: their processes, and the ends of their channels in this one. Owned by `LLM`.
+
+any thread:   start, close, and what `LLM` submits to `loop`
+loop thread:  spawns the hosts, owns the channels, reads them
+host's watch: a thread per host tells the loop of its death; then every request fails, here and later
+
+open ── start ──> ready ── close ──> closed          the death of any server fails all, as with `launch_local`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import os
+import secrets
+import sys
+import threading
+import time
+
+from pdserve.base.env import CONTROL_TOKEN
+from pdserve.base.process import Child, end_all
+from pdserve.errors import ConfigError, EngineDeadError
+from pdserve.launch_engine import REFUSED
+from pdserve.launch_local import THREAD_VARIABLES
+from pdserve.launch_offline import LOOPBACK, Announcement, parse_announcement
+from pdserve.llm.loop_thread import LoopThread
+from pdserve.llm.options import Deployment, Server
+from pdserve.protocol.channel import ApiChannel, ChannelAddress, ZmqApiChannel, remove_channel_address
+from pdserve.protocol.messages import MAX_ROOM, RoomAddress, Shutdown
+from pdserve.protocol.replicas import ReplicatedChannel
+from pdserve.server.app import make_metrics
+from pdserve.server.chat_formats import ChatFormats
+from pdserve.server.constraints import GrammarCheck
+from pdserve.server.context import ServerContext
+from pdserve.server.engine_client import EngineClient
+from pdserve.server.tokenizer import Tokenizer
+
+HOST_COMMAND = (sys.executable, "-m", "pdserve.launch_offline")
+GRACE_S = 15.0
+ABANDON_S = 2.0
+"""Seconds for servers that never became ready: they have nothing to put in order."""
+TAIL_LINES = 5
+
+
+class Running:
+    """One started server. All but `child`'s threads run in the loop thread. `num_live`: sequences that it has."""
+
+    def __init__(self, server: Server, tokenizer: Tokenizer | None) -> None:
+        self.server = server
+        self.num_live = 0
+        self._tokenizer = tokenizer
+        self._announcement: Announcement | None = None
+        self._channel: ApiChannel | None = None
+        self._context: ServerContext | None = None
+        self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+
+    @property
+    def context(self) -> ServerContext:
+        """What the endpoints of such a server have; once connected."""
+        assert self._context is not None, "connected"
+        return self._context
+
+    def room(self) -> RoomAddress:
+        """A new room at this prefill server."""
+        assert self._announcement is not None, "connected"
+        room = secrets.randbelow(MAX_ROOM)
+        return RoomAddress(host=LOOPBACK, port=self._announcement.bootstrap_port, room=room)
+
+    def connect(self, announcement: Announcement) -> None:
+        """Open the channels and read them."""
+        config, mode = self.server.config, self.server.mode
+        self._announcement = announcement
+        channels = [ZmqApiChannel(ChannelAddress(directory)) for directory in announcement.directories]
+        self._channel = channels[0] if len(channels) == 1 else ReplicatedChannel(channels, named=mode == "prefill")
+        metrics = make_metrics(config)
+        client = EngineClient(self._channel, self._tokenizer, metrics, match_stops=mode != "prefill")
+        grammars = GrammarCheck(config.grammar, self._tokenizer)
+        formats = ChatFormats.of(config.serving, self._tokenizer)
+        self._context = ServerContext(
+            config, client, self._tokenizer, metrics, int(time.time()), grammars, formats=formats
+        )
+        client.start()
+
+    def lost(self, error: EngineDeadError) -> None:
+        """It, or another that it needs, is gone."""
+        if self._context is not None:
+            self._context.client.fail(error)
+
+    async def disconnect(self) -> None:
+        """Tell the engine to stop, and let go of it."""
+        if self._context is not None and self._channel is not None:
+            await self._context.client.stop()
+            await self._channel.send(Shutdown())
+            self._channel.close()
+
+    def clean(self) -> None:
+        """Remove what a host that was killed has left."""
+        for directory in [] if self._announcement is None else self._announcement.directories:
+            remove_channel_address(ChannelAddress(directory))
+
+
+class Servers:
+    """See the file's docstring."""
+
+    def __init__(self, deployment: Deployment, tokenizer: Tokenizer | None) -> None:
+        self.loop = LoopThread("pdserve-llm")
+        self.all = [Running(server, tokenizer) for server in deployment.servers]
+        self._env = _environment(deployment.threads)
+        self._children: list[Child] = []
+        self._died: str | None = None
+        self._ready = False
+        self._closing = threading.Event()
+
+    def of(self, *modes: str) -> list[Running]:
+        """The servers that do these halves."""
+        return [running for running in self.all if running.server.mode in modes]
+
+    def start(self) -> None:
+        """Start all and wait until they can take requests, however long loading takes.
+
+        Raises:
+            ConfigError: a server refused its configuration.
+            EngineDeadError: a server died.
+        """
+        try:
+            self.loop.call(self._start())
+        except EngineDeadError as error:
+            statuses = self._abandon()
+            tail = "\n".join(line for running in self.all for line in running.tail)
+            text = f"{error}\n{tail}" if tail else str(error)
+            raise ConfigError(text) if REFUSED in statuses else EngineDeadError(text) from None
+        except BaseException:
+            self._abandon()
+            raise
+        self._ready = True
+
+    def close(self) -> None:
+        """End all processes; requests that still run fail. May be called again, from any thread but the loop's."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self.loop.call(self._disconnect())
+        end_all(self._children, GRACE_S if self._ready else ABANDON_S)
+        self.loop.close()
+        for running in self.all:
+            running.clean()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closing.is_set()
+
+    def _abandon(self) -> list[int | None]:
+        self.close()
+        return [child.returncode for child in self._children]
+
+    async def _start(self) -> None:
+        announced = [self._spawn(running) for running in self.all]
+        for running, announcement in zip(self.all, announced, strict=True):
+            running.connect(await announcement)
+        for running in self.all:
+            await running.context.client.wait_ready()
+        if self._died is not None:
+            raise EngineDeadError(self._died)
+
+    def _spawn(self, running: Running) -> asyncio.Future[Announcement]:
+        """Start a host; the future is where it says it is."""
+        announced: asyncio.Future[Announcement] = asyncio.get_running_loop().create_future()
+        name = running.server.name
+
+        def on_line(line: str) -> None:
+            announcement = parse_announcement(line)
+            if announcement is not None:
+                self.loop.post(lambda: announced.set_result(announcement) if not announced.done() else None)
+                return
+            running.tail.append(line)
+            print(line, file=sys.stderr, flush=True)
+
+        def on_exit(child: Child) -> None:
+            self.loop.post(lambda: self._on_death(f"the {name} server (pid {child.pid}) has ended", announced))
+
+        argv = [*HOST_COMMAND, *running.server.argv]
+        self._children.append(Child(name, argv, env=self._env, on_line=on_line, on_exit=on_exit))
+        return announced
+
+    def _on_death(self, sentence: str, announced: asyncio.Future[Announcement]) -> None:
+        if self._closing.is_set() or self._died is not None:
+            return
+        self._died = sentence
+        error = EngineDeadError(sentence)
+        if not announced.done():
+            announced.set_exception(error)
+        for running in self.all:
+            running.lost(error)
+
+    async def _disconnect(self) -> None:
+        await asyncio.gather(*(running.disconnect() for running in self.all))
+
+
+def _environment(threads: int | None) -> dict[str, str]:
+    """Of the hosts: a secret that they share, and their number of threads where they share the cores."""
+    variables = {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
+    return {CONTROL_TOKEN: secrets.token_hex(32)} | dict(os.environ) | variables
