@@ -16,6 +16,9 @@ from pdserve.errors import RequestError
 
 T = TypeVar("T")
 
+SHALLOW = 200
+"""A body with so few brackets cannot be too deep."""
+
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"unknown field `(.*?)`")
 
@@ -62,7 +65,12 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
 
 def _parse(data: bytes) -> Any:
     try:
-        return orjson.loads(data)
+        value = orjson.loads(data)
+        if data.count(b"[") + data.count(b"{") > SHALLOW:
+            orjson.dumps(value)  # refuses what is nested deeper than 254 levels, as anyone would who wrote it again
+        return value
+    except orjson.JSONEncodeError as error:
+        raise RequestError("the body is nested too deeply", code="invalid_json") from error
     except orjson.JSONDecodeError as error:
         malformed = RequestError(f"the body is not valid JSON: {error}", code="invalid_json")
     try:

@@ -153,7 +153,7 @@ async def completions(context: ServerContext, request: Request) -> Response:
     made = _count_made(body, num_choices)
     wish = _wish(body, ranked=made > num_choices)
     grammar = await context.take_grammar(openai_constraint(body))
-    ask = Ask(body.max_tokens, COMPLETION_TOKENS, "max_tokens", least=0)
+    ask = Ask(body.max_tokens, COMPLETION_TOKENS, "max_tokens")
     prompts = [await _prompt(context, prompt, limits.vocab_size, echo=bool(body.echo)) for prompt in given]
     specs = [
         PromptSpec(prompt.input_ids, openai_sampling(body, ask, len(prompt.input_ids), limits, "prompt", grammar), wish)

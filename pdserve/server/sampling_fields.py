@@ -42,12 +42,15 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """How many tokens the client wants: None for `default`, at least `least`. `field` is the client's name for it."""
+    """How many tokens the client wants: None for `default`, at least `least`; 0 asks for the prompt to be read alone.
+
+    `field` is the client's name for it.
+    """
 
     tokens: int | None
     default: int
     field: str
-    least: int = 1
+    least: int = 0
 
 
 def fit_max_tokens(num_prompt: int, ask: Ask, min_tokens: int, limits: Limits, prompt_field: str) -> int:
@@ -170,7 +173,7 @@ def native_sampling(
     Raises:
         RequestError: 400 naming the field.
     """
-    ask = Ask(body.max_new_tokens, NATIVE_TOKENS, "max_new_tokens", least=0)
+    ask = Ask(body.max_new_tokens, NATIVE_TOKENS, "max_new_tokens")
     min_tokens = _given(body.min_new_tokens, 0)
     seed = _seed(body.sampling_seed, "sampling_seed") if body.sampling_seed is not None else _seed(body.seed, "seed")
     max_tokens = fit_max_tokens(num_prompt, ask, min_tokens, limits, prompt_field)

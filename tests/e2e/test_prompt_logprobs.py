@@ -96,6 +96,9 @@ def test_the_prompt_alone(deployment: Deployment) -> None:
     routed, direct = deployment.both("/generate", {"text": "The fox", "sampling_params": {"max_new_tokens": 0}})
     assert routed["output_ids"] == direct["output_ids"] == [] and routed["text"] == ""
     assert routed["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+    chat = {"messages": [{"role": "user", "content": "The fox"}], "max_tokens": 0, "n": 2}
+    for answer in deployment.both("/v1/chat/completions", chat):
+        assert [(one["message"]["content"], one["finish_reason"]) for one in answer["choices"]] == [("", "length")] * 2
     assert_idle(*deployment.pair.workers, deployment.monolith)
 
 

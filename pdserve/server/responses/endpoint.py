@@ -184,6 +184,6 @@ async def responses(context: ServerContext, request: Request) -> Response:
     raw = await read_json_object(request, context.max_body_bytes)
     context.limits()
     body = convert(refuse_unsupported(raw, (*STATEFUL, *UNSUPPORTED_OPENAI)), ResponsesBody)
-    ask = Ask(body.max_output_tokens, MAX_CHAT_TOKENS, "max_output_tokens")
+    ask = Ask(body.max_output_tokens, MAX_CHAT_TOKENS, "max_output_tokens", least=1)
     prepared = await prepare_chat(context, to_chat(body), ask, "input")
     return await ResponsesCall(context, body, prepared).answer(request)

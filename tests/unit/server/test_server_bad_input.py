@@ -56,7 +56,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {**PROMPT, "json_schema": {"allOf": [{"not": {}}]}}, "json_schema"),
     (COMPLETIONS, {**PROMPT, "json_schema": {"type": "string", "minLength": 2, "maxLength": 1}}, "json_schema"),
     (CHAT, {**MESSAGES, "max_completion_tokens": 1000}, "max_completion_tokens"),
-    (CHAT, {**MESSAGES, "max_tokens": 0}, "max_tokens"),
+    (CHAT, {**MESSAGES, "max_tokens": -1}, "max_tokens"),
     (CHAT, {**MESSAGES, "logprobs": 5}, "logprobs"),
     (CHAT, {**MESSAGES, "top_logprobs": 5}, "top_logprobs"),
     (CHAT, {**MESSAGES, "logprobs": True, "top_logprobs": 50}, "top_logprobs"),

@@ -207,3 +207,36 @@ async def test_models(tokenizer: Tokenizer) -> None:
         for name in (None, "unknown", "default", "tiny", "/models/tiny"):
             body = {"prompt": "x", "model": name}
             assert (await b.http.post("/v1/completions", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 0}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 0, "logprobs": 1}),
+        ("/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}),
+    ],
+)
+async def test_no_tokens_may_be_asked_for(tokenizer: Tokenizer, path: str, body: dict[str, Any], stream: bool) -> None:
+    """As SGLang takes it: the prompt is read, nothing is said, and the length is why."""
+    async with bench(tokenizer) as b:
+        answer = await b.http.post(path, json={**body, "stream": stream})
+        assert answer.status_code == 200, answer.text
+        if stream:
+            assert sse(answer.text)[-1] == "[DONE]"
+            last = json.loads(sse(answer.text)[-2])
+            texts = [json.loads(event) for event in sse(answer.text)[:-1]]
+            said = [one["choices"][0].get("delta", one["choices"][0]) for one in texts if "choices" in one]
+            assert not [one for one in said if one.get("content") or one.get("text")]
+        else:
+            last = answer.json()
+        if path == "/generate":
+            assert (last["text"], last["output_ids"]) == ("", [])
+            assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+            assert last["meta_info"]["completion_tokens"] == 0
+        else:
+            assert last["choices"][0]["finish_reason"] == "length"
+            assert stream or last["usage"]["completion_tokens"] == 0
+        refused = await b.http.post(path, json=json.loads(json.dumps(body).replace(": 0", ": -1")))
+        assert refused.status_code == 400 and "at least 0" in refused.text
