@@ -50,6 +50,11 @@ class Keys:
         """From the values of `--api-key` and `--admin-api-key`."""
         return cls(split_keys(api), split_keys(admin))
 
+    @property
+    def some(self) -> bool:
+        """Whether there are any."""
+        return bool(self.api or self.admin)
+
     def may(self, authorization: str | None, *, command: bool) -> bool:
         """Whether a request with this header may ask; `command`: on a path that changes what others see."""
         if command and self.admin:

@@ -26,6 +26,7 @@ from pdserve.server.responses.schemas import ResponsesBody
 from pdserve.server.schemas import (
     AbortBody,
     ChatBody,
+    CommandBody,
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
@@ -48,9 +49,13 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/detokenize": DetokenizeBody,
     "/abort_request": AbortBody,
     "/pause_generation": PauseBody,
+    "/continue_generation": CommandBody,
     "/start_profile": ProfileBody,
+    "/stop_profile": CommandBody,
 }
 """By path, what the JSON of a POST must be: for the OpenAPI document."""
+OPTIONAL_BODIES = frozenset({"/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"})
+"""Where it may be left out."""
 _ENGINE_TYPES: dict[DisaggMode, str] = {"null": "unified", "prefill": "prefill", "decode": "decode"}
 
 
@@ -92,7 +97,7 @@ def create_app(
     _add_generation(app, context)
     _add_health_and_facts(app, context)
     _add_commands(app, context)
-    openapi.install(app, BODIES)
+    openapi.install(app, BODIES, OPTIONAL_BODIES, with_keys=config.access.keys.some)
     observer = observing.install(app, context)
     access.install(app, config.access)
     return app

@@ -5,7 +5,7 @@ Installed by `app`. Bodies are parsed by msgspec, not by FastAPI, so FastAPI kno
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 import pdserve
+from pdserve.server.schemas import NativeSampling
 
 REF = "#/components/schemas/{name}"
 ERRORS = {
@@ -44,29 +45,44 @@ class ErrorAnswer(msgspec.Struct):
     error: ErrorBody
 
 
-def install(app: FastAPI, bodies: Mapping[str, type[msgspec.Struct]]) -> None:
-    """Have `app` serve this document. `bodies`: by path, what a POST or PUT there must be."""
+def install(
+    app: FastAPI, bodies: Mapping[str, type[msgspec.Struct]], optional: Collection[str], *, with_keys: bool
+) -> None:
+    """Have `app` serve this document. `bodies`: by path, what a POST or PUT there must be; `optional`: where none need
+    be. `with_keys`: clients may have to send one.
+    """
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = describe(app, bodies)
+            app.openapi_schema = describe(app, bodies, optional, with_keys=with_keys)
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
 
 
-def describe(app: FastAPI, bodies: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
+def describe(
+    app: FastAPI, bodies: Mapping[str, type[msgspec.Struct]], optional: Collection[str], *, with_keys: bool
+) -> dict[str, Any]:
     """The document: OpenAPI 3.1, paths in the order of the application's routes."""
-    types = [*dict.fromkeys([*bodies.values(), ErrorAnswer])]
+    types = [*dict.fromkeys([*bodies.values(), NativeSampling, ErrorAnswer])]
     _, components = msgspec.json.schema_components(types, ref_template=REF)
     paths: dict[str, dict[str, Any]] = {}
     for route in app.routes:
         if isinstance(route, APIRoute) and route.include_in_schema:
             for method in sorted(route.methods or ()):
-                operation = _operation(route, bodies.get(route.path) if method in ("POST", "PUT") else None)
+                operation = _operation(route)
+                body = bodies.get(route.path) if method in ("POST", "PUT") else None
+                if body is not None:
+                    schema = {"$ref": REF.format(name=body.__name__)}
+                    content = {"application/json": {"schema": schema}}
+                    operation["requestBody"] = {"required": route.path not in optional, "content": content}
                 paths.setdefault(_plain(route.path), {})[method.lower()] = operation
     info = {"title": app.title, "version": pdserve.__version__, "description": (pdserve.__doc__ or "").strip()}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
+    document: dict[str, Any] = {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
+    if with_keys:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
 
 
 def _plain(path: str) -> str:
@@ -74,7 +90,7 @@ def _plain(path: str) -> str:
     return path.replace(":path}", "}")
 
 
-def _operation(route: APIRoute, body: type[msgspec.Struct] | None) -> dict[str, Any]:
+def _operation(route: APIRoute) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": REF.format(name=ErrorAnswer.__name__)}}}
     operation: dict[str, Any] = {
         "summary": route.summary or route.name.replace("_", " "),
@@ -91,7 +107,4 @@ def _operation(route: APIRoute, body: type[msgspec.Struct] | None) -> dict[str, 
     ]
     if parameters:
         operation["parameters"] = parameters
-    if body is not None:
-        schema = {"$ref": REF.format(name=body.__name__)}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return operation

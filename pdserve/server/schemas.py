@@ -6,6 +6,26 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from pdserve.server.field_types import (
+    Counts,
+    DecodedIds,
+    Flags,
+    Hosts,
+    JsonSchema,
+    Names,
+    PickedIds,
+    Ports,
+    Prompts,
+    ResponseFormat,
+    Rooms,
+    SamplingFields,
+    Starts,
+    StructuralTag,
+    Texts,
+    TokenIds,
+    ToolChoice,
+)
+
 Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 """Higher runs first; the same for all prompts of a body."""
 
@@ -47,31 +67,31 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True):
     no_stop_trim: bool | None = None
     logit_bias: dict[str, float] | None = None
     n: int | None = None
-    json_schema: Any = None
+    json_schema: JsonSchema = None
     regex: str | None = None
     ebnf: str | None = None
-    structural_tag: Any = None
+    structural_tag: StructuralTag = None
 
 
 class GenerateBody(msgspec.Struct):
     """`POST /generate`."""
 
-    text: Any = None
-    input_ids: Any = None
-    sampling_params: Any = None
+    text: Texts = None
+    input_ids: TokenIds = None
+    sampling_params: SamplingFields = None
     stream: bool | None = None
-    return_logprob: Any = None
-    top_logprobs_num: Any = None
-    logprob_start_len: Any = None
-    token_ids_logprob: Any = None
+    return_logprob: Flags = None
+    top_logprobs_num: Counts = None
+    logprob_start_len: Starts = None
+    token_ids_logprob: PickedIds = None
     return_text_in_logprobs: bool | None = None
-    rid: Any = None
+    rid: Names = None
     priority: Priority | None = None
     data_parallel_rank: int | None = None
     model: str | None = None
-    bootstrap_host: Any = None
-    bootstrap_port: Any = None
-    bootstrap_room: Any = None
+    bootstrap_host: Hosts = None
+    bootstrap_port: Ports = None
+    bootstrap_room: Rooms = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -84,12 +104,12 @@ class StreamOptions(msgspec.Struct):
 class ConstraintFields(msgspec.Struct):
     """What constrains the answers of an OpenAI body: OpenAI's field, SGLang's, and vLLM's old and new ones."""
 
-    response_format: Any = None
-    json_schema: Any = None
+    response_format: ResponseFormat = None
+    json_schema: JsonSchema = None
     regex: str | None = None
     ebnf: str | None = None
-    structural_tag: Any = None
-    guided_json: Any = None
+    structural_tag: StructuralTag = None
+    guided_json: JsonSchema = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -123,19 +143,19 @@ class OpenAIBody(ConstraintFields):
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
     return_meta_info: bool | None = None
-    rid: Any = None
+    rid: Names = None
     priority: Priority | None = None
     data_parallel_rank: int | None = None
     user: str | None = None
-    bootstrap_host: Any = None
-    bootstrap_port: Any = None
-    bootstrap_room: Any = None
+    bootstrap_host: Hosts = None
+    bootstrap_port: Ports = None
+    bootstrap_room: Rooms = None
 
 
 class CompletionBody(OpenAIBody):
     """`POST /v1/completions`."""
 
-    prompt: Any = None
+    prompt: Prompts = None
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -201,7 +221,7 @@ class ChatBody(OpenAIBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[ToolSpec] | None = None
-    tool_choice: Any = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     separate_reasoning: bool | None = None
@@ -216,8 +236,8 @@ class ChatBody(OpenAIBody):
 class TokenizeBody(msgspec.Struct):
     """`POST /tokenize`: `prompt`, a text or several, or `messages` and the other fields of a chat."""
 
-    prompt: Any = None
-    messages: Any = None
+    prompt: Texts = None
+    messages: list[ChatMessage] | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -226,7 +246,7 @@ class TokenizeBody(msgspec.Struct):
 class DetokenizeBody(msgspec.Struct):
     """`POST /detokenize`: token ids, or lists of them."""
 
-    tokens: Any = None
+    tokens: DecodedIds = None
     model: str | None = None
     skip_special_tokens: bool | None = None
 
@@ -246,6 +266,10 @@ class ProfileBody(msgspec.Struct):
     activities: list[str] | None = None
     record_shapes: bool | None = None
     with_stack: bool | None = None
+
+
+class CommandBody(msgspec.Struct):
+    """`POST /continue_generation`, `/stop_profile`: an object whose fields mean nothing here."""
 
 
 class AbortBody(msgspec.Struct):

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from pdserve.server.field_types import Input, ResponsesToolChoice
 from pdserve.server.schemas import OpenAIBody
 
 STATEFUL = ("background", "conversation", "previous_response_id", "prompt")
@@ -30,11 +31,11 @@ class TextFields(msgspec.Struct):
 class ResponsesBody(OpenAIBody):
     """`POST /v1/responses`."""
 
-    input: Any = None
+    input: Input = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tool_choice: ResponsesToolChoice = None
     parallel_tool_calls: bool | None = None
     text: TextFields | None = None
     reasoning: ReasoningFields | None = None

@@ -1,4 +1,4 @@
-"""HTTPS: a real server with a certificate, clients that have one or not, wrong files; and requests that are too large."""
+"""HTTPS: a real server with a certificate, clients that have one or not, wrong files; and requests that go too far."""
 
 from __future__ import annotations
 

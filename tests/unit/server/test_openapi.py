@@ -1,0 +1,87 @@
+"""The OpenAPI document lists what there is: every body that is read, and what every field of it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from fastapi.routing import APIRoute
+
+from pdserve.config.access_group import AccessConfig
+from pdserve.server.app import BODIES, OPTIONAL_BODIES
+from pdserve.server.tokenizer import Tokenizer
+from tests.unit.server.server_kit import bench
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+GOOD: dict[str, list[dict[str, Any]]] = {
+    "/generate": [
+        {"text": ["a", "b"], "sampling_params": [{"n": 1}, {"json_schema": "{}"}], "rid": ["x", None]},
+        {"input_ids": [5, 6], "sampling_params": {"logit_bias": {"5": 1.5}}, "return_logprob": True},
+        {
+            "input_ids": [[5], [6]],
+            "logprob_start_len": [-1, 0],
+            "token_ids_logprob": [[5], None],
+            "bootstrap_room": [1, 2],
+        },
+    ],
+    "/v1/completions": [{"prompt": prompt, "max_tokens": 1} for prompt in ("a", ["a", "b"], [5], [[5], [6, 7]])],
+    "/v1/chat/completions": [
+        {"messages": MESSAGES, "tools": [TOOL], "tool_choice": choice}
+        for choice in ("auto", {"type": "function", "function": {"name": "f"}})
+    ]
+    + [
+        {"messages": MESSAGES, "response_format": form}
+        for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "s", "schema": {}}})
+    ],
+    "/v1/responses": [{"input": "hi"}, {"input": [{"role": "user", "content": "hi"}]}],
+    "/tokenize": [{"prompt": "a"}, {"prompt": ["a", "b"]}, {"messages": MESSAGES}],
+    "/detokenize": [{"tokens": [5]}, {"tokens": [[5], [6, 7]]}],
+    "/abort_request": [{"rid": "x"}, {"abort_all": True}],
+    "/pause_generation": [{"mode": "retract"}],
+    "/start_profile": [{"num_steps": 1, "activities": ["CPU"]}],
+}
+"""Bodies that the server takes; the document must not forbid them."""
+
+
+async def test_every_route_that_reads_a_body_says_what_it_is(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        routes = [route for route in b.app.routes if isinstance(route, APIRoute)]
+        posts = {route.path for route in routes if {"POST", "PUT"} & (route.methods or set())}
+        for path in sorted(posts):
+            answer = await b.http.post(path, content=b"no JSON", headers={"Content-Type": "application/json"})
+            assert answer.status_code == (400 if path in BODIES else 200), path
+        assert BODIES.keys() <= posts
+        for path in sorted(OPTIONAL_BODIES):
+            assert (await b.http.post(path)).status_code == 200
+        document = (await b.http.get("/openapi.json")).json()
+    for path in BODIES:
+        body = document["paths"][path]["post"]["requestBody"]
+        assert body["required"] == (path not in OPTIONAL_BODIES)
+    assert document["paths"].keys() == {route.path.replace(":path}", "}") for route in routes}
+    assert "security" not in document
+
+
+async def test_every_field_says_what_it_may_be_and_bodies_that_are_taken_are_allowed(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, access=AccessConfig(api_key="k")) as b:
+        headers = {"Authorization": "Bearer k"}
+        document = (await b.http.get("/openapi.json", headers=headers)).json()
+        assert document["security"] == [{"key": []}]
+        for path, bodies in GOOD.items():
+            schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            checker = jsonschema.Draft202012Validator({**schema, "components": document["components"]})
+            for body in bodies:
+                checker.validate(body)
+                assert (await b.http.post(path, json=body, headers=headers)).status_code == 200, (path, body)
+    untyped = [where for where, schema in fields(document) if schema.keys() <= {"default", "title", "description"}]
+    assert not untyped
+
+
+def fields(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All properties of all schemas."""
+    for name, schema in document["components"]["schemas"].items():
+        for field, what in schema.get("properties", {}).items():
+            yield f"{name}.{field}", what
