@@ -119,7 +119,7 @@ class Deployment extends HTMLElement {
       const bend = room.width * 0.45;
       const path = `M0,${y1}C${bend},${y1} ${room.width - bend},${y2} ${room.width},${y2}`;
       const group = this.lineNodes.nodes.get(edge.key);
-      const width = 1.5 + Math.min(4.5, 1.5 * Math.log10(1 + edge.gb_per_s * 1000));
+      const width = 2 + Math.min(4.5, 1.5 * Math.log10(1 + edge.gb_per_s * 1000));
       group.style.setProperty("--width", `${width}px`);
       mark(group.children[0], "d", path);
       mark(group.children[1], "d", path);

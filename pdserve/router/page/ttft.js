@@ -1,7 +1,7 @@
 // <pd-ttft>: the newest requests, and what made up each one's time to the first token.
 
 import { Keyed, el, mark, put } from "./dom.js";
-import { bytes, count, seconds, span, tick } from "./format.js";
+import { bytes, count, quantile, seconds, span, tick } from "./format.js";
 
 const PARTS = {
   intake: "Parsing, chat template, tokenizing",
@@ -12,11 +12,19 @@ const PARTS = {
   delivery: "From the scheduler to the API process, and what no other part has",
 };
 const ROWS = 16;
+const FEW = 3;
 
-/** The next round number: 1, 2 or 5 times a power of ten. */
+/** The next round number: one digit times a power of ten. */
 function roundUp(value) {
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * 0.999);
+  return [1, 2, 3, 4, 5, 6, 8, 10].map((step) => step * power).find((step) => step >= value * 0.999);
+}
+
+/** What the whole width stands for: all of them, but no more than a few times the median: one that took long must not
+ * make all others unreadable, and is cut. */
+function scaleOf(values) {
+  const sorted = values.toSorted((a, b) => a - b);
+  return sorted.length ? roundUp(Math.min(sorted.at(-1), FEW * quantile(sorted, 0.5))) : 1;
 }
 
 function seen(request) {
@@ -43,8 +51,7 @@ class Ttft extends HTMLElement {
     const shown = requests.slice(0, ROWS);
     this.none.hidden = shown.length > 0;
     this.axis.hidden = shown.length === 0;
-    const longest = Math.max(0, ...shown.map((one) => seen(one).whole.ttft_s ?? 0));
-    const scale = longest ? roundUp(longest) : 1;
+    const scale = scaleOf(shown.map((one) => seen(one).whole.ttft_s ?? 0).filter((value) => value > 0));
     [...this.ticks.children].forEach((node, index) => put(node, index ? tick((scale * index) / 4) : "0"));
     this.rows.show(shown, (one) => one.key, () => this.#row(), (node, one) => this.#showRow(node, one, scale, router.time));
   }
@@ -59,6 +66,7 @@ class Ttft extends HTMLElement {
     const [when, bar, total, tokens, moved] = node.children;
     const failed = Boolean(whole.error ?? prefill?.error);
     node.classList.toggle("failed", failed);
+    bar.classList.toggle("cut", (whole.ttft_s ?? 0) > scale);
     put(when, `${span(now - request.arrived_at)} ago`);
     Object.keys(PARTS).forEach((name, index) => {
       const value = whole.ttft_parts[name] ?? 0;

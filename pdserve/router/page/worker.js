@@ -19,6 +19,7 @@ const PAGES = {
   evictable: ["cached", "Kept for prompts that begin alike; given up when needed"],
   free: ["free", "Empty"],
 };
+const OLD_S = 2.5;
 const BREAKERS = { open: "breaker open", half_open: "breaker half open" };
 
 /** The one word for a worker, and what is behind it: [state, text, why]. */
@@ -110,13 +111,16 @@ class Worker extends HTMLElement {
     const facts = [`${count(worker.load)} in flight`];
     if (rates !== null && worker.worker_type !== "prefill") facts.push(`${speed(rates.generation_tokens_per_s)} tok/s`);
     if (rates !== null && worker.worker_type !== "decode") facts.push(`${percent(rates.cache_hit_rate)} cache hits`);
+    const old = (worker.observed.age_s ?? 0) + (worker.observed.server?.state_age_s ?? 0);
+    if (old >= OLD_S) facts.push(`numbers are ${seconds(old)} old`);
     const held = replicas.reduce((all, { state }) => all + state.pages_held.remote + state.pages_held.send, 0);
     if (held) facts.push(`${count(held)} pages held for peers`);
     const turn = Math.max(0, ...worker.observed.replicas.map((one) => one.turn_s ?? 0));
-    if (turn >= 1) facts.push(`in a step for ${seconds(turn)}`);
+    if (turn >= 2) facts.push(`in a step for ${seconds(turn)}`);
     const backend = replicas[0]?.state.transfer_backend;
     if (backend && worker.worker_type !== "regular") facts.push(backend);
     put(this.facts, facts.join(" · "));
+    mark(this.facts, "title", facts.join("\n"));
   }
 }
 

@@ -1,0 +1,185 @@
+"""The router's page in a real browser, before a real pair: what it shows is what the servers say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+pytest.importorskip("selenium", reason="selenium is not installed: pip install pdserve[test]")
+
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+
+from tests.browser import open_browser
+from tests.e2e.harness import Pair, Server, running, running_pair, start_router, until
+from tests.tiny import Family
+
+WAIT_S = 30.0
+MARKUP = "<img src=x onerror=alert(1)><b>bold</b>"
+PAGE_STATES = ("leased", "locked", "evictable", "free")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    """Before `pair`, so that no server is started where there is no browser."""
+    with open_browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pair(browser: webdriver.Chrome, tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Pair]:
+    with running_pair(str(tiny_checkpoint("llama")), "--max-total-tokens", "4096") as running_one:
+        yield running_one
+
+
+@pytest.fixture
+def page(browser: webdriver.Chrome, pair: Pair) -> Iterator[webdriver.Chrome]:
+    """The page, freshly loaded; afterwards nothing has been said on the console, and nobody else has been asked."""
+    browser.get_log("browser")
+    browser.get(pair.url)
+    until(lambda: len(cards(browser)) == 2, WAIT_S, "both servers are shown")
+    yield browser
+    assert browser.get_log("browser") == []
+    assert_only_this_origin_was_asked(browser, pair.url)
+
+
+def assert_only_this_origin_was_asked(browser: webdriver.Chrome, url: str) -> None:
+    names = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert len(names) >= 10 and all(name.startswith(url + "/") for name in names), names
+
+
+def cards(browser: webdriver.Chrome) -> list[WebElement]:
+    return browser.find_elements(By.CSS_SELECTOR, "pd-worker[data-state]")
+
+
+def card(browser: webdriver.Chrome, role: str) -> WebElement:
+    return browser.find_element(By.CSS_SELECTOR, f"pd-worker[data-role={role}]")
+
+
+def text(browser: webdriver.Chrome, selector: str) -> str:
+    return "\n".join(
+        str(found.get_property("textContent")) for found in browser.find_elements(By.CSS_SELECTOR, selector)
+    )
+
+
+def shown_numbers(browser: webdriver.Chrome, role: str) -> dict[str, int]:
+    """Queues and pages as the card of the one server of this role has them."""
+    fields = "[...arguments[0].querySelectorAll('[data-field]')].map((node) => [node.dataset.field, node.textContent])"
+    numbers = browser.execute_script(f"return Object.fromEntries({fields})", card(browser, role))
+    return {name: int(value.replace(",", "")) for name, value in numbers.items()}
+
+
+def told_numbers(server: Server) -> dict[str, int]:
+    """The same from the server itself."""
+    state: dict[str, Any] = requests.get(f"{server.url}/observe", timeout=10).json()["replicas"][0]["state"]
+    queues = {name: value for name, value in state["queues"].items() if value or name != "num_retracted_reqs"}
+    return queues | {f"pages_{name}": state["pages"][name] for name in PAGE_STATES}
+
+
+def say(browser: webdriver.Chrome, words: str, max_tokens: int) -> WebElement:
+    """Send a message; the answer's element."""
+    num_answers = len(browser.find_elements(By.CSS_SELECTOR, ".said.model"))
+    for field, value in zip(browser.find_elements(By.CSS_SELECTOR, ".options input"), (max_tokens, 0), strict=True):
+        field.clear()
+        field.send_keys(str(value))
+    browser.find_element(By.ID, "prompt").send_keys(words)
+    browser.find_element(By.CSS_SELECTOR, "pd-chat button[type=submit]").click()
+    found = browser.find_elements(By.CSS_SELECTOR, ".said.model")
+    assert len(found) == num_answers + 1
+    return found[-1]
+
+
+def test_it_shows_both_servers_with_their_own_numbers(page: webdriver.Chrome, pair: Pair) -> None:
+    assert [(one.get_attribute("data-role"), one.get_attribute("data-state")) for one in cards(page)] == [
+        ("prefill", "ok"),
+        ("decode", "ok"),
+    ]
+    for server, role in ((pair.prefill, "prefill"), (pair.decode, "decode")):
+        assert server.url.removeprefix("http://") in card(page, role).text
+        until(lambda: shown_numbers(page, role) == told_numbers(server), WAIT_S, f"the numbers of {role}")  # noqa: B023
+    assert text(page, "#status") == "serving"
+
+
+def test_nothing_sticks_out_on_a_phone(page: webdriver.Chrome) -> None:
+    size = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        assert page.execute_script("return [innerWidth, document.documentElement.scrollWidth]") == [400, 400]
+        assert page.find_element(By.ID, "prompt").is_displayed()
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_chat_streams_and_leaves_an_edge_and_a_bar(page: webdriver.Chrome, pair: Pair) -> None:
+    answer = say(page, MARKUP, 24)
+    until(lambda: answer.get_attribute("data-done") is not None, WAIT_S, "the answer ends")
+    assert text(page, ".said.user p") == MARKUP, "what is said is text"
+    assert page.find_elements(By.CSS_SELECTOR, ".log img, .log b") == []
+    assert len(str(answer.find_element(By.CSS_SELECTOR, ".answer").get_property("textContent"))) > 0
+    stats = answer.find_element(By.CSS_SELECTOR, ".stats").text
+    assert "TTFT" in stats and "24 tokens" in stats and "tok/s" in stats
+
+    until(lambda: text(page, ".edges .ends") == "Prefill 1 → Decode 1", WAIT_S, "the edge")
+    edge = requests.get(f"{pair.url}/observe", timeout=10).json()["edges"][0]
+    assert edge["bytes"] > 0 and edge["reports"] == 2
+    title = page.find_element(By.CSS_SELECTOR, ".edges li").get_attribute("title")
+    assert title is not None and f"{edge['transfers']} done" in title
+    until(lambda: len(page.find_elements(By.CSS_SELECTOR, "li.row")) >= 1, WAIT_S, "the request")
+    until(lambda: "→ 24" in text(page, "li.row .tokens"), WAIT_S, "both halves are one row")
+    parts = page.find_elements(By.CSS_SELECTOR, "li.row .part-prefill")
+    assert str(parts[0].get_attribute("title")).startswith("prefill: ")
+
+
+def test_an_answer_can_be_stopped_and_the_chat_goes_on(page: webdriver.Chrome, pair: Pair) -> None:
+    answer = say(page, "on and on", 3000)
+    until(lambda: "tokens" in answer.text, WAIT_S, "it has begun")
+    page.find_element(By.CSS_SELECTOR, "pd-chat .danger").click()
+    until(lambda: answer.get_attribute("data-done") is not None, WAIT_S, "it ends")
+    assert answer.find_element(By.CSS_SELECTOR, ".stats").text.endswith("stopped")
+    again = say(page, "and now", 4)
+    until(lambda: again.get_attribute("data-done") is not None, WAIT_S, "the next answer")
+    assert "4 tokens" in again.text
+
+
+def test_a_router_with_a_key_asks_for_it(browser: webdriver.Chrome, pair: Pair) -> None:
+    locked = start_router([pair.prefill], [pair.decode], "--api-key", "secret")
+    with running(locked):
+        browser.get(locked.url)
+        field = browser.find_element(By.ID, "key")
+        until(field.is_displayed, WAIT_S, "it asks")
+        assert cards(browser) == []
+        field.send_keys("wrong\n")
+        until(lambda: "does not know" in text(browser, "#key-note"), WAIT_S, "it says no")
+        field.send_keys("secret\n")
+        until(lambda: len(cards(browser)) == 2 and not field.is_displayed(), WAIT_S, "it opens")
+        answer = say(browser, "hello", 4)
+        until(lambda: "4 tokens" in answer.text, WAIT_S, "the chat has the key, too")
+        assert_only_this_origin_was_asked(browser, locked.url)
+
+
+def test_servers_that_do_both_are_one_pool(browser: webdriver.Chrome, pair: Pair) -> None:
+    """Nothing is asked of it here, so any server will do."""
+    plain = Server("plain router", "pdserve.launch_router", ["--port", "0", "--worker-urls", pair.decode.url])
+    with running(plain):
+        browser.get(plain.url)
+        until(lambda: len(cards(browser)) == 1, WAIT_S, "the server")
+        assert card(browser, "regular").get_attribute("data-state") == "ok"
+        assert not browser.find_element(By.CSS_SELECTOR, ".pool[data-role=prefill]").is_displayed()
+        assert not browser.find_element(By.CSS_SELECTOR, ".wires").is_displayed()
+
+
+def test_a_killed_server_turns_red(page: webdriver.Chrome, pair: Pair) -> None:
+    """Last: it is gone afterwards."""
+    pair.decode.kill()
+    until(lambda: card(page, "decode").get_attribute("data-state") == "down", WAIT_S, "it is seen")
+    assert "down" in card(page, "decode").text
+    assert card(page, "prefill").get_attribute("data-state") == "ok"
+    assert shown_numbers(page, "decode") == {}, "nobody knows its numbers"
+    until(lambda: text(page, "#status") == "not serving", WAIT_S, "the header says so")
+    line = page.find_element(By.CSS_SELECTOR, ".edges li")
+    assert line.get_attribute("data-state") == "down"
