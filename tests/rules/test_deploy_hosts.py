@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from pdserve.base.env import CONTROL_TOKEN
+from pdserve.base.keys import ADMIN_API_KEY, API_KEY
 from pdserve.config.groups import ServerConfig
 from pdserve.launch_engine import REFUSED
 from pdserve.launch_local import LocalConfig
@@ -30,6 +31,8 @@ from tests.rules.deploy_kit import (
     router_paths,
     server_paths,
 )
+
+API_KEYS = (API_KEY, ADMIN_API_KEY)
 
 DOCKERFILE = CONFIGS / "docker" / "Dockerfile"
 COMPOSE = CONFIGS / "docker" / "compose.yaml"
@@ -114,6 +117,10 @@ def test_compose_keeps_servers_on_a_network_without_a_way_out() -> None:
         assert "ports" not in services()[name]
     assert all(published.startswith("127.0.0.1:") for published in services()["router"]["ports"])
     assert CONTROL_TOKEN not in services()["router"].get("environment", {})
+    for service in services().values():
+        assert {name: service["environment"][name] for name in API_KEYS} == {
+            name: f"${{{name}:-}}" for name in API_KEYS
+        }
 
 
 def test_compose_says_what_a_container_may_use_and_gives_it_time_to_end() -> None:

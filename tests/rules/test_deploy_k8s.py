@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from pdserve.base.env import CONTROL_TOKEN
+from pdserve.base.keys import ADMIN_API_KEY, API_KEY
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.router.config import Role, RouterConfig
@@ -28,6 +29,8 @@ from tests.rules.deploy_kit import (
     server_paths,
 )
 from tests.rules.deploy_schemas import CUSTOM
+
+API_KEYS = (API_KEY, ADMIN_API_KEY)
 
 OLDEST_KUBERNETES = "1.30"
 ALL = ("base", *OVERLAYS)
@@ -197,6 +200,16 @@ def test_the_token_comes_from_the_secret_and_goes_to_servers_only(overlay: str) 
         assert len(tokens) == int(pod.is_server), pod.name
         for entry in tokens:
             assert entry["valueFrom"] == {"secretKeyRef": {"name": "pdserve-control-token", "key": CONTROL_TOKEN}}
+
+
+@pytest.mark.parametrize("overlay", ALL)
+def test_api_keys_are_everywhere_or_nowhere(overlay: str) -> None:
+    """From one secret, which need not be there: a router without the key of its servers would be refused by them."""
+    for pod in pods(rendered(overlay)):
+        found = {entry["name"]: entry["valueFrom"] for entry in pod.container["env"] if entry["name"] in API_KEYS}
+        assert found == {
+            name: {"secretKeyRef": {"name": "pdserve-api-keys", "key": name, "optional": True}} for name in API_KEYS
+        }, pod.name
 
 
 @pytest.mark.parametrize("overlay", ALL)
