@@ -31,6 +31,8 @@ class Server:
         env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
         self.child = Child(name, [*before, PYTHON, "-m", module, *flags], env=env, on_line=self.lines.append)
         self.ready: Ready | None = None
+        self.headers: dict[str, str] = {}
+        """With questions about its state: a key, where it wants one."""
 
     def wait(self) -> Server:
         """Block until it serves."""
@@ -59,7 +61,7 @@ class Server:
 
     def state(self) -> dict[str, Any]:
         """`/get_server_info`."""
-        answer = requests.get(f"{self.url}/get_server_info", timeout=30)
+        answer = requests.get(f"{self.url}/get_server_info", headers=self.headers, timeout=30)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 

@@ -22,6 +22,8 @@ class SGLangRouter:
 
     def __init__(self, port: int, argv: Sequence[str]) -> None:
         self.url = f"http://127.0.0.1:{port}"
+        key = argv[argv.index("--api-key") + 1] if "--api-key" in argv else None
+        self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.lines: deque[str] = deque(maxlen=200)
         # It announces nothing on stdout; whoever starts it asks its health endpoint.
         self.child = Child("sglang-router", [*LAUNCH, *QUICK, "--port", str(port), *argv], on_line=self.lines.append)
@@ -29,7 +31,7 @@ class SGLangRouter:
     def healthy(self) -> list[str]:
         """URLs of the workers that it sends requests to."""
         try:
-            answer = requests.get(f"{self.url}/workers", timeout=5)
+            answer = requests.get(f"{self.url}/workers", headers=self.headers, timeout=5)
         except requests.ConnectionError:
             assert not self.child.exited, "\n".join(self.lines)
             return []
