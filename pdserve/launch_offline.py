@@ -10,7 +10,6 @@ with its parent.
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Sequence
@@ -24,25 +23,36 @@ from pdserve.base.log import setup_logging
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import resolve
-from pdserve.errors import PdserveError
+from pdserve.errors import ConfigError, PdserveError
 from pdserve.launch_engine import ENDING, REFUSED, ROLES, Engine
 
 PREFIX = "PDSERVE_ENGINE "
 LOOPBACK = "127.0.0.1"
 
 
-class Announcement(msgspec.Struct, frozen=True, kw_only=True):
+class Announcement(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Where the engine is reached: a channel per replica; a prefill server's bootstrap port, None for others."""
 
     directories: list[str]
     bootstrap_port: int | None
 
 
-def parse_announcement(line: str) -> Announcement | None:
-    """The announcement in a line of a host's output; None when it is some other line."""
+class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The configuration is wrong; `field` names what is, where one flag alone is at fault."""
+
+    message: str
+    field: str | None
+
+
+def parse_line(line: str) -> Announcement | Refusal | None:
+    """What a host says of itself in a line of its output; None when it is some other line."""
     if not line.startswith(PREFIX):
         return None
-    return msgspec.json.decode(line.removeprefix(PREFIX), type=Announcement)
+    return msgspec.json.decode(line.removeprefix(PREFIX), type=Announcement | Refusal)
+
+
+def _say(what: Announcement | Refusal) -> None:
+    print(PREFIX + msgspec.json.encode(what).decode(), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode])
         return host(resolve(config))
     except PdserveError as error:
-        print(f"pdserve: {error}", file=sys.stderr)
+        _say(Refusal(message=str(error), field=error.field if isinstance(error, ConfigError) else None))
         return REFUSED
 
 
@@ -75,8 +85,7 @@ def host(config: ServerConfig) -> int:
         bootstrap_port = None if bootstrap is None else bootstrap.port
         engine = Engine(config, bootstrap_port)
         directories = [address.directory for address in engine.addresses]
-        said = {"directories": directories, "bootstrap_port": bootstrap_port}
-        print(PREFIX + json.dumps(said), flush=True)
+        _say(Announcement(directories=directories, bootstrap_port=bootstrap_port))
         engine.start()
         status = engine.wait()
     finally:

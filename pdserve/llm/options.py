@@ -7,14 +7,17 @@ could honour here is refused by name, as on the command line.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from pdserve.config import DisaggMode, ServerConfig
 from pdserve.config.cli import flags, parse_server_args
 from pdserve.config.resolve import MAX_RUNNING_REQUESTS, NVIDIA_DRIVER, WSL_DRIVER
 from pdserve.config.role_flags import flags_for
 from pdserve.errors import ConfigError
+from pdserve.launch_engine import CUDA_DEVICES
 
 Value = str | int | float | bool | None
 
@@ -37,11 +40,21 @@ ROLES: tuple[DisaggMode, ...] = ("prefill", "decode")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Server:
-    """One server to start: its name for messages, its command line, and the same parsed."""
+    """One server to start: its name for messages, its command line, and the same parsed.
+
+    `devices`: the CUDA devices that it may use; None: those that this process may.
+    """
 
     name: str
     argv: tuple[str, ...]
     config: ServerConfig
+    devices: tuple[str, ...] | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute, each with a device of its own."""
+        parallel = self.config.parallel
+        return parallel.shape.num_ranks * parallel.dp_size
 
     @property
     def mode(self) -> DisaggMode:
@@ -93,7 +106,23 @@ def plan(
         words = flags_for("prefill" if role == "prefill" else "decode", _words(values))
         argv = [*words, *_words(own[role])]
         servers += [_server(f"{role}-{i}", role, argv) for i in range(count)]
-    return Deployment(servers=tuple(servers), threads=threads)
+    return Deployment(servers=tuple(deal_devices(servers, visible_devices())), threads=threads)
+
+
+def visible_devices() -> list[str]:
+    """The CUDA devices that this process may use, as `CUDA_VISIBLE_DEVICES` names them; torch is not asked."""
+    given = os.environ.get(CUDA_DEVICES)
+    if given is not None:
+        return [name.strip() for name in given.split(",") if name.strip()]
+    return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+def deal_devices(servers: Sequence[Server], devices: Sequence[str]) -> list[Server]:
+    """Each server gets devices of its own where there are enough; else all share what there is."""
+    if sum(server.num_ranks for server in servers) > len(devices):
+        return list(servers)
+    left = iter(devices)
+    return [dataclasses.replace(server, devices=tuple(itertools.islice(left, server.num_ranks))) for server in servers]
 
 
 def _by_field(given: Mapping[str, Value]) -> dict[str, Value]:
@@ -103,12 +132,13 @@ def _by_field(given: Mapping[str, Value]) -> dict[str, Value]:
         ConfigError: one is not for this API, or comes under two names.
     """
     known = {name.lstrip("-").replace("-", "_"): flag.field for flag in flags() for name in flag.names}
+    refused = {*OWNED, *(flag.field for flag in flags() if flag.group == "access")}
     values: dict[str, Value] = {}
     for name, value in given.items():
         field = known.get(name) or VLLM_NAMES.get(name, name)
         if field == CACHING and isinstance(value, bool | None):
             field, value = "disable_radix_cache", None if value is None else not value
-        if field in OWNED:
+        if field in refused:
             raise ConfigError(f"{name}: LLM has no HTTP server and runs on this machine; leave it out", field=name)
         if value is None:
             continue

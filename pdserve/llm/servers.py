@@ -20,9 +20,9 @@ import time
 from pdserve.base.env import CONTROL_TOKEN
 from pdserve.base.process import Child, end_all
 from pdserve.errors import ConfigError, EngineDeadError
-from pdserve.launch_engine import REFUSED
+from pdserve.launch_engine import CUDA_DEVICES, REFUSED
 from pdserve.launch_local import THREAD_VARIABLES
-from pdserve.launch_offline import LOOPBACK, Announcement, parse_announcement
+from pdserve.launch_offline import LOOPBACK, Announcement, Refusal, parse_line
 from pdserve.llm.loop_thread import LoopThread
 from pdserve.llm.options import Deployment, Server
 from pdserve.protocol.channel import ApiChannel, ChannelAddress, ZmqApiChannel, remove_channel_address
@@ -53,6 +53,7 @@ class Running:
         self._channel: ApiChannel | None = None
         self._context: ServerContext | None = None
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self.refusal: ConfigError | None = None
 
     @property
     def context(self) -> ServerContext:
@@ -125,12 +126,10 @@ class Servers:
         try:
             self.loop.call(self._start())
         except EngineDeadError as error:
-            statuses = self._abandon()
-            tail = "\n".join(line for running in self.all for line in running.tail)
-            text = f"{error}\n{tail}" if tail else str(error)
-            raise ConfigError(text) if REFUSED in statuses else EngineDeadError(text) from None
+            self.close()
+            raise self._why(error) from None
         except BaseException:
-            self._abandon()
+            self.close()
             raise
         self._ready = True
 
@@ -150,9 +149,15 @@ class Servers:
         """Whether `close` was called."""
         return self._closing.is_set()
 
-    def _abandon(self) -> list[int | None]:
-        self.close()
-        return [child.returncode for child in self._children]
+    def _why(self, error: EngineDeadError) -> ConfigError | EngineDeadError:
+        """What a server said last, once all have ended; ranks say what they refuse in their logs."""
+        for running in self.all:
+            if running.refusal is not None:
+                return running.refusal
+        tail = "\n".join(line for running in self.all for line in running.tail)
+        text = f"{error}; its output says why:\n{tail}" if tail else str(error)
+        refused = any(child.returncode == REFUSED for child in self._children)
+        return ConfigError(text) if refused else EngineDeadError(text)
 
     async def _start(self) -> None:
         announced = [self._spawn(running) for running in self.all]
@@ -169,18 +174,22 @@ class Servers:
         name = running.server.name
 
         def on_line(line: str) -> None:
-            announcement = parse_announcement(line)
-            if announcement is not None:
-                self.loop.post(lambda: announced.set_result(announcement) if not announced.done() else None)
-                return
-            running.tail.append(line)
-            print(line, file=sys.stderr, flush=True)
+            said = parse_line(line)
+            if isinstance(said, Announcement):
+                self.loop.post(lambda: announced.set_result(said) if not announced.done() else None)
+            elif isinstance(said, Refusal):
+                running.refusal = ConfigError(said.message, field=said.field)
+            else:
+                running.tail.append(line)
+                print(line, file=sys.stderr, flush=True)
 
         def on_exit(child: Child) -> None:
             self.loop.post(lambda: self._on_death(f"the {name} server (pid {child.pid}) has ended", announced))
 
         argv = [*HOST_COMMAND, *running.server.argv]
-        self._children.append(Child(name, argv, env=self._env, on_line=on_line, on_exit=on_exit))
+        devices = running.server.devices
+        env = self._env if devices is None else {**self._env, CUDA_DEVICES: ",".join(devices)}
+        self._children.append(Child(name, argv, env=env, on_line=on_line, on_exit=on_exit))
         return announced
 
     def _on_death(self, sentence: str, announced: asyncio.Future[Announcement]) -> None:

@@ -1,0 +1,110 @@
+"""Sampling parameters and prompts of the offline API: what is taken, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.llm.api import _one_each
+from pdserve.llm.errors import InvalidRequestError
+from pdserve.llm.prompts import GivenPrompt, as_conversations, as_prompts
+from pdserve.llm.sampling import SamplingParams
+from pdserve.protocol.sampling import TOP_K_ALL
+from pdserve.server.sampling_fields import Limits
+
+LIMITS = Limits("null", vocab_size=100, context_length=64, max_total_tokens=1000)
+
+
+def test_sampling_params_reach_the_engine() -> None:
+    params = SamplingParams(
+        max_tokens=5, min_tokens=2, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, stop="x", stop_token_ids=(7,),
+        seed=9, ignore_eos=True, include_stop_str_in_output=True, logit_bias={3: -1}, presence_penalty=1,
+        skip_special_tokens=False,
+    )  # fmt: skip
+    made = params.for_engine(10, LIMITS, "prompts", None)
+    assert (made.max_new_tokens, made.min_new_tokens, made.temperature, made.top_p, made.top_k) == (5, 2, 0.5, 0.9, 3)
+    assert (made.min_p, made.stop, made.stop_token_ids, made.seed) == (0.1, ("x",), (7,), 9)
+    assert made.ignore_eos and made.no_stop_trim and not made.skip_special_tokens
+    assert (made.logit_bias, made.presence_penalty) == ({3: -1.0}, 1.0)
+
+
+def test_defaults_are_vllms() -> None:
+    made = SamplingParams().for_engine(10, LIMITS, "prompts", None)
+    assert (made.max_new_tokens, made.temperature, made.top_k) == (16, 1.0, TOP_K_ALL)
+    assert SamplingParams(max_tokens=None).for_engine(10, LIMITS, "prompts", None).max_new_tokens == 54
+    assert SamplingParams().wish() is None
+    wish = SamplingParams(logprobs=0, prompt_logprobs=3).wish()
+    assert wish is not None
+    assert (wish.output, wish.top, wish.prompt_from, wish.to_decode) == (True, 3, 0, True)
+
+
+def test_dicts_take_the_names_of_sglang_too() -> None:
+    given = {"max_new_tokens": 3, "min_new_tokens": 1, "sampling_seed": 4, "no_stop_trim": True, "json_schema": "{}"}
+    expected = SamplingParams(max_tokens=3, min_tokens=1, seed=4, include_stop_str_in_output=True, json_schema="{}")
+    assert SamplingParams.of(given) == expected
+    assert SamplingParams.of(None) == SamplingParams()
+    assert _one_each([given, SamplingParams(n=2)], 2) == [expected, SamplingParams(n=2)]
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_k": -2}, "top_k"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"logprobs": 99}, "logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"stop": [""]}, "stop"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"regex": "a", "ebnf": "b"}, "ebnf"),
+        ({"structured_outputs": {"yaml": 1}}, "structured_outputs.yaml"),
+        ({"best": 1}, "best"),
+        ({"max_tokens": 1, "max_new_tokens": 1}, "max_new_tokens"),
+    ],
+)
+def test_a_wrong_value_is_a_value_error_that_names_the_field(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams.of(given)
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.field == field
+
+
+def test_prompts_are_text_or_token_ids_one_or_many() -> None:
+    assert as_prompts("a") == [GivenPrompt("prompts", "a")]
+    assert as_prompts([3, 4]) == [GivenPrompt("prompts", [3, 4])]
+    assert as_prompts({"prompt_token_ids": [3]}) == [GivenPrompt("prompts", [3])]
+    mixed = as_prompts(["a", [3], {"prompt": "b"}, {"prompt_token_ids": (4, 5)}])
+    assert [prompt.content for prompt in mixed] == ["a", [3], "b", [4, 5]]
+    assert mixed[2].where == "prompts[2]"
+    assert as_prompts([]) == []
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", [""], [[]], 5, [5, "a"], {"prompt": [1]}, {"prompt": "a", "x": 1}, {"prompt_token_ids": []}, [True]]
+)
+def test_other_prompts_are_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        as_prompts(wrong)
+    assert caught.value.field == "prompts"
+
+
+def test_conversations_one_or_many() -> None:
+    message = {"role": "user", "content": "Hi"}
+    assert as_conversations([message]) == [[message]]
+    assert as_conversations([[message], [message, message]]) == [[message], [message, message]]
+    for wrong in ([], "Hi", [[]], [message, [message]], [5]):
+        with pytest.raises(InvalidRequestError) as caught:
+            as_conversations(wrong)  # type: ignore[arg-type]
+        assert caught.value.field == "messages"
+
+
+def test_as_many_parameters_as_prompts() -> None:
+    with pytest.raises(InvalidRequestError, match="1 entries for 2 prompts"):
+        _one_each([{}], 2)
+    with pytest.raises(InvalidRequestError, match="SamplingParams or a dict"):
+        _one_each("greedy", 2)  # type: ignore[arg-type]

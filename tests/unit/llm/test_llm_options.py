@@ -1,0 +1,95 @@
+"""Keyword arguments of `LLM` become the right servers, or are refused by name before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.llm.options import deal_devices, plan
+
+MODEL = {"model": "somewhere"}
+
+
+def test_names_of_vllm_and_sglang_mean_our_flags() -> None:
+    given = {
+        "tensor_parallel_size": 2, "max_model_len": 100, "gpu_memory_utilization": 0.5, "max_num_seqs": 7, "seed": 3,
+        "block_size": 32, "enable_prefix_caching": False, "tokenizer": "elsewhere", "disable_overlap_schedule": True,
+        "chunked_prefill_size": -1,
+    }  # fmt: skip
+    (server,) = plan({"model_path": "somewhere", **given}, None, {}, {}).servers
+    config = server.config
+    assert server.mode == "null"
+    assert (config.model.model_path, config.model.tokenizer_path) == ("somewhere", "elsewhere")
+    assert (config.model.context_length, config.model.random_seed) == (100, 3)
+    assert (config.parallel.tp_size, config.memory.mem_fraction_static, config.memory.page_size) == (2, 0.5, 32)
+    assert config.memory.disable_radix_cache
+    assert config.schedule.disable_overlap_schedule is True
+    assert config.schedule.chunked_prefill_size == -1
+    assert server.most_requests == 14
+
+
+def test_no_server_is_given_more_than_it_lets_wait() -> None:
+    (server,) = plan({**MODEL, "max_running_requests": 4, "max_queued_requests": 1, "dp_size": 2}, None, {}, {}).servers
+    assert server.most_requests == 9
+
+
+def test_pairs_share_the_cores_and_get_the_flags_of_their_side_only() -> None:
+    given = {**MODEL, "device": "cpu", "disaggregation_layerwise_transfer": True, "num_reserved_decode_tokens": 9}
+    deployment = plan(given, (2, 1), {"page_size": 32}, {"page_size": 32, "max_running_requests": 5})
+    assert [server.name for server in deployment.servers] == ["prefill-0", "prefill-1", "decode-0"]
+    prefill, _, decode = (server.config for server in deployment.servers)
+    assert prefill.disagg.disaggregation_layerwise_transfer and not decode.disagg.disaggregation_layerwise_transfer
+    assert (prefill.schedule.num_reserved_decode_tokens, decode.schedule.num_reserved_decode_tokens) == (512, 9)
+    assert decode.schedule.max_running_requests == 5
+    assert {prefill.kernels.cpu_threads, decode.kernels.cpu_threads} == {deployment.threads}
+    assert prefill.disagg.disaggregation_transfer_backend == "shm", "no port is opened on a machine without a GPU"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"port": 80}, "port"),
+        ({"disaggregation_mode": "decode"}, "disaggregation_mode"),
+        ({"api_key": "k"}, "api_key"),
+        ({"tp_size": 2, "tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"page_size": 1000}, "page_size"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"enforce_eager": True}, "--enforce-eager"),
+        ({"lora_paths": "x"}, "--lora-paths"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan({**MODEL, **given}, None, {}, {})
+    assert caught.value.field == field
+
+
+def test_flags_of_one_side_need_sides() -> None:
+    with pytest.raises(ConfigError, match="disaggregation"):
+        plan(MODEL, None, {"page_size": 32}, {})
+    with pytest.raises(ConfigError, match="at least 1"):
+        plan(MODEL, (1, 0), {}, {})
+
+
+def test_servers_get_devices_of_their_own_where_there_are_enough() -> None:
+    servers = plan({**MODEL, "device": "cpu"}, (1, 1), {"tp_size": 2}, {}).servers
+    dealt = deal_devices(servers, ["3", "1", "0", "2"])
+    assert [server.devices for server in dealt] == [("3", "1"), ("0",)]
+    assert [server.devices for server in deal_devices(servers, ["0", "1"])] == [None, None]
+
+
+def test_importing_the_package_costs_nothing() -> None:
+    code = """
+import sys, pdserve
+assert "LLM" in dir(pdserve)
+heavy = {"torch", "transformers", "fastapi", "numpy", "msgspec"} & sys.modules.keys()
+assert not heavy, heavy
+from pdserve import LLM, SamplingParams
+SamplingParams(temperature=0)
+assert not {"torch", "transformers"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
