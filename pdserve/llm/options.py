@@ -35,6 +35,11 @@ OWNED = (
     "host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "nnodes", "node_rank", "dist_init_addr",
 )  # fmt: skip
 """There is no HTTP server, and all is on this machine."""
+PATIENT = ("disaggregation_bootstrap_timeout_s", "disaggregation_waiting_timeout_s")
+PATIENCE_S = 86400.0
+"""Nobody waits for one answer of a batch: a request may wait for memory until those before it are done. A server that
+dies is noticed by its process.
+"""
 ROLES: tuple[DisaggMode, ...] = ("prefill", "decode")
 
 
@@ -99,6 +104,8 @@ def plan(
         raise ConfigError(f"num_prefill and num_decode must be at least 1, got {pairs}", field="num_prefill")
     if values.get("disaggregation_transfer_backend") is None and _on_cpu(values):
         values["disaggregation_transfer_backend"] = "shm"  # within one host, and it opens no port
+    for field in PATIENT:
+        values.setdefault(field, PATIENCE_S)
     threads = max(1, len(os.sched_getaffinity(0)) // sum(pairs))
     values.setdefault("cpu_threads", threads)
     servers = []

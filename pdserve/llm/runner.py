@@ -16,11 +16,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 
 import msgspec
 
-from pdserve.errors import PdserveError
+from pdserve.errors import PdserveError, RequestError
 from pdserve.llm.servers import Running
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.server.generation import Update
 
+TRIES = 3
+"""How often a request is tried that failed for a cause that may pass: a transfer that broke, a server that was full."""
+PASSING = frozenset({502, 503})
 LINGER_S = 5.0
 """How long prefill may take to see that decode is done."""
 
@@ -41,7 +44,9 @@ Deliver = Callable[[Job, list[Update] | PdserveError], None]
 class Runner:
     """See the file's docstring. `prefills` is empty where servers do both halves."""
 
-    def __init__(self, prefills: Sequence[Running], others: Sequence[Running]) -> None:
+    def __init__(self, prefills: Sequence[Running], others: Sequence[Running], *, pause_s: float = 1.0) -> None:
+        """`pause_s`: seconds before a second try, twice as long before the third."""
+        self._pause_s = pause_s
         self._prefills = prefills
         self._others = others
         self._freed = asyncio.Event()
@@ -51,8 +56,17 @@ class Runner:
         async with asyncio.TaskGroup() as group:
             for job in jobs:
                 chosen = await self._take(len(job.requests))
-                task = group.create_task(_run_one(job, chosen, deliver))
+                task = group.create_task(self._run_one(job, chosen, deliver))
                 task.add_done_callback(functools.partial(self._release, chosen, len(job.requests)))
+
+    async def _run_one(self, job: Job, chosen: Sequence[Running], deliver: Deliver) -> None:
+        for attempt in range(TRIES):
+            result = await _try(_again(job, attempt), chosen)
+            if not (isinstance(result, RequestError) and result.status in PASSING):
+                break
+            if attempt + 1 < TRIES:
+                await asyncio.sleep(self._pause_s * (attempt + 1))
+        deliver(job, result)
 
     async def _take(self, count: int) -> list[Running]:
         """Places for `count` sequences at the servers with the least to do, once they have them."""
@@ -74,16 +88,21 @@ class Runner:
         self._freed.set()
 
 
-async def _run_one(job: Job, chosen: Sequence[Running], deliver: Deliver) -> None:
-    result: list[Update] | PdserveError
+def _again(job: Job, attempt: int) -> Job:
+    """`job` under other ids, so that what is still under way for the try before reaches nobody."""
+    if attempt == 0:
+        return job
+    requests = [msgspec.structs.replace(request, rid=f"{request.rid}.{attempt}") for request in job.requests]
+    return dataclasses.replace(job, requests=requests)
+
+
+async def _try(job: Job, chosen: Sequence[Running]) -> list[Update] | PdserveError:
     try:
         if len(chosen) == 1:
-            result = await _sequences(chosen[0], job, job.requests)
-        else:
-            result = await _through_pair(chosen[0], chosen[1], job)
+            return await _sequences(chosen[0], job, job.requests)
+        return await _through_pair(chosen[0], chosen[1], job)
     except PdserveError as error:
-        result = error
-    deliver(job, result)
+        return error
 
 
 def _has_room(running: Running, count: int) -> bool:

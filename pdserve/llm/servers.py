@@ -110,6 +110,7 @@ class Servers:
         self._children: list[Child] = []
         self._died: str | None = None
         self._ready = False
+        self._owner = os.getpid()
         self._closing = threading.Event()
 
     def of(self, *modes: str) -> list[Running]:
@@ -134,8 +135,11 @@ class Servers:
         self._ready = True
 
     def close(self) -> None:
-        """End all processes; requests that still run fail. May be called again, from any thread but the loop's."""
-        if self._closing.is_set():
+        """End all processes; requests that still run fail. May be called again, from any thread but the loop's.
+
+        Does nothing in a fork of the process that started them: they are not its own.
+        """
+        if self._closing.is_set() or os.getpid() != self._owner:
             return
         self._closing.set()
         self.loop.call(self._disconnect())

@@ -46,6 +46,7 @@ def test_pairs_share_the_cores_and_get_the_flags_of_their_side_only() -> None:
     assert (prefill.schedule.num_reserved_decode_tokens, decode.schedule.num_reserved_decode_tokens) == (512, 9)
     assert decode.schedule.max_running_requests == 5
     assert {prefill.kernels.cpu_threads, decode.kernels.cpu_threads} == {deployment.threads}
+    assert prefill.disagg.disaggregation_bootstrap_timeout_s > 3600, "in a batch nobody waits for one answer"
     assert prefill.disagg.disaggregation_transfer_backend == "shm", "no port is opened on a machine without a GPU"
 
 

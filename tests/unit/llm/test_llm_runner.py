@@ -108,7 +108,7 @@ async def test_a_failure_is_delivered_and_the_others_go_on() -> None:
     server = StandIn(4)
     call = Call(Runner([], [server]), jobs(3))  # type: ignore[list-item]
     await settle()
-    refused = RequestError("no room", status=503)
+    refused = RequestError("no such room", status=400)
     server.fail("1", refused)
     await settle()
     assert not call.task.done()
@@ -117,6 +117,22 @@ async def test_a_failure_is_delivered_and_the_others_go_on() -> None:
     await call.task
     assert call.results[1] is refused
     assert isinstance(call.results[0], list) and isinstance(call.results[2], list)
+
+
+async def test_what_may_pass_is_tried_again_under_another_id_and_in_another_room() -> None:
+    prefill, decode = StandIn(8), StandIn(8)
+    call = Call(Runner([prefill], [decode], pause_s=0.0), jobs(1))  # type: ignore[list-item]
+    for _ in range(2):
+        await settle()
+        decode.fail("0", RequestError("broken", status=502))
+    await settle()
+    assert list(decode.rooms) == ["0.0", "0.0.1", "0.0.2"]
+    assert decode.rooms == prefill.rooms
+    assert len({room.room for room in decode.rooms.values() if room is not None}) == 3
+    full = RequestError("full", status=503)
+    decode.fail("0", full)
+    await call.task
+    assert call.results == {0: full}, "three times and no more"
 
 
 async def test_cancelled_calls_abort_everything_and_give_their_places_back() -> None:
