@@ -3,9 +3,10 @@
 
 import { Keyed, el, mark, put, svg } from "./dom.js";
 import { bytes, count, rate } from "./format.js";
-import "./worker.js";
+import { PAGES } from "./worker.js";
 
 const MANY_EDGES = 6;
+const MANY_SERVERS = 3;
 const NAMES = { prefill: "Prefill", decode: "Decode", regular: "Server" };
 const ONE = { prefill: "reads prompts", decode: "writes answers", regular: "does both" };
 const HINTS = { prefill: "read prompts", decode: "write answers", regular: "do both" };
@@ -45,14 +46,16 @@ class Deployment extends HTMLElement {
       Object.keys(NAMES).map((role) => {
         const list = el("div", { class: "cards" });
         const hint = el("small");
+        const key = el("ul", { class: "legend key" }, ...Object.entries(PAGES).map(([name, [text, what]]) => el("li", { title: what }, el("i", { class: `page-${name}` }), text)));
         const none = el("p", { class: "muted none", hidden: true }, "No server yet. Add one with POST /workers.");
-        const box = el("section", { class: "pool", "data-role": role, hidden: true, "aria-label": NAMES[role] }, el("h3", {}, NAMES[role], " ", hint), none, list);
+        const box = el("section", { class: "pool", "data-role": role, hidden: true, "aria-label": NAMES[role] }, el("h3", {}, NAMES[role], " ", hint), key, none, list);
         return [role, { box, hint, none, nodes: new Keyed(list) }];
       }),
     );
     this.lines = svg("svg", { "aria-hidden": true });
     this.labels = el("ul", { class: "edges", "aria-label": "KV transfers" });
-    this.wires = el("div", { class: "wires" }, this.lines, this.labels);
+    this.more = el("p", { class: "more muted", hidden: true });
+    this.wires = el("div", { class: "wires" }, this.lines, this.labels, this.more);
     this.lineNodes = new Keyed(this.lines);
     this.labelNodes = new Keyed(this.labels);
     this.append(this.pools.prefill.box, this.wires, this.pools.decode.box, this.pools.regular.box);
@@ -62,10 +65,12 @@ class Deployment extends HTMLElement {
   /** Called with every picture. */
   show({ router, workers, edges }) {
     const names = new Map();
+    this.healthy = new Set(workers.filter((one) => one.is_healthy).map((one) => one.url));
     this.classList.toggle("pd", router.pd);
     for (const [role, pool] of Object.entries(this.pools)) {
       const own = workers.filter((one) => one.worker_type === role);
       pool.box.hidden = router.pd === (role === "regular");
+      pool.box.classList.toggle("dense", own.length > MANY_SERVERS);
       pool.none.hidden = own.length > 0;
       put(pool.hint, own.length === 1 ? ONE[role] : `${own.length} ${HINTS[role]}`);
       own.forEach((one, index) => names.set(one.url, `${NAMES[role]} ${index + 1}`));
@@ -85,7 +90,9 @@ class Deployment extends HTMLElement {
   #showEdges(names) {
     const make = () => el("li", {}, el("span", { class: "ends" }), el("b"), el("small"));
     const line = () => svg("g", {}, svg("path", { class: "wire" }), svg("path", { class: "flow" }), svg("title"));
-    const few = this.edges.length <= MANY_EDGES;
+    const busiest = this.edges.toSorted((a, b) => b.gb_per_s - a.gb_per_s || b.in_flight - a.in_flight).slice(0, MANY_EDGES);
+    this.more.hidden = this.edges.length <= MANY_EDGES;
+    put(this.more, `the ${MANY_EDGES} busiest of ${count(this.edges.length)}`);
     const look = (node, edge) => {
       const bad = edge.peer_state !== "ready" || !this.#alive(edge);
       mark(node, "data-state", bad ? "down" : edge.in_flight > 0 || edge.gb_per_s >= 5e-7 ? "busy" : "idle");
@@ -96,7 +103,7 @@ class Deployment extends HTMLElement {
       put(node.children[1], rate(edge.gb_per_s));
       put(node.children[2], edge.in_flight ? `${count(edge.in_flight)} in flight` : `${bytes(edge.bytes)} so far`);
       mark(node, "title", details(edge, names));
-      node.classList.toggle("folded", !few && node.dataset.state === "idle");
+      node.classList.toggle("folded", !busiest.includes(edge));
     });
     this.lineNodes.show(this.edges, (edge) => edge.key, line, (node, edge) => {
       look(node, edge);
@@ -105,7 +112,7 @@ class Deployment extends HTMLElement {
   }
 
   #alive(edge) {
-    return [edge.from_url, edge.to_url].every((url) => this.cards.get(url)?.dataset.state !== "down");
+    return [edge.from_url, edge.to_url].every((url) => this.healthy.has(url));
   }
 
   /** The lines go where the cards are now. */
@@ -119,7 +126,8 @@ class Deployment extends HTMLElement {
       const bend = room.width * 0.45;
       const path = `M0,${y1}C${bend},${y1} ${room.width - bend},${y2} ${room.width},${y2}`;
       const group = this.lineNodes.nodes.get(edge.key);
-      const width = 2 + Math.min(4.5, 1.5 * Math.log10(1 + edge.gb_per_s * 1000));
+      const most = this.edges.length > MANY_EDGES ? 1.5 : 4.5;
+      const width = 2 + Math.min(most, 1.5 * Math.log10(1 + edge.gb_per_s * 1000));
       group.style.setProperty("--width", `${width}px`);
       mark(group.children[0], "d", path);
       mark(group.children[1], "d", path);

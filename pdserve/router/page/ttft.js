@@ -57,7 +57,7 @@ class Ttft extends HTMLElement {
   }
 
   #row() {
-    const bar = el("div", { class: "bar", role: "img" }, ...Object.keys(PARTS).map((name) => el("i", { class: `part-${name}` })));
+    const bar = el("div", { class: "bar", role: "img" }, ...Object.keys(PARTS).map((name) => el("i", { class: `part-${name}` })), el("em"));
     return el("li", { class: "row" }, el("span", { class: "when" }), bar, el("b"), el("span", { class: "tokens" }), el("span", { class: "moved" }));
   }
 
@@ -67,6 +67,7 @@ class Ttft extends HTMLElement {
     const failed = Boolean(whole.error ?? prefill?.error);
     node.classList.toggle("failed", failed);
     bar.classList.toggle("cut", (whole.ttft_s ?? 0) > scale);
+    put(bar.lastChild, whole.error ?? prefill?.error ?? "");
     put(when, `${span(now - request.arrived_at)} ago`);
     Object.keys(PARTS).forEach((name, index) => {
       const value = whole.ttft_parts[name] ?? 0;
@@ -78,7 +79,7 @@ class Ttft extends HTMLElement {
     put(tokens, `${count(whole.prompt_tokens)} → ${running ? "…" : count(whole.completion_tokens)}`);
     put(moved, whole.kv_bytes === null ? "–" : bytes(whole.kv_bytes));
     const parts = Object.entries(whole.ttft_parts).map(([name, value]) => `${name} ${seconds(value)}`);
-    mark(bar, "aria-label", parts.join(", ") || "no token came");
+    mark(bar, "aria-label", [...parts, failed ? bar.lastChild.textContent : ""].filter(Boolean).join(", "));
     const facts = [
       `${whole.path ?? ""} ${whole.id}`,
       Object.entries(request.halves).map(([role, half]) => `${role} on ${half.url.replace(/^https?:\/\//, "")}`).join(", "),

@@ -13,7 +13,8 @@ const QUEUES = {
   num_retracted_reqs: ["retracted", "Gave their pages to others and come back"],
 };
 const RARE = ["num_retracted_reqs"];
-const PAGES = {
+/** States of KV pages: their name on the page, and what it means. */
+export const PAGES = {
   leased: ["private", "Pages of one request alone"],
   locked: ["shared", "Cached pages that requests use"],
   evictable: ["cached", "Kept for prompts that begin alike; given up when needed"],
@@ -73,6 +74,7 @@ class Worker extends HTMLElement {
     mark(this.address, "title", worker.url);
     put(this.why, why ?? "");
     this.why.hidden = !why;
+    mark(this.why, "title", why);
     const replicas = worker.observed.replicas.filter((one) => one.state !== null);
     this.#showQueues(addUp(replicas, (one) => one.queues));
     this.#showPages(replicas);
