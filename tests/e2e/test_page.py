@@ -165,6 +165,12 @@ def test_a_router_with_a_key_asks_for_it(browser: webdriver.Chrome, pair: Pair) 
         answer = say(browser, "hello", 4)
         until(lambda: "4 tokens" in answer.text, WAIT_S, "the chat has the key, too")
         assert_only_this_origin_was_asked(browser, locked.url)
+        browser.find_element(By.ID, "lock").click()
+        until(lambda: asks_and_shows_nothing(browser), WAIT_S, "it asks again, and what the key has shown is gone")
+
+
+def asks_and_shows_nothing(browser: webdriver.Chrome) -> bool:
+    return len(browser.find_elements(By.CSS_SELECTOR, "dialog[open]")) == 1 and not cards(browser)
 
 
 def test_servers_that_do_both_are_one_pool(browser: webdriver.Chrome, pair: Pair) -> None:

@@ -18,6 +18,7 @@ function showHeader(picture) {
   const model = served ?? workers.map((one) => one.model_id).find((name) => name !== "unknown") ?? "";
   put(find("#model"), model.split("/").filter(Boolean).pop() ?? "");
   mark(find("#model"), "title", model);
+  find("pd-chat").model = model || null;
   put(find("#uptime"), `v${router.version} · up ${span(router.time - router.started_at)}`);
   const allWell = workers.every((one) => one.is_healthy && one.breaker === "closed");
   const [state, text] = !router.serving ? ["down", "not serving"] : allWell ? ["ok", "serving"] : ["warn", "serving, degraded"];
@@ -41,7 +42,6 @@ feed.addEventListener("picture", ({ detail: picture }) => {
   showHeader(picture);
   find("#lock").hidden = feed.key === null;
   for (const name of ["pd-tiles", "pd-map", "pd-ttft"]) find(name).show(picture);
-  find("pd-chat").ready();
 });
 
 feed.addEventListener("lost", ({ detail: why }) => {
@@ -54,5 +54,6 @@ feed.addEventListener("lost", ({ detail: why }) => {
 feed.addEventListener("locked", () => setStatus("warn", "key needed"));
 find("#lock").addEventListener("click", () => {
   feed.key = null;
+  location.reload(); // nothing that the key has shown stays
 });
 feed.start();

@@ -63,6 +63,7 @@ class Watch {
 class Chat extends HTMLElement {
   connectedCallback() {
     this.past = [];
+    /** The model to ask for; set with every picture. */
     this.model = null;
     this.stopper = null;
     this.log = el("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" });
@@ -79,18 +80,6 @@ class Chat extends HTMLElement {
     this.form = el("form", { novalidate: true, onsubmit: (event) => this.#submit(event) }, write, options);
     this.append(this.log, this.form);
     this.#clear();
-  }
-
-  /** The router answers, so it can be asked which model it has. */
-  async ready() {
-    if (this.model !== null || this.asking) return;
-    this.asking = true;
-    try {
-      const answer = await fetch("v1/models", { headers: feed.headers() });
-      if (answer.ok) this.model = (await answer.json()).data[0].id;
-    } finally {
-      this.asking = false;
-    }
   }
 
   #clear() {
@@ -168,7 +157,6 @@ class Chat extends HTMLElement {
   }
 
   async *#stream(signal) {
-    await this.ready();
     const body = {
       model: this.model ?? "default",
       messages: this.past,

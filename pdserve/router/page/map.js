@@ -72,7 +72,7 @@ class Deployment extends HTMLElement {
       pool.box.hidden = router.pd === (role === "regular");
       pool.box.classList.toggle("dense", own.length > MANY_SERVERS);
       pool.none.hidden = own.length > 0;
-      put(pool.hint, own.length === 1 ? ONE[role] : `${own.length} ${HINTS[role]}`);
+      put(pool.hint, own.length > 1 ? `${own.length} ${HINTS[role]}` : own.length ? ONE[role] : "");
       own.forEach((one, index) => names.set(one.url, `${NAMES[role]} ${index + 1}`));
       pool.nodes.show(own, (one) => one.id, () => el("pd-worker", { "data-role": role }), (node, one) => {
         this.cards.set(one.url, node);
