@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from aiohttp import web
 
 from pdserve.base.clients import ClientLimit, client_address
+from pdserve.base.origins import from_elsewhere
 from pdserve.errors import RequestError
 from pdserve.router.access_config import AccessConfig
 from pdserve.router.errors_http import error_response
@@ -73,6 +74,10 @@ class Access:
             return error_response(
                 401, "this needs a valid API key as Authorization: Bearer KEY", "unauthorized", headers
             )
+        origins = self._config.cors_allowed_origins
+        if is_admin(request.method, request.path) and not self._keys.some and from_elsewhere(request.headers, origins):
+            text = "web pages of other origins may not do this; --cors-allowed-origins names those that may"
+            return error_response(403, text, "origin_not_allowed")
         try:
             return await self._limited(request, handler)
         except web.HTTPException as error:
@@ -123,6 +128,7 @@ class Access:
 
     async def _mark(self, request: web.Request, response: web.StreamResponse) -> None:
         """Called for every answer just before its headers are sent."""
+        response.headers["Server"] = "pdserve"
         response.headers.setdefault("X-Content-Type-Options", "nosniff")
         if not is_public(request.path):
             response.headers.setdefault("Cache-Control", "no-store")

@@ -28,8 +28,12 @@ HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-NOT_FORWARDED = HOP_BY_HOP | {"host", "content-length", "content-type", "content-encoding", "expect"}
-"""The body is re-encoded by the router, so what described the client's bytes does not hold any more."""
+NOT_FORWARDED = HOP_BY_HOP | {
+    *("host", "content-length", "content-type", "content-encoding", "expect"),
+    *("origin", "referer", "cookie", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest", "sec-fetch-user"),
+}
+"""The body is re-encoded by the router, so what described the client's bytes does not hold any more; and what a browser
+says of its pages concerns the router only."""
 
 FORWARDED_FOR = "X-Forwarded-For"
 

@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.base.clients import ClientLimit, client_address
+from pdserve.base.origins import from_elsewhere
 from pdserve.config.access_group import AccessConfig
 from pdserve.errors import RequestError
 from pdserve.server.calls import GENERATING
@@ -34,6 +35,7 @@ COMMANDS = frozenset(
 SECURITY_HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 """Answers are data of one client: no browser shall guess at them, nobody between shall keep them."""
 PREFLIGHT_S = 600
+ELSEWHERE = "web pages of other origins may not do this; --cors-allowed-origins names those that may"
 
 
 def install(app: FastAPI, config: AccessConfig) -> None:
@@ -57,6 +59,7 @@ class AccessMiddleware:
         self._app = app
         self._keys = config.keys
         self._proxies = config.proxies
+        self._origins = config.origins
         self._limit = ClientLimit(config.max_concurrent_requests_per_client)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,6 +78,9 @@ class AccessMiddleware:
             text = "this needs a valid API key as Authorization: Bearer KEY"
             body = error_body(text, 401, code="invalid_api_key")
             await json_response(body, status=401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, marked)
+        elif path in COMMANDS and not self._keys.some and from_elsewhere(headers, self._origins):
+            body = error_body(ELSEWHERE, 403, code="origin_not_allowed")
+            await json_response(body, status=403)(scope, receive, marked)
         elif path not in GENERATING:
             await self._app(scope, receive, marked)
         else:

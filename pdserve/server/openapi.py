@@ -19,6 +19,7 @@ REF = "#/components/schemas/{name}"
 ERRORS = {
     "400": "a field is missing, of the wrong type, out of range, or not supported; `param` names it",
     "401": "no API key, or a wrong one",
+    "403": "a command of a web page of another origin",
     "404": "no such model",
     "409": "the room is in use by a live request",
     "413": "the body is too large",

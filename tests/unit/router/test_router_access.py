@@ -148,6 +148,25 @@ def test_a_client_with_all_its_places_taken_waits_and_others_do_not(run_world: R
     run_world(scenario)
 
 
+def test_without_a_key_no_page_of_another_origin_gives_commands(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w")
+        async with world.router([], [worker]) as url:
+            for headers, status in (
+                ({"Origin": "http://there"}, 403),
+                ({"Sec-Fetch-Site": "cross-site"}, 403),
+                ({"Origin": url}, 200),
+                ({"Sec-Fetch-Site": "same-origin", "Origin": "https://public"}, 200),
+            ):
+                async with world.session.post(url + "/flush_cache", headers=headers) as response:
+                    assert response.status == status
+            assert not {"Origin", "Sec-Fetch-Site"} & set(worker.headers[-1])
+            async with world.session.delete(f"{url}/workers/{worker.url}", headers={"Origin": "null"}) as response:
+                assert response.status == 403
+
+    run_world(scenario)
+
+
 def test_workers_hear_whom_the_router_asks_for(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         worker = await world.worker("w")

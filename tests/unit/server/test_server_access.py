@@ -143,6 +143,24 @@ async def test_pages_of_other_origins_may_ask_only_where_they_are_named(tokenize
             assert "access-control-allow-origin" not in answer.headers
 
 
+async def test_without_a_key_no_page_of_another_origin_gives_commands(tokenizer: Tokenizer) -> None:
+    """CORS would not keep a form or an image from it."""
+    image, form = {"Sec-Fetch-Site": "cross-site"}, {"Origin": "http://there"}
+    own: list[dict[str, str]] = [
+        {},
+        {"Sec-Fetch-Site": "same-origin", "Origin": "https://public"},
+        {"Origin": "http://server"},
+    ]
+    async with bench(tokenizer, access=AccessConfig(cors_allowed_origins="http://here")) as b:
+        for method, path in (("GET", "/start_profile"), ("POST", "/flush_cache"), ("GET", "/observe")):
+            for headers in (image, form, {"Sec-Fetch-Site": "same-site", "Origin": "http://server:1"}):
+                answer = await b.http.request(method, path, headers=headers)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+            for headers in [*own, image | {"Origin": "http://here"}]:
+                assert (await b.http.request(method, path, headers=headers)).status_code == 200
+        assert (await b.http.post("/generate", json=GENERATE, headers=form)).status_code == 200
+
+
 async def test_answers_are_neither_guessed_at_nor_kept(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer) as b:
         for answer in (await b.http.get("/health"), await b.http.post("/generate", json={"text": 7})):
