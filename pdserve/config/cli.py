@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import os
 import typing
 from collections.abc import Iterator, Sequence
@@ -40,8 +41,13 @@ class Flag:
     secret: bool
 
 
-def flags() -> Iterator[Flag]:
+@functools.cache
+def flags() -> tuple[Flag, ...]:
     """All flags, in the order of `groups`."""
+    return tuple(_flags())
+
+
+def _flags() -> Iterator[Flag]:
     for group, group_class in group_classes().items():
         hints = typing.get_type_hints(group_class)
         for field in dataclasses.fields(group_class):

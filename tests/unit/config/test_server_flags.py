@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.config.cli import flags, group_classes, parse_server_args
@@ -89,6 +89,7 @@ def test_the_pool_must_hold_a_page() -> None:
 _WORDS = st.one_of(st.sampled_from([name for flag in flags() for name in flag.names]), st.text(max_size=8))
 
 
+@settings(deadline=None)
 @given(st.lists(_WORDS, max_size=6))
 def test_any_words_give_a_configuration_or_a_config_error(words: list[str]) -> None:
     argv = [word for word in words if not word.startswith(("-h", "--help"))]
