@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_CHARS = 1 << 18
 """Longest text of a grammar."""
-SOME_WHITESPACE = r"\x20|\r?\n[\x20\t]{0,64}"
+SOME_WHITESPACE = r"\x20|\r?\n(\x20{0,40}|\t{0,10})"
 """Between the tokens of JSON: a blank, or a line break and indentation. More would let a model write it for ever."""
 
 
