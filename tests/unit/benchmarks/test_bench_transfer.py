@@ -13,8 +13,10 @@ from pdserve.transfer.transports import nixl_engine
 
 
 def turns(path: float) -> Turns:
-    """Two turns, of which the raw engine has 10 and 20 GB/s."""
-    return Turns(path=[10 * path, 20 * path], alone=[5.0, 10.0], raw=[10.0, 20.0], writing=[0.9, 1.0])
+    """Two turns, in which the raw engine has 10 and 20 GB/s, and twice that with two threads."""
+    return Turns(
+        path=[10 * path, 20 * path], alone=[5.0, 10.0], raw=[10.0, 20.0], raw_threads=[20.0, 40.0], writing=[0.9, 1.0]
+    )
 
 
 def test_only_long_prompts_can_miss_the_mark() -> None:
