@@ -85,10 +85,10 @@ def opened() -> Iterator[Open]:
         patch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
         patch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "1")
         patch.setenv("UCX_TLS", "tcp,self")  # as between hosts; on one host it would write into the peer by itself
-        patch.setattr(nixl, "STALL_S", 1.0)
-        patch.setattr(nixl, "PROBE_TIMEOUT_S", 1.0)
+        patch.setattr(nixl, "STALL_S", 2.5)
+        patch.setattr(nixl, "PROBE_TIMEOUT_S", 4.0)
         patch.setattr(shm_share, "CONNECT_TIMEOUT_S", 0.5)
-        patch.setattr(mooncake_engine, "PROBE_TIMEOUT_S", 1.0)
+        patch.setattr(mooncake_engine, "PROBE_TIMEOUT_S", 4.0)
         yield open_once
         for transport, _, factory in kept.values():
             transport.close()
