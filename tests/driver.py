@@ -30,15 +30,22 @@ def build(
     load_format: Literal["auto", "dummy"] = "auto",
     context_length: int | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
+    cpu_kernels: Literal["auto", "native", "torch"] = "auto",
+    cpu_threads: int = 1,
+    quantization: Literal["int8"] | None = None,
 ) -> Built:
-    """An executor on CPU with one thread, or on the CUDA device."""
+    """An executor on CPU, with one thread unless told otherwise, or on the CUDA device."""
     return build_executor(
         ServerConfig(
             model=ModelConfig(
-                model_path=str(path), dtype=dtype, load_format=load_format, context_length=context_length
+                model_path=str(path),
+                dtype=dtype,
+                load_format=load_format,
+                context_length=context_length,
+                quantization=quantization,
             ),
             memory=MemoryConfig(page_size=page_size, max_total_tokens=max_total_tokens),
-            kernels=KernelConfig(device=device, cpu_threads=1),
+            kernels=KernelConfig(device=device, cpu_threads=cpu_threads, cpu_kernels=cpu_kernels),
         ),
         max_rows=max_rows,
     )

@@ -39,6 +39,9 @@ class ModelConfig:
     tokenizer_path: str | None = flag(None, help="tokenizer directory; the model's own when absent")
     served_model_name: str | None = flag(None, help="the name clients use; model_path when absent")
     dtype: DType = flag("auto", help="auto takes the checkpoint's dtype")
+    quantization: Literal["int8"] | None = flag(
+        None, help="int8: linear layers with 8-bit weights and inputs, made while a bfloat16 model is loaded; on CPU"
+    )
     context_length: int | None = flag(None, help="longest prompt + output in tokens; the model's own when absent")
     load_format: Literal["auto", "dummy"] = flag("auto", help="dummy: random weights from the config alone")
     random_seed: int = flag(0, help="seed for dummy weights")
@@ -173,7 +176,12 @@ class KernelConfig:
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", help="auto: cuda where there is one")
     attention_backend: Literal["auto", "torch"] = flag("auto", help="implementation of attention over pages")
-    cpu_threads: int | None = flag(None, help="torch threads on CPU; all cores when absent")
+    cpu_kernels: Literal["auto", "native", "torch"] = flag(
+        "auto",
+        help="arithmetic of bfloat16 models on CPU: native is pdserve's C++, auto takes it where it was built and "
+        "the CPU has AVX2 or AVX-512",
+    )
+    cpu_threads: int | None = flag(None, help="threads that compute on CPU; all cores when absent")
     enable_deterministic_inference: bool = flag(
         False, help="a request's tokens do not depend on what else is computed, nor on chunks, pages or retraction"
     )

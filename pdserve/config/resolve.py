@@ -190,6 +190,14 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
             f"{config.parallel.pp_size}",
             field="disaggregation_prefill_pp",
         )
+    if config.model.quantization is not None:
+        kernels = config.kernels
+        other = "--device cuda" if kernels.device == "cuda" else "--cpu-kernels torch"
+        if kernels.device == "cuda" or kernels.cpu_kernels == "torch":
+            raise ConfigError(
+                f"--quantization {config.model.quantization} is for the native CPU kernels, not {other}",
+                field="quantization",
+            )
     context, pool = config.model.context_length, config.memory.max_total_tokens
     if context is not None and pool is not None and context > pool:
         raise ConfigError(

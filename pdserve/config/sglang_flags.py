@@ -98,7 +98,7 @@ prefill-decode-interval prefill-decode-interval-min-bs prefill-delayer-forward-p
 prefill-delayer-max-delay-ms prefill-delayer-max-delay-passes prefill-delayer-queue-min-ratio
 prefill-delayer-token-usage-low-watermark prefill-delayer-wait-seconds-buckets prefill-kv-cache-dequant-dtype
 prefill-max-requests prefill-only-disable-kv-cache prefill-round-robin-balance
-priority-scheduling-preemption-threshold prompt-tokens-buckets qsa-indexer-dtype quantization quantization-param-path
+priority-scheduling-preemption-threshold prompt-tokens-buckets qsa-indexer-dtype quantization-param-path
 quantize-and-serve radix-cache-backend radix-eviction-policy-config
 remote-instance-weight-loader-backend remote-instance-weight-loader-seed-instance-ip
 remote-instance-weight-loader-seed-instance-service-port remote-instance-weight-loader-send-weights-group-ports

@@ -19,6 +19,7 @@ from pdserve.base.parallel import Place, WidePlace, layers_of
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError, GrammarError
 from pdserve.executor.grammar_rows import GrammarRows
+from pdserve.executor.kernel_choice import choose_level, make_native
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.pool_size import pool_tokens
 from pdserve.grammar.compile import JsonRules
@@ -30,10 +31,13 @@ from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
 from pdserve.model.config import ModelSpec
-from pdserve.model.families.decoder import kv_layout
+from pdserve.model.dtypes import torch_dtype
+from pdserve.model.families.decoder import Decoder, kv_layout
 from pdserve.model.layers.fixed import FixedKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.loader import load_model, read_spec, resolve_dtype
+from pdserve.model.native.attention import AttentionInProgram
+from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.parallel import Parallel, SingleRank, is_sampler
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 from pdserve.model.placement import Placement, first_placement
@@ -115,11 +119,13 @@ def build_executor(
     load_format = config.model.load_format
     dtype = resolve_dtype(path, spec, config.model.dtype, load_format=load_format)
     deterministic = config.kernels.enable_deterministic_inference
-    model = load_model(
+    level = choose_level(config.kernels, config.model, spec, torch_dtype(dtype), device)
+    loaded = load_model(
         path, spec, dtype, device, load_format=load_format, seed=config.model.random_seed,
         kernels=_kernels(deterministic, device), parallel=parallel,
         placement=_placement(config.parallel, spec, parallel, device),
     )  # fmt: skip
+    model = loaded if level is None else make_native(loaded, config.model, level)
     layout = kv_layout(spec, page_tokens, dtype)
     held = layout.of_rank(place)
     num_tokens = pool_tokens(
@@ -132,9 +138,7 @@ def build_executor(
         assert 0 < num_pages <= num_tokens // page_tokens, "agreed on more pages than this rank can hold"
     pools = tuple(KVPool(group, num_pages, device) for group in held.groups)
     table = PageTable(max_rows, pages_for(context_length, page_tokens))
-    num_heads = spec.num_heads // place.shape.tp_size
-    backend = FixedBlockAttention if deterministic else TorchAttention
-    attention: AttentionBackend = backend(pools[0], num_heads, device)
+    attention = _attention(model, pools[0], place, device, deterministic=deterministic)
     overlap = config.schedule.disable_overlap_schedule is False
     executor = LocalExecutor(
         model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap,
@@ -146,6 +150,17 @@ def build_executor(
         num_pages * page_tokens, num_pages, sum(size for _, size in executor.buffers) >> 20,
     )  # fmt: skip
     return Built(executor, table, spec, num_pages, context_length, dtype, device, place)
+
+
+def _attention(
+    model: Decoder | NativeDecoder, pool: KVPool, place: Place, device: torch.device, *, deterministic: bool
+) -> AttentionBackend:
+    """What attends to the pages of `pool`; a native model is put together over them."""
+    if isinstance(model, NativeDecoder):
+        model.bind(pool)
+        return AttentionInProgram()
+    backend = FixedBlockAttention if deterministic else TorchAttention
+    return backend(pool, model.spec.num_heads // place.shape.tp_size, device)
 
 
 def _grammars(config: ServerConfig, path: Path, spec: ModelSpec, place: Place) -> GrammarRows:

@@ -36,7 +36,7 @@ from pdserve.memory.layout import KVLayout
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.kv_pool import KVPool
-from pdserve.model.families.decoder import Decoder, Mixture
+from pdserve.model.families.interface import Mixture, Model
 from pdserve.model.forward_batch import IntArray
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.params import WeightSamples, fingerprint_of
@@ -76,7 +76,7 @@ class LocalExecutor:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         layout: KVLayout,
         pools: tuple[KVPool, ...],
         attention: AttentionBackend,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pdserve.base.parallel import vocab_of
 from pdserve.executor.batch_builder import HostBatch, to_device
-from pdserve.model.families.decoder import Decoder
+from pdserve.model.families.interface import Model
 from pdserve.model.forward_batch import IntArray
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 
@@ -155,7 +155,7 @@ def pack_scores(stretches: Sequence[Stretch], scores: Scores) -> dict[int, Promp
 class Scorer:
     """Looks at the hidden states of one micro-batch on a rank of the last stage. All tensor ranks do so together."""
 
-    def __init__(self, model: Decoder, wishes: Wishes, tokens: Tensor) -> None:
+    def __init__(self, model: Model, wishes: Wishes, tokens: Tensor) -> None:
         """`tokens` int32 `[num_table_rows, context]`: known tokens."""
         self._model = model
         self._parallel = model.parallel

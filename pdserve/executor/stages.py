@@ -21,7 +21,7 @@ from pdserve.executor.prompt_logprobs import Scorer, Scores, Wishes
 from pdserve.executor.row_params import StepParams
 from pdserve.executor.sampler import Sampled, sample
 from pdserve.model.attention.interface import AttentionBackend
-from pdserve.model.families.decoder import Decoder
+from pdserve.model.families.interface import Model
 from pdserve.model.parallel import is_sampler
 
 MIN_TOKENS = {"cpu": 32, "cuda": 256}
@@ -31,7 +31,7 @@ MIN_TOKENS = {"cpu": 32, "cuda": 256}
 class Stage:
     """One rank's part of the model at work."""
 
-    def __init__(self, model: Decoder, attention: AttentionBackend) -> None:
+    def __init__(self, model: Model, attention: AttentionBackend) -> None:
         self._model = model
         self._attention = attention
         self._parallel = model.parallel
@@ -52,10 +52,11 @@ class Stage:
         """
         last = len(batches) - 1
         self._scores = []
-        outputs = [
-            self._run(host, tokens, on_layer if i == last else None, wish)
-            for i, (host, wish) in enumerate(zip(batches, wishes, strict=True))
-        ]
+        is_last = self._parallel.place.is_last_stage
+        outputs = []
+        for i, (host, wish) in enumerate(zip(batches, wishes, strict=True)):
+            output = self._run(host, tokens, on_layer if i == last else None, wish)
+            outputs.append(output.clone() if is_last and i < last else output)
         if not self._parallel.place.is_last_stage or not any(len(host.sampled) for host in batches):
             return None
         part = outputs[0] if last == 0 else torch.cat(outputs)

@@ -79,6 +79,8 @@ class ParamSlots:
         self._ignored: set[str] = set()
         self._ignored_prefixes: tuple[str, ...] = ()
         self._filled: set[str] = set()
+        self._samples: WeightSamples = {}
+        self._repacked_bytes = 0
 
     @property
     def device(self) -> torch.device:
@@ -154,12 +156,24 @@ class ParamSlots:
 
     def samples(self) -> WeightSamples:
         """Some values of every parameter; all ranks' together say which weights were loaded, however they are split."""
-        return {name: _samples(param, self._slots[name]) for name, param in self._params.items()}
+        held = {name: _samples(self._params[name], slot) for name, slot in self._slots.items()}
+        return {name: self._samples[name] if name in self._samples else held[name] for name in self._params}
+
+    def give_away(self, whole: Tensor, num_bytes: int) -> None:
+        """Let go of the parameters that `stacked` gave as `whole`: they have been repacked into `num_bytes` elsewhere.
+
+        Their samples are kept.
+        """
+        memory = whole.untyped_storage().data_ptr()
+        names = [name for name, slot in self._slots.items() if slot.untyped_storage().data_ptr() == memory]
+        for name in names:
+            self._samples[name] = _samples(self._params[name], self._slots.pop(name))
+        self._repacked_bytes += num_bytes
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all parameters, as far as they are held."""
-        return sum(slot.numel() * slot.element_size() for slot in self._slots.values())
+        return self._repacked_bytes + sum(slot.numel() * slot.element_size() for slot in self._slots.values())
 
     def _is_ignored(self, name: str) -> bool:
         unused = name in self._ignored or name.endswith("rotary_emb.inv_freq")

@@ -15,6 +15,7 @@ from pdserve.base.parallel import Place, kv_heads_of, layers_of, part_of
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.model.attention.interface import StepAttention
 from pdserve.model.config import ModelSpec
+from pdserve.model.families.interface import Mixture
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.kernels import FastKernels, Kernels
@@ -45,12 +46,8 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
     return KVLayout((group,))
 
 
-Mixture = SplitMoe | ExpertParallelMoe
-"""A feed-forward layer with experts."""
-
-
 class Decoder:
-    """What one rank has of the model. Weights are allocated here, uninitialised, and filled through `params`.
+    """Implements `Model` with torch. Weights are allocated here, uninitialised, and filled through `params`.
 
     `kernels` are the library's fastest when absent; without `parallel` the rank has the whole model. With `placement`
     the ranks have whole experts, without it parts of all.
@@ -71,38 +68,40 @@ class Decoder:
         self.params = ParamSlots(dtype, device)
         self.parallel = parallel or SingleRank()
         self._place = place = self.parallel.place
-        self._rotary = Rotary(spec.rope, spec.head_dim, dtype, device)
+        self.rotary = Rotary(spec.rope, spec.head_dim, dtype, device)
         embedding = self._embedding_rows()
         mine = layers_of(spec.num_layers, place.shape.pp_size, place.pp_rank)
-        self._layers = [
+        self.layers = [
             DecoderLayer(spec, index, local, self.params, kernels, self.parallel, placement)
             for local, index in enumerate(mine)
         ]
         self.mixtures = {
-            index: layer.mlp for index, layer in zip(mine, self._layers, strict=True) if isinstance(layer.mlp, Mixture)
+            index: layer.mlp for index, layer in zip(mine, self.layers, strict=True) if isinstance(layer.mlp, Mixture)
         }
         """By index in the model, this rank's feed-forward layers that have experts."""
         self.params.ignore_under(f"model.layers.{index}." for index in range(spec.num_layers) if index not in mine)
-        self._embedding = self._norm = self._head = None
+        self.embedding: VocabEmbedding | None = None
+        self.norm: RMSNorm | None = None
+        self.head: Linear | None = None
         if embedding is not None and place.is_first_stage:
-            self._embedding = VocabEmbedding(embedding, spec.vocab_size, self.parallel)
+            self.embedding = VocabEmbedding(embedding, spec.vocab_size, self.parallel)
         if place.is_last_stage:
-            self._norm = RMSNorm(self.params.new("model.norm.weight", spec.hidden_size), spec.rms_norm_eps)
+            self.norm = RMSNorm(self.params.new("model.norm.weight", spec.hidden_size), spec.rms_norm_eps)
         else:
             self.params.ignore("model.norm.weight")
         head = self._head_rows(embedding)
         if head is not None:
-            self._head = Linear(kernels, head)
+            self.head = Linear(kernels, head)
 
     @property
     def num_layers(self) -> int:
         """Layers that this rank has."""
-        return len(self._layers)
+        return len(self.layers)
 
     def idle(self) -> None:
-        """Take part in a step that only other replicas have tokens in; see `Wide.spans_replicas`."""
+        """See `Model.idle`."""
         nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.params.device)
-        for layer in self._layers:
+        for layer in self.layers:
             layer.mlp(nothing)
 
     def forward(
@@ -113,38 +112,28 @@ class Decoder:
         hidden: Tensor | None = None,
         on_hidden: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """Run this stage's layers.
-
-        The first stage begins with the tokens, the others with `hidden` `[N, hidden_size]` of the stage before, which
-        is overwritten. All but the last return `[N, hidden_size]` for the next. The last returns this rank's part of
-        the logits of the tokens at `batch.sample_index`: float32 `[S, share]`, for `Parallel.gather_logits`.
-
-        `on_layer(i)` is called once its layer i's KV is written, or its writing enqueued on a device that has a queue.
-        `on_hidden` is given what the last layer of the last stage says of all tokens, `[N, hidden_size]`, for `logits`.
-        """
-        if self._embedding is not None:
+        """See `Model.forward`."""
+        if self.embedding is not None:
             assert hidden is None, "the first stage begins with the tokens"
-            x = self._embedding(batch.input_ids)
+            x = self.embedding(batch.input_ids)
         else:
             assert hidden is not None, "this stage begins with hidden states"
             x = hidden
-        cos, sin = self._rotary.tables(batch.positions)
-        for index, layer in enumerate(self._layers):
+        cos, sin = self.rotary.tables(batch.positions)
+        for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, attention)
             if on_layer is not None:
                 on_layer(index)
-        if self._norm is None or self._head is None:
+        if self.norm is None or self.head is None:
             return x
         if on_hidden is not None:
             on_hidden(x)
         return self.logits(x.index_select(0, batch.sample_index))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """This rank's part of the logits behind hidden states of the last layer: `[n, hidden_size]` to float32
-        `[n, share]`. On the last stage only.
-        """
-        assert self._norm is not None and self._head is not None, "only the last stage has a head"
-        return self._head(self._norm(hidden)).float()
+        """See `Model.logits`."""
+        assert self.norm is not None and self.head is not None, "only the last stage has a head"
+        return self.head(self.norm(hidden)).float()
 
     def _embedding_rows(self) -> Tensor | None:
         """Rows of the embedding: the first stage looks tokens up in them, the last has them as head when tied."""
@@ -183,38 +172,40 @@ class DecoderLayer:
         prefix = f"model.layers.{index}."
         attn = prefix + "self_attn."
         q, kv = shares(spec, parallel.place)
-        self._heads, self._kv_heads = len(q), len(kv)
+        self.num_heads, self.num_kv_heads = len(q), len(kv)
         queries = _by_head(attn + "q_proj", spec.num_heads, q, spec.head_dim)
         qkv = (queries, *(_by_head(attn + name, spec.num_kv_heads, kv, spec.head_dim) for name in ("k_proj", "v_proj")))
-        self._qkv = column_linear(kernels, params, qkv, spec.hidden_size, spec.qkv_bias)
+        self.qkv = column_linear(kernels, params, qkv, spec.hidden_size, spec.qkv_bias)
         first = parallel.place.tp_rank == 0
-        self._out = row_linear(
+        self.out = row_linear(
             kernels, params, attn + "o_proj", spec.hidden_size, queries, bias=spec.o_bias, adds_bias=first
         )
         self.mlp = _feed_forward(spec, index, prefix + "mlp.", params, kernels, parallel.wide, placement)
         eps = spec.rms_norm_eps
-        self._input_norm = RMSNorm(params.new(prefix + "input_layernorm.weight", spec.hidden_size), eps)
-        self._post_norm = RMSNorm(params.new(prefix + "post_attention_layernorm.weight", spec.hidden_size), eps)
-        self._q_norm = self._k_norm = None
+        self.input_norm = RMSNorm(params.new(prefix + "input_layernorm.weight", spec.hidden_size), eps)
+        self.post_norm = RMSNorm(params.new(prefix + "post_attention_layernorm.weight", spec.hidden_size), eps)
+        self.q_norm = self.k_norm = None
         if spec.qk_norm:
-            self._q_norm = RMSNorm(params.new(attn + "q_norm.weight", spec.head_dim), eps)
-            self._k_norm = RMSNorm(params.new(attn + "k_norm.weight", spec.head_dim), eps)
+            self.q_norm = RMSNorm(params.new(attn + "q_norm.weight", spec.head_dim), eps)
+            self.k_norm = RMSNorm(params.new(attn + "k_norm.weight", spec.head_dim), eps)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
         """`[N, hidden]` to `[N, hidden]`; `x` is overwritten."""
-        x += self._parallel.all_reduce(self._attention(self._input_norm(x), cos, sin, attention))
-        x += self.mlp(self._post_norm(x))
+        x += self._parallel.all_reduce(self._attention(self.input_norm(x), cos, sin, attention))
+        x += self.mlp(self.post_norm(x))
         return x
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
         """The attention half, `[N, hidden]`, of this rank's heads."""
-        heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
-        q_and_k, v = heads[:, : self._heads + self._kv_heads], heads[:, self._heads + self._kv_heads :]
-        if self._q_norm is not None and self._k_norm is not None:
-            q_and_k = torch.cat((self._q_norm(q_and_k[:, : self._heads]), self._k_norm(q_and_k[:, self._heads :])), 1)
+        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
+        q_and_k, v = heads[:, : self.num_heads + self.num_kv_heads], heads[:, self.num_heads + self.num_kv_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q_and_k = torch.cat(
+                (self.q_norm(q_and_k[:, : self.num_heads]), self.k_norm(q_and_k[:, self.num_heads :])), 1
+            )
         q_and_k = rotate(q_and_k, cos, sin)
-        mixed = attention.attend(self._local, q_and_k[:, : self._heads], q_and_k[:, self._heads :], v)
-        return self._out(mixed)
+        mixed = attention.attend(self._local, q_and_k[:, : self.num_heads], q_and_k[:, self.num_heads :], v)
+        return self.out(mixed)
 
 
 def shares(spec: ModelSpec, place: Place) -> tuple[range, range]:

@@ -28,6 +28,10 @@ class Linear:
         """`[N, in]` to `[N, out]`."""
         return self._kernels.linear(x, self.weight, self.bias)
 
+    def give_away(self) -> None:
+        """Let go of the weights, which others have made something else of. There are no calls after this."""
+        self.weight = self.weight.new_empty(0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:

@@ -37,14 +37,14 @@ class DenseMLP:
         bias: bool,
         wide: Wide,
     ) -> None:
-        self._kernels, self._wide = kernels, wide
+        self._kernels, self.wide = kernels, wide
         inner = part_of(intermediate_size, wide.size, wide.rank)
         gate, up = (Outputs(prefix + name, intermediate_size, inner) for name in ("gate_proj", "up_proj"))
-        self._gate_up = column_linear(kernels, params, (gate, up), hidden_size, bias)
+        self.gate_up = column_linear(kernels, params, (gate, up), hidden_size, bias)
         first = wide.rank == 0
-        self._down = row_linear(kernels, params, prefix + "down_proj", hidden_size, gate, bias=bias, adds_bias=first)
+        self.down = row_linear(kernels, params, prefix + "down_proj", hidden_size, gate, bias=bias, adds_bias=first)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
-        gate, up = self._gate_up(self._wide.gather(x)).chunk(2, -1)
-        return self._wide.add_up(self._down(self._kernels.swiglu(gate, up)))
+        gate, up = self.gate_up(self.wide.gather(x)).chunk(2, -1)
+        return self.wide.add_up(self.down(self._kernels.swiglu(gate, up)))

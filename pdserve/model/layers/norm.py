@@ -11,10 +11,10 @@ class RMSNorm:
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
-        self._eps = eps
+        self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
         """The normalised `x`, same shape and dtype."""
         wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * scale).to(x.dtype) * self.weight

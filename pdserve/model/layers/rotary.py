@@ -14,14 +14,14 @@ class Rotary:
     """Angles for one model. Called once a step; the tables serve all layers."""
 
     def __init__(self, rope: RopeSpec, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._inverse = inverse_frequencies(rope, head_dim).to(device)
-        self._factor = rope.attention_factor
+        self.inverse = inverse_frequencies(rope, head_dim).to(device)
+        self.factor = rope.attention_factor
         self._dtype = dtype
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """`(cos, sin)`, each `[N, 1, head_dim]`; the first half of sin is negated, so that `rotate` is two products."""
-        angles = positions.to(torch.float32)[:, None, None] * self._inverse
-        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
+        angles = positions.to(torch.float32)[:, None, None] * self.inverse
+        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
         return torch.cat((cos, cos), -1).to(self._dtype), torch.cat((-sin, sin), -1).to(self._dtype)
 
 

@@ -25,15 +25,15 @@ class VocabEmbedding:
     """Looks token ids up where they are: one rank has the row, the others add zero, so that the sum is exact."""
 
     def __init__(self, weight: Tensor, vocab_size: int, parallel: Parallel) -> None:
-        self._weight = weight
+        self.weight = weight
         self._parallel = parallel
         self._held = vocab_of(vocab_size, parallel.place.shape.tp_size, parallel.place.tp_rank)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """`[N]` int64 to `[N, hidden]`, equal on all ranks."""
         if self._parallel.place.shape.tp_size == 1:
-            return F.embedding(ids, self._weight)
+            return F.embedding(ids, self.weight)
         local = ids - self._held.start
         elsewhere = (local < 0) | (local >= len(self._held))
-        rows = F.embedding(local.masked_fill_(elsewhere, 0), self._weight)
+        rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
         return self._parallel.all_reduce(rows.masked_fill_(elsewhere[:, None], 0.0))

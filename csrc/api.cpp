@@ -1,0 +1,157 @@
+// The C interface (pdk.h) over the classes, and the choice of kernels for this machine. No exception leaves it.
+#include <cstring>
+#include <exception>
+#include <list>
+#include <memory>
+#include <new>
+#include <string>
+
+#include "ops.h"
+#include "pdk.h"
+#include "weights.h"
+
+struct pdk_weights : pdk::Weights {};
+struct pdk_arena {
+    pdk::Arena memory;
+    std::list<pdk_weights> weights;
+};
+struct pdk_pool : pdk::Pool {
+    using Pool::Pool;
+};
+struct pdk_program : pdk::Program {
+    using Program::Program;
+};
+
+namespace {
+
+using namespace pdk;
+
+bool has_avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+bool has_avx512_bf16() {
+    return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
+
+const Kernels* kernels_of(const std::string& level) {
+    if (level == "avx512_bf16" && has_avx512_bf16()) return &avx512_bf16::kernels;
+    if (level == "avx512" && has_avx512()) return &avx512::kernels;
+    if (level == "avx2" && has_avx2()) return &avx2::kernels;
+    return nullptr;
+}
+
+// What `make` gives, or null where memory or threads ran out.
+template <class Make>
+auto guarded(Make&& make) noexcept -> decltype(make()) {
+    try {
+        return make();
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+template <class Make>
+int64_t counted(Make&& make) noexcept {
+    try {
+        return make();
+    } catch (const std::exception&) {
+        return -1;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t pdk_version(void) { return PDK_VERSION; }
+int64_t pdk_supports(const char* level) { return kernels_of(level) != nullptr; }
+
+pdk_arena* pdk_arena_open(void) {
+    return guarded([] { return new pdk_arena(); });
+}
+void pdk_arena_close(pdk_arena* arena) { delete arena; }
+int64_t pdk_arena_bytes(const pdk_arena* arena) { return arena->memory.bytes(); }
+
+pdk_weights* pdk_weights_open(pdk_arena* arena, int64_t format, int64_t blocks, int64_t inputs, int64_t has_bias) {
+    return guarded([&] {
+        const auto kind = static_cast<Format>(format);
+        arena->weights.push_back({open_weights(arena->memory, kind, blocks, inputs, has_bias != 0)});
+        return &arena->weights.back();
+    });
+}
+void pdk_weights_put(pdk_weights* w, int64_t block, int64_t step, const void* from, int64_t rows, int64_t inputs,
+                     int64_t stride, const float* bias) {
+    put_rows(*w, block, step, static_cast<const bf16*>(from), rows, inputs, stride, bias);
+}
+
+pdk_pool* pdk_pool_open(int64_t threads, const int64_t* cpus) {
+    return guarded([&] { return new pdk_pool(static_cast<int>(threads), cpus); });
+}
+void pdk_pool_close(pdk_pool* pool) { delete pool; }
+
+pdk_program* pdk_program_open(pdk_pool* pool, const char* level, const pdk_heads* heads) {
+    const Kernels* kernels = kernels_of(level);
+    if (!kernels) return nullptr;
+    return guarded([&] { return new pdk_program(*pool, *kernels, *heads); });
+}
+void pdk_program_close(pdk_program* p) { delete p; }
+
+int64_t pdk_buffer(pdk_program* p, int64_t width, int64_t item_bytes, int64_t of_samples) {
+    return counted([&] { return p->add_buffer(width, item_bytes, of_samples != 0); });
+}
+void* pdk_buffer_data(pdk_program* p, int64_t buffer) { return p->buffers[buffer].room->as<void>(); }
+int64_t pdk_reserve(pdk_program* p, int64_t tokens, int64_t samples) {
+    return counted([&] { return p->reserve(tokens, samples), 0; });
+}
+
+int64_t pdk_op_embed(pdk_program* p, int64_t out, const void* rows, int64_t width) {
+    return counted([&] { return p->add(std::make_unique<Embed>(out, width, static_cast<const bf16*>(rows))); });
+}
+int64_t pdk_op_angles(pdk_program* p, const float* inverse, float factor) {
+    return counted([&] { return p->add(std::make_unique<Angles>(inverse, p->heads.dim / 2, factor)); });
+}
+int64_t pdk_op_linear(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w, int64_t columns,
+                      int64_t out, int64_t add, int64_t of_samples) {
+    return counted([&] {
+        if (in >= 0) p->need_operand(w->k);
+        const Source source{in, in >= 0 ? p->buffers[in].width : 0, norm, eps};
+        const Store store = add ? Store::add : Store::write;
+        return p->add(std::make_unique<Product>(source, *w, columns, out, store, of_samples != 0));
+    });
+}
+int64_t pdk_op_gated(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w) {
+    return counted([&] {
+        p->need_operand(w->k);
+        p->need_gated(w->blocks / 2 * BLOCK);
+        const Source source{in, p->buffers[in].width, norm, eps};
+        return p->add(std::make_unique<Product>(source, *w, w->blocks / 2 * BLOCK, -1, Store::swiglu, false));
+    });
+}
+int64_t pdk_op_norm(pdk_program* p, int64_t in, const float* norm, float eps, int64_t out) {
+    return counted([&] { return p->add(std::make_unique<Norm>(in, out, norm, eps)); });
+}
+int64_t pdk_op_place(pdk_program* p, int64_t qkv, int64_t layer, const float* q_norm, const float* k_norm, float eps) {
+    return counted([&] { return p->add(std::make_unique<Place>(qkv, layer, q_norm, k_norm, eps)); });
+}
+int64_t pdk_op_attend(pdk_program* p, int64_t layer, int64_t out, int64_t window, float softcap, const float* sinks) {
+    return counted([&] {
+        p->plan_for(window);
+        return p->add(std::make_unique<Attend>(layer, out, Mask{window, softcap, sinks}));
+    });
+}
+int64_t pdk_op_select(pdk_program* p, int64_t in, int64_t out) {
+    return counted([&] { return p->add(std::make_unique<Select>(in, out)); });
+}
+int64_t pdk_op_argmax(pdk_program* p, int64_t in, int64_t columns, int64_t out) {
+    return counted([&] { return p->add(std::make_unique<Argmax>(in, columns, out)); });
+}
+
+int64_t pdk_begin(pdk_program* p, const pdk_step* step) {
+    return counted([&] { return p->begin(*step), 0; });
+}
+void pdk_run(pdk_program* p, int64_t first, int64_t last) { p->run(first, last); }
+
+}  // extern "C"

@@ -1,0 +1,45 @@
+// Between the product that makes Q, K and V and attention: norm of heads, rotation, KV into its pages. See level.cpp.
+#pragma once
+
+// One head of `dim`, normalised when there is a norm, rotated by the angles, times scale. x and out do not overlap.
+INLINE void turn(const float* x, int64_t dim, const float* norm, float eps, const float* cos, const float* sin,
+                 float scale, float* out) {
+    const int64_t half = dim / 2;
+    F factor = set1(norm ? scale * inverse_rms(x, dim, eps) : scale);
+    for (int64_t d = 0; d < half; d += 16) {
+        const int64_t n = half - d;
+        F a = load_n(x + d, n) * factor, b = load_n(x + half + d, n) * factor;
+        if (norm) {
+            a = a * load_n(norm + d, n);
+            b = b * load_n(norm + half + d, n);
+        }
+        F c = load_n(cos + d, n), s = load_n(sin + d, n);
+        store_n(out + d, a * c - b * s, n);
+        store_n(out + half + d, fma(b, c, a * s), n);
+    }
+}
+
+INLINE void narrow(const float* x, bf16* out, int64_t n) {
+    for (int64_t d = 0; d < n; d += 16) store_half_n(out + d, load_n(x + d, n - d), n - d);
+}
+
+// Tokens [first, last).
+static void place(const Heads& h, const Pages& pages, const int64_t* write_pages, const int64_t* write_slots,
+                  int64_t first, int64_t last) {
+    const int64_t dim = h.dim, wide = padded(dim), group = h.heads / h.kv_heads;
+    alignas(64) float turned[1024] = {};
+    for (int64_t i = first; i < last; i++) {
+        const float* x = h.qkv + i * (h.heads + 2 * h.kv_heads) * dim;
+        const float *cos = h.cos + i * (dim / 2), *sin = h.sin + i * (dim / 2);
+        for (int64_t q = 0; q < h.heads; q++) {
+            turn(x + q * dim, dim, h.q_norm, h.eps, cos, sin, h.scale, turned);
+            narrow(turned, h.q + (((q / group) * h.tokens + i) * group + q % group) * wide, wide);
+        }
+        for (int64_t k = 0; k < h.kv_heads; k++) {
+            bf16* to = pages.base + write_pages[i] * pages.page_stride + (k * pages.page_tokens + write_slots[i]) * dim;
+            turn(x + (h.heads + k) * dim, dim, h.k_norm, h.eps, cos, sin, 1.0f, turned);
+            narrow(turned, to, dim);
+            narrow(x + (h.heads + h.kv_heads + k) * dim, to + pages.value_offset, dim);
+        }
+    }
+}

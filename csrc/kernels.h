@@ -1,0 +1,119 @@
+// What kernels work on, and the table of kernels that each instruction-set level fills. Plain data, no logic.
+//
+// `level.cpp` is compiled once per level and fills one `Kernels`; `program.cpp` and `api.cpp` call through it.
+// All rows are padded with zeros to a multiple of 32 columns where an operand of a product is meant.
+#pragma once
+#include <cstdint>
+
+namespace pdk {
+
+using bf16 = uint16_t;
+
+constexpr int64_t BLOCK = 32;  // outputs of a linear layer that are computed together, and inputs per int8 group
+constexpr int MAX_GROUP = 64;  // most query heads of one KV head
+
+inline int64_t padded(int64_t n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
+
+enum class Format : int32_t { bf16 = 0, int8 = 1 };
+
+// A packed linear layer. bf16: [blocks][k / 2][32][2]. int8: [blocks][k / 4][32][4], each value + 128, and for
+// every output a scale. `k` is padded, `bias` has `blocks * 32` entries or is null.
+struct Weights {
+    Format format;
+    int64_t blocks, k;
+    uint8_t* data;
+    float* scale;
+    float* bias;
+    int64_t bytes;
+};
+
+// Rows that go into products: bf16 [rows][k], or int8 [rows][k] with a scale per group of 32 and, for each group, the
+// sum that the 128 in the weights adds, negated.
+struct Operand {
+    Format format;
+    int64_t k;
+    bf16* half;
+    int8_t* quarter;
+    float* scale;
+    int32_t* offset;
+};
+
+enum class Store : int32_t { write = 0, add = 1, swiglu = 2 };
+
+// What becomes of a product. `write`, `add`: float [rows][columns], rows `stride` apart. `swiglu`: blocks of
+// the weights are gate, up, gate, up...; their product is the operand `next`.
+struct Output {
+    Store store;
+    float* to;
+    int64_t columns, stride;
+    Operand next;
+};
+
+// Q, K and V as products left them, to be normalised, rotated and put in their places.
+struct Heads {
+    const float* qkv;  // [tokens][(heads + 2 * kv_heads) * dim]
+    int64_t heads, kv_heads, dim, tokens;
+    const float *cos, *sin;        // [tokens][dim / 2]
+    const float *q_norm, *k_norm;  // [dim] or null
+    float eps, scale;
+    bf16* q;  // [kv_heads][tokens][heads / kv_heads][padded dim], scaled
+};
+
+// One layer's keys and values. Element (page, token, dim) of a head's keys is at
+// `base + page * page_stride + head * page_tokens * dim + token * dim + d`; values lie `value_offset` further.
+struct Pages {
+    bf16* base;
+    int64_t page_stride, value_offset, page_tokens, dim;
+};
+
+// What a query sees of its row, and how scores are bent. 0 and null: not at all.
+struct Mask {
+    int64_t window;
+    float softcap;
+    const float* sinks;  // [heads]
+};
+
+// Attention of one layer over a batch of rows.
+struct Attention {
+    Pages pages;
+    Mask mask;
+    const bf16* q;  // see Heads
+    float* out;     // [tokens][heads * dim]
+    int64_t kv_heads, group, tokens;
+    const int64_t *starts, *ends, *offsets;  // [rows]: positions [start, end) are new, the first at flat index offset
+    const int32_t* table;                    // [rows][table_stride]
+    int64_t table_stride;
+};
+
+// One piece of it: queries [first, last) among the row's new tokens, keys [begin, end). `partial` null: the result is
+// written; else the piece leaves `group` x (maximum, sum, padded dim) there for `merge`. Decode only: one query.
+struct Piece {
+    int64_t row, head, first, last, begin, end;
+    float* partial;
+};
+
+struct Kernels {
+    const char* name;
+    void (*prepare)(const float* x, int64_t stride, int64_t columns, const float* norm, float eps, const Operand& out,
+                    int64_t first, int64_t last);
+    void (*norm)(const float* x, int64_t columns, const float* weight, float eps, bf16* out, int64_t first,
+                 int64_t last);
+    // Rows [0, rows) times blocks [first, last); for swiglu, pairs of blocks.
+    void (*linear)(const Weights& w, const Operand& x, int64_t rows, int64_t first, int64_t last, const Output& out);
+    void (*place)(const Heads& heads, const Pages& pages, const int64_t* write_pages, const int64_t* write_slots,
+                  int64_t first, int64_t last);
+    void (*decode)(const Attention& a, const Piece& piece);
+    void (*extend)(const Attention& a, const Piece& piece, uint8_t* scratch);
+    void (*merge)(const Attention& a, const Piece& piece, const float* partials, int64_t count);
+    int64_t (*argmax)(const float* x, int64_t count);
+    void (*widen)(const bf16* x, float* out, int64_t count);
+};
+
+int64_t extend_scratch_bytes(int64_t group, int64_t dim);
+int64_t extend_queries(int64_t group);
+
+namespace avx2 { extern const Kernels kernels; }
+namespace avx512 { extern const Kernels kernels; }
+namespace avx512_bf16 { extern const Kernels kernels; }
+
+}  // namespace pdk

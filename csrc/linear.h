@@ -1,0 +1,83 @@
+// Linear layers on packed weights, and what makes their inputs. Included by level.cpp only.
+#pragma once
+
+constexpr int64_t ROW_BYTES = 256 << 10;  // rows of one pass over the weights: they stay in the second-level cache
+
+// Rows [first, last) of x, normalised when there is a norm, as inputs of products.
+static void prepare(const float* x, int64_t stride, int64_t columns, const float* norm, float eps, const Operand& out,
+                    int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+        const float* row = x + i * stride;
+        F factor = set1(norm ? inverse_rms(row, columns, eps) : 1.0f);
+        for (int64_t c = 0; c < out.k; c += BLOCK) {
+            F a = load_n(row + c, columns - c), b = columns - c > 16 ? load_n(row + c + 16, columns - c - 16) : zero();
+            if (norm) {
+                a = a * factor * load_n(norm + c, columns - c);
+                if (columns - c > 16) b = b * factor * load_n(norm + c + 16, columns - c - 16);
+            }
+            put_block(out, i, c, a, b);
+        }
+    }
+}
+
+// Rows [first, last) normalised, as bf16 [rows][columns].
+static void norm_rows(const float* x, int64_t columns, const float* weight, float eps, bf16* out, int64_t first,
+                      int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+        const float* row = x + i * columns;
+        F factor = set1(inverse_rms(row, columns, eps));
+        for (int64_t c = 0; c < columns; c += 16)
+            store_half_n(out + i * columns + c, load_n(row + c, columns - c) * factor * load_n(weight + c, columns - c),
+                         columns - c);
+    }
+}
+
+// One tile: `count` rows times `block`, float [count][32], bias included.
+INLINE void product(const Weights& w, const Operand& x, int64_t block, int64_t row, int64_t count, float* out) {
+    if (w.format == Format::bf16)
+        TILES.half[count]((const bf16*)w.data + block * w.k * BLOCK, w.k, x.half + row * w.k, w.k, out, BLOCK);
+    else
+        TILES.quarter[count](w.data + block * w.k * BLOCK, w.scale + block * BLOCK, w.k, x, row, out);
+    if (!w.bias) return;
+    F b0 = load(w.bias + block * BLOCK), b1 = load(w.bias + block * BLOCK + 16);
+    for (int64_t r = 0; r < count; r++, out += BLOCK) {
+        store(out, load(out) + b0);
+        store(out + 16, load(out + 16) + b1);
+    }
+}
+
+INLINE void put(const Output& o, int64_t row, int64_t count, int64_t block, const float* from) {
+    const int64_t left = o.columns - block * BLOCK;
+    for (int64_t r = 0; r < count; r++, from += BLOCK) {
+        float* to = o.to + (row + r) * o.stride + block * BLOCK;
+        for (int64_t c = 0; c < 32 && c < left; c += 16) {
+            F v = load(from + c);
+            if (o.store == Store::add) v = v + load_n(to + c, left - c);
+            store_n(to + c, v, left - c);
+        }
+    }
+}
+
+static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t first, int64_t last, const Output& o) {
+    alignas(64) float a[MAX_ROWS * BLOCK], b[MAX_ROWS * BLOCK];
+    const bool half = w.format == Format::bf16;
+    const int most = half ? MAX_ROWS : MAX_QUARTER_ROWS;
+    int64_t pass = ROW_BYTES / (half ? w.k * 2 : w.k) / most * most;
+    if (pass < most) pass = most;
+    for (int64_t begin = 0; begin < rows; begin += pass)
+        for (int64_t block = first; block < last; block++)
+            by_tiles(rows - begin < pass ? rows - begin : pass, most, [&](int64_t at, int64_t count) {
+                const int64_t row = begin + at;
+                if (o.store != Store::swiglu) {
+                    product(w, x, block, row, count, a);
+                    put(o, row, count, block, a);
+                    return;
+                }
+                product(w, x, 2 * block, row, count, a);
+                product(w, x, 2 * block + 1, row, count, b);
+                for (int64_t r = 0; r < count; r++) {
+                    const float *g = a + r * BLOCK, *u = b + r * BLOCK;
+                    put_block(o.next, row + r, block * BLOCK, silu(load(g)) * load(u), silu(load(g + 16)) * load(u + 16));
+                }
+            });
+}

@@ -1,0 +1,109 @@
+// See ops.h. Each `run` does one thread's share.
+#include "ops.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace pdk {
+
+void Embed::run(Program& p, int thread) {
+    int64_t first, last;
+    p.share(p.step.tokens, thread, first, last);
+    for (int64_t i = first; i < last; i++)
+        p.kernels.widen(rows + p.step.ids[i] * width, p.floats(out) + i * width, width);
+}
+
+void Angles::run(Program& p, int thread) {
+    int64_t first, last;
+    p.share(p.step.tokens, thread, first, last);
+    const int64_t half = static_cast<int64_t>(inverse.size());
+    for (int64_t i = first; i < last; i++) {
+        const float position = static_cast<float>(p.step.positions[i]);
+        for (int64_t d = 0; d < half; d++) {
+            const float angle = position * inverse[d];
+            p.cos.as<float>()[i * half + d] = std::cos(angle) * factor;
+            p.sin.as<float>()[i * half + d] = std::sin(angle) * factor;
+        }
+    }
+}
+
+void Product::run(Program& p, int thread) {
+    const int64_t rows = p.count(of_samples);
+    if (rows == 0) return;
+    const Format format = weights.format;
+    const int64_t k = weights.k;
+    Operand x = p.gated(format, k);
+    if (source.buffer >= 0) {
+        const bool alone = rows <= OWN_ROWS;
+        x = alone ? p.own(format, k, thread) : p.shared(format, k);
+        int64_t first = 0, last = rows;
+        if (!alone) p.share(rows, thread, first, last);
+        p.kernels.prepare(p.floats(source.buffer), source.width, source.width, source.norm, source.eps, x, first, last);
+        if (!alone) p.pool.meet();
+    }
+    int64_t first, last;
+    const bool swiglu = store == Store::swiglu;
+    p.share(swiglu ? weights.blocks / 2 : weights.blocks, thread, first, last);
+    Output to{store, nullptr, columns, columns, {}};
+    if (swiglu) to.next = p.gated(format, weights.blocks / 2 * BLOCK);
+    else to.to = p.floats(out);
+    p.kernels.linear(weights, x, rows, first, last, to);
+}
+
+void Norm::run(Program& p, int thread) {
+    int64_t first, last;
+    p.share(p.step.tokens, thread, first, last);
+    p.kernels.norm(p.floats(in), p.buffers[in].width, weight, eps, p.buffers[out].room->as<bf16>(), first, last);
+}
+
+void Place::run(Program& p, int thread) {
+    int64_t first, last;
+    p.share(p.step.tokens, thread, first, last);
+    const pdk_heads& h = p.heads;
+    const Heads heads{p.floats(qkv), h.heads, h.kv_heads, h.dim, p.step.tokens, p.cos.as<float>(), p.sin.as<float>(),
+                      q_norm, k_norm, eps, h.scale, p.q.as<bf16>()};
+    p.kernels.place(heads, p.pages_of(layer), p.step.write_pages, p.step.write_slots, first, last);
+}
+
+void Attend::run(Program& p, int thread) {
+    Attention a = p.attention_of(layer);
+    a.mask = mask;
+    a.out = p.floats(out);
+    Plan& plan = p.plan_for(mask.window);
+    const int64_t count = static_cast<int64_t>(plan.pieces.size());
+    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
+        const Planned& planned = plan.pieces[i];
+        Piece piece = planned.piece;
+        if (piece.last - piece.first > 1 || a.ends[piece.row] - a.starts[piece.row] > 1) {
+            p.kernels.extend(a, piece, p.scratch[thread]->as<uint8_t>());
+            continue;
+        }
+        if (planned.split < 0) {
+            p.kernels.decode(a, piece);
+            continue;
+        }
+        const Split& split = plan.splits[planned.split];
+        float* all = p.partials.as<float>() + split.first_partial * plan.partial_floats;
+        piece.partial = all + planned.part * plan.partial_floats;
+        p.kernels.decode(a, piece);
+        const int32_t ended = plan.done[planned.split].fetch_add(1, std::memory_order_acq_rel) + 1;
+        if (ended % split.count == 0) p.kernels.merge(a, piece, all, split.count);
+    }
+}
+
+void Select::run(Program& p, int thread) {
+    int64_t first, last;
+    p.share(p.step.samples, thread, first, last);
+    const int64_t width = p.buffers[in].width;
+    for (int64_t i = first; i < last; i++)
+        std::memcpy(p.floats(out) + i * width, p.floats(in) + p.step.sample_index[i] * width, width * sizeof(float));
+}
+
+void Argmax::run(Program& p, int thread) {
+    int64_t first, last;
+    p.share(p.step.samples, thread, first, last);
+    for (int64_t i = first; i < last; i++)
+        p.buffers[out].room->as<int64_t>()[i] = p.kernels.argmax(p.floats(in) + i * columns, columns);
+}
+
+}  // namespace pdk

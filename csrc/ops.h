@@ -1,0 +1,77 @@
+// The operations that programs are made of. Described in pdk.h, where they are asked for; made by api.cpp.
+#pragma once
+#include "program.h"
+
+namespace pdk {
+
+struct Embed : Op {
+    int64_t out, width;
+    const bf16* rows;
+    Embed(int64_t out, int64_t width, const bf16* rows) : out(out), width(width), rows(rows) {}
+    void run(Program& p, int thread) override;
+};
+
+struct Angles : Op {
+    std::vector<float> inverse;
+    float factor;
+    Angles(const float* inverse, int64_t half, float factor) : inverse(inverse, inverse + half), factor(factor) {}
+    void run(Program& p, int thread) override;
+};
+
+// Where a product's inputs come from. buffer -1: from the gated product before.
+struct Source {
+    int64_t buffer, width;
+    const float* norm;
+    float eps;
+};
+
+struct Product : Op {
+    Source source;
+    Weights weights;
+    int64_t columns, out;
+    Store store;
+    bool of_samples;
+    Product(const Source& source, const Weights& weights, int64_t columns, int64_t out, Store store, bool of_samples)
+        : source(source), weights(weights), columns(columns), out(out), store(store), of_samples(of_samples) {}
+    void run(Program& p, int thread) override;
+};
+
+struct Norm : Op {
+    int64_t in, out;
+    const float* weight;
+    float eps;
+    Norm(int64_t in, int64_t out, const float* weight, float eps) : in(in), out(out), weight(weight), eps(eps) {}
+    void run(Program& p, int thread) override;
+};
+
+struct Place : Op {
+    int64_t qkv, layer;
+    const float *q_norm, *k_norm;
+    float eps;
+    Place(int64_t qkv, int64_t layer, const float* q_norm, const float* k_norm, float eps)
+        : qkv(qkv), layer(layer), q_norm(q_norm), k_norm(k_norm), eps(eps) {}
+    void run(Program& p, int thread) override;
+};
+
+struct Attend : Op {
+    int64_t layer, out;
+    Mask mask;
+    std::atomic<int64_t> next{0};
+    Attend(int64_t layer, int64_t out, const Mask& mask) : layer(layer), out(out), mask(mask) {}
+    void run(Program& p, int thread) override;
+    void prepare_for(Program&) override { next.store(0); }
+};
+
+struct Select : Op {
+    int64_t in, out;
+    Select(int64_t in, int64_t out) : in(in), out(out) {}
+    void run(Program& p, int thread) override;
+};
+
+struct Argmax : Op {
+    int64_t in, columns, out;
+    Argmax(int64_t in, int64_t columns, int64_t out) : in(in), columns(columns), out(out) {}
+    void run(Program& p, int thread) override;
+};
+
+}  // namespace pdk

@@ -1,0 +1,92 @@
+/* The C interface of pdserve's CPU kernels. Called by pdserve/model/native only; see its files for how.
+ *
+ * A *program* is a list of operations over buffers of its own, put together once for a model and run once a step, for
+ * any number of tokens. Operations name buffers, weights and row counts; what changes from step to step is in pdk_step.
+ * Functions that return int64_t give -1, and those that return a pointer NULL, when memory or threads cannot be had.
+ */
+#ifndef PDK_H
+#define PDK_H
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#define PDK_API __attribute__((visibility("default")))
+#define PDK_VERSION 1
+
+typedef struct pdk_arena pdk_arena;     /* memory of packed weights, given back together */
+typedef struct pdk_weights pdk_weights; /* one packed linear layer, in an arena */
+typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
+typedef struct pdk_program pdk_program;
+
+/* One step, flattened: `tokens` tokens of `rows` rows, of which `samples` have their logits wanted. */
+typedef struct {
+    int64_t tokens, samples, rows;
+    const int64_t *ids, *positions, *write_pages, *write_slots; /* [tokens] */
+    const int64_t* sample_index;                                /* [samples] */
+    const int64_t *starts, *ends, *offsets;                     /* [rows] */
+    const int32_t* table;                                       /* [rows][table_stride] */
+    int64_t table_stride;
+} pdk_step;
+
+/* The KV pool: bf16 [page][layer][k/v][kv_heads][page_tokens][dim], and the heads that attend to it. */
+typedef struct {
+    void* base;
+    int64_t layers, kv_heads, page_tokens, dim, heads;
+    float scale;
+} pdk_heads;
+
+PDK_API int64_t pdk_version(void);
+/* 1 when this machine can run the level "avx512_bf16", "avx512" or "avx2". */
+PDK_API int64_t pdk_supports(const char* level);
+
+PDK_API pdk_arena* pdk_arena_open(void);
+PDK_API void pdk_arena_close(pdk_arena* arena);
+/* Bytes taken so far. */
+PDK_API int64_t pdk_arena_bytes(const pdk_arena* arena);
+
+/* format 0: bf16, 1: int8. `blocks` of 32 outputs; `inputs` columns. All zero until `pdk_weights_put`. */
+PDK_API pdk_weights* pdk_weights_open(pdk_arena* arena, int64_t format, int64_t blocks, int64_t inputs, int64_t has_bias);
+/* `rows` rows of bf16 [rows][inputs], `stride` apart, to blocks `block`, `block + step`, ...; `bias` float or NULL. */
+PDK_API void pdk_weights_put(pdk_weights* w, int64_t block, int64_t step, const void* from, int64_t rows,
+                             int64_t inputs, int64_t stride, const float* bias);
+
+/* `cpus`: the core of each thread but the caller's, or NULL for any. */
+PDK_API pdk_pool* pdk_pool_open(int64_t threads, const int64_t* cpus);
+PDK_API void pdk_pool_close(pdk_pool* pool);
+
+PDK_API pdk_program* pdk_program_open(pdk_pool* pool, const char* level, const pdk_heads* heads);
+PDK_API void pdk_program_close(pdk_program* p);
+/* A buffer of `width` items a row: one row a token, or with `of_samples` one a sample. Returns its number. */
+PDK_API int64_t pdk_buffer(pdk_program* p, int64_t width, int64_t item_bytes, int64_t of_samples);
+PDK_API void* pdk_buffer_data(pdk_program* p, int64_t buffer);
+/* Make room in all buffers; what they hold is lost when they grow. */
+PDK_API int64_t pdk_reserve(pdk_program* p, int64_t tokens, int64_t samples);
+
+/* Operations; each returns its number. float buffers, unless it says otherwise. */
+PDK_API int64_t pdk_op_embed(pdk_program* p, int64_t out, const void* rows_bf16, int64_t width);
+PDK_API int64_t pdk_op_angles(pdk_program* p, const float* inverse, float factor);
+/* Inputs are `in`, normalised when `norm` is not NULL; or with in = -1 what `pdk_op_gated` left. add: out += */
+PDK_API int64_t pdk_op_linear(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w,
+                              int64_t columns, int64_t out, int64_t add, int64_t of_samples);
+/* silu(gate) * up of blocks that take turns in `w`; kept for the next linear. */
+PDK_API int64_t pdk_op_gated(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w);
+PDK_API int64_t pdk_op_norm(pdk_program* p, int64_t in, const float* norm, float eps, int64_t out_bf16);
+/* Q, K, V of buffer `qkv`: norms of heads (or NULL), rotation, K and V into the pages of `layer`. */
+PDK_API int64_t pdk_op_place(pdk_program* p, int64_t qkv, int64_t layer, const float* q_norm, const float* k_norm,
+                             float eps);
+PDK_API int64_t pdk_op_attend(pdk_program* p, int64_t layer, int64_t out, int64_t window, float softcap,
+                              const float* sinks);
+PDK_API int64_t pdk_op_select(pdk_program* p, int64_t in, int64_t out);
+/* The first of each row's largest: int64 [samples]. */
+PDK_API int64_t pdk_op_argmax(pdk_program* p, int64_t in, int64_t columns, int64_t out_int64);
+
+/* Begin a step: it is read, and must stay until the last operation has run. Makes room. */
+PDK_API int64_t pdk_begin(pdk_program* p, const pdk_step* step);
+/* Run operations [first, last). */
+PDK_API void pdk_run(pdk_program* p, int64_t first, int64_t last);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,44 @@
+// Threads that compute together. Owned by whoever opened it; one program runs at a time.
+//
+// A thread without work sleeps on a futex. Within a run threads meet at barriers every few microseconds, so there they
+// spin, but for a while only: a core that is shared with others must not be held for nothing.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace pdk {
+
+class Pool {
+  public:
+    Pool(int threads, const int64_t* cpus);
+    ~Pool();
+    Pool(const Pool&) = delete;
+
+    int size() const { return threads_; }
+
+    // Calls work(argument, thread) on every thread, the caller being thread 0, and returns when all are done.
+    void run(void (*work)(void*, int), void* argument);
+
+    // Waits for all threads of the run.
+    void meet();
+
+  private:
+    void serve(int thread);
+    static void pin(int64_t cpu);
+
+    const int threads_;
+    std::mutex one_run_;
+    std::vector<std::thread> helpers_;
+    void (*work_)(void*, int) = nullptr;
+    void* argument_ = nullptr;
+    bool closing_ = false;
+    alignas(64) std::atomic<uint32_t> epoch_{0};
+    alignas(64) std::atomic<uint32_t> arrived_{0};
+    alignas(64) std::atomic<uint32_t> round_{0};
+    std::atomic<uint32_t> sleepers_{0};
+};
+
+}  // namespace pdk

@@ -1,0 +1,143 @@
+// See program.h.
+#include "program.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+namespace pdk {
+namespace {
+
+constexpr size_t LINE = 64, HUGE_PAGE = 2u << 20;
+constexpr int64_t GROW_TOKENS = 16;  // room is made for a multiple of so many, so that it is not made anew each step
+
+size_t up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
+
+// Bytes of an operand: int8 with its scales and sums is smaller than bf16.
+size_t operand_bytes(int64_t rows, int64_t k) { return up(static_cast<size_t>(rows) * k * 2, LINE) + 3 * LINE; }
+
+}  // namespace
+
+Room::~Room() { std::free(at_); }
+
+void Room::reserve(size_t bytes) {
+    if (bytes <= bytes_) return;
+    std::free(at_);
+    at_ = nullptr;
+    bytes_ = 0;
+    const size_t unit = bytes >= HUGE_PAGE ? HUGE_PAGE : LINE;
+    at_ = std::aligned_alloc(unit, up(bytes, unit));
+    if (!at_) throw std::bad_alloc();
+    bytes_ = up(bytes, unit);
+    if (unit == HUGE_PAGE) madvise(at_, bytes_, MADV_HUGEPAGE);
+}
+
+Program::Program(Pool& pool, const Kernels& kernels, const pdk_heads& heads)
+    : pool(pool), kernels(kernels), heads(heads) {
+    for (int t = 0; t < pool.size(); t++) {
+        own_.push_back(std::make_unique<Room>());
+        scratch.push_back(std::make_unique<Room>());
+    }
+}
+
+int64_t Program::add(std::unique_ptr<Op> op) {
+    ops_.push_back(std::move(op));
+    return static_cast<int64_t>(ops_.size()) - 1;
+}
+
+int64_t Program::add_buffer(int64_t width, int64_t item_bytes, bool of_samples) {
+    buffers.push_back({width, item_bytes, of_samples, std::make_unique<Room>()});
+    tokens_ = samples_ = 0;
+    return static_cast<int64_t>(buffers.size()) - 1;
+}
+
+void Program::reserve(int64_t tokens, int64_t samples) {
+    if (tokens <= tokens_ && samples <= samples_) return;
+    tokens_ = std::max<int64_t>(tokens_, up(tokens, GROW_TOKENS));
+    samples_ = std::max<int64_t>(samples_, up(samples, GROW_TOKENS));
+    for (const Buffer& b : buffers)
+        b.room->reserve(static_cast<size_t>(b.of_samples ? samples_ : tokens_) * b.width * b.item_bytes + LINE);
+    const int64_t most = std::max(tokens_, samples_);
+    shared_.reserve(operand_bytes(most, operand_width_));
+    gated_.reserve(operand_bytes(most, gated_width_));
+    const int64_t half = heads.dim / 2;
+    cos.reserve(tokens_ * half * sizeof(float) + LINE);
+    sin.reserve(tokens_ * half * sizeof(float) + LINE);
+    q.reserve(tokens_ * heads.heads * padded(heads.dim) * sizeof(bf16) + LINE);
+    for (auto& room : own_) room->reserve(operand_bytes(OWN_ROWS, operand_width_));
+    const int64_t group = heads.kv_heads ? heads.heads / heads.kv_heads : 1;
+    for (auto& room : scratch) room->reserve(extend_scratch_bytes(group, heads.dim));
+}
+
+void Program::begin(const pdk_step& now) {
+    step = now;
+    reserve(step.tokens, step.samples);
+    size_t floats_of_partials = 0;
+    for (auto& [window, plan] : plans_) {
+        plan->make(step, heads.kv_heads, heads.heads / heads.kv_heads, heads.dim, window, pool.size());
+        floats_of_partials = std::max<size_t>(floats_of_partials, plan->partials * plan->partial_floats);
+    }
+    partials.reserve(floats_of_partials * sizeof(float));
+    for (auto& op : ops_) op->prepare_for(*this);
+}
+
+Plan& Program::plan_for(int64_t window) {
+    for (auto& [known, plan] : plans_)
+        if (known == window) return *plan;
+    plans_.emplace_back(window, std::make_unique<Plan>());
+    return *plans_.back().second;
+}
+
+void Program::run(int64_t first, int64_t last) {
+    struct Range {
+        Program* program;
+        int64_t first, last;
+    } range{this, first, last};
+    pool.run(
+        [](void* argument, int thread) {
+            const Range& r = *static_cast<Range*>(argument);
+            for (int64_t i = r.first; i < r.last; i++) {
+                r.program->ops_[i]->run(*r.program, thread);
+                if (i + 1 < r.last) r.program->pool.meet();
+            }
+        },
+        &range);
+}
+
+void Program::share(int64_t n, int thread, int64_t& first, int64_t& last) const {
+    first = n * thread / pool.size();
+    last = n * (thread + 1) / pool.size();
+}
+
+Pages Program::pages_of(int64_t layer) const {
+    const int64_t plane = heads.kv_heads * heads.page_tokens * heads.dim;
+    return {static_cast<bf16*>(heads.base) + layer * 2 * plane, heads.layers * 2 * plane, plane, heads.page_tokens,
+            heads.dim};
+}
+
+Attention Program::attention_of(int64_t layer) const {
+    return {pages_of(layer), {}, q.as<bf16>(), nullptr, heads.kv_heads, heads.heads / heads.kv_heads, step.tokens,
+            step.starts, step.ends, step.offsets, step.table, step.table_stride};
+}
+
+Operand Program::operand(const Room& room, Format format, int64_t rows, int64_t k) {
+    char* at = room.as<char>();
+    if (format == Format::bf16) return {format, k, reinterpret_cast<bf16*>(at), nullptr, nullptr, nullptr};
+    const size_t groups = static_cast<size_t>(rows) * k / BLOCK;
+    char* scale = at + up(static_cast<size_t>(rows) * k, LINE);
+    char* offset = scale + up(groups * sizeof(float), LINE);
+    return {format, k, nullptr, reinterpret_cast<int8_t*>(at), reinterpret_cast<float*>(scale),
+            reinterpret_cast<int32_t*>(offset)};
+}
+
+Operand Program::shared(Format format, int64_t k) const {
+    return operand(shared_, format, std::max(tokens_, samples_), k);
+}
+Operand Program::own(Format format, int64_t k, int thread) const { return operand(*own_[thread], format, OWN_ROWS, k); }
+Operand Program::gated(Format format, int64_t k) const {
+    return operand(gated_, format, std::max(tokens_, samples_), k);
+}
+
+}  // namespace pdk

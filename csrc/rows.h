@@ -1,0 +1,67 @@
+// Arithmetic along a row: exp, silu, norms, quantization, argmax. Included by level.cpp only.
+#pragma once
+
+// e^x, within 2 units in the last place; 0 below -87. Cephes' polynomial.
+INLINE F exp(F x) {
+    x = min(max(x, set1(-87.3f)), set1(88.0f));
+    F n = round(x * set1(1.44269504f));
+    F r = fma(n, set1(-0.693359375f), x);
+    r = fma(n, set1(2.12194440e-4f), r);
+    F p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = fma(p, r * r, r + set1(1.0f));
+    return scale2(p, n);
+}
+INLINE F silu(F x) { return x / (set1(1.0f) + exp(zero() - x)); }
+INLINE F tanh(F x) {
+    F e = exp(x + x);  // its argument is clamped, so that this is 1 or -1 far out
+    return (e - set1(1.0f)) / (e + set1(1.0f));
+}
+
+INLINE float inverse_rms(const float* x, int64_t n, float eps) {
+    F s = zero();
+    for (int64_t c = 0; c < n; c += 16) {
+        F v = load_n(x + c, n - c);
+        s = fma(v, v, s);
+    }
+    return 1.0f / sqrtf(sum(s) / (float)n + eps);
+}
+
+// 32 columns of one row of an operand.
+INLINE void put_block(const Operand& o, int64_t row, int64_t column, F a, F b) {
+    if (o.format == Format::bf16) {
+        store_half(o.half + row * o.k + column, a);
+        store_half(o.half + row * o.k + column + 16, b);
+        return;
+    }
+    const int64_t group = (row * o.k + column) / BLOCK;
+    float most = top(max(abs(a), abs(b)));
+    if (!(most > 1e-30f)) most = 1e-30f;
+    F inverse = set1(127.0f / most);
+    I x = to_int(a * inverse), y = to_int(b * inverse);
+    o.scale[group] = most / 127.0f;
+    o.offset[group] = -128 * isum(x + y);
+    store_bytes(o.quarter + row * o.k + column, x);
+    store_bytes(o.quarter + row * o.k + column + 16, y);
+}
+
+// The first of the largest; a NaN is never it unless all are.
+static int64_t argmax(const float* x, int64_t n) {
+    F best = set1(-INFINITY);
+    int64_t c = 0;
+    for (; c + 16 <= n; c += 16) best = max(load(x + c), best);
+    float most = top(best);
+    for (; c < n; c++) most = x[c] > most ? x[c] : most;
+    for (int64_t i = 0; i < n; i++)
+        if (x[i] == most) return i;
+    return 0;
+}
+
+static void widen(const bf16* x, float* out, int64_t n) {
+    for (int64_t c = 0; c < n; c += 16) store_n(out + c, load_half_n(x + c, n - c), n - c);
+}
+

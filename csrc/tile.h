@@ -1,0 +1,101 @@
+// The innermost loops: a few rows times one block of 32 outputs. Included by level.cpp only.
+//
+// A tile of R rows keeps 2 R accumulators in registers; the weights of the block stream past them once.
+#pragma once
+
+// out[r][0..32) = (ADD: out +) sum over k of x[r][k] * w[k][0..32); w is [k / 2][32][2], rows of x and out are strides
+// apart.
+template <int R, bool ADD>
+static void tile_half(const bf16* w, int64_t k, const bf16* x, int64_t x_stride, float* out, int64_t out_stride) {
+    constexpr int DEEP = R == 1 ? 4 : R <= 3 && MAX_ROWS > 2 ? 2 : 1;  // independent sums, to hide latency
+    F a[DEEP][R][2];
+    for (auto& deep : a)
+        for (auto& row : deep) row[0] = row[1] = zero();
+    for (int64_t q = 0; q < k; q += 2 * DEEP) {
+#pragma GCC unroll 4
+        for (int u = 0; u < DEEP; u++) {
+            const bf16* at = w + (q + 2 * u) * 32;
+            P w0 = pairs(at), w1 = pairs(at + 32);
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) {
+                P v = spread(x + r * x_stride + q + 2 * u);
+                a[u][r][0] = dot2(a[u][r][0], v, w0);
+                a[u][r][1] = dot2(a[u][r][1], v, w1);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int j = 0; j < 2; j++) {
+            F t = a[0][r][j];
+            if (ADD) t = t + load(out + r * out_stride + j * 16);
+            for (int u = 1; u < DEEP; u++) t = t + a[u][r][j];
+            store(out + r * out_stride + j * 16, t);
+        }
+}
+
+// The same of int8 weights, [k / 4][32][4] with 128 added, and rows in groups of 32 with a scale each.
+template <int R>
+static void tile_quarter(const uint8_t* w, const float* scale, int64_t k, const Operand& x, int64_t row, float* out) {
+    const int64_t groups = k / BLOCK;
+    const int8_t* q = x.quarter + row * k;
+    F o[R][2];
+    for (auto& r : o) r[0] = r[1] = zero();
+    for (int64_t g = 0; g < groups; g++) {
+        I a[R][2];
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) a[r][0] = a[r][1] = iset1(x.offset[(row + r) * groups + g]);
+#pragma GCC unroll 8
+        for (int u = 0; u < 8; u++) {
+            const uint8_t* at = w + (g * 8 + u) * 128;
+            P w0 = pairs(at), w1 = pairs(at + 64);
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) {
+                P v = spread(q + r * k + g * BLOCK + u * 4);
+                a[r][0] = dot4(a[r][0], w0, v);
+                a[r][1] = dot4(a[r][1], w1, v);
+            }
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            F s = set1(x.scale[(row + r) * groups + g]);
+            o[r][0] = fma(s, to_float(a[r][0]), o[r][0]);
+            o[r][1] = fma(s, to_float(a[r][1]), o[r][1]);
+        }
+    }
+    F s0 = load(scale), s1 = load(scale + 16);
+    for (int r = 0; r < R; r++) {
+        store(out + r * BLOCK, o[r][0] * s0);
+        store(out + r * BLOCK + 16, o[r][1] * s1);
+    }
+}
+
+constexpr int MAX_QUARTER_ROWS = MAX_ROWS < 6 ? MAX_ROWS : 6;  // integer and float accumulators live at once
+
+using TileHalf = void (*)(const bf16*, int64_t, const bf16*, int64_t, float*, int64_t);
+using TileQuarter = void (*)(const uint8_t*, const float*, int64_t, const Operand&, int64_t, float*);
+
+template <int R>
+struct Tiles {
+    static constexpr void fill(TileHalf* half, TileHalf* adding, TileQuarter* quarter) {
+        half[R] = tile_half<R, false>;
+        adding[R] = tile_half<R, true>;
+        if constexpr (R <= MAX_QUARTER_ROWS) quarter[R] = tile_quarter<R>;
+        if constexpr (R > 1) Tiles<R - 1>::fill(half, adding, quarter);
+    }
+};
+struct TileTable {
+    TileHalf half[MAX_ROWS + 1] = {}, adding[MAX_ROWS + 1] = {};
+    TileQuarter quarter[MAX_QUARTER_ROWS + 1] = {};
+    constexpr TileTable() { Tiles<MAX_ROWS>::fill(half, adding, quarter); }
+};
+static constexpr TileTable TILES;
+
+// Calls f(row, count) for `rows` cut into as few tiles of up to `most` rows as there can be, of about equal size.
+template <class Call>
+INLINE void by_tiles(int64_t rows, int most, Call&& f) {
+    const int64_t tiles = (rows + most - 1) / most;
+    for (int64_t i = 0; i < tiles; i++) {
+        const int64_t first = rows * i / tiles;
+        f(first, rows * (i + 1) / tiles - first);
+    }
+}

@@ -1,0 +1,263 @@
+"""A decoder computed by a program of the CPU kernels: one call a step, without Python between its operations.
+
+Made by the executor factory of a `Decoder` that has its weights, which are packed and then let go of; `bind` puts the
+program together over the KV pool. What other ranks must take part in, and mixtures of experts, are *stops*: the
+program runs up to there, Python does its part on the program's buffers, and the program goes on.
+
+    x = embedding                             float32, [tokens, hidden]
+    each layer: qkv = norm(x) W   place: heads into q and pages   mixed = attention   x += mixed W   [stop: all_reduce]
+                h = silu(norm(x) Wg) * norm(x) Wu                 x += h W            [stop: all_reduce, or experts]
+    samples = x at sample_index   logits = norm(samples) W
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pdserve.model.attention.interface import StepAttention
+from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.config import ModelSpec
+from pdserve.model.families.decoder import Decoder, DecoderLayer
+from pdserve.model.families.interface import Mixture
+from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.layers.linear import Linear
+from pdserve.model.layers.mlp import DenseMLP
+from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Program, Threads
+from pdserve.model.native.weights import Arena, Format, Packed, pack, pack_gated
+from pdserve.model.parallel import Parallel
+from pdserve.model.params import ParamSlots
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedLayer:
+    """One layer's linear layers. `gate_up` and `down` are None where the feed-forward half stays with torch."""
+
+    qkv: Packed
+    out: Packed
+    gate_up: Packed | None
+    down: Packed | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """Once operations before `at` have run, `action` does Python's part for so many tokens."""
+
+    at: int
+    action: Callable[[int], None]
+
+
+def cannot_run(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernels cannot run this model; None when they can."""
+    if device.type != "cpu":
+        return f"the kernels are for the CPU, and the device is {device.type}"
+    if dtype != torch.bfloat16:
+        return f"the kernels compute in bfloat16, and the model is in {str(dtype).removeprefix('torch.')}"
+    if spec.head_dim % 2 or spec.head_dim > MAX_HEAD_DIM:
+        return f"heads of {spec.head_dim} are odd or larger than {MAX_HEAD_DIM}"
+    if spec.num_heads > MAX_GROUP * spec.num_kv_heads:
+        return f"{spec.num_heads // spec.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
+    return None
+
+
+class NativeDecoder:
+    """Implements `Model`. `model` is taken over: nothing else may call it after. `bind` comes before `forward`."""
+
+    def __init__(self, model: Decoder, threads: Threads, level: str, format: Format) -> None:
+        self._model, self._threads, self._level = model, threads, level
+        self._stops: list[Stop] = []
+        self._marks: list[int] = []
+        arena = Arena()
+        self._layers = [_pack_layer(arena, format, layer, model.params) for layer in model.layers]
+        self._head: Packed | None = None
+        if model.head is not None:
+            keeps = model.embedding is not None and model.embedding.weight is model.head.weight
+            self._head = _pack_linear(arena, format, model.head, None if keeps else model.params)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """See `Model.spec`."""
+        return self._model.spec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Model.dtype`."""
+        return self._model.dtype
+
+    @property
+    def params(self) -> ParamSlots:
+        """See `Model.params`."""
+        return self._model.params
+
+    @property
+    def parallel(self) -> Parallel:
+        """See `Model.parallel`."""
+        return self._model.parallel
+
+    @property
+    def mixtures(self) -> Mapping[int, Mixture]:
+        """See `Model.mixtures`."""
+        return self._model.mixtures
+
+    @property
+    def num_layers(self) -> int:
+        """See `Model.num_layers`."""
+        return self._model.num_layers
+
+    def bind(self, pool: KVPool) -> None:
+        """Put the program together, over this rank's KV pool. Called once."""
+        model, spec = self._model, self._model.spec
+        group = pool.group
+        first = model.layers[0]
+        shape = HeadShape(len(model.layers), first.num_heads, first.num_kv_heads, group.page_tokens, group.head_dim)
+        self._program = program = Program(self._threads, self._level, shape, pool.pages)
+        self._x = program.buffer(spec.hidden_size)
+        self._part = program.buffer(spec.hidden_size)
+        self._normed = program.buffer(spec.hidden_size, torch.bfloat16)
+        self._samples = program.buffer(spec.hidden_size, of_samples=True)
+        qkv = program.buffer((first.num_heads + 2 * first.num_kv_heads) * spec.head_dim)
+        mixed = program.buffer(first.num_heads * spec.head_dim)
+        program.angles(model.rotary.inverse, model.rotary.factor)
+        if self._embeds_itself and model.embedding is not None:
+            program.embed(self._x, model.embedding.weight)
+        for local, (layer, packed) in enumerate(zip(model.layers, self._layers, strict=True)):
+            self._record_layer(local, layer, packed, qkv, mixed)
+        self._body = program.num_ops
+        if model.norm is not None and self._head is not None:
+            program.select(self._x, self._samples)
+            self._head_from = program.num_ops
+            self._logits = program.buffer(self._head.num_out, of_samples=True)
+            program.linear(self._samples, self._head, self._logits, norm=model.norm.weight, eps=model.norm.eps)
+
+    def idle(self) -> None:
+        """See `Model.idle`."""
+        self._model.idle()
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: ForwardBatch,
+        attention: StepAttention,
+        on_layer: Callable[[int], None] | None = None,
+        hidden: Tensor | None = None,
+        on_hidden: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """See `Model.forward`; `attention` is the program's own."""
+        program, num_tokens = self._program, len(batch.input_ids)
+        program.begin(batch)
+        if not self._embeds_itself:
+            program.view(self._x, num_tokens).copy_(self._begins_with(batch, hidden))
+        stops = self._stops
+        if on_layer is not None:
+            stops = sorted(stops + self._mark_stops(on_layer), key=lambda stop: stop.at)
+        done = 0
+        for stop in stops:
+            program.run(done, stop.at)
+            stop.action(num_tokens)
+            done = stop.at
+        program.run(done, self._body)
+        if self._head is None:
+            return program.view(self._x, num_tokens).to(self.dtype)
+        if on_hidden is not None:
+            on_hidden(program.view(self._x, num_tokens))
+            program.begin(batch)
+        program.run(self._body, program.num_ops)
+        return program.view(self._logits, len(batch.sample_index))
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Model.logits`; `hidden` is float32."""
+        assert self._head is not None, "only the last stage has a head"
+        self._program.begin_samples(len(hidden))
+        self._program.view(self._samples, len(hidden)).copy_(hidden)
+        self._program.run(self._head_from, self._program.num_ops)
+        return self._program.view(self._logits, len(hidden))
+
+    @property
+    def _embeds_itself(self) -> bool:
+        """Whether looking tokens up is an operation: else the rows are at other ranks, or another stage did it."""
+        return self._model.embedding is not None and self.parallel.place.shape.tp_size == 1
+
+    def _begins_with(self, batch: ForwardBatch, hidden: Tensor | None) -> Tensor:
+        """Hidden states that this stage begins with."""
+        if self._model.embedding is not None:
+            assert hidden is None, "the first stage begins with the tokens"
+            return self._model.embedding(batch.input_ids)
+        assert hidden is not None, "this stage begins with hidden states"
+        return hidden
+
+    def _mark_stops(self, on_layer: Callable[[int], None]) -> list[Stop]:
+        """A stop where each layer's KV has been written."""
+        return [Stop(at, partial(_mark, on_layer, layer)) for layer, at in enumerate(self._marks)]
+
+    def _record_layer(self, local: int, layer: DecoderLayer, packed: PackedLayer, qkv: Buffer, mixed: Buffer) -> None:
+        """The operations of one layer."""
+        program, norm = self._program, layer.input_norm
+        program.linear(self._x, packed.qkv, qkv, norm=norm.weight, eps=norm.eps)
+        q_norm = None if layer.q_norm is None else layer.q_norm.weight
+        k_norm = None if layer.k_norm is None else layer.k_norm.weight
+        program.place(qkv, local, q_norm, k_norm, norm.eps)
+        self._marks.append(program.num_ops)
+        program.attend(local, mixed)
+        if self.parallel.place.shape.tp_size == 1:
+            program.linear(mixed, packed.out, self._x, add=True)
+        else:
+            program.linear(mixed, packed.out, self._part)
+            self._stops.append(Stop(program.num_ops, self._add_up))
+        norm = layer.post_norm
+        if packed.gate_up is None or packed.down is None:
+            program.norm(self._x, norm.weight, norm.eps, self._normed)
+            self._stops.append(Stop(program.num_ops, partial(self._add_mlp, layer)))
+            return
+        program.gated(self._x, packed.gate_up, norm=norm.weight, eps=norm.eps)
+        if self.parallel.wide.size == 1:
+            program.linear(None, packed.down, self._x, add=True)
+        else:
+            program.linear(None, packed.down, self._part)
+            self._stops.append(Stop(program.num_ops, self._add_up_mlp))
+
+    def _add_up(self, num_tokens: int) -> None:
+        """The attention half of all tensor ranks."""
+        part = self._program.view(self._part, num_tokens)
+        self._program.view(self._x, num_tokens).add_(self.parallel.all_reduce(part))
+
+    def _add_up_mlp(self, num_tokens: int) -> None:
+        """The dense feed-forward half of all tensor ranks."""
+        part = self._program.view(self._part, num_tokens)
+        self._program.view(self._x, num_tokens).add_(self.parallel.wide.add_up(part))
+
+    def _add_mlp(self, layer: DecoderLayer, num_tokens: int) -> None:
+        """A feed-forward half that torch computes."""
+        normed = self._program.view(self._normed, num_tokens)
+        self._program.view(self._x, num_tokens).add_(layer.mlp(normed))
+
+
+def _mark(on_layer: Callable[[int], None], layer: int, num_tokens: int) -> None:
+    """What `Stop.action` does where a layer's KV has been written."""
+    on_layer(layer)
+
+
+def _pack_layer(arena: Arena, format: Format, layer: DecoderLayer, params: ParamSlots) -> PackedLayer:
+    """One layer's weights, taken over. Torch keeps experts, and what all replicas share."""
+    qkv, out = (_pack_linear(arena, format, linear, params) for linear in (layer.qkv, layer.out))
+    mlp = layer.mlp
+    if not isinstance(mlp, DenseMLP) or mlp.wide.spans_replicas:
+        return PackedLayer(qkv, out, None, None)
+    gate_up = _pack_linear(arena, format, mlp.gate_up, params, gated=True)
+    return PackedLayer(qkv, out, gate_up, _pack_linear(arena, format, mlp.down, params))
+
+
+def _pack_linear(
+    arena: Arena, format: Format, linear: Linear, params: ParamSlots | None, *, gated: bool = False
+) -> Packed:
+    """Packed; the original is let go of unless `params` is None, where it is needed elsewhere, too."""
+    before = arena.num_bytes
+    packed = (pack_gated if gated else pack)(arena, format, linear.weight, linear.bias)
+    if params is not None:
+        params.give_away(linear.weight, arena.num_bytes - before)
+        linear.give_away()
+    return packed

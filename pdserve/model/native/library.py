@@ -1,0 +1,123 @@
+"""The shared library of CPU kernels: where it is, whether this machine can run it, and its C interface for ctypes.
+
+`csrc/pdk.h` describes the functions; `weights` and `program` call them. The package's build makes the library; without
+a compiler there is none, and the model runs on torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int64, c_void_p
+from pathlib import Path
+
+from pdserve.errors import ConfigError
+
+PATH_VARIABLE = "PDSERVE_KERNELS_LIBRARY"
+"""Environment variable: the library to load instead of the one beside this file."""
+LEVEL_VARIABLE = "PDSERVE_KERNELS_LEVEL"
+"""Environment variable: the instruction-set level to use, one of LEVELS."""
+LEVELS = ("avx512_bf16", "avx512", "avx2")
+"""Best first."""
+FILE = "libpdserve_kernels.so"
+VERSION = 1
+
+
+class Step(Structure):
+    """`pdk_step`."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("tokens", "samples", "rows")),
+        *((name, c_void_p) for name in ("ids", "positions", "write_pages", "write_slots", "sample_index")),
+        *((name, c_void_p) for name in ("starts", "ends", "offsets", "table")),
+        ("table_stride", c_int64),
+    )
+
+
+class Heads(Structure):
+    """`pdk_heads`."""
+
+    _fields_ = (
+        ("base", c_void_p),
+        *((name, c_int64) for name in ("layers", "kv_heads", "page_tokens", "dim", "heads")),
+        ("scale", c_float),
+    )
+
+
+_P, _I, _F = c_void_p, c_int64, c_float
+_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "pdk_version": (_I, ()),
+    "pdk_supports": (_I, (c_char_p,)),
+    "pdk_arena_open": (_P, ()),
+    "pdk_arena_close": (None, (_P,)),
+    "pdk_arena_bytes": (_I, (_P,)),
+    "pdk_weights_open": (_P, (_P, _I, _I, _I, _I)),
+    "pdk_weights_put": (None, (_P, _I, _I, _P, _I, _I, _I, _P)),
+    "pdk_pool_open": (_P, (_I, POINTER(c_int64))),
+    "pdk_pool_close": (None, (_P,)),
+    "pdk_program_open": (_P, (_P, c_char_p, POINTER(Heads))),
+    "pdk_program_close": (None, (_P,)),
+    "pdk_buffer": (_I, (_P, _I, _I, _I)),
+    "pdk_buffer_data": (_P, (_P, _I)),
+    "pdk_reserve": (_I, (_P, _I, _I)),
+    "pdk_op_embed": (_I, (_P, _I, _P, _I)),
+    "pdk_op_angles": (_I, (_P, _P, _F)),
+    "pdk_op_linear": (_I, (_P, _I, _P, _F, _P, _I, _I, _I, _I)),
+    "pdk_op_gated": (_I, (_P, _I, _P, _F, _P)),
+    "pdk_op_norm": (_I, (_P, _I, _P, _F, _I)),
+    "pdk_op_place": (_I, (_P, _I, _I, _P, _P, _F)),
+    "pdk_op_attend": (_I, (_P, _I, _I, _I, _F, _P)),
+    "pdk_op_select": (_I, (_P, _I, _I)),
+    "pdk_op_argmax": (_I, (_P, _I, _I, _I)),
+    "pdk_begin": (_I, (_P, POINTER(Step))),
+    "pdk_run": (None, (_P, _I, _I)),
+}
+
+
+class Unavailable(Exception):
+    """There are no kernels for this machine; the message says why."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The library, loaded once. Raises Unavailable."""
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+        raise Unavailable(f"the CPU kernels are for Linux on x86-64, not {platform.system()} on {platform.machine()}")
+    path = Path(os.environ.get(PATH_VARIABLE) or Path(__file__).with_name(FILE))
+    if not path.is_file():
+        raise Unavailable(f"{path.name} was not built: install pdserve where there is a C++ compiler and CMake")
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise Unavailable(f"{path.name} cannot be loaded: {error}") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)  # kept by the library, which loaded[name] is not
+        function.restype, function.argtypes = result, arguments
+    if loaded.pdk_version() != VERSION:
+        raise Unavailable(f"{path.name} is of version {loaded.pdk_version()}, not {VERSION}: build it anew")
+    return loaded
+
+
+def supports(level: str) -> bool:
+    """Whether this machine can run `level`. Raises Unavailable."""
+    return bool(library().pdk_supports(level.encode()))
+
+
+def best_level() -> str:
+    """The level to run: the one asked for in the environment, else the best that this machine has.
+
+    Raises:
+        Unavailable: it has none of them, or there is no library.
+        ConfigError: the environment asks for one that it has not.
+    """
+    asked = os.environ.get(LEVEL_VARIABLE)
+    if asked is not None:
+        if asked not in LEVELS or not supports(asked):
+            raise ConfigError(f"{LEVEL_VARIABLE} is {asked!r}, which is not one of {', '.join(LEVELS)} that runs here")
+        return asked
+    for level in LEVELS:
+        if supports(level):
+            return level
+    raise Unavailable(f"this CPU has none of {', '.join(LEVELS)}")

@@ -1,0 +1,227 @@
+"""A program of the kernels, put together once and run once a step. Owned by `NativeDecoder`; tests make their own.
+
+`csrc/pdk.h` describes the operations. What they read must stay where it is: tensors are kept here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.native.library import Heads, Step, library
+from pdserve.model.native.weights import Packed
+
+MAX_GROUP = 64
+MAX_HEAD_DIM = 512
+_ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.int64: 8}
+
+
+class Threads:
+    """The threads that run programs; the calling one is the first of `count`. They end when this object goes.
+
+    With `cpus` the others stay on these cores, `count - 1` of them.
+    """
+
+    def __init__(self, count: int, cpus: Sequence[int] | None = None) -> None:
+        self._library = library()
+        assert count >= 1 and (cpus is None or len(cpus) == count - 1), (count, cpus)
+        pinned = None if cpus is None else (ctypes.c_int64 * len(cpus))(*cpus)
+        self.handle: int | None = self._library.pdk_pool_open(count, pinned)
+        if self.handle is None:
+            raise RuntimeError(f"cannot start {count - 1} threads")
+
+    def __del__(self) -> None:
+        if self.handle is not None:
+            self._library.pdk_pool_close(self.handle)
+            self.handle = None
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadShape:
+    """The attention of all layers: `num_heads` query heads share `num_kv_heads` heads of `dim` in `layers` layers."""
+
+    layers: int
+    num_heads: int
+    num_kv_heads: int
+    page_tokens: int
+    dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """Memory of a program: a row of `width` items for each token, or for each sample with `of_samples`."""
+
+    number: int
+    width: int
+    dtype: torch.dtype
+    of_samples: bool
+
+
+class Program:
+    """Operations over buffers; `kv` bf16 `[num_pages, layers, 2, kv_heads, page_tokens, dim]` is the KV pool."""
+
+    def __init__(self, threads: Threads, level: str, heads: HeadShape, kv: Tensor) -> None:
+        assert kv.dtype == torch.bfloat16 and kv.is_contiguous(), "pages are contiguous bf16"
+        assert kv.shape[1:] == (heads.layers, 2, heads.num_kv_heads, heads.page_tokens, heads.dim), kv.shape
+        assert heads.dim % 2 == 0 and heads.dim <= MAX_HEAD_DIM, f"heads of {heads.dim}"
+        assert heads.num_heads % heads.num_kv_heads == 0 and heads.num_heads <= MAX_GROUP * heads.num_kv_heads
+        self._library = library()
+        self._kept: list[object] = [threads, kv]
+        shape = Heads(
+            kv.data_ptr(), heads.layers, heads.num_kv_heads, heads.page_tokens, heads.dim, heads.num_heads,
+            heads.dim**-0.5,
+        )  # fmt: skip
+        self._handle: int | None = self._library.pdk_program_open(threads.handle, level.encode(), ctypes.byref(shape))
+        if self._handle is None:
+            raise RuntimeError(f"cannot open a program of level {level}")
+        self._num_pages, self._heads = len(kv), heads
+        self.num_ops = 0
+        self._step_kept: list[object] = []
+
+    def __del__(self) -> None:
+        if self._handle is not None:
+            self._library.pdk_program_close(self._handle)
+            self._handle = None
+
+    def buffer(self, width: int, dtype: torch.dtype = torch.float32, *, of_samples: bool = False) -> Buffer:
+        """A new buffer."""
+        number = self._number(self._library.pdk_buffer(self._handle, width, _ITEM_BYTES[dtype], of_samples))
+        return Buffer(number, width, dtype, of_samples)
+
+    def view(self, buffer: Buffer, num_rows: int) -> Tensor:
+        """The first rows of a buffer `[num_rows, width]`; valid until the next `begin` or `reserve`."""
+        if num_rows == 0:
+            return torch.empty(0, buffer.width, dtype=buffer.dtype)
+        size = num_rows * buffer.width * _ITEM_BYTES[buffer.dtype]
+        address = self._library.pdk_buffer_data(self._handle, buffer.number)
+        raw = (ctypes.c_char * size).from_address(address)
+        return torch.frombuffer(raw, dtype=buffer.dtype).view(num_rows, buffer.width)
+
+    def reserve(self, num_tokens: int, num_samples: int) -> None:
+        """Make room for steps of so many; buffers that grow lose what they hold."""
+        self._number(self._library.pdk_reserve(self._handle, num_tokens, num_samples))
+
+    def embed(self, out: Buffer, rows: Tensor) -> None:
+        """`out` = the rows of `rows` bf16 `[vocab, width]` of the step's tokens."""
+        assert rows.dtype == torch.bfloat16 and rows.is_contiguous() and rows.shape[1] == out.width
+        self._op(self._library.pdk_op_embed(self._handle, out.number, self._keep(rows), out.width))
+
+    def angles(self, inverse: Tensor, factor: float) -> None:
+        """What `place` rotates by: positions times `inverse` `[dim / 2]`, cosine and sine times `factor`."""
+        assert inverse.shape == (self._heads.dim // 2,), inverse.shape
+        self._op(self._library.pdk_op_angles(self._handle, self._keep(inverse.float().contiguous()), factor))
+
+    def linear(
+        self,
+        source: Buffer | None,
+        weights: Packed,
+        out: Buffer,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        add: bool = False,
+    ) -> None:
+        """`out` = (or with `add` +=) the product; `source` None: of what `gated` left. `norm` is applied before."""
+        assert source is None or (source.width == weights.num_in and source.of_samples == out.of_samples)
+        assert out.width == weights.num_out and out.dtype == torch.float32
+        self._op(
+            self._library.pdk_op_linear(
+                self._handle, -1 if source is None else source.number, self._norm(norm, weights.num_in), eps,
+                self._weights(weights), out.width, out.number, add, out.of_samples,
+            )
+        )  # fmt: skip
+
+    def gated(self, source: Buffer, weights: Packed, *, norm: Tensor | None, eps: float) -> None:
+        """silu(gate) * up of `pack_gated` weights, for the `linear` that follows."""
+        assert source.width == weights.num_in and not source.of_samples
+        self._op(
+            self._library.pdk_op_gated(
+                self._handle, source.number, self._norm(norm, weights.num_in), eps, self._weights(weights)
+            )
+        )
+
+    def norm(self, source: Buffer, norm: Tensor, eps: float, out: Buffer) -> None:
+        """`out`, bf16, = `source` normalised."""
+        assert out.dtype == torch.bfloat16 and out.width == source.width
+        weight = self._norm(norm, source.width)
+        self._op(self._library.pdk_op_norm(self._handle, source.number, weight, eps, out.number))
+
+    def place(self, qkv: Buffer, layer: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> None:
+        """Heads of `qkv` `[heads + 2 * kv_heads] * dim` normalised and rotated; K and V are written to their pages."""
+        heads = self._heads
+        assert qkv.width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.dim and 0 <= layer < heads.layers
+        norms = self._norm(q_norm, heads.dim), self._norm(k_norm, heads.dim)
+        self._op(self._library.pdk_op_place(self._handle, qkv.number, layer, *norms, eps))
+
+    def attend(
+        self, layer: int, out: Buffer, *, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
+    ) -> None:
+        """`out` `[heads * dim]` = attention of what `place` left. A query sees `window` positions, 0: all before it."""
+        heads = self._heads
+        assert out.width == heads.num_heads * heads.dim and 0 <= layer < heads.layers and window >= 0 and softcap >= 0
+        where = None if sinks is None else self._norm(sinks, heads.num_heads)
+        self._op(self._library.pdk_op_attend(self._handle, layer, out.number, window, softcap, where))
+
+    def select(self, source: Buffer, out: Buffer) -> None:
+        """`out` = the rows of `source` at the step's samples."""
+        assert out.of_samples and not source.of_samples and out.width == source.width
+        self._op(self._library.pdk_op_select(self._handle, source.number, out.number))
+
+    def argmax(self, source: Buffer, out: Buffer) -> None:
+        """`out`, int64 of one item, = the index of each sample's largest item, the first of them."""
+        assert out.dtype == torch.int64 and out.width == 1 and out.of_samples and source.of_samples
+        self._op(self._library.pdk_op_argmax(self._handle, source.number, source.width, out.number))
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """Begin a step; the buffers are given room. Its arrays are kept until the next one."""
+        host = batch.host
+        tensors = [batch.input_ids, batch.positions, batch.write_pages, batch.write_slots, batch.sample_index]
+        columns = [tensor.contiguous() for tensor in tensors]
+        rows = [np.ascontiguousarray(array, dtype=np.int64) for array in (host.starts, host.ends, host.offsets)]
+        table = np.ascontiguousarray(host.pages, dtype=np.int32)
+        assert all(column.dtype == torch.int64 for column in columns)
+        step = Step(
+            len(batch.input_ids), len(batch.sample_index), len(rows[0]), *(column.data_ptr() for column in columns),
+            *(array.ctypes.data for array in rows), table.ctypes.data, table.shape[1],
+        )  # fmt: skip
+        self._step_kept = [columns, rows, table]
+        self._number(self._library.pdk_begin(self._handle, ctypes.byref(step)))
+
+    def begin_samples(self, num_samples: int) -> None:
+        """Begin a step without tokens, for operations over samples alone."""
+        self._number(self._library.pdk_begin(self._handle, ctypes.byref(Step(0, num_samples, 0))))
+
+    def run(self, first: int, last: int) -> None:
+        """Run operations `[first, last)` of the step."""
+        assert 0 <= first <= last <= self.num_ops
+        if first < last:
+            self._library.pdk_run(self._handle, first, last)
+
+    def _op(self, number: int) -> None:
+        assert self._number(number) == self.num_ops, "operations are numbered in order"
+        self.num_ops += 1
+
+    def _number(self, number: int) -> int:
+        if number < 0:
+            raise MemoryError("the kernels ran out of memory")
+        return number
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _norm(self, weight: Tensor | None, width: int) -> int | None:
+        if weight is None:
+            return None
+        assert weight.shape == (width,), (weight.shape, width)
+        return self._keep(weight.float().contiguous())
+
+    def _weights(self, weights: Packed) -> int:
+        self._kept.append(weights)
+        return weights.handle
