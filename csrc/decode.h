@@ -30,6 +30,20 @@ INLINE void find16(const Attention& a, const int32_t* table, int64_t head, int64
     }
 }
 
+constexpr int64_t AHEAD = 64;  // tokens: pages lie scattered, and only this hides what it takes to find them
+
+// Asks for the keys and values of tokens [t, t + 16), which lie in one piece where pages are multiples of 16.
+INLINE void prefetch16(const Attention& a, const int32_t* table, int64_t head, int64_t t, int64_t end) {
+    const Pages& p = a.pages;
+    if (t >= end || p.page_tokens % 16) return;
+    const bf16* at = p.base + table[t / p.page_tokens] * p.page_stride + (head * p.page_tokens + t % p.page_tokens) * p.dim;
+    const int64_t count = (end - t < 16 ? end - t : 16) * p.dim;
+    for (int64_t d = 0; d < count; d += 32) {
+        __builtin_prefetch(at + d);
+        __builtin_prefetch(at + p.value_offset + d);
+    }
+}
+
 INLINE F bend(F s, float softcap) { return softcap > 0.0f ? tanh(s * set1(1.0f / softcap)) * set1(softcap) : s; }
 
 // Scores of one query head with sixteen keys.
@@ -112,22 +126,17 @@ static void decode(const Attention& a, const Piece& p) {
     const bf16* q = a.q + (p.head * a.tokens + token) * group * wide;
     alignas(64) float scores[MAX_GROUP * SPAN], out[MAX_GROUP * 512];
     alignas(64) bf16 weights[MAX_GROUP * SPAN];
-    const bf16* at[SPAN + 16];
+    const bf16* at[SPAN];
     float most[MAX_GROUP], total[MAX_GROUP];
     for (int64_t h = 0; h < group; h++) most[h] = -INFINITY, total[h] = 0.0f;
     memset(out, 0, sizeof(float) * group * wide);
     const int64_t start = p.begin / 16 * 16;
-    find16(a, table, p.head, start, p.begin, p.end, at);
+    for (int64_t t = start; t < start + AHEAD; t += 16) prefetch16(a, table, p.head, t, p.end);
     for (int64_t t = start; t < p.end; t += SPAN) {
         const int64_t count = p.end - t < SPAN ? (p.end - t + 15) / 16 * 16 : SPAN;
         for (int64_t g = 0; g < count; g += 16) {
-            if (t + g + 16 < p.end) {
-                find16(a, table, p.head, t + g + 16, p.begin, p.end, at + g + 16);
-                for (int i = 0; i < 16; i++)
-                    for (int64_t d = 0; d < dim; d += 32) __builtin_prefetch(at[g + 16 + i] + d);
-            }
-            for (int i = 0; i < 16; i++)
-                for (int64_t d = 0; d < dim; d += 32) __builtin_prefetch(at[g + i] + a.pages.value_offset + d);
+            prefetch16(a, table, p.head, t + g + AHEAD, p.end);
+            find16(a, table, p.head, t + g, p.begin, p.end, at + g);
             for (int64_t h = 0; h < group; h++) {
                 F s = bend(score16(q + h * wide, at + g, dim), a.mask.softcap);
                 store(scores + h * SPAN + g, within(s, set1(-INFINITY), p.begin - t - g, p.end - t - g));
@@ -150,7 +159,6 @@ static void decode(const Attention& a, const Piece& p) {
                 for (int64_t d = 0; d < wide; d += 16) store(out + h * wide + d, load(out + h * wide + d) * set1(keep));
         }
         mix_all(at, a.pages.value_offset, count, weights, out, dim, wide, group);
-        for (int i = 0; i < 16; i++) at[i] = at[SPAN + i];
     }
     for (int64_t h = 0; h < group; h++) {
         if (!p.partial) {

@@ -1,0 +1,71 @@
+"""Builds the CPU kernels of `csrc` into the package; all else is in pyproject.toml.
+
+`csrc/level.cpp` is compiled once for each instruction-set level, and the library picks one when it runs. Without a
+compiler, or on another architecture, the package is installed without the library, and models are computed by torch.
+`python setup.py build_ext --inplace` builds it anew where pdserve is installed as editable.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+LIBRARY = "libpdserve_kernels.so"
+SOURCES = [f"csrc/{name}.cpp" for name in ("api", "ops", "plan", "pool", "program", "weights")]
+LEVEL_SOURCE = "csrc/level.cpp"
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
+LEVELS = {
+    "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
+    "avx512": AVX512,
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+}
+FLAGS = ["-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra"]
+LEVEL_FLAGS = ["-O3", "-fno-math-errno", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # gcc 12's own intrinsics
+
+
+class BuildKernels(build_ext):
+    """A plain shared library under a fixed name: it knows nothing of Python and is loaded by ctypes."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Where it goes, below the directory of the packages."""
+        return str(Path(*fullname.split(".")[:-1]) / LIBRARY)
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        """Those that `pdk.h` exports; there is no module to initialise."""
+        return []
+
+    def build_extension(self, ext: Extension) -> None:
+        """Each level, what is common to all, and the library of both."""
+        if platform.machine() not in ("x86_64", "AMD64"):
+            raise CompileError(f"the CPU kernels are for x86-64, not {platform.machine()}")
+        objects = self.compiler.compile(SOURCES, self.build_temp, depends=ext.depends, extra_postargs=[*FLAGS, "-O2"])
+        for level, flags in LEVELS.items():
+            objects += self.compiler.compile(
+                [LEVEL_SOURCE],
+                str(Path(self.build_temp) / level),
+                macros=[("PDK_LEVEL", level)],
+                depends=ext.depends,
+                extra_postargs=[*FLAGS, *LEVEL_FLAGS, *flags],
+            )
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.compiler.link_shared_object(
+            objects, str(target), extra_postargs=["-pthread", "-Wl,--no-undefined"], target_lang="c++"
+        )
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "pdserve.model.native.kernels",
+            sources=[*SOURCES, LEVEL_SOURCE],
+            depends=sorted(str(path) for path in Path("csrc").glob("*.h")),
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels},
+)

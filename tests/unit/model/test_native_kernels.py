@@ -1,0 +1,202 @@
+"""Each CPU kernel against torch: shapes, formats, page sizes, lengths, threads, and every level this CPU can run.
+
+All memory that a kernel must not read is NaN.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pdserve.model.native.program import HeadShape, Program, Threads
+from pdserve.model.native.weights import Arena, Format, pack, pack_gated
+from tests.unit.model.native_kit import (
+    LEVELS_HERE,
+    attended,
+    batch_of,
+    fill_known,
+    needs_kernels,
+    rms,
+    rotated,
+    rounded,
+    rounded_weight,
+)
+
+pytestmark = needs_kernels
+NO_HEADS = HeadShape(layers=1, num_heads=1, num_kv_heads=1, page_tokens=1, dim=2)
+TOLERANCE = 0.004
+"""Of the norm of a product, whose inputs are rounded here as they are there; a few fall to the other side."""
+FEW = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+levels = pytest.mark.parametrize("level", LEVELS_HERE)
+
+
+def program(level: str, threads: int) -> Program:
+    """One for operations that know no heads."""
+    return Program(Threads(threads), level, NO_HEADS, torch.zeros(1, 1, 2, 1, 1, 2, dtype=torch.bfloat16))
+
+
+def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Error over size; NaN where there is any."""
+    return float((got - wanted).norm() / wanted.norm())
+
+
+@levels
+@pytest.mark.parametrize("format", ["bf16", "int8"])
+@FEW
+@given(
+    rows=st.sampled_from([1, 2, 3, 7, 12, 13, 16, 17, 33, 150]),
+    num_out=st.sampled_from([2, 32, 33, 100, 320]),
+    num_in=st.sampled_from([32, 34, 64, 200, 1536]),
+    bias=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_linear(level: str, format: Format, rows: int, num_out: int, num_in: int, bias: bool, threads: int) -> None:
+    torch.manual_seed(rows * num_out + num_in)
+    weight, norm = (torch.randn(num_out, num_in) * 0.1).bfloat16(), torch.rand(num_in) + 0.5
+    offset = torch.randn(num_out).bfloat16() if bias else None
+    x = torch.randn(rows, num_in)
+    arena, p = Arena(), program(level, threads)
+    packed = pack(arena, format, weight, offset)
+    source, out = p.buffer(num_in), p.buffer(num_out)
+    p.linear(source, packed, out, norm=norm, eps=1e-5)
+    p.linear(source, packed, out, add=True)
+    p.begin(batch_of([(0, rows)], 1)[0])
+    p.view(source, rows).copy_(x)
+    p.view(out, rows).fill_(float("nan"))
+    p.run(0, 2)
+    wide = None if offset is None else offset.float()
+    whole = rounded_weight(weight, format)
+    wanted = F.linear(rounded(rms(x, norm, 1e-5), format), whole, wide) + F.linear(rounded(x, format), whole, wide)
+    assert relative(p.view(out, rows), wanted) < TOLERANCE
+
+
+@levels
+@pytest.mark.parametrize("format", ["bf16", "int8"])
+@FEW
+@given(
+    rows=st.sampled_from([1, 5, 16, 40]),
+    inner=st.sampled_from([16, 32, 48, 129]),
+    bias=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_gated(level: str, format: Format, rows: int, inner: int, bias: bool, threads: int) -> None:
+    torch.manual_seed(rows * inner)
+    gate_up, down = (torch.randn(2 * inner, 96) * 0.2).bfloat16(), torch.randn(40, inner).bfloat16()
+    offset = torch.randn(2 * inner).bfloat16() if bias else None
+    x = torch.randn(rows, 96)
+    arena, p = Arena(), program(level, threads)
+    source, out = p.buffer(96), p.buffer(40)
+    p.gated(source, pack_gated(arena, format, gate_up, offset), norm=None, eps=0.0)
+    p.linear(None, pack(arena, format, down), out)
+    p.begin(batch_of([(0, rows)], 1)[0])
+    p.view(source, rows).copy_(x)
+    p.run(0, 2)
+    wide = None if offset is None else offset.float()
+    gate, up = F.linear(rounded(x, format), rounded_weight(gate_up, format), wide).chunk(2, -1)
+    wanted = F.linear(rounded(F.silu(gate) * up, format), rounded_weight(down, format))
+    assert relative(p.view(out, rows), wanted) < (TOLERANCE if format == "bf16" else 4 * TOLERANCE)
+
+
+@levels
+@FEW
+@given(
+    heads=st.sampled_from([(9, 3, 64), (4, 2, 16), (8, 1, 32), (6, 2, 80), (2, 2, 128)]),
+    page_tokens=st.sampled_from([1, 5, 16, 64]),
+    rows=st.lists(
+        st.sampled_from([(0, 1), (0, 2), (0, 40), (17, 18), (255, 256), (300, 301), (130, 150), (1, 90)]),
+        min_size=1,
+        max_size=5,
+    ),
+    qk_norm=st.booleans(),
+    window=st.sampled_from([0, 0, 7, 130]),
+    softcap=st.sampled_from([0.0, 0.0, 5.0]),
+    with_sinks=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_attention(
+    level: str,
+    heads: tuple[int, int, int],
+    page_tokens: int,
+    rows: list[tuple[int, int]],
+    qk_norm: bool,
+    window: int,
+    softcap: float,
+    with_sinks: bool,
+    threads: int,
+) -> None:
+    """Heads to their places, then attention, in the second of two layers; prompts, chunks and decode rows at once."""
+    num_heads, num_kv_heads, dim = heads
+    torch.manual_seed(len(rows))
+    batch, num_pages = batch_of(rows, page_tokens)
+    tokens = len(batch.positions)
+    kv = torch.full((num_pages, 2, 2, num_kv_heads, page_tokens, dim), float("nan"), dtype=torch.bfloat16)
+    fill_known(kv, batch, page_tokens)
+    x = torch.randn(tokens, num_heads + 2 * num_kv_heads, dim)
+    q_norm, k_norm = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if qk_norm else (None, None)
+    inverse = 1e4 ** (-torch.arange(0, dim, 2) / dim)
+    sinks = torch.randn(num_heads) if with_sinks else None
+
+    mine = kv.clone()
+    p = Program(Threads(threads), level, HeadShape(2, num_heads, num_kv_heads, page_tokens, dim), mine)
+    qkv, out = p.buffer(x[0].numel()), p.buffer(num_heads * dim)
+    p.angles(inverse, 1.0)
+    p.place(qkv, 1, q_norm, k_norm, 1e-6)
+    p.attend(1, out, window=window, softcap=softcap, sinks=sinks)
+    p.begin(batch)
+    p.view(qkv, tokens).copy_(x.flatten(1))
+    p.run(0, p.num_ops)
+
+    q = rotated(rms(x[:, :num_heads], q_norm, 1e-6), batch.positions, inverse)
+    k = rotated(rms(x[:, num_heads:-num_kv_heads], k_norm, 1e-6), batch.positions, inverse)
+    kv[batch.write_pages, 1, 0, :, batch.write_slots] = k.bfloat16()
+    kv[batch.write_pages, 1, 1, :, batch.write_slots] = x[:, -num_kv_heads:].bfloat16()
+    torch.testing.assert_close(mine, kv, atol=0.04, rtol=0.01, equal_nan=True)
+    wanted = attended(q, kv, batch, page_tokens, layer=1, window=window, softcap=softcap, sinks=sinks)
+    torch.testing.assert_close(p.view(out, tokens), wanted, atol=0.03, rtol=0.02)
+
+
+@levels
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_long_row_is_shared_by_the_threads(level: str, threads: int) -> None:
+    """Two queries over thousands of keys, whose pieces are merged; twice, for counters that go on from step to step."""
+    page_tokens, rows = 16, [(3000, 3001), (2100, 2101)]
+    batch, num_pages = batch_of(rows, page_tokens)
+    kv = torch.full((num_pages, 1, 2, 1, page_tokens, 64), float("nan"), dtype=torch.bfloat16)
+    fill_known(kv, batch, page_tokens)
+    p = Program(Threads(threads), level, HeadShape(1, 4, 1, page_tokens, 64), kv)
+    qkv, out = p.buffer(6 * 64), p.buffer(4 * 64)
+    p.angles(torch.zeros(32), 1.0)
+    p.place(qkv, 0, None, None, 0.0)
+    p.attend(0, out)
+    for _ in range(2):
+        x = torch.randn(2, 6, 64)
+        p.begin(batch)
+        p.view(qkv, 2).copy_(x.flatten(1))
+        p.run(0, p.num_ops)
+        wanted = attended(x[:, :4], kv, batch, page_tokens, layer=0, window=0, softcap=0.0, sinks=None)
+        torch.testing.assert_close(p.view(out, 2), wanted, atol=0.01, rtol=0.02)
+
+
+@levels
+def test_embedding_selection_norm_and_argmax(level: str) -> None:
+    table = torch.randn(50, 70).bfloat16()
+    norm = torch.rand(70) + 0.5
+    p = program(level, 2)
+    x, normed = p.buffer(70), p.buffer(70, torch.bfloat16)
+    picked, best = p.buffer(70, of_samples=True), p.buffer(1, torch.int64, of_samples=True)
+    p.embed(x, table)
+    p.norm(x, norm, 1e-5, normed)
+    p.select(x, picked)
+    p.argmax(picked, best)
+    batch, _ = batch_of([(0, 3), (0, 5)], 1)
+    ids = torch.tensor([3, 49, 0, 7, 7, 8, 9, 10])
+    batch.input_ids.copy_(ids)
+    p.begin(batch)
+    p.run(0, p.num_ops)
+    wanted = table[ids].float()
+    assert torch.equal(p.view(x, 8), wanted)
+    torch.testing.assert_close(p.view(normed, 8), rms(wanted, norm, 1e-5).bfloat16(), atol=1e-3, rtol=0.01)
+    assert torch.equal(p.view(best, 2)[:, 0], wanted[[2, 7]].argmax(-1))
