@@ -1,0 +1,191 @@
+"""Models computed by the CPU kernels come to what torch and transformers come to, in every way they are run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.base.parallel import ParallelShape
+from pdserve.config.groups import KernelConfig, ModelConfig
+from pdserve.errors import ConfigError
+from pdserve.executor.batch_builder import build_batch, read_plan
+from pdserve.executor.interface import BatchPlan, Row
+from pdserve.executor.kernel_choice import choose_level
+from pdserve.model.config import read_model_spec
+from pdserve.model.native import library
+from pdserve.model.native.attention import AttentionInProgram
+from pdserve.model.native.decoder import NativeDecoder
+from pdserve.model.parallel import SingleRank
+from pdserve.protocol.logprobs import Logprobs
+from tests.driver import Driver, build, random_prompt
+from tests.reference import load_reference, reference_logits
+from tests.tiny import DENSE_FAMILIES, FAMILIES, VOCAB_SIZE, Family, make_tiny
+from tests.unit.executor.gang import Gang
+from tests.unit.executor.native_ranks import LENGTHS, outcome
+from tests.unit.model.native_kit import needs_kernels
+
+CPU = torch.device("cpu")
+TP2, PP2, BOTH = (ParallelShape(tp_size=tp, pp_size=pp) for tp, pp in ((2, 1), (1, 2), (2, 2)))
+PROMPT = random_prompt(37, VOCAB_SIZE)
+
+
+def divergence(logprobs: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Kullback-Leibler divergence of `[n, vocab]`, the mean over rows."""
+    return float((wanted.exp() * (wanted - logprobs)).sum(-1).mean())
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_nearer_to_float32_than_torch_in_bfloat16(family: Family, tmp_path: Path) -> None:
+    path = make_tiny(family, tmp_path)
+    reference = load_reference(path)
+    wanted = torch.stack(
+        [reference_logits(reference, random_prompt(length, VOCAB_SIZE))[-1].log_softmax(-1) for length in LENGTHS]
+    )
+    mine, torchs = (outcome(SingleRank(), path, VOCAB_SIZE, kernels) for kernels in ("native", "torch"))
+    assert divergence(mine.logprobs, wanted) < max(1e-3, 1.2 * divergence(torchs.logprobs, wanted))
+    assert torch.equal(mine.logprobs.argmax(-1), wanted.argmax(-1))
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
+@pytest.mark.parametrize("page_size", [1, 16, 48])
+def test_int8_is_near_too_whatever_the_pages_and_threads(family: Family, page_size: int, tmp_path: Path) -> None:
+    path = make_tiny(family, tmp_path)
+    wanted = reference_logits(load_reference(path), PROMPT)[-1].log_softmax(-1)
+    for threads in (1, 2):
+        built = build(path, page_size=page_size, dtype="bfloat16", quantization="int8", cpu_threads=threads)
+        driver = Driver(built)
+        row = driver.open(PROMPT, 60, top_logprobs=VOCAB_SIZE)
+        token = driver.step((row, 0, len(PROMPT), True))[0]
+        assert token is not None
+        logprobs = torch.zeros(VOCAB_SIZE)
+        for index, value in token.top:
+            logprobs[index] = value
+        assert divergence(logprobs[None], wanted[None]) < 0.03
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("shape", "family", "overrides"),
+    [
+        (TP2, "qwen2", {"tie_word_embeddings": True, "vocab_size": 321}),
+        (PP2, "llama", {"attention_bias": True, "mlp_bias": True}),
+        (BOTH, "qwen3_moe", {}),
+    ],
+    ids=["tp2", "pp2", "both, experts"],
+)
+def test_a_split_model_stops_for_other_ranks(
+    shape: ParallelShape, family: Family, overrides: dict[str, Any], gang: Gang, tmp_path: Path
+) -> None:
+    path = make_tiny(family, tmp_path, **overrides)
+    vocab_size = int(overrides.get("vocab_size", VOCAB_SIZE))
+    whole = outcome(SingleRank(), path, vocab_size, "native")
+    ranks = gang.run(shape, outcome, path, vocab_size, "native")
+    for rank in ranks:
+        assert rank.greedy == ranks[0].greedy
+        assert divergence(rank.logprobs, whole.logprobs) < 2e-3
+
+
+@needs_kernels
+def test_chunks_and_decode_rows_share_steps(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    """In chunks beside rows that decode, and pages of all sizes, the tokens are those of one prompt at a time."""
+    prompts = [random_prompt(length, VOCAB_SIZE) for length in (50, 33, 2, 100)]
+    path = tiny_checkpoint("llama")
+    alone = [Driver(build(path, dtype="bfloat16")).generate([prompt], 8)[0] for prompt in prompts]
+    for page_size, chunk in ((16, 16), (5, 7)):
+        driver = Driver(build(path, dtype="bfloat16", page_size=page_size, cpu_threads=2))
+        assert driver.generate(prompts, 8, chunk=chunk) == alone
+
+
+@needs_kernels
+def test_prompt_logprobs_leave_the_next_token_as_it_is(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    path = tiny_checkpoint("qwen3")
+    plain, asking = (Driver(build(path, dtype="bfloat16")) for _ in range(2))
+    first = plain.step((plain.open(PROMPT, 60, top_logprobs=0), 0, len(PROMPT), True))[0]
+    row = asking.open(PROMPT, 60, logprobs=Logprobs(top=2, prompt_from=0))
+    result = asking.result((row, 0, len(PROMPT), True))
+    second = result.tokens[0]
+    assert first is not None and second is not None
+    assert (second.token_id, second.logprob) == (first.token_id, first.logprob)
+    assert result.prompts.keys() == {0}
+
+
+@needs_kernels
+def test_a_layer_is_marked_when_it_is_written_and_the_next_is_not(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    built = build(tiny_checkpoint("llama"), dtype="bfloat16")
+    model, executor = built.executor._model, built.executor
+    assert isinstance(model, NativeDecoder)
+    driver = Driver(built)
+    row = driver.open(PROMPT, 48, top_logprobs=0)
+    driver.step((row, 0, 16, False))
+    plan = BatchPlan(1, (Row("a", row, 16, 32, True),))
+    batch = build_batch(read_plan(plan, built.table, 16), executor._tokens)
+    page, seen = int(built.table.pages[row, 1]), []
+
+    def on_layer(layer: int) -> None:
+        missing = executor.pools[0].pages[page].isnan().flatten(1).any(1).tolist()
+        seen.append((layer, missing))
+
+    marked = model.forward(batch, AttentionInProgram(), on_layer).clone()
+    assert seen == [(layer, [other > layer for other in range(model.num_layers)]) for layer in range(model.num_layers)]
+    assert torch.equal(model.forward(batch, AttentionInProgram()), marked)
+
+
+@needs_kernels
+def test_weights_are_packed_and_let_go_of_but_known(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    path = tiny_checkpoint("llama")
+    native, plain, small = (
+        build(path, dtype="bfloat16", cpu_kernels=kernels, quantization=quantization).executor
+        for kernels, quantization in (("native", None), ("torch", None), ("auto", "int8"))
+    )
+    assert native.weights_fingerprint == plain.weights_fingerprint == small.weights_fingerprint
+    assert small.weight_bytes < native.weight_bytes
+    model = native._model
+    assert isinstance(model, NativeDecoder)
+    assert all(layer.qkv.weight.numel() == 0 for layer in model._model.layers)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "quantization", "dtype", "field"),
+    [
+        (KernelConfig(cpu_kernels="native"), None, torch.float32, "cpu_kernels"),
+        (KernelConfig(cpu_kernels="native", enable_deterministic_inference=True), None, torch.bfloat16, "cpu_kernels"),
+        (KernelConfig(), "int8", torch.float32, "quantization"),
+        (KernelConfig(cpu_kernels="torch"), "int8", torch.bfloat16, "quantization"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused_by_the_flag_that_asks(
+    kernels: KernelConfig, quantization: Any, dtype: torch.dtype, field: str, tiny_checkpoint: Callable[[Family], Path]
+) -> None:
+    spec = read_model_spec(tiny_checkpoint("llama"))
+    with pytest.raises(ConfigError) as caught:
+        choose_level(kernels, ModelConfig(quantization=quantization), spec, dtype, CPU)
+    assert caught.value.field == field
+
+
+def test_without_the_library_torch_computes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_checkpoint: Callable[[Family], Path]
+) -> None:
+    monkeypatch.setenv(library.PATH_VARIABLE, str(tmp_path / "absent.so"))
+    library.library.cache_clear()
+    spec = read_model_spec(tiny_checkpoint("llama"))
+    try:
+        assert choose_level(KernelConfig(), ModelConfig(), spec, torch.bfloat16, CPU) is None
+        with pytest.raises(ConfigError, match="was not built"):
+            choose_level(KernelConfig(cpu_kernels="native"), ModelConfig(), spec, torch.bfloat16, CPU)
+    finally:
+        library.library.cache_clear()
+
+
+@needs_kernels
+def test_a_level_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.LEVEL_VARIABLE, "avx2")
+    assert library.best_level() == "avx2"
+    monkeypatch.setenv(library.LEVEL_VARIABLE, "sse9")
+    with pytest.raises(ConfigError, match="sse9"):
+        library.best_level()
