@@ -74,7 +74,7 @@ install_packages() {
 
 [ -x "$(command -v "$PYTHON")" ] || fail "there is no $PYTHON; install Python 3.11 or newer"
 extra=$(choose_extra)
-want="$extra $(pwd) $(cat pyproject.toml constraints.txt scripts/setup.sh | sha256sum | cut -d' ' -f1)"
+want="$extra $(pwd) $(cat pyproject.toml setup.py constraints.txt scripts/setup.sh csrc/* | sha256sum | cut -d' ' -f1)"
 if [ ! -x "$VENV/bin/python" ] || [ "$(cat "$STAMP" 2>/dev/null)" != "$want" ]; then
     make_venv
     install_packages "$extra"

@@ -50,11 +50,13 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 def make(
     path: Path, *, page_size: int = 16, deterministic: bool = True, threads: int = 1, dtype: str = "auto"
 ) -> Driver:
-    """A driver of an executor with a fresh pool full of NaN. `threads` are torch's."""
+    """A driver of an executor with a fresh pool full of NaN. `threads` are torch's, which computes in either mode."""
     config = ServerConfig(
         model=ModelConfig(model_path=str(path), dtype=dtype, load_format="auto"),  # type: ignore[arg-type]
         memory=MemoryConfig(page_size=page_size, max_total_tokens=8192),
-        kernels=KernelConfig(device="cpu", cpu_threads=threads, enable_deterministic_inference=deterministic),
+        kernels=KernelConfig(
+            device="cpu", cpu_kernels="torch", cpu_threads=threads, enable_deterministic_inference=deterministic
+        ),
     )
     return Driver(build_executor(config, max_rows=16))
 

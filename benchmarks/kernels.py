@@ -1,0 +1,157 @@
+"""Each CPU kernel against what this machine can do: bytes read and products computed, measured in the same rounds.
+
+    python -m benchmarks.kernels --cpu-threads 2 --rounds 9
+
+The limits are torch's: the sum over memory far larger than the caches, and oneDNN's bf16 product of square matrices. A
+kernel's limit is the slower of the two for the bytes and products that it needs; the share of it that the kernel
+reaches is the median over rounds, each with its own limits, so that a busy machine slows both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from benchmarks.report import Spread, markdown_table, spread_of
+from pdserve.model.forward_batch import ForwardBatch, HostRows
+from pdserve.model.native.library import best_level
+from pdserve.model.native.program import HeadShape, Program, Threads
+from pdserve.model.native.weights import Arena, Format, pack
+
+HEADS = HeadShape(layers=30, num_heads=9, num_kv_heads=3, page_tokens=16, dim=64)
+NUM_OUT, NUM_IN = 3072, 576
+"""The largest linear layer of SmolLM2-135M, as often as it has layers: together larger than the caches."""
+LIMIT_BYTES = 256 << 20
+LIMIT_SIZE = 1536
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One kernel at one size: what it reads at least, and the operations of its products (an addition is one)."""
+
+    name: str
+    num_bytes: float
+    num_ops: float
+    call: Callable[[], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What the machine did in one round: bytes and operations a second."""
+
+    bytes_per_s: float
+    ops_per_s: float
+
+    def seconds(self, case: Case) -> float:
+        """The least that `case` takes."""
+        return max(case.num_bytes / self.bytes_per_s, case.num_ops / self.ops_per_s)
+
+
+def rows_of(num_rows: int, start: int, end: int) -> tuple[ForwardBatch, int]:
+    """Rows that compute positions `[start, end)` on scattered pages; and how many pages there are."""
+    per_row = -(-end // HEADS.page_tokens)
+    table = np.random.default_rng(0).permutation(num_rows * per_row).astype(np.int32).reshape(num_rows, per_row)
+    positions = np.tile(np.arange(start, end), num_rows)
+    pages = table[np.repeat(np.arange(num_rows), end - start), positions // HEADS.page_tokens].astype(np.int64)
+    offsets = np.arange(num_rows) * (end - start)
+    columns = (positions * 0, positions, pages, positions % HEADS.page_tokens, offsets + end - start - 1)
+    host = HostRows(np.full(num_rows, start), np.full(num_rows, end), offsets, table)
+    return ForwardBatch(*(torch.from_numpy(column) for column in columns), host), num_rows * per_row
+
+
+def linear_case(threads: Threads, format: Format, num_rows: int) -> Case:
+    """All layers' products of `num_rows` rows."""
+    arena, layers = Arena(), HEADS.layers
+    weight = torch.randn(NUM_OUT, NUM_IN).bfloat16()
+    kv = torch.zeros(1, 1, 2, 1, 1, 2, dtype=torch.bfloat16)
+    program = Program(threads, best_level(), HeadShape(1, 1, 1, 1, 2), kv)
+    source, out = program.buffer(NUM_IN, of_samples=True), program.buffer(NUM_OUT, of_samples=True)
+    for _ in range(layers):
+        program.linear(source, pack(arena, format, weight), out)
+    program.begin_samples(num_rows)
+    program.view(source, num_rows).normal_()
+    item = 2 if format == "bf16" else 1
+    rate = 1.0 if format == "bf16" else 0.5  # products of 8 bits are at twice the rate
+    return Case(
+        f"linear {format}, {num_rows} rows", layers * NUM_OUT * NUM_IN * item,
+        layers * 2 * num_rows * NUM_OUT * NUM_IN * rate, lambda: program.run(0, program.num_ops),
+    )  # fmt: skip
+
+
+def attention_case(threads: Threads, name: str, num_rows: int, start: int, end: int) -> Case:
+    """All layers' attention of rows that compute `[start, end)`."""
+    batch, num_pages = rows_of(num_rows, start, end)
+    kv = torch.randn(num_pages, HEADS.layers, 2, HEADS.num_kv_heads, HEADS.page_tokens, HEADS.dim).bfloat16()
+    program = Program(threads, best_level(), HEADS, kv)
+    qkv = program.buffer((HEADS.num_heads + 2 * HEADS.num_kv_heads) * HEADS.dim)
+    out = program.buffer(HEADS.num_heads * HEADS.dim)
+    program.angles(torch.zeros(HEADS.dim // 2), 1.0)
+    program.place(qkv, 0, None, None, 0.0)
+    first = program.num_ops
+    for layer in range(HEADS.layers):
+        program.attend(layer, out)
+
+    def call() -> None:
+        program.begin(batch)
+        program.run(first, program.num_ops)
+
+    program.begin(batch)
+    program.view(qkv, len(batch.positions)).normal_()
+    program.run(0, program.num_ops)
+    pairs = num_rows * sum(position + 1 for position in range(start, end))
+    keys = num_rows * end * HEADS.num_kv_heads * HEADS.dim * 2 * 2
+    return Case(name, HEADS.layers * keys, HEADS.layers * pairs * HEADS.num_heads * HEADS.dim * 4, call)
+
+
+def measure(cases: list[Case], rounds: int, clock: Callable[[], float]) -> list[tuple[Spread, Spread]]:
+    """Of each case its milliseconds, and the share of its limit."""
+    memory = torch.ones(LIMIT_BYTES // 8, dtype=torch.int64)
+    x, y = (torch.randn(LIMIT_SIZE, LIMIT_SIZE).bfloat16() for _ in range(2))
+
+    def seconds(call: Callable[[], object]) -> float:
+        begun = clock()
+        call()
+        return clock() - begun
+
+    times: list[list[float]] = [[] for _ in cases]
+    shares: list[list[float]] = [[] for _ in cases]
+    for turn in range(rounds + 1):
+        for case, own, share in zip(cases, times, shares, strict=True):
+            limits = Limits(LIMIT_BYTES / seconds(memory.sum), 2 * LIMIT_SIZE**3 / seconds(lambda: x @ y))
+            took = seconds(case.call)
+            if turn:  # the first round warms up
+                own.append(took * 1e3)
+                share.append(limits.seconds(case) / took)
+    return [(spread_of(own), spread_of(share)) for own, share in zip(times, shares, strict=True)]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu-threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: for a machine that others use, too")
+    args = parser.parse_args()
+    torch.set_num_threads(args.cpu_threads)
+    torch.manual_seed(0)
+    threads = Threads(args.cpu_threads)
+    formats: tuple[Format, ...] = ("bf16", "int8")
+    cases = [linear_case(threads, kind, rows) for kind in formats for rows in (1, 16, 64, 512)]
+    cases += [attention_case(threads, f"decode, {rows} rows of 256", rows, 255, 256) for rows in (1, 16, 64)]
+    cases += [attention_case(threads, f"prompt of {tokens}", 1, 0, tokens) for tokens in (512, 2048)]
+    results = measure(cases, args.rounds, CLOCKS[args.clock])
+    print(
+        f"{best_level()}, {args.cpu_threads} threads, {args.clock} time, median (least-most) of {args.rounds} rounds\n"
+    )
+    lines = [[case.name, ms.show(2), share.show(2)] for case, (ms, share) in zip(cases, results, strict=True)]
+    print(markdown_table(["30 layers", "ms", "share of the limit"], lines))
+
+
+if __name__ == "__main__":
+    main()
