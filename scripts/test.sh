@@ -13,7 +13,7 @@ if [ "${1:-}" = --all ]; then
     which=()
     shift
 fi
-cores=$(nproc)
+cores=$(env -u OMP_NUM_THREADS nproc) # nproc would take that variable for the number
 workers=${PDSERVE_TEST_WORKERS:-$((cores < 8 ? cores : 8))}
 
 ruff check
