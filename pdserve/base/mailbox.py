@@ -76,11 +76,13 @@ class Mailbox(Generic[T]):
             self._alarm.ring()
 
     def drain(self) -> list[T]:
-        """Take everything posted so far, oldest first. The reader's thread; never waits."""
-        events = [self._events.popleft() for _ in range(len(self._events))]  # no more: others go on posting
-        for source in self._sources:
-            events += source.take()
-        return events
+        """Take everything there is: what sources hold, then what was posted, oldest first. The reader's; never waits.
+
+        A source's come first, because what was posted may say that no more will come of it.
+        """
+        num_posted = len(self._events)  # no more: others go on posting
+        events = [event for source in self._sources for event in source.take()]
+        return events + [self._events.popleft() for _ in range(num_posted)]
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until there is an event, at most `timeout_s` seconds. True when there is one; takes nothing."""

@@ -59,7 +59,9 @@ class RowGrammar:
         if self._awaited is not None:
             tokens, index = self._awaited
             self._awaited = None
-            matcher.accept([int(tokens()[index])])
+            token = int(tokens()[index])
+            if not matcher.ended:  # else it was the end, and this step was launched before anybody knew
+                matcher.accept([token])
         mask = matcher.mask()
         rest = mask.copy()
         for token in (*bans, *self._eos):

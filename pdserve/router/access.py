@@ -5,7 +5,10 @@ One middleware and one signal, put on the application by `app`.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
+import urllib.parse
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -37,11 +40,13 @@ ADMIN_PATHS = frozenset(
         "/remove_worker",
     }
 )
-KINDS = {404: "not_found", 405: "method_not_allowed"}
+KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID = web.RequestKey("request_id", str)
 SAFE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 PREFLIGHT_SECONDS = "600"
+MAX_QUOTINGS = 4
+_LOG = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -69,6 +74,8 @@ class Access:
         request[REQUEST_ID] = request_id(request.headers, self._config.request_id_headers)
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
             return self._preflight(request)
+        if has_dots(request.raw_path):
+            return error_response(404, f"{request.method}: a path has no . or .. segments here", "not_found")
         if not self._may(request):
             headers = {"WWW-Authenticate": "Bearer"}
             return error_response(
@@ -82,9 +89,15 @@ class Access:
             return await self._limited(request, handler)
         except web.HTTPException as error:
             allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-            return error_response(
-                error.status, f"{request.method} {request.path}: {error.reason}", "not_found", allowed
-            )
+            kind = KINDS.get(error.status, "invalid_request")
+            return error_response(error.status, f"{request.method} {request.path}: {error.reason}", kind, allowed)
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if request.path in GENERATING:
+                raise  # its answer may have begun; the connection is closed
+            _LOG.exception("%s %s", request.method, request.path)
+            return error_response(500, f"internal error: {type(error).__name__}", "internal_error")
 
     def _may(self, request: web.Request) -> bool:
         if is_public(request.path):
@@ -139,6 +152,18 @@ class Access:
             if self._allows(request):
                 response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
                 response.headers["Access-Control-Expose-Headers"] = REQUEST_ID_HEADER
+
+
+def has_dots(raw_path: str) -> bool:
+    """Whether a segment of this path and query, however it is quoted, is `.` or `..`: it would mean another path to
+    whoever resolves it, behind the rules that were checked here.
+    """
+    path = raw_path.partition("?")[0]
+    for _ in range(MAX_QUOTINGS):
+        path, before = urllib.parse.unquote(path), path
+        if path == before:
+            break
+    return any(segment in (".", "..") for segment in path.replace("\\", "/").split("/"))
 
 
 def is_public(path: str) -> bool:

@@ -31,7 +31,7 @@ from pdserve.router.page_files import PageFiles
 from pdserve.router.relay import relay
 from pdserve.router.rooms import GENERATING
 from pdserve.router.tracing import CallTrace
-from pdserve.router.upstream import forwarded_headers, make_session
+from pdserve.router.upstream import Live, Whole, forwarded_headers, make_session
 from pdserve.router.workers import Registry, Worker
 from pdserve.router.workers_api import WorkersApi
 
@@ -138,7 +138,8 @@ class RouterApp:
         try:
             async with asyncio.timeout_at(deadline) as limit, self._dispatcher.answer(call) as outcome:
                 limit.reschedule(None)
-                self.metrics.first_byte_seconds.labels(request.path).observe(self.admission.now() - begun)
+                if isinstance(outcome, Live) or (isinstance(outcome, Whole) and outcome.status < 400):
+                    self.metrics.first_byte_seconds.labels(request.path).observe(self.admission.now() - begun)
                 return await relay(request, outcome, deadline)
         except orjson.JSONEncodeError as error:
             return error_response(400, f"the body is nested too deeply: {error}", "invalid_request")

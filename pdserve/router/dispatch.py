@@ -138,11 +138,13 @@ class Dispatcher:
             if prefill is not None and not failed(outcome):
                 await asyncio.wait({prefill}, timeout=PREFILL_GRACE_S)
         finally:
-            self._last_words(places, prefill, outcome, call)
             try:
-                await _close(prefill, decode)
+                self._last_words(places, prefill, outcome, call)
             finally:
-                places.close()
+                try:
+                    await _close(prefill, decode)
+                finally:
+                    places.close()
 
     def _body_for(self, call: Call, pair: Pair) -> bytes:
         """The body of both halves, with a room of its own for a pair."""

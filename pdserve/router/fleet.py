@@ -9,6 +9,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 from multidict import CIMultiDict
+from yarl import URL
 
 from pdserve.router.access import is_admin
 from pdserve.router.config import Role, RouterConfig
@@ -117,9 +118,10 @@ class Fleet:
         access = self._config.access
         command = is_admin(request.method, request.path)
         headers.update(own_headers(worker, access.admin_key_for_workers if command else access.key_for_workers))
+        url = URL(worker.spec.url + request.path_qs, encoded=True)  # as it came: what was checked is what is asked
         try:
             async with self._session.request(
-                request.method, worker.spec.url + request.path_qs, data=body, headers=headers, timeout=timeout
+                request.method, url, data=body, headers=headers, timeout=timeout
             ) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, OSError):

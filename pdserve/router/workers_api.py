@@ -31,6 +31,7 @@ FOREIGN = frozenset(
     }
 )
 """Fields that sglang-router's API has and this one does not."""
+MAX_PORT_DIGITS = 5
 
 
 class AddBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -116,8 +117,9 @@ class WorkersApi:
     async def add_by_query(self, request: web.Request) -> web.Response:
         """The same with query parameters."""
         fields: dict[str, Any] = dict(request.query)
-        if fields.get("bootstrap_port", "").isdecimal():
-            fields["bootstrap_port"] = int(fields["bootstrap_port"])
+        port = fields.get("bootstrap_port", "")
+        if port.isdecimal() and len(port) <= MAX_PORT_DIGITS:
+            fields["bootstrap_port"] = int(port)
         try:
             body = _parse(msgspec.json.encode(fields), AddBody)
         except BadBody as error:

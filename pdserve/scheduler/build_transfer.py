@@ -129,14 +129,6 @@ def open_transfer(
     return kv, facts
 
 
-def _deterministic_sizes(config: ServerConfig) -> dict[str, str | int]:
-    """What sums over ranks depend on, and so bits: equal on both sides in deterministic mode."""
-    parallel = config.parallel
-    sizes = {"tp_size": parallel.tp_size, "ep_size": parallel.ep_size, "dp_attention": parallel.num_sharing}
-    counts = config.kernels.enable_deterministic_inference
-    return {f"deterministic_{name}": size if counts else 0 for name, size in sizes.items()}
-
-
 def _decode_sizes(config: ServerConfig) -> dict[str, int]:
     """The only sizes that a decode server may have, where they were given."""
     given = {

@@ -114,11 +114,11 @@ class Scheduler:
         if before is not None and self.role.must_settle:
             self._settle(before)
             before = None
-        plan = None if self._paused else self.role.plan(self._step + 1)
+        plan = None if self._paused or self._stopping else self.role.plan(self._step + 1)
         self.core.outbox.flush()
         if plan is None and self._idle_rounds is not None:
             plan = self._idle_rounds.plan(self._step + 1)
-        if plan is not None and self.kv is not None:
+        if (plan is not None or before is not None) and self.kv is not None:
             self.kv.flush()
         self._under_way = None if plan is None else self._launch(plan)
         if before is not None:

@@ -106,7 +106,8 @@ async def loads(context: ServerContext, request: Request) -> Response:
     ranks = range(len(states))
     wanted = request.query_params.get("dp_rank")
     if wanted is not None:
-        if not wanted.isdigit() or int(wanted) >= context.config.parallel.dp_size:
+        known = {str(rank) for rank in range(context.config.parallel.dp_size)}
+        if wanted not in known:
             message = f"dp_rank must be in [0, {context.config.parallel.dp_size}), got {wanted!r}"
             raise RequestError(message, field="dp_rank")
         ranks = range(int(wanted), min(int(wanted) + 1, len(states)))

@@ -136,7 +136,11 @@ class GrammarCheck:
         if self._vocabulary is None:
             work = asyncio.to_thread(Vocabulary, self._tokenizer.as_json(), ready.vocab_size, ready.eos_token_ids)
             self._vocabulary = asyncio.create_task(work)
-        return await asyncio.shield(self._vocabulary)
+        try:
+            return await asyncio.shield(self._vocabulary)
+        except GrammarError:
+            self._vocabulary = None  # the next request tries again
+            raise
 
 
 def _try_out(grammar: Grammar, rules: JsonRules, vocabulary: Vocabulary) -> None:
@@ -225,7 +229,7 @@ def _choice(options: Any, field: str) -> Constraint | None:
 def _structured_outputs(value: dict[str, Any] | None) -> Constraint | None:
     """vLLM's newer form."""
     field = "structured_outputs"
-    given = {name: entry for name, entry in (value or {}).items() if entry not in (None, False)}
+    given = {name: entry for name, entry in (value or {}).items() if entry is not None and entry is not False}
     found: list[Constraint | None] = []
     for name, entry in given.items():
         where = f"{field}.{name}"

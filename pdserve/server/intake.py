@@ -24,6 +24,10 @@ from pdserve.protocol.sampling import SamplingParams
 from pdserve.server.json_http import scalar_or_list
 
 MAX_PROMPTS = 4096
+MAX_SEQUENCES = 8192
+"""Of one body: prompts times `n`."""
+MAX_PATTERN_SEQUENCES = 256
+"""Of one body: stop patterns times sequences. Each may cost `stop_regex.SLOW_S` of everybody's time."""
 MAX_RID_CHARS = 256
 MAX_TOP_LOGPROBS = 20
 
@@ -202,6 +206,21 @@ def _seeded(sampling: SamplingParams, j: int) -> SamplingParams:
     return msgspec.structs.replace(sampling, seed=(sampling.seed + j) & MAX_ROOM)
 
 
+def check_num_sequences(prompts: Sequence[PromptSpec], n: int) -> None:
+    """Refuse bodies that are too much work before anything of them is queued.
+
+    Raises:
+        RequestError: 400 naming `n` or `stop_regex`.
+    """
+    total = len(prompts) * n
+    if total > MAX_SEQUENCES:
+        raise RequestError(f"{len(prompts)} prompts with n={n} are more than {MAX_SEQUENCES} sequences", field="n")
+    patterns = max((len(prompt.sampling.stop_regex) for prompt in prompts), default=0)
+    if total * patterns > MAX_PATTERN_SEQUENCES:
+        message = f"{patterns} patterns for {total} sequences: their product may be at most {MAX_PATTERN_SEQUENCES}"
+        raise RequestError(f"stop_regex: {message}", field="stop_regex")
+
+
 def make_intake(
     prompts: Sequence[PromptSpec], n: int, body: Addressed, mode: DisaggMode, *, stream: bool, dp_size: int = 1
 ) -> Intake:
@@ -217,6 +236,7 @@ def make_intake(
     if rank is not None and not 0 <= rank < dp_size:
         message = f"data_parallel_rank must be in [0, {dp_size}), the replicas of this server, got {rank}"
         raise RequestError(message, field="data_parallel_rank")
+    check_num_sequences(prompts, n)
     rooms = rooms_of(body, mode, len(prompts), n)
     names = [name for name in _names(body.rid, len(prompts)) for _ in range(n)]
     arrival_s = time.time()

@@ -17,6 +17,7 @@ V = TypeVar("V")
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
+MAX_STOP_PATTERNS = 8
 MAX_STOP_CHARS = 1024
 MAX_CHAT_TOKENS = 2048
 """A chat that names no limit gets this many tokens, or what fits into the context if that is less."""
@@ -108,8 +109,8 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
 
 def _stop_regexes(patterns: str | list[str] | None) -> tuple[str, ...]:
     given = (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
-    if len(given) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_CHARS for text in given):
-        message = f"stop_regex takes at most {MAX_STOP_STRINGS} patterns of {MAX_STOP_CHARS} characters"
+    if len(given) > MAX_STOP_PATTERNS or any(len(text) > MAX_STOP_CHARS for text in given):
+        message = f"stop_regex takes at most {MAX_STOP_PATTERNS} patterns of {MAX_STOP_CHARS} characters"
         raise RequestError(message, field="stop_regex")
     for pattern in given:
         check_pattern(pattern)

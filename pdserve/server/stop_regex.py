@@ -1,11 +1,13 @@
 """Stop patterns: regular expressions of clients, searched in text that arrives in pieces.
 
 Made by `Detokenizer` for sequences that ask for it. A pattern is a program of a stranger's, so each look has a time
-limit; and it sees no further back than `CONTEXT_CHARS`, so that a long answer costs no more per token than a short one.
+limit, and so have all slow looks of a sequence together; and none sees further back than `CONTEXT_CHARS`, so that a
+long answer costs no more per token than a short one.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import regex
@@ -16,6 +18,10 @@ CONTEXT_CHARS = 4096
 """So much text before the newest piece a pattern can match in, or look back at."""
 LOOK_S = 0.1
 """A pattern that needs longer for one look does not stop anything any more."""
+SLOW_S = 0.25
+"""Patterns of a sequence that have taken so long in all, quick looks not counted, do not stop anything any more."""
+QUICK_S = 0.001
+"""A look that is over by then is not slow."""
 
 
 def check_pattern(pattern: str) -> None:
@@ -44,6 +50,7 @@ class RegexMatcher:
         self._keep_match = keep_match
         self._text = ""
         self._num_shown = 0
+        self._slow_s = 0.0
         self.matched: str | None = None
 
     def push(self, piece: str) -> str:
@@ -64,11 +71,17 @@ class RegexMatcher:
         return "" if self.matched is not None else self._show(len(self._text))
 
     def _search(self, pattern: regex.Pattern[str], *, partial: bool) -> regex.Match[str] | None:
+        if self._slow_s > SLOW_S:
+            self._patterns.clear()
+            return None
+        begun = time.perf_counter()
         try:
             return pattern.search(self._text, self._num_shown, partial=partial, timeout=LOOK_S)
         except TimeoutError:
             self._patterns.remove(pattern)
             return None
+        finally:
+            self._slow_s += max(0.0, time.perf_counter() - begun - QUICK_S)
 
     def _show(self, end: int) -> str:
         """The text up to `end` that was not shown; forgets what is too far back."""

@@ -296,3 +296,44 @@ def test_certificates_that_cannot_be_read_are_refused_by_flag(tmp_path: Path, ce
         worker_tls(TlsConfig(worker_ca=(missing,)))
     assert server_tls(TlsConfig()) is None
     assert worker_tls(TlsConfig()) is None
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/models/../../flush_cache",
+        "/v1/models/%2e%2e/%2E%2E/observe",
+        "/v1/models/x/..%2f..%2f../start_profile",
+        "/v1/models/%252e%252e/%252e%252e/flush_cache",
+        "/v1/models/..\\..\\flush_cache",
+        "/./flush_cache",
+    ],
+)
+def test_a_path_that_means_another_one_reaches_no_worker(run_world: RunWorld, path: str) -> None:
+    """Sent as it is, which most clients would not do: the rules of a path would hold for another than is asked for."""
+
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w")
+        access = AccessConfig(api_key="k", admin_api_key="root")
+        async with world.router([], [worker], wait_key="k", access=access) as url:
+            host, port = url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: r\r\nAuthorization: Bearer k\r\n\r\n".encode())
+            status = await asyncio.wait_for(reader.readline(), 10)
+            writer.close()
+            assert status.startswith(b"HTTP/1.1 404"), status
+
+    run_world(scenario)
+
+
+def test_what_is_not_allowed_is_named_so(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d")
+        async with (
+            world.router([prefill], [decode]) as url,
+            world.session.put(url + "/v1/completions", json={}) as response,
+        ):
+            assert response.status == 405
+            assert (await response.json())["error"]["type"] == "method_not_allowed"
+
+    run_world(scenario)

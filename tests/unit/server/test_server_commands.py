@@ -64,7 +64,7 @@ async def test_loads(tokenizer: Tokenizer) -> None:
         assert load["token_usage"] == pytest.approx(42 / 1024)
         assert answer["aggregate"]["total_used_tokens"] == 42
         assert len((await b.http.get("/v1/loads?dp_rank=0")).json()["loads"]) == 1
-        for wrong in ("1", "x", "-1"):
+        for wrong in ("1", "x", "-1", "%C2%B2", "9" * 5000):
             refused = await b.http.get(f"/v1/loads?dp_rank={wrong}")
             assert refused.status_code == 400 and refused.json()["param"] == "dp_rank"
         (entry,) = (await b.http.get("/get_load")).json()

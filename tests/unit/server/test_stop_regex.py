@@ -59,3 +59,11 @@ def test_a_pattern_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPat
 def test_what_stops_everything_or_nothing_is_refused(pattern: str) -> None:
     with pytest.raises(RequestError, match="stop_regex"):
         check_pattern(pattern)
+
+
+def test_slow_looks_have_a_limit_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10_000))
+    monkeypatch.setattr("pdserve.server.stop_regex.time.perf_counter", lambda: next(clock) * 0.05)
+    matcher = RegexMatcher([r"\d{2}"], keep_match=False)
+    shown = "".join(matcher.push(piece) for piece in ["a", "b", "c", "d", "1", "2", "e"])
+    assert shown == "abcd12e" and matcher.matched is None, "given up after five looks of 50 ms"
