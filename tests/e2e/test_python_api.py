@@ -145,10 +145,14 @@ def test_an_interrupt_aborts_the_call_and_the_llm_stays_usable(pair: LLM) -> Non
         def close(self) -> None:
             Interrupting.closed = True
 
-    with pytest.raises(KeyboardInterrupt):
-        pair.generate(
-            PROMPTS * 20, [GREEDY, *[SamplingParams(max_tokens=500, ignore_eos=True)] * 159], use_tqdm=Interrupting
-        )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pair.generate(
+                PROMPTS * 20, [GREEDY, *[SamplingParams(max_tokens=500, ignore_eos=True)] * 159], use_tqdm=Interrupting
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert Interrupting.closed
     assert len(pair.generate(PROMPTS, GREEDY, **QUIET)) == len(PROMPTS)
 
