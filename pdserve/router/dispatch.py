@@ -58,6 +58,8 @@ class Call:
 
 
 Outcome = Live | Whole | Broken | Refused
+SHOWN_BYTES = 500
+"""So much of a worker's error goes to the log."""
 
 
 class Dispatcher:
@@ -212,7 +214,8 @@ class Dispatcher:
             spec = outcome.worker.spec
             kind = "connection" if isinstance(outcome, Broken) else str(outcome.status)
             self._metrics.worker_errors.labels(spec.role, spec.url, kind).inc()
-            log.info("%s %s failed: %s", spec.role, spec.url, outcome.message if isinstance(outcome, Broken) else kind)
+            said = outcome.message if isinstance(outcome, Broken) else outcome.body[:SHOWN_BYTES].decode(errors="replace")
+            log.info("%s %s failed: %s: %s", spec.role, spec.url, kind, said)
         if blames(outcome):
             place.failed()
         elif isinstance(outcome, Live):
