@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ import requests
 
 from pdserve.base.process import Child, Ready, end_all
 
+RUNNING: weakref.WeakSet[Server] = weakref.WeakSet()
+"""Whose last lines a failure shows: every server that no test has let go of."""
 READY_S = 120.0
 GRACE_S = 15.0
 PYTHON = sys.executable
@@ -28,6 +31,7 @@ class Server:
     def __init__(self, name: str, module: str, flags: Sequence[str], *, before: Sequence[str] = ()) -> None:
         """`before` goes before the command line: a program that runs it somewhere else."""
         self.lines: deque[str] = deque(maxlen=200)
+        RUNNING.add(self)
         env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
         self.child = Child(name, [*before, PYTHON, "-m", module, *flags], env=env, on_line=self.lines.append)
         self.ready: Ready | None = None
@@ -142,15 +146,11 @@ class Pair:
 
 @contextlib.contextmanager
 def running(*servers: Server) -> Iterator[None]:
-    """Wait for servers, and end them at the end whatever happens; a failure shows what they said last."""
+    """Wait for servers, and end them at the end whatever happens; a failed test shows what they said last."""
     try:
         for server in servers:
             server.wait()
         yield
-    except BaseException:
-        for server in servers:
-            print(f"--- {server.child.name}\n" + "\n".join(server.lines))
-        raise
     finally:
         end_all([server.child for server in servers], GRACE_S)
 
