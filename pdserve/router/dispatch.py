@@ -214,8 +214,9 @@ class Dispatcher:
             spec = outcome.worker.spec
             kind = "connection" if isinstance(outcome, Broken) else str(outcome.status)
             self._metrics.worker_errors.labels(spec.role, spec.url, kind).inc()
-            said = outcome.message if isinstance(outcome, Broken) else outcome.body[:SHOWN_BYTES].decode(errors="replace")
-            log.info("%s %s failed: %s: %s", spec.role, spec.url, kind, said)
+            said = outcome.message.encode() if isinstance(outcome, Broken) else outcome.body
+            text = said[:SHOWN_BYTES].decode(errors="replace")
+            log.info("%s %s failed: %s: %s", spec.role, spec.url, kind, text)
         if blames(outcome):
             place.failed()
         elif isinstance(outcome, Live):

@@ -106,6 +106,7 @@ class ReceiveSide:
         for lease in (*leases, aux):
             lease.hold("remote")
         room.published_at = self._clock.now()
+        self._expecting.pop(room.room, None)
         self._expecting[room.room] = room
         pages = tuple(tuple(lease.pages[num_cached:]) for lease in leases)
         num_told = sum(map(len, pages)) + len(aux.pages)
@@ -232,33 +233,41 @@ class ReceiveSide:
             room.move(KVPoll.SUCCESS)
 
     def _dial(self, address: Address) -> None:
-        """Ask for sessions; where there is one, the rooms that want it go on: room % dp_size is a room's replica."""
+        """Ask for sessions; where there is one, the rooms that want it go on.
+
+        Room % dp_size is a room's replica, until one says which other one has it.
+        """
         replicas = self._sessions.dial(address)
         seeking = self._seeking.get(address, {})
         if not any(replicas):
             return
         for room in list(seeking.values()):
-            peer = replicas[room.room % len(replicas)]
+            peer = replicas[(room.room if room.replica is None else room.replica) % len(replicas)]
             if peer is not None:
                 del seeking[room.room]
                 room.peer = peer.instance
                 room.move(KVPoll.WAITING_FOR_INPUT)
+                if room.unheard is not None:
+                    entry, room.unheard = room.unheard, None
+                    self.publish(room, entry.leases[:-1], entry.leases[-1], entry.cached_tokens)
         if not seeking:
             self._seeking.pop(address, None)
 
     def _follow(self, room: ReceiveRoom, ended: Ended) -> bool:
-        """Give the same pages to the replica that has the request, under a new key; False when that cannot be."""
+        """Give the same pages to the replica that has the request, under a new key, as soon as there is a session with
+        it; False when that cannot be.
+        """
         replicas = self._sessions.dial(room.address)
         entry = self.published.get(room.key)
         if ended.moved_to is None or entry is None or room.state is not KVPoll.WAITING_FOR_INPUT:
             return False
-        peer = replicas[ended.moved_to] if ended.moved_to < len(replicas) else None
-        if peer is None:
+        if replicas and ended.moved_to >= len(replicas):
             return False
         self._release(room.key)  # the request itself keeps them
         room.key = Key(room.room, next(self._attempts), self._instance)
-        room.peer = peer.instance
-        self.publish(room, entry.leases[:-1], entry.leases[-1], entry.cached_tokens)
+        room.peer, room.replica, room.unheard = None, ended.moved_to, entry
+        self._seeking.setdefault(room.address, {})[room.room] = room
+        self._dial(room.address)
         return True
 
     def _count(self, key: Key, stats: TransferStats | None) -> None:

@@ -64,6 +64,10 @@ class ReceiveRoom(Room):
     address: Address = ("", 0)
     key: Key = Key(0, 0, "")
     peer: str | None = None
+    replica: int | None = None
+    """Which one has the request, where the one that the room's number names said so."""
+    unheard: Published | None = None
+    """What is to be published again as soon as there is a session with `replica`."""
     published_at: float | None = None
     stats: TransferStats = TransferStats()
     takes_logprobs: bool = False

@@ -22,7 +22,7 @@ from pdserve.transfer.state import KVPoll
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from pdserve.transfer.wire import RankMemory, Region, TransferStats
-from tests.unit.transfer.kit import ADDRESS, ALL_FREE, FACTS, SETTLE_S, Net, Side, found
+from tests.unit.transfer.kit import ADDRESS, ALL_FREE, BOOTSTRAP_S, CLIENT_LEFT, FACTS, SETTLE_S, Net, Side, found
 from tests.unit.transfer.kit import meet as meet_one
 
 NUM_HEADS, NUM_LAYERS, PAGE_TOKENS, NUM_PAGES = 4, 5, 2, 16
@@ -309,6 +309,54 @@ def test_a_room_that_another_replica_has_finds_it(first: str) -> None:
         lease.drop("request")
     assert all(side.kv.quiet and side.free == ALL_FREE for side in (*replicas, decode))
     assert all(side.kv.send_side._unmatched.num_tombstones == 0 for side in replicas)
+
+
+@pytest.mark.parametrize("ends", ["session", "abort", "never", "lost"])
+def test_a_room_that_a_replica_without_a_session_has_waits_for_that_session(ends: str) -> None:
+    net = Net()
+    replicas = [Side(net, f"prefill-{index}", dp_size=2) for index in range(2)]
+    decode = Side(net, "decode-1")
+    decode.kv.sessions.dial(ADDRESS)
+    net.drop = lambda packet: packet.sender == "prefill-1"
+    decode.kv.handle(PrefillFound(ADDRESS, tuple((side.instance, side.endpoint) for side in replicas)))
+    net.pump()
+    receiver = decode.kv.open_receiver(4, ADDRESS, "d")
+    theirs = decode.leases()
+    replicas[0].kv.divert(4, "d", 1)
+    receiver.publish(*theirs)
+    net.pump()
+    assert receiver.poll() is KVPoll.WAITING_FOR_INPUT and receiver.failure is None
+    assert not theirs[0].held_by("remote"), "replica 0 has given them back, replica 1 has not heard of them"
+    if ends == "session":
+        net.drop = lambda packet: False
+        net.pass_time(3.0)
+        sender = replicas[1].kv.open_sender(4, ADDRESS[0], "d", num_tokens=12)
+        mine = replicas[1].leases()
+        sender.send(mine[0], 3)
+        sender.finish(mine[1], AuxRecord(4, 0, 42), TransferStats())
+        replicas[1].end_jobs()
+        net.pump()
+        assert receiver.poll() is sender.poll() is KVPoll.SUCCESS
+        sender.close()
+        for lease in mine:
+            lease.drop("request")
+    elif ends == "abort":
+        receiver.abort(CLIENT_LEFT)
+        assert receiver.poll() is KVPoll.FAILED
+    elif ends == "never":
+        net.pass_time(BOOTSTRAP_S + 1.0)
+        assert receiver.poll() is KVPoll.FAILED and receiver.failure is not None
+        assert receiver.failure.code == "peer_silent" and receiver.failure.retryable
+    else:
+        decode.kv.handle(PeerGone("prefill-0"))
+        assert receiver.poll() is KVPoll.WAITING_FOR_INPUT, "replica 0 has nothing to do with it any more"
+    receiver.close()
+    for lease in theirs:
+        lease.drop("request")
+    net.drop = lambda packet: False
+    net.pass_time(3.0)
+    assert decode.kv.quiet and decode.free == ALL_FREE
+    assert not decode.kv.receive_side.rooms and not decode.kv.receive_side._seeking
 
 
 def test_a_room_that_went_to_a_replica_that_is_not_there_fails() -> None:
