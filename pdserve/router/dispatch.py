@@ -196,7 +196,7 @@ class Dispatcher:
         headers.update(own_headers(worker, self._config.access.key_for_workers))
         if wants_prompt_logprobs(call.path, call.body):
             headers.popall("Accept-Encoding", None)
-        self._metrics.dispatched.labels(worker.spec.role, worker.spec.url).inc()
+        self._metrics.sent_to(worker)
         return headers
 
     async def _after_failure(self, outcome: Live | Whole | Broken, attempt: int) -> None:
@@ -213,7 +213,7 @@ class Dispatcher:
         if not isinstance(outcome, Live):
             spec = outcome.worker.spec
             kind = "connection" if isinstance(outcome, Broken) else str(outcome.status)
-            self._metrics.worker_errors.labels(spec.role, spec.url, kind).inc()
+            self._metrics.failed_at(outcome.worker, kind)
             said = outcome.message.encode() if isinstance(outcome, Broken) else outcome.body
             text = said[:SHOWN_BYTES].decode(errors="replace")
             log.info("%s %s failed: %s: %s", spec.role, spec.url, kind, text)

@@ -1,8 +1,11 @@
-"""The router's Prometheus metrics, in a registry of its own. Written by the other files of the router."""
+"""The router's Prometheus metrics, in a registry of its own. Written by the other files of the router.
+
+What is counted by worker goes with the worker, so that /metrics does not grow while they come and go; what is counted
+for the router as a whole only ever grows.
+"""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -81,11 +84,22 @@ class RouterMetrics:
             self.draining.labels(*labels).set(worker.draining)
             self.breaker.labels(*labels).set({"closed": 0, "half_open": 1, "open": 2}[worker.breaker.state(now)])
 
+    def sent_to(self, worker: Worker) -> None:
+        """Count a request that goes to `worker`."""
+        if not worker.forgotten:
+            self.dispatched.labels(worker.spec.role, worker.spec.url).inc()
+
+    def failed_at(self, worker: Worker, kind: str) -> None:
+        """Count a call that has failed; one that outlived its worker is nobody's."""
+        if not worker.forgotten:
+            self.worker_errors.labels(worker.spec.role, worker.spec.url, kind).inc()
+
     def forget(self, worker: Worker) -> None:
-        """A worker that is gone has no gauges; its counters stay."""
-        for gauge in (self.inflight, self.worker_up, self.draining, self.breaker):
-            with contextlib.suppress(KeyError):
-                gauge.remove(worker.spec.role, worker.spec.url)
+        """A worker that is gone leaves nothing."""
+        labels = {"role": worker.spec.role.value, "worker": worker.spec.url}
+        gauges = (self.inflight, self.worker_up, self.draining, self.breaker)
+        for metric in (*gauges, self.dispatched, self.worker_errors):
+            metric.remove_by_labels(labels)
 
     def render(self) -> bytes:
         """The text exposition format."""

@@ -1,6 +1,6 @@
 """The workers that the router knows, and what it knows of each. Each field has one writer:
 
-    Registry    which workers there are, whether they are drained
+    Registry    which workers there are, whether they are drained, leaving or forgotten
     health      healthy, late_checks, good_checks, last_error, bootstrap_port, facts, report
     admission   inflight, breaker
 
@@ -50,6 +50,8 @@ class Worker:
     draining: bool = False
     leaving: bool = False
     """Forgotten as soon as its last request has ended."""
+    forgotten: bool = False
+    """Not in the registry any more, though requests may still run there."""
     inflight: int = 0
     late_checks: int = 0
     good_checks: int = 0
@@ -143,7 +145,7 @@ class Registry:
         if self._workers.get(worker.spec.url) is not worker:
             return
         del self._workers[worker.spec.url]
-        worker.draining = True
+        worker.draining = worker.forgotten = True
         log.info("%s %s is removed", worker.spec.role, worker.spec.url)
         for tell in self.on_forgotten:
             tell(worker)

@@ -172,6 +172,39 @@ def test_a_worker_can_be_forgotten_at_once_and_its_requests_go_on(run_world: Run
     run_world(scenario)
 
 
+def test_metrics_of_a_worker_go_with_it_and_totals_stay(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        gate = asyncio.Event()
+
+        async def fails(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return web.json_response({}, status=500)
+
+        async def fails_late(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await gate.wait()
+            return web.json_response({}, status=500)
+
+        async def metrics() -> list[str]:
+            async with world.session.get(url + "/metrics") as response:
+                return (await response.text()).splitlines()
+
+        total = 'pdserve_router_requests_total{path="/generate",status="500"}'
+        prefill, decode = await world.worker("p"), await world.worker("d", fails, fails_late)
+        async with world.router([prefill], [decode]) as url:
+            assert (await call(world, "POST", url + GENERATE, {"text": "a"}))[0] == 500
+            kinds = {line.partition("{")[0] for line in await metrics() if decode.url in line}
+            assert {"pdserve_router_worker_errors_total", "pdserve_router_dispatched_total"} <= kinds
+            late = asyncio.create_task(call(world, "POST", url + GENERATE, {"text": "a"}))
+            await world.until_true(lambda: len(decode.bodies) == 2)
+            assert (await call(world, "DELETE", f"{url}/workers/{decode.url}?force=true"))[0] == 202
+            gate.set()
+            assert (await late)[0] == 500
+            assert [line for line in await metrics() if decode.url in line] == []
+            assert f"{total} 2.0" in await metrics(), "what is counted for the router as a whole stays"
+            assert any(prefill.url in line for line in await metrics())
+
+    run_world(scenario)
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [
