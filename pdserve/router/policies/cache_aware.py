@@ -9,6 +9,9 @@ from pdserve.router.config import PolicyConfig
 from pdserve.router.policies.base import Candidate, Policy, Request, is_imbalanced, least_loaded
 from pdserve.router.policies.tree import PrefixTree
 
+SLACK = 8
+"""Between two evictions a worker's texts may outgrow their limit by one part in so many: a cut walks the whole tree."""
+
 
 class CacheAware(Policy):
     """SGLang's rule, with its parameters.
@@ -40,9 +43,16 @@ class CacheAware(Policy):
         return roomy[least_loaded([candidates[index] for index in roomy], rng)]
 
     def chosen(self, url: str, request: Request, now: float) -> None:
-        """The worker will have the prompt in its cache."""
+        """The worker will have the prompt in its cache. A burst does not wait for `tick`; see `SLACK`."""
+        most = self._config.max_tree_size
         if request.prompt is not None:
-            self._tree.insert(request.prompt, url)
+            self._tree.insert(request.prompt[:most], url)
+            if self._tree.size(url) > most + most // SLACK:
+                self._tree.cut(url, most)
+
+    def size(self, url: str) -> int:
+        """Characters that are kept for a worker."""
+        return self._tree.size(url)
 
     def forget(self, url: str) -> None:
         """Its cache is gone with it."""

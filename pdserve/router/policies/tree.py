@@ -89,24 +89,10 @@ class PrefixTree:
         """Bring each owner down to `max_size` characters, leaves that it was sent longest ago first."""
         for owner, size in list(self._sizes.items()):
             if size > max_size:
-                self._evict(owner, max_size)
+                self.cut(owner, max_size)
 
-    def forget(self, owner: str) -> None:
-        """Remove all that `owner` has."""
-        if owner in self._sizes:
-            self._evict(owner, 0)
-            del self._sizes[owner]
-
-    def nodes(self) -> Iterator[Node]:
-        """All nodes but the root, parents first."""
-        waiting = [self._root]
-        while waiting:
-            node = waiting.pop()
-            waiting.extend(node.children.values())
-            if node is not self._root:
-                yield node
-
-    def _evict(self, owner: str, max_size: int) -> None:
+    def cut(self, owner: str, max_size: int) -> None:
+        """Bring one owner down to `max_size` characters, likewise. Walks the whole tree once."""
         order = itertools.count()
         leaves = [
             (node.owners[owner], next(order), node)
@@ -120,6 +106,21 @@ class PrefixTree:
             parent = _remove_owner(node, owner)
             if owner in parent.owners and not parent.owned_below(owner):
                 heapq.heappush(leaves, (parent.owners[owner], next(order), parent))
+
+    def forget(self, owner: str) -> None:
+        """Remove all that `owner` has."""
+        if owner in self._sizes:
+            self.cut(owner, 0)
+            del self._sizes[owner]
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the root, parents first."""
+        waiting = [self._root]
+        while waiting:
+            node = waiting.pop()
+            waiting.extend(node.children.values())
+            if node is not self._root:
+                yield node
 
 
 def _remove_owner(node: Node, owner: str) -> Node:

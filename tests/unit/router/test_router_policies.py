@@ -16,6 +16,7 @@ from pdserve.router.config import PolicyConfig, PrefillPolicyName, Role
 from pdserve.router.conversation import ConversationKey
 from pdserve.router.policies import Candidate, Policy, Request, make_policy
 from pdserve.router.policies.bucket import boundaries
+from pdserve.router.policies.cache_aware import CacheAware
 
 NAMES = get_args(PrefillPolicyName)
 KEYS = [ConversationKey(f"conversation {i}".encode(), named=True) for i in range(1000)]
@@ -177,17 +178,29 @@ def test_who_is_gone_or_absent_is_not_chosen_and_the_next_best_is() -> None:
 
 
 def test_old_text_is_forgotten_at_each_interval() -> None:
-    chooser, workers = policy("cache_aware", max_tree_size=50, eviction_interval_s=10), loaded(0, 0)
+    chooser, workers = policy("cache_aware", max_tree_size=75, eviction_interval_s=10), loaded(0, 0)
     chooser.tick(0.0)
     old, new = "a" * 40, "b" * 40
     for text in (old, new):
         chooser.chosen(workers[0].url, Request(prompt=text), 0.0)
-    chooser.chosen(workers[1].url, Request(prompt="c" * 200), 0.0)
+    chooser.chosen(workers[1].url, Request(prompt="c" * 30), 0.0)
     chooser.tick(9.0)
     assert pick(chooser, workers, Request(prompt=old)) == 0
     chooser.tick(10.0)
     assert pick(chooser, workers, Request(prompt=new)) == 0
     assert pick(chooser, workers, Request(prompt=old)) == 1, "forgotten, and the other was sent less of what is left"
+
+
+def test_a_burst_between_two_intervals_stays_within_an_eighth_more_than_the_limit() -> None:
+    chooser, workers = CacheAware(PolicyConfig(max_tree_size=800, eviction_interval_s=1e9)), loaded(0, 0)
+    chooser.tick(0.0)
+    for number in range(300):
+        for one in workers:
+            chooser.chosen(one.url, Request(prompt=f"{number} " * 30), 0.0)
+            assert chooser.size(one.url) <= 900
+    chooser.chosen(workers[1].url, Request(prompt="x" * 100_000), 0.0)
+    assert chooser.size(workers[1].url) == 800, "no more of one prompt than there is room for"
+    assert pick(chooser, workers, Request(prompt="x" * 1000)) == 1
 
 
 # --- bucket ---------------------------------------------------------------------------------------------------------
