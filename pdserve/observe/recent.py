@@ -32,7 +32,7 @@ class TokenRate:
 
 
 class RecentRequests:
-    """A `RequestListener` that keeps the newest records. Health probes are no requests of anybody's."""
+    """A `RequestListener` that keeps the newest records of HTTP calls."""
 
     keeps_output = False
 

@@ -41,6 +41,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Which replica must take it, for probes. None: the one that the room names, or that has the least to do."""
     traced: bool = False
     """Somebody wants to see each chunk of the prompt: `RequestTiming.chunks` is filled in."""
+    probe: bool = False
+    """Nobody's request but a look whether tokens come: counted as such, and in no count of requests and tokens."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -203,11 +203,13 @@ class Core:
     def append(self, req: Req, token: SampledToken) -> FinishReason | None:
         """A new output token; whether it is the last one."""
         req.output_ids.append(token.token_id)
-        self.counters["generation_tokens"] += 1
+        self.counters["generation_tokens"] += not req.spec.probe
         return finish_for_token(req, token.token_id, self.limits.eos_token_ids)
 
-    def count_failure(self, failure: Failure) -> None:
-        """A request ends with it. Codes may come from peers, so there is an end to how many are kept apart."""
+    def count_failure(self, req: Req, failure: Failure) -> None:
+        """`req` ends with it. Codes may come from peers, so there is an end to how many are kept apart."""
+        if req.spec.probe:
+            return
         known = failure.code in self.failures or len(self.failures) < MAX_FAILURE_CODES
         self.failures[failure.code if known else "other"] += 1
 

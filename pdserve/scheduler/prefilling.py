@@ -79,8 +79,9 @@ class Prefilling:
             return False
         del self.active[req.rid]
         if req.times.prefilled is None:
-            self._core.counters["prompt_tokens"] += req.num_prompt
-            self._core.counters["cached_tokens"] += req.num_cached
+            if not req.spec.probe:
+                self._core.counters["prompt_tokens"] += req.num_prompt
+                self._core.counters["cached_tokens"] += req.num_cached
             req.times.prefilled = self._core.clock.now()
         return True
 

@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 Event = ToScheduler | TransferEvent | RoundCalled
 _IDLE_WAIT_S = 60.0
+PROBES = "health_probes"
+"""The counter of requests that are nobody's; no other counter of requests and tokens has them."""
 
 
 class Scheduler:
@@ -257,9 +259,9 @@ class Scheduler:
             self._pace.sample(self._num_ended())
             self._audited = False
             self.role.admit(Req(spec, Times(arrived=self.core.clock.now())))
-            self.core.counters["requests"] += 1
+            self.core.counters[PROBES if spec.probe else "requests"] += 1
         except RequestError as error:
-            self.core.counters["requests_refused"] += 1
+            self.core.counters["requests_refused"] += not spec.probe
             finish = FinishReason(
                 type="abort",
                 message=error.message,
@@ -274,7 +276,7 @@ class Scheduler:
         rids = list(live) if abort.rid is None else [abort.rid]
         failure: Failure | None = CLIENT_ABORT if abort.reason == "abort" else None
         for req in [live[rid] for rid in rids if rid in live]:
-            self.core.counters["requests_aborted"] += failure is not None
+            self.core.counters["requests_aborted"] += failure is not None and not req.spec.probe
             self.role.end(req, failure)
 
     def _obey(self, command: Command) -> tuple[bool, str]:
@@ -311,7 +313,7 @@ class Scheduler:
         return True, f"{self.core.memory.flush()} cached pages were dropped"
 
     def _num_ended(self) -> int:
-        return self.core.counters["requests"] - len(self.role.live)
+        return self.core.counters["requests"] + self.core.counters[PROBES] - len(self.role.live)
 
     def _is_full(self) -> bool:
         """True when as many wait as may, beyond those that free rows are about to take."""

@@ -109,6 +109,7 @@ def _probes(context: ServerContext) -> list[GenerateRequest]:
             if context.mode == "null"
             else RoomAddress(host=FAKE_BOOTSTRAP_HOST, port=None, room=secrets.randbelow(MAX_ROOM)),
             replica=replica,
+            probe=True,
         )
         for replica in range(context.config.parallel.dp_size)
     ]

@@ -1,6 +1,6 @@
 """What is told of sequences while they live: to the metrics at each token, to listeners at begin and end.
 
-Owned by the engine client, which calls it on the event loop.
+Owned by the engine client, which calls it on the event loop. Of health probes nothing is told: they are nobody's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Progress:
 
     start: RequestStart
     arrived_s: float
+    probe: bool = False
     ttft_s: float | None = None
     seen_s: float | None = None
     cached_tokens: int = 0
@@ -64,14 +65,17 @@ class Watch:
             stream=request.stream,
             traceparent=None if call is None else call.traceparent,
         )
-        self._metrics.started(start)
-        for listener in self.listeners:
-            listener.started(start)
-        return Progress(start, now - intake_s)
+        if not request.probe:
+            self._metrics.started(start)
+            for listener in self.listeners:
+                listener.started(start)
+        return Progress(start, now - intake_s, request.probe)
 
     def tokens(self, progress: Progress, output: RequestOutput, update: Update) -> None:
         """Tokens came, perhaps, and perhaps its end."""
         progress.finish = update.finish
+        if progress.probe:
+            return
         num_tokens = len(update.token_ids)
         if num_tokens == 0:
             return
@@ -93,6 +97,8 @@ class Watch:
 
     def ended(self, progress: Progress, outcome: str, timing: RequestTiming | None) -> None:
         """It has ended, and will never be heard of again."""
+        if progress.probe:
+            return
         finish, refused = progress.finish, progress.refused
         record = RequestRecord(
             start=progress.start,

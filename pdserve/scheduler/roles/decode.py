@@ -111,7 +111,7 @@ class DecodeRole:
     def end(self, req: Req, failure: Failure | None) -> None:
         """See `Role.end`."""
         if failure is not None:
-            self._core.count_failure(failure)
+            self._core.count_failure(req, failure)
         assert req.receiver is not None
         req.receiver.abort(failure or Failure(code="stopped", message="the request was stopped", status=499))
         self._leave(req)

@@ -62,7 +62,7 @@ class MonolithRole:
     def end(self, req: Req, failure: Failure | None) -> None:
         """See `Role.end`."""
         if failure is not None:
-            self._core.count_failure(failure)
+            self._core.count_failure(req, failure)
         self._leave(req)
         finish = FinishReason(type="stop") if failure is None else finish_for_failure(failure)
         self._core.outbox.emit(req, (), finish, self._timing(req))

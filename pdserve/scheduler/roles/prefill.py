@@ -139,7 +139,7 @@ class PrefillRole:
         """See `Role.end`. A prefill request has no text to stop at, so a quiet end is an abort."""
         failure = failure or Failure(code="stopped", message="the request was stopped", status=499)
         assert req.sender is not None
-        self._core.count_failure(failure)
+        self._core.count_failure(req, failure)
         req.sender.abort(failure)
         self._leave(req)
         self._core.outbox.emit(req, (), finish_for_failure(failure))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from pdserve.observe.record import TTFT_PARTS
 from pdserve.protocol.messages import EngineState, FinishReason, Flow, PeerLoad
 from pdserve.protocol.replicas import merge_states
 from pdserve.server.tokenizer import Tokenizer
-from tests.unit.server.server_kit import Bench, bench
+from tests.unit.server.server_kit import Bench, bench, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -80,6 +81,25 @@ async def test_how_requests_end_is_counted(tokenizer: Tokenizer) -> None:
         found = (await b.http.get("/observe")).json()["requests"]
         assert [request["outcome"] for request in found] == ["abort", "stop", "length"]
         assert found[0]["error"] == "gone" and found[0]["ttft_s"] is None
+
+
+@pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
+async def test_health_probes_are_no_traffic(tokenizer: Tokenizer, tmp_path: Path, mode: DisaggMode) -> None:
+    observe = {"log_requests": True, "log_requests_target": str(tmp_path / "log.jsonl")}
+    async with bench(tokenizer, mode, observe=observe) as b:
+        before = await scrape(b)
+        assert (await b.http.get("/health_generate")).status_code == 200
+        b.scheduler.script = lambda request: FinishReason(type="abort", message="broken", status_code=500)
+        assert (await b.http.get("/health_generate")).status_code == 503
+        assert all(request.probe for request in b.scheduler.requests) and len(b.scheduler.requests) == 2
+        assert {name for name, value in (await scrape(b)).items() if before.get(name) != value} == set()
+        b.scheduler.script = lambda request: [73]
+        assert (await b.http.post("/v1/completions", json=body(mode, 1, rid="mine"))).status_code == 200
+        assert not b.scheduler.requests[-1].probe
+        assert value(await scrape(b), "sglang:num_requests_total") == 1
+        await until(lambda: (tmp_path / "log.jsonl").read_text().count("\n") == 2)
+    told = (tmp_path / "log.jsonl").read_text()
+    assert "health-" not in told and told.count('"rid":"mine"') == 2
 
 
 async def test_metrics_can_be_turned_off(tokenizer: Tokenizer) -> None:

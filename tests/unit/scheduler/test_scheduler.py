@@ -167,6 +167,26 @@ def test_state_counts_what_is_where() -> None:
     assert after.counters["prompt_tokens"] == 15 and after.counters["generation_tokens"] == 12
 
 
+def test_probes_are_counted_as_such_and_nowhere_else() -> None:
+    mono = Mono()
+    mono.post("real")
+    mono.run()
+    before = mono.scheduler.state()
+    for rid in ("probe", "stopped"):
+        mono.mailbox.post(
+            GenerateRequest(rid=rid, input_ids=[1], sampling=SamplingParams(max_new_tokens=1), probe=True)
+        )
+    mono.mailbox.post(AbortRequest(rid="stopped"))
+    mono.run()
+    after = mono.scheduler.state()
+    assert mono.finish("probe").type == "length" and mono.finish("stopped").type == "abort"
+    grown = {name: total for name, total in after.counters.items() if total != before.counters.get(name, 0)}
+    assert grown == {"health_probes": 2} and before.failures == after.failures
+    mono.post("next")
+    mono.run()
+    assert mono.finish("next").type == "length" and mono.all_free()
+
+
 def test_chunks_stay_within_the_budget() -> None:
     mono = Mono(num_rows=4, chunk=3)
     sizes: list[int] = []
