@@ -21,6 +21,8 @@ from pdserve.router.access import REQUEST_ID, REQUEST_ID_HEADER, Access
 from pdserve.router.admission import Admission
 from pdserve.router.config import RouterConfig
 from pdserve.router.dispatch import Call, Dispatcher
+from pdserve.router.engine_metrics import PATH as ENGINE_METRICS_PATH
+from pdserve.router.engine_metrics import EngineMetrics
 from pdserve.router.errors_http import RETRY_AFTER, error_response, json_response
 from pdserve.router.fleet import Fleet
 from pdserve.router.health import HealthMonitor
@@ -74,6 +76,7 @@ class RouterApp:
         self._fleet = Fleet(config, self.registry, self.health, session)
         self._workers_api = WorkersApi(config, self.registry, self.admission.wake, self.admission.now)
         self._observer = Observer(config, self.registry, self.admission, session)
+        self._engine_metrics = EngineMetrics(config, self.registry, session, self.admission.now)
         self._page = PageFiles()
         self._ticker: asyncio.Task[None] | None = None
         endpoint = config.otlp_traces_endpoint
@@ -94,6 +97,7 @@ class RouterApp:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         await self._observer.close()
+        await self._engine_metrics.close()
         await self.health.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
@@ -192,6 +196,7 @@ class RouterApp:
             *(web.get(path, self.ready) for path in ("/health", "/readiness")),
             web.get("/liveness", self.alive),
             web.get("/metrics", self.show_metrics),
+            web.get(ENGINE_METRICS_PATH, self._engine_metrics.get),
             *self._workers_api.routes(),
             web.get(OBSERVE_PATH, self._observer.get),
             *self._page.routes(),

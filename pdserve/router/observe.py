@@ -24,7 +24,7 @@ from pdserve.router.admission import Admission
 from pdserve.router.config import Role, RouterConfig
 from pdserve.router.picture import Answer, join_edges, join_requests, parse_answer
 from pdserve.router.upstream import describe as describe_error
-from pdserve.router.upstream import own_headers
+from pdserve.router.upstream import own_headers, read_at_most
 from pdserve.router.workers import Registry, Worker
 from pdserve.router.workers_api import describe
 
@@ -112,7 +112,7 @@ class Observer:
                 if response.status != 200:
                     sight.error = f"GET {PATH} answered {response.status}"
                     return
-                answer = parse_answer(await _read(response))
+                answer = parse_answer(await read_at_most(response, MAX_ANSWER_BYTES))
         except TimeoutError:
             sight.error = f"no answer within {ASK_TIMEOUT_S:g} s"
         except (aiohttp.ClientError, OSError) as error:
@@ -175,13 +175,3 @@ class Observer:
         if sight is not None and sight.asking is not None:
             sight.asking.cancel()
         self._shown = None
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """The whole body; `aiohttp.ClientPayloadError` where it is absurdly long."""
-    read = bytearray()
-    async for chunk in response.content.iter_any():
-        read += chunk
-        if len(read) > MAX_ANSWER_BYTES:
-            raise aiohttp.ClientPayloadError(f"more than {MAX_ANSWER_BYTES} bytes")
-    return bytes(read)

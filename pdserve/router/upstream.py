@@ -161,6 +161,16 @@ async def open_live(
         raise
 
 
+async def read_at_most(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """The whole body; `aiohttp.ClientPayloadError` where it is absurdly long."""
+    read = bytearray()
+    async for chunk in response.content.iter_any():
+        read += chunk
+        if len(read) > max_bytes:
+            raise aiohttp.ClientPayloadError(f"more than {max_bytes} bytes")
+    return bytes(read)
+
+
 def describe(error: BaseException) -> str:
     """An exception as one line; some of aiohttp's have no text of their own."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")

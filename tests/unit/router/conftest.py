@@ -42,6 +42,9 @@ class FakeWorker:
     reported: int | None = None
     num_health: int = 0
     num_load_asked: int = 0
+    exported: str | None = None
+    metrics_gate: asyncio.Event | None = None
+    num_scraped: int = 0
     observed: dict[str, Any] | None = None
     observe_gate: asyncio.Event | None = None
     num_observed: int = 0
@@ -56,6 +59,7 @@ class FakeWorker:
         app.router.add_get("/get_server_info", self._info)
         app.router.add_get("/get_load", self._load)
         app.router.add_get("/observe", self._observe)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health_generate", self._health)
         app.router.add_post("/{path:.*}", self._post)
@@ -81,6 +85,14 @@ class FakeWorker:
             raise web.HTTPNotFound
         self.num_load_asked += 1
         return web.json_response([{"dp_rank": 0, "num_reqs": self.reported, "num_tokens": 10 * self.reported}])
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        self.num_scraped += 1
+        if self.metrics_gate is not None:
+            await self.metrics_gate.wait()
+        if self.exported is None:
+            raise web.HTTPNotFound
+        return web.Response(text=self.exported)
 
     async def _observe(self, request: web.Request) -> web.Response:
         self.num_observed += 1
