@@ -35,7 +35,10 @@ class RequestMetrics(Protocol):
         ...
 
     def first_token(self, ttft_s: float, parts: Mapping[str, float]) -> None:
-        """A sequence's first token came; `parts` of the time to it, which add up to it (`record.ttft_parts`)."""
+        """A sequence's first token came, or the end of its prompt where it asks for no token.
+
+        `parts` of the time to it add up to it (`record.ttft_parts`).
+        """
         ...
 
     def prompt_done(self, prompt_tokens: int, cached_tokens: int) -> None:

@@ -37,7 +37,8 @@ class RequestStart:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """A sequence has ended. Seconds count from its arrival; `ttft_s` is None when no token came.
+    """A sequence has ended. Seconds count from its arrival; `ttft_s` is until the first token, until the prompt's end
+    where no token was asked for, and None when neither came.
 
     `outcome` is `stop`, `length` or `abort`; `error` says why where it failed, `status` the HTTP status for it.
     `output_ids` and `text` are there where a listener asked to keep them.
@@ -60,7 +61,7 @@ class RequestRecord:
 
     @property
     def parts(self) -> dict[str, float]:
-        """See `ttft_parts`; empty when no token came."""
+        """See `ttft_parts`; empty without a `ttft_s`."""
         return {} if self.ttft_s is None else ttft_parts(self.ttft_s, self.start.intake_s, self.timing)
 
 

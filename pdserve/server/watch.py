@@ -72,28 +72,32 @@ class Watch:
         return Progress(start, now - intake_s, request.probe)
 
     def tokens(self, progress: Progress, output: RequestOutput, update: Update) -> None:
-        """Tokens came, perhaps, and perhaps its end."""
+        """Tokens came, perhaps, and perhaps its end. Where the prompt alone is asked for, its end is all that comes."""
         progress.finish = update.finish
         if progress.probe:
             return
-        num_tokens = len(update.token_ids)
-        if num_tokens == 0:
-            return
-        now = time.monotonic()
+        now, num_tokens = time.monotonic(), len(update.token_ids)
         if progress.seen_s is None:
-            progress.ttft_s = now - progress.arrived_s
-            progress.cached_tokens = output.cached_tokens
-            parts = ttft_parts(progress.ttft_s, progress.start.intake_s, update.timing)
-            self._metrics.first_token(progress.ttft_s, parts)
-            self._metrics.prompt_done(output.prompt_tokens, output.cached_tokens)
-        else:
+            if num_tokens == 0 and (update.finish is None or update.finish.type == "abort"):
+                return
+            self._prompt_done(progress, output, update, now)
+        elif num_tokens:
             self._metrics.next_tokens((now - progress.seen_s) / num_tokens, num_tokens)
-        self._metrics.generated(num_tokens)
-        progress.seen_s = now
-        progress.num_tokens += num_tokens
+        if num_tokens:
+            self._metrics.generated(num_tokens)
+            progress.seen_s = now
+            progress.num_tokens += num_tokens
         if any(listener.keeps_output for listener in self.listeners):
             progress.output_ids += update.token_ids
             progress.text.append(update.text)
+
+    def _prompt_done(self, progress: Progress, output: RequestOutput, update: Update, now: float) -> None:
+        progress.seen_s = now
+        progress.ttft_s = now - progress.arrived_s
+        progress.cached_tokens = output.cached_tokens
+        parts = ttft_parts(progress.ttft_s, progress.start.intake_s, update.timing)
+        self._metrics.first_token(progress.ttft_s, parts)
+        self._metrics.prompt_done(output.prompt_tokens, output.cached_tokens)
 
     def ended(self, progress: Progress, outcome: str, timing: RequestTiming | None) -> None:
         """It has ended, and will never be heard of again."""

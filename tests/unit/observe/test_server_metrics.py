@@ -83,6 +83,43 @@ async def test_how_requests_end_is_counted(tokenizer: Tokenizer) -> None:
         assert found[0]["error"] == "gone" and found[0]["ttft_s"] is None
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": [5] * 8, "max_tokens": 0, "echo": True, "logprobs": 1}),
+        ("/generate", {"input_ids": [5] * 8, "sampling_params": {"max_new_tokens": 0}}),
+    ],
+)
+async def test_a_prompt_that_is_read_alone_is_counted_once(
+    tokenizer: Tokenizer, path: str, asked: dict[str, Any], stream: bool
+) -> None:
+    async with bench(tokenizer) as b:
+        b.scheduler.cached = lambda request: 6
+        assert (await b.http.post(path, json={**asked, "stream": stream})).status_code == 200
+        samples = await scrape(b)
+        assert value(samples, "sglang:prompt_tokens_total") == 8
+        assert value(samples, "sglang:cached_tokens_total", cache_source="device") == 6
+        assert value(samples, "sglang:cache_hit_rate") == 0.75
+        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "prompt_tokens_histogram"):
+            assert value(samples, f"sglang:{name}_count") == 1, name
+        assert value(samples, "pdserve:ttft_part_seconds_count", part="prefill") == 1
+        assert value(samples, "sglang:generation_tokens_total") == 0
+        assert value(samples, "sglang:inter_token_latency_seconds_count") == 0
+        (told,) = (await b.http.get("/observe")).json()["requests"]
+        assert told["cached_tokens"] == 6 and sum(told["ttft_parts"].values()) == pytest.approx(told["ttft_s"])
+
+
+async def test_a_prompt_that_is_given_up_has_no_first_token(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        b.scheduler.script = lambda request: FinishReason(type="abort", message="aborted", status_code=499)
+        assert (await b.http.post("/v1/completions", json={"prompt": [5] * 8})).status_code == 200
+        samples = await scrape(b)
+        assert value(samples, "sglang:time_to_first_token_seconds_count") == 0
+        assert value(samples, "sglang:cached_tokens_total", cache_source="device") == 0
+        assert value(samples, "sglang:num_aborted_requests_total") == 1
+
+
 @pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
 async def test_health_probes_are_no_traffic(tokenizer: Tokenizer, tmp_path: Path, mode: DisaggMode) -> None:
     observe = {"log_requests": True, "log_requests_target": str(tmp_path / "log.jsonl")}
