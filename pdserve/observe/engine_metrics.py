@@ -45,7 +45,8 @@ class EngineCollector(Collector):
 
     def __init__(self, labels: Mapping[str, str], own_counters: Callable[[], Mapping[str, float]]) -> None:
         self._labels = dict(labels)
-        self._own_counters = own_counters
+        self.own_counters = [own_counters]
+        """Ask for ever-growing totals of this process."""
         self.state: EngineState | None = None
         self.alive: Mapping[int, bool] = {}
         """Of each replica whether its scheduler runs."""
@@ -53,7 +54,7 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Family]:
         """Called by the registry."""
         families = _Families(self._labels)
-        for name, total in sorted(self._own_counters().items()):
+        for name, total in sorted(total for ask in self.own_counters for total in ask().items()):
             _count(families, {}, name, total)
         for rank, is_alive in sorted(self.alive.items()):
             text = "1 while the scheduler of this replica runs and is not stuck in a step"

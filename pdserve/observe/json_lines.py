@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import sys
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -35,36 +35,70 @@ class JsonLines:
     def __init__(self, target: str, name: str, field: str) -> None:
         """`field` is the flag that an error names."""
         self.num_dropped = 0
-        self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
+        """Lines that were not written, and will not be."""
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._writing = False
+        self._ending = False
+        self._news = threading.Condition()
         self._fd = sys.stdout.fileno() if target == "stdout" else _open(target, name, field)
         self._owned = target != "stdout"
         self._thread = threading.Thread(target=self._work, name="json-lines", daemon=True)
         self._thread.start()
 
     def write(self, line: dict[str, Any]) -> None:
-        """Any thread; never waits."""
-        try:
-            self._waiting.put_nowait(line)
-        except queue.Full:
-            self.num_dropped += 1
+        """Any thread; never waits for the disk."""
+        with self._news:
+            if self._ending or len(self._waiting) >= MAX_WAITING:
+                self._drop(1, "the disk is too slow, or the log is closed")
+                return
+            self._waiting.append(line)
+            self._news.notify()
 
     def close(self) -> None:
-        """Write what waits, for some seconds at most. Once."""
-        self._waiting.put(None)
+        """Write what waits, for some seconds at most; what is not written then is counted as dropped."""
+        with self._news:
+            self._ending = True
+            self._news.notify()
         self._thread.join(CLOSE_TIMEOUT_S)
-        if self._owned and not self._thread.is_alive():
-            os.close(self._fd)
+        with self._news:
+            left = len(self._waiting) + self._writing
+            self._waiting.clear()
+            self._writing = False
+            if left:
+                self._drop(left, f"the disk took longer than {CLOSE_TIMEOUT_S:g} s at the end")
+            if self._owned and not self._thread.is_alive():
+                os.close(self._fd)
+                self._owned = False
+        if self.num_dropped:
+            log.warning("%d lines of a log were lost", self.num_dropped)
 
     def _work(self) -> None:
-        while (line := self._waiting.get()) is not None:
-            data = orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
+        while (line := self._next()) is not None:
             try:
+                data = orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
                 while data:
                     data = data[os.write(self._fd, data) :]
-            except OSError as error:
-                self.num_dropped += 1
-                if self.num_dropped & (self.num_dropped - 1) == 0:  # a full disk must not fill the log as well
-                    log.error("a line could not be written (%d so far): %s", self.num_dropped, error)
+            except (OSError, orjson.JSONEncodeError) as error:
+                with self._news:
+                    if self._writing:  # else it was given up at the end, and counted there
+                        self._drop(1, error)
+
+    def _next(self) -> dict[str, Any] | None:
+        """The next line, once there is one; None at the end."""
+        with self._news:
+            self._writing = False
+            while not self._waiting:
+                if self._ending:
+                    return None
+                self._news.wait()
+            self._writing = True
+            return self._waiting.popleft()
+
+    def _drop(self, count: int, why: object) -> None:
+        """Count lines that are lost. Under the lock; a full disk must not fill the log as well."""
+        before, self.num_dropped = self.num_dropped, self.num_dropped + count
+        if before.bit_length() != self.num_dropped.bit_length():
+            log.error("a line of a log is lost (%d so far): %s", self.num_dropped, why)
 
 
 def _open(target: str, name: str, field: str) -> int:

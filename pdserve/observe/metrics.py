@@ -129,6 +129,10 @@ class ServerMetrics:
         """See `HitRate`."""
         return self._hit_rate.value()
 
+    def show(self, own_counters: Callable[[], Mapping[str, float]]) -> None:
+        """Show these totals of this process, too."""
+        self._engine.own_counters.append(own_counters)
+
     def started(self, start: RequestStart) -> None:
         """See `RequestMetrics`."""
         self._requests.inc()

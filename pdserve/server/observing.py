@@ -46,6 +46,7 @@ class Observing:
             context.client.tell(self.tracing)
         if config.log_requests:
             lines = JsonLines(config.log_requests_target, f"requests-{KINDS[context.mode]}", "log_requests_target")
+            context.metrics.show(lambda: {"log_lines_dropped": lines.num_dropped})
             text_of = None if context.tokenizer is None else context.tokenizer.decode
             self._log = RequestLog(lines, config.log_requests_level, text_of)
             context.client.tell(self._log)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdserve.errors import ConfigError
+from pdserve.observe import json_lines
 from pdserve.observe.compare_kv import main
 from pdserve.observe.json_lines import JsonLines
 from pdserve.protocol.messages import FinishReason
@@ -17,6 +19,9 @@ from pdserve.server.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench, until
 
 pytestmark = pytest.mark.timeout(60)
+
+
+LABELS = '{engine_type="unified",model_name="tiny"}'
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -53,6 +58,7 @@ async def test_a_failure_says_why(tokenizer: Tokenizer, tmp_path: Path) -> None:
         )
         assert (await b.http.post("/generate", json={"text": "hi"})).status_code == 502
         _, finished = await logged(b, tmp_path / "mine.jsonl", 2)
+        assert f"pdserve:log_lines_dropped_total{LABELS} 0.0" in (await b.http.get("/metrics")).text
     assert (finished["error"], finished["code"], finished["status"]) == ("gone", "peer_gone", 502)
 
 
@@ -67,6 +73,36 @@ def test_lines_that_cannot_be_written_are_counted_not_waited_for(tmp_path: Path)
     with pytest.raises(ConfigError) as refused:
         JsonLines("/dev/null/x.jsonl", "x", "log_requests_target")
     assert refused.value.field == "log_requests_target"
+
+
+def test_closing_a_log_behind_a_stuck_disk_ends_and_says_what_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(json_lines, "MAX_WAITING", 4)
+    monkeypatch.setattr(json_lines, "CLOSE_TIMEOUT_S", 0.2)
+    read_end, write_end = os.pipe()  # nobody reads: it is full after 64 KiB, and whoever writes waits
+    lines = JsonLines(str(tmp_path), "x", "log_requests_target")
+    os.dup2(write_end, lines._fd)
+    os.close(write_end)
+    for _ in range(20):
+        lines.write({"text": "x" * 100_000})
+    closer = threading.Thread(target=lines.close, daemon=True)
+    closer.start()
+    closer.join(10.0)
+    assert not closer.is_alive(), "closing hangs"
+    assert lines.num_dropped == 20 and "20 lines" in caplog.text
+    lines.write({"late": True})
+    assert lines.num_dropped == 21, "what comes after the end is counted as well"
+    os.close(read_end)
+
+
+def test_a_closed_log_has_all_that_was_written(tmp_path: Path) -> None:
+    lines = JsonLines(str(tmp_path), "x", "log_requests_target")
+    for number in range(3000):
+        lines.write({"number": number})
+    lines.close()
+    lines.close()
+    assert [line["number"] for line in lines_of(tmp_path / "x.jsonl")] == list(range(3000)) and lines.num_dropped == 0
 
 
 def kv_line(event: str, key: str, cell: str, **more: Any) -> dict[str, Any]:
