@@ -148,10 +148,10 @@ class KVReceiver:
         """What the sender measured; after SUCCESS."""
         return self._room.stats
 
-    @property
-    def logprobs(self) -> list[PromptLogprobs]:
-        """What the sender told, in the order of its telling; after SUCCESS."""
-        return [self._room.told[index] for index in sorted(self._room.told)]
+    def take_logprobs(self) -> list[PromptLogprobs]:
+        """What the sender told, in the order of its telling; after SUCCESS, and once: they are the caller's then."""
+        told, self._room.told, self._room.takes_logprobs = self._room.told, {}, False
+        return [told[index] for index in sorted(told)]
 
     def publish(self, lease: Lease, aux: Lease, cached_tokens: int = 0) -> None:
         """Give our pages and aux slot to the sender.

@@ -221,7 +221,7 @@ class DecodeRole:
         """Pass on what came of the prompt; returns those that the first token's aux record has no place for."""
         assert req.receiver is not None
         picked: tuple[float, ...] = ()
-        for part in req.receiver.logprobs:
+        for part in req.receiver.take_logprobs():
             if part.start < req.num_prompt:
                 self._core.outbox.emit_prompt(req, part)
             else:

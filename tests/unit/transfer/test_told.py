@@ -18,7 +18,7 @@ def _pair(**changes: bool) -> tuple[Net, Side, Side, Pair]:
 
 
 def test_parts_are_taken_in_the_order_of_the_prompt() -> None:
-    net, prefill, _, pair = _pair()
+    net, prefill, decode, pair = _pair()
     pair.sender.tell(_part(1))  # before a page was sent: the receiver's key may still be replaced
     net.pump()
     assert not net.said(Told)
@@ -31,7 +31,13 @@ def test_parts_are_taken_in_the_order_of_the_prompt() -> None:
     prefill.end_jobs()
     net.pump()
     assert pair.receiver.poll() is KVPoll.SUCCESS
-    assert [part.start for part in pair.receiver.logprobs] == [1, 4, 7]
+    assert [part.start for part in pair.receiver.take_logprobs()] == [1, 4, 7]
+    assert pair.receiver.take_logprobs() == [], "they are not kept for as long as the request lives"
+    (peer,) = decode.kv.sessions
+    for body in net.said(Told):
+        assert isinstance(body, Told)
+        decode.kv.receive_side.on_told(peer, body)
+    assert pair.receiver.take_logprobs() == [] and pair.receiver.poll() is KVPoll.SUCCESS
 
 
 def test_a_part_that_comes_after_done_is_waited_for() -> None:
@@ -46,7 +52,7 @@ def test_a_part_that_comes_after_done_is_waited_for() -> None:
     assert not pair.theirs[0].held_by("remote"), "every byte has landed, whatever else comes"
     net.drop = lambda packet: False
     net.pass_time(3.0)
-    assert pair.receiver.poll() is KVPoll.SUCCESS and len(pair.receiver.logprobs) == 1
+    assert pair.receiver.poll() is KVPoll.SUCCESS and len(pair.receiver.take_logprobs()) == 1
     pair.drop_requests()
     assert decode.kv.quiet and prefill.kv.quiet
 
@@ -76,7 +82,7 @@ def test_a_long_stretch_goes_in_bounded_messages() -> None:
     told = [body for body in net.said(Told) if isinstance(body, Told)]
     assert len(told) == -(-100_000 * 8 // PART_BYTES)
     assert all(len(body.part.own) + len(body.part.ranks) <= PART_BYTES for body in told)
-    assert sum(part.num_tokens for part in pair.receiver.logprobs) == 100_000
+    assert sum(part.num_tokens for part in pair.receiver.take_logprobs()) == 100_000
 
 
 def test_what_nobody_asked_for_is_not_kept() -> None:
@@ -87,7 +93,7 @@ def test_what_nobody_asked_for_is_not_kept() -> None:
     net.pump()
     prefill.end_jobs()
     net.pump()
-    assert net.said(Told) and pair.receiver.logprobs == []
+    assert net.said(Told) and pair.receiver.take_logprobs() == []
     assert pair.receiver.poll() is KVPoll.SUCCESS
 
 
