@@ -67,31 +67,49 @@ class Intake:
 
 
 def as_prompts(value: Any, field: str, *, allow_text: bool, allow_ids: bool) -> tuple[list[str | list[int]], bool]:
-    """The prompts in `value`, and whether they came as a batch. Text, token ids, or a list of either.
+    """The prompts in `value`, and whether they came as a batch. Text, token ids, or a list of either, of one kind.
 
     Raises:
-        RequestError: 400 naming `field`, for another shape or an empty prompt.
+        RequestError: 400 naming `field`, or of a batch the prompt that is empty or of another kind than the first.
     """
-    prompts: list[str | list[int]]
-    wrong = RequestError(f"{field} has the wrong type or mixes types", field=field)
-    if allow_text and isinstance(value, str):
-        prompts, batch = [value], False
-    elif not isinstance(value, list):
-        raise wrong
-    elif not value:
+    kinds: list[type] = [kind for kind, allowed in ((str, allow_text), (list, allow_ids)) if allowed]
+    wanted = " or ".join(_KINDS[kind] for kind in kinds)
+    if isinstance(value, list) and not value:
         raise RequestError(f"{field} must not be empty", field=field)
-    elif allow_ids and all(isinstance(entry, int) for entry in value):
-        prompts, batch = [value], False
-    else:
+    if isinstance(value, list) and not (allow_ids and _is_id(value[0])):
         prompts, batch = value, True
+    else:
+        prompts, batch = [value], False
+        wanted += ", or a list of such"
     if len(prompts) > MAX_PROMPTS:
         raise RequestError(f"{field} holds {len(prompts)} prompts, at most {MAX_PROMPTS} are taken", field=field)
-    for prompt in prompts:
-        if not ((allow_text and isinstance(prompt, str)) or (allow_ids and isinstance(prompt, list))):
-            raise wrong
+    for i, prompt in enumerate(prompts):
+        where = prompt_field(field, i, batch=batch)
+        if type(prompt) not in kinds:
+            raise RequestError(f"{where} must be {wanted}, got {_kind(prompt)}", field=where)
+        if type(prompt) is not type(prompts[0]):
+            message = f"{where} is {_kind(prompt)} and {field}[0] is {_kind(prompts[0])}: a batch is of one kind"
+            raise RequestError(message, field=where)
         if not prompt:
-            raise RequestError(f"{field} must not be empty", field=field)
+            raise RequestError(f"{where} must not be empty", field=where)
     return prompts, batch
+
+
+_KINDS: dict[type, str] = {str: "a string", list: "a list of token ids"}
+
+
+def _is_id(value: Any) -> bool:
+    """Whether a list that begins with `value` means one prompt; numbers that are no ids are refused as such."""
+    return isinstance(value, int | float)
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), type(value).__name__)
+
+
+def prompt_field(field: str, index: int, *, batch: bool) -> str:
+    """What an error calls prompt number `index` of `field`."""
+    return f"{field}[{index}]" if batch else field
 
 
 def check_token_ids(token_ids: Sequence[Any], vocab_size: int, field: str) -> None:
@@ -100,9 +118,10 @@ def check_token_ids(token_ids: Sequence[Any], vocab_size: int, field: str) -> No
     Raises:
         RequestError: 400 naming `field`.
     """
-    for token_id in token_ids:
+    for i, token_id in enumerate(token_ids):
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            raise RequestError(f"{field} must hold token ids in [0, {vocab_size}), got {token_id!r}", field=field)
+            message = f"{field} must hold token ids in [0, {vocab_size}), got {token_id!r} at position {i}"
+            raise RequestError(message, field=field)
 
 
 def check_top_logprobs(value: int | None, field: str) -> int | None:

@@ -20,7 +20,7 @@ from pdserve.protocol.logprobs import Logprobs
 from pdserve.server.constraints import native_constraint
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import Generation, Update
-from pdserve.server.intake import Intake, PromptSpec, as_prompts, check_token_ids, make_intake
+from pdserve.server.intake import Intake, PromptSpec, as_prompts, check_token_ids, make_intake, prompt_field
 from pdserve.server.json_http import convert, json_response, read_json_object, refuse_unsupported, scalar_or_list
 from pdserve.server.logprob_format import LARGE, NativeFormat, prompt_tokens
 from pdserve.server.native_logprobs import native_wishes
@@ -127,11 +127,12 @@ async def _prompts(context: ServerContext, body: GenerateBody, vocab_size: int) 
     value = body.text if body.text is not None else body.input_ids
     prompts, batch = as_prompts(value, field, allow_text=field == "text", allow_ids=field == "input_ids")
     encoded = []
-    for prompt in prompts:
-        ids = prompt if isinstance(prompt, list) else await context.require_tokenizer(field).encode(prompt, field=field)
+    for i, prompt in enumerate(prompts):
+        where = prompt_field(field, i, batch=batch)
+        ids = prompt if isinstance(prompt, list) else await context.require_tokenizer(field).encode(prompt, field=where)
         if not ids:
-            raise RequestError(f"{field} must not be empty", field=field)
-        check_token_ids(ids, vocab_size, field)
+            raise RequestError(f"{where} must not be empty", field=where)
+        check_token_ids(ids, vocab_size, where)
         encoded.append(ids)
     return encoded, field, batch
 
@@ -157,11 +158,11 @@ def _specs(
     grammars: list[Grammar | None],
     wishes: list[Logprobs | None],
     limits: Limits,
-    field: str,
+    fields: list[str],
 ) -> list[PromptSpec]:
     return [
         PromptSpec(ids, native_sampling(sampling, len(ids), limits, field, grammar), wish)
-        for ids, sampling, grammar, wish in zip(prompts, samplings, grammars, wishes, strict=True)
+        for ids, sampling, grammar, wish, field in zip(prompts, samplings, grammars, wishes, fields, strict=True)
     ]
 
 
@@ -182,7 +183,8 @@ async def generate(context: ServerContext, request: Request) -> Response:
     n = _count_n(samplings)
     listed = batch or n > 1
     wishes = native_wishes(body, prompts, limits.vocab_size, listed=listed)
-    specs = _specs(prompts, samplings, grammars, wishes, limits, field)
+    fields = [prompt_field(field, i, batch=batch) for i in range(len(prompts))]
+    specs = _specs(prompts, samplings, grammars, wishes, limits, fields)
     stream = bool(body.stream)
     intake = make_intake(specs, n, body, context.mode, stream=stream, dp_size=context.config.parallel.dp_size)
     call = GenerateCall(context, intake, listed, stream, bool(body.return_text_in_logprobs), started_s)

@@ -21,6 +21,7 @@ from pdserve.server.intake import (
     check_top_logprobs,
     make_intake,
     openai_logprobs,
+    prompt_field,
 )
 from pdserve.server.json_http import convert, read_json_object, refuse_unsupported
 from pdserve.server.logprob_format import (
@@ -40,6 +41,8 @@ class Prompt:
 
     input_ids: list[int]
     text: str
+    field: str
+    """What errors call it."""
 
 
 class CompletionCall(OpenAICall):
@@ -105,17 +108,20 @@ def _mean_logprob(update: Update) -> float:
     return sum(line.logprob for line in update.logprobs) / max(1, len(update.logprobs))
 
 
-async def _prompt(context: ServerContext, prompt: str | list[int], vocab_size: int, *, echo: bool) -> Prompt:
+async def _prompt(
+    context: ServerContext, prompt: str | list[int], vocab_size: int, field: str, *, echo: bool
+) -> Prompt:
+    """`prompt`, which errors call `field`."""
     if isinstance(prompt, str):
-        text, input_ids = prompt, await context.require_tokenizer("prompt").encode(prompt, field="prompt")
+        text, input_ids = prompt, await context.require_tokenizer("prompt").encode(prompt, field=field)
     else:
         text, input_ids = "", prompt
     if not input_ids:
-        raise RequestError("prompt must not be empty", field="prompt")
-    check_token_ids(input_ids, vocab_size, "prompt")
+        raise RequestError(f"{field} must not be empty", field=field)
+    check_token_ids(input_ids, vocab_size, field)
     if echo and isinstance(prompt, list) and context.tokenizer is not None:
         text = context.tokenizer.decode(input_ids, skip_special=False)
-    return Prompt(input_ids, text)
+    return Prompt(input_ids, text, field)
 
 
 def _count_made(body: CompletionBody, num_choices: int) -> int:
@@ -148,16 +154,19 @@ async def completions(context: ServerContext, request: Request) -> Response:
     limits = context.limits()
     body = convert(refuse_unsupported(raw, UNSUPPORTED_COMPLETION), CompletionBody)
     context.check_model(body.model)
-    given, _ = as_prompts(body.prompt, "prompt", allow_text=True, allow_ids=True)
+    given, batch = as_prompts(body.prompt, "prompt", allow_text=True, allow_ids=True)
     num_choices = count_n(body.n)
     made = _count_made(body, num_choices)
     wish = _wish(body, ranked=made > num_choices)
     grammar = await context.take_grammar(openai_constraint(body))
     ask = Ask(body.max_tokens, COMPLETION_TOKENS, "max_tokens")
-    prompts = [await _prompt(context, prompt, limits.vocab_size, echo=bool(body.echo)) for prompt in given]
+    prompts = [
+        await _prompt(context, prompt, limits.vocab_size, prompt_field("prompt", i, batch=batch), echo=bool(body.echo))
+        for i, prompt in enumerate(given)
+    ]
     specs = [
-        PromptSpec(prompt.input_ids, openai_sampling(body, ask, len(prompt.input_ids), limits, "prompt", grammar), wish)
-        for prompt in prompts
+        PromptSpec(p.input_ids, openai_sampling(body, ask, len(p.input_ids), limits, p.field, grammar), wish)
+        for p in prompts
     ]
     intake = make_intake(
         specs, made, body, context.mode, stream=bool(body.stream), dp_size=context.config.parallel.dp_size

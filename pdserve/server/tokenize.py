@@ -11,7 +11,7 @@ from pdserve.errors import RequestError
 from pdserve.server.chat_prepare import chat_prompt
 from pdserve.server.chat_tools import plan_tools
 from pdserve.server.context import ServerContext
-from pdserve.server.intake import MAX_PROMPTS, check_token_ids
+from pdserve.server.intake import MAX_PROMPTS, check_token_ids, prompt_field
 from pdserve.server.json_http import convert, json_response, read_json_object
 from pdserve.server.schemas import ChatBody, DetokenizeBody, TokenizeBody
 
@@ -29,7 +29,7 @@ async def tokenize(context: ServerContext, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("exactly one of prompt and messages must be given", field="prompt")
     if body.messages is None:
-        lists = [await _encode(context, text, body.add_special_tokens is not False) for text in _texts(body.prompt)]
+        lists = await _encode_all(context, body.prompt, body.add_special_tokens is not False)
     else:
         lists = [await _encode_chat(context, convert(raw, ChatBody), body.add_special_tokens is True)]
     answer: dict[str, Any] = {
@@ -55,27 +55,38 @@ async def detokenize(context: ServerContext, request: Request) -> Response:
     context.check_model(body.model)
     vocab_size = context.client.require_ready().vocab_size
     tokenizer = context.require_tokenizer("tokens")
-    if not isinstance(body.tokens, list):
-        raise RequestError("tokens must be a list of token ids, or of such lists", field="tokens")
-    listed = bool(body.tokens) and all(isinstance(entry, list) for entry in body.tokens)
+    listed = isinstance(body.tokens, list) and bool(body.tokens) and isinstance(body.tokens[0], list)
     texts = []
-    for ids in body.tokens if listed else [body.tokens]:
-        check_token_ids(ids, vocab_size, "tokens")
+    for i, ids in enumerate(body.tokens if listed else [body.tokens]):
+        field = prompt_field("tokens", i, batch=listed)
+        if not isinstance(ids, list):
+            raise RequestError(f"{field} must be a list of token ids", field=field)
+        check_token_ids(ids, vocab_size, field)
         texts.append(tokenizer.decode(ids, skip_special=body.skip_special_tokens is not False))
     text = texts if listed else texts[0]
     return json_response({"text": text, "prompt": text})
 
 
 def _texts(prompt: Any) -> list[str]:
-    texts = prompt if isinstance(prompt, list) else [prompt]
-    if len(texts) > MAX_PROMPTS or not all(isinstance(text, str) for text in texts):
-        raise RequestError(f"prompt must be a text or a list of at most {MAX_PROMPTS} texts", field="prompt")
+    listed = isinstance(prompt, list)
+    texts = prompt if listed else [prompt]
+    if len(texts) > MAX_PROMPTS:
+        raise RequestError(f"prompt holds {len(texts)} texts, at most {MAX_PROMPTS} are taken", field="prompt")
+    for i, text in enumerate(texts):
+        field = prompt_field("prompt", i, batch=listed)
+        if not isinstance(text, str):
+            raise RequestError(f"{field} must be a string, got {type(text).__name__}", field=field)
     return texts
 
 
-async def _encode(context: ServerContext, text: str, add_special_tokens: bool) -> list[int]:
-    tokenizer = context.require_tokenizer("prompt")
-    return await tokenizer.encode(text, field="prompt", add_special_tokens=add_special_tokens)
+async def _encode_all(context: ServerContext, prompt: Any, add_special_tokens: bool) -> list[list[int]]:
+    tokenizer, listed = context.require_tokenizer("prompt"), isinstance(prompt, list)
+    return [
+        await tokenizer.encode(
+            text, field=prompt_field("prompt", i, batch=listed), add_special_tokens=add_special_tokens
+        )
+        for i, text in enumerate(_texts(prompt))
+    ]
 
 
 async def _encode_chat(context: ServerContext, body: ChatBody, add_special_tokens: bool) -> list[int]:
