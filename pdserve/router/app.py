@@ -29,6 +29,8 @@ from pdserve.router.health import HealthMonitor
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.observe import PATH as OBSERVE_PATH
 from pdserve.router.observe import Observer
+from pdserve.router.openapi import PATH as OPENAPI_PATH
+from pdserve.router.openapi import OpenApi
 from pdserve.router.page_files import PageFiles
 from pdserve.router.relay import relay
 from pdserve.router.rooms import GENERATING
@@ -41,6 +43,8 @@ CLIENT_GONE = "499"
 ASKED = ("/v1/models", "/v1/models/{name:.+}", "/get_model_info", "/model_info")
 ASKED_WITH_BODY = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
 COMMANDS = ("/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile")
+FORWARDED = (*GENERATING, *ASKED, *ASKED_WITH_BODY, *COMMANDS, "/flush_cache", "/abort_request")
+"""What workers are sent as it comes, or nearly so."""
 TICK_S = 1.0
 
 
@@ -77,6 +81,7 @@ class RouterApp:
         self._workers_api = WorkersApi(config, self.registry, self.admission.wake, self.admission.now)
         self._observer = Observer(config, self.registry, self.admission, session)
         self._engine_metrics = EngineMetrics(config, self.registry, session, self.admission.now)
+        self._openapi = OpenApi(self._fleet, FORWARDED, self.routes, with_keys=config.access.keys.some)
         self._page = PageFiles()
         self._ticker: asyncio.Task[None] | None = None
         endpoint = config.otlp_traces_endpoint
@@ -198,6 +203,7 @@ class RouterApp:
             web.get("/metrics", self.show_metrics),
             web.get(ENGINE_METRICS_PATH, self._engine_metrics.get),
             *self._workers_api.routes(),
+            web.get(OPENAPI_PATH, self._openapi.get),
             web.get(OBSERVE_PATH, self._observer.get),
             *self._page.routes(),
         ]

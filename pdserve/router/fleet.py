@@ -37,11 +37,10 @@ class Fleet:
     async def proxy(self, request: web.Request) -> web.Response:
         """Answered by one living worker, decode first (its answers are the client's)."""
         body = await request.read()
-        for role in (Role.REGULAR, Role.DECODE, Role.PREFILL):
-            for worker in self._registry.usable(role):
-                found = await self._call(request, worker, body)
-                if found is not None:
-                    return web.Response(status=found[0], body=found[1], content_type="application/json")
+        for worker in self._preferred():
+            found = await self._call(request, worker, body)
+            if found is not None:
+                return web.Response(status=found[0], body=found[1], content_type="application/json")
         return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
 
     async def server_info(self, request: web.Request) -> web.Response:
@@ -55,6 +54,14 @@ class Fleet:
         for info in [*by_role[Role.REGULAR], *by_role[Role.DECODE]][:1]:
             merged |= info
         return json_response(merged | by_role)
+
+    async def document(self, request: web.Request) -> dict[str, Any]:
+        """The OpenAPI document of a worker that has one, decode first; `{}` where none has."""
+        for worker in self._preferred():
+            found = await self._get_object(request, worker)
+            if isinstance(found.get("paths"), dict):
+                return found
+        return {}
 
     async def loads(self, request: web.Request) -> web.Response:
         """What every living worker holds now, in tokens; -1 where it does not say. SGLang's form and more."""
@@ -92,6 +99,10 @@ class Fleet:
         }
         worst = max(statuses.values())
         return json_response({"success": worst < 400, "workers": statuses}, status=worst)
+
+    def _preferred(self) -> list[Worker]:
+        """Those that may get new requests, in the order in which they are asked what any of them can answer."""
+        return [worker for role in (Role.REGULAR, Role.DECODE, Role.PREFILL) for worker in self._registry.usable(role)]
 
     def _alive(self) -> list[Worker]:
         """Draining ones too: requests still run there."""

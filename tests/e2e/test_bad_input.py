@@ -12,6 +12,7 @@ import pytest
 import requests
 import zmq
 
+from tests.e2e.fuzzed_router import play_all
 from tests.e2e.harness import Pair, Server, assert_idle, running, running_pair, start_server, until
 from tests.tiny import Family, make_tiny
 
@@ -29,6 +30,13 @@ def still_serves(pair: Pair) -> None:
     answer = requests.post(f"{pair.router.url}/v1/chat/completions", json=CHAT, timeout=60)
     assert answer.status_code == 200, answer.text
     assert_idle(pair.prefill, pair.decode)
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_no_request_breaks_the_router(pair: Pair, count: int) -> None:
+    seen = play_all(pair, count)
+    assert seen[200] and seen[400], seen
+    still_serves(pair)
 
 
 @pytest.mark.parametrize(

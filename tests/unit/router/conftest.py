@@ -42,6 +42,7 @@ class FakeWorker:
     reported: int | None = None
     num_health: int = 0
     num_load_asked: int = 0
+    document: Any = None
     exported: str | None = None
     metrics_gate: asyncio.Event | None = None
     num_scraped: int = 0
@@ -60,6 +61,7 @@ class FakeWorker:
         app.router.add_get("/get_load", self._load)
         app.router.add_get("/observe", self._observe)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/openapi.json", self._document)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health_generate", self._health)
         app.router.add_post("/{path:.*}", self._post)
@@ -85,6 +87,11 @@ class FakeWorker:
             raise web.HTTPNotFound
         self.num_load_asked += 1
         return web.json_response([{"dp_rank": 0, "num_reqs": self.reported, "num_tokens": 10 * self.reported}])
+
+    async def _document(self, request: web.Request) -> web.Response:
+        if self.document is None:
+            raise web.HTTPNotFound
+        return web.json_response(self.document)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self.num_scraped += 1

@@ -1,0 +1,151 @@
+"""`GET /openapi.json`: every route of the router; what it forwards is documented as the workers document it.
+
+A worker that is alive is asked for its own document, since what it takes is its business (and its version's). Without
+one, or with workers that have none, forwarded paths stand there without their bodies. Created by `app`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+import pdserve
+from pdserve.router.errors_http import json_response
+from pdserve.router.fleet import Fleet
+from pdserve.router.workers_api import AddBody, ChangeBody
+
+PATH = "/openapi.json"
+REF = "#/components/schemas/router.{name}"
+BODIES: Mapping[tuple[str, str], type[msgspec.Struct]] = {
+    ("POST", "/workers"): AddBody,
+    ("PUT", "/workers/{name}"): ChangeBody,
+}
+QUERIES = {
+    ("DELETE", "/workers/{name}"): ("force",),
+    ("POST", "/add_worker"): ("url", "worker_type", "bootstrap_port", "api_key"),
+    ("POST", "/remove_worker"): ("url",),
+}
+GOOD = {
+    ("POST", "/workers"): "202",
+    ("PUT", "/workers/{name}"): "202",
+    ("DELETE", "/workers/{name}"): "202",
+    ("POST", "/add_worker"): "202",
+    ("POST", "/remove_worker"): "202",
+}
+ERRORS = {
+    "400": "a field is missing, of the wrong type, out of range, or not supported; `param` names it",
+    "401": "no API key, or a wrong one",
+    "403": "a command of a web page of another origin",
+    "404": "no such worker, file or model",
+    "409": "the worker is known in another role",
+    "413": "the body is too large",
+}
+ERRORS_OF_WORKERS = {
+    "429": "this client has as many requests running as it may; `Retry-After` says when to come back",
+    "502": "a worker broke off, and it was too late to try another",
+    "503": "no worker may take it, or all are full; `Retry-After` says when to come back",
+    "504": "no answer before the router's deadline",
+}
+
+
+class ErrorBody(msgspec.Struct):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorAnswer(msgspec.Struct):
+    """OpenAI's error object."""
+
+    error: ErrorBody
+
+
+class OpenApi:
+    """The handler. `forwarded`: the paths that workers answer; `routes`: all that there are, asked at each request."""
+
+    def __init__(
+        self, fleet: Fleet, forwarded: Iterable[str], routes: Callable[[], list[web.RouteDef]], *, with_keys: bool
+    ) -> None:
+        self._fleet = fleet
+        self._forwarded = frozenset(map(_plain, forwarded))
+        self._routes = routes
+        self._with_keys = with_keys
+
+    async def get(self, request: web.Request) -> web.Response:
+        """The document."""
+        theirs = await self._fleet.document(request)
+        return json_response(describe(self._routes(), self._forwarded, theirs, with_keys=self._with_keys))
+
+
+def describe(
+    routes: Iterable[web.RouteDef], forwarded: frozenset[str], theirs: Mapping[str, Any], *, with_keys: bool
+) -> dict[str, Any]:
+    """OpenAPI 3.1, paths in the order of `routes`. `theirs` is a worker's document, `{}` where there is none."""
+    _, own = msgspec.json.schema_components([AddBody, ChangeBody, ErrorAnswer], ref_template=REF)
+    schemas = _object(_object(theirs, "components"), "schemas") | {f"router.{name}": one for name, one in own.items()}
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        path = _plain(route.path)
+        operation = _operation(route, path, to_workers=path in forwarded)
+        if path in forwarded:
+            said = _object(_object(_object(theirs, "paths"), path), route.method.lower())
+            responses = operation["responses"] | _object(said, "responses")
+            operation |= said | {"responses": responses}
+        paths.setdefault(path, {})[route.method.lower()] = operation
+    info = {"title": "pdserve router", "version": pdserve.__version__, "description": (pdserve.__doc__ or "").strip()}
+    document: dict[str, Any] = {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+    if with_keys:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _operation(route: web.RouteDef, path: str, *, to_workers: bool) -> dict[str, Any]:
+    """What the router itself knows of a route."""
+    key = (route.method, path)
+    error = {"application/json": {"schema": {"$ref": REF.format(name=ErrorAnswer.__name__)}}}
+    errors = ERRORS | ERRORS_OF_WORKERS if to_workers or key not in GOOD else ERRORS
+    operation: dict[str, Any] = {
+        "summary": _summary(route),
+        "responses": {
+            GOOD.get(key, "200"): {"description": "the answer"},
+            **{status: {"description": text, "content": error} for status, text in errors.items()},
+        },
+    }
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "required": False, "schema": {"type": "string"}} for name in QUERIES.get(key, ())
+    ]
+    if parameters:
+        operation["parameters"] = parameters
+    if key in BODIES:
+        schema = {"$ref": REF.format(name=BODIES[key].__name__)}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation
+
+
+def _summary(route: web.RouteDef) -> str:
+    """The first sentence of the handler's docstring."""
+    text = " ".join((route.handler.__doc__ or "").split("\n\n")[0].split())
+    return text.partition(". ")[0].rstrip(".")
+
+
+def _plain(path: str) -> str:
+    """`path` without the patterns of its parameters: `/workers/{name:.+}` as `/workers/{name}`."""
+    return re.sub(r"{(\w+):[^}]*}", r"{\1}", path)
+
+
+def _object(of: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The object at this name; an empty one where a worker's document has none."""
+    found = of.get(name)
+    return dict(found) if isinstance(found, dict) else {}
