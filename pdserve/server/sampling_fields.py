@@ -23,7 +23,6 @@ MAX_CHAT_TOKENS = 2048
 """A chat that names no limit gets this many tokens, or what fits into the context if that is less."""
 NATIVE_TOKENS = 128
 COMPLETION_TOKENS = 16
-_OPENAI_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +194,8 @@ def openai_sampling(
         built = _build(body, min_tokens, max_tokens, _seed(body.seed, "seed"), grammar)
         return validate_sampling(built, limits.vocab_size)
     except RequestError as error:
-        message = error.message
-        for ours, theirs in _OPENAI_NAMES.items():
+        message, names = error.message, {"max_new_tokens": ask.field, "min_new_tokens": "min_tokens"}
+        for ours, theirs in names.items():
             message = message.replace(ours, theirs)
-        field = _OPENAI_NAMES.get(error.field or "", error.field)
+        field = names.get(error.field or "", error.field)
         raise RequestError(message, field=field, status=error.status, code=error.code) from error

@@ -22,10 +22,9 @@ from pdserve.server.json_http import convert, json_response, read_json_object, r
 from pdserve.server.logprob_format import chat_logprobs
 from pdserve.server.reasoning_count import ReasoningCounter
 from pdserve.server.responses.output import OutputWriter
-from pdserve.server.responses.schemas import STATEFUL, ResponsesBody
-from pdserve.server.responses.to_chat import to_chat
+from pdserve.server.responses.schemas import UNSUPPORTED_RESPONSES, ResponsesBody
+from pdserve.server.responses.to_chat import in_these_words, to_chat
 from pdserve.server.sampling_fields import MAX_CHAT_TOKENS, Ask
-from pdserve.server.schemas import UNSUPPORTED_OPENAI
 from pdserve.server.streaming import EventStream, collect, first_event, until_disconnect
 
 
@@ -183,7 +182,8 @@ async def responses(context: ServerContext, request: Request) -> Response:
     """
     raw = await read_json_object(request, context.max_body_bytes)
     context.limits()
-    body = convert(refuse_unsupported(raw, (*STATEFUL, *UNSUPPORTED_OPENAI)), ResponsesBody)
+    body = convert(refuse_unsupported(raw, UNSUPPORTED_RESPONSES), ResponsesBody)
     ask = Ask(body.max_output_tokens, MAX_CHAT_TOKENS, "max_output_tokens", least=1)
-    prepared = await prepare_chat(context, to_chat(body), ask, "input")
+    with in_these_words(body):
+        prepared = await prepare_chat(context, to_chat(body), ask, "input")
     return await ResponsesCall(context, body, prepared).answer(request)

@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 
 from pdserve.server.field_types import Input, ResponsesToolChoice
-from pdserve.server.schemas import OpenAIBody
+from pdserve.server.schemas import UNSUPPORTED_OPENAI, OpenAIBody
 
 STATEFUL = ("background", "conversation", "previous_response_id", "prompt")
 """Fields that ask a server to remember."""
+UNSUPPORTED_RESPONSES = (*STATEFUL, *UNSUPPORTED_OPENAI, "prompt_logprobs")
 
 
 class ReasoningFields(msgspec.Struct):

@@ -1,8 +1,13 @@
-"""A responses body as the chat body that asks for the same. Pure."""
+"""A responses body as the chat body that asks for the same; what is wrong with that one is said in words of this.
+
+Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +34,13 @@ from pdserve.server.schemas import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
+_RENAMED = (
+    (re.compile(r"(\btools\[\d+\])\.function\b"), r"\1"),
+    (re.compile(r"\btool_choice\.allowed_tools\.tools\b"), "tool_choice.tools"),
+    (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
+)
+"""What a field is called in chat completions, and here."""
+_RESPONSE_FORMAT = (re.compile(r"\bresponse_format(\.json_schema|\.schema)?(?=\W|$)"), "text.format")
 
 
 def to_chat(body: ResponsesBody) -> ChatBody:
@@ -48,6 +60,9 @@ def to_chat(body: ResponsesBody) -> ChatBody:
     }
     response_format = _response_format(body)
     if response_format is not None:
+        if body.response_format is not None:
+            message = "text.format and response_format exclude each other: an answer has one format"
+            raise RequestError(message, field="response_format")
         shared["response_format"] = response_format
     return ChatBody(
         **shared,
@@ -60,6 +75,26 @@ def to_chat(body: ResponsesBody) -> ChatBody:
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         chat_template_kwargs=body.chat_template_kwargs,
     )
+
+
+@contextlib.contextmanager
+def in_these_words(body: ResponsesBody) -> Iterator[None]:
+    """Errors of the chat body that `body` became name the fields of `body`.
+
+    Raises:
+        RequestError: the block's, with other names.
+    """
+    try:
+        yield
+    except RequestError as error:
+        renamed = _RENAMED if body.response_format is not None else (*_RENAMED, _RESPONSE_FORMAT)
+        message, field = error.message, "input" if error.field == "messages" else error.field
+        for theirs, ours in renamed:
+            message = theirs.sub(ours, message)
+            field = None if field is None else theirs.sub(ours, field)
+        raise RequestError(
+            message, field=field, status=error.status, code=error.code, retry_after_s=error.retry_after_s
+        ) from error
 
 
 def _messages(body: ResponsesBody) -> list[ChatMessage]:
@@ -150,13 +185,19 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[ToolSpec] | None:
 
 
 def _tool_choice(choice: Any) -> Any:
-    """In the form of chat completions; what is wrong with it is found there."""
+    """In the form of chat completions. Whether the names are those of tools is found out there."""
     match choice:
-        case {"type": "function", "name": name}:
+        case None | str():
+            return choice
+        case {"type": "function", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "mode": mode, "tools": tools}:
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*tools]}:
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
-    return choice
+    raise RequestError(
+        'tool_choice must be none, auto, required, {"type": "function", "name": ...}, or '
+        '{"type": "allowed_tools", "mode": "auto" or "required", "tools": [...]}',
+        field="tool_choice",
+    )
 
 
 def _response_format(body: ResponsesBody) -> dict[str, Any] | None:

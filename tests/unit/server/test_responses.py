@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import openai
@@ -195,10 +196,51 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"top_logprobs": 99}, "top_logprobs"),
-    ({"reasoning": {"effort": "extreme"}}, "reasoning_effort"),
+    ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
+    ({"reasoning": {"effort": 5}}, "reasoning.effort"),
+    ({"text": {"format": 5}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "s"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "name": "s", "schema": 5}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "name": "s", "schema": {"type": "nothing"}}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "name": 5, "schema": {}}}}, "text.format.name"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}, "strict": "yes"}}}, "text.format.strict"),
+    ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex"),
+    ({"text": {"format": {"type": "json_object"}}, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "s"}}}, "response_format.json_schema.schema"),
+    ({"tools": [{"type": "function", "name": "no spaces"}]}, "tools[0].name"),
+    ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].name"),
+    (
+        {
+            "tools": [
+                {**TOOLS[0], "parameters": {"type": "object", "properties": {"a": {"type": "nothing"}}}, "strict": True}
+            ],
+            "tool_choice": {"type": "function", "name": "get_weather"},
+        },
+        "tools[0].parameters",
+    ),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [5]}}, "tool_choice"),
+    ({"max_output_tokens": 10**9}, "max_output_tokens"),
+    ({"max_output_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"n": 2}, "n"),
     ({"metadata": {"a": 5}}, "metadata[...]"),
 ]
+
+
+CHAT_WORDS = re.compile(
+    r"response_format|json_schema\.|\bfunction(\.|\": {)|reasoning_effort|messages|max(_completion)?_tokens"
+)
+"""What the same things are called in chat completions."""
+
+
+async def test_a_template_that_refuses_names_the_input(tokenizer: Tokenizer) -> None:
+    refusing = Tokenizer(tokenizer._hf, "{{ raise_exception('not these') }}")
+    async with openai_bench(refusing, "x") as (b, _):
+        answer = await b.http.post("/v1/responses", json={"model": "tiny", "input": "hi"})
+        assert (answer.status_code, answer.json()["param"]) == (400, "input")
+        assert "not these" in answer.json()["message"]
 
 
 async def test_bad_fields_are_named(tokenizer: Tokenizer) -> None:
@@ -206,6 +248,8 @@ async def test_bad_fields_are_named(tokenizer: Tokenizer) -> None:
         for body, param in BAD:
             answer = await b.http.post("/v1/responses", json={"model": "tiny", "input": "hi", **body})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), body
+            if "response_format" not in body:
+                assert not CHAT_WORDS.search(answer.json()["message"]), answer.json()["message"]
 
 
 async def test_items_of_one_turn_become_one_message() -> None:
