@@ -44,11 +44,10 @@ UNSUPPORTED_CHAT = (
 UNSUPPORTED_COMPLETION = (*UNSUPPORTED_OPENAI, "suffix")
 
 
-class NativeSampling(msgspec.Struct, forbid_unknown_fields=True):
-    """`sampling_params` of `/generate`, with SGLang's names. None: the default."""
+class SharedSampling(msgspec.Struct):
+    """How tokens are chosen and where answers end: what the native and the OpenAI bodies call the same."""
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
+    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -56,7 +55,6 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True):
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    sampling_seed: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -66,11 +64,18 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True):
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     logit_bias: dict[str, float] | None = None
-    n: int | None = None
     json_schema: JsonSchema = None
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: StructuralTag = None
+
+
+class NativeSampling(SharedSampling, forbid_unknown_fields=True):
+    """`sampling_params` of `/generate`, with SGLang's names. None: the default."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    sampling_seed: int | None = None
 
 
 class GenerateBody(msgspec.Struct):
@@ -101,14 +106,10 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class ConstraintFields(msgspec.Struct):
-    """What constrains the answers of an OpenAI body: OpenAI's field, SGLang's, and vLLM's old and new ones."""
+class ConstraintFields(SharedSampling):
+    """What else constrains the answers of an OpenAI body: OpenAI's field, and vLLM's old and new ones."""
 
     response_format: ResponseFormat = None
-    json_schema: JsonSchema = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: StructuralTag = None
     guided_json: JsonSchema = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -120,27 +121,10 @@ class OpenAIBody(ConstraintFields):
     """What chat and text completions share, extras of SGLang and vLLM among it."""
 
     model: str | None = None
-    n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    stop_regex: str | list[str] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
-    logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
     return_meta_info: bool | None = None
     rid: Names = None
