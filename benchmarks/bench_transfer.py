@@ -11,7 +11,7 @@ in runs that become one copy, or `scattered` at random, the worst that can be.
 - `alone` is the latency of one request, with nothing else under way: from the sender's decision to send, its pages
   and the peer's known, to the success at the receiver. Planning, copying and `Done` are in it.
 - `raw` is the engine's own call on equal lists of copies, one request after the other (`transfer_raw.py`); where the
-  path has several threads that write to a peer, `raw n` is as many of them, with nothing else to do.
+  path has several threads that write to a peer, `raw n` is as many of them, with nothing else to do and an engine each.
 
 They take turns, in both orders, and each ratio is taken within a turn.
 """
@@ -194,7 +194,7 @@ def document(args: argparse.Namespace, facts: dict[str, Any], speeds: Any, pages
 Two processes, pages of {args.page_tokens} tokens. `path`: throughput with {args.window} requests under way, all of \
 the control plane in it. `alone`: bytes by the latency of one request, from the decision to send to the receiver's \
 success. `raw`: the engine's own call on equal copies, one request after the other; `raw n`: by as many threads as \
-write in the path, two with shm, one with the others. Median of {args.rounds} interleaved turns (least-most).
+write in the path, which is two, each with an engine of its own. Median of {args.rounds} interleaved turns (least-most).
 
 {speed_table(speeds, args.page_tokens)}
 

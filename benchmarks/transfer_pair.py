@@ -73,7 +73,9 @@ class Pair:
         ready = self._answer("READY")
         self._start: int = ready["start"]
         self._threads = stack.enter_context(ThreadPoolExecutor(self.num_writers))
-        self.raw: Write = raw_writer(stack, backend, ready["address"], self.side.region)
+        self._raws: list[Write] = [
+            raw_writer(stack, backend, ready["address"], self.side.region) for _ in range(self.num_writers)
+        ]
 
     def run(self, count: int, num_pages: int, window: int, *, check: bool = False) -> Run:
         """Transfer `count` requests, `window` of them at once. Raises RuntimeError when the bytes differ."""
@@ -101,24 +103,23 @@ class Pair:
     def touch_all(self) -> None:
         """Have both ways map every page of both pools, which costs time the first time."""
         size = self.side.page_bytes
-        self.raw(
-            [Copy(self.side.region.address + n * size, self._start + n * size, size) for n in range(self._num_pages)]
-        )
+        first = self.side.region.address
+        every = [Copy(first + n * size, self._start + n * size, size) for n in range(self._num_pages)]
+        for raw in self._raws:
+            raw(every)
         self.run(-(-self._num_pages // TOUCH_PAGES) + 1, TOUCH_PAGES, 1)
 
     def run_raw(self, requests: Sequence[Sequence[Copy]], num_threads: int = 1) -> float:
-        """Seconds that the engine takes for `requests`: each thread takes the next when it is done with its last."""
+        """Seconds that the engine takes for `requests`: each thread takes the next when it is done with its last.
+        Each has an engine of its own.
+        """
         waiting = iter(requests)
         began = time.perf_counter()
         if num_threads == 1:
-            self._write_all(waiting)
+            _write_all(self._raws[0], waiting)
         else:
-            list(self._threads.map(self._write_all, [waiting] * num_threads))
+            list(self._threads.map(_write_all, self._raws, [waiting] * num_threads))
         return time.perf_counter() - began
-
-    def _write_all(self, waiting: Iterator[Sequence[Copy]]) -> None:
-        for copies in waiting:
-            self.raw(copies)
 
     def copies(self, count: int, num_pages: int, seed: int) -> list[list[Copy]]:
         """Of `count` requests: pages as far apart as those of the path, or one run."""
@@ -155,3 +156,8 @@ class Pair:
             self._child.kill()
             self._child.wait()
         self._child.stdout.close()
+
+
+def _write_all(raw: Write, waiting: Iterator[Sequence[Copy]]) -> None:
+    for copies in waiting:
+        raw(copies)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from pdserve.errors import TransferError
@@ -46,18 +46,20 @@ class Window:
 
 
 class Link(Generic[E]):
-    """The way to one peer. With an engine of its own (`owned`), the link can be cut, and then no byte moves on it.
+    """The way to one peer. With engines of its own (`owned`), the link can be cut, and then no byte moves on it.
 
-    open ── doom ──> doomed ── last borrower leaves, engine destroyed ──> cut
+    open ── doom ──> doomed ── last borrower leaves, engines destroyed ──> cut
     """
 
-    def __init__(self, engine: E, session: str, *, owned: bool, num_permits: int) -> None:
+    def __init__(self, engines: Sequence[E], session: str, *, owned: bool, num_permits: int) -> None:
+        """Threads that write at the same time get different engines, as far as there are so many."""
         self.session = session
         self.window = Window(num_permits)
-        self._engine = engine
+        self._engines = engines
+        self._num_borrowers = [0] * len(engines)
+        self._longest_unused = list(range(len(engines)))
         self._owned = owned
         self._lock = threading.Lock()
-        self._num_borrowers = 0
         self._doomed = False
         self._cut = threading.Event()
 
@@ -68,17 +70,24 @@ class Link(Generic[E]):
 
     @contextlib.contextmanager
     def borrow(self) -> Iterator[E]:
-        """The engine for the length of one batch. Raises TransferError (settled) when the link is doomed."""
+        """For the length of one batch the engine with the fewest borrowers; of several the one unused for longest.
+
+        Raises:
+            TransferError: (settled) the link is doomed.
+        """
         with self._lock:
             if self._doomed:
                 raise TransferError(f"the link to {self.session} was given up", code="link_down")
-            self._num_borrowers += 1
+            number = min(self._longest_unused, key=self._num_borrowers.__getitem__)
+            self._longest_unused.remove(number)
+            self._longest_unused.append(number)
+            self._num_borrowers[number] += 1
         try:
-            yield self._engine
+            yield self._engines[number]
         finally:
             with self._lock:
-                self._num_borrowers -= 1
-                last = self._doomed and self._num_borrowers == 0
+                self._num_borrowers[number] -= 1
+                last = self._doomed and not any(self._num_borrowers)
             if last:
                 self._end()
 
@@ -88,7 +97,7 @@ class Link(Generic[E]):
             if self._doomed:
                 return
             self._doomed = True
-            last = self._num_borrowers == 0
+            last = not any(self._num_borrowers)
         if last:
             self._end()
 
@@ -98,7 +107,8 @@ class Link(Generic[E]):
 
     def _end(self) -> None:
         if self._owned:
-            self._engine.destroy()
+            for engine in self._engines:
+                engine.destroy()
         self._cut.set()
 
 

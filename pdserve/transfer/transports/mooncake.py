@@ -7,7 +7,8 @@ What was measured of the engine shapes this file:
 - It sends unregistered local ranges without a word: `RegionSet` checks them.
 - A failed batch goes on: what is still queued for a stalled peer is retried one entry after the other, for minutes, and
   reads the source pages when its turn comes. Destroying the engine ends that within a second. So over TCP each peer has
-  an engine of its own, and a failed write destroys it before it raises: then it is settled.
+  engines of its own, and a failed write destroys them before it raises: then it is settled.
+- One engine copies in one thread, which over TCP is what limits it: each peer has two, written to by a thread each.
 - It caches what it knows of a session, and a restarted peer may get the same session (host:port from a range of 2,000).
   Turning the cache off costs ten times the time per entry; a new engine per connection costs a millisecond and needs no
   cache to be right.
@@ -31,6 +32,8 @@ from pdserve.transfer.transports.mooncake_engine import Engine
 from pdserve.transfer.transports.nics import choose_protocol
 
 MAX_OUTSTANDING = 1024
+TCP_ENGINES = 2
+"""To each peer: one engine copies in one thread."""
 BATCH_ENTRIES = 512
 POLL_S = 0.0003
 SLOWEST_BYTES_PER_S = 10e6
@@ -75,7 +78,10 @@ class MooncakeTransport:
     name = "mooncake"
 
     def __init__(self, host: str, protocol: str, ib_device: str, tcp_timeout_s: int) -> None:
-        self.facts = TransportFacts(protocol=protocol, moves_bytes=True, max_outstanding=MAX_OUTSTANDING)
+        writers = TCP_ENGINES if protocol == "tcp" else 1
+        self.facts = TransportFacts(
+            protocol=protocol, moves_bytes=True, writers=writers, max_outstanding=MAX_OUTSTANDING
+        )
         self.settle_s = RDMA_SETTLE_S if protocol == "rdma" else 2.0 * tcp_timeout_s + 1.0
         self._timeout_s = 3.0 * tcp_timeout_s
         self._start = (host, protocol, ib_device)
@@ -128,14 +134,15 @@ class MooncakeTransport:
         self._receiver.destroy()
 
     def _open_link(self, session: str) -> Link[Engine]:
-        """A link over a new engine (TCP) or the shared one (RDMA). Raises TransferError when nobody answers."""
+        """A link over new engines (TCP) or the shared one (RDMA). Raises TransferError when nobody answers."""
         owned = self.facts.protocol == "tcp"
-        engine = Engine(*self._start) if owned else self._receiver
-        if owned:
-            for region in self._regions.regions:
-                engine.register(region)
-        engine.reach(session)
-        return Link(engine, session, owned=owned, num_permits=MAX_OUTSTANDING)
+        engines = [Engine(*self._start) for _ in range(TCP_ENGINES)] if owned else [self._receiver]
+        for engine in engines:
+            if owned:
+                for region in self._regions.regions:
+                    engine.register(region)
+            engine.reach(session)
+        return Link(engines, session, owned=owned, num_permits=MAX_OUTSTANDING)
 
     def _write_batch(self, link: Link[Engine], copies: Sequence[Copy]) -> None:
         num_bytes = sum(copy.num_bytes for copy in copies)

@@ -4,14 +4,14 @@ What was measured of the engine shapes this file:
 
 - A write to a stopped peer stays under way for ever, and neither releasing it nor removing the peer ends it: when the
   peer runs again, source bytes of that later time still land. Destroying the agent ends it, in some tenths of a second.
-  So each peer has an agent of its own to be written to from, and a failed write destroys it before it raises.
+  So each peer has agents of its own to be written to from, and a failed write destroys them before it raises.
 - An agent destroys itself when the last reference to it goes: handles hold one. `Agent.destroy` makes sure.
 - A target works only while a thread of it makes progress; a sender makes progress when it asks. Receiving agents have
   the engine's thread, sending agents do without. Left to itself that thread never sleeps: a core for every idle server.
 - A transfer is done when the connection has been flushed behind it, which is when its bytes are in the peer's memory.
   The engine's notification would say the same to the peer, where `Done` of the control plane says it with all else.
-- A transfer to a process of the same host is made by the call that begins it, in the caller's thread, one at a time in
-  an agent: two threads write, so that one makes its next transfer ready meanwhile.
+- A transfer to a process of the same host is made by the call that begins it, in the caller's thread, and the agent's
+  lock is kept all the while: two threads write, each through an agent of its own. Where a NIC copies they share one.
 - Naming copies by index into lists prepared once per peer takes a fifth of the time of naming them by address.
 """
 
@@ -175,12 +175,14 @@ class NixlTransport:
         self._receiver.destroy()
 
     def _open_link(self, peer: Peer) -> Link[Sender]:
-        """A link over a new agent. Raises TransferError (settled over TCP) when nobody answers."""
-        sender = Sender(self._native, self._known, peer.card.metadata, peer.there)
-        link = Link(sender, sender.peer, owned=True, num_permits=1)
+        """A link over new agents. Raises TransferError (settled over TCP) when nobody answers."""
+        num_senders = 1 if self.facts.protocol == "rdma" else self.facts.writers
+        senders = [Sender(self._native, self._known, peer.card.metadata, peer.there) for _ in range(num_senders)]
+        link = Link(senders, senders[0].peer, owned=True, num_permits=1)
         (here, kind), probe = self._known[0], peer.card.regions[0]
         one = Ranges.of([Copy(here.address, probe.address, here.num_bytes)])
-        self._write_batch(link, one, (kind.name, probe.kind), PROBE_TIMEOUT_S)
+        for _ in senders:  # each connects with its first write, and the link takes them in turn
+            self._write_batch(link, one, (kind.name, probe.kind), PROBE_TIMEOUT_S)
         return link
 
     def _write_batch(self, link: Link[Sender], ranges: Ranges, kinds: tuple[str, str], stall_s: float) -> None:
