@@ -55,11 +55,12 @@ log = logging.getLogger(__name__)
 class _Sequence:
     """One live sequence; `progress` is what is told of it.
 
+    `names` are what the client knows it by: its own, and that of its batch.
     `timing` is the newest that the scheduler sent: a stop string ends the sequence before the scheduler's last output.
     """
 
     index: int
-    name: str
+    names: tuple[str, ...]
     generation: Generation
     sampling: SamplingParams
     detokenizer: Detokenizer
@@ -163,15 +164,19 @@ class EngineClient:
 
     # requests --------------------------------------------------------------------------------------------------------
 
-    async def submit(self, requests: Sequence[GenerateRequest], names: Sequence[str]) -> Generation:
-        """Send the sequences of one body; `names[i]` is the id the client knows sequence i by, `rid`s are unique.
+    async def submit(
+        self, requests: Sequence[GenerateRequest], names: Sequence[str], batch: str | None = None
+    ) -> Generation:
+        """Send the sequences of one body; `names[i]` is the id the client knows sequence i by, `batch` the one it knows
+        all by; `rid`s are unique.
 
         Raises:
             RequestError: 400 when a name belongs to a live request, 503 while the engine is starting.
             EngineDeadError: the engine is gone.
         """
         self.require_ready()
-        for name in names:
+        also = () if batch is None else (batch,)
+        for name in (*names, *also):
             if self._names[name]:
                 raise RequestError(f"rid {name!r} belongs to a request that is still running", field="rid")
         generation = Generation(len(requests), self._close)
@@ -179,9 +184,9 @@ class EngineClient:
         for index, (request, name) in enumerate(zip(requests, names, strict=True)):
             progress = self._watch.started(request, name, call)
             self._live[request.rid] = _Sequence(
-                index, name, generation, request.sampling, self._detokenizer(request.sampling), progress
+                index, (name, *also), generation, request.sampling, self._detokenizer(request.sampling), progress
             )
-            self._names[name] += 1
+            self._names.update((name, *also))
         try:
             for request in map(self._watch.traced(call), requests):
                 await self._channel.send(request)
@@ -191,11 +196,11 @@ class EngineClient:
         return generation
 
     def abort(self, name: str | None) -> int:
-        """Abort the sequences the client knows as `name`, all for None; returns how many.
+        """Abort the sequences the client knows as `name`, their own or that of their batch, all for None; how many.
 
         Their streams end as aborted.
         """
-        rids = [rid for rid, sequence in self._live.items() if name is None or sequence.name == name]
+        rids = [rid for rid, sequence in self._live.items() if name is None or name in sequence.names]
         for rid in rids:
             self._send_soon(AbortRequest(rid=rid))
         return len(rids)
@@ -214,9 +219,10 @@ class EngineClient:
 
     def _drop(self, rid: str, outcome: str) -> None:
         sequence = self._live.pop(rid)
-        self._names[sequence.name] -= 1
-        if self._names[sequence.name] <= 0:
-            del self._names[sequence.name]
+        for name in sequence.names:
+            self._names[name] -= 1
+            if self._names[name] <= 0:
+                del self._names[name]
         self._watch.ended(sequence.progress, outcome, sequence.timing)
 
     # queries ---------------------------------------------------------------------------------------------------------

@@ -54,11 +54,14 @@ class PromptSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Intake:
-    """Everything one body asks for, ready to be submitted. `names[i]` is the client's id of sequence i."""
+    """Everything one body asks for, ready to be submitted. `names[i]` is the client's id of sequence i, `batch` that of
+    all, where one was given to several prompts.
+    """
 
     requests: list[GenerateRequest]
     names: list[str]
     n: int
+    batch: str | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -273,4 +276,4 @@ def make_intake(
         )
         for i in range(len(names))
     ]
-    return Intake(requests, names, n)
+    return Intake(requests, names, n, body.rid if isinstance(body.rid, str) and len(prompts) > 1 else None)

@@ -44,7 +44,7 @@ class GenerateCall:
 
     async def answer(self, request: Request) -> Response:
         """Submit, and answer at once or as a stream. Prefill answers whole: its half is over with the first token."""
-        generation = await self.context.client.submit(self.intake.requests, self.intake.names)
+        generation = await self.context.client.submit(self.intake.requests, self.intake.names, self.intake.batch)
         with generation.closed_on_error():
             if self.stream and self.context.mode != "prefill":
                 return await stream_response(request, self._events(generation))

@@ -155,6 +155,50 @@ async def test_abort_all_and_a_missing_rid(tokenizer: Tokenizer) -> None:
             assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+BATCH = {"text": ["a", "b"], "sampling_params": {"n": 2}}
+
+
+async def test_the_rid_of_a_batch_aborts_all_of_it_and_nothing_else(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        b.scheduler.hold = True
+        asked = {"mine": BATCH, "mine_2": {"text": "x"}, "mine2": BATCH, "listed": {**BATCH, "rid": ["mine3", "min"]}}
+        calls = {
+            rid: asyncio.create_task(b.http.post("/generate", json={"rid": rid, **body})) for rid, body in asked.items()
+        }
+        await until(lambda: b.client.num_live == 13)
+
+        async def abort(rid: str) -> int:
+            answer = await b.http.post("/abort_request", json={"rid": rid})
+            assert answer.status_code == 200
+            num_aborted: int = answer.json()["num_aborted"]
+            return num_aborted
+
+        assert await abort("min") == 2, "one prompt of a list, with its two answers"
+        assert await abort("mine_1") == 2
+        assert await abort("mine_9") == await abort("mi") == 0
+        await until(lambda: b.client.num_live == 9)
+        again = await b.http.post("/generate", json={"text": "x", "rid": "mine"})
+        assert (again.status_code, again.json()["param"]) == (400, "rid"), "else an abort would mean both"
+        assert await abort("mine") == 2
+        results = (await calls["mine"]).json()
+        assert [one["meta_info"]["id"] for one in results] == ["mine_0", "mine_0", "mine_1", "mine_1"]
+        assert {one["meta_info"]["finish_reason"]["type"] for one in results} == {"abort"}
+        assert b.client.num_live == 7 and not any(calls[rid].done() for rid in ("mine_2", "mine2", "listed"))
+        b.scheduler.hold = False
+        assert (await b.http.post("/generate", json={"text": "x", "rid": "mine"})).status_code == 200
+        assert await abort("mine2") == 4 and await abort("mine_2") == 1 and await abort("mine3") == 2
+        assert {(await call).status_code for call in calls.values()} == {200}
+
+
+async def test_the_rid_of_a_batch_of_completions(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        b.scheduler.hold = True
+        call = asyncio.create_task(b.http.post("/v1/completions", json={"prompt": ["a", "b", "c"], "rid": "r"}))
+        await until(lambda: b.client.num_live == 3)
+        assert (await b.http.post("/abort_request", json={"rid": "r"})).json() == {"num_aborted": 3}
+        assert [choice["finish_reason"] for choice in (await call).json()["choices"]] == ["abort"] * 3
+
+
 async def test_death_of_the_engine_fails_all_that_wait(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer) as b:
         b.scheduler.hold = True
