@@ -20,6 +20,7 @@ from pdserve.transfer.wire import Body, Packet, RankMemory, TransferStats, Wire
 
 ADDRESS: Address = ("prefill", 8998)
 TOKEN = "cluster"
+BROKEN = Failure(code="engine_failed", message="the engine says -1")
 CLIENT_LEFT = Failure(code="aborted", message="the client left", origin="client", status=499)
 FACTS: dict[str, str | int] = {"model": "m", "transfer_backend": "kit"}
 SETTLE_S = 5.0
@@ -239,3 +240,15 @@ class Pair:
         self.receiver.close()
         for lease in (*self.mine, *self.theirs):
             lease.drop("request")
+
+
+def assert_quiet_and_free(*sides: Side) -> None:
+    """Nothing is under way there, and all pages are free."""
+    for side in sides:
+        assert side.kv.quiet and side.free == ALL_FREE, (side.instance, side.kv.counts(), side.free)
+
+
+def say(net: Net, sender: str, to: Side, body: Body) -> None:
+    """Somebody who knows the token says something."""
+    to.kv.handle(FrameArrived(Wire(TOKEN).encode(Packet(sender=sender, receiver=to.instance, seq=1 << 40, body=body))))
+    net.pump()

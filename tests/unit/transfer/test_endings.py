@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import FrameArrived, PeerGone
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Abort, Done, Ended, Meta, Packet, TransferStats, Wire
 from tests.unit.transfer.kit import (
     ADDRESS,
     ALL_FREE,
+    BROKEN,
     CLIENT_LEFT,
     HEARTBEAT_S,
     SETTLE_S,
     TOKEN,
     WAITING_S,
-    Net,
     Pair,
     Side,
+    assert_quiet_and_free,
     found,
     meet,
+    say,
 )
-
-BROKEN = Failure(code="engine_failed", message="the engine says -1")
-
-
-def _quiet_and_free(*sides: Side) -> None:
-    for side in sides:
-        assert side.kv.quiet and side.free == ALL_FREE, (side.instance, side.kv.counts(), side.free)
-
-
-def _say(net: Net, sender: str, to: Side, body: Meta | Done | Ended | Abort) -> None:
-    """Somebody who knows the token says something."""
-    to.kv.handle(FrameArrived(Wire(TOKEN).encode(Packet(sender=sender, receiver=to.instance, seq=1 << 40, body=body))))
-    net.pump()
 
 
 def test_pages_outlive_an_aborted_receiver_until_the_sender_is_quiet() -> None:
@@ -48,7 +36,7 @@ def test_pages_outlive_an_aborted_receiver_until_the_sender_is_quiet() -> None:
     assert decode.free == (13, 3)
     prefill.end_jobs(BROKEN)
     net.pump()
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)
     assert prefill.kv.counters["copies_failed"] == 0, "a cancelled copy is no failed one"
 
 
@@ -64,7 +52,7 @@ def test_an_unsettled_copy_holds_both_sides_for_as_long_as_it_may_move() -> None
     net.pass_time(SETTLE_S - 1)
     assert prefill.free != ALL_FREE and decode.free != ALL_FREE
     net.pass_time(2)
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)
 
 
 def test_a_settled_failure_lets_go_at_once() -> None:
@@ -74,7 +62,7 @@ def test_a_settled_failure_lets_go_at_once() -> None:
     prefill.end_jobs(BROKEN)
     net.pump()
     pair.drop_requests()
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)
 
 
 def test_a_repeated_report_of_a_copy_counts_once() -> None:
@@ -101,7 +89,7 @@ def test_an_abort_of_a_stranger_is_ignored_and_so_are_its_endings() -> None:
             Ended(key=key, failure=CLIENT_LEFT, quiesced=True),
             Done(key=key, stats=TransferStats()),
         ):
-            _say(net, stranger.instance, side, body)
+            say(net, stranger.instance, side, body)
     assert pair.sender.poll() is KVPoll.WAITING_FOR_INPUT and pair.receiver.poll() is KVPoll.WAITING_FOR_INPUT
     assert all(lease.held_by("remote") for lease in pair.theirs)
 
@@ -143,7 +131,7 @@ def test_kv_that_does_not_come_in_time_fails_with_504_and_stays_held() -> None:
     assert decode.free == (13, 3)
     prefill.end_jobs()
     net.pump()
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)
 
 
 def test_pages_given_to_a_dead_prefill_server_are_fenced_first() -> None:
@@ -157,7 +145,7 @@ def test_pages_given_to_a_dead_prefill_server_are_fenced_first() -> None:
     net.pass_time(SETTLE_S - 1)
     assert decode.free == (13, 3)
     net.pass_time(2)
-    _quiet_and_free(decode)
+    assert_quiet_and_free(decode)
 
 
 def test_pages_given_to_a_silent_prefill_server_stay_held_until_it_speaks() -> None:
@@ -171,7 +159,7 @@ def test_pages_given_to_a_silent_prefill_server_stay_held_until_it_speaks() -> N
     assert decode.free == (13, 3), "it may still write"
     net.sides[prefill.endpoint] = prefill
     net.pass_time(10)
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)
 
 
 def test_source_pages_for_a_dead_decode_server_are_held_until_the_copy_ended() -> None:
@@ -184,7 +172,7 @@ def test_source_pages_for_a_dead_decode_server_are_held_until_the_copy_ended() -
     pair.drop_requests()
     assert prefill.free == (13, 4) and prefill.engine.jobs[0].cancelled
     prefill.end_jobs(BROKEN)
-    _quiet_and_free(prefill)
+    assert_quiet_and_free(prefill)
 
 
 def test_nothing_is_sent_twice_nor_after_a_failure() -> None:
@@ -199,4 +187,4 @@ def test_nothing_is_sent_twice_nor_after_a_failure() -> None:
     prefill.end_jobs(BROKEN)
     net.pump()
     pair.drop_requests()
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)

@@ -18,14 +18,9 @@ from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST
 from pdserve.transfer.room import shortfall
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Done, Ended, Hello, Key, Meta, Packet, RankMemory, Region, TransferStats, Wire
-from tests.unit.transfer.kit import ADDRESS, ALL_FREE, CLIENT_LEFT, TOKEN, Net, Pair, Side, meet
+from tests.unit.transfer.kit import ADDRESS, CLIENT_LEFT, TOKEN, Net, Pair, Side, assert_quiet_and_free, meet
 
 PAGE_TOKENS, NUM_LAYERS = 4, 3
-
-
-def _quiet_and_free(*sides: Side) -> None:
-    for side in sides:
-        assert side.kv.quiet and side.free == ALL_FREE, (side.instance, side.kv.counts(), side.free)
 
 
 def closed(timeout_s: float) -> bool:
@@ -72,7 +67,7 @@ def test_only_pages_that_the_receiver_lacks_are_published_and_sent(num_cached: i
     assert stats.num_pages == 3 - num_cached
     assert stats.num_bytes == (3 - num_cached) * page_bytes + decode.kv.args.aux.slot_bytes
     pair.drop_requests()
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)
 
 
 def test_chunks_below_what_is_cached_send_nothing_and_the_next_begins_behind_it() -> None:
@@ -102,7 +97,7 @@ def test_nothing_but_the_aux_slot_goes_when_all_is_cached_even_without_a_send() 
     assert pair.receiver.poll() is KVPoll.SUCCESS
     assert (pair.receiver.stats.num_pages, pair.receiver.stats.prefill_s) == (0, 1.0)
     pair.drop_requests()
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)
 
 
 def test_what_is_cached_is_unknown_before_the_receiver_came() -> None:
@@ -224,7 +219,7 @@ def test_each_layer_range_is_a_job_with_its_gate_and_pages_count_once() -> None:
     assert stats.num_bytes == 2 * group.page_bytes + decode.kv.args.aux.slot_bytes
     assert stats.write_s == pytest.approx(0.3)
     pair.drop_requests()
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)
 
 
 def test_one_range_of_all_layers_still_merges_neighbouring_pages() -> None:
@@ -251,7 +246,7 @@ def test_done_waits_for_layers_that_the_aux_slot_overtook() -> None:
     assert pair.sender.poll() is pair.receiver.poll() is KVPoll.SUCCESS
     pair.drop_requests()
     prefill.engine.jobs = []
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)
 
 
 def test_source_pages_are_held_until_the_last_gated_job_has_ended() -> None:
@@ -268,7 +263,7 @@ def test_source_pages_are_held_until_the_last_gated_job_has_ended() -> None:
     assert prefill.free == (13, 4) and decode.free == (13, 3), "the second may be running"
     prefill.kv.handle(CopyDone(second, CLIENT_LEFT, settled=True, write_s=0.0))
     net.pump()
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)
 
 
 def test_layers_that_are_never_written_fail_both_halves() -> None:
@@ -281,7 +276,7 @@ def test_layers_that_are_never_written_fail_both_halves() -> None:
     assert failures == [NEVER_WRITTEN, NEVER_WRITTEN]
     assert prefill.kv.counters["copies_failed"] == 1
     pair.drop_requests()
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)
 
 
 @pytest.mark.parametrize(

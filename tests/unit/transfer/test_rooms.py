@@ -6,37 +6,23 @@ import msgspec
 import pytest
 
 from pdserve.errors import RequestError
-from pdserve.protocol.failure import Failure
 from pdserve.transfer import unmatched
 from pdserve.transfer.aux import AuxRecord
-from pdserve.transfer.events import FrameArrived, PeerGone
+from pdserve.transfer.events import PeerGone
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta, Packet, TransferStats, Wire, prompt_digest
+from pdserve.transfer.wire import Ended, Key, Meta, TransferStats, prompt_digest
 from tests.unit.transfer.kit import (
     ADDRESS,
-    ALL_FREE,
     BOOTSTRAP_S,
     CLIENT_LEFT,
-    TOKEN,
     Net,
     Pair,
     Side,
+    assert_quiet_and_free,
     meet,
+    say,
 )
-
-BROKEN = Failure(code="engine_failed", message="the engine says -1")
-
-
-def _quiet_and_free(*sides: Side) -> None:
-    for side in sides:
-        assert side.kv.quiet and side.free == ALL_FREE, (side.instance, side.kv.counts(), side.free)
-
-
-def _say(net: Net, sender: str, to: Side, body: Meta | Done | Ended | Abort) -> None:
-    """Somebody who knows the token says something."""
-    to.kv.handle(FrameArrived(Wire(TOKEN).encode(Packet(sender=sender, receiver=to.instance, seq=1 << 40, body=body))))
-    net.pump()
 
 
 def test_a_transfer_succeeds_and_leaves_nothing() -> None:
@@ -55,7 +41,7 @@ def test_a_transfer_succeeds_and_leaves_nothing() -> None:
     assert not any(lease.held_by("send") for lease in pair.mine)
     assert not any(lease.held_by("remote") for lease in pair.theirs)
     pair.drop_requests()
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)
 
 
 @pytest.mark.parametrize("host", ["prefill", FAKE_BOOTSTRAP_HOST])
@@ -89,7 +75,7 @@ def test_a_fake_room_goes_through_all_states_without_a_peer() -> None:
     receiver.close()
     for lease in (*mine, *theirs):
         lease.drop("request")
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)
 
 
 def test_metadata_of_another_room_or_attempt_is_not_taken() -> None:
@@ -127,7 +113,7 @@ def test_meta_whose_request_never_comes_is_turned_away_with_504() -> None:
     receiver.close()
     for lease in leases:
         lease.drop("request")
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)
 
 
 def test_early_metas_of_a_dead_peer_are_forgotten() -> None:
@@ -163,7 +149,7 @@ def test_a_sender_that_gave_up_before_meta_came_tells_the_receiver_why() -> None
     receiver.close()
     for lease in leases:
         lease.drop("request")
-    _quiet_and_free(prefill, decode)
+    assert_quiet_and_free(prefill, decode)
 
 
 def test_tombstones_are_for_one_prompt_and_a_limited_time() -> None:
@@ -238,7 +224,7 @@ def test_pages_that_are_not_the_peers_are_refused_and_counted(meta: dict[str, ob
     net, prefill, _ = meet()
     sender = prefill.kv.open_sender(7, ADDRESS[0], "d")
     good = Meta(key=Key(7, 1, "decode-1"), pages=((0, 1, 2),), aux_slot=0, prompt_digest="d")
-    _say(net, "decode-1", prefill, msgspec.structs.replace(good, **meta))
+    say(net, "decode-1", prefill, msgspec.structs.replace(good, **meta))
     assert prefill.kv.counters["metas_refused"] == 1
     assert sender.poll() is KVPoll.BOOTSTRAPPING
     ended = net.said(Ended)[-1]
