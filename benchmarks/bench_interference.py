@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import dataclasses
 import itertools
-import os
 import random
 import sys
 import time
@@ -219,26 +218,16 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, and write when asked."""
     args = parse_flags(argv)
-    began = time.perf_counter()
-    machine = report.machine()
-    print(machine, flush=True)
+    bench = report.Run("interference", argv)
+    print(bench.machine, flush=True)
     with monolith(args.model, args.dtype, threads=args.threads, flags=args.server_flags) as mono:
         with local_pair(args.model, args.dtype, threads=args.threads // 2, flags=args.server_flags) as pair:
             rounds = run_rounds(args, {"monolith": mono, "1P1D": pair})
-    facts = {
-        "date": report.today(),
-        "command": report.command_line("benchmarks.bench_interference", argv),
-        "revision": report.git_revision(),
-        "machine": machine,
-        "load_after": round(os.getloadavg()[0], 2),
-        "duration_s": time.perf_counter() - began,
-        "rounds": [{"system": s, "prompts": prompts, "rounds": found} for (s, prompts), found in rounds.items()],
-    }
+    facts = bench.facts(
+        rounds=[{"system": s, "prompts": prompts, "rounds": found} for (s, prompts), found in rounds.items()],
+    )
     text = document(args, facts, rounds)
-    print("\n" + text)
-    if args.write:
-        for path in report.write_results(args.results, "interference", text, facts):
-            print(f"wrote {path}")
+    bench.publish(args, text, facts)
     return 0
 
 

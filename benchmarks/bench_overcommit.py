@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import json
 import sys
-import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -176,9 +175,8 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, and write when asked; exit status 1 when there was an error."""
     args = parse_flags(argv)
-    began = time.perf_counter()
-    machine = report.machine()
-    print(machine, flush=True)
+    bench = report.Run("overcommit", argv)
+    print(bench.machine, flush=True)
     with contextlib.ExitStack() as stack:
         urls: dict[tuple[str, str], str] = {}
         for variant in VARIANTS:
@@ -192,19 +190,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 local_pair(args.model, args.dtype, threads=args.threads // 2, flags=flags)
             )
         rounds = run_rounds(args, urls)
-    facts = {
-        "date": report.today(),
-        "command": report.command_line("benchmarks.bench_overcommit", argv),
-        "revision": report.git_revision(),
-        "machine": machine,
-        "duration_s": time.perf_counter() - began,
-        "rounds": [{"system": s, "variant": variant, "rounds": found} for (s, variant), found in rounds.items()],
-    }
+    facts = bench.facts(
+        rounds=[{"system": s, "variant": variant, "rounds": found} for (s, variant), found in rounds.items()],
+    )
     text = document(args, facts, rounds)
-    print("\n" + text)
-    if args.write:
-        for path in report.write_results(args.results, "overcommit", text, facts):
-            print(f"wrote {path}")
+    bench.publish(args, text, facts)
     return 0 if num_errors(rounds) == 0 else 1
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -117,29 +115,17 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, and write when asked."""
     args = parse_flags(argv)
-    began = time.perf_counter()
-    machine = report.machine()
-    print(machine, flush=True)
+    bench = report.Run("overlap-cpu", argv, module="bench_overlap_serving")
+    print(bench.machine, flush=True)
     with contextlib.ExitStack() as stack:
         urls = {
             side: stack.enter_context(monolith(args.model, args.dtype, threads=args.threads, flags=[flag]))
             for side, flag in FLAGS.items()
         }
         rounds = run_rounds(args, urls)
-    facts = {
-        "date": report.today(),
-        "command": report.command_line("benchmarks.bench_overlap_serving", argv),
-        "revision": report.git_revision(),
-        "machine": machine,
-        "load_after": round(os.getloadavg()[0], 2),
-        "duration_s": time.perf_counter() - began,
-        "rounds": rounds,
-    }
+    facts = bench.facts(rounds=rounds)
     text = document(args, facts, rounds)
-    print("\n" + text)
-    if args.write:
-        for path in report.write_results(args.results, "overlap-cpu", text, facts):
-            print(f"wrote {path}")
+    bench.publish(args, text, facts)
     return 0
 
 

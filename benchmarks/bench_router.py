@@ -286,24 +286,16 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, and write when asked."""
     args = parse_flags(argv)
-    began, machine = time.perf_counter(), report.machine()
+    bench = report.Run("router", argv)
     found = uvloop.run(run(args))
-    facts = {
-        "date": report.today(),
-        "command": report.command_line("benchmarks.bench_router", argv),
-        "revision": report.git_revision(),
-        "machine": machine,
-        "concurrency": args.concurrency,
-        "seconds": args.seconds,
-        "alone": args.alone,
-        "duration_s": time.perf_counter() - began,
-        "measured": [dataclasses.asdict(one) | {"added_ms": one.added_ms} for one in found],
-    }
+    facts = bench.facts(
+        concurrency=args.concurrency,
+        seconds=args.seconds,
+        alone=args.alone,
+        measured=[dataclasses.asdict(one) | {"added_ms": one.added_ms} for one in found],
+    )
     text = document(facts, found)
-    print("\n" + text)
-    if args.write:
-        for path in report.write_results(args.results, "router", text, facts):
-            print(f"wrote {path}")
+    bench.publish(args, text, facts)
     return 0
 
 

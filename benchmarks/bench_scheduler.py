@@ -16,7 +16,6 @@ import gc
 import math
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -230,8 +229,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, and write when asked; exit status 1 when the mark is missed."""
     args = parse_flags(argv)
-    began = time.perf_counter()
-    machine = report.machine()
+    bench = report.Run("scheduler", argv)
     keep_for_good()
     found: tuple[list[Measured], list[Measured]] = ([], [])
     for group, results in zip(cases(args), found, strict=True):
@@ -240,21 +238,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append(one)
             parts = "  ".join(f"{name} {value:,.0f}" for name, value in one.p50_us.items())
             print(f"{case.role} {case.state} {case.policy} {case.num_running}+{case.num_queued}: {parts}", flush=True)
-    facts = {
-        "date": report.today(),
-        "command": report.command_line("benchmarks.bench_scheduler", argv),
-        "revision": report.git_revision(),
-        "machine": machine,
-        "num_steps": args.steps,
-        "duration_s": time.perf_counter() - began,
-        "running": [one.as_json() for one in found[0]],
-        "queued": [one.as_json() for one in found[1]],
-    }
+    facts = bench.facts(
+        num_steps=args.steps,
+        running=[one.as_json() for one in found[0]],
+        queued=[one.as_json() for one in found[1]],
+    )
     text = document(facts, *found)
-    print("\n" + text)
-    if args.write:
-        for path in report.write_results(args.results, "scheduler", text, facts):
-            print(f"wrote {path}")
+    bench.publish(args, text, facts)
     return 0 if mark([*found[0], *found[1]])[1] else 1
 
 

@@ -25,7 +25,6 @@ import itertools
 import os
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -242,8 +241,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, and write when asked; exit status 1 when the mark is missed."""
     args = parse_flags(argv)
-    began = time.perf_counter()
-    machine = report.machine()
+    bench = report.Run("transfer", argv)
     speeds: list[tuple[Case, Turns]] = []
     pages: list[OnePage] = []
     for backend in args.backends:
@@ -254,21 +252,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 else:
                     speeds.append(found)
                     print(f"{found[0]}: path / raw {ratio(found[1]).show(2, 'x')}", flush=True)
-    facts = {
-        "date": report.today(),
-        "command": report.command_line("benchmarks.bench_transfer", argv),
-        "revision": report.git_revision(),
-        "machine": machine,
-        "load_after": round(os.getloadavg()[0], 2),
-        "duration_s": time.perf_counter() - began,
-        "gigabytes_per_s": [dataclasses.asdict(case) | dataclasses.asdict(turns) for case, turns in speeds],
-        "one_page": [dataclasses.asdict(one) for one in pages],
-    }
+    facts = bench.facts(
+        gigabytes_per_s=[dataclasses.asdict(case) | dataclasses.asdict(turns) for case, turns in speeds],
+        one_page=[dataclasses.asdict(one) for one in pages],
+    )
     text = document(args, facts, speeds, pages)
-    print("\n" + text)
-    if args.write:
-        for path in report.write_results(args.results, "transfer", text, facts):
-            print(f"wrote {path}")
+    bench.publish(args, text, facts)
     return 1 if missed(speeds) else 0
 
 

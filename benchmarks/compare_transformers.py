@@ -214,8 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(cores)[: args.threads])
-    machine = report.machine()
-    print(f"{machine}\nrevision {report.git_revision()}", flush=True)
+    bench = report.Run("first-table", argv, module="compare_transformers")
+    print(f"{bench.machine}\nrevision {report.git_revision()}", flush=True)
     try:
         with monolith_and_pair(args.model, args.dtype, threads=args.threads) as urls:
             with contextlib.closing(GenerateChild(args.model, args.dtype, args.threads)) as child:
@@ -223,23 +223,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rounds = run_rounds(args, urls, child, began + 60 * args.max_minutes)
     finally:
         os.sched_setaffinity(0, cores)
-    facts = {
-        "date": report.today(),
-        "command": report.command_line("benchmarks.compare_transformers", argv),
-        "revision": report.git_revision(),
-        "machine": machine,
-        "transformers": peer,
-        "duration_s": time.perf_counter() - began,
-        "rounds": [
+    facts = bench.facts(
+        transformers=peer,
+        rounds=[
             {"system": system, "concurrency": concurrency, "rounds": found}
             for (system, concurrency), found in rounds.items()
         ],
-    }
+    )
     text = document(args, facts, rounds)
-    print("\n" + text)
-    if args.write:
-        for path in report.write_results(args.results, "first-table", text, facts):
-            print(f"wrote {path}")
+    bench.publish(args, text, facts)
     return 0
 
 

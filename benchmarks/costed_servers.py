@@ -163,6 +163,10 @@ class WatchedRole:
         """See `Role`."""
         return self.role.facts()
 
+    def retract_all(self) -> None:
+        """See `Role`."""
+        self.role.retract_all()
+
 
 @dataclasses.dataclass(frozen=True)
 class HeldEngine:

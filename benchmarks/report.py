@@ -152,6 +152,38 @@ def today() -> str:
     return time.strftime("%Y-%m-%d")
 
 
+class Run:
+    """One run of a benchmark's script, from its start to its files.
+
+    `name` is in the files' names; the script is `benchmarks.bench_<name>` unless `module` says otherwise.
+    """
+
+    def __init__(self, name: str, argv: Sequence[str] | None, *, module: str | None = None) -> None:
+        self._name = name
+        self._command = command_line(f"benchmarks.{module or f'bench_{name}'}", argv)
+        self._began = time.perf_counter()
+        self.machine = machine()
+
+    def facts(self, **more: Any) -> dict[str, Any]:
+        """What every report has, asked for when all is measured, and `more`."""
+        return {
+            "date": today(),
+            "command": self._command,
+            "revision": git_revision(),
+            "machine": self.machine,
+            "load_after": round(os.getloadavg()[0], 2),
+            "duration_s": time.perf_counter() - self._began,
+            **more,
+        }
+
+    def publish(self, args: argparse.Namespace, text: str, facts: dict[str, Any]) -> None:
+        """Print the report, and write it when asked; `args` have what `add_write_flags` adds."""
+        print("\n" + text)
+        if args.write:
+            for path in write_results(args.results, self._name, text, facts):
+                print(f"wrote {path}")
+
+
 def write_results(directory: Path, name: str, text: str, facts: dict[str, Any]) -> list[Path]:
     """Write `<date>-<name>.md` and `.json` into `directory`; returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
