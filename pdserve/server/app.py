@@ -56,6 +56,15 @@ BODIES: dict[str, type[msgspec.Struct]] = {
 """By path, what the JSON of a POST must be: for the OpenAPI document."""
 OPTIONAL_BODIES = frozenset({"/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"})
 """Where it may be left out."""
+INPUTS = openapi.Inputs(
+    BODIES,
+    OPTIONAL_BODIES,
+    {
+        "/flush_cache": {"timeout": {"type": "number", "minimum": 0, "maximum": admin.MAX_FLUSH_WAIT_S}},
+        "/v1/loads": {"dp_rank": {"type": "integer", "minimum": 0}},
+    },
+)
+"""With the queries: for the OpenAPI document."""
 _ENGINE_TYPES: dict[DisaggMode, str] = {"null": "unified", "prefill": "prefill", "decode": "decode"}
 
 
@@ -97,7 +106,7 @@ def create_app(
     _add_generation(app, context)
     _add_health_and_facts(app, context)
     _add_commands(app, context)
-    openapi.install(app, BODIES, OPTIONAL_BODIES, with_keys=config.access.keys.some)
+    openapi.install(app, INPUTS, with_keys=config.access.keys.some)
     observer = observing.install(app, context)
     access.install(app, config.access)
     return app

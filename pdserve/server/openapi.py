@@ -1,10 +1,12 @@
 """The OpenAPI document of a server, `/openapi.json`: every route, and bodies as the structs that check them.
 
-Installed by `app`. Bodies are parsed by msgspec, not by FastAPI, so FastAPI knows nothing of them; `app.BODIES` does.
+Installed by `app`. Bodies are parsed by msgspec and queries by their endpoints, so FastAPI knows nothing of them;
+`app.INPUTS` does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -46,37 +48,43 @@ class ErrorAnswer(msgspec.Struct):
     error: ErrorBody
 
 
-def install(
-    app: FastAPI, bodies: Mapping[str, type[msgspec.Struct]], optional: Collection[str], *, with_keys: bool
-) -> None:
-    """Have `app` serve this document. `bodies`: by path, what a POST or PUT there must be; `optional`: where none need
-    be. `with_keys`: clients may have to send one.
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What routes read, by their paths: what a POST or PUT must be, where it may be left out, and the query's fields
+    with their schemas.
     """
+
+    bodies: Mapping[str, type[msgspec.Struct]]
+    optional: Collection[str]
+    queries: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+
+def install(app: FastAPI, inputs: Inputs, *, with_keys: bool) -> None:
+    """Have `app` serve this document. `with_keys`: clients may have to send one."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = describe(app, bodies, optional, with_keys=with_keys)
+            app.openapi_schema = describe(app, inputs, with_keys=with_keys)
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
 
 
-def describe(
-    app: FastAPI, bodies: Mapping[str, type[msgspec.Struct]], optional: Collection[str], *, with_keys: bool
-) -> dict[str, Any]:
+def describe(app: FastAPI, inputs: Inputs, *, with_keys: bool) -> dict[str, Any]:
     """The document: OpenAPI 3.1, paths in the order of the application's routes."""
+    bodies = inputs.bodies
     types = [*dict.fromkeys([*bodies.values(), NativeSampling, ErrorAnswer])]
     _, components = msgspec.json.schema_components(types, ref_template=REF)
     paths: dict[str, dict[str, Any]] = {}
     for route in app.routes:
         if isinstance(route, APIRoute) and route.include_in_schema:
             for method in sorted(route.methods or ()):
-                operation = _operation(route)
+                operation = _operation(route, inputs.queries.get(route.path, {}))
                 body = bodies.get(route.path) if method in ("POST", "PUT") else None
                 if body is not None:
                     schema = {"$ref": REF.format(name=body.__name__)}
                     content = {"application/json": {"schema": schema}}
-                    operation["requestBody"] = {"required": route.path not in optional, "content": content}
+                    operation["requestBody"] = {"required": route.path not in inputs.optional, "content": content}
                 paths.setdefault(_plain(route.path), {})[method.lower()] = operation
     info = {"title": app.title, "version": pdserve.__version__, "description": (pdserve.__doc__ or "").strip()}
     document: dict[str, Any] = {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
@@ -91,7 +99,7 @@ def _plain(path: str) -> str:
     return path.replace(":path}", "}")
 
 
-def _operation(route: APIRoute) -> dict[str, Any]:
+def _operation(route: APIRoute, query: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": REF.format(name=ErrorAnswer.__name__)}}}
     operation: dict[str, Any] = {
         "summary": route.summary or route.name.replace("_", " "),
@@ -101,11 +109,9 @@ def _operation(route: APIRoute) -> dict[str, Any]:
         },
     }
     names = [part[1:-1] for part in _plain(route.path).split("/") if part.startswith("{")]
+    parameters: list[dict[str, Any]]
     parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
-    parameters += [
-        {"name": field.alias, "in": "query", "required": False, "schema": {"type": "string"}}
-        for field in route.dependant.query_params
-    ]
+    parameters += [{"name": n, "in": "query", "required": False, "schema": schema} for n, schema in query.items()]
     if parameters:
         operation["parameters"] = parameters
     return operation

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from fastapi.routing import APIRoute
 
+import pdserve.server
 from pdserve.config.access_group import AccessConfig
 from pdserve.server.app import BODIES, OPTIONAL_BODIES
 from pdserve.server.tokenizer import Tokenizer
@@ -63,6 +66,29 @@ async def test_every_route_that_reads_a_body_says_what_it_is(tokenizer: Tokenize
         assert body["required"] == (path not in OPTIONAL_BODIES)
     assert document["paths"].keys() == {route.path.replace(":path}", "}") for route in routes}
     assert "security" not in document
+
+
+async def test_every_query_says_what_it_may_be_and_nothing_else_is_read(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        paths = (await b.http.get("/openapi.json")).json()["paths"]
+        found = {
+            (path, method, parameter["name"]): parameter["schema"]
+            for path, methods in paths.items()
+            for method, operation in methods.items()
+            for parameter in operation.get("parameters", ())
+            if parameter["in"] == "query"
+        }
+        assert found.keys() == {
+            ("/flush_cache", "get", "timeout"), ("/flush_cache", "post", "timeout"), ("/v1/loads", "get", "dp_rank"),
+        }  # fmt: skip
+        for (path, method, name), schema in found.items():
+            assert {"type", "minimum"} <= schema.keys()
+            for text in ("x", "-1", "nan", "1e9"):
+                answer = await b.http.request(method, f"{path}?{name}={text}")
+                assert (answer.status_code, answer.json()["param"]) == (400, name), (path, text)
+            assert (await b.http.request(method, f"{path}?{name}=0")).status_code == 200
+    sources = "".join(path.read_text() for path in Path(pdserve.server.__file__).parent.rglob("*.py"))
+    assert set(re.findall(r"query_params\W+get\(\"(\w+)", sources)) == {name for _, _, name in found}
 
 
 async def test_every_field_says_what_it_may_be_and_bodies_that_are_taken_are_allowed(tokenizer: Tokenizer) -> None:
