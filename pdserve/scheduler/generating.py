@@ -1,6 +1,6 @@
 """The part of a role that generates text: a running batch and prompts on their way into it, in one step.
 
-Shared by monolith and decode role by composition.
+Monolith and decode role have one each, see `roles/generating_role`.
 """
 
 from __future__ import annotations

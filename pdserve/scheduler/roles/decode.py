@@ -20,14 +20,14 @@ import itertools
 from collections.abc import Iterator
 
 from pdserve.errors import RequestError
-from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, StepResult
+from pdserve.executor.interface import SampledToken
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import FinishReason, RequestTiming
 from pdserve.scheduler.core import Core
 from pdserve.scheduler.fits import check_fits
-from pdserve.scheduler.generating import Generating
 from pdserve.scheduler.req import Req, finish_for_failure
 from pdserve.scheduler.reserve import Reserve
+from pdserve.scheduler.roles.generating_role import GeneratingRole
 from pdserve.scheduler.roles.prefill import LOST
 from pdserve.scheduler.waiting import WaitingQueue
 from pdserve.scheduler.witness import KVWitness
@@ -38,13 +38,13 @@ from pdserve.transfer.wire import prompt_digest
 WRONG_ROOM = Failure(code="metadata_mismatch", message="the metadata that came is of another room")
 
 
-class DecodeRole:
+class DecodeRole(GeneratingRole):
     """Owns prealloc, transfer and waiting queues; `Generating` has the batch and the retracted."""
 
     def __init__(self, core: Core, kv: KVManager, ready: WaitingQueue, witness: KVWitness | None = None) -> None:
         """`witness` sees what arrives; None where nobody wants to know."""
+        super().__init__(core, WaitingQueue("fcfs", 1.0, core.memory))
         self._witness = witness
-        self._core = core
         self._kv = kv
         self._rooms: dict[int, Req] = {}
         """By room, while the room is open."""
@@ -53,8 +53,6 @@ class DecodeRole:
         """Those in prealloc that have a session."""
         self._transfer: dict[str, Req] = {}
         self._waiting: dict[str, Req] = {}
-        self._generating = Generating(core, WaitingQueue("fcfs", 1.0, core.memory), self._headroom_tokens)
-        self.live: dict[str, Req] = {}
 
     def admit(self, req: Req) -> None:
         """See `Role.admit`."""
@@ -88,26 +86,6 @@ class DecodeRole:
             self._core.seat(req)
             self._generating.running.add(req)
 
-    @property
-    def must_settle(self) -> bool:
-        """See `Role.must_settle`."""
-        return self._generating.must_settle
-
-    def plan(self, step: int) -> BatchPlan | None:
-        """One token for each running request, and what the retracted ones must compute again."""
-        return self._generating.plan(step)
-
-    def launched(self, handle: StepHandle) -> None:
-        """Nothing is sent anywhere."""
-
-    def commit(self, plan: BatchPlan, result: StepResult) -> None:
-        """Append the tokens."""
-        for req, token, finish in self._generating.commit(self.live, plan, result):
-            timing = self._timing(req) if finish or len(req.output_ids) == 2 else None
-            self._core.outbox.emit(req, (token,), finish, timing)
-            if finish is not None:
-                self._leave(req)
-
     def end(self, req: Req, failure: Failure | None) -> None:
         """See `Role.end`."""
         if failure is not None:
@@ -117,10 +95,6 @@ class DecodeRole:
         self._leave(req)
         finish = FinishReason(type="stop") if failure is None else finish_for_failure(failure)
         self._core.outbox.emit(req, (), finish, self._timing(req))
-
-    def retract_all(self) -> None:
-        """See `Role.retract_all`."""
-        self._generating.retract_all()
 
     def queues(self) -> dict[str, int]:
         """See `Role.queues`."""
@@ -132,10 +106,6 @@ class DecodeRole:
             "num_decode_prealloc_queue_reqs": len(self._prealloc),
             "num_decode_transfer_queue_reqs": len(self._transfer),
         }
-
-    def facts(self) -> dict[str, float]:
-        """See `Role.facts`."""
-        return {"new_token_ratio": self._generating.running.ratio.value}
 
     def _take_moves(self) -> None:
         """What has become of rooms since the last look; those in which nothing happened cost nothing."""

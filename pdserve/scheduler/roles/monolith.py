@@ -6,24 +6,16 @@ waiting -> prefilling -> running -> finished
 
 from __future__ import annotations
 
-from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import FinishReason, RequestTiming
-from pdserve.scheduler.core import Core
 from pdserve.scheduler.fits import check_fits
-from pdserve.scheduler.generating import Generating
 from pdserve.scheduler.req import Req, finish_for_failure
+from pdserve.scheduler.roles.generating_role import GeneratingRole
 from pdserve.scheduler.running import CLIP_TOKENS
-from pdserve.scheduler.waiting import WaitingQueue
 
 
-class MonolithRole:
+class MonolithRole(GeneratingRole):
     """Starts a request when its prompt fits beside what the running ones are expected to need."""
-
-    def __init__(self, core: Core, waiting: WaitingQueue) -> None:
-        self._core = core
-        self._generating = Generating(core, waiting, self._headroom_tokens)
-        self.live: dict[str, Req] = {}
 
     def admit(self, req: Req) -> None:
         """See `Role.admit`."""
@@ -39,26 +31,6 @@ class MonolithRole:
     def poll(self) -> None:
         """Nothing to wait for."""
 
-    @property
-    def must_settle(self) -> bool:
-        """See `Role.must_settle`."""
-        return self._generating.must_settle
-
-    def plan(self, step: int) -> BatchPlan | None:
-        """Decode rows first, then chunks within the budget."""
-        return self._generating.plan(step)
-
-    def launched(self, handle: StepHandle) -> None:
-        """Nothing is sent anywhere."""
-
-    def commit(self, plan: BatchPlan, result: StepResult) -> None:
-        """Append sampled tokens; finished prompts join the running."""
-        for req, token, finish in self._generating.commit(self.live, plan, result):
-            timing = self._timing(req) if finish or len(req.output_ids) <= 2 else None
-            self._core.outbox.emit(req, (token,), finish, timing)
-            if finish is not None:
-                self._leave(req)
-
     def end(self, req: Req, failure: Failure | None) -> None:
         """See `Role.end`."""
         if failure is not None:
@@ -66,10 +38,6 @@ class MonolithRole:
         self._leave(req)
         finish = FinishReason(type="stop") if failure is None else finish_for_failure(failure)
         self._core.outbox.emit(req, (), finish, self._timing(req))
-
-    def retract_all(self) -> None:
-        """See `Role.retract_all`."""
-        self._generating.retract_all()
 
     def queues(self) -> dict[str, int]:
         """See `Role.queues`."""
@@ -79,10 +47,6 @@ class MonolithRole:
             "num_running_reqs": len(prefilling.active) + len(running.reqs),
             "num_retracted_reqs": prefilling.waiting.num_resumed,
         }
-
-    def facts(self) -> dict[str, float]:
-        """See `Role.facts`."""
-        return {"new_token_ratio": self._generating.running.ratio.value}
 
     def _headroom_tokens(self, req: Req) -> float:
         running, active = self._generating.running, self._generating.prefilling.active
