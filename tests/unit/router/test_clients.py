@@ -13,6 +13,8 @@ import orjson
 import pytest
 from aiohttp import web
 
+from tests.unit.router.streams import begin_stream
+
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 REPO = Path(__file__).parents[3]
 TIMING = {
@@ -34,8 +36,7 @@ def openai_stream(broken: Callable[[dict[str, Any]], bool] = lambda body: False)
         chat = request.path.endswith("chat/completions")
         prompt = body["messages"][-1]["content"] if chat else body["prompt"]
         num_prompt = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        response = await begin_stream(request)
         head = {"id": "1", "created": 1, "model": "d", "object": "chat.completion.chunk" if chat else "text_completion"}
         events: list[dict[str, Any]] = []
         if chat:

@@ -21,6 +21,7 @@ from pdserve.router.app import make_app
 from pdserve.router.config import Role, RouterConfig, WorkerSpec
 from pdserve.router.flags import config_from, make_parser
 from pdserve.router.tls import server_tls, worker_tls
+from tests.unit.router.streams import begin_stream
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 GENERATE = "/generate"
@@ -225,8 +226,7 @@ def test_pages_of_other_origins_may_ask_only_where_they_are_named(run_world: Run
 def test_a_request_keeps_its_id_from_the_client_to_the_workers_and_back(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         async def stream(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
+            response = await begin_stream(request)
             await response.write(b"data: one\n\n")
             return response
 

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from pdserve.router.admission import Admission
 from pdserve.router.config import BreakerConfig, HealthConfig, LimitConfig
+from tests.unit.router.streams import begin_stream
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 GENERATE = "/generate"
@@ -252,8 +253,7 @@ def test_a_pair_that_lets_the_deadline_pass_is_blamed_for_it(run_world: RunWorld
 def test_streams_that_break_count_against_decode_and_good_ones_clear_it(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         async def stream(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
+            response = await begin_stream(request)
             await response.write(b"data: one\n\n")
             if body["breaks"]:
                 assert request.transport is not None
@@ -275,8 +275,7 @@ def test_streams_that_break_count_against_decode_and_good_ones_clear_it(run_worl
 def test_a_client_that_leaves_a_stream_says_nothing_of_the_worker(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         async def stream(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
+            response = await begin_stream(request)
             await response.write(b"data: one\n\n")
             return await silent(worker, request, body)
 

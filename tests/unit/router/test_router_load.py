@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from pdserve.router.config import LimitConfig
+from tests.unit.router.streams import begin_stream
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 
@@ -27,8 +28,7 @@ def test_clients_that_hang_up_at_random_disturb_nobody_and_leave_nothing(run_wor
         rng = random.Random(5)
 
         async def stream(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
+            response = await begin_stream(request)
             for index in range(6):
                 await asyncio.sleep(rng.random() * 0.01)
                 await response.write(f"data: {body['text']} {index}\n\n".encode())
@@ -85,8 +85,7 @@ def test_64_streams_while_a_worker_comes_one_is_drained_and_a_third_of_the_clien
         rng = random.Random(11)
 
         async def stream(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
+            response = await begin_stream(request)
             for index in range(20):
                 await asyncio.sleep(rng.random() * 0.01)
                 await response.write(f"data: {body['text']} {index}\n\n".encode())
@@ -102,10 +101,11 @@ def test_64_streams_while_a_worker_comes_one_is_drained_and_a_third_of_the_clien
                 expected = "".join(f"data: {number} {index}\n\n" for index in range(20))
                 assert await response.text() == expected
 
-        async def dispatched(worker: Any, url: str) -> list[str]:
+        async def dispatched(worker: Any, url: str) -> float:
             async with world.session.get(url + "/metrics") as response:
                 lines = (await response.text()).splitlines()
-            return [line for line in lines if "dispatched_total" in line and worker.url in line]
+            (line,) = (line for line in lines if "dispatched_total" in line and worker.url in line)
+            return float(line.split()[-1])
 
         prefill = await world.worker("p")
         old, kept, new = [await world.worker(name, stream) for name in ("old", "kept", "new")]
@@ -121,7 +121,7 @@ def test_64_streams_while_a_worker_comes_one_is_drained_and_a_third_of_the_clien
                 assert response.status == 202
             sent = await dispatched(old, url)
             await asyncio.gather(*calls)
-            assert await dispatched(old, url) == sent, "nothing new"
+            assert len(old.bodies) == sent, "nothing new"
             await world.until(lambda: world.loads(url), lambda seen: seen == [0, 0, 0])
             assert old.url not in await world.healthy_urls(url)
         assert len(old.bodies) + len(kept.bodies) + len(new.bodies) >= 64

@@ -10,6 +10,8 @@ from urllib.parse import quote
 import pytest
 from aiohttp import web
 
+from tests.unit.router.streams import begin_stream
+
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 GENERATE = "/generate"
 
@@ -106,8 +108,7 @@ def test_a_draining_worker_ends_what_it_runs_and_gets_nothing_new(run_world: Run
         gate = asyncio.Event()
 
         async def stream(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
+            response = await begin_stream(request)
             await response.write(b"data: one\n\n")
             await gate.wait()
             await response.write(b"data: two\n\n")
