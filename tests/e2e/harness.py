@@ -176,6 +176,19 @@ def running_monolith(model: str, *flags: str) -> Iterator[Server]:
         yield server
 
 
+def assert_refused(model: str, flags: Sequence[str], field: str) -> None:
+    """A server that is started so ends at once, with status 2 and the flag of `field` in what it says."""
+    argv = ["--model-path", model, "--port", "0", "--device", "cpu", *flags]
+    server = Server("refused", "pdserve.launch_server", argv)
+    try:
+        assert server.child.wait_exit(60.0), "it hangs"
+    finally:
+        status = server.child.end(5.0)
+    assert status == 2
+    said = "\n".join(server.lines)
+    assert field.replace("_", "-") in said, said
+
+
 def generate_all(url: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """All bodies to `/generate` at once, each on a connection of its own; every one must be answered with 200."""
 

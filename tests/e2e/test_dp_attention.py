@@ -13,7 +13,7 @@ import psutil
 import pytest
 import requests
 
-from tests.e2e.harness import Server, assert_idle, running, running_monolith, running_pair
+from tests.e2e.harness import Server, assert_idle, assert_refused, running, running_monolith, running_pair
 from tests.e2e.test_parity import ask, make_prompts, reference
 from tests.tiny import Family
 
@@ -138,12 +138,4 @@ def test_a_lost_rank_of_one_replica_ends_the_server_for_the_clients_of_the_other
 def test_what_cannot_be_is_refused_at_start(
     flags: tuple[str, ...], field: str, tiny_checkpoint: Callable[[Family], Path]
 ) -> None:
-    argv = ["--model-path", str(tiny_checkpoint("llama")), "--port", "0", "--device", "cpu", *COMMON, *flags]
-    server = Server("refused", "pdserve.launch_server", argv)
-    try:
-        assert server.child.wait_exit(60.0), "it hangs"
-    finally:
-        status = server.child.end(5.0)
-    assert status == 2
-    said = "\n".join(server.lines)
-    assert field.replace("_", "-") in said, said
+    assert_refused(str(tiny_checkpoint("llama")), (*COMMON, *flags), field)

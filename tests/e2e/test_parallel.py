@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from pdserve.transfer.transports.nixl_engine import is_installed
-from tests.e2e.harness import Pair, Server, assert_idle, running, running_monolith, running_pair
+from tests.e2e.harness import Pair, Server, assert_idle, assert_refused, running, running_monolith, running_pair
 from tests.e2e.test_parity import ask, make_prompts, reference
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import Family
@@ -192,15 +192,7 @@ def test_two_nodes(tiny_checkpoint: Callable[[Family], Path], monkeypatch: pytes
 def test_a_split_that_cannot_be_is_refused_at_start(
     flags: tuple[str, ...], field: str, tiny_checkpoint: Callable[[Family], Path]
 ) -> None:
-    argv = ["--model-path", str(tiny_checkpoint("llama")), "--port", "0", "--device", "cpu", *COMMON, *flags]
-    server = Server("refused", "pdserve.launch_server", argv)
-    try:
-        assert server.child.wait_exit(60.0), "it hangs"
-    finally:
-        status = server.child.end(5.0)
-    assert status == 2
-    said = "\n".join(server.lines)
-    assert field.replace("_", "-") in said, said
+    assert_refused(str(tiny_checkpoint("llama")), (*COMMON, *flags), field)
 
 
 def test_experts_on_ranks_of_their_own_on_one_side(tiny_checkpoint: Callable[[Family], Path]) -> None:
