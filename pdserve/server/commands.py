@@ -30,6 +30,8 @@ from pdserve.server.schemas import PauseBody, ProfileBody
 
 COMMAND_TIMEOUT_S = 60.0
 """A command waits for the step under way, and writing a profile takes a while."""
+MAX_PROFILE_STEPS = 1_000_000
+MAX_PROFILE_ID_BYTES = 200
 PROFILE_DIR_VARIABLE = "SGLANG_TORCH_PROFILER_DIR"
 
 
@@ -51,14 +53,20 @@ async def continue_generation(context: ServerContext, request: Request) -> Respo
 async def start_profile(context: ServerContext, request: Request) -> Response:
     """Record what the engine computes, with torch's profiler, one file for each replica."""
     body = convert(await _body(context, request), ProfileBody)
-    if body.num_steps is not None and body.num_steps < 1:
-        raise RequestError(f"num_steps must be at least 1, got {body.num_steps}", field="num_steps")
-    if body.profile_id is not None and Path(body.profile_id).name != body.profile_id:
-        raise RequestError("profile_id must be part of a file's name", field="profile_id")
+    if body.num_steps is not None and not 1 <= body.num_steps <= MAX_PROFILE_STEPS:
+        raise RequestError(f"num_steps must be in [1, {MAX_PROFILE_STEPS}], got {body.num_steps}", field="num_steps")
+    profile_id, output_dir = body.profile_id, body.output_dir
+    if profile_id is not None and (
+        Path(profile_id).name != profile_id or "\0" in profile_id or len(profile_id.encode()) > MAX_PROFILE_ID_BYTES
+    ):
+        message = f"profile_id must be part of a file's name, at most {MAX_PROFILE_ID_BYTES} bytes"
+        raise RequestError(message, field="profile_id")
+    if output_dir is not None and "\0" in output_dir:
+        raise RequestError("output_dir must be the path of a directory", field="output_dir")
     order = StartProfile(
         query_id="",
-        output_dir=body.output_dir or os.environ.get(PROFILE_DIR_VARIABLE) or tempfile.gettempdir(),
-        profile_id=body.profile_id,
+        output_dir=output_dir or os.environ.get(PROFILE_DIR_VARIABLE) or tempfile.gettempdir(),
+        profile_id=profile_id,
         num_steps=body.num_steps,
         activities=_activities(body.activities),
         record_shapes=bool(body.record_shapes),

@@ -50,6 +50,10 @@ async def test_profiles(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytes
             ({"activities": ["TPU"]}, "activities"),
             ({"activities": []}, "activities"),
             ({"profile_id": "../x"}, "profile_id"),
+            ({"profile_id": "a\0b"}, "profile_id"),
+            ({"profile_id": "x" * 500}, "profile_id"),
+            ({"output_dir": "a\0b"}, "output_dir"),
+            ({"num_steps": 1 << 70}, "num_steps"),
         ):
             answer = await b.http.post("/start_profile", json=body)
             assert answer.status_code == 400 and answer.json()["param"] == field
@@ -109,14 +113,14 @@ async def test_what_cannot_be_tokenized_is_refused(tokenizer: Tokenizer) -> None
         for path, body, field in (
             ("/tokenize", {}, "prompt"),
             ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
-            ("/tokenize", {"prompt": [5]}, "prompt"),
+            ("/tokenize", {"prompt": [5]}, "prompt[0]"),
             ("/tokenize", {"prompt": {"a": 1}}, "prompt"),
             ("/tokenize", {"messages": []}, "messages"),
             ("/tokenize", {"messages": "hi"}, "messages"),
             ("/detokenize", {}, "tokens"),
             ("/detokenize", {"tokens": "abc"}, "tokens"),
             ("/detokenize", {"tokens": [5, "a"]}, "tokens"),
-            ("/detokenize", {"tokens": [[5], 6]}, "tokens"),
+            ("/detokenize", {"tokens": [[5], 6]}, "tokens[1]"),
             ("/detokenize", {"tokens": [100_000]}, "tokens"),
         ):
             answer = await b.http.post(path, json=body)
