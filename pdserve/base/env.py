@@ -7,6 +7,13 @@ import os
 from pdserve.errors import ConfigError
 
 CONTROL_TOKEN = "PDSERVE_CONTROL_TOKEN"
+TRITON_INTERPRET = "TRITON_INTERPRET"
+"""Triton's own."""
+
+
+def triton_is_interpreted() -> bool:
+    """Whether Triton's kernels are run by its interpreter, in numpy, on CPU tensors: for tests."""
+    return os.environ.get(TRITON_INTERPRET) == "1"
 
 
 def control_token() -> str:

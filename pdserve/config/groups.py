@@ -17,6 +17,7 @@ DisaggMode = Literal["null", "prefill", "decode"]
 TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]
 EvictionPolicy = Literal["lru", "lfu", "priority"]
 SchedulePolicy = Literal["fcfs", "lpm", "priority"]
+AttentionBackend = Literal["auto", "torch", "triton", "flashinfer"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 ToolCallParser = Literal[
     "auto", "none", "deepseekv3", "deepseekv31", "glm", "glm45", "glm47", "gpt-oss", "hermes", "kimi_k2", "llama3",
@@ -175,7 +176,16 @@ class KernelConfig:
     """Where and with which kernels the model runs."""
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", help="auto: cuda where there is one")
-    attention_backend: Literal["auto", "torch"] = flag("auto", help="implementation of attention over pages")
+    attention_backend: AttentionBackend = flag(
+        "auto",
+        help="implementation of attention over pages; auto: on CUDA flashinfer where it is installed and fits the "
+        "model, else triton; torch elsewhere",
+    )
+    cuda_graph_max_bs: int | None = flag(
+        None,
+        help="largest decode batch that is captured as a CUDA graph; --max-running-requests, at most 256, when absent",
+    )
+    disable_cuda_graph: bool = flag(False, help="launch the kernels of every decode step one by one")
     cpu_kernels: Literal["auto", "native", "torch"] = flag(
         "auto",
         help="arithmetic of bfloat16 models on CPU: native is pdserve's C++, auto takes it where it was built and "

@@ -8,7 +8,8 @@ import logging
 import os
 from collections.abc import Callable
 
-from pdserve.config.groups import ServerConfig
+from pdserve.base.env import triton_is_interpreted
+from pdserve.config.groups import KernelConfig, ServerConfig
 from pdserve.config.validate import check
 from pdserve.errors import ConfigError
 
@@ -81,9 +82,9 @@ def _device(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choic
 
 
 def _attention_backend(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
-    if config.kernels.attention_backend != "auto":
-        return None
-    return _set(config, "kernels", "attention_backend", "torch", "the only one that is built in")
+    if config.kernels.attention_backend != "auto" or config.kernels.device == "cuda":
+        return None  # on CUDA it depends on the model
+    return _set(config, "kernels", "attention_backend", "torch", "the one for CPUs")
 
 
 def _served_model_name(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
@@ -147,6 +148,7 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
             "--disaggregation-transfer-backend shm copies from CPU to CPU, but --device is cuda; use mooncake or auto",
             field="disaggregation_transfer_backend",
         )
+    _check_attention(config.kernels)
     if config.kernels.cpu_threads is not None and config.kernels.cpu_threads > machine.num_cores:
         raise ConfigError(
             f"--cpu-threads is {config.kernels.cpu_threads}, but this process may use {machine.num_cores} cores",
@@ -204,6 +206,22 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
             f"--context-length {context} does not fit the KV pool of --max-total-tokens {pool}",
             field="context_length",
         )
+
+
+def _check_attention(kernels: KernelConfig) -> None:
+    """What no machine can do; whether the libraries are there and fit the model is seen when it is loaded."""
+    asked = kernels.attention_backend
+    if asked not in ("triton", "flashinfer"):
+        return
+    reason = None
+    if kernels.enable_deterministic_inference:
+        reason = "--enable-deterministic-inference has an attention of its own"
+    elif kernels.device == "cpu" and not (asked == "triton" and triton_is_interpreted()):
+        reason = "it is for CUDA, but --device is cpu"
+    elif kernels.cpu_kernels == "native":
+        reason = "--cpu-kernels native has an attention of its own"
+    if reason is not None:
+        raise ConfigError(f"--attention-backend {asked}: {reason}", field="attention_backend")
 
 
 def _set(config: ServerConfig, group: str, field: str, value: object, reason: str) -> tuple[ServerConfig, Choice]:

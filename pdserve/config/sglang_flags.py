@@ -13,7 +13,7 @@ attn-cp-size attn-dp-size base-gpu-id batch-notify-size bf16-gemm-backend bounda
 bucket-e2e-request-latency bucket-inter-token-latency bucket-time-to-first-token c128-page-size
 checkpoint-engine-wait-weights-before-ready collect-tokens-histogram completion-template config
 context-bucket cp-strategy cpu-offload-gb crash-dump-folder cuda-graph-backend-decode cuda-graph-backend-prefill
-cuda-graph-bs cuda-graph-bs-decode cuda-graph-bs-prefill cuda-graph-config cuda-graph-max-bs cuda-graph-max-bs-decode
+cuda-graph-bs cuda-graph-bs-decode cuda-graph-bs-prefill cuda-graph-config cuda-graph-max-bs-decode
 cuda-graph-max-bs-prefill cuda-graph-max-seq-len-prefill cuda-graph-prefill-max-context custom-weight-loader
 dcp-comm-backend dcp-replicate-q-proj dcp-size debug-cuda-graph debug-tensor-dump-inject debug-tensor-dump-input-file
 debug-tensor-dump-layers debug-tensor-dump-output-folder decode-attention-backend decode-context-parallel-size
@@ -21,7 +21,7 @@ decode-log-interval decoupled-spec-bind-endpoint decoupled-spec-connect-endpoint
 decoupled-spec-role decrypted-config-file decrypted-draft-config-file deepep-config deepep-dispatcher-output-dtype
 deepep-mode deepep-v2-mode default-chat-template-kwargs default-priority-value delete-ckpt-after-loading
 detokenizer-worker-num disable-aiter-allreduce-fusion-in-decode disable-aiter-allreduce-fusion-in-prefill
-disable-attn-tp-gather disable-chunked-prefix-cache disable-cuda-graph disable-cuda-graph-padding
+disable-attn-tp-gather disable-chunked-prefix-cache disable-cuda-graph-padding
 disable-custom-all-reduce disable-decode-cuda-graph disable-fast-image-processor disable-flashinfer-autotune
 disable-flashinfer-cutlass-moe-fp4-allgather disable-hybrid-swa-memory disable-outlines-disk-cache
 disable-prefill-cuda-graph disable-priority-preemption disable-shared-experts-fusion disable-tokenizer-batch-decode

@@ -21,6 +21,7 @@ from pdserve.errors import ConfigError
 MAX_PAGE_SIZE = 128
 MAX_THREADS = 1024
 MAX_RANKS = 4096
+MAX_GRAPH_ROWS = 4096
 MAX_EXPERTS = 65536
 MAX_WHITESPACE = 10_000
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
@@ -34,6 +35,7 @@ def check(config: ServerConfig) -> None:
     _check_schedule(config.schedule)
     _check_disagg(config.disagg)
     _between("cpu_threads", config.kernels.cpu_threads, 1, MAX_THREADS)
+    _between("cuda_graph_max_bs", config.kernels.cuda_graph_max_bs, 1, MAX_GRAPH_ROWS)
     _check_grammar(config.grammar)
     _between("port", config.serving.port, 0, 65535)
     _at_least("max_request_bytes", config.serving.max_request_bytes, 1024)

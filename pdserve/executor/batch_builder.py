@@ -8,14 +8,13 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from pdserve.executor.interface import BatchPlan
 from pdserve.memory.layout import pages_for
 from pdserve.memory.page_table import PageTable
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
+from pdserve.model.forward_batch import to_device as to_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +65,3 @@ def build_batch(host: HostBatch, tokens: Tensor) -> ForwardBatch:
         sample_index=to_device(host.sample_index, device),
         host=host.rows,
     )
-
-
-def to_device(
-    array: npt.NDArray[np.int64 | np.float32 | np.float64 | np.bool_ | np.uint8],
-    device: torch.device,
-) -> Tensor:
-    """`array` on `device`. The copy does not wait for it: torch keeps the pinned memory until it has been read."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor

@@ -18,6 +18,7 @@ from pdserve.base.hf_tokenizer import read_tokenizer_json
 from pdserve.base.parallel import Place, WidePlace, layers_of
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError, GrammarError
+from pdserve.executor.attention_choice import Choice, choose_attention, make_attention, make_kernels
 from pdserve.executor.grammar_rows import GrammarRows
 from pdserve.executor.kernel_choice import choose_level, make_native
 from pdserve.executor.local import LocalExecutor
@@ -26,15 +27,11 @@ from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.memory.layout import KVLayout, pages_for
 from pdserve.memory.page_table import PageTable
-from pdserve.model.attention.fixed_blocks import FixedBlockAttention
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.kv_pool import KVPool
-from pdserve.model.attention.torch_sdpa import TorchAttention
 from pdserve.model.config import ModelSpec
 from pdserve.model.dtypes import torch_dtype
 from pdserve.model.families.decoder import Decoder, kv_layout
-from pdserve.model.layers.fixed import FixedKernels
-from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.loader import load_model, read_spec, resolve_dtype
 from pdserve.model.native.attention import AttentionInProgram
 from pdserve.model.native.decoder import NativeDecoder
@@ -118,11 +115,13 @@ def build_executor(
     context_length = _context_length(config.model.context_length, spec)
     load_format = config.model.load_format
     dtype = resolve_dtype(path, spec, config.model.dtype, load_format=load_format)
-    deterministic = config.kernels.enable_deterministic_inference
+    choice = choose_attention(config.kernels, spec, torch_dtype(dtype), device)
+    if config.kernels.enable_deterministic_inference:
+        _keep_bits(device)
     level = choose_level(config.kernels, config.model, spec, torch_dtype(dtype), device)
     loaded = load_model(
         path, spec, dtype, device, load_format=load_format, seed=config.model.random_seed,
-        kernels=_kernels(deterministic, device), parallel=parallel,
+        kernels=make_kernels(choice), parallel=parallel,
         placement=_placement(config.parallel, spec, parallel, device),
     )  # fmt: skip
     model = loaded if level is None else make_native(loaded, config.model, level)
@@ -138,7 +137,8 @@ def build_executor(
         assert 0 < num_pages <= num_tokens // page_tokens, "agreed on more pages than this rank can hold"
     pools = tuple(KVPool(group, num_pages, device) for group in held.groups)
     table = PageTable(max_rows, pages_for(context_length, page_tokens))
-    attention = _attention(model, pools[0], place, device, deterministic=deterministic)
+    asked = config.kernels.attention_backend != "auto"
+    attention = _attention(model, choice, pools[0], place, device, was_asked_for=asked)
     overlap = config.schedule.disable_overlap_schedule is False
     executor = LocalExecutor(
         model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap,
@@ -153,14 +153,20 @@ def build_executor(
 
 
 def _attention(
-    model: Decoder | NativeDecoder, pool: KVPool, place: Place, device: torch.device, *, deterministic: bool
+    model: Decoder | NativeDecoder,
+    choice: Choice,
+    pool: KVPool,
+    place: Place,
+    device: torch.device,
+    *,
+    was_asked_for: bool,
 ) -> AttentionBackend:
     """What attends to the pages of `pool`; a native model is put together over them."""
     if isinstance(model, NativeDecoder):
         model.bind(pool)
         return AttentionInProgram()
-    backend = FixedBlockAttention if deterministic else TorchAttention
-    return backend(pool, model.spec.num_heads // place.shape.tp_size, device)
+    num_heads = model.spec.num_heads // place.shape.tp_size
+    return make_attention(choice, pool, num_heads, device, was_asked_for=was_asked_for)
 
 
 def _grammars(config: ServerConfig, path: Path, spec: ModelSpec, place: Place) -> GrammarRows:
@@ -237,16 +243,13 @@ def prepare_device(kernels: KernelConfig, local: LocalRanks | None = None) -> to
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _kernels(deterministic: bool, device: torch.device) -> Kernels:
-    """The arithmetic of the model's layers; in deterministic mode torch is told not to trade bits for speed."""
-    if not deterministic:
-        return FastKernels()
+def _keep_bits(device: torch.device) -> None:
+    """Tell torch not to trade bits for speed: for the deterministic mode."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    return FixedKernels()
 
 
 def _context_length(asked: int | None, spec: ModelSpec) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 IntArray = npt.NDArray[np.int64]
@@ -39,3 +40,14 @@ class ForwardBatch:
     write_slots: Tensor
     sample_index: Tensor
     host: HostRows
+
+
+def to_device(
+    array: npt.NDArray[np.int32 | np.int64 | np.float32 | np.float64 | np.bool_ | np.uint8],
+    device: torch.device,
+) -> Tensor:
+    """`array` on `device`. The copy does not wait for it: torch keeps the pinned memory until it has been read."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor

@@ -46,6 +46,10 @@ class KVPool:
         """`[_, head_dim]` from the first slot of `layer`'s K (`kv` 0) or V (1) on; rows as `slot_index` says."""
         return self._slot_rows[(layer * 2 + kv) * self.group.num_kv_heads * self.group.page_tokens :]
 
+    def layer(self, layer: int) -> Tensor:
+        """`[num_pages + 1, 2, kv_head, page_tokens, head_dim]`: K and V of one layer, the null page with them."""
+        return self._all[:, layer]
+
     @property
     def page_blocks(self) -> int:
         """Blocks in one page: layer x k/v x head."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.model.attention.kv_pool import KVPool
-from pdserve.model.forward_batch import IntArray
+from pdserve.model.forward_batch import IntArray, to_device
 
 _SLACK_PAGES = 4
 """Rows join a gather while its longest has at most twice their pages plus this."""
@@ -54,7 +54,4 @@ class PageGather:
 
     def tensor(self, array: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Tensor:
         """`array` on the device; the copy does not wait for it."""
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor
+        return to_device(array, self._device)

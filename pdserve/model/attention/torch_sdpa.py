@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.memory.layout import pages_for
+from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.attention.page_gather import PageGather
 from pdserve.model.forward_batch import ForwardBatch, IntArray
@@ -122,8 +123,9 @@ class TorchStep:
         self._groups = groups
         self._rows = rows
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, heads: Heads) -> Tensor:
         """See `StepAttention.attend`."""
+        q, k, v = heads.finished()
         head_dim = self._pool.group.head_dim
         self._pool.slots(layer, 0).index_copy_(0, self._writes, k.reshape(-1, head_dim))
         self._pool.slots(layer, 1).index_copy_(0, self._writes, v.reshape(-1, head_dim))

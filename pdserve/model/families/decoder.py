@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.base.parallel import Place, kv_heads_of, layers_of, part_of
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
-from pdserve.model.attention.interface import StepAttention
+from pdserve.model.attention.interface import Heads, StepAttention
 from pdserve.model.config import ModelSpec
 from pdserve.model.families.interface import Mixture
 from pdserve.model.forward_batch import ForwardBatch
@@ -23,7 +23,7 @@ from pdserve.model.layers.linear import Linear, Outputs, column_linear, row_line
 from pdserve.model.layers.mlp import DenseMLP, FeedForward
 from pdserve.model.layers.moe import SplitMoe
 from pdserve.model.layers.norm import RMSNorm
-from pdserve.model.layers.rotary import Rotary, rotate
+from pdserve.model.layers.rotary import Rotary
 from pdserve.model.layers.vocab import VocabEmbedding, vocab_rows
 from pdserve.model.parallel import Parallel, SingleRank
 from pdserve.model.params import ParamSlots
@@ -86,7 +86,7 @@ class Decoder:
         if embedding is not None and place.is_first_stage:
             self.embedding = VocabEmbedding(embedding, spec.vocab_size, self.parallel)
         if place.is_last_stage:
-            self.norm = RMSNorm(self.params.new("model.norm.weight", spec.hidden_size), spec.rms_norm_eps)
+            self.norm = RMSNorm(self.params.new("model.norm.weight", spec.hidden_size), spec.rms_norm_eps, kernels)
         else:
             self.params.ignore("model.norm.weight")
         head = self._head_rows(embedding)
@@ -120,10 +120,13 @@ class Decoder:
             assert hidden is not None, "this stage begins with hidden states"
             x = hidden
         cos, sin = self.rotary.tables(batch.positions)
+        rest: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, attention)
+            rest = layer(x, rest, cos, sin, attention)
             if on_layer is not None:
                 on_layer(index)
+        if rest is not None:
+            x += rest
         if self.norm is None or self.head is None:
             return x
         if on_hidden is not None:
@@ -182,30 +185,27 @@ class DecoderLayer:
         )
         self.mlp = _feed_forward(spec, index, prefix + "mlp.", params, kernels, parallel.wide, placement)
         eps = spec.rms_norm_eps
-        self.input_norm = RMSNorm(params.new(prefix + "input_layernorm.weight", spec.hidden_size), eps)
-        self.post_norm = RMSNorm(params.new(prefix + "post_attention_layernorm.weight", spec.hidden_size), eps)
+        self.input_norm = RMSNorm(params.new(prefix + "input_layernorm.weight", spec.hidden_size), eps, kernels)
+        self.post_norm = RMSNorm(params.new(prefix + "post_attention_layernorm.weight", spec.hidden_size), eps, kernels)
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
-            self.q_norm = RMSNorm(params.new(attn + "q_norm.weight", spec.head_dim), eps)
-            self.k_norm = RMSNorm(params.new(attn + "k_norm.weight", spec.head_dim), eps)
+            self.q_norm = RMSNorm(params.new(attn + "q_norm.weight", spec.head_dim), eps, kernels)
+            self.k_norm = RMSNorm(params.new(attn + "k_norm.weight", spec.head_dim), eps, kernels)
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
-        """`[N, hidden]` to `[N, hidden]`; `x` is overwritten."""
-        x += self._parallel.all_reduce(self._attention(self.input_norm(x), cos, sin, attention))
-        x += self.mlp(self.post_norm(x))
-        return x
+    def __call__(self, x: Tensor, rest: Tensor | None, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
+        """One layer over `x + rest`, `[N, hidden]` each, of which `x` becomes the sum but for what is returned.
+
+        Sums wait for the norm behind them, which reads what they write.
+        """
+        normed = self.input_norm(x) if rest is None else self.input_norm.of_sum(x, rest)
+        mixed = self._parallel.all_reduce(self._attention(normed, cos, sin, attention))
+        return self.mlp(self.post_norm.of_sum(x, mixed))
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
         """The attention half, `[N, hidden]`, of this rank's heads."""
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
-        q_and_k, v = heads[:, : self.num_heads + self.num_kv_heads], heads[:, self.num_heads + self.num_kv_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q_and_k = torch.cat(
-                (self.q_norm(q_and_k[:, : self.num_heads]), self.k_norm(q_and_k[:, self.num_heads :])), 1
-            )
-        q_and_k = rotate(q_and_k, cos, sin)
-        mixed = attention.attend(self._local, q_and_k[:, : self.num_heads], q_and_k[:, self.num_heads :], v)
-        return self.out(mixed)
+        found = Heads(heads, self.num_heads, self.num_kv_heads, self.q_norm, self.k_norm, cos, sin)
+        return self.out(attention.attend(self._local, found))
 
 
 def shares(spec: ModelSpec, place: Place) -> tuple[range, range]:

@@ -27,8 +27,31 @@ class Kernels(Protocol):
         """`silu(gate) * up`, all of one shape and dtype."""
         ...
 
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMS norm of the last dimension, in float32, scaled by `weight` in the dtype of `x`."""
+        ...
 
-class FastKernels:
+    def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`norm` of `x + more`, which replaces `x`: `[N, width]` each."""
+        ...
+
+
+class TorchNorms:
+    """Norms by torch, whose bits do not depend on the batch."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.norm`."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * scale).to(x.dtype) * weight
+
+    def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.add_norm`."""
+        x += more
+        return self.norm(x, weight, eps)
+
+
+class FastKernels(TorchNorms):
     """The library's own choice for every shape: fastest, and a row's bits may differ from batch to batch."""
 
     def prepare_linear(self, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device, bias: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from pdserve.model.attention.interface import Heads
 from pdserve.model.forward_batch import ForwardBatch
 
 
@@ -14,6 +15,6 @@ class AttentionInProgram:
         """See `AttentionBackend.begin`: the program reads the pages in place."""
         return self
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, heads: Heads) -> Tensor:
         """Not called."""
         raise AssertionError("attention is an operation of the program")

@@ -15,7 +15,7 @@ from pdserve.executor.factory import Built, build_executor
 from pdserve.executor.interface import BatchPlan, Row, SampledToken, run
 from pdserve.executor.stages import MIN_TOKENS, Stage, cut_plan
 from pdserve.memory.page_table import PageTable
-from pdserve.model.attention.interface import StepAttention
+from pdserve.model.attention.interface import Heads, StepAttention
 from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
 from pdserve.model.families.decoder import kv_layout
@@ -169,9 +169,9 @@ class RecordedStep:
     inner: StepAttention
     written: list[int]
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, heads: Heads) -> torch.Tensor:
         self.written.append(layer)
-        return self.inner.attend(layer, q, k, v)
+        return self.inner.attend(layer, heads)
 
 
 def marked(parallel: Parallel, path: Path) -> tuple[int, int, list[tuple[int, int]]]:

@@ -1,0 +1,199 @@
+"""Attention by flashinfer, whose kernels read pages in place. For CUDA, where installed; made by `attention_choice`.
+
+Steps of decode rows alone go to its decode wrapper, all others, rows of both kinds together, to its prefill wrapper.
+`plan` prepares a step on the host and copies what it found through pinned memory that the wrapper has once: the next
+plan waits until that copy has been made, which it has when no more than one step is in flight.
+
+Its page table is one list: `indices` are all rows' pages one behind the other, those of row r from `indptr[r]` on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pdserve.model.attention.interface import Heads
+from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.forward_batch import ForwardBatch, HostRows, to_device
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
+_WORKSPACE_BYTES = 128 << 20
+_LAYOUT, _KERNELS = "HND", "fa2"
+"""Our pages have the heads outside, and lie apart: of its kernels, fa2 takes any stride."""
+_TENSOR_CORES_FROM = 4
+"""Query heads of a KV head from which on decode is faster by the products of prefill."""
+
+
+def cannot_run(head_dim: int, dtype: torch.dtype) -> str | None:
+    """Why flashinfer cannot attend to such heads; None when it can."""
+    if dtype not in DTYPES:
+        return f"flashinfer computes in bfloat16 and float16, and the model is in {str(dtype).removeprefix('torch.')}"
+    if head_dim not in HEAD_DIMS:
+        return f"flashinfer has no kernels for heads of {head_dim}, only of {', '.join(map(str, HEAD_DIMS))}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class PageList:
+    """flashinfer's page table of a step, int32: `indptr` `[R + 1]` and `last_lengths` `[R]` on the host, `indices`."""
+
+    indptr: Tensor
+    last_lengths: Tensor
+    indices: npt.NDArray[np.int32]
+
+    @staticmethod
+    def of(rows: HostRows, page_tokens: int) -> PageList:
+        """The pages that the rows have tokens in."""
+        counts = -(-rows.ends // page_tokens)
+        indptr = np.concatenate(([0], np.cumsum(counts)))
+        used = np.arange(rows.pages.shape[1]) < counts[:, None]
+        last = rows.ends - (counts - 1) * page_tokens
+        return PageList(_int32(indptr), _int32(last), rows.pages[used])
+
+
+class FlashInferAttention:
+    """The `flashinfer` backend over one KV pool. Implements `CapturableBackend`.
+
+    `library` is the module; a test gives another. Raises whatever importing it does.
+    """
+
+    def __init__(self, pool: KVPool, num_heads: int, device: torch.device, library: Any = None) -> None:
+        self._library = importlib.import_module("flashinfer") if library is None else library
+        self._pool, self._num_heads, self._device = pool, num_heads, device
+        self._layers = [pool.layer(layer) for layer in range(pool.group.num_layers)]
+        self._uses_tensor_cores = num_heads // pool.group.num_kv_heads >= _TENSOR_CORES_FROM
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        decode = self._library.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, _LAYOUT, use_tensor_cores=self._uses_tensor_cores, backend=_KERNELS
+        )
+        prefill = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, _LAYOUT, backend=_KERNELS)
+        self._decode, self._prefill = Planned(decode, device), Planned(prefill, device)
+
+    def begin(self, batch: ForwardBatch) -> FlashInferStep:
+        """See `AttentionBackend.begin`."""
+        host = batch.host
+        pages = PageList.of(host, self._pool.group.page_tokens)
+        if (host.ends - host.starts == 1).all():
+            self.plan_decode(self._decode, pages)
+            return FlashInferStep(self._layers, self._decode, batch.write_pages, batch.write_slots)
+        self._plan_prefill(host, pages)
+        return FlashInferStep(self._layers, self._prefill, batch.write_pages, batch.write_slots)
+
+    def capturable(self, num_rows: int, max_pages: int, write_pages: Tensor, write_slots: Tensor) -> FlashInferCaptured:
+        """See `CapturableBackend.capturable`."""
+        wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, _LAYOUT, use_cuda_graph=True, use_tensor_cores=self._uses_tensor_cores,
+            paged_kv_indptr_buffer=torch.zeros(num_rows + 1, dtype=torch.int32, device=self._device),
+            paged_kv_indices_buffer=torch.zeros(num_rows * max_pages, dtype=torch.int32, device=self._device),
+            paged_kv_last_page_len_buffer=torch.ones(num_rows, dtype=torch.int32, device=self._device),
+            backend=_KERNELS,
+        )  # fmt: skip
+        planned = Planned(wrapper, self._device)
+        return FlashInferCaptured(self, self._layers, planned, write_pages, write_slots, self._pool.group.page_tokens)
+
+    def try_out(self) -> None:
+        """Attend to the null page by both kinds of kernels. Raises whatever building them does."""
+        pages = np.full((1, 1), self._pool.null_page, dtype=np.int32)
+        start, end = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+        rows = HostRows(starts=start, ends=end, offsets=start, pages=pages)
+        listed = PageList.of(rows, self._pool.group.page_tokens)
+        q = torch.zeros(1, self._num_heads, self._pool.group.head_dim, dtype=self._dtype, device=self._device)
+        self.plan_decode(self._decode, listed)
+        self._decode.run(q, self._layers[0])
+        self._plan_prefill(rows, listed)
+        self._prefill.run(q, self._layers[0])
+
+    def plan_decode(self, planned: Planned, pages: PageList) -> None:
+        """Prepare rows of one new token each."""
+        group = self._pool.group
+        planned.plan(
+            _pinned(pages.indptr, self._device), to_device(pages.indices, self._device),
+            _pinned(pages.last_lengths, self._device), self._num_heads, group.num_kv_heads, group.head_dim,
+            group.page_tokens, q_data_type=self._dtype, kv_data_type=self._dtype,
+        )  # fmt: skip
+
+    def _plan_prefill(self, host: HostRows, pages: PageList) -> None:
+        """Prepare rows of any lengths: causal, the last query of each at its last key."""
+        group = self._pool.group
+        queries = _int32(np.append(host.offsets, host.offsets[-1] + host.ends[-1] - host.starts[-1]))
+        self._prefill.plan(
+            _pinned(queries, self._device), _pinned(pages.indptr, self._device),
+            to_device(pages.indices, self._device), _pinned(pages.last_lengths, self._device),
+            self._num_heads, group.num_kv_heads, group.head_dim, group.page_tokens,
+            causal=True, q_data_type=self._dtype, kv_data_type=self._dtype,
+        )  # fmt: skip
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._pool.pages.dtype
+
+
+class Planned:
+    """A wrapper, and whether the copies of its last plan have been made."""
+
+    def __init__(self, wrapper: Any, device: torch.device) -> None:
+        self._wrapper = wrapper
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        """Call the wrapper's `plan`, once its pinned memory is free."""
+        if self._copied is None:
+            self._wrapper.plan(*args, **options)
+            return
+        self._copied.synchronize()
+        self._wrapper.plan(*args, **options)
+        self._copied.record()
+
+    def run(self, q: Tensor, kv: Tensor) -> Tensor:
+        """Attention of the rows planned last."""
+        out: Tensor = self._wrapper.run(q, kv)
+        return out
+
+
+class FlashInferStep:
+    """Attention of one step, which was planned with `planned`."""
+
+    def __init__(self, layers: list[Tensor], planned: Planned, write_pages: Tensor, write_slots: Tensor) -> None:
+        from pdserve.model.attention.triton_pages import placed
+
+        self._placed = placed
+        self._layers, self._planned = layers, planned
+        self._write_pages, self._write_slots = write_pages, write_slots
+
+    def attend(self, layer: int, heads: Heads) -> Tensor:
+        """See `StepAttention.attend`."""
+        kv = self._layers[layer]
+        q = self._placed(heads, kv, self._write_pages, self._write_slots)
+        return self._planned.run(q, kv).flatten(1)
+
+
+class FlashInferCaptured(FlashInferStep):
+    """Implements `CapturedAttention`: a wrapper with buffers of its own."""
+
+    def __init__(
+        self, backend: FlashInferAttention, layers: list[Tensor], planned: Planned, write_pages: Tensor,
+        write_slots: Tensor, page_tokens: int,
+    ) -> None:  # fmt: skip
+        super().__init__(layers, planned, write_pages, write_slots)
+        self._backend, self._page_tokens = backend, page_tokens
+
+    def fill(self, rows: HostRows) -> None:
+        """See `CapturedAttention.fill`."""
+        self._backend.plan_decode(self._planned, PageList.of(rows, self._page_tokens))
+
+
+def _int32(array: npt.NDArray[np.int64]) -> Tensor:
+    """A host tensor."""
+    return torch.from_numpy(array.astype(np.int32))
+
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor that a copy to `device` need not wait for."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor

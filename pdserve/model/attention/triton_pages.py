@@ -1,0 +1,141 @@
+"""Attention by Triton's kernels, which read pages in place: nothing is gathered. For CUDA; made by `attention_choice`.
+
+A step's rows are put in the order decode, extend; all that the kernels read of them travels to the device in one copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.model.attention.interface import Heads
+from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray, to_device
+from pdserve.model.gpu.decode_attention import attend_decode, num_parts
+from pdserve.model.gpu.extend_attention import attend_extend, tile_tokens
+from pdserve.model.gpu.heads import place_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedRows:
+    """Rows on the device, int32: the first `num_decode` have one new token each, `tiles` cut up the others.
+
+    `table` `[R, P]`; `starts`, `ends`, `offsets` `[R]`; `tiles` `[T, 2]`. `parts`: programs that share a decode row.
+    """
+
+    table: Tensor
+    starts: Tensor
+    ends: Tensor
+    offsets: Tensor
+    tiles: Tensor
+    num_decode: int
+    parts: int
+
+
+class TritonAttention:
+    """The `triton` backend over one KV pool. Implements `CapturableBackend`."""
+
+    def __init__(self, pool: KVPool, num_heads: int, device: torch.device) -> None:
+        self._pool = pool
+        self._device = device
+        self._layers = [pool.layer(layer) for layer in range(pool.group.num_layers)]
+        self._tile_tokens = tile_tokens(num_heads // pool.group.num_kv_heads, pool.group.head_dim)
+
+    def begin(self, batch: ForwardBatch) -> TritonStep:
+        """See `AttentionBackend.begin`."""
+        return TritonStep(self._layers, self._rows(batch.host), batch.write_pages, batch.write_slots)
+
+    def capturable(self, num_rows: int, max_pages: int, write_pages: Tensor, write_slots: Tensor) -> TritonCaptured:
+        """See `CapturableBackend.capturable`."""
+        rows = PagedRows(
+            table=torch.full((num_rows, max_pages), self._pool.null_page, dtype=torch.int32, device=self._device),
+            starts=torch.zeros(num_rows, dtype=torch.int32, device=self._device),
+            ends=torch.ones(num_rows, dtype=torch.int32, device=self._device),
+            offsets=torch.arange(num_rows, dtype=torch.int32, device=self._device),
+            tiles=torch.empty(0, 2, dtype=torch.int32, device=self._device),
+            num_decode=num_rows,
+            parts=self._parts(num_rows, max_pages * self._pool.group.page_tokens),
+        )
+        return TritonCaptured(self._layers, rows, write_pages, write_slots)
+
+    def _rows(self, host: HostRows) -> PagedRows:
+        """A step's rows, sent to the device together."""
+        is_decode = (host.ends - host.starts) == 1
+        order = np.argsort(~is_decode, kind="stable")
+        num_rows, num_decode = len(order), int(is_decode.sum())
+        starts, ends = host.starts[order], host.ends[order]
+        tiles = self._tiles(starts, ends, num_decode)
+        pieces = (starts, ends, host.offsets[order], tiles.reshape(-1), host.pages[order].reshape(-1))
+        sizes = [len(piece) for piece in pieces]
+        packed = to_device(np.concatenate(pieces, dtype=np.int32, casting="unsafe"), self._device)
+        on_device = torch.split(packed, sizes)
+        longest = int(ends[:num_decode].max()) if num_decode else 1
+        return PagedRows(
+            table=on_device[4].view(num_rows, -1),
+            starts=on_device[0],
+            ends=on_device[1],
+            offsets=on_device[2],
+            tiles=on_device[3].view(-1, 2),
+            num_decode=num_decode,
+            parts=self._parts(num_decode, longest),
+        )
+
+    def _tiles(self, starts: IntArray, ends: IntArray, first: int) -> IntArray:
+        """`(row, new token)` of every tile of the rows from `first` on; those with most keys to read come first."""
+        counts = -(-(ends - starts)[first:] // self._tile_tokens)
+        rows = np.repeat(np.arange(first, len(starts)), counts)
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        new = within * self._tile_tokens
+        longest_first = np.argsort(-(starts[rows] + new), kind="stable")
+        return np.stack((rows, new), 1)[longest_first]
+
+    def _parts(self, num_rows: int, max_tokens: int) -> int:
+        """Programs that share a decode row."""
+        return num_parts(num_rows, self._pool.group.num_kv_heads, max_tokens, self._device)
+
+
+class TritonStep:
+    """Attention of one step by Triton's kernels."""
+
+    def __init__(self, layers: list[Tensor], rows: PagedRows, write_pages: Tensor, write_slots: Tensor) -> None:
+        self._layers = layers
+        self._rows = rows
+        self._write_pages, self._write_slots = write_pages, write_slots
+
+    def attend(self, layer: int, heads: Heads) -> Tensor:
+        """See `StepAttention.attend`."""
+        rows, kv, num_decode = self._rows, self._layers[layer], self._rows.num_decode
+        q = placed(heads, kv, self._write_pages, self._write_slots)
+        out, scale = torch.empty_like(q), q.shape[2] ** -0.5
+        if num_decode:
+            ends, tokens = rows.ends[:num_decode], rows.offsets[:num_decode]
+            attend_decode(q, out, kv, rows.table, ends, tokens, scale=scale, parts=rows.parts)
+        if len(rows.tiles):
+            attend_extend(
+                q, out, kv, rows.table, rows.starts, rows.ends, rows.offsets, rows.tiles, scale=scale
+            )  # fmt: skip
+        return out.flatten(1)
+
+
+class TritonCaptured(TritonStep):
+    """Implements `CapturedAttention`: rows whose tensors stay in place."""
+
+    def fill(self, rows: HostRows) -> None:
+        """See `CapturedAttention.fill`."""
+        mine = self._rows
+        mine.ends.copy_(to_device(rows.ends.astype(np.int32), mine.ends.device))
+        num_pages = rows.pages.shape[1]
+        mine.table[:, :num_pages].copy_(to_device(rows.pages, mine.table.device))
+
+
+def placed(heads: Heads, kv: Tensor, write_pages: Tensor, write_slots: Tensor) -> Tensor:
+    """The queries of `heads`, finished; its keys and values are in the pages `kv` of their layer."""
+    q_norm, k_norm = heads.q_norm, heads.k_norm
+    return place_heads(
+        heads.qkv, heads.num_heads, kv, write_pages, write_slots, heads.cos, heads.sin,
+        None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
+        0.0 if q_norm is None else q_norm.eps,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Kernels in Triton: what the CUDA path computes itself. A file has kernels and the functions that launch them."""

@@ -1,0 +1,42 @@
+"""Pieces that both attention kernels are made of: loading keys and values out of pages, and softmax as it goes.
+
+Scores are in units of log2, for the device has exp2. A pointer to `kv` points at the first K of a layer; V lies
+`value_offset` elements behind. Slots that no visible position was written to are never read.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def page_rows(kv, table, positions, is_read, page_stride, PAGE: tl.constexpr, DIM: tl.constexpr):
+    """Pointers to the K rows of `positions` of one request and one head; `table` is its line of the page table."""
+    pages = tl.load(table + positions // PAGE, mask=is_read, other=0).to(tl.int64)
+    return kv + pages * page_stride + (positions % PAGE) * DIM
+
+
+@triton.jit
+def scores_of(q, keys, scale, softcap, HAS_CAP: tl.constexpr):
+    """`q` `[M, D]` with `keys` `[N, D]`: float32 `[M, N]`, in log2. `scale` has 1 / ln 2 in it unless HAS_CAP."""
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    if HAS_CAP:  # cap * tanh(x / cap), by the sigmoid, which every backend has
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * 1.4426950408889634
+    return scores
+
+
+@triton.jit
+def soften(total, top, weight, scores, values):
+    """One more block of keys: `total` `[M, D]`, the highest score `top` `[M]` and the sum of weights `weight` `[M]`.
+
+    A row that has seen no key yet has a `top` of -inf and stays zero.
+    """
+    higher = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink = tl.exp2(top - base)
+    weights = tl.exp2(scores - base[:, None])
+    weight = weight * shrink + tl.sum(weights, 1)
+    total = total * shrink[:, None]
+    total = tl.dot(weights.to(values.dtype), values, total, input_precision="ieee")
+    return total, higher, weight

@@ -1,0 +1,81 @@
+"""RMS norm, alone or of a sum, and SiLU times a gate: one pass over memory each. For `layers/triton_kernels.py`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.model.gpu.runtime import power_of_2
+
+_BLOCK_GATE = 1024
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x` `[N, width]`, normalised in float32 and scaled by `weight` `[width]`; rows may lie apart."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, x, out, weight, eps, adds=False)
+    return out
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same of `x + delta`, which replaces `x`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, delta, out, weight, eps, adds=True)
+    return out
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, `[N, width]` each, whose rows may lie apart."""
+    num_rows, width = gate.shape
+    out: Tensor = torch.empty(num_rows, width, dtype=gate.dtype, device=gate.device)
+    if num_rows:
+        _swiglu[(num_rows, triton.cdiv(width, _BLOCK_GATE))](
+            gate, up, out, gate.stride(0), up.stride(0), width, BLOCK=_BLOCK_GATE, num_warps=4
+        )
+    return out
+
+
+def _launch_norm(x: Tensor, delta: Tensor, out: Tensor, weight: Tensor, eps: float, *, adds: bool) -> None:
+    """One program a row; nothing for no rows."""
+    num_rows, width = x.shape
+    if num_rows:
+        block = power_of_2(width)
+        _rms_norm[(num_rows,)](
+            x, delta, out, weight, eps, x.stride(0), delta.stride(0), width,
+            BLOCK=block, ADDS=adds, num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+
+
+@triton.jit
+def _rms_norm(
+    x, delta, out, weight, eps, x_stride, delta_stride, width, BLOCK: tl.constexpr, ADDS: tl.constexpr
+):  # fmt: skip
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < width
+    values = tl.load(x + row * x_stride + at, mask=mask, other=0.0)
+    dtype = values.dtype
+    wide = values.to(tl.float32)
+    if ADDS:
+        wide += tl.load(delta + row * delta_stride + at, mask=mask, other=0.0).to(tl.float32)
+        wide = wide.to(dtype).to(tl.float32)
+        tl.store(x + row * x_stride + at, wide.to(dtype), mask=mask)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
+    scaled = (wide * scale).to(dtype).to(tl.float32) * tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, scaled.to(dtype), mask=mask)
+
+
+@triton.jit
+def _swiglu(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr):
+    """A piece of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < width
+    left = tl.load(gate + row * gate_stride + at, mask=mask, other=0.0)
+    right = tl.load(up + row * up_stride + at, mask=mask, other=0.0).to(tl.float32)
+    wide = left.to(tl.float32)
+    shone = (wide * tl.sigmoid(wide)).to(left.dtype).to(tl.float32)
+    tl.store(out + row * width + at, (shone * right).to(left.dtype), mask=mask)

@@ -1,0 +1,106 @@
+"""What stands between the q/k/v product and attention, as one kernel: norms of q and k, rotation, KV into pages.
+
+Called by the attention backends for CUDA. Queries come out rotated; keys and values go straight where attention reads
+them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.model.gpu.runtime import power_of_2
+
+_BLOCK_HEADS = 8
+
+
+def place_heads(
+    qkv: Tensor,
+    num_heads: int,
+    kv: Tensor,
+    write_pages: Tensor,
+    write_slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """The queries, rotated: `[N, num_heads, D]`; K and V of `qkv` `[N, num_heads + 2 * num_kv_heads, D]` go into `kv`.
+
+    `kv` as for `attend_decode`; token n goes to slot `write_slots[n]` of page `write_pages[n]`, and nowhere when that
+    is negative: int64 `[N]` each. `cos`, `sin` `[N, 1, D]` as `Rotary.tables` gives them. `q_norm`, `k_norm` `[D]`:
+    weights of RMS norms with `eps`, both or none.
+    """
+    num_tokens, all_heads, dim = qkv.shape
+    num_kv_heads, page_tokens = kv.shape[2:4]
+    q: Tensor = torch.empty(num_tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    has_norm = q_norm is not None
+    _place[(num_tokens, triton.cdiv(all_heads, _BLOCK_HEADS))](
+        qkv, q, kv, write_pages, write_slots, cos, sin,
+        q_norm if q_norm is not None else cos, k_norm if k_norm is not None else cos, eps,
+        qkv.stride(0), cos.stride(0), kv.stride(0), kv.stride(1),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, PAGE=page_tokens, DIM=dim,
+        BLOCK_HALF=power_of_2(dim // 2), BLOCK_HEADS=_BLOCK_HEADS, HAS_NORM=has_norm,
+        num_warps=2,
+    )  # fmt: skip
+    return q
+
+
+@triton.jit
+def _place(
+    qkv, q, kv, write_pages, write_slots, cos, sin, q_norm, k_norm, eps,
+    qkv_stride, angle_stride, page_stride, value_offset,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token, as two halves that are rotated into each other."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    half = tl.arange(0, BLOCK_HALF)
+    HALF: tl.constexpr = DIM // 2
+    is_half = half < HALF
+    cells = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_half[None, :]
+    is_query = head < NUM_HEADS
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    at = qkv + token * qkv_stride + head[:, None] * DIM + half[None, :]
+    low = tl.load(at, mask=cells, other=0.0)
+    high = tl.load(at + HALF, mask=cells, other=0.0)
+    dtype = low.dtype
+    x, y = low.to(tl.float32), high.to(tl.float32)
+    if HAS_NORM:
+        mean = (tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM
+        rsqrt = 1.0 / tl.sqrt(mean + eps)
+        weight_x = _either(q_norm, k_norm, is_query, half, is_half)
+        weight_y = _either(q_norm + HALF, k_norm + HALF, is_query, half, is_half)
+        x = (x * rsqrt[:, None]).to(dtype).to(tl.float32) * weight_x
+        y = (y * rsqrt[:, None]).to(dtype).to(tl.float32) * weight_y
+        x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
+    angle = token * angle_stride + half + HALF  # the first half of sin has its sign turned
+    c = tl.load(cos + angle, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + angle, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    turned_low = tl.where(is_value[:, None], low, (x * c - y * s).to(dtype))
+    turned_high = tl.where(is_value[:, None], high, (y * c + x * s).to(dtype))
+
+    to_q = q + (token * NUM_HEADS + head[:, None]) * DIM + half[None, :]
+    are_queries = cells & is_query[:, None]
+    tl.store(to_q, turned_low, mask=are_queries)
+    tl.store(to_q + HALF, turned_high, mask=are_queries)
+
+    page, slot = tl.load(write_pages + token), tl.load(write_slots + token)
+    kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+    offset = tl.where(is_value, value_offset, 0) + (kv_head * PAGE + slot) * DIM
+    to_page = kv + page.to(tl.int64) * page_stride + offset[:, None] + half[None, :]
+    are_kept = cells & (head >= NUM_HEADS)[:, None] & (page >= 0)
+    tl.store(to_page, turned_low, mask=are_kept)
+    tl.store(to_page + HALF, turned_high, mask=are_kept)
+
+
+@triton.jit
+def _either(q_norm, k_norm, is_query, half, is_half):
+    """The weights of each head's norm, `[BLOCK_HEADS, BLOCK_HALF]`."""
+    of_q = tl.load(q_norm + half, mask=is_half, other=0.0).to(tl.float32)
+    of_k = tl.load(k_norm + half, mask=is_half, other=0.0).to(tl.float32)
+    return tl.where(is_query[:, None], of_q[None, :], of_k[None, :])

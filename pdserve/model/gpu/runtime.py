@@ -1,0 +1,42 @@
+"""Whether Triton's kernels can run here, and what they ask of the device. For this package and the factory.
+
+Nothing here imports Triton before it is asked for: a server on a CPU never does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+from pdserve.base.env import triton_is_interpreted
+
+_FALLBACK_CORES = 4
+
+
+def is_installed() -> bool:
+    """Whether there is a Triton to import."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def cannot_run(device: torch.device) -> str | None:
+    """Why Triton's kernels cannot run on tensors of `device`; None when they can."""
+    if not is_installed():
+        return "triton is not installed"
+    if device.type != "cuda" and not triton_is_interpreted():
+        return f"Triton's kernels are for CUDA, and the device is {device.type}"
+    return None
+
+
+@functools.cache
+def num_cores(device: torch.device) -> int:
+    """Multiprocessors of `device`; a small number where kernels are interpreted."""
+    if device.type != "cuda":
+        return _FALLBACK_CORES
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def power_of_2(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()

@@ -1,0 +1,27 @@
+"""The arithmetic of decoder layers on CUDA: products by cuBLAS, all between them by Triton, one pass each.
+
+Made by the executor factory where attention is not torch's; called by the layers.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pdserve.model.gpu import elementwise
+from pdserve.model.layers.kernels import FastKernels
+
+
+class TritonKernels(FastKernels):
+    """Implements `Kernels`."""
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """See `Kernels.swiglu`."""
+        return elementwise.swiglu(gate, up)
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.norm`."""
+        return elementwise.rms_norm(x, weight, eps)
+
+    def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.add_norm`."""
+        return elementwise.add_rms_norm(x, more, weight, eps)

@@ -1,0 +1,58 @@
+"""Whole models by Triton's kernels: the tokens of torch, in mixed batches, over pages of any size, in a pool of NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.model.triton_kit import DEVICE
+
+from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig  # isort: skip
+from pdserve.errors import ConfigError  # isort: skip
+from pdserve.executor.attention_choice import choose_attention  # isort: skip
+from pdserve.executor.factory import Built, build_executor  # isort: skip
+from pdserve.model.loader import read_spec  # isort: skip
+from tests.driver import Driver, random_prompt  # isort: skip
+from tests.tiny import VOCAB_SIZE, Family  # isort: skip
+
+TORCH = KernelConfig(device="cuda" if DEVICE == "cuda" else "cpu", attention_backend="torch", cpu_threads=1)
+TRITON = dataclasses.replace(TORCH, attention_backend="triton")
+PROMPTS = [random_prompt(length, VOCAB_SIZE) for length in (1, 21, 5)]
+
+
+def built(checkpoint: Path, kernels: KernelConfig, page_size: int) -> Built:
+    """A small executor in float32."""
+    model = ModelConfig(model_path=str(checkpoint), dtype="float32")
+    memory = MemoryConfig(page_size=page_size, max_total_tokens=512)
+    return build_executor(ServerConfig(model=model, memory=memory, kernels=kernels), max_rows=4)
+
+
+@pytest.mark.parametrize(("family", "page_size"), [("llama", 1), ("qwen3", 16)])
+def test_tokens_are_torch_s(tiny_checkpoint: Callable[[Family], Path], family: Family, page_size: int) -> None:
+    checkpoint = tiny_checkpoint(family)
+    expected = Driver(built(checkpoint, TORCH, 16)).generate(PROMPTS, 4)
+    driver = Driver(built(checkpoint, TRITON, page_size))
+    assert driver.generate(PROMPTS, 4, chunk=9) == expected
+
+
+def test_what_cannot_be_had_is_refused_by_the_flag_s_name(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    spec, cpu = read_spec(tiny_checkpoint("qwen3")), torch.device("cpu")
+    for kernels, reason in (
+        (dataclasses.replace(TRITON, attention_backend="flashinfer"), "flashinfer is for CUDA"),
+        (dataclasses.replace(TRITON, enable_deterministic_inference=True), "attention of its own"),
+    ):
+        with pytest.raises(ConfigError, match=reason) as caught:
+            choose_attention(kernels, spec, torch.float32, cpu)
+        assert caught.value.field == "attention_backend"
+    assert choose_attention(KernelConfig(), spec, torch.float32, cpu) == "torch"
+
+
+def test_triton_is_not_for_cpus(tiny_checkpoint: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="--attention-backend triton: Triton's kernels are for CUDA") as caught:
+        choose_attention(TRITON, read_spec(tiny_checkpoint("qwen3")), torch.float32, torch.device("cpu"))
+    assert caught.value.field == "attention_backend"

@@ -1,0 +1,116 @@
+"""Triton's attention kernels beside the definition, over shapes, page sizes, lengths and masks, in pools of NaN."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.model.triton_kit import DEVICE, attended, paged
+
+from pdserve.model.gpu.decode_attention import Mask, attend_decode, num_parts  # isort: skip
+from pdserve.model.gpu.extend_attention import attend_extend, tile_tokens  # isort: skip
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
+HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3), (6, 2), (7, 1)])
+DIMS = st.sampled_from([8, 16, 24, 64])
+PAGES = st.sampled_from([1, 3, 16, 64])
+MASKS = st.builds(Mask, window=st.sampled_from([0, 0, 1, 7, 40]), softcap=st.sampled_from([0.0, 0.0, 5.0]))
+DTYPES = st.sampled_from([torch.float32, torch.float16])
+QUICK = settings(max_examples=16, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Equal up to rounding, and never NaN."""
+    torch.testing.assert_close(got.double().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@QUICK
+@given(
+    lengths=st.lists(st.integers(1, 130), min_size=1, max_size=3),
+    heads=HEADS, dim=DIMS, page=PAGES, mask=MASKS, dtype=DTYPES, parts=st.sampled_from([1, 1, 2, 5]),
+    with_sinks=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_decode_attention_is_the_definition(
+    lengths: list[int], heads: tuple[int, int], dim: int, page: int, mask: Mask, dtype: torch.dtype, parts: int,
+    with_sinks: bool, seed: int,
+) -> None:  # fmt: skip
+    rows = paged(lengths, heads[1], dim, page, dtype, seed)
+    q = torch.randn(len(lengths) + 1, heads[0], dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    sinks = torch.linspace(-2, 3, heads[0], device=DEVICE) if with_sinks else None
+    tokens = torch.arange(len(lengths), 0, -1, dtype=torch.int32, device=DEVICE)
+    out = torch.full_like(q, float("nan"))
+    attend_decode(
+        q, out, rows.kv, rows.table, rows.ends, tokens, scale=dim**-0.5, parts=parts, mask=mask, sinks=sinks
+    )  # fmt: skip
+    assert out[0].isnan().all(), "a token that is no row's"
+    for row, token in enumerate(tokens.tolist()):
+        expected = attended(
+            q[token : token + 1], rows.keys[row], rows.values[row], lengths[row] - 1,
+            window=mask.window, softcap=mask.softcap, sinks=sinks,
+        )  # fmt: skip
+        close(out[token : token + 1], expected, dtype)
+
+
+def test_parts_of_long_rows_are_added_up() -> None:
+    lengths = [700, 3, 257]
+    rows = paged(lengths, 1, 16, 16, torch.float32, 1)
+    q = torch.randn(3, 2, 16, device=DEVICE)
+    tokens = torch.arange(3, dtype=torch.int32, device=DEVICE)
+    for parts in (1, 3, 8):
+        out = torch.full_like(q, float("nan"))
+        attend_decode(q, out, rows.kv, rows.table, rows.ends, tokens, scale=0.25, parts=parts)
+        for row in range(3):
+            keys, values = rows.keys[row], rows.values[row]
+            one = attended(q[row : row + 1], keys, values, lengths[row] - 1, window=0, softcap=0.0, sinks=None)
+            close(out[row : row + 1], one, torch.float32)
+
+
+def test_a_row_without_positions_gets_zeros() -> None:
+    rows = paged([5], 1, 16, 4, torch.float32, 2)
+    q = torch.randn(1, 2, 16, device=DEVICE)
+    nothing = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for parts in (1, 2):
+        out = torch.full_like(q, float("nan"))
+        attend_decode(q, out, rows.kv, rows.table, nothing, nothing, scale=0.25, parts=parts)
+        assert (out == 0).all()
+
+
+def test_parts_follow_rows_and_the_longest_context() -> None:
+    device = torch.device("cpu")
+    assert num_parts(1, 1, 100, device) == 1
+    assert num_parts(1, 1, 100_000, device) == 16
+    assert num_parts(256, 8, 100_000, device) == 1
+
+
+@QUICK
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=2),
+    heads=HEADS, dim=DIMS, page=PAGES, mask=MASKS, dtype=DTYPES, with_sinks=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_extend_attention_is_the_definition(
+    spans: list[tuple[int, int]], heads: tuple[int, int], dim: int, page: int, mask: Mask, dtype: torch.dtype,
+    with_sinks: bool, seed: int,
+) -> None:  # fmt: skip
+    """Rows of a prefix and new tokens each, in one launch."""
+    rows = paged([prefix + new for prefix, new in spans], heads[1], dim, page, dtype, seed)
+    counts = [new for _, new in spans]
+    q = torch.randn(sum(counts), heads[0], dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    offsets = [sum(counts[:row]) for row in range(len(counts))]
+    step = tile_tokens(heads[0] // heads[1], dim)
+    tiles = [(row, first) for row, count in enumerate(counts) for first in range(0, count, step)]
+    starts, flat, cut = (
+        torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([prefix for prefix, _ in spans], offsets, tiles)
+    )
+    sinks = torch.linspace(-2, 3, heads[0], device=DEVICE) if with_sinks else None
+    out = torch.full_like(q, float("nan"))
+    attend_extend(
+        q, out, rows.kv, rows.table, starts, rows.ends, flat, cut, scale=dim**-0.5, mask=mask, sinks=sinks
+    )  # fmt: skip
+    for row, (prefix, count) in enumerate(spans):
+        new = slice(offsets[row], offsets[row] + count)
+        expected = attended(
+            q[new], rows.keys[row], rows.values[row], prefix,
+            window=mask.window, softcap=mask.softcap, sinks=sinks,
+        )  # fmt: skip
+        close(out[new], expected, dtype)

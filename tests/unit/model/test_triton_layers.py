@@ -1,0 +1,78 @@
+"""Triton's kernels between the products, beside torch's operations: norms, rotation and pages, gates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.model.triton_kit import DEVICE
+
+from pdserve.model.attention.interface import Heads  # isort: skip
+from pdserve.model.attention.triton_pages import placed  # isort: skip
+from pdserve.model.layers.kernels import FastKernels  # isort: skip
+from pdserve.model.layers.norm import RMSNorm  # isort: skip
+from pdserve.model.layers.rotary import Rotary  # isort: skip
+from pdserve.model.layers.triton_kernels import TritonKernels  # isort: skip
+from pdserve.model.rope import RopeSpec  # isort: skip
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal up to a rounding or two of the number format."""
+    tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[got.dtype]
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 100), (0, 64), (2, 1000)])
+def test_norms_are_torch_s(rows: int, width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x, more = torch.randn(2, rows, width, generator=generator).to(DEVICE, dtype)
+    weight = torch.linspace(0.5, 1.5, width).to(DEVICE, dtype)
+    close(TritonKernels().norm(x, weight, 1e-6), FastKernels().norm(x, weight, 1e-6))
+    mine, theirs = x.clone(), x.clone()
+    close(TritonKernels().add_norm(mine, more, weight, 1e-6), FastKernels().add_norm(theirs, more, weight, 1e-6))
+    close(mine, theirs)
+
+
+def test_norms_read_rows_that_lie_apart() -> None:
+    x = torch.randn(4, 96, device=DEVICE)[:, :40]
+    weight = torch.ones(40, device=DEVICE)
+    close(TritonKernels().norm(x, weight, 1e-6), FastKernels().norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 7), (3, 1500), (0, 8)])
+def test_the_gate_is_torch_s(rows: int, width: int, dtype: torch.dtype) -> None:
+    """Of the two halves of one product, with values at which exp overflows."""
+    both = (torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(1)) * 60).to(DEVICE, dtype)
+    gate, up = both.chunk(2, -1)
+    close(TritonKernels().swiglu(gate, up), FastKernels().swiglu(gate, up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 24), (9, 3, 8)])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_heads_are_finished_and_placed(
+    heads: int, kv_heads: int, dim: int, with_norm: bool, dtype: torch.dtype
+) -> None:
+    """Queries come out, keys and values lie in their pages, nothing else is touched, and a page of -1 takes nothing."""
+    tokens, page_tokens = 3, 4
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=torch.Generator().manual_seed(dim))
+    norms = [None, None]
+    if with_norm:
+        norms = [RMSNorm(torch.linspace(a, 2, dim).to(DEVICE, dtype), 1e-6, FastKernels()) for a in (0.5, 1.0)]
+    rotary = Rotary(RopeSpec(theta=100.0), dim, dtype, torch.device(DEVICE))
+    cos, sin = rotary.tables(torch.tensor([0, 5, 77], device=DEVICE))
+    found = Heads(qkv.to(DEVICE, dtype), heads, kv_heads, norms[0], norms[1], cos, sin)
+    pool = torch.full((4, 2, 2, kv_heads, page_tokens, dim), float("nan"), dtype=dtype, device=DEVICE)
+    pages, slots = torch.tensor([2, -1, 0], device=DEVICE), torch.tensor([3, 1, 0], device=DEVICE)
+    q = placed(found, pool[:, 1], pages, slots)
+    expected_q, expected_k, expected_v = found.finished()
+    close(q, expected_q)
+    for token, page, slot in ((0, 2, 3), (2, 0, 0)):
+        close(pool[page, 1, 0, :, slot], expected_k[token])
+        close(pool[page, 1, 1, :, slot], expected_v[token])
+        pool[page, 1, :, :, slot] = float("nan")
+    assert pool.isnan().all(), "a slot that is no token's was written"
