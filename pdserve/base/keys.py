@@ -22,6 +22,19 @@ WORKER_API_KEY = "PDSERVE_WORKER_API_KEY"
 WORKER_ADMIN_API_KEY = "PDSERVE_WORKER_ADMIN_API_KEY"
 """Environment variables that stand for the flags: a command line can be read by every user of the machine."""
 
+COMMANDS = frozenset(
+    {
+        "/flush_cache",
+        "/abort_request",
+        "/pause_generation",
+        "/continue_generation",
+        "/start_profile",
+        "/stop_profile",
+        "/observe",
+    }
+)
+"""Paths of servers, and of the router, that change what others see, or show what others ask."""
+
 
 def split_keys(text: str | None) -> tuple[str, ...]:
     """The keys in a flag's value: one, or several with commas between them, so that clients can be told apart and a

@@ -106,6 +106,7 @@ class Child:
         self._on_line, self._on_exit, self._read_ready = on_line, on_exit, read_ready
         self._ready: Ready | None = None
         self._exited = False
+        self._asked = False
         self._changed = threading.Condition()
         wrapper = [sys.executable, "-I", "-S", "-c", _EXEC_BOUND_TO_PARENT, str(os.getpid())]
         self._process = subprocess.Popen(
@@ -159,12 +160,13 @@ class Child:
             return self._changed.wait_for(lambda: self._exited, timeout_s)
 
     def ask_to_end(self) -> None:
-        """SIGTERM to the process; nothing when it has ended or was reaped."""
-        if self._process.returncode is None:
+        """SIGTERM to the process, once: a second one would tell a server to cut what it is still answering."""
+        if self._process.returncode is None and not self._asked:
+            self._asked = True
             os.kill(self.pid, signal.SIGTERM)
 
     def end(self, grace_s: float) -> int:
-        """SIGTERM, then after `grace_s` seconds SIGKILL to it and its whole group; returns the exit status.
+        """SIGTERM, unless it was asked before, then after `grace_s` seconds SIGKILL to it and its whole group; returns the exit status.
 
         May be called again: later calls change nothing.
         """

@@ -21,6 +21,18 @@ print("hello", flush=True)
 print('PDSERVE_READY {"role": "prefill", "url": "http://127.0.0.1:5", "bootstrap_port": 6}', flush=True)
 time.sleep(60)
 """
+COUNTS_SIGNALS = """
+import signal, sys, time
+asked = []
+signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+print('PDSERVE_READY {"role": "prefill", "url": "http://127.0.0.1:5", "bootstrap_port": 6}', flush=True)
+while not asked:
+    time.sleep(0.01)
+end = time.monotonic() + 0.5
+while time.monotonic() < end:
+    time.sleep(0.01)
+sys.exit(40 + len(asked))
+"""
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVES
 
 
@@ -143,6 +155,14 @@ def test_many_children_share_one_grace_period() -> None:
     end_all(children, 0.5)
     assert [child.returncode for child in children] == [-9, -15, -15]
     assert all(gone(child.pid) for child in children)
+
+
+def test_a_child_is_asked_to_end_once() -> None:
+    children = [Child(f"c{i}", python(COUNTS_SIGNALS)) for i in range(2)]
+    for child in children:
+        child.wait_ready(READY_S)
+    end_all(children, READY_S)
+    assert [child.returncode for child in children] == [41, 41], "a second signal cuts what a server still answers"
 
 
 def test_the_child_gets_its_own_group_and_the_given_environment() -> None:
