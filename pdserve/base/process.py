@@ -166,7 +166,9 @@ class Child:
             os.kill(self.pid, signal.SIGTERM)
 
     def end(self, grace_s: float) -> int:
-        """SIGTERM, unless it was asked before, then after `grace_s` seconds SIGKILL to it and its whole group; returns the exit status.
+        """SIGTERM, unless it was asked before, then after `grace_s` seconds SIGKILL to it and its whole group.
+
+        Returns the exit status.
 
         May be called again: later calls change nothing.
         """
