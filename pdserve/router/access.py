@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from aiohttp import web
 
 from pdserve.base.clients import ClientLimit, client_address
+from pdserve.base.keys import COMMANDS
 from pdserve.base.origins import from_elsewhere
 from pdserve.errors import RequestError
 from pdserve.router.access_config import AccessConfig
@@ -27,19 +28,7 @@ PUBLIC_PATHS = frozenset({"/health", "/readiness", "/liveness", "/metrics", "/en
 PAGE_PATHS = ("/", "/page/")
 """The page and the files below the second: browsers load them without a key, and they are the same everywhere."""
 
-ADMIN_PATHS = frozenset(
-    {
-        "/flush_cache",
-        "/abort_request",
-        "/pause_generation",
-        "/continue_generation",
-        "/start_profile",
-        "/stop_profile",
-        "/observe",
-        "/add_worker",
-        "/remove_worker",
-    }
-)
+ADMIN_PATHS = COMMANDS | {"/add_worker", "/remove_worker"}
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID = web.RequestKey("request_id", str)

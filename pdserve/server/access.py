@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.base.clients import ClientLimit, client_address
+from pdserve.base.keys import COMMANDS
 from pdserve.base.origins import from_elsewhere
 from pdserve.config.access_group import AccessConfig
 from pdserve.errors import RequestError
@@ -20,18 +21,6 @@ from pdserve.server.errors_http import error_body, error_response
 from pdserve.server.json_http import json_response
 
 PUBLIC = frozenset({"/health", "/health_generate", "/ready", "/readiness", "/metrics"})
-COMMANDS = frozenset(
-    {
-        "/flush_cache",
-        "/abort_request",
-        "/pause_generation",
-        "/continue_generation",
-        "/start_profile",
-        "/stop_profile",
-        "/observe",
-    }
-)
-"""They change what others see, or show what others ask."""
 SECURITY_HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 """Answers are data of one client: no browser shall guess at them, nobody between shall keep them."""
 PREFLIGHT_S = 600

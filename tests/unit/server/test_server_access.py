@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
+from pdserve.base.keys import COMMANDS
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.errors import ConfigError
-from pdserve.server.access import COMMANDS, PUBLIC
+from pdserve.server.access import PUBLIC
 from pdserve.server.app import BODIES
 from pdserve.server.calls import GENERATING
 from pdserve.server.tokenizer import Tokenizer
