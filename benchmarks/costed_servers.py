@@ -17,7 +17,6 @@ from pdserve.base.mailbox import Mailbox
 from pdserve.config.groups import SchedulePolicy
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.memory.kv_memory import KVMemory
-from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.codec import Codec
 from pdserve.protocol.failure import Failure
@@ -32,6 +31,7 @@ from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, Scheduler
 from pdserve.scheduler.waiting import WaitingQueue
 from pdserve.sim.cost_model import CostModel, CostModelExecutor
+from pdserve.sim.hash_lm import hash_layout
 from pdserve.sim.network import Faults, SimNet, SimSocket
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import Address, CopyJob, PrefillFound
@@ -43,20 +43,7 @@ PREFILL: Address = ("prefill", 1)
 NOWHERE: Address = ("nowhere", 1)
 FAKE: Address = (FAKE_BOOTSTRAP_HOST, 1)
 NEVER_S = 1e12
-LAYOUT = KVLayout(
-    (
-        KVGroup(
-            name="full",
-            kind=GroupKind.FULL,
-            num_layers=1,
-            page_tokens=PAGE_TOKENS,
-            num_kv_heads=1,
-            num_kv_heads_total=1,
-            head_dim=1,
-            dtype="bfloat16",
-        ),
-    )
-)
+LAYOUT = hash_layout(PAGE_TOKENS, num_layers=1)
 """Pages of a few bytes: what schedulers do does not depend on their size."""
 
 

@@ -8,29 +8,16 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from pdserve.memory.kv_memory import KVMemory
-from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.memory.page_table import PageTable
 from pdserve.memory.prefix.radix import Eviction, RadixTree, token_bytes
+from pdserve.sim.hash_lm import hash_layout
 
 PAGE_TOKENS = 2
 PAGES: tuple[tuple[int, int], ...] = ((0, 0), (0, 1), (1, 0))
 """Few and alike, so that prompts share beginnings, and pages their first tokens."""
 Prefix = tuple[tuple[int, int], ...]
 prefixes = st.lists(st.sampled_from(PAGES), max_size=6).map(tuple)
-LAYOUT = KVLayout(
-    (
-        KVGroup(
-            name="full",
-            kind=GroupKind.FULL,
-            num_layers=1,
-            page_tokens=PAGE_TOKENS,
-            num_kv_heads=1,
-            num_kv_heads_total=1,
-            head_dim=2,
-            dtype="float32",
-        ),
-    )
-)
+LAYOUT = hash_layout(PAGE_TOKENS, num_layers=1)
 
 
 def tokens_of(prefix: Sequence[tuple[int, int]]) -> bytes:
