@@ -6,8 +6,6 @@ engine's description, the start and the descriptor of each region.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import dataclasses
 import importlib
@@ -22,6 +20,7 @@ import msgspec
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
+from pdserve.transfer.transports.cards import decode_card, encode_card, not_an_address
 from pdserve.transfer.transports.device_memory import place_of
 from pdserve.transfer.transports.nics import choose_protocol, wanted_nics
 
@@ -52,17 +51,14 @@ class PeerCard(msgspec.Struct, frozen=True):
 
 def encode_address(card: PeerCard) -> str:
     """The card as text."""
-    return PREFIX + base64.urlsafe_b64encode(msgspec.msgpack.encode(card)).decode()
+    return encode_card(PREFIX, card)
 
 
 def decode_address(address: str) -> PeerCard:
     """The card in an address. Raises TransferError (settled, for good) when there is none."""
-    try:
-        card = msgspec.msgpack.decode(base64.urlsafe_b64decode(address.removeprefix(PREFIX)), type=PeerCard)
-    except (msgspec.MsgspecError, binascii.Error, ValueError):
-        card = None
-    if card is None or not address.startswith(PREFIX) or not card.engine:
-        raise TransferError(f"not a mori address: {address[:100]!r}", code="bad_address", retryable=False)
+    card = decode_card(PREFIX, address, PeerCard)
+    if not card.engine:
+        raise not_an_address(PREFIX, address)
     return card
 
 

@@ -17,8 +17,6 @@ What was measured of the engine shapes this file:
 
 from __future__ import annotations
 
-import base64
-import binascii
 import dataclasses
 import os
 import time
@@ -30,6 +28,7 @@ import numpy as np
 
 from pdserve.errors import TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
+from pdserve.transfer.transports.cards import decode_card, encode_card, not_an_address
 from pdserve.transfer.transports.link import Link, LinkedPeers
 from pdserve.transfer.transports.nics import choose_protocol, wanted_nics
 from pdserve.transfer.transports.nixl_blocks import Ranges, SpansByKind, split_by_kind
@@ -73,17 +72,14 @@ class PeerCard(msgspec.Struct, frozen=True):
 
 def encode_address(card: PeerCard) -> str:
     """The card as text."""
-    return PREFIX + base64.urlsafe_b64encode(msgspec.msgpack.encode(card)).decode()
+    return encode_card(PREFIX, card)
 
 
 def decode_address(address: str) -> PeerCard:
     """The card in an address. Raises TransferError (settled, for good) when there is none."""
-    try:
-        card = msgspec.msgpack.decode(base64.urlsafe_b64decode(address.removeprefix(PREFIX)), type=PeerCard)
-    except (msgspec.MsgspecError, binascii.Error, ValueError):
-        card = None
-    if card is None or not address.startswith(PREFIX) or not card.metadata or not card.regions:
-        raise TransferError(f"not a nixl address: {address[:100]!r}", code="bad_address", retryable=False)
+    card = decode_card(PREFIX, address, PeerCard)
+    if not card.metadata or not card.regions:
+        raise not_an_address(PREFIX, address)
     return card
 
 

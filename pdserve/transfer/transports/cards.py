@@ -1,0 +1,37 @@
+"""What an address of a native engine holds, as text: a prefix that names the transport, and a struct behind it.
+
+Called by the transports whose addresses are more than a host and a port.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import TypeVar
+
+import msgspec
+
+from pdserve.errors import TransferError
+
+C = TypeVar("C", bound=msgspec.Struct)
+
+
+def encode_card(prefix: str, card: msgspec.Struct) -> str:
+    """The card as text."""
+    return prefix + base64.urlsafe_b64encode(msgspec.msgpack.encode(card)).decode()
+
+
+def decode_card(prefix: str, address: str, kind: type[C]) -> C:
+    """The card in an address. Raises `not_an_address` when there is none."""
+    if not address.startswith(prefix):
+        raise not_an_address(prefix, address)
+    try:
+        return msgspec.msgpack.decode(base64.urlsafe_b64decode(address.removeprefix(prefix)), type=kind)
+    except (msgspec.MsgspecError, binascii.Error, ValueError):
+        raise not_an_address(prefix, address) from None
+
+
+def not_an_address(prefix: str, address: str) -> TransferError:
+    """Settled, for good."""
+    text = f"not a {prefix.removesuffix(':')} address: {address[:100]!r}"
+    return TransferError(text, code="bad_address", retryable=False)
