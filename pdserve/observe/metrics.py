@@ -87,7 +87,7 @@ class ServerMetrics:
         """
         self._registry = CollectorRegistry(auto_describe=False)
         self._labels = {"model_name": model_name, "engine_type": engine_type}
-        self._prompt_tokens = self._counter("sglang:prompt_tokens_total", "prompt tokens taken")
+        self._prompt_tokens = self._counter("sglang:prompt_tokens_total", "tokens of prompts that were read")
         self._generation_tokens = self._counter("sglang:generation_tokens_total", "tokens generated")
         self._requests = self._counter("sglang:num_requests_total", "sequences taken")
         self._aborted = self._counter("sglang:num_aborted_requests_total", "sequences that ended as aborted")
@@ -136,7 +136,6 @@ class ServerMetrics:
     def started(self, start: RequestStart) -> None:
         """See `RequestMetrics`."""
         self._requests.inc()
-        self._prompt_tokens.inc(len(start.input_ids))
         self._live.inc()
 
     def first_token(self, ttft_s: float, parts: Mapping[str, float]) -> None:
@@ -147,6 +146,7 @@ class ServerMetrics:
 
     def prompt_done(self, prompt_tokens: int, cached_tokens: int) -> None:
         """See `RequestMetrics`."""
+        self._prompt_tokens.inc(prompt_tokens)
         self._cached_tokens.inc(cached_tokens)
         self._hit_rate.add(prompt_tokens, cached_tokens)
 

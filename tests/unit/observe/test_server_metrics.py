@@ -117,7 +117,8 @@ async def test_a_prompt_that_is_given_up_has_no_first_token(tokenizer: Tokenizer
         samples = await scrape(b)
         assert value(samples, "sglang:time_to_first_token_seconds_count") == 0
         assert value(samples, "sglang:cached_tokens_total", cache_source="device") == 0
-        assert value(samples, "sglang:num_aborted_requests_total") == 1
+        assert value(samples, "sglang:prompt_tokens_total") == 0, "as of cached tokens: of prompts that were read"
+        assert value(samples, "sglang:num_aborted_requests_total") == value(samples, "sglang:num_requests_total") == 1
 
 
 @pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
