@@ -24,6 +24,7 @@ ALERTS = ROOT / "configs" / "prometheus" / "alerts.yml"
 METRIC = re.compile(r"\b(?:sglang:|pdserve:|pdserve_router_)\w+")
 SELECTOR = re.compile(r"((?:sglang:|pdserve:|pdserve_router_)\w+)\{([^}]*)\}")
 GROUPING = re.compile(r"\b(?:by|on) ?\(([^)]+)\)")
+LEGEND = re.compile(r"{{ *(\w+) *}}")
 OF_PROMETHEUS = {"instance", "job", "le"}
 
 
@@ -111,10 +112,19 @@ def expressions() -> list[tuple[str, str]]:
     return found + [(rule["alert"], rule["expr"]) for group in rules for rule in group["rules"]]
 
 
+def legends() -> list[tuple[str, str, set[str]]]:
+    """Where each is, the expression that it names the lines of, and the labels that it shows."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    targets = [(panel["title"], one) for panel in panels for one in panel.get("targets", [])]
+    return [(where, one["expr"], set(LEGEND.findall(one.get("legendFormat", "")))) for where, one in targets]
+
+
 async def test_every_metric_and_label_that_is_named_is_exported() -> None:
     exported = await exported_by_all()
     unknown = {(where, name) for where, text in expressions() for name in METRIC.findall(text) if name not in exported}
     assert not unknown
+    mute = [(where, text) for where, text in expressions() if not METRIC.search(text)]
+    assert mute == [("PdserveDown", 'up{job=~"pdserve.*"} == 0')], "a name that is none of ours would be none of these"
     for where, text in expressions():
         for name, selectors in SELECTOR.findall(text):
             labels = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", re.sub(r'"[^"]*"', "", selectors)))
@@ -122,6 +132,10 @@ async def test_every_metric_and_label_that_is_named_is_exported() -> None:
         grouped = {label.strip() for found in GROUPING.findall(text) for label in found.split(",") if label.strip()}
         known = set().union(*(exported[name] for name in METRIC.findall(text)), OF_PROMETHEUS)
         assert grouped <= known, (where, grouped - known)
+    for where, text, labels in legends():
+        kept = {label.strip() for found in GROUPING.findall(text) for label in found.split(",")} - {"le"}
+        known = set().union(*(exported[name] for name in METRIC.findall(text)), {"instance"})
+        assert labels <= (kept or known), (where, labels, kept or known)
 
 
 def test_the_dashboard_is_one_that_grafana_takes() -> None:
