@@ -216,7 +216,8 @@ class Dispatcher:
             self._metrics.failed_at(outcome.worker, kind)
             said = outcome.message.encode() if isinstance(outcome, Broken) else outcome.body
             text = said[:SHOWN_BYTES].decode(errors="replace")
-            log.info("%s %s failed: %s: %s", spec.role, spec.url, kind, text)
+            ours = blames(outcome) or told_to_wait(outcome)  # what a client did wrong is no news
+            log.log(logging.INFO if ours else logging.DEBUG, "%s %s failed: %s: %s", spec.role, spec.url, kind, text)
         if blames(outcome):
             place.failed()
         elif isinstance(outcome, Live):

@@ -87,7 +87,7 @@ def library() -> ctypes.CDLL:
         raise Unavailable(f"the CPU kernels are for Linux on x86-64, not {platform.system()} on {platform.machine()}")
     path = Path(os.environ.get(PATH_VARIABLE) or Path(__file__).with_name(FILE))
     if not path.is_file():
-        raise Unavailable(f"{path.name} was not built: install pdserve where there is a C++ compiler and CMake")
+        raise Unavailable(f"{path.name} was not built: install pdserve where there is a C++ compiler")
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
