@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import queue
@@ -24,6 +25,8 @@ from pdserve.llm.prompts import Conversation, Prompt, as_conversations, as_promp
 from pdserve.llm.runner import Job, Runner
 from pdserve.llm.sampling import SamplingParams
 from pdserve.llm.servers import Servers
+from pdserve.server.admin import flush_when_idle
+from pdserve.server.context import ServerContext
 from pdserve.server.generation import Update
 from pdserve.server.tokenizer import load_tokenizer
 
@@ -31,6 +34,8 @@ Params = SamplingParams | Mapping[str, Any]
 UseTqdm = bool | Callable[..., Bar]
 _Outcome = tuple[Job, list[Update] | PdserveError]
 SEED_BITS = 63
+FLUSH_WAIT_S = 5.0
+"""Sequences that have just ended may take their servers a moment more."""
 
 
 class LLM:
@@ -212,6 +217,23 @@ class LLM:
         """The tokenizer of transformers; None for a model without one."""
         return open_hf_tokenizer(self._tokenizer_dir)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What holds where a call brings none, to be changed for the next one."""
+        return SamplingParams()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes on all servers, once nothing runs there; SGLang's name is `flush_cache`.
+
+        False where requests of other threads still ran after `FLUSH_WAIT_S`: those servers keep theirs.
+
+        Raises:
+            EngineDeadError: the LLM was shut down, or a server has died.
+        """
+        self._check_alive()
+        return self._servers.loop.call(_flush([running.context for running in self._servers.all]))
+
+    flush_cache = reset_prefix_cache
+
     def shutdown(self) -> None:
         """End all processes. May be called again; nothing else may be called then."""
         self._finalizer()
@@ -229,6 +251,11 @@ class LLM:
             raise EngineDeadError("this LLM was shut down")
         for running in self._servers.all:
             running.context.client.require_ready()
+
+
+async def _flush(contexts: Sequence[ServerContext]) -> bool:
+    replies = await asyncio.gather(*(flush_when_idle(context, FLUSH_WAIT_S) for context in contexts))
+    return all(reply.ok for reply in replies)
 
 
 def _close(servers: Servers) -> None:

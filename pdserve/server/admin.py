@@ -126,7 +126,7 @@ async def flush_cache(context: ServerContext, request: Request) -> Response:
 
     Nothing is dropped from under a running request: a scheduler that is not idle refuses.
     """
-    reply = await until_disconnect(request, _flush(context, _flush_wait_s(request)))
+    reply = await until_disconnect(request, flush_when_idle(context, _flush_wait_s(request)))
     if not reply.ok:
         return json_response(error_body(reply.message, 400, code="busy"), status=400)
     return json_response({"success": True, "message": reply.message})
@@ -143,8 +143,8 @@ def _flush_wait_s(request: Request) -> float:
     return wait_s
 
 
-async def _flush(context: ServerContext, wait_s: float) -> CommandReply:
-    """The first reply that says ok, or the last one before `wait_s` is over."""
+async def flush_when_idle(context: ServerContext, wait_s: float) -> CommandReply:
+    """Forget cached prefixes: the first reply that says ok, or the last one before `wait_s` is over."""
     deadline_s = time.monotonic() + wait_s
     while True:
         reply = await context.client.command(lambda i: FlushCache(query_id=i), FLUSH_TIMEOUT_S)

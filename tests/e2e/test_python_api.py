@@ -101,6 +101,20 @@ def test_fields_of_both_families_work_on_the_pair(pair: LLM) -> None:
     assert (answer.finish_reason, answer.stop_reason, answer.token_ids[-1]) == ("stop", free[2], free[2])
 
 
+def test_cached_prefixes_can_be_forgotten(mono: LLM, pair: LLM) -> None:
+    for llm in (mono, pair):
+        prompt = {"prompt_token_ids": list(range(100, 164))}
+
+        def cached(llm: LLM = llm, prompt: Any = prompt) -> int:
+            (output,) = llm.generate(prompt, llm.get_default_sampling_params(), use_tqdm=False)
+            return output.num_cached_tokens
+
+        cached()
+        assert cached() > 0
+        assert llm.reset_prefix_cache() is True
+        assert cached() == 0
+
+
 def test_conversations_go_through_the_template(mono: LLM) -> None:
     conversation = [{"role": "user", "content": "Hi"}]
     one, two = mono.chat([conversation, conversation], [GREEDY, {"max_tokens": 2, "temperature": 0}], **QUIET)
