@@ -13,7 +13,16 @@ import pytest
 import requests
 
 from pdserve.observe.compare_kv import compare, read_lines
-from tests.e2e.harness import Pair, running, running_monolith, running_pair, start_router, start_server, until
+from tests.e2e.harness import (
+    Pair,
+    assert_idle,
+    running,
+    running_monolith,
+    running_pair,
+    start_router,
+    start_server,
+    until,
+)
 from tests.tiny import Family, make_tiny
 from tests.unit.observe.collector import Collector, Seen, assert_one_connected_trace
 
@@ -129,6 +138,61 @@ def test_both_sides_see_the_same_flow(pair: Pair) -> None:
     found = requests.get(f"{pair.decode.url}/observe", timeout=10).json()["requests"][0]
     assert sum(found["ttft_parts"].values()) == pytest.approx(found["ttft_s"])
     assert found["ttft_parts"]["prefill"] > 0
+
+
+TRAFFIC = (
+    "sglang:num_requests_total",
+    "sglang:prompt_tokens_total",
+    "sglang:generation_tokens_total",
+    "sglang:time_to_first_token_seconds_count",
+    "sglang:e2e_request_latency_seconds_count",
+    "pdserve:requests_total",
+    "pdserve:prompt_tokens_total",
+    "pdserve:generation_tokens_total",
+    "pdserve:transfers_done_total",
+)
+
+
+def traffic(pair: Pair) -> list[dict[str, float]]:
+    """What each side has counted of requests."""
+    seen = [server.metrics() for server in pair.workers]
+    return [{name: metrics.get(name, 0.0) for name in TRAFFIC} for metrics in seen]
+
+
+def test_probes_are_no_traffic(pair: Pair) -> None:
+    ask(pair)
+    before = traffic(pair)
+    for url in (pair.url, pair.prefill.url, pair.decode.url):
+        assert requests.get(f"{url}/health_generate", timeout=30).status_code == 200
+    assert traffic(pair) == before
+    for server in pair.workers:
+        until(lambda server=server: server.metrics()["pdserve:health_probes_total"] >= 2, 10, "they are counted")
+
+
+def test_a_prompt_that_is_only_read_is_counted_on_both_sides(pair: Pair) -> None:
+    ask(pair, 40)
+    before = traffic(pair)
+    body = {"prompt": list(range(2, 42)), "max_tokens": 0, "echo": True, "logprobs": 1}
+    answer = requests.post(f"{pair.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 0
+    for old, new in zip(before, traffic(pair), strict=True):
+        grown = {name: new[name] - old[name] for name in TRAFFIC if name.startswith("sglang:")}
+        once = dict.fromkeys(grown, 1.0)
+        assert grown == once | {"sglang:prompt_tokens_total": 40, "sglang:generation_tokens_total": 0}
+
+
+def test_the_rid_of_a_batch_aborts_it_on_both_sides(pair: Pair) -> None:
+    sampling = {"max_new_tokens": 800, "ignore_eos": True}
+    body = {"input_ids": [[5] * 20, [6] * 20], "sampling_params": sampling, "rid": "batch"}
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        call = pool.submit(requests.post, f"{pair.url}/generate", json=body, timeout=60)
+        until(lambda: pair.decode.metrics()["sglang:num_running_reqs"] == 2, 20, "both run")
+        assert requests.post(f"{pair.url}/abort_request", json={"rid": "bat"}, timeout=30).status_code == 200
+        assert pair.decode.metrics()["sglang:num_running_reqs"] == 2, "that is nobody's name"
+        assert requests.post(f"{pair.url}/abort_request", json={"rid": "batch"}, timeout=30).status_code == 200
+        parts = call.result(60).json()
+    assert [part["meta_info"]["finish_reason"]["type"] for part in parts] == ["abort", "abort"]
+    assert_idle(*pair.workers)
 
 
 def server_edges(url: str) -> list[dict[str, object]]:
