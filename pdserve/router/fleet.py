@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -15,7 +16,7 @@ from pdserve.router.access import is_admin
 from pdserve.router.config import Role, RouterConfig
 from pdserve.router.errors_http import RETRY_AFTER, error_response, json_response
 from pdserve.router.health import HealthMonitor
-from pdserve.router.upstream import forwarded_headers, own_headers
+from pdserve.router.upstream import Whole, forwarded_headers, own_headers, returned_headers
 from pdserve.router.workers import Registry, Worker
 
 INFO_TIMEOUT_S = 10.0
@@ -40,7 +41,7 @@ class Fleet:
         for worker in self._preferred():
             found = await self._call(request, worker, body)
             if found is not None:
-                return web.Response(status=found[0], body=found[1], content_type="application/json")
+                return web.Response(status=found.status, headers=found.headers, body=found.body)
         return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
 
     async def server_info(self, request: web.Request) -> web.Response:
@@ -83,7 +84,7 @@ class Fleet:
         """200 when one worker of each role has just generated a token; the body says who has."""
         workers = self._alive()
         found = await asyncio.gather(*(self._call(request, worker, None, GENERATE_TIMEOUT_S) for worker in workers))
-        statuses = {worker.spec.url: 502 if one is None else one[0] for worker, one in zip(workers, found, strict=True)}
+        statuses = _statuses(workers, found)
         good = {worker.spec.role for worker in workers if statuses[worker.spec.url] == 200}
         return json_response({"workers": statuses}, status=200 if good >= set(self._config.roles) else 503)
 
@@ -94,9 +95,7 @@ class Fleet:
         if not workers:
             return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
         answers = await asyncio.gather(*(self._call(request, worker, body) for worker in workers))
-        statuses = {
-            worker.spec.url: 502 if one is None else one[0] for worker, one in zip(workers, answers, strict=True)
-        }
+        statuses = _statuses(workers, answers)
         worst = max(statuses.values())
         return json_response({"success": worst < 400, "workers": statuses}, status=worst)
 
@@ -111,18 +110,18 @@ class Fleet:
     async def _get_object(self, request: web.Request, worker: Worker) -> dict[str, Any]:
         """The worker's JSON object; one that says why where there is none."""
         found = await self._call(request, worker, None)
-        if found is None or found[0] != 200:
-            return {"error": "no answer" if found is None else f"status {found[0]}"}
+        if found is None or found.status != 200:
+            return {"error": "no answer" if found is None else f"status {found.status}"}
         try:
-            parsed = orjson.loads(found[1])
+            parsed = orjson.loads(found.body)
         except orjson.JSONDecodeError as error:
             return {"error": f"not JSON: {error}"}
         return parsed if isinstance(parsed, dict) else {"error": f"not an object: {type(parsed).__name__}"}
 
     async def _call(
         self, request: web.Request, worker: Worker, body: bytes | None, timeout_s: float | None = None
-    ) -> tuple[int, bytes] | None:
-        """The same request to a worker: status and body; None where it does not answer."""
+    ) -> Whole | None:
+        """The same request to a worker; None where it does not answer."""
         timeout = _patience(request) if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
         headers: CIMultiDict[str] = forwarded_headers(request.headers, request.remote)
         headers.popall("Accept-Encoding", None)
@@ -134,9 +133,14 @@ class Fleet:
             async with self._session.request(
                 request.method, url, data=body, headers=headers, timeout=timeout
             ) as response:
-                return response.status, await response.read()
+                return Whole(worker, response.status, returned_headers(response.headers), await response.read())
         except (aiohttp.ClientError, OSError):
             return None
+
+
+def _statuses(workers: Sequence[Worker], answers: Sequence[Whole | None]) -> dict[str, int]:
+    """By URL; 502 for who did not answer."""
+    return {worker.spec.url: 502 if one is None else one.status for worker, one in zip(workers, answers, strict=True)}
 
 
 def _patience(request: web.Request) -> aiohttp.ClientTimeout:

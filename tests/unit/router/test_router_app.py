@@ -127,6 +127,20 @@ def test_facts_come_from_decode_and_from_all(run_world: RunWorld) -> None:
     run_world(scenario)
 
 
+def test_what_one_worker_answers_comes_with_its_headers(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        async def full(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return web.json_response({"error": {"message": "busy"}}, status=503, headers={"Retry-After": "7"})
+
+        async with world.router([], [await world.worker("w", full)]) as url:
+            async with world.session.post(url + "/tokenize", json={"prompt": "a"}) as response:
+                assert (response.status, response.headers["Retry-After"]) == (503, "7")
+                assert response.headers.getall("Content-Type") == ["application/json; charset=utf-8"]
+                assert (await response.json())["error"]["message"] == "busy"
+
+    run_world(scenario)
+
+
 def test_metrics_count_requests_and_show_what_is_in_flight(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         prefill, decode = await world.worker("p"), await world.worker("d")
