@@ -40,7 +40,10 @@ from pdserve.router.workers import Registry, Worker
 from pdserve.router.workers_api import WorkersApi
 
 CLIENT_GONE = "499"
-ASKED = ("/v1/models", "/v1/models/{name:.+}", "/get_model_info", "/model_info")
+ASKED = (
+    *("/v1/models", "/v1/models/{name:.+}", "/get_model_info", "/model_info"),
+    *("/get_weight_version", "/weight_version"),
+)
 ASKED_WITH_BODY = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
 COMMANDS = ("/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile")
 FORWARDED = (*GENERATING, *ASKED, *ASKED_WITH_BODY, *COMMANDS, "/flush_cache", "/abort_request")
@@ -195,7 +198,7 @@ class RouterApp:
             *(web.get(path, fleet.server_info) for path in ("/get_server_info", "/server_info")),
             *(web.get(path, fleet.loads) for path in ("/get_loads", "/v1/loads")),
             *(web.post(path, fleet.fan_out) for path in COMMANDS),
-            web.get("/flush_cache", fleet.fan_out),
+            *(web.get(path, fleet.fan_out) for path in ("/flush_cache", "/start_profile", "/stop_profile")),
             web.post("/abort_request", self.abort),
             web.get("/health_generate", fleet.health_generate),
             *(web.get(path, self.ready) for path in ("/health", "/readiness")),

@@ -141,6 +141,19 @@ def test_what_one_worker_answers_comes_with_its_headers(run_world: RunWorld) -> 
     run_world(scenario)
 
 
+def test_paths_that_servers_take_either_way_are_taken_either_way(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        workers = [await world.worker(name) for name in "ab"]
+        async with world.router([], workers) as url:
+            for path in ("/flush_cache", "/start_profile", "/stop_profile"):
+                for method in ("GET", "POST"):
+                    async with world.session.request(method, url + path) as response:
+                        told = await response.json()
+                        assert told["workers"].keys() == {worker.url for worker in workers}, (method, path)
+
+    run_world(scenario)
+
+
 def test_metrics_count_requests_and_show_what_is_in_flight(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         prefill, decode = await world.worker("p"), await world.worker("d")
