@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
+from pdserve.config.groups import AttentionBackend, KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.executor.factory import Built, build_executor
 from pdserve.executor.interface import BatchPlan, Row, SampledToken, StepResult, run
 from pdserve.memory.layout import pages_for
@@ -33,6 +33,8 @@ def build(
     cpu_kernels: Literal["auto", "native", "torch"] = "auto",
     cpu_threads: int = 1,
     quantization: Literal["int8"] | None = None,
+    attention_backend: AttentionBackend = "auto",
+    disable_cuda_graph: bool = False,
 ) -> Built:
     """An executor on CPU, with one thread unless told otherwise, or on the CUDA device."""
     return build_executor(
@@ -45,7 +47,13 @@ def build(
                 quantization=quantization,
             ),
             memory=MemoryConfig(page_size=page_size, max_total_tokens=max_total_tokens),
-            kernels=KernelConfig(device=device, cpu_threads=cpu_threads, cpu_kernels=cpu_kernels),
+            kernels=KernelConfig(
+                device=device,
+                cpu_threads=cpu_threads,
+                cpu_kernels=cpu_kernels,
+                attention_backend=attention_backend,
+                disable_cuda_graph=disable_cuda_graph,
+            ),
         ),
         max_rows=max_rows,
     )

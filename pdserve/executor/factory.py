@@ -20,6 +20,7 @@ from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError, GrammarError
 from pdserve.executor.attention_choice import Choice, choose_attention, make_attention, make_kernels
 from pdserve.executor.grammar_rows import GrammarRows
+from pdserve.executor.graphs import DEFAULT_MAX_ROWS, graph_sizes
 from pdserve.executor.kernel_choice import choose_level, make_native
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.pool_size import pool_tokens
@@ -144,12 +145,39 @@ def build_executor(
         model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap,
         grammars=_grammars(config, path, spec, place),
     )  # fmt: skip
+    _capture(executor, config, attention, place, wide_size=parallel.wide.size, max_rows=max_rows)
     _LOG.info(
         "%s in %s on %s: %d MB of weights, KV pool of %d tokens in %d pages (%d MB)",
         spec.architectures[0], dtype, device, model.params.num_bytes >> 20,
         num_pages * page_tokens, num_pages, sum(size for _, size in executor.buffers) >> 20,
     )  # fmt: skip
     return Built(executor, table, spec, num_pages, context_length, dtype, device, place)
+
+
+def _capture(
+    executor: LocalExecutor,
+    config: ServerConfig,
+    attention: AttentionBackend,
+    place: Place,
+    *,
+    wide_size: int,
+    max_rows: int,
+) -> None:
+    """Capture decode steps where there is a device with graphs and nothing speaks against it; says what does."""
+    if executor.device.type != "cuda":
+        return
+    reason = None
+    if config.kernels.disable_cuda_graph:
+        reason = "disable_cuda_graph is set"
+    elif attention.capturing() is None:
+        reason = "this attention backend gathers pages by their number"
+    elif place.shape.num_ranks > 1 or wide_size > 1:
+        reason = "the model is split over ranks"
+    if reason is not None:
+        _LOG.info("decode steps are not captured: %s", reason)
+        return
+    most = min(max_rows, config.kernels.cuda_graph_max_bs or DEFAULT_MAX_ROWS)
+    executor.capture_decode(graph_sizes(most))
 
 
 def _attention(

@@ -25,6 +25,7 @@ from pdserve.executor.batch_builder import HostBatch, read_plan, to_device
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.fetch import fetch
 from pdserve.executor.grammar_rows import GrammarRows, RowGrammar
+from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture
 from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepHandle, StepResult
 from pdserve.executor.prompt_logprobs import Stretch, Wishes, pack_scores, read_wishes, stretch_of
 from pdserve.executor.row_params import RowParams, StepParams
@@ -88,12 +89,13 @@ class LocalExecutor:
         grammars: GrammarRows | None = None,
     ) -> None:
         self._model = model
+        self._attention = attention
         self._stage = Stage(model, attention)
         self._layout = layout
         self.pools = pools
         self._table = table
         self.device = device
-        self._tokens = torch.empty(table.num_rows, context_length + 1, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(table.num_rows + 1, context_length + 1, dtype=torch.int32, device=device)
         self._params = RowParams(table.num_rows, model.spec.eos_token_ids)
         self._grammars = grammars or GrammarRows(None, JsonRules(), ())
         self._open: set[int] = set()
@@ -103,6 +105,26 @@ class LocalExecutor:
         whole = {i: mixture for i, mixture in model.mixtures.items() if isinstance(mixture, ExpertParallelMoe)}
         self.experts = ExpertBalance(whole, model.parallel.wide.size, self._runner.behind) if whole else None
         """Moves experts between ranks; None where this rank has no whole ones."""
+
+    @torch.inference_mode()
+    def capture_decode(self, sizes: Sequence[int], capture: Capture | None = None) -> None:
+        """Capture decode steps at batch sizes `sizes`, ascending: once, before any step; by CUDA graphs, or `capture`.
+
+        The model is not split, and its attention can be captured.
+        """
+        backend = self._attention.capturing()
+        assert backend is not None and self.place.shape.num_ranks == 1, "not a model whose steps can be captured"
+        with self._runner.behind():
+            self._stage.graphs = DecodeGraphs(
+                self._model, backend, self._tokens, spare_line=self._table.num_rows,
+                null_page=self.pools[0].null_page, max_pages=self._table.pages.shape[1], sizes=sizes,
+                capture=capture or GraphCapture(),
+            )  # fmt: skip
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Batch sizes at which decode steps are captured."""
+        return () if self._stage.graphs is None else self._stage.graphs.sizes
 
     @property
     def layout(self) -> KVLayout:

@@ -61,6 +61,13 @@ class StepParams:
         return dataclasses.replace(self, bans={i: tokens for i, tokens in self.bans.items() if not follows[i]})
 
     @property
+    def takes_best(self) -> bool:
+        """Whether every row takes its likeliest token as the logits are, and nobody asks for more."""
+        columns = self.columns
+        plain = columns["greedy"] & ~columns["history"] & ~columns["grammar"] & ~columns["logprob"]
+        return bool(plain.all()) and not self.bans and not self.biases
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether any row asked for log-probabilities."""
         return bool(self.columns["logprob"].any())

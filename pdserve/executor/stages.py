@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pdserve.executor.batch_builder import HostBatch, build_batch
 from pdserve.executor.grammar_rows import StepMasks
+from pdserve.executor.graphs import DecodeGraphs
 from pdserve.executor.interface import BatchPlan, Row
 from pdserve.executor.prompt_logprobs import Scorer, Scores, Wishes
 from pdserve.executor.row_params import StepParams
@@ -32,6 +33,9 @@ class Stage:
     """One rank's part of the model at work."""
 
     def __init__(self, model: Model, attention: AttentionBackend) -> None:
+        self.graphs: DecodeGraphs | None = None
+        """Captured decode steps, once there are some."""
+        self._best: Tensor | None = None
         self._model = model
         self._attention = attention
         self._parallel = model.parallel
@@ -51,7 +55,14 @@ class Stage:
         micro-batch, what `prompt_scores` shall tell.
         """
         last = len(batches) - 1
-        self._scores = []
+        self._scores, self._best = [], None
+        size = None
+        if self.graphs is not None and last == 0 and on_layer is None and wishes[0] is None:
+            size = self.graphs.size_for(batches[0])
+        if self.graphs is not None and size is not None:
+            decoded = self.graphs.run(batches[0], size)
+            self._best = decoded.best
+            return decoded.logits
         is_last = self._parallel.place.is_last_stage
         outputs = []
         for i, (host, wish) in enumerate(zip(batches, wishes, strict=True)):
@@ -75,6 +86,8 @@ class Stage:
         """The sampling rank's choice, on every rank. `tokens` as for `sample`; `masks` are there where grammars are."""
         if self.is_sampler:
             assert logits is not None, "the sampling rank has the logits"
+            if self._best is not None and params.takes_best:
+                return Sampled(self._best, None, None, None)
             failed = None
             if masks is not None:
                 failed, params = masks.apply(logits), params.without_grammar_bans()

@@ -51,3 +51,9 @@ def to_device(
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor
+
+
+def fill(target: Tensor, array: npt.NDArray[np.int32 | np.int64]) -> None:
+    """Overwrite `target`, a tensor that stays, with an array of its shape and dtype; see `to_device`."""
+    source = torch.from_numpy(np.ascontiguousarray(array))
+    target.copy_(source.pin_memory() if target.device.type == "cuda" else source, non_blocking=True)

@@ -78,6 +78,9 @@ class FixedBlockAttention:
         self._group = num_heads // pool.group.num_kv_heads
         self._sizes = _common_sizes(pool.group.head_dim, device)
 
+    def capturing(self) -> None:
+        """See `AttentionBackend.capturing`: lengths are the shapes of what it gathers."""
+
     def begin(self, batch: ForwardBatch) -> FixedBlockStep:
         """Gather indices and masks for one step."""
         host = batch.host

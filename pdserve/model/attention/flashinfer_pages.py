@@ -86,6 +86,10 @@ class FlashInferAttention:
         self._plan_prefill(host, pages)
         return FlashInferStep(self._layers, self._prefill, batch.write_pages, batch.write_slots)
 
+    def capturing(self) -> FlashInferAttention:
+        """See `AttentionBackend.capturing`."""
+        return self
+
     def capturable(self, num_rows: int, max_pages: int, write_pages: Tensor, write_slots: Tensor) -> FlashInferCaptured:
         """See `CapturableBackend.capturable`."""
         wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(

@@ -58,6 +58,10 @@ class AttentionBackend(Protocol):
         """Compute once what all layers of a step share."""
         ...
 
+    def capturing(self) -> CapturableBackend | None:
+        """Itself, where its decode steps can be captured in a CUDA graph."""
+        ...
+
 
 class CapturedAttention(StepAttention, Protocol):
     """Attention of decode steps of one size, to be captured in a CUDA graph: it reads tensors that stay in place.

@@ -66,6 +66,9 @@ class TorchAttention:
         self._device = device
         self._gather = PageGather(pool, device)
 
+    def capturing(self) -> None:
+        """See `AttentionBackend.capturing`: lengths are the shapes of what it gathers."""
+
     def begin(self, batch: ForwardBatch) -> TorchStep:
         """Gather indices and masks for one step."""
         host = batch.host

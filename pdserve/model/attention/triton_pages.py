@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.kv_pool import KVPool
-from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray, to_device
+from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray, fill, to_device
 from pdserve.model.gpu.decode_attention import attend_decode, num_parts
 from pdserve.model.gpu.extend_attention import attend_extend, tile_tokens
 from pdserve.model.gpu.heads import place_heads
@@ -42,16 +42,25 @@ class TritonAttention:
         self._pool = pool
         self._device = device
         self._layers = [pool.layer(layer) for layer in range(pool.group.num_layers)]
+        self._captured: Tensor | None = None
+        """The page table of captured steps, of which the smaller sizes have the first lines."""
         self._tile_tokens = tile_tokens(num_heads // pool.group.num_kv_heads, pool.group.head_dim)
 
     def begin(self, batch: ForwardBatch) -> TritonStep:
         """See `AttentionBackend.begin`."""
         return TritonStep(self._layers, self._rows(batch.host), batch.write_pages, batch.write_slots)
 
+    def capturing(self) -> TritonAttention:
+        """See `AttentionBackend.capturing`."""
+        return self
+
     def capturable(self, num_rows: int, max_pages: int, write_pages: Tensor, write_slots: Tensor) -> TritonCaptured:
         """See `CapturableBackend.capturable`."""
+        if self._captured is None or self._captured.shape[0] < num_rows:
+            shape = (num_rows, max_pages)
+            self._captured = torch.full(shape, self._pool.null_page, dtype=torch.int32, device=self._device)
         rows = PagedRows(
-            table=torch.full((num_rows, max_pages), self._pool.null_page, dtype=torch.int32, device=self._device),
+            table=self._captured[:num_rows],
             starts=torch.zeros(num_rows, dtype=torch.int32, device=self._device),
             ends=torch.ones(num_rows, dtype=torch.int32, device=self._device),
             offsets=torch.arange(num_rows, dtype=torch.int32, device=self._device),
@@ -126,9 +135,8 @@ class TritonCaptured(TritonStep):
     def fill(self, rows: HostRows) -> None:
         """See `CapturedAttention.fill`."""
         mine = self._rows
-        mine.ends.copy_(to_device(rows.ends.astype(np.int32), mine.ends.device))
-        num_pages = rows.pages.shape[1]
-        mine.table[:, :num_pages].copy_(to_device(rows.pages, mine.table.device))
+        fill(mine.ends, rows.ends.astype(np.int32))
+        fill(mine.table[:, : rows.pages.shape[1]], rows.pages)
 
 
 def placed(heads: Heads, kv: Tensor, write_pages: Tensor, write_slots: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from pdserve.model.config import MoeSpec
 from pdserve.model.eplb import Row, moves_between
 from pdserve.model.layers.kernels import Kernels
-from pdserve.model.layers.moe import Experts, Router, count, new_counts, weighted_sum
+from pdserve.model.layers.moe import Experts, Router, count, new_counts
 from pdserve.model.params import ParamSlots
 from pdserve.model.placement import slots_of
 from pdserve.model.wide import Wide
@@ -87,7 +87,7 @@ class ExpertParallelMoe:
         wide: Wide,
         row: Row,
     ) -> None:
-        self._wide = wide
+        self._kernels, self._wide = kernels, wide
         self._router = Router(kernels, params, prefix + "gate", moe, hidden_size)
         held = slots_of(row, wide.size, wide.rank)
         inner = range(moe.intermediate_size)
@@ -109,7 +109,7 @@ class ExpertParallelMoe:
         computed = self.experts(arrived, dispatch.slots)
         returned = self._wide.all_to_all(computed, dispatch.receive, dispatch.send)
         outputs = torch.empty_like(returned).index_copy_(0, dispatch.rows, returned)
-        mixed = weighted_sum(outputs.view(len(mine), top_k, x.shape[1]), routes.weights)
+        mixed = self._kernels.weighted_sum(outputs.view(len(mine), top_k, x.shape[1]), routes.weights)
         return self._wide.rejoin(mixed, len(x))
 
     def move(self, row: Row) -> int:

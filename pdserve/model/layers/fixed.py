@@ -10,14 +10,14 @@ import functools
 import torch
 from torch import Tensor
 
-from pdserve.model.layers.kernels import TorchNorms
+from pdserve.model.layers.kernels import TorchKernels
 from pdserve.model.layers.tiles import PROBE_ROWS, Tile, cut, padded, safe_sizes, telling
 
 Shape = tuple[int, int, bool]
 """`(out, in, with bias)` of a linear layer."""
 
 
-class FixedKernels(TorchNorms):
+class FixedKernels(TorchKernels):
     """Products in tiles whose numbers of rows were found, at start-up and on this machine, to leave no trace."""
 
     def __init__(self) -> None:

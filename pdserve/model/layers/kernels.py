@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Protocol
 
 import torch
@@ -35,9 +36,28 @@ class Kernels(Protocol):
         """`norm` of `x + more`, which replaces `x`: `[N, width]` each."""
         ...
 
+    def experts(self, x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Row r through expert `slots[r]`: int64 `[R]` to `[R, hidden]`. It is row `r // (R / N)` of `x` `[N, hidden]`.
 
-class TorchNorms:
-    """Norms by torch, whose bits do not depend on the batch."""
+        `gate_up` `[E, 2 * inner, hidden]` and `down` `[E, hidden, inner]` are the experts' weights.
+        """
+        ...
+
+    def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        """What a token's experts said: `[N, top_k, hidden]` and float32 `[N, top_k]` to `[N, hidden]`."""
+        ...
+
+
+class TorchKernels(abc.ABC):
+    """What is the same for all kernels of torch: nothing here makes a row's bits depend on the batch."""
+
+    @abc.abstractmethod
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.linear`."""
+
+    @abc.abstractmethod
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """See `Kernels.swiglu`."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.norm`."""
@@ -50,8 +70,32 @@ class TorchNorms:
         x += more
         return self.norm(x, weight, eps)
 
+    def experts(self, x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """See `Kernels.experts`. Rows of one expert are computed together; experts without rows cost nothing.
 
-class FastKernels(TorchNorms):
+        The host must know how many they are: on a device this waits for it.
+        """
+        if not len(slots):
+            return x.new_empty(0, x.shape[1])
+        order = slots.argsort(stable=True)
+        sizes = torch.bincount(slots, minlength=len(gate_up)).tolist()
+        rows = x.index_select(0, order // (len(slots) // len(x)))
+        parts = []
+        for slot, part in enumerate(torch.split(rows, sizes)):
+            if len(part):
+                gate, up = self.linear(part, gate_up[slot], None).chunk(2, -1)
+                parts.append(self.linear(self.swiglu(gate, up), down[slot], None))
+        return torch.empty_like(rows).index_copy_(0, order, torch.cat(parts))
+
+    def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        """See `Kernels.weighted_sum`: added up in float32 in the order of the routes."""
+        total = outputs[:, 0].float() * weights[:, :1]
+        for index in range(1, weights.shape[1]):
+            total += outputs[:, index].float() * weights[:, index : index + 1]
+        return total.to(outputs.dtype)
+
+
+class FastKernels(TorchKernels):
     """The library's own choice for every shape: fastest, and a row's bits may differ from batch to batch."""
 
     def prepare_linear(self, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device, bias: bool) -> None:

@@ -80,22 +80,8 @@ class Experts:
             kernels.prepare_linear(weight.shape[1], weight.shape[2], weight.dtype, weight.device, bias=False)
 
     def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        """Row r through the expert in slot `slots[r]`: `[R, hidden]` and int64 `[R]` to `[R, hidden]`.
-
-        Rows of one expert are computed together; experts without rows cost nothing.
-        """
-        order = slots.argsort(stable=True)
-        sizes = torch.bincount(slots, minlength=len(self.gate_up)).tolist()
-        rows = x.index_select(0, order)
-        parts = [self._one(slot, part) for slot, part in enumerate(torch.split(rows, sizes)) if len(part)]
-        if not parts:
-            return x
-        return torch.empty_like(x).index_copy_(0, order, torch.cat(parts))
-
-    def _one(self, slot: int, x: Tensor) -> Tensor:
-        """The rows of one expert."""
-        gate, up = self._kernels.linear(x, self.gate_up[slot], None).chunk(2, -1)
-        return self._kernels.linear(self._kernels.swiglu(gate, up), self.down[slot], None)
+        """Row r through the expert in slot `slots[r]`: int64 `[R]` to `[R, hidden]`. See `Kernels.experts`."""
+        return self._kernels.experts(x, slots, self.gate_up, self.down)
 
 
 def new_counts(moe: MoeSpec, device: torch.device) -> Tensor:
@@ -109,17 +95,6 @@ def count(counts: Tensor, experts: Tensor) -> None:
     counts.index_add_(0, chosen, torch.ones_like(chosen))
 
 
-def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
-    """What a token's experts said: `[N, top_k, hidden]` and float32 `[N, top_k]` to `[N, hidden]`.
-
-    Added up in float32 in the order of the routes, whatever the batch.
-    """
-    total = outputs[:, 0].float() * weights[:, :1]
-    for index in range(1, weights.shape[1]):
-        total += outputs[:, index].float() * weights[:, index : index + 1]
-    return total.to(outputs.dtype)
-
-
 class SplitMoe:
     """Implements `FeedForward`: every rank of `wide` computes its columns of all experts for all tokens.
 
@@ -130,7 +105,7 @@ class SplitMoe:
         self, kernels: Kernels, params: ParamSlots, prefix: str, hidden_size: int, moe: MoeSpec, wide: Wide
     ) -> None:
         inner = part_of(moe.intermediate_size, wide.size, wide.rank)
-        self._wide = wide
+        self._kernels, self._wide = kernels, wide
         self.counts = new_counts(moe, params.device)
         self._router = Router(kernels, params, prefix + "gate", moe, hidden_size)
         self._experts = Experts(
@@ -143,6 +118,6 @@ class SplitMoe:
         routes = self._router(x)
         count(self.counts, routes.experts)
         num_tokens, top_k = routes.experts.shape
-        outputs = self._experts(x.repeat_interleave(top_k, 0), routes.experts.flatten())
-        mixed = weighted_sum(outputs.view(num_tokens, top_k, x.shape[1]), routes.weights)
+        outputs = self._experts(x, routes.experts.flatten())
+        mixed = self._kernels.weighted_sum(outputs.view(num_tokens, top_k, x.shape[1]), routes.weights)
         return self._wide.add_up(mixed)

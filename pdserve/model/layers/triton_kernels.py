@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pdserve.model.gpu import elementwise
+from pdserve.model.gpu import elementwise, experts
 from pdserve.model.layers.kernels import FastKernels
 
 
@@ -25,3 +25,11 @@ class TritonKernels(FastKernels):
     def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.add_norm`."""
         return elementwise.add_rms_norm(x, more, weight, eps)
+
+    def experts(self, x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """See `Kernels.experts`; the host does not wait."""
+        return experts.expert_rows(x, slots, gate_up, down)
+
+    def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        """See `Kernels.weighted_sum`."""
+        return experts.weighted_sum(outputs, weights)

@@ -15,6 +15,9 @@ class AttentionInProgram:
         """See `AttentionBackend.begin`: the program reads the pages in place."""
         return self
 
+    def capturing(self) -> None:
+        """See `AttentionBackend.capturing`."""
+
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """Not called."""
         raise AssertionError("attention is an operation of the program")

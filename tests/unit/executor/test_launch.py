@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdserve.executor.factory import Built
 from pdserve.executor.interface import BatchPlan, Row, run
+from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.torch_sdpa import TorchStep
 from tests.ahead import Request, build_ahead, generate_ahead, requests, sampled
 from tests.driver import GREEDY, Driver, random_prompt
@@ -80,9 +81,9 @@ def test_a_step_is_computed_from_what_the_scheduler_s_tables_said_at_its_launch(
         expected = Driver(built).generate([PROMPT], 1)[0]
     gate, attend = threading.Event(), TorchStep.attend
 
-    def gated(self: TorchStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def gated(self: TorchStep, layer: int, heads: Heads) -> Tensor:
         assert gate.wait(60)
-        return attend(self, layer, q, k, v)
+        return attend(self, layer, heads)
 
     monkeypatch.setattr(TorchStep, "attend", gated)
     with opened(checkpoint, overlap=overlap) as built:
@@ -115,9 +116,9 @@ def test_the_thread_computes_with_as_many_torch_threads_and_without_gradients(
     seen: list[tuple[str, int, bool]] = []
     attend = TorchStep.attend
 
-    def watched(self: TorchStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def watched(self: TorchStep, layer: int, heads: Heads) -> Tensor:
         seen.append((threading.current_thread().name, torch.get_num_threads(), torch.is_inference_mode_enabled()))
-        return attend(self, layer, q, k, v)
+        return attend(self, layer, heads)
 
     monkeypatch.setattr(TorchStep, "attend", watched)
     with opened(checkpoint, overlap=True) as built:
@@ -133,11 +134,11 @@ def test_what_the_forward_raises_comes_out_of_resolve(
     """The step behind it, launched before anybody knew, is still computed."""
     attend, failing = TorchStep.attend, [True]
 
-    def broken(self: TorchStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def broken(self: TorchStep, layer: int, heads: Heads) -> Tensor:
         if layer == 1 and failing:
             failing.clear()
             raise RuntimeError("kernel failed")
-        return attend(self, layer, q, k, v)
+        return attend(self, layer, heads)
 
     with opened(checkpoint, overlap=overlap) as built:
         expected = Driver(built).generate([PROMPT], 1)[0]

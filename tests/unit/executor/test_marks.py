@@ -13,6 +13,7 @@ from torch import Tensor
 from pdserve.executor.factory import Built
 from pdserve.executor.interface import BatchPlan, LayerMarks, Row
 from pdserve.executor.marks import CountedMarks, EventMarks
+from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.torch_sdpa import TorchStep
 from tests.ahead import build_ahead
 from tests.driver import Driver, random_prompt
@@ -30,9 +31,9 @@ class Gates:
         self.events = [threading.Event() for _ in range(NUM_LAYERS)]
         attend = TorchStep.attend
 
-        def gated(step: TorchStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def gated(step: TorchStep, layer: int, heads: Heads) -> Tensor:
             assert self.events[layer].wait(LIMIT_S), f"the gate of layer {layer} stayed shut"
-            return attend(step, layer, q, k, v)
+            return attend(step, layer, heads)
 
         monkeypatch.setattr(TorchStep, "attend", gated)
 
@@ -78,10 +79,10 @@ def test_marks_of_a_failed_step_let_everybody_go(built: Built, monkeypatch: pyte
     """Layers before the failure are written; who waits for more, whatever his time limit, hears of it."""
     attend = TorchStep.attend
 
-    def broken(step: TorchStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def broken(step: TorchStep, layer: int, heads: Heads) -> Tensor:
         if layer == 1:
             raise RuntimeError("kernel failed")
-        return attend(step, layer, q, k, v)
+        return attend(step, layer, heads)
 
     monkeypatch.setattr(TorchStep, "attend", broken)
     row = Driver(built).open(PROMPT, 60)

@@ -21,7 +21,7 @@ from tests.tiny import VOCAB_SIZE, Family  # isort: skip
 
 TORCH = KernelConfig(device="cuda" if DEVICE == "cuda" else "cpu", attention_backend="torch", cpu_threads=1)
 TRITON = dataclasses.replace(TORCH, attention_backend="triton")
-PROMPTS = [random_prompt(length, VOCAB_SIZE) for length in (1, 21, 5)]
+PROMPTS = [random_prompt(length, VOCAB_SIZE) for length in (1, 13)]
 
 
 def built(checkpoint: Path, kernels: KernelConfig, page_size: int) -> Built:
@@ -31,12 +31,12 @@ def built(checkpoint: Path, kernels: KernelConfig, page_size: int) -> Built:
     return build_executor(ServerConfig(model=model, memory=memory, kernels=kernels), max_rows=4)
 
 
-@pytest.mark.parametrize(("family", "page_size"), [("llama", 1), ("qwen3", 16)])
+@pytest.mark.parametrize(("family", "page_size"), [("llama", 1), ("qwen3_moe", 16)])
 def test_tokens_are_torch_s(tiny_checkpoint: Callable[[Family], Path], family: Family, page_size: int) -> None:
     checkpoint = tiny_checkpoint(family)
-    expected = Driver(built(checkpoint, TORCH, 16)).generate(PROMPTS, 4)
+    expected = Driver(built(checkpoint, TORCH, 16)).generate(PROMPTS, 3)
     driver = Driver(built(checkpoint, TRITON, page_size))
-    assert driver.generate(PROMPTS, 4, chunk=9) == expected
+    assert driver.generate(PROMPTS, 3, chunk=8) == expected
 
 
 def test_what_cannot_be_had_is_refused_by_the_flag_s_name(tiny_checkpoint: Callable[[Family], Path]) -> None:

@@ -76,3 +76,21 @@ def test_heads_are_finished_and_placed(
         close(pool[page, 1, 1, :, slot], expected_v[token])
         pool[page, 1, :, :, slot] = float("nan")
     assert pool.isnan().all(), "a slot that is no token's was written"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("tokens", "top_k", "num_experts"), [(1, 2, 5), (13, 3, 4), (40, 1, 2), (3, 2, 8), (0, 2, 4)])
+def test_experts_are_torch_s(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype) -> None:
+    """With experts that nobody chose, more rows than a tile, and sizes that fill no block."""
+    generator = torch.Generator().manual_seed(tokens)
+    hidden, inner = 40, 24
+    x = torch.randn(tokens, hidden, generator=generator).to(DEVICE, dtype)
+    gate_up = (torch.randn(num_experts, 2 * inner, hidden, generator=generator) / 6).to(DEVICE, dtype)
+    down = (torch.randn(num_experts, hidden, inner, generator=generator) / 5).to(DEVICE, dtype)
+    slots = torch.randint(0, max(1, num_experts - 1), (tokens * top_k,), generator=generator).to(DEVICE)
+    weights = torch.rand(tokens, top_k, generator=generator).to(DEVICE)
+    got = TritonKernels().experts(x, slots, gate_up, down)
+    expected = FastKernels().experts(x, slots, gate_up, down)
+    close(got, expected)
+    shape = (tokens, top_k, hidden)
+    close(TritonKernels().weighted_sum(got.view(shape), weights), FastKernels().weighted_sum(got.view(shape), weights))

@@ -1,0 +1,196 @@
+"""Decode steps as CUDA graphs: all kernels of a step launched by one call, at a list of batch sizes.
+
+Made by `LocalExecutor.capture_decode` at start-up, when weights and KV pool lie where they will stay; asked by
+`Stage` in every step. A step of n rows is padded to the next size. What differs from step to step lies in tensors that
+stay in place: tokens, positions and slots here, lengths and pages with the attention backend. Padding rows read the
+null page, write nowhere, and take their token from a row of the token table that no request has.
+
+Sizes are captured from the largest down, so that the smaller graphs find their memory in the pool of the larger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.executor.batch_builder import HostBatch
+from pdserve.model.attention.interface import CapturableBackend, CapturedAttention
+from pdserve.model.families.interface import Model
+from pdserve.model.forward_batch import ForwardBatch, HostRows, fill
+
+_LOG = logging.getLogger(__name__)
+DEFAULT_MAX_ROWS = 256
+NOWHERE = -1
+"""The page of a token that is not written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """What a decode step gives: `logits` float32 `[n, vocab]` and the likeliest tokens, `best` int64 `[n]`.
+
+    Good until the next step.
+    """
+
+    logits: Tensor
+    best: Tensor
+
+
+Replay = Callable[[], None]
+
+
+class Capture(Protocol):
+    """One way to make a step repeatable."""
+
+    def __call__(self, work: Callable[[], None]) -> Replay:
+        """Run `work`, which leaves its results in tensors that stay, and return what runs it again."""
+        ...
+
+
+class GraphCapture:
+    """Implements `Capture` with CUDA graphs, which share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Replay:
+        """See `Capture`. The first run compiles kernels and fills caches, which cannot be captured."""
+        work()
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+
+class EagerCapture:
+    """Implements `Capture` by running the work again: what graphs do, on any device. For tests."""
+
+    def __call__(self, work: Callable[[], None]) -> Replay:
+        """See `Capture`."""
+        work()
+        return work
+
+
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """Batch sizes to capture up to `max_rows`, which is one of them: padding stays under 8 rows up to 256."""
+    every = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, max_rows + 1, 32))
+    return (*(size for size in every if size < max_rows), max_rows)
+
+
+def padded(host: HostBatch, size: int, *, null_page: int, spare_line: int) -> HostBatch:
+    """A decode step of `size` rows, of which those behind `host`'s compute nothing that matters."""
+    missing = size - len(host.lines)
+    assert missing >= 0, "a step is padded, never cut"
+    filler = np.array([spare_line, 0, NOWHERE, 0], dtype=np.int64)[:, None].repeat(missing, 1)
+    pages = np.full((size, host.rows.pages.shape[1]), null_page, dtype=np.int32)
+    pages[: len(host.lines)] = host.rows.pages
+    rows = HostRows(
+        starts=np.concatenate((host.rows.starts, np.zeros(missing, dtype=np.int64))),
+        ends=np.concatenate((host.rows.ends, np.ones(missing, dtype=np.int64))),
+        offsets=np.arange(size),
+        pages=pages,
+    )
+    everyone = np.arange(size)
+    lines = np.concatenate((host.lines, filler[0]))
+    return HostBatch(np.concatenate((host.columns, filler), 1), everyone, everyone, lines, rows)
+
+
+def is_decode(host: HostBatch) -> bool:
+    """Whether every row of the step has one new token and samples."""
+    return host.columns.shape[1] == len(host.lines) and len(host.sampled) == len(host.lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sized:
+    """A captured size: the facts of its tokens `[4, size]`, its attention, and what runs it."""
+
+    columns: Tensor
+    attention: CapturedAttention
+    replay: Replay
+
+
+class DecodeGraphs:
+    """The captured sizes of one model. `tokens` int32 `[rows, context]`, of which row `spare_line` is no request's."""
+
+    def __init__(
+        self,
+        model: Model,
+        backend: CapturableBackend,
+        tokens: Tensor,
+        *,
+        spare_line: int,
+        null_page: int,
+        max_pages: int,
+        sizes: Sequence[int],
+        capture: Capture,
+    ) -> None:
+        assert sizes and list(sizes) == sorted(set(sizes)), "sizes ascend"
+        self._model, self._tokens = model, tokens
+        self._spare_line, self._null_page = spare_line, null_page
+        self._facts = torch.zeros(4 * sizes[-1], dtype=torch.int64, device=tokens.device)
+        self._logits = torch.zeros(sizes[-1], model.spec.vocab_size, device=tokens.device)
+        self._best = torch.zeros(sizes[-1], dtype=torch.int64, device=tokens.device)
+        self._sizes = np.array(sizes)
+        began, before = time.monotonic(), _free_bytes(tokens.device)
+        self._sized = {size: self._capture(size, max_pages, backend, capture) for size in reversed(sizes)}
+        for mixture in model.mixtures.values():
+            mixture.counts.zero_()
+        _LOG.info(
+            "captured decode steps at %d batch sizes up to %d: %.1f s, %d MB",
+            len(sizes), sizes[-1], time.monotonic() - began, (before - _free_bytes(tokens.device)) >> 20,
+        )  # fmt: skip
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The captured sizes, ascending."""
+        return tuple(self._sizes.tolist())
+
+    def size_for(self, host: HostBatch) -> int | None:
+        """The size that the step is padded to; None where it is no decode step, or too large."""
+        if not is_decode(host) or len(host.lines) > self._sizes[-1]:
+            return None
+        return int(self._sizes[np.searchsorted(self._sizes, len(host.lines))])
+
+    def run(self, host: HostBatch, size: int) -> Decoded:
+        """Compute a step of which `size_for` gave `size`; nothing waits for the device."""
+        sized = self._sized[size]
+        filled = padded(host, size, null_page=self._null_page, spare_line=self._spare_line)
+        fill(sized.columns, filled.columns)
+        sized.attention.fill(filled.rows)
+        sized.replay()
+        num_rows = len(host.lines)
+        return Decoded(self._logits[:num_rows], self._best[:num_rows])
+
+    def _capture(self, size: int, max_pages: int, backend: CapturableBackend, capture: Capture) -> _Sized:
+        """One size, filled with padding."""
+        columns = self._facts[: 4 * size].view(4, size)
+        nothing = np.empty(0, dtype=np.int64)
+        no_rows = HostRows(nothing, nothing, nothing, np.empty((0, 1), dtype=np.int32))
+        none = HostBatch(np.empty((4, 0), dtype=np.int64), nothing, nothing, nothing, no_rows)
+        filled = padded(none, size, null_page=self._null_page, spare_line=self._spare_line)
+        fill(columns, filled.columns)
+        attention = backend.capturable(size, max_pages, columns[2], columns[3])
+        attention.fill(filled.rows)
+        sample_index = torch.arange(size, device=columns.device)
+
+        def work() -> None:
+            batch = ForwardBatch(
+                input_ids=self._tokens[columns[0], columns[1]].long(), positions=columns[1], write_pages=columns[2],
+                write_slots=columns[3], sample_index=sample_index, host=filled.rows,
+            )  # fmt: skip
+            self._logits[:size].copy_(self._model.forward(batch, attention))
+            torch.argmax(self._logits[:size], -1, out=self._best[:size])
+
+        return _Sized(columns, attention, capture(work))
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Free memory of a CUDA device, 0 elsewhere."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0

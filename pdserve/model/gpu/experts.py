@@ -1,0 +1,189 @@
+"""The products of a mixture of experts without a word to the host: rows sorted by expert, each weight read once a tile.
+
+Called by `layers/triton_kernels.py`. How many tiles there are follows from the number of rows alone, some for nothing,
+so that a launch can be captured in a CUDA graph; a program finds its expert by the tiles before it.
+
+    gate and up, with SiLU between     [R, hidden] -> [R, inner], in sorted order
+    down                               [R, inner] -> [R, hidden], back in the rows' own order
+    weighted sum                       [N, top_k, hidden] -> [N, hidden]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.model.gpu.runtime import power_of_2
+
+_FEW_ROWS = 16
+"""Rows of an expert on average, up to which the weights' bytes are what counts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Block sizes of the products."""
+
+    rows: int
+    outs: int
+    depth: int
+    warps: int
+    stages: int
+
+    @staticmethod
+    def of(num_rows: int, num_experts: int, dtype: torch.dtype) -> Tiling:
+        """For so many rows over so many experts."""
+        if dtype.itemsize > 2:
+            return Tiling(rows=16, outs=32, depth=32, warps=4, stages=2)
+        if num_rows <= _FEW_ROWS * num_experts:
+            return Tiling(rows=16, outs=32, depth=128, warps=4, stages=3)
+        return Tiling(rows=64, outs=64, depth=64, warps=8, stages=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sorted:
+    """Rows by expert, all on the device: `order` int64 `[R]`, and of each expert the end of its rows and of its tiles,
+    int64 `[E]` each. `num_tiles` is the most that there can be.
+    """
+
+    order: Tensor
+    row_ends: Tensor
+    tile_ends: Tensor
+    num_tiles: int
+
+
+def sort_rows(slots: Tensor, num_experts: int, tile_rows: int) -> Sorted:
+    """`slots` int64 `[R]`: the expert of each row."""
+    ranked, order = slots.sort(stable=True)
+    experts = torch.arange(num_experts, device=slots.device)
+    row_ends = torch.searchsorted(ranked, experts, right=True)
+    counts = torch.diff(row_ends, prepend=row_ends.new_zeros(1))
+    tile_ends = ((counts + tile_rows - 1) // tile_rows).cumsum(0)
+    num_rows = len(slots)
+    return Sorted(order, row_ends, tile_ends, min(num_rows, num_experts) + num_rows // tile_rows)
+
+
+def expert_rows(x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Row r of `slots` `[R]` through its expert: `[R, hidden]`. It is row `r // (R / N)` of `x` `[N, hidden]`.
+
+    `gate_up` `[E, 2 * inner, hidden]`, `down` `[E, hidden, inner]`, contiguous.
+    """
+    num_rows, hidden = len(slots), x.shape[1]
+    num_experts, inner = gate_up.shape[0], down.shape[2]
+    out = torch.empty(num_rows, hidden, dtype=x.dtype, device=x.device)
+    if not num_rows:
+        return out
+    tiling = Tiling.of(num_rows, num_experts, x.dtype)
+    ranked = sort_rows(slots, num_experts, tiling.rows)
+    gated = torch.empty(num_rows, inner, dtype=x.dtype, device=x.device)
+    options = {
+        "EXPERTS": num_experts, "BLOCK_EXPERTS": power_of_2(num_experts), "ROWS": tiling.rows, "OUTS": tiling.outs,
+        "DEPTH": tiling.depth, "num_warps": tiling.warps, "num_stages": tiling.stages,
+    }  # fmt: skip
+    _gate_up[(ranked.num_tiles, triton.cdiv(inner, tiling.outs))](
+        x, gate_up, gated, ranked.order, ranked.row_ends, ranked.tile_ends, x.stride(0), num_rows // len(x),
+        hidden, inner, **options,
+    )  # fmt: skip
+    _down[(ranked.num_tiles, triton.cdiv(hidden, tiling.outs))](
+        gated, down, out, ranked.order, ranked.row_ends, ranked.tile_ends, inner, hidden, **options
+    )
+    return out
+
+
+def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
+    """`[N, top_k, hidden]` and float32 `[N, top_k]` to `[N, hidden]`, added up in float32."""
+    num_tokens, top_k, hidden = outputs.shape
+    out = torch.empty(num_tokens, hidden, dtype=outputs.dtype, device=outputs.device)
+    block = min(1024, power_of_2(hidden))
+    if num_tokens:
+        _weigh[(num_tokens, triton.cdiv(hidden, block))](
+            outputs.contiguous(), weights.contiguous(), out, hidden, TOP_K=top_k, BLOCK=block, num_warps=4
+        )
+    return out
+
+
+@triton.jit
+def _find(row_ends, tile_ends, tile, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """The expert of a tile, and the tile's first row in sorted order."""
+    experts = tl.arange(0, BLOCK_EXPERTS)
+    ends = tl.load(tile_ends + experts, mask=experts < EXPERTS, other=1 << 40)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    before = tl.maximum(expert - 1, 0)
+    has_before = expert > 0
+    first_tile = tl.where(has_before, tl.load(tile_ends + before), 0)
+    first_row = tl.where(has_before, tl.load(row_ends + before), 0)
+    return expert, first_row + (tile - first_tile) * ROWS
+
+
+@triton.jit
+def _gate_up(
+    x, weight, out, order, row_ends, tile_ends, x_stride, share, hidden, inner,
+    EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One tile, and some outputs of both halves."""
+    tile = tl.program_id(0)
+    if tile < tl.load(tile_ends + EXPERTS - 1):
+        expert, first = _find(row_ends, tile_ends, tile, EXPERTS, BLOCK_EXPERTS, ROWS)
+        rows = first + tl.arange(0, ROWS)
+        is_row = rows < tl.load(row_ends + expert)
+        tokens = tl.load(order + rows, mask=is_row, other=0) // share
+        outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+        is_out = outs < inner
+        depths = tl.arange(0, DEPTH)
+        of_gate = weight + expert.to(tl.int64) * (2 * inner * hidden) + outs[:, None] * hidden + depths[None, :]
+        of_x = x + tokens[:, None] * x_stride + depths[None, :]
+        gate = tl.zeros((ROWS, OUTS), tl.float32)
+        up = tl.zeros((ROWS, OUTS), tl.float32)
+        for start in range(0, hidden, DEPTH):
+            is_deep = (start + depths < hidden)[None, :]
+            inputs = tl.load(of_x + start, mask=is_row[:, None] & is_deep, other=0.0)
+            left = tl.load(of_gate + start, mask=is_out[:, None] & is_deep, other=0.0)
+            right = tl.load(of_gate + inner * hidden + start, mask=is_out[:, None] & is_deep, other=0.0)
+            gate = tl.dot(inputs, tl.trans(left), gate, input_precision="ieee")
+            up = tl.dot(inputs, tl.trans(right), up, input_precision="ieee")
+        dtype = out.dtype.element_ty
+        shone = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+        tl.store(out + rows[:, None] * inner + outs[None, :], shone.to(dtype), mask=is_row[:, None] & is_out[None, :])
+
+
+@triton.jit
+def _down(
+    x, weight, out, order, row_ends, tile_ends, inner, hidden,
+    EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One tile, and some outputs."""
+    tile = tl.program_id(0)
+    if tile < tl.load(tile_ends + EXPERTS - 1):
+        expert, first = _find(row_ends, tile_ends, tile, EXPERTS, BLOCK_EXPERTS, ROWS)
+        rows = first + tl.arange(0, ROWS)
+        is_row = rows < tl.load(row_ends + expert)
+        targets = tl.load(order + rows, mask=is_row, other=0)
+        outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+        is_out = outs < hidden
+        depths = tl.arange(0, DEPTH)
+        of_weight = weight + expert.to(tl.int64) * (hidden * inner) + outs[:, None] * inner + depths[None, :]
+        of_x = x + rows[:, None] * inner + depths[None, :]
+        total = tl.zeros((ROWS, OUTS), tl.float32)
+        for start in range(0, inner, DEPTH):
+            is_deep = (start + depths < inner)[None, :]
+            inputs = tl.load(of_x + start, mask=is_row[:, None] & is_deep, other=0.0)
+            parts = tl.load(of_weight + start, mask=is_out[:, None] & is_deep, other=0.0)
+            total = tl.dot(inputs, tl.trans(parts), total, input_precision="ieee")
+        at = out + targets[:, None] * hidden + outs[None, :]
+        tl.store(at, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_out[None, :])
+
+
+@triton.jit
+def _weigh(outputs, weights, out, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """A piece of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < hidden
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in range(TOP_K):
+        said = tl.load(outputs + (token * TOP_K + choice) * hidden + at, mask=mask, other=0.0).to(tl.float32)
+        total += said * tl.load(weights + token * TOP_K + choice)
+    tl.store(out + token * hidden + at, total.to(out.dtype.element_ty), mask=mask)

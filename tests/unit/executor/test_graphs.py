@@ -1,0 +1,145 @@
+"""Captured decode steps: which sizes, how a step is padded to one, and whole models whose replays run on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.model.triton_kit import DEVICE
+
+from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig  # isort: skip
+from pdserve.executor.batch_builder import read_plan  # isort: skip
+from pdserve.executor.factory import Built, build_executor  # isort: skip
+from pdserve.executor.graphs import EagerCapture, GraphCapture, Replay, graph_sizes, is_decode, padded  # isort: skip
+from pdserve.executor.interface import BatchPlan, Row  # isort: skip
+from pdserve.memory.page_table import PageTable  # isort: skip
+from pdserve.protocol.sampling import SamplingParams  # isort: skip
+from tests.driver import Driver, random_prompt  # isort: skip
+from tests.tiny import VOCAB_SIZE, Family  # isort: skip
+
+
+def test_sizes_are_dense_where_steps_are_small_and_end_at_the_largest() -> None:
+    assert graph_sizes(1) == (1,)
+    assert graph_sizes(3) == (1, 2, 3)
+    assert graph_sizes(24) == (1, 2, 4, 8, 16, 24)
+    assert graph_sizes(100)[-2:] == (96, 100)
+    for most in (1, 7, 8, 255, 256, 257, 600, 4096):
+        sizes = graph_sizes(most)
+        assert sizes[-1] == most and list(sizes) == sorted(set(sizes))
+
+
+def test_padding_reads_the_null_page_and_writes_nowhere() -> None:
+    table = PageTable(4, 5)
+    rows = [table.open([3, 1]), table.open([2])]
+    plan = BatchPlan(0, tuple(Row(str(row), row, end - 1, end, True) for row, end in zip(rows, (6, 4), strict=True)))
+    host = read_plan(plan, table, 4)
+    assert is_decode(host)
+    filled = padded(host, 4, null_page=9, spare_line=4)
+    assert filled.columns.tolist() == [[*rows, 4, 4], [5, 3, 0, 0], [1, 2, -1, -1], [1, 3, 0, 0]]
+    assert filled.rows.ends.tolist() == [6, 4, 1, 1] and filled.rows.starts.tolist() == [5, 3, 0, 0]
+    assert filled.rows.pages[2:].tolist() == [[9, 9], [9, 9]]
+    np.testing.assert_array_equal(filled.rows.pages[:2], host.rows.pages)
+    assert filled.rows.offsets.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("rows", [(0, 4, True), (3, 4, False)], ids=["several tokens", "nothing sampled"])
+def test_other_steps_are_no_decode_steps(rows: tuple[int, int, bool]) -> None:
+    table = PageTable(1, 5)
+    row = table.open([0])
+    assert row is not None
+    assert not is_decode(read_plan(BatchPlan(0, (Row("r", row, *rows),)), table, 4))
+
+
+class Counted:
+    """A capture that counts replays by size, in order of capture."""
+
+    def __init__(self) -> None:
+        self._inner = EagerCapture() if DEVICE == "cpu" else GraphCapture()
+        self.replays: list[int] = []
+
+    def __call__(self, work: Callable[[], None]) -> Replay:
+        replay, index = self._inner(work), len(self.replays)
+        self.replays.append(0)
+
+        def counted() -> None:
+            self.replays[index] += 1
+            replay()
+
+        return counted
+
+
+def built(checkpoint: Path, *, overlap: bool = False) -> Built:
+    """A small executor by Triton."""
+    return build_executor(
+        ServerConfig(
+            model=ModelConfig(model_path=str(checkpoint), dtype="float32", context_length=64),
+            memory=MemoryConfig(page_size=8, max_total_tokens=512),
+            schedule=ScheduleConfig(disable_overlap_schedule=not overlap),
+            kernels=KernelConfig(
+                device="cuda" if DEVICE == "cuda" else "cpu", attention_backend="triton", cpu_threads=1,
+                disable_cuda_graph=True,
+            ),
+        ),
+        max_rows=4,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint: Callable[[Family], Path]) -> Path:
+    return tiny_checkpoint("llama")
+
+
+def test_tokens_by_replays_are_those_of_launched_kernels(checkpoint: Path) -> None:
+    """Three rows in a size of four; the step with their prompts is launched kernel by kernel."""
+    prompts = [random_prompt(length, VOCAB_SIZE) for length in (9, 3, 12)]
+    expected = Driver(built(checkpoint)).generate(prompts, 4)
+    counted = Counted()
+    mine = built(checkpoint)
+    mine.executor.capture_decode((1, 2, 4), counted)
+    assert mine.executor.graph_sizes == (1, 2, 4)
+    assert Driver(mine).generate(prompts, 4) == expected
+    assert counted.replays == [3, 0, 0], "the largest is captured first"
+    null_page = mine.executor.pools[0].layer(0)[-1]
+    assert not null_page.any(), "padding was written to the null page"
+
+
+def test_what_is_sampled_from_a_replay_is_what_is_sampled_otherwise(checkpoint: Path) -> None:
+    sampling = SamplingParams(temperature=1.2, seed=4, top_k=20, repetition_penalty=1.3, logit_bias={5: 2.0})
+    found = []
+    for captures in (False, True):
+        one = built(checkpoint)
+        if captures:
+            one.executor.capture_decode((2,), Counted())
+        driver = Driver(one)
+        row = driver.open(random_prompt(7, VOCAB_SIZE), 16, sampling, top_logprobs=2)
+        start, tokens = 0, []
+        for end in range(7, 11):
+            token = driver.step((row, start, end, True))[0]
+            assert token is not None and token.logprob is not None
+            tokens.append((token.token_id, round(token.logprob, 3)))
+            start = end
+        found.append(tokens)
+    assert found[0] == found[1]
+
+
+def test_steps_launched_ahead_use_the_tokens_of_replays(checkpoint: Path) -> None:
+    prompt = random_prompt(6, VOCAB_SIZE)
+    (expected,) = Driver(built(checkpoint)).generate([prompt], 5)
+    one = built(checkpoint, overlap=True)
+    try:
+        one.executor.capture_decode((1, 2), Counted())
+        row = Driver(one).open(prompt, 12)
+        spans = [(0, 6), *((end - 1, end) for end in range(7, 11))]
+        flying = [
+            one.executor.launch(BatchPlan(step, (Row("r", row, start, end, True),)))
+            for step, (start, end) in enumerate(spans)
+        ]
+        tokens = [one.executor.resolve(handle).tokens[0] for handle in flying]
+    finally:
+        one.executor.close()
+    assert [None if token is None else token.token_id for token in tokens] == expected
+    assert torch.equal(one.executor.pools[0].layer(0)[-1], torch.zeros_like(one.executor.pools[0].layer(0)[-1]))
