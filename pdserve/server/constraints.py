@@ -42,13 +42,13 @@ class Constraint:
     field: str
 
 
-def native_constraint(fields: NativeSampling) -> Constraint | None:
-    """What `sampling_params` of `/generate` ask for in `json_schema`, `regex`, `ebnf` or `structural_tag`.
+def native_constraint(fields: NativeSampling, prefix: str) -> Constraint | None:
+    """What `sampling_params` of `/generate` ask for in `json_schema`, `regex`, `ebnf` or `structural_tag`; errors call
+    them `prefix`.
 
     Raises:
         RequestError: 400 naming the field: of the wrong type, or the second one.
     """
-    prefix = "sampling_params"
     return _only(
         _text_constraint("json_schema", fields.json_schema, f"{prefix}.json_schema"),
         _text_constraint("regex", fields.regex, f"{prefix}.regex"),

@@ -24,7 +24,7 @@ from pdserve.server.intake import Intake, PromptSpec, as_prompts, check_token_id
 from pdserve.server.json_http import convert, json_response, read_json_object, refuse_unsupported, scalar_or_list
 from pdserve.server.logprob_format import LARGE, NativeFormat, prompt_tokens
 from pdserve.server.native_logprobs import native_wishes
-from pdserve.server.sampling_fields import Limits, count_n, native_sampling
+from pdserve.server.sampling_fields import Limits, NativeNames, count_n, native_sampling
 from pdserve.server.schemas import UNSUPPORTED_NATIVE, UNSUPPORTED_NATIVE_SAMPLING, GenerateBody, NativeSampling
 from pdserve.server.streaming import collect, event, stream_response, until_disconnect
 
@@ -137,16 +137,21 @@ async def _prompts(context: ServerContext, body: GenerateBody, vocab_size: int) 
     return encoded, field, batch
 
 
-def _samplings(value: Any, count: int) -> list[NativeSampling]:
+def _samplings(value: Any, names: list[NativeNames]) -> list[NativeSampling]:
     """`sampling_params` of every prompt: one object for all, or a list."""
-    fields = scalar_or_list({} if value is None else value, count, "sampling_params", dict)
-    prefix = "sampling_params"
-    allowed = [refuse_unsupported(entry or {}, UNSUPPORTED_NATIVE_SAMPLING, prefix=prefix) for entry in fields]
-    return [convert(entry, NativeSampling, prefix=prefix) for entry in allowed]
+    given = scalar_or_list({} if value is None else value, len(names), "sampling_params", dict)
+    found = []
+    for entry, name in zip(given, names, strict=True):
+        allowed = refuse_unsupported(entry or {}, UNSUPPORTED_NATIVE_SAMPLING, prefix=name.sampling)
+        found.append(convert(allowed, NativeSampling, prefix=name.sampling))
+    return found
 
 
-def _count_n(samplings: list[NativeSampling]) -> int:
-    counts = {count_n(sampling.n) for sampling in samplings}
+def _count_n(samplings: list[NativeSampling], names: list[NativeNames]) -> int:
+    counts = set()
+    for sampling, name in zip(samplings, names, strict=True):
+        with name.inside():
+            counts.add(count_n(sampling.n))
     if len(counts) > 1:
         raise RequestError("sampling_params.n must be the same for all prompts of a batch", field="sampling_params.n")
     return counts.pop()
@@ -158,11 +163,11 @@ def _specs(
     grammars: list[Grammar | None],
     wishes: list[Logprobs | None],
     limits: Limits,
-    fields: list[str],
+    names: list[NativeNames],
 ) -> list[PromptSpec]:
     return [
-        PromptSpec(ids, native_sampling(sampling, len(ids), limits, field, grammar), wish)
-        for ids, sampling, grammar, wish, field in zip(prompts, samplings, grammars, wishes, fields, strict=True)
+        PromptSpec(ids, native_sampling(sampling, len(ids), limits, name, grammar), wish)
+        for ids, sampling, grammar, wish, name in zip(prompts, samplings, grammars, wishes, names, strict=True)
     ]
 
 
@@ -178,14 +183,22 @@ async def generate(context: ServerContext, request: Request) -> Response:
     body = convert(refuse_unsupported(raw, UNSUPPORTED_NATIVE), GenerateBody)
     context.check_model(body.model)
     prompts, field, batch = await _prompts(context, body, limits.vocab_size)
-    samplings = _samplings(body.sampling_params, len(prompts))
-    grammars = [await context.take_grammar(native_constraint(sampling)) for sampling in samplings]
-    n = _count_n(samplings)
+    several = isinstance(body.sampling_params, list)
+    names = [
+        NativeNames(prompt_field(field, i, batch=batch), prompt_field("sampling_params", i, batch=several))
+        for i in range(len(prompts))
+    ]
+    samplings = _samplings(body.sampling_params, names)
+    grammars = [
+        await context.take_grammar(native_constraint(sampling, name.sampling))
+        for sampling, name in zip(samplings, names, strict=True)
+    ]
+    n = _count_n(samplings, names)
     listed = batch or n > 1
     wishes = native_wishes(body, prompts, limits.vocab_size, listed=listed)
-    fields = [prompt_field(field, i, batch=batch) for i in range(len(prompts))]
-    specs = _specs(prompts, samplings, grammars, wishes, limits, fields)
+    specs = _specs(prompts, samplings, grammars, wishes, limits, names)
     stream = bool(body.stream)
-    intake = make_intake(specs, n, body, context.mode, stream=stream, dp_size=context.config.parallel.dp_size)
+    with NativeNames(field, "sampling_params").inside():
+        intake = make_intake(specs, n, body, context.mode, stream=stream, dp_size=context.config.parallel.dp_size)
     call = GenerateCall(context, intake, listed, stream, bool(body.return_text_in_logprobs), started_s)
     return await call.answer(request)

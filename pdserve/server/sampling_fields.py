@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import TypeVar
 
 from pdserve.config.groups import DisaggMode
@@ -51,6 +53,30 @@ class Ask:
     default: int
     field: str
     least: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeNames:
+    """What errors call a prompt of `/generate` and its parameters: `text[1]`, `sampling_params[1]`."""
+
+    prompt: str
+    sampling: str
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Errors of the block that name a parameter say where it is.
+
+        Raises:
+            RequestError: the block's, with the longer name.
+        """
+        try:
+            yield
+        except RequestError as error:
+            if error.field not in NativeSampling.__struct_fields__:
+                raise
+            field = f"{self.sampling}.{error.field}"
+            message = error.message.replace(error.field, field, 1)
+            raise RequestError(message, field=field, status=error.status, code=error.code) from error
 
 
 def fit_max_tokens(num_prompt: int, ask: Ask, min_tokens: int, limits: Limits, prompt_field: str) -> int:
@@ -166,7 +192,7 @@ def _build(
 
 
 def native_sampling(
-    body: NativeSampling, num_prompt: int, limits: Limits, prompt_field: str, grammar: Grammar | None = None
+    body: NativeSampling, num_prompt: int, limits: Limits, fields: NativeNames, grammar: Grammar | None = None
 ) -> SamplingParams:
     """Checked parameters of a `/generate` prompt of `num_prompt` tokens.
 
@@ -175,9 +201,10 @@ def native_sampling(
     """
     ask = Ask(body.max_new_tokens, NATIVE_TOKENS, "max_new_tokens")
     min_tokens = _given(body.min_new_tokens, 0)
-    seed = _seed(body.sampling_seed, "sampling_seed") if body.sampling_seed is not None else _seed(body.seed, "seed")
-    max_tokens = fit_max_tokens(num_prompt, ask, min_tokens, limits, prompt_field)
-    return validate_sampling(_build(body, min_tokens, max_tokens, seed, grammar), limits.vocab_size)
+    with fields.inside():
+        seed = _seed(body.seed, "seed") if body.sampling_seed is None else _seed(body.sampling_seed, "sampling_seed")
+        max_tokens = fit_max_tokens(num_prompt, ask, min_tokens, limits, fields.prompt)
+        return validate_sampling(_build(body, min_tokens, max_tokens, seed, grammar), limits.vocab_size)
 
 
 def openai_sampling(

@@ -158,8 +158,16 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (GENERATE, {"text": "a", "sampling_params": {"json_schema": "[]"}}, "sampling_params.json_schema"),
     (GENERATE, {"text": "a", "sampling_params": {"json_schema": "{}", "regex": "a"}}, "sampling_params.regex"),
     (GENERATE, {"text": "a", "sampling_params": {"structural_tag": "{}"}}, "sampling_params.structural_tag"),
-    (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
-    (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": 128}}, "max_new_tokens"),
+    (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
+    (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": 128}}, "sampling_params.max_new_tokens"),
+    (GENERATE, {"text": "a", "sampling_params": {"top_p": 0}}, "sampling_params.top_p"),
+    (GENERATE, {"text": "a", "sampling_params": {"n": 0}}, "sampling_params.n"),
+    (GENERATE, {"text": "a", "sampling_params": {"stop_regex": "("}}, "sampling_params.stop_regex"),
+    (GENERATE, {"text": "a", "sampling_params": {"sampling_seed": 1 << 64}}, "sampling_params.sampling_seed"),
+    (GENERATE, {"text": ["a", "b"], "sampling_params": [{}, {"top_k": "1"}]}, "sampling_params[1].top_k"),
+    (GENERATE, {"text": ["a", "b"], "sampling_params": [{}, {"top_k": 0}]}, "sampling_params[1].top_k"),
+    (GENERATE, {"text": ["a", "b"], "sampling_params": [{}, {"ebnf": "root ::= x"}]}, "sampling_params[1].ebnf"),
+    (GENERATE, {"text": ["a", "b"], "sampling_params": {"top_k": 0}}, "sampling_params.top_k"),
     (GENERATE, {"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
     (GENERATE, {"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
     (GENERATE, {"text": "a", "rid": "x" * 1000}, "rid"),
@@ -192,13 +200,13 @@ async def test_a_bad_field_is_named(tokenizer: Tokenizer, path: str, body: dict[
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "presence_penalty"])
 async def test_nan_and_infinity_literals_name_their_field(tokenizer: Tokenizer, field: str, literal: str) -> None:
     async with bench(tokenizer) as b:
-        for path, text in (
-            (COMPLETIONS, f'{{"prompt": "x", "{field}": {literal}}}'),
-            (GENERATE, f'{{"text": "x", "sampling_params": {{"{field}": {literal}}}}}'),
+        for path, text, param in (
+            (COMPLETIONS, f'{{"prompt": "x", "{field}": {literal}}}', field),
+            (GENERATE, f'{{"text": "x", "sampling_params": {{"{field}": {literal}}}}}', f"sampling_params.{field}"),
         ):
             answer = await b.http.post(path, content=text)
             assert answer.status_code == 400
-            assert answer.json()["param"] == field
+            assert answer.json()["param"] == param
 
 
 @pytest.mark.parametrize(
