@@ -11,8 +11,6 @@ Owned by the application, used on its event loop only. It is the only reader and
 from __future__ import annotations
 
 import asyncio
-import collections
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -33,7 +31,6 @@ from pdserve.protocol.messages import (
     GenerateRequest,
     OutputBatch,
     RequestOutput,
-    RequestTiming,
     StateReply,
     ToApi,
     ToScheduler,
@@ -43,29 +40,13 @@ from pdserve.server.calls import current_call
 from pdserve.server.detokenizer import Detokenizer, NoText
 from pdserve.server.engine_queries import EngineQueries
 from pdserve.server.generation import Generation
+from pdserve.server.live import LiveSequence, LiveSequences
 from pdserve.server.output_text import detokenize_output, refusal
 from pdserve.server.pulses import Pulses
 from pdserve.server.tokenizer import Tokenizer
-from pdserve.server.watch import Progress, Watch
+from pdserve.server.watch import Watch
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class _Sequence:
-    """One live sequence; `progress` is what is told of it.
-
-    `names` are what the client knows it by: its own, and that of its batch.
-    `timing` is the newest that the scheduler sent: a stop string ends the sequence before the scheduler's last output.
-    """
-
-    index: int
-    names: tuple[str, ...]
-    generation: Generation
-    sampling: SamplingParams
-    detokenizer: Detokenizer
-    progress: Progress
-    timing: RequestTiming | None = None
 
 
 class EngineClient:
@@ -79,8 +60,7 @@ class EngineClient:
         self._tokenizer = tokenizer
         self._match_stops = match_stops
         self._watch = Watch(metrics)
-        self._live: dict[str, _Sequence] = {}
-        self._names: collections.Counter[str] = collections.Counter()
+        self._live = LiveSequences()
         self._queries = EngineQueries(channel)
         self.pulses = Pulses()
         self._ready: EngineReady | None = None
@@ -110,9 +90,8 @@ class EngineClient:
             return
         self._dead = error
         self._became_ready.set()
-        for rid, sequence in list(self._live.items()):
-            sequence.generation.fail(error)
-            self._drop(rid, "abort")
+        for rid in self._live.called(None):
+            self._drop(rid, "abort").generation.fail(error)
         self._queries.fail(error)
 
     @property
@@ -176,17 +155,16 @@ class EngineClient:
         """
         self.require_ready()
         also = () if batch is None else (batch,)
-        for name in (*names, *also):
-            if self._names[name]:
-                raise RequestError(f"rid {name!r} belongs to a request that is still running", field="rid")
+        taken = self._live.taken((*names, *also))
+        if taken is not None:
+            raise RequestError(f"rid {taken!r} belongs to a request that is still running", field="rid")
         generation = Generation(len(requests), self._close)
         call = current_call()
         for index, (request, name) in enumerate(zip(requests, names, strict=True)):
             progress = self._watch.started(request, name, call)
-            self._live[request.rid] = _Sequence(
-                index, (name, *also), generation, request.sampling, self._detokenizer(request.sampling), progress
-            )
-            self._names.update((name, *also))
+            detokenizer = self._detokenizer(request.sampling)
+            sequence = LiveSequence(index, (name, *also), generation, request.sampling, detokenizer, progress)
+            self._live.add(request.rid, sequence)
         try:
             for request in map(self._watch.traced(call), requests):
                 await self._channel.send(request)
@@ -200,7 +178,7 @@ class EngineClient:
 
         Their streams end as aborted.
         """
-        rids = [rid for rid, sequence in self._live.items() if name is None or name in sequence.names]
+        rids = self._live.called(name)
         for rid in rids:
             self._send_soon(AbortRequest(rid=rid))
         return len(rids)
@@ -213,17 +191,14 @@ class EngineClient:
         return Detokenizer(self._tokenizer.text_decoder(skip_special=sampling.skip_special_tokens), sampling)
 
     def _close(self, generation: Generation) -> None:
-        for rid in [rid for rid, sequence in self._live.items() if sequence.generation is generation]:
+        for rid in self._live.of(generation):
             self._drop(rid, "abort")
             self._send_soon(AbortRequest(rid=rid))
 
-    def _drop(self, rid: str, outcome: str) -> None:
+    def _drop(self, rid: str, outcome: str) -> LiveSequence:
         sequence = self._live.pop(rid)
-        for name in sequence.names:
-            self._names[name] -= 1
-            if self._names[name] <= 0:
-                del self._names[name]
         self._watch.ended(sequence.progress, outcome, sequence.timing)
+        return sequence
 
     # queries ---------------------------------------------------------------------------------------------------------
 
