@@ -1,18 +1,23 @@
-"""One call on a machine with one GPU: is the CUDA executor right, and how far is it from what the device can do?
+"""One call on a machine with one GPU: is the CUDA path right, and how far is it from what the device can do?
 
-    python -m benchmarks.gpu.check_cuda [--write] [--skip-timings]
+    python -m benchmarks.gpu.check_cuda [--write] [--skip-checks] [--skip-timings] [--models Qwen3-8B ...]
+    TRITON_INTERPRET=1 python -m benchmarks.gpu.check_cuda --tiny          the same program on a CPU, with tiny shapes
 
-First the checks of `executor_checks` and `ahead_checks` for tiny Llama, Qwen2 and Qwen3 models, then decode and prefill
-of a model of the shape of Qwen3-0.6B with random weights in bf16, beside the copy bandwidth and the matmul rate of the
-same device in the same run. Writes into $OUT when that is set, else with `--write` into `benchmarks/results/`.
-Exit status: 0 all checks passed, 1 one failed, 3 there is no CUDA device. Needs nothing but torch, transformers and
-pdserve's light packages.
+First kernels beside torch's at the shapes of real models, then the checks of `executor_checks` and `ahead_checks` for
+tiny models against the CPU: with graphs and without, by each attention backend that is there. Then decode and prefill
+of models of the shapes of Qwen3-0.6B, 8B and 30B-A3B with random weights, with and without graphs and overlap, beside
+the copy bandwidth and the matmul rate of the same device in the same run, and where the time of a decode step goes.
+
+Writes into $OUT when that is set, traces too, else with `--write` into `benchmarks/results/`. Stops measuring after
+`--max-minutes`. Exit status: 0 all checks passed, 1 one failed, 3 there is no CUDA device. Needs torch, triton,
+transformers and pdserve's light packages; flashinfer where it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 import sys
 import tempfile
@@ -29,11 +34,22 @@ if __package__ in (None, ""):  # run by its path: `benchmarks`, `pdserve` and `t
 import torch
 
 from benchmarks import report
-from benchmarks.gpu import ahead_checks, timings
+from benchmarks.gpu import ahead_checks, kernel_checks, model_timings, timings
 from benchmarks.gpu import executor_checks as checks
+from benchmarks.gpu.shapes import MODELS, TINY_MODELS
+from pdserve.config.groups import AttentionBackend
 from tests.tiny import FAMILIES, make_tiny
 
 EXIT_FAILED, EXIT_NO_DEVICE = 1, 3
+VARIANTS: dict[str, dict[str, Any]] = {
+    "torch": {"attention_backend": "torch"},
+    "triton": {"attention_backend": "triton"},
+    "triton without graphs": {"attention_backend": "triton", "disable_cuda_graph": True},
+}
+"""Besides `auto`; flashinfer has no float32."""
+TINY_PLAN = timings.Plan(
+    device="cpu", page_size=4, batches=(2,), context=5, prefills=(6,), num_warm=0, num_timed=2
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +95,13 @@ def checks_of(family: str, checkpoint: Path, device: checks.Device) -> list[tupl
             )
             for size in checks.PAGE_SIZES
         ),
+        *(
+            (
+                f"{family}: greedy fp32 tokens, {name}",
+                partial(checks.check_greedy, checkpoint, device, 16, expected, **how),
+            )
+            for name, how in VARIANTS.items()
+        ),
         (f"{family}: fp32 log-probabilities", partial(checks.check_logprobs, checkpoint, device)),
         (f"{family}: fp32 log-probabilities of a prompt", partial(checks.check_prompt_logprobs, checkpoint, device)),
         (f"{family}: seeded sampling", partial(checks.check_sampling, checkpoint, device)),
@@ -96,42 +119,24 @@ def checks_of(family: str, checkpoint: Path, device: checks.Device) -> list[tupl
     ]
 
 
+def backends() -> tuple[AttentionBackend, ...]:
+    """Those that read pages in place, as far as they are installed."""
+    return ("triton", "flashinfer") if importlib.util.find_spec("flashinfer") else ("triton",)
+
+
 def check_all(directory: Path) -> list[Outcome]:
-    """Every check of every family."""
-    outcomes = []
+    """Every check of every kernel and family."""
+    outcomes = run_checks(kernel_checks.checks(torch.device("cuda"), backends()))
     for family in FAMILIES:
         outcomes += run_checks(checks_of(family, make_tiny(family, directory / family), "cuda"))
     return outcomes
-
-
-def time_all(directory: Path) -> tuple[timings.Limits, list[timings.Timing]]:
-    """The device's limits, then decode and prefill."""
-    limits = timings.measure_limits(torch.device("cuda"))
-    timer = timings.Timer(timings.build_dummy(directory / "dummy", timings.QWEN3_06B, "cuda"), limits)
-    return limits, [*(timer.decode(batch) for batch in timings.BATCHES), timer.prefill()]
-
-
-def timing_table(found: Sequence[timings.Timing]) -> str:
-    """Steps beside their floors."""
-    header = ["step", "ms (least-most)", "tok/s", "floor, ms", "time / floor"]
-    body = [
-        [
-            one.name,
-            report.Spread(one.median_s * 1e3, one.low_s * 1e3, one.high_s * 1e3).show(2),
-            f"{one.tokens / one.median_s:.0f}",
-            f"{one.floor_s * 1e3:.3f}",
-            f"{one.median_s / one.floor_s:.1f}x",
-        ]
-        for one in found
-    ]
-    return report.markdown_table(header, body)
 
 
 def document(facts: dict[str, Any], outcomes: Sequence[Outcome], timed: str) -> str:
     """The whole report in Markdown."""
     passed = sum(outcome.error is None for outcome in outcomes)
     lines = [f"- {outcome.name}: {'passed' if outcome.error is None else outcome.error}" for outcome in outcomes]
-    return f"""# CUDA executor on {facts["device"]}, {facts["date"]}
+    return f"""# CUDA path on {facts["device"]}, {facts["date"]}
 
 torch {facts["torch"]} (CUDA {facts["cuda"]}), revision {facts["revision"]}, host {facts["machine"]["cpu_model"]}; \
 command: `{facts["command"]}`
@@ -143,54 +148,70 @@ command: `{facts["command"]}`
 """
 
 
-def timings_section(limits: timings.Limits, found: Sequence[timings.Timing]) -> str:
-    """Limits, table, and what the floors are."""
-    return f"""## A model of the shape of Qwen3-0.6B, random weights, bf16, no CUDA graphs
-
-Measured in the same run: copy {limits.copy_bytes_s / 1e12:.2f} TB/s (bytes read and written), \
-bf16 matmul {limits.matmul_flop_s / 1e12:.0f} TFLOP/s.
-
-{timing_table(found)}
-
-Floors: decode reads all weights and all KV once at the copy's bytes a second; prefill does its multiplications at the
-matmul's rate. A step is measured on the host, from the plan to the sampled tokens.
-"""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, time, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write into benchmarks/results when $OUT is not set")
+    parser.add_argument("--skip-checks", action="store_true", help="only the timings")
     parser.add_argument("--skip-timings", action="store_true", help="only the checks")
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS), help="those to time")
+    parser.add_argument("--attention-backend", choices=("auto", "torch", *backends()), default="auto", help="to time")
+    parser.add_argument("--max-minutes", type=float, default=9.0, help="no measurement begins after so long")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: does the program work?")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
+    if not args.tiny and not torch.cuda.is_available():
         print("no CUDA device: torch.cuda.is_available() is False; nothing was checked")
         return EXIT_NO_DEVICE
-    facts: dict[str, Any] = {
+    began = time.monotonic()
+    out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
+    facts = facts_of(args.tiny, argv)
+    outcomes, timed = [], ""
+    if not args.skip_checks:
+        with tempfile.TemporaryDirectory() as temporary:
+            outcomes = tiny_checks() if args.tiny else check_all(Path(temporary))
+    if not args.skip_timings:
+        results = model_timings.Results(limits_of(args.tiny))
+        model_timings.time_models(
+            TINY_MODELS if args.tiny else {name: MODELS[name] for name in args.models},
+            dataclasses.replace(TINY_PLAN if args.tiny else timings.Plan(), attention_backend=args.attention_backend),
+            results, out=out, has_time=lambda: time.monotonic() - began < 60 * args.max_minutes,
+        )  # fmt: skip
+        timed = model_timings.section(results)
+        facts |= dataclasses.asdict(results)
+    facts["checks"] = [dataclasses.asdict(outcome) for outcome in outcomes]
+    text = document(facts, outcomes, timed)
+    print("\n" + text)
+    directory = out or (report.RESULTS if args.write else None)
+    if directory is not None:
+        slug = "-".join(facts["device"].lower().split())
+        for path in report.write_results(directory, f"cuda-{slug}", text, facts):
+            print(f"wrote {path}")
+    return EXIT_FAILED if any(outcome.error for outcome in outcomes) else 0
+
+
+def facts_of(tiny: bool, argv: Sequence[str] | None) -> dict[str, Any]:
+    """What ran where."""
+    return {
         "date": report.today(),
-        "device": torch.cuda.get_device_name(),
+        "device": "CPU, tiny shapes" if tiny else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "revision": report.git_revision(),
         "command": report.command_line("benchmarks.gpu.check_cuda", argv),
         "machine": report.machine(),
     }
-    with tempfile.TemporaryDirectory() as temporary:
-        outcomes = check_all(Path(temporary))
-        timed = ""
-        if not args.skip_timings:
-            limits, found = time_all(Path(temporary))
-            timed = timings_section(limits, found)
-            facts |= {"limits": dataclasses.asdict(limits), "timings": [dataclasses.asdict(one) for one in found]}
-    facts["checks"] = [dataclasses.asdict(outcome) for outcome in outcomes]
-    text = document(facts, outcomes, timed)
-    print("\n" + text)
-    directory = Path(os.environ["OUT"]) if os.environ.get("OUT") else report.RESULTS if args.write else None
-    if directory is not None:
-        slug = "-".join(facts["device"].lower().split())
-        for path in report.write_results(directory, f"cuda-{slug}", text, facts):
-            print(f"wrote {path}")
-    return EXIT_FAILED if any(outcome.error for outcome in outcomes) else 0
+
+
+def tiny_checks() -> list[Outcome]:
+    """The checks of kernels, where Triton's interpreter runs them."""
+    return run_checks(kernel_checks.checks(torch.device("cpu"), ("triton",), tiny=True))
+
+
+def limits_of(tiny: bool) -> timings.Limits:
+    """What the device can do."""
+    if tiny:
+        return timings.measure_limits(torch.device("cpu"), copy_bytes=1 << 20, size=64)
+    return timings.measure_limits(torch.device("cuda"))
 
 
 if __name__ == "__main__":

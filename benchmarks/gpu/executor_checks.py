@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from pdserve.config.groups import AttentionBackend
 from pdserve.executor.factory import Built
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs, join
 from pdserve.protocol.sampling import SamplingParams
@@ -36,17 +37,38 @@ def prompts() -> list[list[int]]:
 
 
 def greedy_tokens(
-    checkpoint: Path, device: Device, *, page_size: int, chunk: int | None, dtype: Literal["float32", "bfloat16"]
+    checkpoint: Path,
+    device: Device,
+    *,
+    page_size: int,
+    chunk: int | None,
+    dtype: Literal["float32", "bfloat16"],
+    attention_backend: AttentionBackend = "auto",
+    disable_cuda_graph: bool = False,
 ) -> list[list[int]]:
     """Greedy tokens of all prompts together; with `chunk`, some prefill while others decode."""
-    built = build(checkpoint, page_size=page_size, device=device, dtype=dtype)
+    built = build(
+        checkpoint, page_size=page_size, device=device, dtype=dtype, attention_backend=attention_backend,
+        disable_cuda_graph=disable_cuda_graph,
+    )  # fmt: skip
     return Driver(built).generate(prompts(), NUM_NEW, chunk=chunk)
 
 
-def check_greedy(checkpoint: Path, device: Device, page_size: int, expected: Sequence[Sequence[int]]) -> None:
+def check_greedy(
+    checkpoint: Path,
+    device: Device,
+    page_size: int,
+    expected: Sequence[Sequence[int]],
+    *,
+    attention_backend: AttentionBackend = "auto",
+    disable_cuda_graph: bool = False,
+) -> None:
     """fp32 tokens in whole prefills, and in batches that mix chunks with decoding, equal `expected`."""
     for chunk in (None, MIXED_CHUNK):
-        got = greedy_tokens(checkpoint, device, page_size=page_size, chunk=chunk, dtype="float32")
+        got = greedy_tokens(
+            checkpoint, device, page_size=page_size, chunk=chunk, dtype="float32",
+            attention_backend=attention_backend, disable_cuda_graph=disable_cuda_graph,
+        )  # fmt: skip
         for length, have, want in zip(PROMPT_LENGTHS, got, expected, strict=True):
             assert have == list(want), f"page size {page_size}, chunk {chunk}, prompt of {length}: {have}, not {want}"
 

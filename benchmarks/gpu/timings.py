@@ -1,6 +1,7 @@
 """Timings of the executor on a device beside what the device can do: copy bandwidth and matmul rate, measured here.
 
-Called by `check_cuda.py`. A step ends with its tokens on the host, so the host's clock measures it whole.
+Called by `check_cuda.py` through `model_timings`. A step ends with its tokens on the host, so the host's clock measures
+it whole; of steps launched ahead, each is what passes between the ends of two.
 """
 
 from __future__ import annotations
@@ -11,41 +12,37 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
+from pdserve.config.groups import AttentionBackend, KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.executor.factory import Built, build_executor
-from pdserve.executor.interface import BatchPlan, Row, run
+from pdserve.executor.interface import BatchPlan, Row
 from pdserve.memory.layout import DTYPE_BYTES, pages_for
 from pdserve.protocol.sampling import SamplingParams
 from tests.driver import random_prompt
 
-QWEN3_06B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
-"""The published shape of Qwen3-0.6B; the weights are random."""
 GREEDY = SamplingParams(temperature=0.0)
-BATCHES = (1, 16, 64)
-CONTEXT = 1024
-PREFILL_TOKENS = 2048
-NUM_WARM, NUM_TIMED = 5, 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How much is timed."""
+
+    device: str = "cuda"
+    attention_backend: AttentionBackend = "auto"
+    page_size: int = 16
+    batches: tuple[int, ...] = (1, 16, 64, 256)
+    context: int = 1024
+    prefills: tuple[int, ...] = (512, 2048, 8192)
+    num_warm: int = 5
+    num_timed: int = 30
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of one measurement."""
+        return self.num_warm + self.num_timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +55,24 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What prefill computes: weights applied to every token, and those of the head, applied to the last."""
+    """What is computed: weights applied to every token, those of the head, and those of all experts.
+
+    A token goes to `top_k` of `num_experts`; without experts both are 1 and `expert_params` is 0.
+    """
 
     num_layers: int
     num_heads: int
     head_dim: int
     layer_params: int
     head_params: int
+    expert_params: int = 0
+    num_experts: int = 1
+    top_k: int = 1
+
+    def read_params(self, batch: int) -> float:
+        """Weights that a decode step of `batch` tokens reads; of experts those that somebody chose, were it by lot."""
+        chosen = 1.0 - (1.0 - self.top_k / self.num_experts) ** batch
+        return self.layer_params + self.head_params + self.expert_params * chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,104 +87,142 @@ class Timing:
     tokens: int
 
 
-def measure_limits(device: torch.device) -> Limits:
-    """Copy 2 GiB, multiply 8,192 x 8,192 random bf16 matrices; the best of ten each."""
-    source = torch.empty(2 << 30, dtype=torch.uint8, device=device).random_()
+def measure_limits(device: torch.device, *, copy_bytes: int = 2 << 30, size: int = 8192) -> Limits:
+    """Copy `copy_bytes`, multiply random bf16 matrices of `size` x `size`; the best of ten each."""
+    source = torch.empty(copy_bytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    copy_s = _best_s(lambda: target.copy_(source))
-    size = 8192
+    copy_s = _best_s(lambda: target.copy_(source), device)
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    matmul_s = _best_s(lambda: torch.mm(a, b))
+    matmul_s = _best_s(lambda: torch.mm(a, b), device)
     return Limits(2 * source.numel() / copy_s, 2 * size**3 / matmul_s)
 
 
-def _best_s(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of ten runs on the CUDA device, after three that do not count."""
+def _best_s(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of ten runs, after three that do not count."""
     times: list[float] = []
     for index in range(13):
-        torch.cuda.synchronize()
+        _synchronize(device)
         began = time.perf_counter()
         work()
-        torch.cuda.synchronize()
+        _synchronize(device)
         if index >= 3:
             times.append(time.perf_counter() - began)
     return min(times)
 
 
-def decode_floor_s(limits: Limits, *, weight_bytes: int, kv_bytes: int) -> float:
-    """A decode step reads all weights and all KV once; at the copy's bytes a second."""
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def decode_floor_s(limits: Limits, *, weight_bytes: float, kv_bytes: int) -> float:
+    """A decode step reads its weights and all KV once; at the copy's bytes a second."""
     return (weight_bytes + kv_bytes) / limits.copy_bytes_s
 
 
 def prefill_flop(shape: Shape, num_tokens: int) -> int:
     """Operations of a prompt alone: 2 per weight and token, QK and PV over the causal half, the head once."""
     attention = 2 * 2 * shape.num_layers * shape.num_heads * shape.head_dim * num_tokens * (num_tokens + 1) // 2
-    return 2 * shape.layer_params * num_tokens + 2 * shape.head_params + attention
+    applied = shape.layer_params + shape.expert_params * shape.top_k // shape.num_experts
+    return 2 * applied * num_tokens + 2 * shape.head_params + attention
 
 
-def build_dummy(directory: Path, config: dict[str, Any], device: Literal["cpu", "cuda"]) -> Built:
-    """An executor with random weights of `config`'s shape, and a pool for the largest batch."""
+def build_dummy(directory: Path, config: dict[str, Any], plan: Plan) -> Built:
+    """An executor with random weights of `config`'s shape, no captured steps, and as large a pool as there is room."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    num_tokens = max(BATCHES) * (CONTEXT + 128) + 2 * PREFILL_TOKENS
+    longest = max((plan.context + plan.num_steps + 2, *(tokens + 1 for tokens in plan.prefills)))
+    context = min(config["max_position_embeddings"], longest)
+    device = "cuda" if plan.device == "cuda" else "cpu"
     return build_executor(
         ServerConfig(
-            model=ModelConfig(model_path=str(directory), dtype="bfloat16", load_format="dummy", context_length=4096),
-            memory=MemoryConfig(max_total_tokens=num_tokens),
-            kernels=KernelConfig(device=device),
+            model=ModelConfig(model_path=str(directory), load_format="dummy", context_length=context),
+            memory=MemoryConfig(page_size=plan.page_size),
+            kernels=KernelConfig(
+                device=device, attention_backend=plan.attention_backend, disable_cuda_graph=True, cpu_kernels="torch"
+            ),
         ),
-        max_rows=max(BATCHES),
+        max_rows=max(plan.batches),
     )
 
 
 class Timer:
-    """Times steps of one executor. Pages are given out in order and all taken back after each measurement."""
+    """Times steps of one executor. Pages are given out in order and all taken back after each measurement.
 
-    def __init__(self, built: Built, limits: Limits) -> None:
-        self._built, self._limits = built, limits
-        self._weight_bytes = built.executor.weight_bytes
+    Contexts are zeros: what KV holds makes no difference to how long it takes to read.
+    """
+
+    def __init__(self, built: Built, limits: Limits, plan: Plan) -> None:
+        self._built, self._limits, self._plan = built, limits, plan
+        self.shape = shape_of(built)
         self._vocab = built.spec.vocab_size
 
-    def decode(self, batch: int, context: int = CONTEXT) -> Timing:
-        """Steps of `batch` rows that each have `context` tokens already."""
-        total = context + NUM_WARM + NUM_TIMED + 1
-        rows = [self._open(index, context, total) for index in range(batch)]
-        for row in rows:
-            self._step([(row, 0, context)])
-        times = [
-            self._step([(row, context + step, context + step + 1) for row in rows])
-            for step in range(NUM_WARM + NUM_TIMED)
-        ]
-        self._close(rows)
-        middle = context + NUM_WARM + NUM_TIMED // 2
-        kv_bytes = batch * middle * self._built.executor.layout.token_bytes
-        floor = decode_floor_s(self._limits, weight_bytes=self._weight_bytes, kv_bytes=kv_bytes)
-        return _timing(f"decode, batch {batch}, {context} tokens of context", times[NUM_WARM:], floor, batch)
+    def fits(self, batch: int) -> bool:
+        """Whether the pool has room for so many rows of decode."""
+        return batch * self._pages(self._plan.context + self._plan.num_steps + 1) <= self._built.num_pages
 
-    def prefill(self, num_tokens: int = PREFILL_TOKENS) -> Timing:
+    def decode(self, batch: int, *, ahead: bool) -> Timing:
+        """Steps of `batch` rows that each have a context already; with `ahead`, one is in flight while the next comes.
+
+        Graphs or not is the executor's matter.
+        """
+        times = self.decode_steps(batch, ahead=ahead)
+        middle = self._plan.context + self._plan.num_warm + self._plan.num_timed // 2
+        kv_bytes = batch * middle * self._built.executor.layout.token_bytes
+        weights = self.shape.read_params(batch) * DTYPE_BYTES[self._built.dtype]
+        floor = decode_floor_s(self._limits, weight_bytes=weights, kv_bytes=kv_bytes)
+        return _timing(f"decode {batch}", times[self._plan.num_warm :], floor, batch)
+
+    def decode_steps(self, batch: int, *, ahead: bool) -> list[float]:
+        """Seconds of each step of `decode`."""
+        context, num_steps = self._plan.context, self._plan.num_steps
+        rows = [self._open(index, context, context + num_steps + 1) for index in range(batch)]
+        steps = [[(row, context + step, context + step + 1) for row in rows] for step in range(num_steps)]
+        times = self._run(steps, ahead=ahead)
+        self._close(rows)
+        return times
+
+    def prefill(self, num_tokens: int) -> Timing:
         """One prompt of `num_tokens`, over and over."""
         row = self._open(0, num_tokens, num_tokens + 1)
-        times = [self._step([(row, 0, num_tokens)]) for _ in range(NUM_WARM + NUM_TIMED)]
+        times = self._run([[(row, 0, num_tokens)]] * self._plan.num_steps, ahead=False)
         self._close([row])
-        floor = prefill_flop(shape_of(self._built), num_tokens) / self._limits.matmul_flop_s
-        return _timing(f"prefill, {num_tokens} tokens", times[NUM_WARM:], floor, num_tokens)
+        floor = prefill_flop(self.shape, num_tokens) / self._limits.matmul_flop_s
+        return _timing(f"prefill {num_tokens}", times[self._plan.num_warm :], floor, num_tokens)
+
+    def _pages(self, num_tokens: int) -> int:
+        return pages_for(num_tokens, self._built.executor.layout.page_tokens)
 
     def _open(self, index: int, num_prompt: int, total: int) -> int:
         """A row with pages for `total` tokens, and a random prompt."""
-        count = pages_for(total, self._built.executor.layout.page_tokens)
+        count = self._pages(total)
         assert (index + 1) * count <= self._built.num_pages, "the pool is too small for this measurement"
         row = self._built.table.open(range(index * count, (index + 1) * count))
         assert row is not None
-        prompt = random_prompt(num_prompt, self._vocab, seed=index)
+        prompt = random_prompt(num_prompt + 1, self._vocab, seed=index)
         self._built.executor.open_row(row, prompt, num_prompt, GREEDY, None)
         return row
 
-    def _step(self, ranges: list[tuple[int, int, int]]) -> float:
-        """Seconds of one step."""
-        plan = BatchPlan(0, tuple(Row(str(row), row, start, end, True) for row, start, end in ranges))
+    def _run(self, steps: list[list[tuple[int, int, int]]], *, ahead: bool) -> list[float]:
+        """Seconds of each step."""
+        executor = self._built.executor
+        plans = [
+            BatchPlan(0, tuple(Row(str(row), row, start, end, True) for row, start, end in ranges)) for ranges in steps
+        ]
+        times = []
         began = time.perf_counter()
-        run(self._built.executor, plan)
-        return time.perf_counter() - began
+        flying = executor.launch(plans[0]) if ahead else None
+        for index, plan in enumerate(plans):
+            if flying is None:
+                executor.resolve(executor.launch(plan))
+            else:
+                following = executor.launch(plans[index + 1]) if index + 1 < len(plans) else None
+                executor.resolve(flying)
+                flying = following
+            ended = time.perf_counter()
+            times.append(ended - began)
+            began = ended
+        return times
 
     def _close(self, rows: list[int]) -> None:
         """Give rows and pages back."""
@@ -186,11 +232,17 @@ class Timer:
 
 
 def shape_of(built: Built) -> Shape:
-    """Counts for `prefill_flop`; all weights but the embedding and the head are applied to every token."""
+    """Counts for the floors; all weights but the embedding, the head and experts are applied to every token."""
     spec, width = built.spec, DTYPE_BYTES[built.dtype]
     head = spec.vocab_size * spec.hidden_size
     layers = built.executor.weight_bytes // width - head * (1 if spec.tied_embeddings else 2)
-    return Shape(spec.num_layers, spec.num_heads, spec.head_dim, layers, head)
+    if spec.moe is None:
+        return Shape(spec.num_layers, spec.num_heads, spec.head_dim, layers, head)
+    moe = spec.moe
+    experts = len(moe.layers) * moe.num_experts * 3 * moe.intermediate_size * spec.hidden_size
+    return Shape(
+        spec.num_layers, spec.num_heads, spec.head_dim, layers - experts, head, experts, moe.num_experts, moe.top_k
+    )
 
 
 def _timing(name: str, times: list[float], floor_s: float, tokens: int) -> Timing:

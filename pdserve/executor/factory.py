@@ -145,7 +145,7 @@ def build_executor(
         model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap,
         grammars=_grammars(config, path, spec, place),
     )  # fmt: skip
-    _capture(executor, config, attention, place, wide_size=parallel.wide.size, max_rows=max_rows)
+    _capture(executor, config.kernels, max_rows)
     _LOG.info(
         "%s in %s on %s: %d MB of weights, KV pool of %d tokens in %d pages (%d MB)",
         spec.architectures[0], dtype, device, model.params.num_bytes >> 20,
@@ -154,30 +154,16 @@ def build_executor(
     return Built(executor, table, spec, num_pages, context_length, dtype, device, place)
 
 
-def _capture(
-    executor: LocalExecutor,
-    config: ServerConfig,
-    attention: AttentionBackend,
-    place: Place,
-    *,
-    wide_size: int,
-    max_rows: int,
-) -> None:
+def _capture(executor: LocalExecutor, kernels: KernelConfig, max_rows: int) -> None:
     """Capture decode steps where there is a device with graphs and nothing speaks against it; says what does."""
     if executor.device.type != "cuda":
         return
-    reason = None
-    if config.kernels.disable_cuda_graph:
-        reason = "disable_cuda_graph is set"
-    elif attention.capturing() is None:
-        reason = "this attention backend gathers pages by their number"
-    elif place.shape.num_ranks > 1 or wide_size > 1:
-        reason = "the model is split over ranks"
-    if reason is not None:
-        _LOG.info("decode steps are not captured: %s", reason)
-        return
-    most = min(max_rows, config.kernels.cuda_graph_max_bs or DEFAULT_MAX_ROWS)
-    executor.capture_decode(graph_sizes(most))
+    if kernels.disable_cuda_graph:
+        _LOG.info("decode steps are not captured: disable_cuda_graph is set")
+    elif not executor.can_capture:
+        _LOG.info("decode steps are not captured: the model is split over ranks, or attention is torch's")
+    else:
+        executor.capture_decode(graph_sizes(min(max_rows, kernels.cuda_graph_max_bs or DEFAULT_MAX_ROWS)))
 
 
 def _attention(

@@ -106,14 +106,17 @@ class LocalExecutor:
         self.experts = ExpertBalance(whole, model.parallel.wide.size, self._runner.behind) if whole else None
         """Moves experts between ranks; None where this rank has no whole ones."""
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether `capture_decode` may be called: a model that is not split, with attention that can be captured."""
+        is_whole = self.place.shape.num_ranks == 1 and self._model.parallel.wide.size == 1
+        return is_whole and self._attention.capturing() is not None
+
     @torch.inference_mode()
     def capture_decode(self, sizes: Sequence[int], capture: Capture | None = None) -> None:
-        """Capture decode steps at batch sizes `sizes`, ascending: once, before any step; by CUDA graphs, or `capture`.
-
-        The model is not split, and its attention can be captured.
-        """
+        """Capture decode steps at batch sizes `sizes`, ascending: once, between steps; by CUDA graphs, or `capture`."""
         backend = self._attention.capturing()
-        assert backend is not None and self.place.shape.num_ranks == 1, "not a model whose steps can be captured"
+        assert backend is not None and self.can_capture, "not a model whose steps can be captured"
         with self._runner.behind():
             self._stage.graphs = DecodeGraphs(
                 self._model, backend, self._tokens, spare_line=self._table.num_rows,

@@ -44,7 +44,7 @@ class TritonAttention:
         self._layers = [pool.layer(layer) for layer in range(pool.group.num_layers)]
         self._captured: Tensor | None = None
         """The page table of captured steps, of which the smaller sizes have the first lines."""
-        self._tile_tokens = tile_tokens(num_heads // pool.group.num_kv_heads, pool.group.head_dim)
+        self._tile_tokens = tile_tokens(num_heads // pool.group.num_kv_heads, pool.group.head_dim, pool.pages.dtype)
 
     def begin(self, batch: ForwardBatch) -> TritonStep:
         """See `AttentionBackend.begin`."""

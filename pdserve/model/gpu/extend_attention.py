@@ -17,15 +17,17 @@ from pdserve.model.gpu.decode_attention import LOG2_E, Mask
 from pdserve.model.gpu.runtime import power_of_2
 
 
-def tile_rows(group: int, dim: int) -> int:
+def tile_rows(group: int, dim: int, dtype: torch.dtype) -> int:
     """Query rows of a tile."""
     least = max(32, power_of_2(group))
-    return least if triton_is_interpreted() else max(least, 128 if dim <= 128 else 64)
+    if triton_is_interpreted() or dtype.itemsize > 2:
+        return least
+    return max(least, 128 if dim <= 128 else 64)
 
 
-def tile_tokens(group: int, dim: int) -> int:
+def tile_tokens(group: int, dim: int, dtype: torch.dtype) -> int:
     """New tokens of a tile."""
-    return tile_rows(group, dim) // group
+    return tile_rows(group, dim, dtype) // group
 
 
 def attend_extend(
@@ -52,13 +54,13 @@ def attend_extend(
     num_kv_heads, page_tokens = kv.shape[2:4]
     group, block_dim = num_heads // num_kv_heads, power_of_2(dim)
     has_cap = mask.softcap > 0
-    block_rows = tile_rows(group, dim)
+    block_rows = tile_rows(group, dim, q.dtype)
     _extend[(len(tiles), num_kv_heads)](
         q, out, kv, table, starts, ends, offsets, tiles, sinks if sinks is not None else ends,
         q.stride(0), out.stride(0), kv.stride(0), kv.stride(1), table.stride(0),
         scale if has_cap else scale * LOG2_E, mask.softcap, mask.window,
         GROUP=group, PAGE=page_tokens, DIM=dim, BLOCK_DIM=block_dim, BLOCK_ROWS=block_rows,
-        TOKENS=tile_tokens(group, dim), BLOCK_KEYS=_block_keys(block_dim, q.dtype),
+        TOKENS=block_rows // group, BLOCK_KEYS=_block_keys(block_dim, q.dtype),
         HAS_WINDOW=mask.window > 0, HAS_CAP=has_cap, HAS_SINKS=sinks is not None,
         num_warps=8 if block_rows * block_dim >= 128 * 128 else 4, num_stages=2,
     )  # fmt: skip

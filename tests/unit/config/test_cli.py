@@ -35,7 +35,9 @@ def test_values_arrive_in_their_groups_with_their_types() -> None:
     assert (config.serving.host, config.serving.port, config.kernels.device) == ("::1", 0, "cpu")
 
 
-@pytest.mark.parametrize("name", ["--moe-a2a-backend", "--dcp-size", "--disable-cuda-graph-padding", "--enable-torch-compile"])
+@pytest.mark.parametrize(
+    "name", ["--moe-a2a-backend", "--dcp-size", "--disable-cuda-graph-padding", "--enable-torch-compile"]
+)
 def test_a_flag_of_sglang_that_is_not_honoured_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: SGLang has this flag") as caught:
         parse_server_args([*MODEL, name, "2"])

@@ -126,3 +126,24 @@ def test_splits_that_contradict_something_are_refused_by_field(words: str, field
 )
 def test_splits_that_fit_are_taken(words: str) -> None:
     fill_in(parse_server_args(["--model-path", "m", *words.split()]), CPU)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--device cpu --attention-backend flashinfer",
+        "--device cpu --attention-backend triton",
+        "--attention-backend triton --enable-deterministic-inference",
+        "--attention-backend flashinfer --cpu-kernels native",
+    ],
+)
+def test_attention_that_cannot_be_had_is_refused_by_its_flag(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="--attention-backend") as caught:
+        choices(words, GPU)
+    assert caught.value.field == "attention_backend"
+
+
+def test_attention_is_torch_s_on_cpus_and_waits_for_the_model_on_cuda() -> None:
+    assert choices("", CPU)["attention_backend"].value == "torch"
+    assert "attention_backend" not in choices("", GPU)

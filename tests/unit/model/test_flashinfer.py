@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.model.attention.flashinfer_pages import FlashInferAttention, cannot_run
+from pdserve.model.attention.interface import Heads
+from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.torch_sdpa import TorchAttention
+from pdserve.model.forward_batch import ForwardBatch, HostRows
+from pdserve.model.layers.rotary import Rotary
+from pdserve.model.rope import RopeSpec
 from tests.unit.model.triton_kit import attended
-
-from pdserve.memory.layout import GroupKind, KVGroup  # isort: skip
-from pdserve.model.attention.flashinfer_pages import FlashInferAttention, cannot_run  # isort: skip
-from pdserve.model.attention.interface import Heads  # isort: skip
-from pdserve.model.attention.kv_pool import KVPool  # isort: skip
-from pdserve.model.attention.torch_sdpa import TorchAttention  # isort: skip
-from pdserve.model.forward_batch import ForwardBatch, HostRows  # isort: skip
-from pdserve.model.layers.rotary import Rotary  # isort: skip
-from pdserve.model.rope import RopeSpec  # isort: skip
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4
 CPU = torch.device("cpu")

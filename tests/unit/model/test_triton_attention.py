@@ -6,10 +6,9 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from pdserve.model.gpu.decode_attention import Mask, attend_decode, num_parts
+from pdserve.model.gpu.extend_attention import attend_extend, tile_tokens
 from tests.unit.model.triton_kit import DEVICE, attended, paged
-
-from pdserve.model.gpu.decode_attention import Mask, attend_decode, num_parts  # isort: skip
-from pdserve.model.gpu.extend_attention import attend_extend, tile_tokens  # isort: skip
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3), (6, 2), (7, 1)])
@@ -97,7 +96,7 @@ def test_extend_attention_is_the_definition(
     counts = [new for _, new in spans]
     q = torch.randn(sum(counts), heads[0], dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
     offsets = [sum(counts[:row]) for row in range(len(counts))]
-    step = tile_tokens(heads[0] // heads[1], dim)
+    step = tile_tokens(heads[0] // heads[1], dim, dtype)
     tiles = [(row, first) for row, count in enumerate(counts) for first in range(0, count, step)]
     starts, flat, cut = (
         torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([prefix for prefix, _ in spans], offsets, tiles)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pdserve.model.attention.interface import Heads
+from pdserve.model.attention.triton_pages import placed
+from pdserve.model.layers.kernels import FastKernels
+from pdserve.model.layers.norm import RMSNorm
+from pdserve.model.layers.rotary import Rotary
+from pdserve.model.layers.triton_kernels import TritonKernels
+from pdserve.model.rope import RopeSpec
 from tests.unit.model.triton_kit import DEVICE
 
-from pdserve.model.attention.interface import Heads  # isort: skip
-from pdserve.model.attention.triton_pages import placed  # isort: skip
-from pdserve.model.layers.kernels import FastKernels  # isort: skip
-from pdserve.model.layers.norm import RMSNorm  # isort: skip
-from pdserve.model.layers.rotary import Rotary  # isort: skip
-from pdserve.model.layers.triton_kernels import TritonKernels  # isort: skip
-from pdserve.model.rope import RopeSpec  # isort: skip
-
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

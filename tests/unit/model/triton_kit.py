@@ -1,21 +1,18 @@
-"""Paged rows and a plain reference for the Triton kernels. Without a CUDA device they are interpreted.
-
-Imported before the kernels are: what they are run by is decided when they are defined.
-"""
+"""Paged rows and a plain reference for the Triton kernels. Without a CUDA device they are interpreted."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 
 import pytest
 import torch
 from torch import Tensor
 
+from pdserve.base.env import triton_is_interpreted
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
+assert DEVICE == "cuda" or triton_is_interpreted(), "tests/conftest.py says so, before anything imports triton"
 pytest.importorskip("triton", reason="triton is not installed")
 
 

@@ -1,0 +1,226 @@
+"""Compiles the Triton kernels as steps launch them, for a kind of GPU, on a machine that has none.
+
+    python -m benchmarks.gpu.compile_kernels [--capability 90]
+
+The interpreter of the tests runs kernels that no compiler would take. Here every kernel of a decode step, a prefill
+step and a mixture of experts goes through Triton's compiler and ptxas; what it takes of registers and shared memory,
+and the stack, where registers are spilled, is printed. Exit status 1 where one does not compile or does not fit.
+TRITON_INTERPRET must not be set: there would be nothing to compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from benchmarks import report
+from benchmarks.gpu.kernel_checks import AttentionShape
+from pdserve.executor.attention_choice import make_attention, make_kernels
+from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.model.attention.interface import Heads
+from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.forward_batch import ForwardBatch, HostRows
+from pdserve.model.layers.kernels import FastKernels
+from pdserve.model.layers.norm import RMSNorm
+
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Shared memory that a program may have, by compute capability."""
+_TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
+    torch.uint8: "*u8",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One kernel in one form. `stack_bytes` a thread are there where registers went to memory."""
+
+    kernel: str
+    case: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    warps: int
+
+
+class Compiler:
+    """Takes the place of the launch: `compiled` grows by each form of a kernel that is launched for the first time."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+        self._seen: set[str] = set()
+        self.compiled: list[Compiled] = []
+        self.case = ""
+
+    def run(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        """What `JITFunction.run` is called with."""
+        values = dict(zip(kernel.arg_names, args, strict=False)) | {
+            name: value for name, value in options.items() if name in kernel.arg_names
+        }
+        signature, constants, attributes = _specialised(kernel, values)
+        launch = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
+        key = f"{kernel.__name__} {signature} {constants} {attributes} {launch}"
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+        binary = triton.compile(source, target=self._target, options=launch)
+        registers, stack = _resources(binary.asm["cubin"])
+        self.compiled.append(
+            Compiled(kernel.__name__, self.case, registers, stack, binary.metadata.shared, binary.metadata.num_warps)
+        )
+
+
+def _specialised(kernel: JITFunction, values: dict[str, Any]) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
+    """Types, constants and attributes as Triton's launcher finds them: ones are constants, 16s are known."""
+    signature: dict[str, str] = {}
+    constants: dict[Any, Any] = {}
+    attributes: dict[Any, Any] = {}
+    for index, param in enumerate(kernel.params):
+        value = values[param.name]
+        aligned = False
+        if param.is_constexpr or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
+            signature[param.name] = "constexpr"
+            constants[(index,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[param.name] = _TYPES[value.dtype]
+            aligned = True
+        elif isinstance(value, float):
+            signature[param.name] = "fp32"
+        else:
+            signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            aligned = value % 16 == 0
+        if aligned:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack a thread, by cuobjdump; 0 and 0 where it is not there."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return 0, 0
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+).*?STACK:(\d+)", text.stdout)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def launches(compiler: Compiler) -> Iterator[str]:
+    """Go through all launches; yields what is being launched."""
+    shapes = [
+        AttentionShape("Qwen3-0.6B", 16, 8, 128, 16),
+        AttentionShape("Qwen3-8B", 32, 8, 128, 16),
+        AttentionShape("Qwen3-8B, page 1", 32, 8, 128, 1),
+        AttentionShape("SmolLM2-135M", 9, 3, 64, 16),
+        AttentionShape("Qwen3-8B, fp32", 32, 8, 128, 16, "float32"),
+    ]
+    for shape in shapes:
+        for step, spans in {"decode": [(4095, 4096)], "decode 256": [(99, 100)] * 256, "prefill": [(0, 300)]}.items():
+            compiler.case = f"{shape.name}, {step}"
+            yield compiler.case
+            _attend(shape, spans)
+    kernels = make_kernels("triton")
+    for rows, hidden, inner in ((1, 1024, 3072), (64, 4096, 12288), (64, 2048, 6144)):
+        compiler.case = f"{rows} rows of {hidden}"
+        yield compiler.case
+        x = torch.empty(rows, hidden, dtype=torch.bfloat16)
+        kernels.add_norm(x, x, x[0], 1e-6)
+        kernels.norm(x, x[0], 1e-6)
+        kernels.swiglu(*torch.empty(rows, 2 * inner, dtype=torch.bfloat16).chunk(2, -1))
+    for tokens in (1, 64, 2048):
+        compiler.case = f"experts, {tokens} tokens"
+        yield compiler.case
+        x = torch.empty(tokens, 2048, dtype=torch.bfloat16)
+        gate_up, down = (torch.empty(128, *s, dtype=torch.bfloat16) for s in ((1536, 2048), (2048, 768)))
+        out = kernels.experts(x, torch.zeros(tokens * 8, dtype=torch.int64), gate_up, down)
+        kernels.weighted_sum(out.view(tokens, 8, 2048), torch.empty(tokens, 8))
+
+
+def _attend(shape: AttentionShape, spans: list[tuple[int, int]]) -> None:
+    """One layer's attention, on memory that nobody reads."""
+    cpu = torch.device("cpu")
+    group = KVGroup(
+        name="full", kind=GroupKind.FULL, num_layers=2, page_tokens=shape.page_tokens,
+        num_kv_heads=shape.num_kv_heads, num_kv_heads_total=shape.num_kv_heads, head_dim=shape.head_dim,
+        dtype=shape.dtype,
+    )  # fmt: skip
+    dtype = torch.bfloat16 if shape.dtype == "bfloat16" else torch.float32
+    starts, ends = (np.array(x, dtype=np.int64) for x in zip(*spans, strict=True))
+    counts = ends - starts
+    pages = np.zeros((len(spans), -(-int(ends.max()) // shape.page_tokens)), dtype=np.int32)
+    host = HostRows(starts=starts, ends=ends, offsets=np.cumsum(counts) - counts, pages=pages)
+    zeros = torch.zeros(int(counts.sum()), dtype=torch.int64)
+    batch = ForwardBatch(zeros, zeros, zeros, zeros, zeros, host)
+    norm = RMSNorm(torch.empty(shape.head_dim, dtype=dtype), 1e-6, FastKernels())
+    qkv = torch.empty(len(zeros), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype)
+    angles = torch.empty(len(zeros), 1, shape.head_dim, dtype=dtype)
+    heads = Heads(qkv, shape.num_heads, shape.num_kv_heads, norm, norm, angles, angles)
+    make_attention("triton", KVPool(group, 4, cpu), shape.num_heads, cpu).begin(batch).attend(1, heads)
+
+
+def compile_all(capability: int) -> tuple[list[Compiled], list[str]]:
+    """Everything that compiled, and what went wrong."""
+    compiler, failed = Compiler(capability), []
+
+    def launched(kernel: JITFunction, *args: Any, **options: Any) -> None:
+        try:
+            compiler.run(kernel, *args, **options)
+        except Exception as error:
+            failed.append(f"{compiler.case}: {kernel.__name__}: {type(error).__name__}: {str(error)[:500]}")
+
+    with mock.patch.object(JITFunction, "run", launched):
+        for _ in launches(compiler):
+            pass
+    limit = SHARED_BYTES[capability]
+    failed += [
+        f"{one.case}: {one.kernel}: {one.shared_bytes} bytes of shared memory, a program may have {limit}"
+        for one in compiler.compiled
+        if one.shared_bytes > limit
+    ]
+    return compiler.compiled, failed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, choices=SHARED_BYTES, default=90, help="of the GPU: 90 is Hopper")
+    args = parser.parse_args(argv)
+    compiled, failed = compile_all(args.capability)
+    header = ["kernel", "case", "warps", "registers", "stack, bytes", "shared, KiB"]
+    rows = [
+        [
+            one.kernel,
+            one.case,
+            str(one.warps),
+            str(one.registers),
+            str(one.stack_bytes),
+            f"{one.shared_bytes / 1024:.1f}",
+        ]
+        for one in compiled
+    ]
+    print(report.markdown_table(header, rows, num_text=2))
+    for line in failed:
+        print(f"FAIL {line}")
+    return 1 if failed or not compiled else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""Kernels that are interpreted in all other tests go through Triton's compiler, for a GPU that is not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_every_kernel_compiles_and_fits(capability: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.gpu.compile_kernels", "--capability", capability]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for kernel in ("_decode", "_combine", "_extend", "_place", "_rms_norm", "_swiglu", "_gate_up", "_down", "_weigh"):
+        assert f"| {kernel} " in done.stdout, f"{kernel} was not launched"
