@@ -1,0 +1,238 @@
+"""pdserve beside its peers on a CPU, as servers: the same model, prompts and threads, interleaved rounds, one run.
+
+    scripts/setup_peers.sh
+    python -m benchmarks.compare_cpu [--rounds 3] [--systems pdserve vllm "llama bf16"] [--write]
+
+All systems are up for the whole run, and one works at a time, in an order that changes with the round. Prompts are
+random token ids, the same for all, new ones each round. Ratios are taken within a round.
+
+- Decode at N streams: N prompts of `--input-len` tokens at once, `--output-len` tokens each. `decode tok/s` counts
+  tokens from when the last stream has its first one to when the first stream has its last: all N run, and nothing else.
+- Prefill of N tokens: one prompt by itself, and its first token; tokens by the time until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie in the checkout's root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import bench_serving, report
+from benchmarks.bench_serving import Result
+from benchmarks.peers import KINDS, Outcome, System
+
+OURS = "pdserve"
+METRICS = (
+    ("decode_tok_s", "decode tok/s", 0, True),
+    ("ttft_p50_ms", "TTFT p50, ms", 0, False),
+    ("itl_p50_ms", "ITL p50, ms", 1, False),
+    ("itl_p99_ms", "ITL p99, ms", 1, False),
+    ("cpu_ms_token", "CPU ms/token", 2, False),
+)
+"""Key, heading, digits, whether more is better."""
+Rounds = dict[tuple[str, int], list[dict[str, float]]]
+"""Metrics of each round, by system and streams, or by system and prompt length."""
+
+
+def load(args: argparse.Namespace, count: int, input_len: int, output_len: int, seed: int) -> argparse.Namespace:
+    """Flags of `bench_serving`: `count` prompts, all at once."""
+    return bench_serving.parse_flags(
+        [
+            "--base-url", "http://127.0.0.1", "--model", "smollm2", "--prompts", "ids", "--ignore-eos",
+            "--num-warmup", "0", "--concurrency", str(count), "--num-prompts", str(count), "--seed", str(seed),
+            "--input-len", str(input_len), "--output-len", str(output_len), "--vocab-size", str(args.vocab_size),
+            "--request-timeout", "600",
+        ]
+    )  # fmt: skip
+
+
+def run(system: System, name: str, flags: argparse.Namespace) -> Outcome:
+    """One measurement.
+
+    Raises:
+        RuntimeError: a request failed, or has other numbers of tokens than it asked for.
+    """
+    outcome = system.run(flags)
+    for one in outcome.results:
+        if one.error is not None or one.output_tokens != flags.output_len:
+            raise RuntimeError(f"{name}: {one.error or f'{one.output_tokens} tokens, expected {flags.output_len}'}")
+    return outcome
+
+
+def decode_rate(results: Sequence[Result]) -> float:
+    """Tokens a second while all streams run. A token without text makes no event, so events are scaled to tokens."""
+    begin, end = max(one.arrivals_s[0] for one in results), min(one.arrivals_s[-1] for one in results)
+    if end <= begin:
+        return 0.0
+    total = 0.0
+    for one in results:
+        within = sum(begin < at <= end for at in one.arrivals_s)
+        total += within * (one.output_tokens - 1) / max(1, len(one.arrivals_s) - 1)
+    return total / (end - begin)
+
+
+def decode_metrics(outcome: Outcome, flags: argparse.Namespace) -> dict[str, float]:
+    """Of one measurement at N streams."""
+    summary = bench_serving.summarize(flags, outcome.results, outcome.duration_s)
+    return {
+        "decode_tok_s": decode_rate(outcome.results),
+        "ttft_p50_ms": summary["ttft"]["p50_ms"],
+        "itl_p50_ms": summary["itl"]["p50_ms"],
+        "itl_p99_ms": summary["itl"]["p99_ms"],
+        "cpu_ms_token": outcome.cpu_s * 1000 / summary["output_tokens"],
+    }
+
+
+def order_of(names: Sequence[str], index: int) -> list[str]:
+    """Each is first in turn."""
+    first = index % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def measure(args: argparse.Namespace, systems: dict[str, System]) -> tuple[Rounds, Rounds]:
+    """All rounds, after one short wave of each system that does not count."""
+    decode: Rounds = {(name, count): [] for count in args.streams for name in systems}
+    prefill: Rounds = {(name, length): [] for length in args.prompts for name in systems}
+    names = list(systems)
+    for name, system in systems.items():
+        run(system, name, load(args, max(args.streams), args.input_len, 4, args.seed))
+        run(system, name, load(args, 1, max(args.prompts), 2, args.seed))
+    for index in range(args.rounds):
+        for count in args.streams:
+            for name in order_of(names, index):
+                flags = load(args, count, args.input_len, args.output_len, args.seed + 1000 * (index + 1) + count)
+                found = decode_metrics(run(systems[name], name, flags), flags)
+                decode[name, count].append(found)
+                print(
+                    f"round {index} {count:>3} streams {name:<13}",
+                    {k: round(v, 2) for k, v in found.items()},
+                    flush=True,
+                )
+        for length in args.prompts:
+            for name in order_of(names, index):
+                times = []
+                for again in range(args.repeats):
+                    seed = args.seed + 1000 * (index + 1) + 7 * length + again
+                    outcome = run(systems[name], name, load(args, 1, length, 2, seed))
+                    times.append(outcome.results[0].arrivals_s[0])
+                found = {"prefill_tok_s": length / statistics.median(times), "ttft_ms": statistics.median(times) * 1000}
+                prefill[name, length].append(found)
+                print(
+                    f"round {index} {length:>5} tokens {name:<13}",
+                    {k: round(v, 1) for k, v in found.items()},
+                    flush=True,
+                )
+    return decode, prefill
+
+
+def tell(what: str, found: dict[str, float]) -> None:
+    """One measurement as a line."""
+    print(f"{what:<36}", *(f"{key} {value:.2f}" for key, value in found.items()), flush=True)
+
+
+def values(rounds: Rounds, name: str, size: int, metric: str) -> list[float]:
+    """One metric over the rounds."""
+    return [found[metric] for found in rounds[name, size]]
+
+
+def decode_table(rounds: Rounds) -> str:
+    """Medians, and decode tokens/s of the row's peer as a ratio to pdserve's of its precision."""
+    header = ["system", "precision", "streams", *(label for _, label, _, _ in METRICS), "pdserve / it"]
+    rows = []
+    for name, count in rounds:
+        shown = [report.spread_of(values(rounds, name, count, key)).show(digits) for key, _, digits, _ in METRICS]
+        rows.append([name, KINDS[name].precision, str(count), *shown, ratio(rounds, name, count, "decode_tok_s")])
+    return report.markdown_table(header, rows, num_text=2)
+
+
+def ratio(rounds: Rounds, name: str, size: int, metric: str) -> str:
+    """Ours by the peer's, taken within rounds: ours of 8 bits against 8 and 4 bits, else ours of bf16."""
+    ours = OURS if KINDS[name].precision == "bf16" else f"{OURS} int8"
+    if name == ours or (ours, size) not in rounds:
+        return ""
+    return report.ratios(values(rounds, ours, size, metric), values(rounds, name, size, metric)).show(2, "x")
+
+
+def prefill_table(rounds: Rounds) -> str:
+    """Medians, and ratios of tokens/s."""
+    rows = []
+    for name, length in rounds:
+        speed, ttft = (values(rounds, name, length, key) for key in ("prefill_tok_s", "ttft_ms"))
+        shown = [report.spread_of(speed).show(), report.spread_of(ttft).show()]
+        rows.append([name, KINDS[name].precision, f"{length:,}", *shown, ratio(rounds, name, length, "prefill_tok_s")])
+    header = ["system", "precision", "tokens", "prefill tok/s", "TTFT, ms", "pdserve / it"]
+    return report.markdown_table(header, rows, num_text=2)
+
+
+@contextlib.contextmanager
+def started(names: Sequence[str], threads: int) -> Iterator[dict[str, System]]:
+    """All systems, one after the other; ended whatever happens."""
+    with contextlib.ExitStack() as stack:
+        systems: dict[str, System] = {}
+        for name in names:
+            print(f"starting {name}", flush=True)
+            systems[name] = KINDS[name].start(stack, threads)
+        yield systems
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what is installed, print, and write when asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--systems", nargs="+", choices=tuple(KINDS), help="default: all that are installed")
+    add("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
+    add("--prompts", type=int, nargs="+", default=[128, 512, 2048], help="tokens of the prompts for prefill")
+    add("--rounds", type=int, default=3)
+    add("--repeats", type=int, default=3, help="prompts of each length a round")
+    add("--input-len", type=int, default=128, help="tokens per prompt at N streams")
+    add("--output-len", type=int, default=64, help="tokens per answer")
+    add("--threads", type=int, default=2)
+    add("--vocab-size", type=int, default=1000, help="random token ids are 10 to this")
+    add("--seed", type=int, default=0)
+    report.add_write_flags(parser, "cpu-peers")
+    args = parser.parse_args(argv)
+    here = [name for name, kind in KINDS.items() if all(path.exists() for path in kind.needs)]
+    names = args.systems or here
+    if missing := set(names) - set(here):
+        parser.error(f"not installed: {', '.join(sorted(missing))}; scripts/setup_peers.sh does that")
+    bench = report.Run("cpu-peers", argv, module="compare_cpu")
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    with started(names, args.threads) as systems:
+        decode, prefill = measure(args, systems)
+    facts = bench.facts(decode=_plain(decode), prefill=_plain(prefill))
+    text = f"""# pdserve beside its peers on a CPU, {facts["date"]}
+
+SmolLM2-135M-Instruct, {args.threads} threads each, over HTTP (OpenVINO: called in its process). Median of \
+{args.rounds} interleaved rounds (least-most). `pdserve / it`: tokens/s of pdserve of the same precision (8 bits for \
+4 bits, too) by the row's, within rounds; above 1 pdserve is faster.
+
+## Decode: prompts of {args.input_len} tokens, {args.output_len} tokens out, all streams at once
+
+{decode_table(decode)}
+
+## Prefill: one prompt by itself
+
+{prefill_table(prefill)}
+
+Not installed, so not here: {", ".join(sorted(set(KINDS) - set(here))) or "nothing"}.
+
+{report.footer(facts, own_load=args.threads)}
+"""
+    bench.publish(args, text, facts)
+    return 0
+
+
+def _plain(rounds: Rounds) -> list[dict[str, Any]]:
+    return [{"system": name, "size": size, "rounds": found} for (name, size), found in rounds.items()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""What `compare_cpu` compares: our servers, and those of other projects, each started in the environment it lives in.
+
+Other projects' are used where `scripts/setup_peers.sh` has put them, below `.venv-peers`; who is not there is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from benchmarks import bench_serving, report
+from benchmarks.bench_serving import Job, Result
+from benchmarks.servers import local_pair, monolith
+from pdserve.base.process import Child, ChildError, end_all
+from pdserve.model.paths import resolve_model_path
+
+HOME = report.ROOT / ".venv-peers"
+READY_S, GRACE_S = 400.0, 10.0
+CONTEXT = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Results in the order of the jobs, the seconds they took together, and the CPU seconds of the system."""
+
+    results: list[Result]
+    duration_s: float
+    cpu_s: float
+
+
+class System(Protocol):
+    """A started one."""
+
+    def run(self, flags: argparse.Namespace) -> Outcome:
+        """All jobs of `bench_serving`'s flags."""
+        ...
+
+
+class Served:
+    """A server behind a URL; `pids` are the processes that belong to it, with all their children."""
+
+    def __init__(self, url: str, pids: Sequence[int]) -> None:
+        self.url = url
+        self._pids = pids
+
+    def run(self, flags: argparse.Namespace) -> Outcome:
+        """See `System`."""
+        flags.root = self.url
+        before = self._cpu_s()
+        results, duration_s = asyncio.run(bench_serving.run_all(flags))
+        return Outcome(results, duration_s, self._cpu_s() - before)
+
+    def _cpu_s(self) -> float:
+        total = 0.0
+        for pid in self._pids:
+            parent = psutil.Process(pid)
+            for one in (parent, *parent.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    times = one.cpu_times()
+                    total += times.user + times.system
+        return total
+
+
+class OpenVino:
+    """`openvino_child.py`, which has no HTTP around it."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        argv = [str(HOME / "openvino/bin/python"), str(report.ROOT / "benchmarks/openvino_child.py")]
+        self._process = subprocess.Popen(
+            [*argv, str(model), str(threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._answer("READY")
+
+    def run(self, flags: argparse.Namespace) -> Outcome:
+        """See `System`."""
+        jobs: list[Job] = bench_serving.make_jobs(flags)
+        job = {"prompts": [one.prompt for one in jobs], "output_len": flags.output_len}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({**job, "concurrency": flags.concurrency}) + "\n")
+        self._process.stdin.flush()
+        found = json.loads(self._answer("DONE"))
+        results = [
+            Result(
+                arrivals_s=arrivals, latency_s=arrivals[-1], prompt_tokens=len(one.prompt), output_tokens=len(arrivals)
+            )
+            for one, arrivals in zip(jobs, found["arrivals"], strict=True)
+        ]
+        return Outcome(results, found["duration_s"], found["cpu_s"])
+
+    def close(self) -> None:
+        """End it, by its pid."""
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self, word: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word)
+        raise ChildError(f"OpenVINO's process ended with {self._process.wait()}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A system by name: of which precision, what must exist for it, and how it is started."""
+
+    precision: str
+    needs: tuple[Path, ...]
+    start: Callable[[contextlib.ExitStack, int], System]
+
+
+def _pdserve(*flags: str) -> Callable[[contextlib.ExitStack, int], System]:
+    def start(stack: contextlib.ExitStack, threads: int) -> System:
+        with _children() as pids:
+            url = stack.enter_context(monolith("smollm2", "bfloat16", threads=threads, flags=flags))
+        return Served(url, pids)
+
+    return start
+
+
+def _pair(stack: contextlib.ExitStack, threads: int) -> System:
+    with _children() as pids:
+        url = stack.enter_context(local_pair("smollm2", "bfloat16", threads=max(1, threads // 2)))
+    return Served(url, pids)
+
+
+@contextlib.contextmanager
+def _children() -> Iterator[list[int]]:
+    """The pids of the children that this process gets meanwhile; filled at the end."""
+    me = psutil.Process()
+    before = {child.pid for child in me.children()}
+    pids: list[int] = []
+    yield pids
+    pids.extend(child.pid for child in me.children() if child.pid not in before)
+
+
+def _vllm(stack: contextlib.ExitStack, threads: int) -> System:
+    model = str(resolve_model_path("smollm2"))
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    flags = [
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        str(CONTEXT),
+        "--max-num-seqs",
+        "64",
+        "--no-enable-prefix-caching",
+    ]
+    python = str(HOME / "vllm/bin/python")
+    argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "smollm2"]
+    return _served(stack, "vllm", lambda port: [*argv, *flags, "--port", str(port)], env)
+
+
+def _llama(name: str) -> Callable[[contextlib.ExitStack, int], System]:
+    def start(stack: contextlib.ExitStack, threads: int) -> System:
+        count = str(threads)
+        flags = ["--threads", count, "--threads-batch", count, "--parallel", "64", "--ctx-size", str(64 * 512)]
+        argv = [str(LLAMA), "--model", str(gguf(name)), *flags, "--no-webui", "--kv-unified", "--cache-ram", "0"]
+        return _served(stack, f"llama-{name}", lambda port: [*argv, "--port", str(port)], {})
+
+    return start
+
+
+def _openvino(name: str) -> Callable[[contextlib.ExitStack, int], System]:
+    def start(stack: contextlib.ExitStack, threads: int) -> System:
+        child = OpenVino(gguf(name), threads)
+        stack.callback(child.close)
+        return child
+
+    return start
+
+
+def gguf(name: str) -> Path:
+    """The model in a file for llama.cpp and OpenVINO; `scripts/setup_peers.sh` makes it."""
+    return HOME / f"smollm2-{name}.gguf"
+
+
+LLAMA = HOME / "llama/bin/llama-server"
+KINDS: dict[str, Kind] = {
+    "pdserve": Kind("bf16", (), _pdserve()),
+    "pdserve 1P1D": Kind("bf16", (), _pair),
+    "pdserve int8": Kind("8 bit", (), _pdserve("--quantization", "int8")),
+    "vllm": Kind("bf16", (HOME / "vllm/bin/python",), _vllm),
+    "llama bf16": Kind("bf16", (LLAMA, gguf("bf16")), _llama("bf16")),
+    "llama q8_0": Kind("8 bit", (LLAMA, gguf("q8_0")), _llama("q8_0")),
+    "llama q4_0": Kind("4 bit", (LLAMA, gguf("q4_0")), _llama("q4_0")),
+    "openvino f16": Kind("bf16", (HOME / "openvino/bin/python", gguf("f16")), _openvino("f16")),
+}
+"""By the names that the table has. `openvino f16` is computed in bfloat16 where the CPU has it."""
+
+
+def _served(
+    stack: contextlib.ExitStack, name: str, argv: Callable[[int], Sequence[str]], env: dict[str, str]
+) -> Served:
+    """A server that is told its port, and is ready when `/health` says so.
+
+    Raises:
+        ChildError: it ended, or was not ready in time; with its last lines.
+    """
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    lines: list[str] = []
+    child = Child(name, argv(port), env=dict(os.environ, HF_HUB_OFFLINE="1", **env), on_line=lines.append)
+    stack.callback(end_all, [child], GRACE_S)
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + READY_S
+    while True:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            if answer.status == 200:
+                return Served(url, [child.pid])
+        if child.exited or time.monotonic() > deadline:
+            raise ChildError("\n".join([f"{name} does not come up", *lines[-30:]]))
+        time.sleep(0.2)

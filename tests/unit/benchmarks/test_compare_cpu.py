@@ -1,0 +1,55 @@
+"""The comparison with peers: what it counts, and who takes part."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import compare_cpu
+from benchmarks.bench_serving import Result
+
+
+def stream(first_s: float, step_s: float, count: int, num_tokens: int | None = None) -> Result:
+    """`count` events, `step_s` apart."""
+    arrivals = [first_s + step_s * index for index in range(count)]
+    return Result(arrivals_s=arrivals, latency_s=arrivals[-1], output_tokens=num_tokens or count)
+
+
+def test_decode_is_counted_while_all_streams_run() -> None:
+    early, late = stream(0.0, 0.1, 21), stream(1.0, 0.1, 21)
+    assert compare_cpu.decode_rate([early, late]) == pytest.approx(20.0), "from 1.0 s to 2.0 s both bring ten a second"
+    assert compare_cpu.decode_rate([early]) == pytest.approx(10.0)
+
+
+def test_events_that_bring_several_tokens_count_as_these() -> None:
+    halves = stream(0.0, 0.2, 11, num_tokens=21)
+    assert compare_cpu.decode_rate([halves]) == pytest.approx(10.0)
+
+
+def test_streams_that_never_run_together_have_no_rate() -> None:
+    assert compare_cpu.decode_rate([stream(0.0, 0.1, 3), stream(5.0, 0.1, 3)]) == 0.0
+
+
+def test_every_system_is_first_in_turn() -> None:
+    names = ["a", "b", "c"]
+    assert [compare_cpu.order_of(names, index)[0] for index in range(4)] == ["a", "b", "c", "a"]
+    assert all(sorted(compare_cpu.order_of(names, index)) == names for index in range(4))
+
+
+def test_ratios_are_of_equal_precision() -> None:
+    rounds = {
+        (name, 4): [{"decode_tok_s": speed}]
+        for name, speed in (("pdserve", 100.0), ("pdserve int8", 150.0), ("vllm", 50.0), ("llama q4_0", 75.0))
+    }
+    ratio = {name: compare_cpu.ratio(rounds, name, 4, "decode_tok_s") for name, _ in rounds}
+    assert ratio == {"pdserve": "", "pdserve int8": "", "vllm": "2.00x", "llama q4_0": "2.00x"}
+
+
+def test_who_is_not_installed_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = compare_cpu.KINDS["vllm"]
+    kinds = {**compare_cpu.KINDS, "vllm": type(gone)(gone.precision, (gone.needs[0] / "nowhere",), gone.start)}
+    monkeypatch.setattr(compare_cpu, "KINDS", kinds)
+    with pytest.raises(SystemExit):
+        compare_cpu.main(["--systems", "vllm"])
+    assert "not installed: vllm" in capsys.readouterr().err
