@@ -35,6 +35,7 @@ from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.forward_batch import ForwardBatch, HostRows
+from pdserve.model.gpu.nucleus import least_of_nucleus
 from pdserve.model.layers.kernels import FastKernels
 from pdserve.model.layers.norm import RMSNorm
 
@@ -145,6 +146,9 @@ def launches(compiler: Compiler) -> Iterator[str]:
         kernels.add_norm(x, x, x[0], 1e-6)
         kernels.norm(x, x[0], 1e-6)
         kernels.swiglu(*torch.empty(rows, 2 * inner, dtype=torch.bfloat16).chunk(2, -1))
+    compiler.case = "top-p, 64 rows"
+    yield compiler.case
+    least_of_nucleus(torch.empty(64, 151936), torch.empty(64))
     for tokens in (1, 64, 2048):
         compiler.case = f"experts, {tokens} tokens"
         yield compiler.case

@@ -19,8 +19,11 @@ from pdserve.executor.batch_builder import to_device
 from pdserve.executor.interface import SampledToken
 from pdserve.executor.row_params import StepParams
 from pdserve.model.forward_batch import IntArray
+from pdserve.model.gpu import runtime
 from pdserve.protocol.sampling import TOP_K_ALL
 
+Columns = np.ndarray[tuple[int], np.dtype[np.void]]
+"""Rows of `StepParams.columns`."""
 _WINDOW = 1024
 """Top-p looks among this many best tokens first; sorting a whole vocabulary costs ten times as much."""
 
@@ -186,7 +189,7 @@ def _draw(logits: Tensor, params: StepParams, rows: IntArray, best: Tensor) -> T
     return torch.where(total[:, 0].isfinite(), drawn, best)
 
 
-def _least_probability(probs: Tensor, columns: np.ndarray[tuple[int], np.dtype[np.void]]) -> Tensor | None:
+def _least_probability(probs: Tensor, columns: Columns) -> Tensor | None:
     """The smallest probability each row may draw, float32 `[R]`, ties included. None: no row filters."""
     device, vocab = probs.device, probs.shape[1]
     by_k = columns["top_k"] < min(vocab, TOP_K_ALL)
@@ -194,45 +197,47 @@ def _least_probability(probs: Tensor, columns: np.ndarray[tuple[int], np.dtype[n
     least = None
     if (columns["min_p"] > 0).any():
         least = probs.amax(-1) * to_device(columns["min_p"].copy(), device)
-    if by_k.any() or by_p.any():
-        rows = np.flatnonzero(by_k | by_p)
-        index = to_device(rows, device)
-        chosen = columns[rows]
-        ranked = _ranked(probs.index_select(0, index), chosen, by_p[rows])
-        floor = torch.zeros(len(columns), device=device).index_copy_(0, index, _floor(ranked, chosen))
-        least = floor if least is None else torch.maximum(least, floor)
+    only_p = by_p & ~by_k
+    for rows, floor_of in ((np.flatnonzero(by_k), _floor_of_best), (np.flatnonzero(only_p), _floor_of_nucleus)):
+        if len(rows):
+            index = to_device(rows, device)
+            found = floor_of(probs.index_select(0, index), columns[rows])
+            floor = torch.zeros(len(columns), device=device).index_copy_(0, index, found)
+            least = floor if least is None else torch.maximum(least, floor)
     return least
 
 
-def _floor(ranked: Tensor, columns: np.ndarray[tuple[int], np.dtype[np.void]]) -> Tensor:
+def _floor_of_best(probs: Tensor, columns: Columns) -> Tensor:
+    """The probability of the last token that top-k keeps, and top-p where the row has it."""
+    deepest = int(columns["top_k"].max())
+    return _floor(probs.topk(deepest, sorted=True).values, columns)
+
+
+def _floor_of_nucleus(probs: Tensor, columns: Columns) -> Tensor:
+    """The probability of the last token that top-p keeps, of rows without top-k.
+
+    Only the CPU may look whether a window was enough: on a device that would be waiting for it.
+    """
+    if probs.device.type == "cuda" and runtime.is_installed():
+        from pdserve.model.gpu.nucleus import least_of_nucleus
+
+        return least_of_nucleus(probs, to_device(columns["top_p"].copy(), probs.device))
+    if probs.device.type == "cpu" and probs.shape[1] > _WINDOW:
+        ranked = probs.topk(_WINDOW, sorted=True).values
+        if bool((ranked.sum(-1) >= torch.from_numpy(columns["top_p"].copy())).all()):
+            return _floor(ranked, columns)
+    return _floor(probs.sort(-1, descending=True).values, columns)
+
+
+def _floor(ranked: Tensor, columns: Columns) -> Tensor:
     """The probability of the last token that both top-k and top-p keep. `ranked` `[R, W]` descends."""
     device = ranked.device
-    top_k = to_device(np.minimum(columns["top_k"], 1 << 30), device)
+    top_k = to_device(np.minimum(columns["top_k"], ranked.shape[1]), device)
     top_p = to_device(columns["top_p"].copy(), device)[:, None]
     before = ranked.cumsum(-1) - ranked
     kept = torch.where(top_p < 1.0, before < top_p, True).sum(-1)
-    last = torch.minimum(kept, top_k).clamp(1, ranked.shape[1]) - 1
-    floor = ranked.gather(1, last[:, None])[:, 0]
-    unlimited = (top_p[:, 0] >= 1.0) & (top_k > ranked.shape[1])
-    return torch.where(unlimited, 0.0, floor)
-
-
-def _ranked(probs: Tensor, columns: np.ndarray[tuple[int], np.dtype[np.void]], by_p: npt.NDArray[np.bool_]) -> Tensor:
-    """Enough of the best probabilities, descending, to decide every row's top-k and top-p.
-
-    Only the CPU may look whether a window was enough: on a device that would be waiting for it, so all are sorted.
-    """
-    vocab = probs.shape[1]
-    deepest = int(np.where(columns["top_k"] < vocab, columns["top_k"], 1).max())
-    window = min(vocab, max(deepest, _WINDOW if by_p.any() else 1))
-    if probs.device.type == "cpu" or not by_p.any():
-        ranked = probs.topk(window, sorted=True).values
-        if window == vocab or not by_p.any():
-            return ranked
-        reached = ranked.sum(-1) >= torch.from_numpy(columns["top_p"].copy())
-        if bool((reached | torch.from_numpy(columns["top_k"] <= window)).all()):
-            return ranked
-    return probs.sort(-1, descending=True).values
+    last = torch.minimum(kept, top_k).clamp(min=1) - 1
+    return ranked.gather(1, last[:, None])[:, 0]
 
 
 def _with_logprobs(chosen: Tensor, logits: Tensor, params: StepParams) -> Sampled:

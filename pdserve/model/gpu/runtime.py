@@ -15,6 +15,7 @@ from pdserve.base.env import triton_is_interpreted
 _FALLBACK_CORES = 4
 
 
+@functools.cache
 def is_installed() -> bool:
     """Whether there is a Triton to import."""
     return importlib.util.find_spec("triton") is not None

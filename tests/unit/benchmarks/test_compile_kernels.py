@@ -18,5 +18,16 @@ def test_every_kernel_compiles_and_fits(capability: str) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.compile_kernels", "--capability", capability]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    for kernel in ("_decode", "_combine", "_extend", "_place", "_rms_norm", "_swiglu", "_gate_up", "_down", "_weigh"):
+    for kernel in (
+        "_decode",
+        "_combine",
+        "_extend",
+        "_place",
+        "_rms_norm",
+        "_swiglu",
+        "_gate_up",
+        "_down",
+        "_weigh",
+        "_search",
+    ):
         assert f"| {kernel} " in done.stdout, f"{kernel} was not launched"
