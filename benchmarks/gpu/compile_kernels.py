@@ -95,7 +95,8 @@ def _specialised(kernel: JITFunction, values: dict[str, Any]) -> tuple[dict[str,
     for index, param in enumerate(kernel.params):
         value = values[param.name]
         aligned = False
-        if param.is_constexpr or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
+        is_one = isinstance(value, int) and value == 1 and not param.do_not_specialize
+        if param.is_constexpr or is_one:
             signature[param.name] = "constexpr"
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor):
@@ -105,7 +106,7 @@ def _specialised(kernel: JITFunction, values: dict[str, Any]) -> tuple[dict[str,
             signature[param.name] = "fp32"
         else:
             signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            aligned = value % 16 == 0
+            aligned = value % 16 == 0 and not param.do_not_specialize
         if aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
     return signature, constants, attributes

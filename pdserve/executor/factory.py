@@ -44,6 +44,8 @@ from pdserve.model.torch_parallel import open_parallel
 
 _LOG = logging.getLogger(__name__)
 MAX_PAGE_TOKENS = 128
+DEFAULT_CHUNK = 2048
+"""Tokens of a chunk to prepare for, where no flag says so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,13 +141,15 @@ def build_executor(
     pools = tuple(KVPool(group, num_pages, device) for group in held.groups)
     table = PageTable(max_rows, pages_for(context_length, page_tokens))
     asked = config.kernels.attention_backend != "auto"
+    if level is None:
+        _LOG.info("attention is by %s", choice)
     attention = _attention(model, choice, pools[0], place, device, was_asked_for=asked)
     overlap = config.schedule.disable_overlap_schedule is False
     executor = LocalExecutor(
         model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap,
         grammars=_grammars(config, path, spec, place),
     )  # fmt: skip
-    _capture(executor, config.kernels, max_rows)
+    _make_ready(executor, config, max_rows)
     _LOG.info(
         "%s in %s on %s: %d MB of weights, KV pool of %d tokens in %d pages (%d MB)",
         spec.architectures[0], dtype, device, model.params.num_bytes >> 20,
@@ -154,16 +158,19 @@ def build_executor(
     return Built(executor, table, spec, num_pages, context_length, dtype, device, place)
 
 
-def _capture(executor: LocalExecutor, kernels: KernelConfig, max_rows: int) -> None:
-    """Capture decode steps where there is a device with graphs and nothing speaks against it; says what does."""
+def _make_ready(executor: LocalExecutor, config: ServerConfig, max_rows: int) -> None:
+    """On CUDA: build kernels, and capture decode steps where nothing speaks against it; says what does."""
     if executor.device.type != "cuda":
         return
-    if kernels.disable_cuda_graph:
-        _LOG.info("decode steps are not captured: disable_cuda_graph is set")
-    elif not executor.can_capture:
+    if not executor.can_capture:
         _LOG.info("decode steps are not captured: the model is split over ranks, or attention is torch's")
+        return
+    executor.warm_up(config.schedule.chunked_prefill_size or DEFAULT_CHUNK)
+    if config.kernels.disable_cuda_graph:
+        _LOG.info("decode steps are not captured: disable_cuda_graph is set")
     else:
-        executor.capture_decode(graph_sizes(min(max_rows, kernels.cuda_graph_max_bs or DEFAULT_MAX_ROWS)))
+        most = min(max_rows, config.kernels.cuda_graph_max_bs or DEFAULT_MAX_ROWS)
+        executor.capture_decode(graph_sizes(most))
 
 
 def _attention(

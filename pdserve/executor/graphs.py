@@ -11,6 +11,7 @@ Sizes are captured from the largest down, so that the smaller graphs find their 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -139,7 +140,10 @@ class DecodeGraphs:
         self._best = torch.zeros(sizes[-1], dtype=torch.int64, device=tokens.device)
         self._sizes = np.array(sizes)
         began, before = time.monotonic(), _free_bytes(tokens.device)
+        gc.collect()
+        gc.freeze()  # each capture collects garbage, among all objects that there are
         self._sized = {size: self._capture(size, max_pages, backend, capture) for size in reversed(sizes)}
+        gc.unfreeze()
         for mixture in model.mixtures.values():
             mixture.counts.zero_()
         _LOG.info(

@@ -32,6 +32,7 @@ from pdserve.executor.row_params import RowParams, StepParams
 from pdserve.executor.runners import CallingThread, Collect, DeviceStream, OnLayer, OwnThread, Runner
 from pdserve.executor.sampler import to_host
 from pdserve.executor.stages import MIN_TOKENS, Stage, cut_plan
+from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.page_table import PageTable
@@ -111,6 +112,19 @@ class LocalExecutor:
         """Whether `capture_decode` may be called: a model that is not split, with attention that can be captured."""
         is_whole = self.place.shape.num_ranks == 1 and self._model.parallel.wide.size == 1
         return is_whole and self._attention.capturing() is not None
+
+    @torch.inference_mode()
+    def warm_up(self, chunk: int) -> None:
+        """Build the kernels of every form of step, with chunks of up to `chunk` tokens: once, before any step.
+
+        As `capture_decode`, it needs `can_capture`: tokens that are written nowhere.
+        """
+        assert self.can_capture, "this attention would write the tokens"
+        with self._runner.behind():
+            warm_up(
+                self._model, self._attention, self._tokens, page_tokens=self._layout.page_tokens,
+                null_page=self.pools[0].null_page, max_rows=self._table.num_rows, chunk=chunk,
+            )  # fmt: skip
 
     @torch.inference_mode()
     def capture_decode(self, sizes: Sequence[int], capture: Capture | None = None) -> None:

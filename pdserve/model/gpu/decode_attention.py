@@ -37,9 +37,9 @@ class Mask:
 
 
 def num_parts(num_rows: int, num_kv_heads: int, max_tokens: int, device: torch.device) -> int:
-    """How many programs share a row's keys."""
+    """How many programs share a row's keys: a power of two, for each number is a kernel of its own."""
     filled = -(-_WAVES * num_cores(device) // max(1, num_rows * num_kv_heads))
-    return max(1, min(filled, _MAX_PARTS, -(-max_tokens // _PART_TOKENS)))
+    return min(_MAX_PARTS, power_of_2(filled), power_of_2(-(-max_tokens // _PART_TOKENS)))
 
 
 def attend_decode(
@@ -60,7 +60,7 @@ def attend_decode(
     `q`, `out` `[N, num_heads, D]`, the last two dimensions contiguous; `kv` `[num_pages, 2, num_kv_heads, page_tokens,
     D]`, contiguous but for the pages; `table` int32 `[R, P]`, pages of each row; `ends` int32 `[R]`, positions it has;
     `tokens` int32 `[R]`, its index in `q` and `out`. `sinks` float32 `[num_heads]`: a logit that takes weight and gives
-    nothing. A row with an end of 0 gets zeros.
+    nothing. `parts` is a power of two. A row with an end of 0 gets zeros.
     """
     num_rows, (num_heads, dim) = len(ends), q.shape[1:]
     num_kv_heads, page_tokens = kv.shape[2:4]
@@ -83,12 +83,12 @@ def attend_decode(
     )  # fmt: skip
     if parts > 1:
         _combine[(num_rows, num_heads)](
-            partial_out, lse, out, tokens, sinks if sinks is not None else ends, out.stride(0), parts,
-            DIM=dim, BLOCK_DIM=block_dim, BLOCK_PARTS=power_of_2(parts), HAS_SINKS=sinks is not None, num_warps=4,
+            partial_out, lse, out, tokens, sinks if sinks is not None else ends, out.stride(0),
+            DIM=dim, BLOCK_DIM=block_dim, NUM_PARTS=parts, HAS_SINKS=sinks is not None, num_warps=4,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "softcap", "window"])
 def _decode(
     q, out, kv, table, ends, tokens, partial_out, lse, sinks,
     q_stride, out_stride, page_stride, value_offset, table_stride, scale, softcap, window,
@@ -152,16 +152,16 @@ def _decode(
 
 @triton.jit
 def _combine(
-    partial_out, lse, out, tokens, sinks, out_stride, num_parts,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    partial_out, lse, out, tokens, sinks, out_stride,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """One row and query head: its parts, weighted."""
     row, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(tokens + row).to(tl.int64)
-    line = (row.to(tl.int64) * tl.num_programs(1) + head) * num_parts
-    parts, dims = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_DIM)
-    is_part, is_dim = parts < num_parts, dims < DIM
-    logs = tl.load(lse + line + parts, mask=is_part, other=float("-inf"))
+    line = (row.to(tl.int64) * tl.num_programs(1) + head) * NUM_PARTS
+    parts, dims = tl.arange(0, NUM_PARTS), tl.arange(0, BLOCK_DIM)
+    is_dim = dims < DIM
+    logs = tl.load(lse + line + parts)
     top = tl.max(logs, 0)
     if HAS_SINKS:
         sink = tl.load(sinks + head) * 1.4426950408889634
@@ -171,8 +171,6 @@ def _combine(
     total = tl.sum(weights, 0)
     if HAS_SINKS:
         total += tl.exp2(sink - base)
-    found = tl.load(
-        partial_out + (line + parts)[:, None] * DIM + dims[None, :], mask=is_part[:, None] & is_dim[None, :], other=0.0
-    )
+    found = tl.load(partial_out + (line + parts)[:, None] * DIM + dims[None, :], mask=is_dim[None, :], other=0.0)
     mixed = tl.sum(found * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     tl.store(out + token * out_stride + head * DIM + dims, mixed.to(out.dtype.element_ty), mask=is_dim)

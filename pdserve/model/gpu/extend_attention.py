@@ -71,7 +71,7 @@ def _block_keys(block_dim: int, dtype: torch.dtype) -> int:
     return 64 if block_dim <= 128 and dtype.itemsize == 2 and not triton_is_interpreted() else 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "softcap", "window"])
 def _extend(
     q, out, kv, table, starts, ends, offsets, tiles, sinks,
     q_stride, out_stride, page_stride, value_offset, table_stride, scale, softcap, window,

@@ -14,6 +14,7 @@ from pdserve.executor.batch_builder import read_plan
 from pdserve.executor.factory import Built, build_executor
 from pdserve.executor.graphs import EagerCapture, GraphCapture, Replay, graph_sizes, is_decode, padded
 from pdserve.executor.interface import BatchPlan, Row
+from pdserve.executor.warm_up import spans_of
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.sampling import SamplingParams
 from tests.driver import Driver, random_prompt
@@ -142,3 +143,15 @@ def test_steps_launched_ahead_use_the_tokens_of_replays(checkpoint: Path) -> Non
         one.executor.close()
     assert [None if token is None else token.token_id for token in tokens] == expected
     assert torch.equal(one.executor.pools[0].layer(0)[-1], torch.zeros_like(one.executor.pools[0].layer(0)[-1]))
+
+
+def test_warming_up_has_every_form_of_step_and_leaves_no_trace(checkpoint: Path) -> None:
+    forms = spans_of(2000, 4, 512)
+    assert forms[:3] == [[(0, 512)], [(0, 1), (0, 2)], [(0, 1)] * 4]
+    assert [span for (span,) in forms[3:]] == [(end - 1, end) for end in (2000, 1000, 500, 250)]
+    one = built(checkpoint)
+    pool = one.executor.pools[0]
+    pool.pages.fill_(float("nan"))
+    one.executor.warm_up(8)
+    assert pool.pages.isnan().all(), "a page was written"
+    assert not pool.layer(0)[-1].any(), "the null page was written"

@@ -11,8 +11,12 @@ import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.errors import ConfigError
-from pdserve.executor.attention_choice import choose_attention
+from pdserve.executor import attention_choice
+from pdserve.executor.attention_choice import choose_attention, make_attention
 from pdserve.executor.factory import Built, build_executor
+from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.triton_pages import TritonAttention
 from pdserve.model.loader import read_spec
 from tests.driver import Driver, random_prompt
 from tests.tiny import VOCAB_SIZE, Family
@@ -48,6 +52,26 @@ def test_what_cannot_be_had_is_refused_by_the_flag_s_name(tiny_checkpoint: Calla
             choose_attention(kernels, spec, torch.float32, cpu)
         assert caught.value.field == "attention_backend"
     assert choose_attention(KernelConfig(), spec, torch.float32, cpu) == "torch"
+
+
+def test_a_flashinfer_that_cannot_build_is_refused_or_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def __init__(self, *args: object) -> None:
+            raise RuntimeError("no nvcc")
+
+    monkeypatch.setattr(attention_choice, "FlashInferAttention", Broken)
+    layout = KVGroup(
+        name="full", kind=GroupKind.FULL, num_layers=1, page_tokens=4, num_kv_heads=1, num_kv_heads_total=1,
+        head_dim=8, dtype="float32",
+    )  # fmt: skip
+    pool, device = KVPool(layout, 2, torch.device(DEVICE)), torch.device(DEVICE)
+    with pytest.raises(ConfigError, match="flashinfer: RuntimeError: no nvcc") as caught:
+        make_attention("flashinfer", pool, 2, device, was_asked_for=True)
+    assert caught.value.field == "attention_backend"
+    assert isinstance(make_attention("flashinfer", pool, 2, device, was_asked_for=False), TritonAttention)
+    assert "attention is by Triton: RuntimeError: no nvcc" in caplog.text
 
 
 def test_triton_is_not_for_cpus(tiny_checkpoint: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch) -> None:

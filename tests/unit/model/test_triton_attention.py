@@ -27,7 +27,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None
 @QUICK
 @given(
     lengths=st.lists(st.integers(1, 130), min_size=1, max_size=3),
-    heads=HEADS, dim=DIMS, page=PAGES, mask=MASKS, dtype=DTYPES, parts=st.sampled_from([1, 1, 2, 5]),
+    heads=HEADS, dim=DIMS, page=PAGES, mask=MASKS, dtype=DTYPES, parts=st.sampled_from([1, 1, 2, 8]),
     with_sinks=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_decode_attention_is_the_definition(
@@ -56,7 +56,7 @@ def test_parts_of_long_rows_are_added_up() -> None:
     rows = paged(lengths, 1, 16, 16, torch.float32, 1)
     q = torch.randn(3, 2, 16, device=DEVICE)
     tokens = torch.arange(3, dtype=torch.int32, device=DEVICE)
-    for parts in (1, 3, 8):
+    for parts in (1, 2, 8):
         out = torch.full_like(q, float("nan"))
         attend_decode(q, out, rows.kv, rows.table, rows.ends, tokens, scale=0.25, parts=parts)
         for row in range(3):

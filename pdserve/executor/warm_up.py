@@ -1,0 +1,87 @@
+"""Steps that compute nothing, run once at start-up: kernels are compiled and libraries opened before the first request.
+
+Called by `LocalExecutor.warm_up` on devices whose kernels are compiled when first used. The steps have every form that
+serving has: a chunk as long as they get, decode rows beside a chunk, many rows, and rows of every length that a kernel
+cuts up in another way. They read the page of zeros and write nowhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.executor.batch_builder import HostBatch, build_batch
+from pdserve.executor.graphs import NOWHERE
+from pdserve.memory.layout import pages_for
+from pdserve.model.attention.interface import AttentionBackend
+from pdserve.model.families.interface import Model
+from pdserve.model.forward_batch import HostRows
+
+_LOG = logging.getLogger(__name__)
+Span = tuple[int, int]
+"""Positions `[start, end)` of a row."""
+
+
+def spans_of(context: int, max_rows: int, chunk: int) -> list[list[Span]]:
+    """The rows of each step, for requests of up to `context` tokens."""
+    longest = min(context, chunk)
+    lengths = [context]
+    while lengths[-1] > 256:
+        lengths.append(lengths[-1] // 2)
+    return [
+        [(0, longest)],
+        [(0, 1), (0, min(2, longest))],
+        [(0, 1)] * max_rows,
+        *([(length - 1, length)] for length in lengths),
+    ]
+
+
+def idle_batch(spans: Sequence[Span], *, page_tokens: int, null_page: int, spare_line: int) -> HostBatch:
+    """A step over `spans` that reads the null page and writes nowhere, with the tokens of row `spare_line`."""
+    starts, ends = (np.array(bounds, dtype=np.int64) for bounds in zip(*spans, strict=True))
+    lengths = ends - starts
+    offsets = np.cumsum(lengths) - lengths
+    positions = np.arange(int(lengths.sum())) - np.repeat(offsets - starts, lengths)
+    lines = np.full(len(spans), spare_line, dtype=np.int64)
+    token_lines, nowhere = np.repeat(lines, lengths), np.full(len(positions), NOWHERE, dtype=np.int64)
+    pages = np.full((len(spans), pages_for(int(ends.max()), page_tokens)), null_page, dtype=np.int32)
+    return HostBatch(
+        columns=np.stack((token_lines, positions, nowhere, positions % page_tokens)),
+        sampled=np.arange(len(spans)),
+        sample_index=offsets + lengths - 1,
+        lines=lines,
+        rows=HostRows(starts=starts, ends=ends, offsets=offsets, pages=pages),
+    )
+
+
+def warm_up(
+    model: Model,
+    attention: AttentionBackend,
+    tokens: Tensor,
+    *,
+    page_tokens: int,
+    null_page: int,
+    max_rows: int,
+    chunk: int,
+) -> None:
+    """Run the steps. The last row of `tokens` int32 `[rows, context + 1]` is no request's."""
+    began, context = time.monotonic(), tokens.shape[1] - 1
+    steps = spans_of(context, max_rows, chunk)
+    for spans in steps:
+        host = idle_batch(spans, page_tokens=page_tokens, null_page=null_page, spare_line=len(tokens) - 1)
+        batch = build_batch(host, tokens)
+        model.forward(batch, attention.begin(batch)).argmax(-1)
+    if tokens.device.type == "cuda":
+        from pdserve.model.gpu.nucleus import least_of_nucleus
+
+        vocab = model.spec.vocab_size
+        least_of_nucleus(torch.full((1, vocab), 1.0 / vocab, device=tokens.device), tokens.new_ones(1).float())
+        torch.cuda.current_stream(tokens.device).synchronize()
+    for mixture in model.mixtures.values():
+        mixture.counts.zero_()
+    _LOG.info("ran %d steps to build kernels: %.1f s", len(steps), time.monotonic() - began)
