@@ -34,7 +34,7 @@ if __package__ in (None, ""):  # run by its path: `benchmarks`, `pdserve` and `t
 import torch
 
 from benchmarks import report
-from benchmarks.gpu import ahead_checks, kernel_checks, model_timings, timings
+from benchmarks.gpu import ahead_checks, kernel_checks, kernel_timings, model_timings, timings
 from benchmarks.gpu import executor_checks as checks
 from benchmarks.gpu.shapes import MODELS, TINY_MODELS
 from pdserve.config.groups import AttentionBackend
@@ -176,8 +176,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             dataclasses.replace(TINY_PLAN if args.tiny else timings.Plan(), attention_backend=args.attention_backend),
             results, out=out, has_time=lambda: time.monotonic() - began < 60 * args.max_minutes,
         )  # fmt: skip
-        timed = model_timings.section(results)
-        facts |= dataclasses.asdict(results)
+        kernels = time_kernels(args.tiny, results.limits)
+        timed = model_timings.section(results) + "\n" + kernel_timings.section(kernels)
+        facts |= dataclasses.asdict(results) | {"kernels": [dataclasses.asdict(one) for one in kernels]}
     facts["checks"] = [dataclasses.asdict(outcome) for outcome in outcomes]
     text = document(facts, outcomes, timed)
     print("\n" + text)
@@ -205,6 +206,17 @@ def facts_of(tiny: bool, argv: Sequence[str] | None) -> dict[str, Any]:
 def tiny_checks() -> list[Outcome]:
     """The checks of kernels, where Triton's interpreter runs them."""
     return run_checks(kernel_checks.checks(torch.device("cpu"), ("triton",), tiny=True))
+
+
+def time_kernels(tiny: bool, limits: timings.Limits) -> list[kernel_timings.KernelTiming]:
+    """Every kernel alone."""
+    device = torch.device("cpu" if tiny else "cuda")
+    sizes = kernel_timings.TINY_SIZES if tiny else kernel_timings.SIZES
+    found = []
+    for case in kernel_timings.cases(sizes, ("triton",) if tiny else backends(), device):
+        found.append(kernel_timings.measure(case, limits, device))
+        print(f"{case.name}: {found[-1].seconds * 1e6:.1f} us", flush=True)
+    return found
 
 
 def limits_of(tiny: bool) -> timings.Limits:

@@ -85,12 +85,12 @@ def check_attention(
     backend: AttentionBackend, shape: AttentionShape, spans: tuple[Span, ...], device: torch.device
 ) -> None:
     """Attention of a step, and what it leaves in the pages, are those of the torch backend."""
-    batch, pool = _step(shape, spans, device)
+    batch, pool = step_of(shape, spans, device)
     theirs = pool()
-    expected = make_attention("torch", theirs, shape.num_heads, device).begin(batch).attend(1, _heads(shape, batch))
+    expected = make_attention("torch", theirs, shape.num_heads, device).begin(batch).attend(1, heads_of(shape, batch))
     mine = pool()
     choice = "flashinfer" if backend == "flashinfer" else "triton"
-    got = make_attention(choice, mine, shape.num_heads, device).begin(batch).attend(1, _heads(shape, batch))
+    got = make_attention(choice, mine, shape.num_heads, device).begin(batch).attend(1, heads_of(shape, batch))
     _close(got, expected, shape.dtype, "attention")
     _close(mine.pages.nan_to_num(7.0), theirs.pages.nan_to_num(7.0), shape.dtype, "pages")
 
@@ -116,7 +116,7 @@ def check_experts(num_tokens: int, device: torch.device, *, tiny: bool) -> None:
     _close(mine.weighted_sum(outputs, weights), theirs.weighted_sum(outputs, weights), dtype, "weighted sum")
 
 
-def _step(
+def step_of(
     shape: AttentionShape, spans: tuple[Span, ...], device: torch.device
 ) -> tuple[ForwardBatch, Callable[[], KVPool]]:
     """A batch of these rows, and pools that hold what is before them, all alike."""
@@ -155,7 +155,7 @@ def _step(
     return batch, pool
 
 
-def _heads(shape: AttentionShape, batch: ForwardBatch) -> Heads:
+def heads_of(shape: AttentionShape, batch: ForwardBatch) -> Heads:
     """The same random projections every time, with norms."""
     device = batch.positions.device
     dtype = torch.bfloat16 if shape.dtype == "bfloat16" else torch.float32

@@ -1,0 +1,183 @@
+"""Each kernel of a step alone, beside its bytes at the copy's rate or its products at the matmul's, whichever binds.
+
+Called by `check_cuda.py`. Caches are overwritten before every run, as a step's weights and KV do it between two layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import report
+from benchmarks.gpu.kernel_checks import AttentionShape, heads_of, step_of
+from benchmarks.gpu.timings import Limits
+from pdserve.config.groups import AttentionBackend
+from pdserve.executor.attention_choice import make_attention, make_kernels
+from pdserve.model.gpu.nucleus import least_of_nucleus
+
+_FLUSH_BYTES = 256 << 20
+_NUM_RUNS = 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is timed. `linears`: name, outputs and inputs."""
+
+    shape: AttentionShape
+    decodes: tuple[tuple[int, int], ...]
+    prefills: tuple[int, ...]
+    linears: tuple[tuple[str, int, int], ...]
+    rows: tuple[int, ...]
+    hidden: int
+    inner: int
+    num_experts: int
+    top_k: int
+    vocab: int
+
+
+SIZES = Sizes(
+    shape=AttentionShape("Qwen3-8B", 32, 8, 128, 16),
+    decodes=((1, 1024), (1, 32768), (16, 1024), (64, 1024), (64, 8192), (256, 1024)),
+    prefills=(512, 2048, 8192),
+    linears=(("qkv", 6144, 4096), ("out", 4096, 4096), ("gate, up", 24576, 4096), ("down", 4096, 12288),
+             ("head", 151936, 4096)),
+    rows=(1, 16, 64, 256, 2048), hidden=2048, inner=768, num_experts=128, top_k=8, vocab=151936,
+)  # fmt: skip
+TINY_SIZES = Sizes(
+    shape=AttentionShape("tiny", 4, 2, 16, 4, "float32"), decodes=((2, 5),), prefills=(6,), linears=(("qkv", 32, 16),),
+    rows=(2,), hidden=16, inner=8, num_experts=4, top_k=2, vocab=50,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One kernel at one size, and what it must at least read, write and multiply."""
+
+    name: str
+    work: Callable[[], object]
+    num_bytes: float
+    num_flop: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelTiming:
+    """Seconds, and the least that they could be."""
+
+    name: str
+    seconds: float
+    floor_s: float
+
+
+def cases(sizes: Sizes, backends: tuple[AttentionBackend, ...], device: torch.device) -> Iterator[Case]:
+    """All cases, one after the other: what a case needs is gone when the next is made."""
+    for backend in backends:
+        for batch, context in sizes.decodes:
+            yield _attention(
+                backend, sizes.shape, [(context - 1, context)] * batch, f"decode {batch} x {context}", device
+            )
+        for tokens in sizes.prefills:
+            yield _attention(backend, sizes.shape, [(0, tokens)], f"prefill {tokens}", device)
+    dtype = torch.bfloat16 if sizes.shape.dtype == "bfloat16" else torch.float32
+    for name, num_out, num_in in sizes.linears:
+        weight = torch.randn(num_out, num_in, device=device, dtype=dtype)
+        for rows in sizes.rows:
+            yield _linear(f"{name} {rows}", torch.randn(rows, num_in, device=device, dtype=dtype), weight)
+    yield from _experts(sizes, dtype, device)
+    yield from _passes(sizes, dtype, device)
+
+
+def measure(case: Case, limits: Limits, device: torch.device) -> KernelTiming:
+    """The median of some runs, each with cold caches."""
+    case.work()
+    flush = torch.empty(_FLUSH_BYTES if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(_NUM_RUNS if device.type == "cuda" else 1):
+        flush.zero_()
+        times.append(_seconds(case.work, device))
+    floor = max(case.num_bytes / limits.copy_bytes_s, case.num_flop / limits.matmul_flop_s)
+    return KernelTiming(case.name, statistics.median(times), floor)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Of one run: between two events in the stream, or by the clock."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(200_000)  # the host is ahead when the work begins
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def section(timings: list[KernelTiming]) -> str:
+    """The table."""
+    rows = [
+        [one.name, f"{one.seconds * 1e6:.1f}", f"{one.floor_s * 1e6:.1f}", f"{one.floor_s / one.seconds:.0%}"]
+        for one in timings
+    ]
+    table = report.markdown_table(["kernel", "us", "floor, us", "floor / time"], rows)
+    return f"## Kernels alone, with cold caches\n\n{table}\n"
+
+
+def _attention(
+    backend: AttentionBackend, shape: AttentionShape, spans: list[tuple[int, int]], name: str, device: torch.device
+) -> Case:
+    """Norms, rotation, write into pages and attention of one layer."""
+    batch, pool = step_of(shape, tuple(spans), device)
+    heads = heads_of(shape, batch)
+    choice = "flashinfer" if backend == "flashinfer" else "triton"
+    step = make_attention(choice, pool(), shape.num_heads, device).begin(batch)
+    keys = sum(end for _, end in spans)
+    pairs = sum((end - start) * (start + end + 1) // 2 for start, end in spans)
+    num_bytes = 2 * keys * shape.num_kv_heads * shape.head_dim * heads.qkv.element_size() + 2 * heads.qkv.nbytes
+    flop = 4.0 * pairs * shape.num_heads * shape.head_dim
+    return Case(f"{backend} attention, {name}", lambda: step.attend(1, heads), num_bytes, flop)
+
+
+def _linear(name: str, x: Tensor, weight: Tensor) -> Case:
+    """One product."""
+    rows, (num_out, num_in) = len(x), weight.shape
+    num_bytes = weight.nbytes + x.nbytes + rows * num_out * x.element_size()
+    return Case(f"linear, {name}", lambda: F.linear(x, weight), num_bytes, 2.0 * rows * num_out * num_in)
+
+
+def _experts(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """A layer of experts, chosen by lot."""
+    kernels, hidden, inner, top_k = make_kernels("triton"), sizes.hidden, sizes.inner, sizes.top_k
+    gate_up = torch.randn(sizes.num_experts, 2 * inner, hidden, device=device, dtype=dtype)
+    down = torch.randn(sizes.num_experts, hidden, inner, device=device, dtype=dtype)
+    for rows in sizes.rows:
+        x = torch.randn(rows, hidden, device=device, dtype=dtype)
+        slots = torch.rand(rows, sizes.num_experts, device=device).topk(top_k).indices.flatten()
+        chosen = len(slots.unique())
+        num_bytes = chosen * 3 * inner * hidden * x.element_size() + rows * (1 + top_k) * hidden * x.element_size()
+
+        def work(x: Tensor = x, slots: Tensor = slots) -> Tensor:
+            return kernels.experts(x, slots, gate_up, down)
+
+        yield Case(f"experts {rows}", work, num_bytes, 2.0 * rows * top_k * 3 * inner * hidden)
+
+
+def _passes(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """What only reads and writes."""
+    kernels, rows = make_kernels("triton"), sizes.rows[-1]
+    x, more, both = (
+        torch.randn(rows, width, device=device, dtype=dtype) for width in (sizes.hidden, sizes.hidden, 2 * sizes.inner)
+    )
+    gate, up = both.chunk(2, -1)
+    yield Case(f"residual + norm {rows}", lambda: kernels.add_norm(x, more, x[0], 1e-6), 4 * x.nbytes)
+    yield Case(f"SiLU and product {rows}", lambda: kernels.swiglu(gate, up), 1.5 * both.nbytes)
+    for num_rows in (1, 64):
+        probs = torch.randn(num_rows, sizes.vocab, device=device).softmax(-1)
+        top_p = torch.full((num_rows,), 0.95, device=device)
+        yield Case(f"top-p {num_rows}", lambda probs=probs, top_p=top_p: least_of_nucleus(probs, top_p), probs.nbytes)
