@@ -171,12 +171,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             outcomes = tiny_checks() if args.tiny else check_all(Path(temporary))
     if not args.skip_timings:
         results = model_timings.Results(limits_of(args.tiny))
+        kernels = time_kernels(args.tiny, results.limits)
         model_timings.time_models(
             TINY_MODELS if args.tiny else {name: MODELS[name] for name in args.models},
             dataclasses.replace(TINY_PLAN if args.tiny else timings.Plan(), attention_backend=args.attention_backend),
             results, out=out, has_time=lambda: time.monotonic() - began < 60 * args.max_minutes,
         )  # fmt: skip
-        kernels = time_kernels(args.tiny, results.limits)
         timed = model_timings.section(results) + "\n" + kernel_timings.section(kernels)
         facts |= dataclasses.asdict(results) | {"kernels": [dataclasses.asdict(one) for one in kernels]}
     facts["checks"] = [dataclasses.asdict(outcome) for outcome in outcomes]

@@ -27,7 +27,7 @@ _NUM_RUNS = 15
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is timed. `linears`: name, outputs and inputs."""
+    """What is timed. `linears`: name, outputs and inputs; `drawn`: rows that sample by top-p."""
 
     shape: AttentionShape
     decodes: tuple[tuple[int, int], ...]
@@ -39,6 +39,7 @@ class Sizes:
     num_experts: int
     top_k: int
     vocab: int
+    drawn: tuple[int, ...]
 
 
 SIZES = Sizes(
@@ -47,11 +48,11 @@ SIZES = Sizes(
     prefills=(512, 2048, 8192),
     linears=(("qkv", 6144, 4096), ("out", 4096, 4096), ("gate, up", 24576, 4096), ("down", 4096, 12288),
              ("head", 151936, 4096)),
-    rows=(1, 16, 64, 256, 2048), hidden=2048, inner=768, num_experts=128, top_k=8, vocab=151936,
+    rows=(1, 16, 64, 256, 2048), hidden=2048, inner=768, num_experts=128, top_k=8, vocab=151936, drawn=(1, 64),
 )  # fmt: skip
 TINY_SIZES = Sizes(
     shape=AttentionShape("tiny", 4, 2, 16, 4, "float32"), decodes=((2, 5),), prefills=(6,), linears=(("qkv", 32, 16),),
-    rows=(2,), hidden=16, inner=8, num_experts=4, top_k=2, vocab=50,
+    rows=(2,), hidden=16, inner=8, num_experts=4, top_k=2, vocab=50, drawn=(2,),
 )  # fmt: skip
 
 
@@ -177,7 +178,7 @@ def _passes(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[
     gate, up = both.chunk(2, -1)
     yield Case(f"residual + norm {rows}", lambda: kernels.add_norm(x, more, x[0], 1e-6), 4 * x.nbytes)
     yield Case(f"SiLU and product {rows}", lambda: kernels.swiglu(gate, up), 1.5 * both.nbytes)
-    for num_rows in (1, 64):
+    for num_rows in sizes.drawn:
         probs = torch.randn(num_rows, sizes.vocab, device=device).softmax(-1)
         top_p = torch.full((num_rows,), 0.95, device=device)
         yield Case(f"top-p {num_rows}", lambda probs=probs, top_p=top_p: least_of_nucleus(probs, top_p), probs.nbytes)
