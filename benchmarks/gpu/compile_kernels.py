@@ -156,6 +156,7 @@ def launches(compiler: Compiler) -> Iterator[str]:
         x = torch.empty(tokens, 2048, dtype=torch.bfloat16)
         gate_up, down = (torch.empty(128, *s, dtype=torch.bfloat16) for s in ((1536, 2048), (2048, 768)))
         out = kernels.experts(x, torch.zeros(tokens * 8, dtype=torch.int64), gate_up, down)
+        kernels.route(torch.empty(tokens, 128, dtype=torch.bfloat16), 8, normalise=True)
         kernels.weighted_sum(out.view(tokens, 8, 2048), torch.empty(tokens, 8))
 
 

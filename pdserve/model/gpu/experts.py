@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.model.gpu.routes import MAX_ROWS, order_rows
 from pdserve.model.gpu.runtime import power_of_2
 
 _FEW_ROWS = 16
@@ -57,13 +58,15 @@ class Sorted:
 
 def sort_rows(slots: Tensor, num_experts: int, tile_rows: int) -> Sorted:
     """`slots` int64 `[R]`: the expert of each row."""
+    num_tiles = min(len(slots), num_experts) + len(slots) // tile_rows
+    if len(slots) <= MAX_ROWS:
+        return Sorted(*order_rows(slots, num_experts, tile_rows), num_tiles)
     ranked, order = slots.sort(stable=True)
     experts = torch.arange(num_experts, device=slots.device)
     row_ends = torch.searchsorted(ranked, experts, right=True)
     counts = torch.diff(row_ends, prepend=row_ends.new_zeros(1))
     tile_ends = ((counts + tile_rows - 1) // tile_rows).cumsum(0)
-    num_rows = len(slots)
-    return Sorted(order, row_ends, tile_ends, min(num_rows, num_experts) + num_rows // tile_rows)
+    return Sorted(order, row_ends, tile_ends, num_tiles)
 
 
 def expert_rows(x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -36,6 +36,13 @@ class Kernels(Protocol):
         """`norm` of `x + more`, which replaces `x`: `[N, width]` each."""
         ...
 
+    def route(self, logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        """The `top_k` likeliest of `[N, E]`, best first, int64 `[N, top_k]`, and their probabilities, float32.
+
+        With `normalise` these add up to 1.
+        """
+        ...
+
     def experts(self, x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """Row r through expert `slots[r]`: int64 `[R]` to `[R, hidden]`. It is row `r // (R / N)` of `x` `[N, hidden]`.
 
@@ -69,6 +76,12 @@ class TorchKernels(abc.ABC):
         """See `Kernels.add_norm`."""
         x += more
         return self.norm(x, weight, eps)
+
+    def route(self, logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        """See `Kernels.route`."""
+        best = logits.softmax(-1, dtype=torch.float32).topk(top_k, -1)
+        weights = best.values / best.values.sum(-1, keepdim=True) if normalise else best.values
+        return best.indices, weights
 
     def experts(self, x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """See `Kernels.experts`. Rows of one expert are computed together; experts without rows cost nothing.

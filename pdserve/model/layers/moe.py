@@ -36,16 +36,13 @@ class Router:
     """Softmax over all experts, and the best of them."""
 
     def __init__(self, kernels: Kernels, params: ParamSlots, name: str, moe: MoeSpec, hidden_size: int) -> None:
+        self._kernels = kernels
         self._linear = Linear(kernels, params.new(f"{name}.weight", moe.num_experts, hidden_size))
         self._moe = moe
 
     def __call__(self, x: Tensor) -> Routes:
         """The routes of `[N, hidden]`."""
-        best = self._linear(x).softmax(-1, dtype=torch.float32).topk(self._moe.top_k, -1)
-        weights = best.values
-        if self._moe.norm_top_k:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return Routes(best.indices, weights)
+        return Routes(*self._kernels.route(self._linear(x), self._moe.top_k, normalise=self._moe.norm_top_k))
 
 
 class Experts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pdserve.model.gpu import elementwise, experts
+from pdserve.model.gpu import elementwise, experts, routes
 from pdserve.model.layers.kernels import FastKernels
 
 
@@ -25,6 +25,10 @@ class TritonKernels(FastKernels):
     def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.add_norm`."""
         return elementwise.add_rms_norm(x, more, weight, eps)
+
+    def route(self, logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        """See `Kernels.route`."""
+        return routes.route(logits, top_k, normalise=normalise)
 
     def experts(self, x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """See `Kernels.experts`; the host does not wait."""

@@ -7,6 +7,8 @@ import torch
 
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.triton_pages import placed
+from pdserve.model.gpu.experts import sort_rows
+from pdserve.model.gpu.routes import MAX_ROWS, order_rows
 from pdserve.model.layers.kernels import FastKernels
 from pdserve.model.layers.norm import RMSNorm
 from pdserve.model.layers.rotary import Rotary
@@ -94,3 +96,32 @@ def test_experts_are_torch_s(tokens: int, top_k: int, num_experts: int, dtype: t
     close(got, expected)
     shape = (tokens, top_k, hidden)
     close(TritonKernels().weighted_sum(got.view(shape), weights), FastKernels().weighted_sum(got.view(shape), weights))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 5, 2), (6, 16, 3), (3, 8, 8), (0, 4, 2)])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_routes_are_torch_s(tokens: int, num_experts: int, top_k: int, normalise: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    logits = torch.stack([torch.randperm(num_experts, generator=generator) for _ in range(tokens)] or [torch.empty(0)])
+    logits = (logits[:tokens].reshape(tokens, num_experts) / 3).to(DEVICE, dtype)
+    got, expected = (one.route(logits, top_k, normalise=normalise) for one in (TritonKernels(), FastKernels()))
+    assert torch.equal(got[0], expected[0])
+    close(got[1], expected[1])
+
+
+@pytest.mark.parametrize(("rows", "num_experts", "tile"), [(1, 3, 16), (7, 5, 2), (130, 6, 16), (300, 128, 64)])
+def test_rows_are_put_in_the_order_of_their_experts(rows: int, num_experts: int, tile: int) -> None:
+    slots = torch.randint(0, num_experts, (rows,), generator=torch.Generator().manual_seed(rows)).to(DEVICE)
+    order, row_ends, tile_ends = order_rows(slots, num_experts, tile)
+    counts = torch.bincount(slots, minlength=num_experts)
+    assert torch.equal(order, slots.argsort(stable=True))
+    assert torch.equal(row_ends, counts.cumsum(0)) and torch.equal(tile_ends, (-(-counts // tile)).cumsum(0))
+
+
+def test_more_rows_than_are_compared_are_sorted() -> None:
+    slots = torch.randint(0, 6, (MAX_ROWS + 1,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    found = sort_rows(slots, 6, 64)
+    counts = torch.bincount(slots, minlength=6)
+    assert torch.equal(found.order, slots.argsort(stable=True)) and torch.equal(found.row_ends, counts.cumsum(0))
+    assert torch.equal(found.tile_ends, (-(-counts // 64)).cumsum(0)) and found.tile_ends[-1] <= found.num_tiles
