@@ -147,6 +147,9 @@ def launches(compiler: Compiler) -> Iterator[str]:
         kernels.add_norm(x, x, x[0], 1e-6)
         kernels.norm(x, x[0], 1e-6)
         kernels.swiglu(*torch.empty(rows, 2 * inner, dtype=torch.bfloat16).chunk(2, -1))
+    compiler.case = "angles, 64 tokens"
+    yield compiler.case
+    kernels.angles(torch.zeros(64, dtype=torch.int64), torch.empty(64), 1.0, torch.bfloat16)
     compiler.case = "top-p, 64 rows"
     yield compiler.case
     least_of_nucleus(torch.empty(64, 151936), torch.empty(64))

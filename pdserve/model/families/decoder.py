@@ -62,7 +62,7 @@ class Decoder:
         parallel: Parallel | None = None,
         placement: Placement | None = None,
     ) -> None:
-        kernels = kernels or FastKernels()
+        self._kernels = kernels = kernels or FastKernels()
         self.spec = spec
         self.dtype = dtype
         self.params = ParamSlots(dtype, device)
@@ -119,7 +119,8 @@ class Decoder:
         else:
             assert hidden is not None, "this stage begins with hidden states"
             x = hidden
-        cos, sin = self.rotary.tables(batch.positions)
+        rotary = self.rotary
+        cos, sin = self._kernels.angles(batch.positions, rotary.inverse, rotary.factor, rotary.dtype)
         rest: Tensor | None = None
         for index, layer in enumerate(self.layers):
             rest = layer(x, rest, cos, sin, attention)

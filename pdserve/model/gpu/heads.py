@@ -1,7 +1,7 @@
 """What stands between the q/k/v product and attention, as one kernel: norms of q and k, rotation, KV into pages.
 
 Called by the attention backends for CUDA. Queries come out rotated; keys and values go straight where attention reads
-them.
+them. The angles of a step's tokens are made once for all layers.
 """
 
 from __future__ import annotations
@@ -47,6 +47,31 @@ def place_heads(
         num_warps=2,
     )  # fmt: skip
     return q
+
+
+def angle_tables(positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As `layers.rotary.angle_tables`, in one launch."""
+    num_tokens, half = len(positions), len(inverse)
+    cos, sin = torch.empty(2, num_tokens, 1, 2 * half, dtype=dtype, device=positions.device)
+    if num_tokens:
+        _angles[(num_tokens,)](positions, inverse, cos, sin, factor, HALF=half, BLOCK=power_of_2(half), num_warps=1)
+    return cos, sin
+
+
+@triton.jit
+def _angles(positions, inverse, cos, sin, factor, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """One token."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < HALF
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(inverse + at, mask=mask, other=0.0)
+    c, s = tl.cos(angle) * factor, tl.sin(angle) * factor
+    line = token * 2 * HALF + at
+    dtype = cos.dtype.element_ty
+    tl.store(cos + line, c.to(dtype), mask=mask)
+    tl.store(cos + line + HALF, c.to(dtype), mask=mask)
+    tl.store(sin + line, (-s).to(dtype), mask=mask)
+    tl.store(sin + line + HALF, s.to(dtype), mask=mask)
 
 
 @triton.jit

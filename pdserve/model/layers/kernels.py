@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.model.layers.rotary import angle_tables
+
 
 class Kernels(Protocol):
     """What depends on how many rows a batch has, unless care is taken."""
@@ -34,6 +36,10 @@ class Kernels(Protocol):
 
     def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`norm` of `x + more`, which replaces `x`: `[N, width]` each."""
+        ...
+
+    def angles(self, positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See `angle_tables`."""
         ...
 
     def route(self, logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -76,6 +82,10 @@ class TorchKernels(abc.ABC):
         """See `Kernels.add_norm`."""
         x += more
         return self.norm(x, weight, eps)
+
+    def angles(self, positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See `Kernels.angles`."""
+        return angle_tables(positions, inverse, factor, dtype)
 
     def route(self, logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
         """See `Kernels.route`."""

@@ -16,13 +16,21 @@ class Rotary:
     def __init__(self, rope: RopeSpec, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.inverse = inverse_frequencies(rope, head_dim).to(device)
         self.factor = rope.attention_factor
-        self._dtype = dtype
+        self.dtype = dtype
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`(cos, sin)`, each `[N, 1, head_dim]`; the first half of sin is negated, so that `rotate` is two products."""
-        angles = positions.to(torch.float32)[:, None, None] * self.inverse
-        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
-        return torch.cat((cos, cos), -1).to(self._dtype), torch.cat((-sin, sin), -1).to(self._dtype)
+        """`angle_tables` of this model, by torch."""
+        return angle_tables(positions, self.inverse, self.factor, self.dtype)
+
+
+def angle_tables(positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`(cos, sin)`, each `[N, 1, head_dim]`; the first half of sin is negated, so that `rotate` is two products.
+
+    `inverse` float32 `[head_dim / 2]` as `inverse_frequencies` gives it; `factor` is on both.
+    """
+    angles = positions.to(torch.float32)[:, None, None] * inverse
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

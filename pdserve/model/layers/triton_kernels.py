@@ -5,9 +5,10 @@ Made by the executor factory where attention is not torch's; called by the layer
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from pdserve.model.gpu import elementwise, experts, routes
+from pdserve.model.gpu import elementwise, experts, heads, routes
 from pdserve.model.layers.kernels import FastKernels
 
 
@@ -25,6 +26,10 @@ class TritonKernels(FastKernels):
     def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.add_norm`."""
         return elementwise.add_rms_norm(x, more, weight, eps)
+
+    def angles(self, positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See `Kernels.angles`."""
+        return heads.angle_tables(positions, inverse, factor, dtype)
 
     def route(self, logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
         """See `Kernels.route`."""

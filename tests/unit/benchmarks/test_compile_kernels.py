@@ -31,5 +31,6 @@ def test_every_kernel_compiles_and_fits(capability: str) -> None:
         "_search",
         "_route",
         "_order",
+        "_angles",
     ):
         assert f"| {kernel} " in done.stdout, f"{kernel} was not launched"

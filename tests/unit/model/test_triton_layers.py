@@ -125,3 +125,15 @@ def test_more_rows_than_are_compared_are_sorted() -> None:
     counts = torch.bincount(slots, minlength=6)
     assert torch.equal(found.order, slots.argsort(stable=True)) and torch.equal(found.row_ends, counts.cumsum(0))
     assert torch.equal(found.tile_ends, (-(-counts // 64)).cumsum(0)) and found.tile_ends[-1] <= found.num_tiles
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 24])
+def test_angles_are_torch_s(dim: int, dtype: torch.dtype) -> None:
+    rotary = Rotary(RopeSpec(theta=1e4), dim, dtype, torch.device(DEVICE))
+    for positions in ([], [0, 1, 5000, 40959]):
+        where = torch.tensor(positions, dtype=torch.int64, device=DEVICE)
+        got = TritonKernels().angles(where, rotary.inverse, 0.75, dtype)
+        expected = FastKernels().angles(where, rotary.inverse, 0.75, dtype)
+        for mine, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-2 if dtype != torch.float32 else 1e-5, rtol=0)
