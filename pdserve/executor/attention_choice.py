@@ -47,9 +47,8 @@ def choose_attention(kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype,
         if device.type != "cuda" or runtime.cannot_run(device) is not None:
             return "torch"
         return "triton" if _no_flashinfer(spec, dtype, device) is not None else "flashinfer"
-    reason = runtime.cannot_run(device)
-    if reason is None and asked == "flashinfer":
-        reason = _no_flashinfer(spec, dtype, device)
+    reason = _no_flashinfer(spec, dtype, device) if asked == "flashinfer" else None
+    reason = reason or runtime.cannot_run(device)
     if reason is not None:
         raise _refusal(asked, reason)
     return asked

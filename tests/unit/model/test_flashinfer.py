@@ -19,8 +19,9 @@ from pdserve.model.attention.torch_sdpa import TorchAttention
 from pdserve.model.forward_batch import ForwardBatch, HostRows
 from pdserve.model.layers.rotary import Rotary
 from pdserve.model.rope import RopeSpec
-from tests.unit.model.triton_kit import attended
+from tests.unit.model.triton_kit import DEVICE, attended
 
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the stand-in computes on the host")
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4
 CPU = torch.device("cpu")
 
