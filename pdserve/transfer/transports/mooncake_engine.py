@@ -56,9 +56,7 @@ class Engine:
 
         def ask() -> None:
             code = int(native.send_probe(session))
-            if code == 0:
-                native.get_first_buffer_address(session)
-            answers.put(code)
+            answers.put(code if code != 0 or open_session(native, session) else -1)
 
         threading.Thread(target=ask, name="mooncake-probe", daemon=True).start()
         try:
@@ -90,3 +88,13 @@ class Engine:
     def destroy(self) -> None:
         """Close all connections and end all threads: no byte moves after this. Takes up to a second."""
         self._native = None
+
+
+def open_session(native: Any, session: str) -> bool:
+    """Have an engine fetch where a peer's regions and its data port are; False when the peer does not tell.
+
+    An empty batch does that and lets go of the interpreter's lock. The call that asks for an address keeps it: with a
+    peer that was stopped between two answers, all threads of this process would stand still for a minute.
+    """
+    batch = int(native.batch_transfer_async_write(session, [], [], []))
+    return batch != 0 and int(native.get_batch_transfer_status([batch])) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transports.link import Window
-from pdserve.transfer.transports.mooncake import TCP_TIMEOUTS, session_of, set_environment
+from pdserve.transfer.transports.mooncake import TCP_TIMEOUTS, MooncakeTransport, session_of, set_environment
+from pdserve.transfer.transports.mooncake_engine import open_session
 from pdserve.transfer.transports.nics import choose_protocol
 
 ENGINE_VARIABLES = (
@@ -104,3 +106,34 @@ def test_a_window_never_hands_out_more_permits_than_it_has() -> None:
         thread.join(timeout=30)
         assert not thread.is_alive()
     assert 0 < most <= 10
+
+
+def test_a_peer_that_never_answers_holds_up_its_own_thread_only() -> None:
+    """The engine's call must let go of the interpreter's lock: who else would close the connection it waits on?"""
+    transport = MooncakeTransport.open("127.0.0.1", None)
+    answers: list[bool] = []
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            silent.settimeout(90.0)
+            session = f"127.0.0.1:{silent.getsockname()[1]}"
+            native = transport._receiver._native
+            asking = threading.Thread(target=lambda: answers.append(open_session(native, session)))
+            asking.start()
+            connection, _ = silent.accept()
+            with connection:
+                assert not _has_ended(connection), "it gave up before we could do anything"
+            asking.join(timeout=90.0)
+        assert answers == [False]
+    finally:
+        transport.close()
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Whether the other side has closed; what it sent before does not matter."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    return True
