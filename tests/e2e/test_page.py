@@ -140,7 +140,18 @@ def test_a_chat_streams_and_leaves_an_edge_and_a_bar(page: webdriver.Chrome, pai
     assert str(parts[0].get_attribute("title")).startswith("prefill: ")
 
 
+GOES_ON = """
+const send = window.fetch;
+window.fetch = (url, options) => {
+    if (!options || !options.body) return send(url, options);
+    return send(url, {...options, body: JSON.stringify({...JSON.parse(options.body), ignore_eos: true})});
+};
+"""
+"""A random model ends its answers at random, too."""
+
+
 def test_an_answer_can_be_stopped_and_the_chat_goes_on(page: webdriver.Chrome, pair: Pair) -> None:
+    page.execute_script(GOES_ON)
     answer = say(page, "on and on", 3000)
     until(lambda: "tokens" in answer.text, WAIT_S, "it has begun")
     page.find_element(By.CSS_SELECTOR, "pd-chat .danger").click()
