@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from pdserve.transfer.transports.nixl_engine import is_installed
-from tests.e2e.harness import Pair, Server, assert_idle, assert_refused, running, running_monolith, running_pair
+from tests.e2e.harness import Pair, Server, assert_idle, assert_refused, running, running_monolith, running_pair, until
 from tests.e2e.test_parity import ask, make_prompts, reference
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import Family
@@ -207,8 +207,14 @@ def test_experts_that_move_while_requests_run(tiny_checkpoint: Callable[[Family]
     flags = "--tp-size 2 --ep-size 2 --ep-num-redundant-experts 2 --enable-eplb --eplb-rebalance-num-iterations 3"
     decode = (*flags.split(), "--no-disable-overlap-schedule")
     with running_pair(str(model), *COMMON, decode_flags=decode) as pair:
-        for prompt, answer in zip(prompts * 2, ask(pair.router.url, prompts * 2), strict=True):
-            assert answer["output_ids"] == expected[prompts.index(prompt)], f"{len(prompt)} tokens"
-        facts = pair.decode.state()["internal_states"][0]["facts"]
-        assert facts["expert_rebalances"] > 1 and facts["experts_moved"] > 0 and 0 < facts["expert_balancedness"] <= 1
+
+        def have_moved() -> bool:
+            """A thread plans while steps go on, so how many requests it takes is the machine's to say."""
+            for prompt, answer in zip(prompts * 2, ask(pair.router.url, prompts * 2), strict=True):
+                assert answer["output_ids"] == expected[prompts.index(prompt)], f"{len(prompt)} tokens"
+            facts = pair.decode.state()["internal_states"][0]["facts"]
+            assert 0 < facts["expert_balancedness"] <= 1
+            return facts["expert_rebalances"] > 1 and facts["experts_moved"] > 0
+
+        until(have_moved, 60.0, "experts have moved twice")
         assert_idle(pair.prefill, pair.decode)
