@@ -3,8 +3,8 @@
 Starts the servers on free loopback ports with a shared random secret, divides the cores among them (a model step that
 shares all cores with another one costs several times its share), waits for each, starts the router before them, and
 prints one line per part and how to point a client at it. Ctrl-C or SIGTERM ends everything: router, decode, prefill.
-A part that dies ends everything too, unless `--keep-going`. Flags that it does not know go to the servers, those
-that concern one role (`--disaggregation-decode-enable-radix-cache`) to its servers only.
+A part that dies ends everything too, unless `--keep-going`. Flags that it does not know go to the servers, those that
+concern one role (`--disaggregation-decode-enable-radix-cache`) to its servers only, and those of traces to the router.
 
     main thread:  spawn servers -> wait ready -> spawn router -> wait ready -> wait for an event -> end all in order
     other threads: read output, watch for deaths; they only put events on the queue
@@ -29,7 +29,7 @@ from typing import IO, get_args
 
 from pdserve.base.process import Child, ChildError, Ready, end_all
 from pdserve.config.local_access import LocalAccess, access_of, add_access
-from pdserve.config.role_flags import Role, flags_for
+from pdserve.config.role_flags import Role, flags_for, flags_for_router
 from pdserve.errors import ConfigError
 from pdserve.router.config import POLICY_HELP, PolicyName
 
@@ -47,7 +47,7 @@ ROUTER_COMMAND = (sys.executable, "-m", "pdserve.launch_router")
 class LocalConfig:
     """What to start; `server_flags` are handed on to the servers, those of one role to its servers only.
 
-    `prefill_flags` and `decode_flags` are for flags that both have and that shall differ.
+    `prefill_flags` and `decode_flags` are for flags that both have and that shall differ, `router_flags` the router's.
     """
 
     model_path: str
@@ -64,6 +64,7 @@ class LocalConfig:
     server_flags: tuple[str, ...] = ()
     prefill_flags: tuple[str, ...] = ()
     decode_flags: tuple[str, ...] = ()
+    router_flags: tuple[str, ...] = ()
     access: LocalAccess = LocalAccess()
 
     def __post_init__(self) -> None:
@@ -101,7 +102,7 @@ def router_argv(config: LocalConfig, prefills: Sequence[Ready], decodes: Sequenc
         argv += ["--prefill", ready.url, "none" if ready.bootstrap_port is None else str(ready.bootstrap_port)]
     for ready in decodes:
         argv += ["--decode", ready.url]
-    return argv
+    return [*argv, *flags_for_router(config.server_flags), *config.router_flags]
 
 
 def child_env(config: LocalConfig, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -222,9 +223,9 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--policy", choices=get_args(PolicyName), help=f"{POLICY_HELP}; the last where decode caches, else least_loaded"
     )
-    for role in ("prefill", "decode"):
-        text = f"more flags of the {role} servers in one argument, such as '--tp-size 2'"
-        add(f"--{role}-flags", type=shlex.split, default=[], metavar="FLAGS", help=text)
+    for name, such in (("prefill", "--tp-size 2"), ("decode", "--tp-size 2"), ("router", "--queue-size 9")):
+        text = f"flags of {name} alone, in one argument, such as '{such}'"
+        add(f"--{name}-flags", type=shlex.split, default=[], metavar="FLAGS", help=text)
     add("--cpu-threads", type=int, help="CPU threads per server; an equal share of the cores when absent")
     add("--log-dir", type=Path, help="one file per part instead of the terminal")
     add("--keep-going", action="store_true", help="go on without a part that died; nothing is started again")
@@ -252,6 +253,7 @@ def config_from(argv: Sequence[str] | None) -> LocalConfig:
         server_flags=tuple(rest),
         prefill_flags=tuple(args.prefill_flags),
         decode_flags=tuple(args.decode_flags),
+        router_flags=tuple(args.router_flags),
         access=access_of(args),
     )
 

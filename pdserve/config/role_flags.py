@@ -1,6 +1,7 @@
 """Flags that concern one role only: who starts several roles with one command line deals them out. `launch_local` does.
 
-A server refuses such a flag in another mode, so that nobody believes it does something there.
+A server refuses such a flag in another mode, so that nobody believes it does something there. Some flags of servers
+concern the router before them as well: a trace without it falls into one for each server.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ PREFILL_FIELDS = frozenset(
 DECODE_FIELDS = frozenset({"num_reserved_decode_tokens"})
 DECODE_PREFIX = "disaggregation_decode_"
 """Every other field that begins so is decode's."""
+ROUTER_FIELDS = frozenset({"enable_trace", "otlp_traces_endpoint", "max_request_bytes", "log_level"})
+"""Flags that routers have, too, under the same name and with the same meaning."""
 
 
 def role_of(field: str) -> Role | None:
@@ -36,6 +39,12 @@ def role_of(field: str) -> Role | None:
 def flags_for(role: Role, argv: Sequence[str]) -> list[str]:
     """`argv` without the other role's flags and their values. What is no flag is kept, so that the server says so."""
     return [word for field, words in _split(argv) for word in words if field is None or role_of(field) in (None, role)]
+
+
+def flags_for_router(argv: Sequence[str]) -> list[str]:
+    """Those of `argv`, flags of servers, that a router in front of them takes as well."""
+    found = [words for field, words in _split(argv) if field in ROUTER_FIELDS]
+    return [word for words in found if not words[0].startswith("--no-") for word in words]
 
 
 def _split(argv: Sequence[str]) -> Iterator[tuple[str | None, Sequence[str]]]:

@@ -15,9 +15,11 @@ import pytest
 
 from pdserve.config.cli import flags, parse_server_args
 from pdserve.config.resolve import Machine, fill_in
-from pdserve.config.role_flags import Role, flags_for, role_of
+from pdserve.config.role_flags import ROUTER_FIELDS, Role, flags_for, role_of
 from pdserve.errors import ConfigError
-from pdserve.launch_local import LocalConfig, child_env, config_from, server_argv
+from pdserve.launch_local import LocalConfig, child_env, config_from, router_argv, server_argv
+from pdserve.router.flags import config_from as routers_config
+from pdserve.router.flags import make_parser as router_parser
 
 EXIT_S = 20.0
 FAKE_PART = """
@@ -166,6 +168,27 @@ def test_clients_see_the_routers_certificate_and_servers_have_it_where_authoriti
     with pytest.raises(ConfigError, match="need each other"):
         config_from(["--ssl-keyfile", "k"])
     assert "k1" not in repr(config_from(["--api-key", "k1"]))
+
+
+def test_the_router_gets_its_own_flags_and_those_of_servers_that_are_its_as_well() -> None:
+    where = ["--otlp-traces-endpoint", "collector:4318"]
+    given = ["--enable-trace", *where, "--max-request-bytes=9000", "--page-size", "4"]
+    config = config_from([*given, "--router-flags", "--queue-size 7 --policy random"])
+    argv = router_argv(config, [], [])
+    router = routers_config(router_parser().parse_args(argv))
+    assert router.otlp_traces_endpoint == "collector:4318"
+    assert (router.max_request_bytes, router.limits.queue_size, router.policies.policy) == (9000, 7, "random")
+    for role in ROLES:
+        observe = parse_server_args(server_argv(config, role)).observe
+        assert (observe.enable_trace, observe.otlp_traces_endpoint) == (True, "collector:4318")
+    assert "--enable-trace" not in router_argv(config_from(["--no-enable-trace"]), [], [])
+
+
+@pytest.mark.parametrize("field", sorted(ROUTER_FIELDS))
+def test_what_the_router_takes_of_the_servers_flags_both_have(field: str) -> None:
+    name = "--" + field.replace("_", "-")
+    assert any(flag.field == field and name in flag.names for flag in flags())
+    assert name in router_parser().format_help()
 
 
 @pytest.mark.parametrize(
