@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from pdserve.base.heap import give_back_freed
 from pdserve.base.hf_tokenizer import read_tokenizer_json
 from pdserve.base.parallel import Place, WidePlace, layers_of
+from pdserve.base.startup_times import PACK, POOLS, WARM_UP, WEIGHTS, StartupTimes
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError, GrammarError
 from pdserve.executor.attention_choice import Choice, choose_attention, make_attention, make_kernels
@@ -33,7 +35,7 @@ from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.config import ModelSpec
 from pdserve.model.dtypes import torch_dtype
 from pdserve.model.families.decoder import Decoder, kv_layout
-from pdserve.model.loader import load_model, read_spec, resolve_dtype
+from pdserve.model.loader import empty_model, fill_model, read_spec, resolve_dtype
 from pdserve.model.native.attention import AttentionInProgram
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.parallel import Parallel, SingleRank, is_sampler
@@ -95,17 +97,20 @@ def build_executor(
     max_rows: int,
     parallel: Parallel | None = None,
     agree_num_pages: Callable[[int], int] | None = None,
+    startup: StartupTimes | None = None,
 ) -> Built:
     """Load this rank's part of the model and allocate its KV pool for `max_rows` requests at once.
 
     `parallel` is what `join_replica` gave; without it the model is not split. `agree_num_pages` is called once,
     with the pages that this rank could hold, before they are allocated; it returns the pages that all ranks shall have.
+    `startup` learns how long each part took.
 
     Raises:
         ConfigError: a flag does not fit the model or the machine.
         ModelError: the checkpoint cannot be found, read or run.
     """
     parallel = parallel or SingleRank()
+    startup = startup or StartupTimes()
     place = parallel.place
     page_tokens = config.memory.page_size
     if not 1 <= page_tokens <= MAX_PAGE_TOKENS:
@@ -122,12 +127,14 @@ def build_executor(
     if config.kernels.enable_deterministic_inference:
         _keep_bits(device)
     level = choose_level(config.kernels, config.model, spec, torch_dtype(dtype), device)
-    loaded = load_model(
-        path, spec, dtype, device, load_format=load_format, seed=config.model.random_seed,
-        kernels=make_kernels(choice), parallel=parallel,
-        placement=_placement(config.parallel, spec, parallel, device),
-    )  # fmt: skip
-    model = loaded if level is None else make_native(loaded, config.model, level)
+    with startup.part(WEIGHTS):
+        placement = _placement(config.parallel, spec, parallel, device)
+        decoder = empty_model(spec, dtype, device, kernels=make_kernels(choice), parallel=parallel, placement=placement)
+        model: Decoder | NativeDecoder = decoder
+        if level is not None:  # takes the weights over while they are loaded
+            model = make_native(decoder, config.model, level, lambda: startup.part(PACK))
+        fill_model(decoder, path, load_format=load_format, seed=config.model.random_seed)
+        give_back_freed()
     layout = kv_layout(spec, page_tokens, dtype)
     held = layout.of_rank(place)
     num_tokens = pool_tokens(
@@ -138,7 +145,8 @@ def build_executor(
     if agree_num_pages is not None:
         num_pages = agree_num_pages(num_pages)
         assert 0 < num_pages <= num_tokens // page_tokens, "agreed on more pages than this rank can hold"
-    pools = tuple(KVPool(group, num_pages, device) for group in held.groups)
+    with startup.part(POOLS):
+        pools = tuple(KVPool(group, num_pages, device) for group in held.groups)
     table = PageTable(max_rows, pages_for(context_length, page_tokens))
     asked = config.kernels.attention_backend != "auto"
     if level is None:
@@ -149,7 +157,8 @@ def build_executor(
         model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap,
         grammars=_grammars(config, path, spec, place),
     )  # fmt: skip
-    _make_ready(executor, config, max_rows)
+    with startup.part(WARM_UP):
+        _make_ready(executor, config, max_rows)
     _LOG.info(
         "%s in %s on %s: %d MB of weights, KV pool of %d tokens in %d pages (%d MB)",
         spec.architectures[0], dtype, device, model.params.num_bytes >> 20,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -49,10 +51,12 @@ def choose_level(
     return None
 
 
-def make_native(model: Decoder, config: ModelConfig, level: str) -> NativeDecoder:
-    """`model`, taken over by the kernels with as many threads as torch has."""
+def make_native(
+    model: Decoder, config: ModelConfig, level: str, packing: Callable[[], AbstractContextManager[object]]
+) -> NativeDecoder:
+    """`model`, taken over by the kernels with as many threads as torch has. `packing` surrounds what packs weights."""
     count = torch.get_num_threads()
-    native = NativeDecoder(model, Threads(count), level, "bf16" if config.quantization is None else "int8")
+    native = NativeDecoder(model, Threads(count), level, "bf16" if config.quantization is None else "int8", packing)
     _LOG.info("the model is computed by native kernels: %s, %d threads", level, count)
     if config.quantization is not None and model.mixtures:
         _LOG.warning("quantization %s: experts stay in bfloat16", config.quantization)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 
+from pdserve.base.host_memory import available_bytes
 from pdserve.config.groups import MemoryConfig
 from pdserve.errors import ConfigError
 from pdserve.memory.layout import KVLayout
@@ -57,7 +57,7 @@ def _available_bytes(fraction: float | None, device: torch.device, num_sharing: 
     if fraction is not None and not 0.0 < fraction < 1.0:
         raise ConfigError(f"mem_fraction_static must be in (0, 1), got {fraction}", field="mem_fraction_static")
     if device.type == "cpu":
-        available = psutil.virtual_memory().available
+        available = available_bytes()
         taken = int(available * fraction) if fraction else min(CPU_CAP_BYTES, int(available * CPU_FRACTION))
         return taken // num_sharing
     free, total = torch.cuda.mem_get_info(device)

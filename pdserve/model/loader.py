@@ -1,12 +1,15 @@
 """From a resolved model path to a model with weights: HF safetensors, a gguf file, or random values.
 
 Called by the executor factory. Files are mapped, not read: what a rank holds of each tensor goes straight to its place
-in the target dtype.
+in the target dtype, or on to whoever packs it (`ParamSlots.when_given`). A file is mapped anew after `WINDOW_BYTES` of
+it, so that no more than that of its pages counts as ours beside the weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +29,10 @@ from pdserve.model.params import Source
 from pdserve.model.placement import Placement
 
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_ITEM_BYTES = 4
+"""The most that an item of a supported tensor has."""
+WINDOW_BYTES = 64 << 20
+"""How much of a checkpoint's file may lie in memory beside the weights made of it; a larger tensor may on its own."""
 
 
 def read_spec(path: Path) -> ModelSpec:
@@ -68,15 +75,34 @@ def load_model(
         ConfigError: `kernels` cannot do what they promise on this device.
         ModelError: a file or a tensor is missing, damaged, of another shape, or not one of this architecture.
     """
+    model = empty_model(spec, dtype, device, kernels=kernels, parallel=parallel, placement=placement)
+    fill_model(model, path, load_format=load_format, seed=seed)
+    return model
+
+
+def empty_model(
+    spec: ModelSpec,
+    dtype: str,
+    device: torch.device,
+    *,
+    kernels: Kernels | None = None,
+    parallel: Parallel | None = None,
+    placement: Placement | None = None,
+) -> Decoder:
+    """The model of `spec` before it has weights; on CPU they take no memory yet. See `Decoder`. Raises ConfigError."""
     with torch.inference_mode():
-        model = Decoder(spec, torch_dtype(dtype), device, kernels, parallel, placement)
+        return Decoder(spec, torch_dtype(dtype), device, kernels, parallel, placement)
+
+
+def fill_model(model: Decoder, path: Path, *, load_format: Literal["auto", "dummy"], seed: int) -> None:
+    """Give `model` the weights at `path`, or random ones. Raises ModelError, as `load_model`."""
+    with torch.inference_mode():
         if load_format == "dummy":
             model.params.fill_random(seed)
-            return model
-        for name, source in _gguf(path, spec) if path.suffix == ".gguf" else _safetensors(path):
+            return
+        for name, source in _gguf(path, model.spec) if path.suffix == ".gguf" else _safetensors(path):
             model.params.fill(name, source)
         model.params.check_filled(str(path))
-    return model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +117,11 @@ class _MappedSource:
         file: Any = self.file  # its methods have no annotations
         return tuple(file.get_slice(self.name).get_shape())
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of it in the file, or more."""
+        return math.prod(self.shape) * _ITEM_BYTES
+
     def read(self, part: tuple[slice, ...] | None) -> Tensor:
         file: Any = self.file
         tensor: Tensor = file.get_tensor(self.name) if part is None else file.get_slice(self.name)[part]
@@ -101,8 +132,17 @@ def _safetensors(directory: Path) -> Iterator[tuple[str, Source]]:
     """All tensors of a directory, by name; to be read before the next one is asked for."""
     for path in _weight_files(directory):
         with _open(path) as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
-                yield name, _MappedSource(file, name)
+            names = list(file.keys())
+        left = iter(names)
+        for first in left:
+            with _open(path) as file:
+                mapped = 0
+                for name in itertools.chain((first,), left):
+                    source = _MappedSource(file, name)
+                    yield name, source
+                    mapped += source.num_bytes
+                    if mapped >= WINDOW_BYTES:
+                        break
 
 
 def _gguf(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Source]]:

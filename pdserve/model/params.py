@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -68,8 +68,19 @@ class Param:
         return tuple(whole)
 
 
+@dataclasses.dataclass
+class _Waiting:
+    """What shall be done once the parameters `missing` have been given."""
+
+    missing: set[str]
+    action: Callable[[], None]
+
+
 class ParamSlots:
-    """Destination tensors by checkpoint name; several names may be rows of one stacked tensor."""
+    """Destination tensors by checkpoint name; several names may be rows of one stacked tensor.
+
+    On CPU a tensor takes memory when it is given, and no more once it has been repacked (`when_given`, `give_away`).
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -79,6 +90,7 @@ class ParamSlots:
         self._ignored: set[str] = set()
         self._ignored_prefixes: tuple[str, ...] = ()
         self._filled: set[str] = set()
+        self._waiting: list[_Waiting] = []
         self._samples: WeightSamples = {}
         self._repacked_bytes = 0
 
@@ -122,13 +134,25 @@ class ParamSlots:
         if slot is None:
             if self._is_ignored(name):
                 return
+            if name in self._filled:
+                raise ModelError(f"the checkpoint has the tensor {name} twice")
             raise ModelError(f"the checkpoint has a tensor {name} that this architecture does not use")
         param = self._params[name]
         if source.shape != param.shape:
             raise ModelError(f"tensor {name} is {list(source.shape)}, expected {list(param.shape)}")
         if slot.numel():
             slot.copy_(source.read(param.part))
-        self._filled.add(name)
+        self._given(name)
+
+    def when_given(self, wholes: Iterable[Tensor], action: Callable[[], None]) -> None:
+        """Do `action` once all parameters of `wholes`, which `stacked` gave, have their values; now where they have."""
+        names = {name for whole in wholes for name in self._names_in(whole)}
+        assert names, "there are parameters in them"
+        waiting = _Waiting(names - self._filled, action)
+        if waiting.missing:
+            self._waiting.append(waiting)
+        else:
+            action()
 
     def check_filled(self, where: str) -> None:
         """Raise ModelError when a parameter has not been given."""
@@ -142,8 +166,8 @@ class ParamSlots:
         The whole tensor is made of the seed, so that a rank holds a part of the very model that is not split.
         """
         generator = torch.Generator(self._device)
-        for name, slot in self._slots.items():
-            self._filled.add(name)
+        for name in list(self._slots):
+            slot = self._slots[name]
             if name.endswith("norm.weight"):
                 slot.fill_(1.0)
             elif slot.numel():
@@ -153,6 +177,7 @@ class ParamSlots:
                 whole = torch.empty(param.shape, dtype=self._dtype, device=self._device)
                 whole.normal_(0.0, 0.02, generator=generator)
                 slot.copy_(whole if param.part is None else whole[param.part])
+            self._given(name)
 
     def samples(self) -> WeightSamples:
         """Some values of every parameter; all ranks' together say which weights were loaded, however they are split."""
@@ -164,16 +189,32 @@ class ParamSlots:
 
         Their samples are kept.
         """
-        memory = whole.untyped_storage().data_ptr()
-        names = [name for name, slot in self._slots.items() if slot.untyped_storage().data_ptr() == memory]
-        for name in names:
+        for name in self._names_in(whole):
             self._samples[name] = _samples(self._params[name], self._slots.pop(name))
+        self._repacked_bytes += num_bytes
+
+    def add_bytes(self, num_bytes: int) -> None:
+        """So many are taken by a copy of parameters in another form, beside them."""
         self._repacked_bytes += num_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parameters, as far as they are held."""
+        """Bytes of all parameters, as far as they are held, in whatever form."""
         return self._repacked_bytes + sum(slot.numel() * slot.element_size() for slot in self._slots.values())
+
+    def _names_in(self, whole: Tensor) -> list[str]:
+        """The parameters that have their place in `whole`."""
+        memory = whole.untyped_storage().data_ptr()
+        return [name for name, slot in self._slots.items() if slot.untyped_storage().data_ptr() == memory]
+
+    def _given(self, name: str) -> None:
+        """A parameter has its values."""
+        self._filled.add(name)
+        for waiting in [waiting for waiting in self._waiting if name in waiting.missing]:
+            waiting.missing.remove(name)
+            if not waiting.missing:
+                self._waiting.remove(waiting)
+                waiting.action()
 
     def _is_ignored(self, name: str) -> bool:
         unused = name in self._ignored or name.endswith("rotary_emb.inv_freq")

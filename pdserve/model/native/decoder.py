@@ -1,8 +1,8 @@
 """A decoder computed by a program of the CPU kernels: one call a step, without Python between its operations.
 
-Made by the executor factory of a `Decoder` that has its weights, which are packed and then let go of; `bind` puts the
-program together over the KV pool. What other ranks must take part in, and mixtures of experts, are *stops*: the
-program runs up to there, Python does its part on the program's buffers, and the program goes on.
+Made by the executor factory of a `Decoder`, best before it has its weights: each layer's are packed when they come, and
+then let go of; `bind` puts the program together over the KV pool. What other ranks must take part in, and mixtures of
+experts, are *stops*: the program runs up to there, Python does its part on the program's buffers, and it goes on.
 
     x = embedding                             float32, [tokens, hidden]
     each layer: qkv = norm(x) W   place: heads into q and pages   mixed = attention   x += mixed W   [stop: all_reduce]
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -28,7 +29,7 @@ from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.layers.linear import Linear
 from pdserve.model.layers.mlp import DenseMLP
 from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Program, Threads
-from pdserve.model.native.weights import Arena, Format, Packed, pack, pack_gated
+from pdserve.model.native.weights import Arena, Format, Packed, open_packed
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots
 
@@ -65,18 +66,27 @@ def cannot_run(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str
 
 
 class NativeDecoder:
-    """Implements `Model`. `model` is taken over: nothing else may call it after. `bind` comes before `forward`."""
+    """Implements `Model`. `model` is taken over: nothing else may call it after. `bind` comes before `forward`, and
+    behind all weights. `packing` surrounds the packing of each layer.
+    """
 
-    def __init__(self, model: Decoder, threads: Threads, level: str, format: Format) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        threads: Threads,
+        level: str,
+        format: Format,
+        packing: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._model, self._threads, self._level = model, threads, level
         self._stops: list[Stop] = []
         self._marks: list[int] = []
-        arena = Arena()
-        self._layers = [_pack_layer(arena, format, layer, model.params) for layer in model.layers]
+        packer = _Packer(Arena(), format, model.params, packing)
+        self._layers = [packer.layer(layer) for layer in model.layers]
         self._head: Packed | None = None
         if model.head is not None:
             keeps = model.embedding is not None and model.embedding.weight is model.head.weight
-            self._head = _pack_linear(arena, format, model.head, None if keeps else model.params)
+            self._head = packer.linear(model.head, keeps=keeps)
 
     @property
     def spec(self) -> ModelSpec:
@@ -241,23 +251,37 @@ def _mark(on_layer: Callable[[int], None], layer: int, num_tokens: int) -> None:
     on_layer(layer)
 
 
-def _pack_layer(arena: Arena, format: Format, layer: DecoderLayer, params: ParamSlots) -> PackedLayer:
-    """One layer's weights, taken over. Torch keeps experts, and what all replicas share."""
-    qkv, out = (_pack_linear(arena, format, linear, params) for linear in (layer.qkv, layer.out))
-    mlp = layer.mlp
-    if not isinstance(mlp, DenseMLP) or mlp.wide.spans_replicas:
-        return PackedLayer(qkv, out, None, None)
-    gate_up = _pack_linear(arena, format, mlp.gate_up, params, gated=True)
-    return PackedLayer(qkv, out, gate_up, _pack_linear(arena, format, mlp.down, params))
+@dataclasses.dataclass(frozen=True)
+class _Packer:
+    """Makes packed layers that get their weights when `params` have them."""
 
+    arena: Arena
+    format: Format
+    params: ParamSlots
+    packing: Callable[[], AbstractContextManager[object]]
 
-def _pack_linear(
-    arena: Arena, format: Format, linear: Linear, params: ParamSlots | None, *, gated: bool = False
-) -> Packed:
-    """Packed; the original is let go of unless `params` is None, where it is needed elsewhere, too."""
-    before = arena.num_bytes
-    packed = (pack_gated if gated else pack)(arena, format, linear.weight, linear.bias)
-    if params is not None:
-        params.give_away(linear.weight, arena.num_bytes - before)
-        linear.give_away()
-    return packed
+    def layer(self, layer: DecoderLayer) -> PackedLayer:
+        """One layer's weights, taken over. Torch keeps experts, and what all replicas share."""
+        qkv, out = self.linear(layer.qkv), self.linear(layer.out)
+        mlp = layer.mlp
+        if not isinstance(mlp, DenseMLP) or mlp.wide.spans_replicas:
+            return PackedLayer(qkv, out, None, None)
+        return PackedLayer(qkv, out, self.linear(mlp.gate_up, num_parts=2), self.linear(mlp.down))
+
+    def linear(self, linear: Linear, *, num_parts: int = 1, keeps: bool = False) -> Packed:
+        """Packed; the original is let go of, unless it is needed elsewhere, too."""
+        num_out, num_in = linear.weight.shape
+        has_bias = linear.bias is not None
+        packed = open_packed(self.arena, self.format, num_out, num_in, has_bias=has_bias, num_parts=num_parts)
+
+        def take() -> None:
+            with self.packing():
+                packed.put(linear.weight, linear.bias)
+                if keeps:
+                    self.params.add_bytes(packed.num_bytes)
+                else:
+                    self.params.give_away(linear.weight, packed.num_bytes)
+                    linear.give_away()
+
+        self.params.when_given([linear.weight] if linear.bias is None else [linear.weight, linear.bias], take)
+        return packed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from pdserve.model.native import library
 from pdserve.model.native.attention import AttentionInProgram
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.parallel import SingleRank
+from pdserve.model.params import ParamSlots
 from pdserve.protocol.logprobs import Logprobs
 from tests.driver import Driver, build, random_prompt
 from tests.reference import load_reference, reference_logits
@@ -148,6 +149,29 @@ def test_weights_are_packed_and_let_go_of_but_known(tiny_checkpoint: Callable[[F
     model = native._model
     assert isinstance(model, NativeDecoder)
     assert all(layer.qkv.weight.numel() == 0 for layer in model._model.layers)
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_layer_is_packed_as_soon_as_it_is_read(
+    quantization: Literal["int8"] | None, tiny_checkpoint: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a model is never in memory twice: of the originals no more than one layer's are there at a time."""
+    plain = build(tiny_checkpoint("llama"), dtype="bfloat16", cpu_kernels="torch").executor.weight_bytes
+    unpacked, given = [], ParamSlots._given
+
+    def watched(slots: ParamSlots, name: str) -> None:
+        given(slots, name)
+        left = (slots._slots[name] for name in slots._filled & slots._slots.keys())
+        unpacked.append(sum(slot.numel() * slot.element_size() for slot in left))
+
+    monkeypatch.setattr(ParamSlots, "_given", watched)
+    built = build(tiny_checkpoint("llama"), dtype="bfloat16", quantization=quantization)
+    model = built.executor._model
+    assert isinstance(model, NativeDecoder) and model._model.embedding is not None
+    embedding = model._model.embedding.weight
+    assert max(unpacked) < plain / 2 + embedding.numel() * embedding.element_size()
+    assert unpacked[-1] < plain / 4 + embedding.numel() * embedding.element_size()
 
 
 @pytest.mark.parametrize(

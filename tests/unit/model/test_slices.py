@@ -162,6 +162,20 @@ def test_a_rank_with_whole_experts_reads_no_others(tmp_path: Path, monkeypatch: 
 def test_only_its_share_of_a_mapped_file_comes_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows, that is: where columns are split, a mapped page has something of every rank."""
     path = make_tiny("llama", tmp_path, vocab_size=60_000)
+    size = (path / "model.safetensors").stat().st_size
+    assert _most_resident(path, ParallelShape(), monkeypatch) > 0.95 * size
+    assert _most_resident(path, ParallelShape(tp_size=4), monkeypatch) < 0.4 * size
+
+
+def test_a_mapped_file_comes_into_memory_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_tiny("llama", tmp_path, vocab_size=60_000)
+    size = (path / "model.safetensors").stat().st_size
+    monkeypatch.setattr(loader, "WINDOW_BYTES", size // 8)
+    assert 0 < _most_resident(path, ParallelShape(), monkeypatch) < 0.6 * size  # one of two tensors that are half of it
+
+
+def _most_resident(path: Path, shape: ParallelShape, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most of the mapped file that is in memory while the last rank loads."""
     resident = []
 
     class Watched(RecordedFile):
@@ -169,16 +183,12 @@ def test_only_its_share_of_a_mapped_file_comes_into_memory(tmp_path: Path, monke
             resident.append(_resident_bytes(path / "model.safetensors"))
             super().__exit__(*error)
 
-    for shape in (ParallelShape(), ParallelShape(tp_size=4)):
-        monkeypatch.setattr(
-            loader,
-            "safe_open",
-            lambda file, framework: Watched(safe_open(file, framework=framework), collections.Counter()),
-        )
-        _load(path, shape.place(shape.num_ranks - 1))
-    size = (path / "model.safetensors").stat().st_size
-    assert resident[0] > 0.95 * size
-    assert resident[1] < 0.4 * size
+    def open_watched(file: Path, framework: str) -> Watched:
+        return Watched(safe_open(file, framework=framework), collections.Counter())
+
+    monkeypatch.setattr(loader, "safe_open", open_watched)
+    _load(path, shape.place(shape.num_ranks - 1))
+    return max(resident)
 
 
 def _resident_bytes(path: Path) -> int:
