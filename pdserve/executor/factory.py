@@ -97,13 +97,14 @@ def build_executor(
     max_rows: int,
     parallel: Parallel | None = None,
     agree_num_pages: Callable[[int], int] | None = None,
+    tells: bool = True,
     startup: StartupTimes | None = None,
 ) -> Built:
     """Load this rank's part of the model and allocate its KV pool for `max_rows` requests at once.
 
     `parallel` is what `join_replica` gave; without it the model is not split. `agree_num_pages` is called once,
     with the pages that this rank could hold, before they are allocated; it returns the pages that all ranks shall have.
-    `startup` learns how long each part took.
+    `tells` as for `LocalExecutor`. `startup` learns how long each part took.
 
     Raises:
         ConfigError: a flag does not fit the model or the machine.
@@ -155,7 +156,7 @@ def build_executor(
     overlap = config.schedule.disable_overlap_schedule is False
     executor = LocalExecutor(
         model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap,
-        grammars=_grammars(config, path, spec, place),
+        grammars=_grammars(config, path, spec, place), tells=tells,
     )  # fmt: skip
     with startup.part(WARM_UP):
         _make_ready(executor, config, max_rows)

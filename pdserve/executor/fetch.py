@@ -9,8 +9,31 @@ from torch import Tensor
 
 from pdserve.executor.prompt_logprobs import Scores
 from pdserve.executor.sampler import Sampled
+from pdserve.model.parallel import Arrival
 
 Found = tuple[Sampled | None, Scores | None]
+
+
+def fetch_late(
+    sampled: Sampled | None, scores: Scores | None, arrival: Arrival, aside: torch.cuda.Stream | None
+) -> Callable[[], Found]:
+    """As `fetch`, of tensors that are under way to this rank. What is computed next does not wait for them.
+
+    `aside`: a stream for that, on CUDA.
+    """
+    if aside is None:
+
+        def wait() -> Found:
+            arrival.wait()
+            return sampled, scores
+
+        return wait
+    with torch.cuda.stream(aside):
+        arrival.wait()
+        tensors = ([] if sampled is None else sampled.tensors()) + ([] if scores is None else list(scores.tensors()))
+        for tensor in tensors:
+            tensor.record_stream(aside)
+        return fetch(sampled, scores, aside.device)
 
 
 def fetch(sampled: Sampled | None, scores: Scores | None, device: torch.device) -> Callable[[], Found]:

@@ -21,9 +21,9 @@ import torch
 
 from pdserve.base.parallel import Place
 from pdserve.executor import host_pages
-from pdserve.executor.batch_builder import HostBatch, read_plan, to_device
+from pdserve.executor.batch_builder import HostBatch, read_plan
 from pdserve.executor.expert_balance import ExpertBalance
-from pdserve.executor.fetch import fetch
+from pdserve.executor.fetch import fetch, fetch_late
 from pdserve.executor.grammar_rows import GrammarRows, RowGrammar
 from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture
 from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepHandle, StepResult
@@ -32,6 +32,7 @@ from pdserve.executor.row_params import RowParams, StepParams
 from pdserve.executor.runners import CallingThread, Collect, DeviceStream, OnLayer, OwnThread, Runner
 from pdserve.executor.sampler import to_host
 from pdserve.executor.stages import MIN_TOKENS, Stage, cut_plan
+from pdserve.executor.token_rows import TokenRows
 from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
 from pdserve.memory.layout import KVLayout
@@ -74,6 +75,8 @@ class LocalExecutor:
     `grammars` are for rows that follow one, on the rank that samples; without them their requests fail.
 
     With `overlap`, steps are computed on CPU by a thread that `close` ends; on CUDA the host never waits in `launch`.
+
+    Where nobody reads the results, with `tells` False, a step is resolved when this rank has computed its part.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class LocalExecutor:
         device: torch.device,
         overlap: bool = False,
         grammars: GrammarRows | None = None,
+        tells: bool = True,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -96,13 +100,17 @@ class LocalExecutor:
         self.pools = pools
         self._table = table
         self.device = device
-        self._tokens = torch.zeros(table.num_rows + 1, context_length + 1, dtype=torch.int32, device=device)
+        self._tokens = TokenRows(table.num_rows + 1, context_length + 1, self.place.shape.pp_size, device)
         self._params = RowParams(table.num_rows, model.spec.eos_token_ids)
         self._grammars = grammars or GrammarRows(None, JsonRules(), ())
         self._open: set[int] = set()
         self._unwritten: dict[int, IntArray] = {}
         self._launched: deque[StepHandle] = deque()
         self._runner = _runner(device, overlap)
+        self._tells = tells
+        self._aside: torch.cuda.Stream | None = None
+        if device.type == "cuda" and not self.place.is_last_stage:
+            self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         whole = {i: mixture for i, mixture in model.mixtures.items() if isinstance(mixture, ExpertParallelMoe)}
         self.experts = ExpertBalance(whole, model.parallel.wide.size, self._runner.behind) if whole else None
         """Moves experts between ranks; None where this rank has no whole ones."""
@@ -122,7 +130,7 @@ class LocalExecutor:
         assert self.can_capture, "this attention would write the tokens"
         with self._runner.behind():
             warm_up(
-                self._model, self._attention, self._tokens, page_tokens=self._layout.page_tokens,
+                self._model, self._attention, self._tokens.tensor, page_tokens=self._layout.page_tokens,
                 null_page=self.pools[0].null_page, max_rows=self._table.num_rows, chunk=chunk,
             )  # fmt: skip
 
@@ -133,7 +141,7 @@ class LocalExecutor:
         assert backend is not None and self.can_capture, "not a model whose steps can be captured"
         with self._runner.behind():
             self._stage.graphs = DecodeGraphs(
-                self._model, backend, self._tokens, spare_line=self._table.num_rows,
+                self._model, backend, self._tokens.tensor, spare_line=self._table.num_rows,
                 null_page=self.pools[0].null_page, max_pages=self._table.pages.shape[1], sizes=sizes,
                 capture=capture or GraphCapture(),
             )  # fmt: skip
@@ -202,7 +210,7 @@ class LocalExecutor:
     ) -> None:
         """See `Executor.open_row`. The tokens reach the device with the next step."""
         assert row not in self._open, f"row {row} opened twice"
-        assert 0 < len(token_ids) < self._tokens.shape[1], f"{len(token_ids)} tokens do not fit a row"
+        assert 0 < len(token_ids) < self._tokens.tensor.shape[1], f"{len(token_ids)} tokens do not fit a row"
         self._open.add(row)
         self._unwritten[row] = np.asarray(token_ids, dtype=np.int64)
         if logprobs is not None:
@@ -283,8 +291,7 @@ class LocalExecutor:
     @torch.inference_mode()
     def _compute(self, step: _Step, on_layer: OnLayer | None) -> Collect:
         """Forward and sampling, on whatever thread the runner has for it."""
-        for row, ids in step.writes.items():
-            self._tokens[row, : len(ids)] = to_device(ids, self.device)
+        self._tokens.begin((row.row for row in step.plan.rows), step.writes)
         self._stage.begin(step.plan.step, sum(batch.columns.shape[1] for batch in step.batches))
         if not step.batches:
             self._stage.idle()
@@ -294,17 +301,28 @@ class LocalExecutor:
         masks = None
         if step.params is not None and step.grammars:
             masks = self._grammars.begin(step.params, step.grammars)
-        logits = self._stage.logits(step.batches, self._tokens, on_layer, step.wishes)
+        logits = self._stage.logits(step.batches, self._tokens.tensor, on_layer, step.wishes)
         chosen = None
         if step.params is not None:
-            chosen = self._stage.choose(logits, step.params, self._tokens, masks)
-            where = to_device(np.stack((step.params.lines, step.params.positions)), self.device)
-            self._tokens.index_put_((where[0], where[1]), chosen.token_ids.int())
+            chosen = self._stage.choose(logits, step.params, self._tokens.tensor, masks)
+        scores = self._stage.prompt_scores(step.wishes, self.device)
+        arrival = self._stage.share(chosen, scores)
+        is_late = not self.place.is_last_stage and not (chosen is None and scores is None)
+        if not is_late:
+            arrival.wait()
+        if step.params is not None and chosen is not None:
+            if is_late:
+                self._tokens.put_later(step.params, chosen.token_ids, arrival)
+            else:
+                self._tokens.put(step.params, chosen.token_ids)
             if masks is not None:
                 masks.sampled(chosen.token_ids)
-        scores = self._stage.prompt_scores(step.wishes, self.device)
-        self._stage.flush()
-        fetched = fetch(chosen, scores, self.device)
+        if not self._tells:
+            fetched = fetch(None, None, self.device)
+        elif is_late:
+            fetched = fetch_late(chosen, scores, arrival, self._aside)
+        else:
+            fetched = fetch(chosen, scores, self.device)
 
         def collect() -> StepResult:
             tokens: list[SampledToken | None] = [None] * len(step.plan.rows)

@@ -1,9 +1,11 @@
 """A step on one rank of a split model: micro-batches through its stage, and one choice of tokens for all ranks.
 
 Called by `LocalExecutor` while it computes a step; all ranks of a replica do so for the same plans in the same order.
+Stages do not wait for a step's tokens before they go on: the next step is of other requests.
 
-    stage 0   | batch 0 | batch 1 |                                tokens arrive
-    stage 1             | batch 0 | batch 1 | logits, sampling ──> on every rank
+    stage 0   | step 1 | step 2 |           | step 3 | step 4 |      step 3 uses the tokens of step 1
+    stage 1            | step 1, sampling | step 2, sampling | step 3 ...
+                                  └─ tokens ──> every rank
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pdserve.executor.row_params import StepParams
 from pdserve.executor.sampler import Sampled, sample
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.families.interface import Model
-from pdserve.model.parallel import is_sampler
+from pdserve.model.parallel import Arrival, is_sampler
 
 MIN_TOKENS = {"cpu": 32, "cuda": 256}
 """By device: a micro-batch of fewer tokens costs what reading the weights costs, so to cut it off gains nothing."""
@@ -83,37 +85,37 @@ class Stage:
             self._model.idle()
 
     def choose(self, logits: Tensor | None, params: StepParams, tokens: Tensor, masks: StepMasks | None) -> Sampled:
-        """The sampling rank's choice, on every rank. `tokens` as for `sample`; `masks` are there where grammars are."""
-        if self.is_sampler:
-            assert logits is not None, "the sampling rank has the logits"
-            if self._best is not None and params.takes_best:
-                return Sampled(self._best, None, None, None)
-            failed = None
-            if masks is not None:
-                failed, params = masks.apply(logits), params.without_grammar_bans()
-            chosen = dataclasses.replace(sample(logits, params, tokens), failed=failed)
-        else:
-            chosen = Sampled.blank(params, self._model.spec.vocab_size, tokens.device)
-        self._parallel.share_tokens(chosen.tensors())
-        return chosen
+        """The sampling rank's choice; what the others get is filled by `share`. `tokens` as for `sample`; `masks` are
+        there where grammars are.
+        """
+        if not self.is_sampler:
+            return Sampled.blank(params, self._model.spec.vocab_size, tokens.device)
+        assert logits is not None, "the sampling rank has the logits"
+        if self._best is not None and params.takes_best:
+            return Sampled(self._best, None, None, None)
+        failed = None
+        if masks is not None:
+            failed, params = masks.apply(logits), params.without_grammar_bans()
+        return dataclasses.replace(sample(logits, params, tokens), failed=failed)
 
     def prompt_scores(self, wishes: Sequence[Wishes | None], device: torch.device) -> Scores | None:
-        """What the micro-batches just computed say of prompt tokens, on every rank; None when nothing was wanted."""
+        """What the micro-batches just computed say of prompt tokens; None when nothing was wanted. Stages before the
+        last one get theirs by `share`.
+        """
         wanted = [wish for wish in wishes if wish is not None]
         if not wanted:
             return None
-        if self._parallel.place.is_last_stage:
-            scores = Scores.joined(self._scores, wanted)
-        else:
-            scores = Scores.blank(wanted, device)
-        if self._parallel.place.shape.pp_size > 1:
-            self._parallel.share_tokens([tensor for tensor in scores.tensors() if tensor.numel()])
-        self._scores = []
+        if not self._parallel.place.is_last_stage:
+            return Scores.blank(wanted, device)
+        scores, self._scores = Scores.joined(self._scores, wanted), []
         return scores
 
-    def flush(self) -> None:
-        """Wait until the next stage has what it was sent."""
-        self._parallel.flush()
+    def share(self, chosen: Sampled | None, scores: Scores | None) -> Arrival:
+        """Begin to give every rank what the sampling rank has found in a step."""
+        tensors = [] if chosen is None else chosen.tensors()
+        if scores is not None and self._parallel.place.shape.pp_size > 1:
+            tensors += [tensor for tensor in scores.tensors() if tensor.numel()]
+        return self._parallel.share_tokens(tensors)
 
     def _run(
         self, host: HostBatch, tokens: Tensor, on_layer: Callable[[int], None] | None, wishes: Wishes | None

@@ -16,6 +16,18 @@ from pdserve.base.parallel import SINGLE, Place, dealt
 from pdserve.model.wide import Hand, Wide, own_slice, padded, stripped
 
 
+class Arrival(Protocol):
+    """Tensors that are under way to this rank."""
+
+    def wait(self) -> None:
+        """Until they are there, on the CPU; on CUDA the current stream waits. Any thread, any number of times.
+
+        Raises:
+            RankError: another rank is gone or too late.
+        """
+        ...
+
+
 class Parallel(Protocol):
     """One rank among those of its replica. Raises RankError where another rank is gone or too late."""
 
@@ -49,19 +61,15 @@ class Parallel(Protocol):
         ...
 
     def send(self, x: Tensor) -> None:
-        """Begin to send `x` to the same tensor rank of the next stage; it must not change before `flush`."""
+        """Begin to send `x`, which must not change any more, to the same tensor rank of the next stage."""
         ...
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """What the same tensor rank of the stage before has sent."""
         ...
 
-    def flush(self) -> None:
-        """Wait until all that was sent has left."""
-        ...
-
-    def share_tokens(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite `tensors` on every rank of the replica with those of the sampling rank."""
+    def share_tokens(self, tensors: Sequence[Tensor]) -> Arrival:
+        """Begin to overwrite `tensors` on every rank of the replica with those of the sampling rank."""
         ...
 
     def close(self) -> None:
@@ -107,6 +115,16 @@ class StageRanks:
         return self._parallel.all_to_all(x, send, receive)
 
 
+class _There:
+    """Implements `Arrival` where nothing is awaited."""
+
+    def wait(self) -> None:
+        """See `Arrival.wait`."""
+
+
+_THERE = _There()
+
+
 def is_sampler(place: Place) -> bool:
     """Whether this is the one rank that has all logits: tensor rank 0 of the last stage."""
     return place.is_last_stage and place.tp_rank == 0
@@ -148,11 +166,9 @@ class SingleRank:
         """See `Parallel.receive`; there is no stage before."""
         raise AssertionError("one rank has nobody to receive from")
 
-    def flush(self) -> None:
-        """See `Parallel.flush`."""
-
-    def share_tokens(self, tensors: Sequence[Tensor]) -> None:
+    def share_tokens(self, tensors: Sequence[Tensor]) -> Arrival:
         """See `Parallel.share_tokens`."""
+        return _THERE
 
     def close(self) -> None:
         """See `Parallel.close`."""

@@ -5,10 +5,12 @@ default group: that of the replica, or with DP attention that of all replicas, w
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import logging
 import os
 import socket
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -20,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pdserve.base.parallel import ParallelShape, Place, WidePlace
 from pdserve.errors import ConfigError, RankError
-from pdserve.model.parallel import Parallel, SingleRank, StageRanks
+from pdserve.model.parallel import Arrival, Parallel, SingleRank, StageRanks
 from pdserve.model.wide import Wide
 from pdserve.model.wide_replicas import AllReplicas
 
@@ -51,7 +53,8 @@ class TorchParallel:
                 self._previous = group
         self._replica = None if place.dp_size == 1 else _group(replicas, place, timeout)
         self._sampler = _stages(replicas[place.dp_rank], own.shape)[-1][0]
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._max_sending = own.shape.pp_size**2  # so many micro-batches are under way
         self._wide: Wide = StageRanks(self)
         if place.dp_size > 1:
             on_host = dist.get_backend() == "gloo"
@@ -110,6 +113,8 @@ class TorchParallel:
         x = x.contiguous()
         with _with_others("sending hidden states"):
             work = dist.isend(x, self._first + self.place.rank + self.place.shape.tp_size, group=self._next)
+            while len(self._sending) >= self._max_sending:
+                self._sending.popleft()[0].wait()
         assert work is not None, "this rank is of its edge"
         self._sending.append((work, x))
 
@@ -121,24 +126,31 @@ class TorchParallel:
             dist.recv(x, self._first + self.place.rank - self.place.shape.tp_size, group=self._previous)
         return x
 
-    def flush(self) -> None:
-        """See `Parallel.flush`."""
-        with _with_others("sending hidden states"):
-            while self._sending:
-                self._sending.pop(0)[0].wait()
-
-    def share_tokens(self, tensors: Sequence[Tensor]) -> None:
+    def share_tokens(self, tensors: Sequence[Tensor]) -> Arrival:
         """See `Parallel.share_tokens`."""
         if self.place.shape.num_ranks == 1:
-            return
+            return _Tokens(())
         with _with_others("sharing tokens"):
-            for tensor in tensors:
-                dist.broadcast(tensor, self._sampler, group=self._replica)
+            works = [dist.broadcast(x, self._sampler, group=self._replica, async_op=True) for x in tensors]
+        return _Tokens(tuple(work for work in works if work is not None))
 
     def close(self) -> None:
         """See `Parallel.close`."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+    """Implements `Arrival`."""
+
+    works: tuple[dist.Work, ...]
+
+    def wait(self) -> None:
+        """See `Arrival.wait`."""
+        with _with_others("sharing tokens"):
+            for work in self.works:
+                work.wait()
 
 
 def open_parallel(

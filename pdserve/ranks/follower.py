@@ -192,7 +192,7 @@ def run_follower(
 def _serve(config: ServerConfig, place: Place, parallel: Parallel, leader: Leader, stack: contextlib.ExitStack) -> None:
     """Load, say that we are ready, and obey; `stack` ends what was opened."""
     max_rows = config.schedule.max_running_requests or 1
-    built = build_executor(config, max_rows=max_rows, parallel=parallel, agree_num_pages=leader.agree)
+    built = build_executor(config, max_rows=max_rows, parallel=parallel, agree_num_pages=leader.agree, tells=False)
     stack.callback(built.executor.close)
     steps = StepLog(built.layout.groups[0].layers_of(place))
     memory, settle_s = None, 0.0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 from pdserve.base.clock import Clock, MonotonicClock
 from pdserve.base.mailbox import Mailbox
+from pdserve.base.startup_times import SCHEDULER, TRANSFER, StartupTimes, process_age_s
 from pdserve.config import ServerConfig
 from pdserve.errors import ProtocolError
 from pdserve.executor.factory import Built
@@ -39,16 +40,25 @@ BEAT_S = 1.0
 """How often the API process hears that we run."""
 
 
-def run_scheduler(config: ServerConfig, channel: SchedulerChannel, replica: Replica, token: str) -> None:
+def run_scheduler(
+    config: ServerConfig,
+    channel: SchedulerChannel,
+    replica: Replica,
+    token: str,
+    startup: StartupTimes | None = None,
+) -> None:
     """Build everything, announce readiness, and run the loop until it is shut down. `token` seals control messages.
+
+    `startup` has what the start took until now; the rest is added, and shown among the facts.
 
     Raises:
         ConfigError, ModelError, RankError: what `open_engine` and transports raise.
     """
     mailbox: Mailbox[Event] = Mailbox()
     stop = threading.Event()
+    startup = startup or StartupTimes()
     with contextlib.ExitStack() as stack:
-        engine = open_engine(config, replica.rendezvous, token, stack, dp_rank=replica.dp_rank)
+        engine = open_engine(config, replica.rendezvous, token, stack, dp_rank=replica.dp_rank, startup=startup)
         built = engine.built
         try:
             scheduler = build_scheduler(config, engine, channel, mailbox, MonotonicClock(), replica, token, stack)
@@ -61,6 +71,7 @@ def run_scheduler(config: ServerConfig, channel: SchedulerChannel, replica: Repl
         ingress.start()
         stack.callback(ingress.join)
         stack.callback(stop.set)
+        startup.add(SCHEDULER, process_age_s())
         channel.send(
             EngineReady(
                 model_type=built.spec.model_type,
@@ -69,7 +80,7 @@ def run_scheduler(config: ServerConfig, channel: SchedulerChannel, replica: Repl
                 context_length=built.context_length,
                 max_total_tokens=built.max_total_tokens,
                 eos_token_ids=list(built.spec.eos_token_ids),
-                facts=dict(scheduler.facts),
+                facts={**scheduler.facts, **engine.facts()},
             )
         )
         keep_for_good()
@@ -129,7 +140,8 @@ def build_scheduler(
         role, kv = MonolithRole(core, waiting), None
     else:
         num_aux = memory.aux.num_total
-        kv, more_facts = open_transfer(config, engine, mailbox, clock, num_aux, replica, token, stack)
+        with engine.startup.part(TRANSFER):
+            kv, more_facts = open_transfer(config, engine, mailbox, clock, num_aux, replica, token, stack)
         facts |= more_facts
         witness = _witness(config, engine, facts, stack)
         role_class = PrefillRole if mode == "prefill" else DecodeRole
@@ -194,6 +206,7 @@ def _limits(config: ServerConfig, built: Built) -> Limits:
         layer_groups=disagg.disaggregation_layerwise_groups if disagg.disaggregation_layerwise_transfer else 0,
         prealloc_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
         eos_token_ids=frozenset(built.spec.eos_token_ids),
+        num_stages=config.parallel.pp_size,
     )
 
 

@@ -45,6 +45,8 @@ class Limits:
     layer_groups: int = 0
     """Layer groups that prefill sends a page in; 0: whole pages after the step."""
     eos_token_ids: frozenset[int] = frozenset()
+    num_stages: int = 1
+    """Pipeline stages. Each computes a step of its own, so a request is in one step at a time."""
 
 
 class Outbox:

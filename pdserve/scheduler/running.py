@@ -71,19 +71,26 @@ class Running:
         return self.ratio.value * left + self._core.memory.layout.page_tokens * len(self.reqs)
 
     def plan(self) -> list[Row]:
-        """One row per request that has memory for it: compute the last token, sample the next."""
+        """One row per request that has memory for it: compute the last token, sample the next.
+
+        With stages, of those that no step under way has, and only their share: every stage gets as many.
+        """
         if not self.reqs:
             self.ratio.reset()
             return []
         if self.is_short:
             self._make_room()
         page_tokens = self._core.memory.layout.page_tokens
+        num_stages = self._core.limits.num_stages
+        share = -(-len(self.reqs) // num_stages)
         rows: list[Row] = []
         for req in self.reqs.values():
             planned, row, lease = req.planned, req.row, req.lease
             assert row is not None and lease is not None
-            if planned >= req.num_worst:
+            if planned >= req.num_worst or (num_stages > 1 and planned > req.computed):
                 continue
+            if len(rows) == share:
+                break
             if planned >= len(lease.pages) * page_tokens and not self._core.grow(req, planned + 1):
                 continue
             rows.append(Row(req.rid, row, planned, planned + 1, sample=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from pdserve.base.mailbox import Mailbox
@@ -74,10 +75,10 @@ class Scheduler:
         self.facts = dict(facts or {})
         self._live_facts = live_facts
         self._idle_rounds = idle_rounds
-        self._overlap = overlap
+        self._depth = max(int(overlap), core.limits.num_stages - 1)
         self._layer_marks = core.limits.layer_groups > 0
         self._step = 0
-        self._under_way: StepHandle | None = None
+        self._under_way: deque[StepHandle] = deque()
         self._audited = True
         self._found: list[str] = []
         self._pace = Pace(core.clock)
@@ -96,8 +97,8 @@ class Scheduler:
                 timer_s = None if self.kv is None else self.kv.sessions.next_timer_s()
                 waiting = self.kv is not None and not self.kv.quiet
                 self.mailbox.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)
-        if self._under_way is not None:
-            self.core.executor.resolve(self._under_way)
+        while self._under_way:
+            self.core.executor.resolve(self._under_way.popleft())
         if self._idle_rounds is not None:
             self._idle_rounds.see_out(self._step, self.core.executor, self.mailbox)
 
@@ -105,39 +106,36 @@ class Scheduler:
         """One turn; True when something was computed.
 
         With overlap the next step is planned and launched while the last one is under way, and only then are the last
-        one's results taken.
+        one's results taken; where the model has stages, while each of the others computes one.
         """
         for event in self.mailbox.drain():
             self._handle(event)
         if self.kv is not None:
             self.kv.tick()
         self.role.poll()
-        before = self._under_way
-        if before is not None and self.role.must_settle:
-            self._settle(before)
-            before = None
+        was_under_way = bool(self._under_way)
+        if was_under_way and self.role.must_settle:
+            self._settle_all()
         plan = None if self._paused or self._stopping else self.role.plan(self._step + 1)
         self.core.outbox.flush()
         if plan is None and self._idle_rounds is not None:
             plan = self._idle_rounds.plan(self._step + 1)
-        if (plan is not None or before is not None) and self.kv is not None:
+        if (plan is not None or was_under_way) and self.kv is not None:
             self.kv.flush()
-        self._under_way = None if plan is None else self._launch(plan)
-        if before is not None:
-            self._settle(before)
-        if self._under_way is not None and not self._overlap:
-            self._settle(self._under_way)
-            self._under_way = None
+        if plan is not None:
+            self._under_way.append(self._launch(plan))
+        if len(self._under_way) > (self._depth if plan is not None else 0):
+            self._settle()
         self.core.outbox.flush()
         if not self._audited and self._idle:
             self._audit_at_idle()
-        return plan is not None or before is not None
+        return plan is not None or was_under_way
 
     def audit(self) -> list[str]:
         """What does not add up, a sentence each: a page, row, slot or room that has no owner, or two, or a dead one."""
         memory, live = self.core.memory, self.role.live
         found = memory.audit()
-        if self._under_way is None:
+        if not self._under_way:
             found += [
                 f"{len(lease.pages)} {name} are held for request {lease.owner!r}, which has ended: {lease!r}"
                 for name, pool in (("pages", memory.pages), ("aux slots", memory.aux))
@@ -154,7 +152,7 @@ class Scheduler:
 
     @property
     def _idle(self) -> bool:
-        return not self.role.live and self._under_way is None and (self.kv is None or self.kv.quiet)
+        return not self.role.live and not self._under_way and (self.kv is None or self.kv.quiet)
 
     def _audit_at_idle(self) -> None:
         self._audited = True
@@ -174,7 +172,13 @@ class Scheduler:
             self.role.launched(handle)
         return handle
 
-    def _settle(self, handle: StepHandle) -> None:
+    def _settle_all(self) -> None:
+        while self._under_way:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take the results of the oldest step."""
+        handle = self._under_way.popleft()
         result = self.core.executor.resolve(handle)
         self.core.resolved(handle.plan.step)
         self._profiler.step()
@@ -296,9 +300,7 @@ class Scheduler:
 
     def _pause(self, mode: PauseMode) -> tuple[bool, str]:
         self._paused = True
-        if self._under_way is not None:
-            self._settle(self._under_way)
-            self._under_way = None
+        self._settle_all()
         if mode == "abort":
             self._abort(AbortRequest(rid=None))
         elif mode == "retract":

@@ -61,6 +61,8 @@ class Shape:
     """Pages of host memory for retracted requests."""
     reserved_decode_tokens: int = 4
     layer_groups: int = 0
+    num_stages: int = 1
+    """Steps under way at once, as where a model is split into so many stages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +110,7 @@ class Node:
             offload_bytes=shape.offload_pages * layout.groups[0].page_bytes,
             prealloc_timeout_s=400.0,
             layer_groups=shape.layer_groups if mode == "prefill" else 0,
+            num_stages=shape.num_stages,
         )
         core = Core(self.memory, self.executor, Outbox(self._hear), net.clock, limits)
         waiting = WaitingQueue(shape.policy, 10.0, self.memory)

@@ -53,6 +53,7 @@ def pressured(seed: int) -> tuple[Shape, list[Prompt]]:
         offload_pages=rng.choice((0, 6, 100, 100, 100)),
         reserved_decode_tokens=rng.choice((0, 1, 2)),
         layer_groups=rng.choice((0, 0, 1, 2, 3)),
+        num_stages=rng.choice((1, 1, 1, 2, 3)),
     )
     begins = [_tokens(rng, rng.randint(4, 20)) for _ in range(2)]
     prompts: list[Prompt] = []

@@ -34,7 +34,7 @@ def test_the_tokens_are_the_monoliths(overlap: bool) -> None:
     for seed in range(12):
         shape, prompts = workload(seed)
         world = PausingWorld(seed, shape, Faults(lost=0.05))
-        world.prefill.scheduler._overlap = world.decode.scheduler._overlap = overlap
+        world.prefill.scheduler._depth = world.decode.scheduler._depth = int(overlap)
         expected = monolith_tokens(shape, prompts)
         for index, half in enumerate(world.run(prompts, num_rooms=6)):
             assert half is not None and half.tokens == expected[index], (seed, index)

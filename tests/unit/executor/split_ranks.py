@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections import deque
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +14,7 @@ from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, Sched
 from pdserve.errors import RankError
 from pdserve.executor.batch_builder import read_plan
 from pdserve.executor.factory import Built, build_executor
-from pdserve.executor.interface import BatchPlan, Row, SampledToken, run
+from pdserve.executor.interface import BatchPlan, Row, SampledToken, StepHandle, run
 from pdserve.executor.stages import MIN_TOKENS, Stage, cut_plan
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import Heads, StepAttention
@@ -194,7 +196,6 @@ def marked(parallel: Parallel, path: Path) -> tuple[int, int, list[tuple[int, in
             lambda layer: marks.append((layer, attention.written.count(layer))),
             (None,) * len(batches),
         )
-        stage.flush()
     assert (logits is not None) == stage.is_sampler
     return len(batches), model.num_layers, marks
 
@@ -228,3 +229,47 @@ def leave(parallel: Parallel) -> bool:
     except RankError:
         return True
     return False
+
+
+def in_turns(parallel: Parallel, path: Path, vocab_size: int, launched: Path) -> list[list[int]]:
+    """Greedy tokens of four prompts, a step for each pair of them in turn, as many under way as there are stages.
+
+    Only when the first stage has launched that many does the last one compute its part of the first.
+    """
+    config = ServerConfig(
+        model=ModelConfig(model_path=str(path)),
+        memory=MemoryConfig(max_total_tokens=2048),
+        kernels=KernelConfig(device="cpu", cpu_threads=1),
+    )
+    driver = Driver(build_executor(config, max_rows=4, parallel=parallel))
+    prompts = [random_prompt(length, vocab_size) for length in (1, 15, 40, 9)]
+    rows = [driver.open(prompt, len(prompt) + NUM_TOKENS) for prompt in prompts]
+    starts, found = [0] * len(prompts), [list[int]() for _ in prompts]
+    under_way: deque[StepHandle] = deque()
+    place, executor = parallel.place, driver.built.executor
+
+    def settle() -> None:
+        handle = under_way.popleft()
+        for row, token in zip(handle.plan.rows, executor.resolve(handle).tokens, strict=True):
+            found[int(row.rid)].append(_token(token).token_id)
+
+    for step in range(2 * NUM_TOKENS):
+        if step == place.shape.pp_size and place.rank == 0:
+            launched.touch()
+        elif step == 0 and place.is_last_stage and place.rank:
+            deadline = time.monotonic() + 60.0
+            while not launched.exists():
+                assert time.monotonic() < deadline, "the first stage waits for tokens before it goes on"
+                time.sleep(0.01)
+        if len(under_way) == min(2, place.shape.pp_size):
+            settle()
+        plan = []
+        for index in (0, 1) if step % 2 == 0 else (2, 3):
+            end = len(prompts[index]) + len(found[index])
+            plan.append(Row(str(index), rows[index], starts[index], end, True))
+            starts[index] = end
+        under_way.append(executor.launch(BatchPlan(step + 1, tuple(plan))))
+    while under_way:
+        settle()
+    executor.close()
+    return found

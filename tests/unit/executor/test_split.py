@@ -20,7 +20,7 @@ from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
 from tests.tiny import VOCAB_SIZE, Family, make_tiny
 from tests.unit.executor.gang import Gang
-from tests.unit.executor.split_ranks import LoadFormat, fixed_logprobs, in_bfloat16, leave, marked, outcome
+from tests.unit.executor.split_ranks import LoadFormat, fixed_logprobs, in_bfloat16, in_turns, leave, marked, outcome
 
 TP2, TP4, PP2, PP3 = (ParallelShape(tp_size=tp, pp_size=pp) for tp, pp in ((2, 1), (4, 1), (1, 2), (1, 3)))
 BOTH = ParallelShape(tp_size=2, pp_size=2)
@@ -52,6 +52,16 @@ def test_a_split_model_computes_what_the_whole_one_does(name: str, gang: Gang, t
 @pytest.mark.parametrize("shape", [TP2, PP2], ids=["tp2", "pp2"])
 def test_steps_that_overlap_come_to_the_same(shape: ParallelShape, gang: Gang, tmp_path: Path) -> None:
     _check(gang, shape, make_tiny("llama", tmp_path), VOCAB_SIZE, overlap=True)
+
+
+@pytest.mark.parametrize("shape", [PP2, BOTH], ids=["pp2", "tp2 x pp2"])
+def test_stages_compute_steps_of_other_requests_at_the_same_time(
+    shape: ParallelShape, gang: Gang, tmp_path: Path
+) -> None:
+    path = make_tiny("llama", tmp_path)
+    whole = in_turns(SingleRank(), path, VOCAB_SIZE, tmp_path / "unused")
+    assert all(len(tokens) == 5 for tokens in whole)
+    assert gang.run(shape, in_turns, path, VOCAB_SIZE, tmp_path / "launched") == [whole] * shape.num_ranks
 
 
 def test_dummy_weights_are_parts_of_the_whole_ones(gang: Gang, tmp_path: Path) -> None:

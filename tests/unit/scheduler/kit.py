@@ -58,6 +58,7 @@ class Mono:
         overlap: bool = False,
         late: bool = False,
         offload_bytes: int = 0,
+        num_stages: int = 1,
     ) -> None:
         self.sent: list[ToApi] = []
         table = PageTable(num_rows, width)
@@ -67,7 +68,9 @@ class Mono:
         self.memory = KVMemory(
             self.executor.layout, num_pages, table, num_aux=0, on_free=self.executor.poison, prefix_cache=prefix_cache
         )
-        limits = Limits(chunk_tokens=chunk, offload_bytes=offload_bytes, eos_token_ids=frozenset({EOS}))
+        limits = Limits(
+            chunk_tokens=chunk, offload_bytes=offload_bytes, eos_token_ids=frozenset({EOS}), num_stages=num_stages
+        )
         self.core = core = Core(self.memory, self.executor, Outbox(self.sent.append), self.clock, limits)
         self.mailbox: Mailbox[Event] = Mailbox()
         self.scheduler = Scheduler(
