@@ -27,6 +27,7 @@ from typing import Literal
 from pdserve.base.env import control_token
 from pdserve.base.log import setup_logging
 from pdserve.base.process import die_with_parent
+from pdserve.base.startup_times import IMPORTS, StartupTimes, process_age_s
 from pdserve.config import DisaggMode, ServerConfig
 from pdserve.errors import ConfigError, PdserveError, RankError
 from pdserve.protocol.channel import (
@@ -203,12 +204,14 @@ def _lead(start: RankStart) -> None:
     from pdserve.scheduler.build import run_scheduler
     from pdserve.scheduler.build_transfer import Replica
 
+    startup = StartupTimes()
+    startup.add(IMPORTS, process_age_s())
     replica = Replica(
         server=start.server, dp_rank=start.dp_rank, bootstrap_port=start.bootstrap_port, rendezvous=start.rendezvous
     )
     channel = ZmqSchedulerChannel(start.address)
     try:
-        run_scheduler(start.config, channel, replica, control_token())
+        run_scheduler(start.config, channel, replica, control_token(), startup)
     finally:
         channel.close()
 

@@ -9,12 +9,14 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+from collections.abc import Mapping
 from pathlib import Path
+
+import psutil
 
 PROC = Path("/proc")
 OWN = "api"
 """The name of the process that asks: a server's API process."""
-_TICKS = "SC_CLK_TCK"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +24,7 @@ class ProcessUse:
     """One process: `rss_bytes` are `anonymous_bytes`, which only it frees, and what others may have in common with it.
 
     `file_bytes` are pages of mapped files (code, weights while they are read), which the kernel takes back when memory
-    is short. `peak_bytes` is the most that `rss_bytes` was. `cpu_s`: of all its threads.
+    is short. `peak_bytes` is the most that `rss_bytes` was. `cpu_s`: of all its threads. `start_s`: seconds since 1970.
     """
 
     pid: int
@@ -31,21 +33,23 @@ class ProcessUse:
     file_bytes: int
     peak_bytes: int
     cpu_s: float
+    start_s: float
 
 
 def use_of(pid: int) -> ProcessUse | None:
     """What the process takes now; None when there is none, or this host does not tell."""
-    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+    with contextlib.suppress(OSError, KeyError, psutil.Error):
         fields = _status(pid)
-        after_name = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        ticks = int(after_name[11]) + int(after_name[12])
+        process = psutil.Process(pid)
+        times = process.cpu_times()
         return ProcessUse(
             pid=pid,
             rss_bytes=fields["VmRSS"],
             anonymous_bytes=fields["RssAnon"],
             file_bytes=fields["RssFile"],
             peak_bytes=fields["VmHWM"],
-            cpu_s=ticks / os.sysconf(_TICKS),
+            cpu_s=times.user + times.system,
+            start_s=process.create_time(),
         )
     return None
 
@@ -55,6 +59,14 @@ def own_processes() -> dict[str, ProcessUse]:
     pids = {OWN: os.getpid()} | {child.name: child.pid for child in multiprocessing.active_children() if child.pid}
     uses = ((name, use_of(pid)) for name, pid in pids.items())
     return {name: use for name, use in uses if use is not None}
+
+
+def describe(uses: Mapping[str, ProcessUse]) -> str:
+    """Memory by process, for a line of the log."""
+    return ", ".join(
+        f"{name} {use.rss_bytes >> 20} MB (peak {use.peak_bytes >> 20}, anonymous {use.anonymous_bytes >> 20})"
+        for name, use in uses.items()
+    )
 
 
 def _status(pid: int) -> dict[str, int]:

@@ -16,8 +16,7 @@ POOLS = "kv_cache_allocation"
 WARM_UP = "warm_up"
 TRANSFER = "transfer"
 SCHEDULER = "scheduler_e2e"
-WHOLE = "e2e"
-"""Names of parts; those that SGLang has are SGLang's. The last two are whole processes, from their creation on."""
+"""Names of parts; those that SGLang has are SGLang's. The last is the whole of a scheduler's, from its creation on."""
 
 FACT = "startup_{}_s"
 """The name of a part among an engine's facts."""
@@ -64,6 +63,15 @@ class StartupTimes:
     def facts(self) -> dict[str, float]:
         """The same as facts of an engine."""
         return {FACT.format(name): round(seconds, 3) for name, seconds in self._seconds.items()}
+
+
+def describe(seconds: Mapping[str, float]) -> str:
+    """For a line of the log, behind what has taken so long: the whole and its parts. Empty where nothing is known."""
+    parts = {name: value for name, value in seconds.items() if name != SCHEDULER}
+    if SCHEDULER not in seconds:
+        return ""
+    parts["other"] = max(0.0, seconds[SCHEDULER] - sum(parts.values()))
+    return f" after {seconds[SCHEDULER]:.2f} s (" + ", ".join(f"{name} {s:.2f}" for name, s in parts.items()) + ")"
 
 
 def read_facts(facts: Mapping[str, object]) -> dict[str, float]:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from pdserve.base import startup_times
+from pdserve.base.process_use import ProcessUse, own_processes
 from pdserve.protocol.messages import EngineState, Flow, PeerLoad
 
 Family = GaugeMetricFamily | CounterMetricFamily
@@ -59,6 +61,8 @@ class EngineCollector(Collector):
         for rank, is_alive in sorted(self.alive.items()):
             text = "1 while the scheduler of this replica runs and is not stuck in a step"
             families.gauge("pdserve:scheduler_alive", text, {"dp_rank": str(rank)}, float(is_alive))
+        for name, use in own_processes().items():
+            _process(families, {"process": name}, use)
         if self.state is not None:
             replicas = self.state.replicas
             for rank, state in enumerate(replicas or [self.state]):
@@ -68,6 +72,7 @@ class EngineCollector(Collector):
                 _pages(families, where, state)
                 _totals(families, where, state)
                 _peers(families, where, state.peers)
+                _startup(families, where, state)
         yield from families
 
 
@@ -180,6 +185,38 @@ def _sum(flows: Iterable[Flow]) -> Flow:
         in_flight=sum(flow.in_flight for flow in kept),
         recent_bytes_s=sum(flow.recent_bytes_s for flow in kept),
     )
+
+
+def _process(families: _Families, where: Mapping[str, str], use: ProcessUse) -> None:
+    """One process under the names that Prometheus's own clients have, and what these lack."""
+    for name, text, value in (
+        ("process_resident_memory_bytes", "memory that the process has", use.rss_bytes),
+        ("process_start_time_seconds", "when it was created, in seconds since 1970", use.start_s),
+        ("pdserve:process_anonymous_memory_bytes", "the part of it that no file stands for", use.anonymous_bytes),
+        ("pdserve:process_peak_memory_bytes", "the most memory that it had", use.peak_bytes),
+    ):
+        families.gauge(name, text, where, value)
+    families.counter("process_cpu_seconds", "CPU time of all its threads", where, use.cpu_s)
+
+
+def _startup(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
+    """How long the start took, and what was allocated then."""
+    seconds = startup_times.read_facts(state.facts)
+    for phase, value in seconds.items():
+        text = "seconds of the engine's start by phase; scheduler_e2e is all of it"
+        families.gauge("sglang:startup_time_seconds", text, {**where, "phase": phase}, value)
+    if startup_times.SCHEDULER in seconds:
+        text = "seconds from the creation of the engine's process until it took requests"
+        families.gauge("sglang:engine_startup_time", text, where, seconds[startup_times.SCHEDULER])
+        loading = sum(seconds.get(phase, 0.0) for phase in (startup_times.WEIGHTS, startup_times.PACK))
+        families.gauge("sglang:engine_load_weights_time", "seconds to load and pack weights", where, loading)
+    for fact, name, text in (
+        ("weight_bytes", "sglang:weight_memory_usage_gb", "GiB of weights that a rank holds"),
+        ("kv_pool_bytes", "sglang:kv_cache_memory_usage_gb", "GiB of a rank's KV pool; on CPU, once it was used"),
+    ):
+        size = state.facts.get(fact)
+        if isinstance(size, int | float):
+            families.gauge(name, text, where, size / (1 << 30))
 
 
 def pages_by_state(state: EngineState) -> dict[str, int]:

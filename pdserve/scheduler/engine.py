@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from pdserve.base.startup_times import RANKS, StartupTimes
 from pdserve.config import ServerConfig
 from pdserve.errors import PdserveError, RankError
 from pdserve.executor.factory import Built, build_executor, join_replica
@@ -68,6 +69,8 @@ class Engine:
     group: _Group | None
     lockstep: Lockstep | None = None
     samples: Sequence[WeightSamples] | None = None
+    startup: StartupTimes = dataclasses.field(default_factory=StartupTimes)
+    """Written until the scheduler takes requests."""
 
     @property
     def weights_fingerprint(self) -> str:
@@ -80,9 +83,10 @@ class Engine:
         return own if self.group is None else GroupHasher(own, self.group.followers)
 
     def facts(self) -> dict[str, float]:
-        """What changes while it runs, for `/get_server_info`: how the first stage's experts are balanced."""
-        experts = self.built.executor.experts
-        return {} if experts is None else experts.facts()
+        """For `/get_server_info` and `/metrics`: the start; the first rank's memory, and balance of its experts."""
+        own = self.built.executor
+        memory = {"weight_bytes": own.weight_bytes, "kv_pool_bytes": sum(size for _, size in own.buffers)}
+        return {**self.startup.facts(), **memory, **({} if own.experts is None else own.experts.facts())}
 
     @property
     def others(self) -> Sequence[RankMemory]:
@@ -108,21 +112,28 @@ def _trouble(error: BaseException) -> PdserveError:
 
 
 def open_engine(
-    config: ServerConfig, rendezvous: str | None, token: str, stack: contextlib.ExitStack, *, dp_rank: int = 0
+    config: ServerConfig,
+    rendezvous: str | None,
+    token: str,
+    stack: contextlib.ExitStack,
+    *,
+    dp_rank: int = 0,
+    startup: StartupTimes | None = None,
 ) -> Engine:
     """Load the model; with a `rendezvous`, meet the other ranks there and wait until all have. `stack` ends it all.
 
-    With DP attention all replicas meet there, of which this one is `dp_rank`.
+    With DP attention all replicas meet there, of which this one is `dp_rank`. `startup` learns what takes how long.
 
     Raises:
         ConfigError, ModelError: a flag or the checkpoint will not do, here or at another rank.
         RankError: another rank did not come, or is lost.
     """
     max_rows = config.schedule.max_running_requests or 1
+    startup = startup or StartupTimes()
     if rendezvous is None:
-        built = build_executor(config, max_rows=max_rows)
+        built = build_executor(config, max_rows=max_rows, startup=startup)
         stack.callback(built.executor.close)
-        return Engine(built, built.executor, None)
+        return Engine(built, built.executor, None, startup=startup)
     parallel_config, host = config.parallel, own_host(config)
     shape = parallel_config.shape
     store, own_store = open_stores(rendezvous, parallel_config, shape.place(0), dp_rank)
@@ -134,13 +145,15 @@ def open_engine(
         if shape.num_ranks > 1:
             met.followers = meet_followers(shape, own_store, token, host=host, facts=facts_of(config))
             stack.callback(met.followers.close)
-        parallel = join_replica(config, shape.place(0), store, host=host, dp_rank=dp_rank)
+        with startup.part(RANKS):
+            parallel = join_replica(config, shape.place(0), store, host=host, dp_rank=dp_rank)
         stack.callback(parallel.close)
         agree = None if met.followers is None else met.followers.agree
-        built = build_executor(config, max_rows=max_rows, parallel=parallel, agree_num_pages=agree)
+        built = build_executor(config, max_rows=max_rows, parallel=parallel, agree_num_pages=agree, startup=startup)
         stack.callback(built.executor.close)
         stack.callback(met.close)  # before the ranks part: who is told that all ends does not take it for a loss
-        engine = _join(config, built, met)
+        with startup.part(RANKS):  # those that load longer than this one
+            engine = dataclasses.replace(_join(config, built, met), startup=startup)
         log.info("weights of all ranks: %s", engine.weights_fingerprint)
     except BaseException as error:
         met.close(error)

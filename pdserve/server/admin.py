@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 import pdserve
+from pdserve.base.process_use import own_processes
 from pdserve.config.fields import shown
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import CommandReply, EngineState, FlushCache
@@ -86,6 +87,7 @@ async def server_info(context: ServerContext) -> Response:
         "state_age_s": context.client.state_age_s,
         "replica_health": replica_health(context),
         "engine_facts": ready.facts if ready else {},
+        "processes": {name: dataclasses.asdict(use) for name, use in own_processes().items()},
         "status": "ready" if ready else "not_ready",
         "version": pdserve.__version__,
     }

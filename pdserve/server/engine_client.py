@@ -43,6 +43,7 @@ from pdserve.server.generation import Generation
 from pdserve.server.live import LiveSequence, LiveSequences
 from pdserve.server.output_text import detokenize_output, refusal
 from pdserve.server.pulses import Pulses
+from pdserve.server.startup_line import tell_startup
 from pdserve.server.tokenizer import Tokenizer
 from pdserve.server.watch import Watch
 
@@ -253,6 +254,7 @@ class EngineClient:
                 self._ready = message
                 self.pulses.begin()
                 self._became_ready.set()
+                tell_startup(message)
 
     def _on_output(self, output: RequestOutput) -> None:
         sequence = self._live.get(output.rid)

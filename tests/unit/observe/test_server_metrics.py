@@ -66,6 +66,34 @@ async def test_the_parts_of_the_first_token_s_time_add_up_in_the_metrics(
         assert value(samples, "sglang:generation_tokens_histogram_sum") == 15
 
 
+async def test_memory_and_cpu_time_by_process(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        samples = await scrape(b)
+        resident = value(samples, "process_resident_memory_bytes", process="api")
+        assert value(samples, "pdserve:process_peak_memory_bytes", process="api") >= resident > 1 << 20
+        assert value(samples, "process_cpu_seconds_total", process="api") > 0
+        assert value(samples, "process_start_time_seconds", process="api") > 1e9
+
+
+def test_the_parts_of_a_start_have_sglang_s_names() -> None:
+    metrics = ServerMetrics("m", "unified")
+    facts = {
+        "startup_load_weight_s": 2.0,
+        "startup_pack_weight_s": 0.5,
+        "startup_kv_cache_allocation_s": 0.25,
+        "startup_scheduler_e2e_s": 4.0,
+        "weight_bytes": 3 << 30,
+        "kv_pool_bytes": 1 << 29,
+    }
+    samples = read(metrics.render(state(facts=facts)).decode())
+    assert value(samples, "sglang:startup_time_seconds", phase="load_weight") == 2.0
+    assert value(samples, "sglang:startup_time_seconds", phase="scheduler_e2e") == 4.0
+    assert value(samples, "sglang:engine_startup_time") == 4.0
+    assert value(samples, "sglang:engine_load_weights_time") == 2.5
+    assert value(samples, "sglang:weight_memory_usage_gb") == 3.0
+    assert value(samples, "sglang:kv_cache_memory_usage_gb") == 0.5
+
+
 async def test_how_requests_end_is_counted(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer) as b:
         await b.http.post("/v1/completions", json=body("null", 1, max_tokens=2))
@@ -130,7 +158,8 @@ async def test_health_probes_are_no_traffic(tokenizer: Tokenizer, tmp_path: Path
         b.scheduler.script = lambda request: FinishReason(type="abort", message="broken", status_code=500)
         assert (await b.http.get("/health_generate")).status_code == 503
         assert all(request.probe for request in b.scheduler.requests) and len(b.scheduler.requests) == 2
-        assert {name for name, value in (await scrape(b)).items() if before.get(name) != value} == set()
+        changed = {name for (name, _), value in (await scrape(b)).items() if before.get((name, _)) != value}
+        assert {name for name in changed if "process_" not in name} == set()
         b.scheduler.script = lambda request: [73]
         assert (await b.http.post("/v1/completions", json=body(mode, 1, rid="mine"))).status_code == 200
         assert not b.scheduler.requests[-1].probe
