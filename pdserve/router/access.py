@@ -22,7 +22,7 @@ from pdserve.router.access_config import AccessConfig
 from pdserve.router.errors_http import error_response
 from pdserve.router.rooms import GENERATING
 
-PUBLIC_PATHS = frozenset({"/health", "/readiness", "/liveness", "/metrics", "/engine_metrics"})
+PUBLIC_PATHS = frozenset({"/health", "/readiness", "/ready", "/liveness", "/metrics", "/engine_metrics"})
 """Asked by probes and Prometheus, which have no key; they tell nothing of requests."""
 
 PAGE_PATHS = ("/", "/page/")

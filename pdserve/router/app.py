@@ -16,6 +16,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+import pdserve
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.access import REQUEST_ID, REQUEST_ID_HEADER, Access
 from pdserve.router.admission import Admission
@@ -179,6 +180,10 @@ class RouterApp:
             return error_response(503, "no healthy pair of workers", "no_worker", RETRY_AFTER)
         return json_response({"status": "ok"})
 
+    async def version(self, request: web.Request) -> web.Response:
+        """The router's version."""
+        return json_response({"version": pdserve.__version__})
+
     async def alive(self, request: web.Request) -> web.Response:
         """200: the router itself runs."""
         return json_response({"status": "ok"})
@@ -197,11 +202,13 @@ class RouterApp:
             *(web.post(path, fleet.proxy) for path in ASKED_WITH_BODY),
             *(web.get(path, fleet.server_info) for path in ("/get_server_info", "/server_info")),
             *(web.get(path, fleet.loads) for path in ("/get_loads", "/v1/loads")),
+            web.get("/get_load", fleet.load),
+            web.get("/version", self.version),
             *(web.post(path, fleet.fan_out) for path in COMMANDS),
             *(web.get(path, fleet.fan_out) for path in ("/flush_cache", "/start_profile", "/stop_profile")),
             web.post("/abort_request", self.abort),
             web.get("/health_generate", fleet.health_generate),
-            *(web.get(path, self.ready) for path in ("/health", "/readiness")),
+            *(web.get(path, self.ready) for path in ("/health", "/readiness", "/ready")),
             web.get("/liveness", self.alive),
             web.get("/metrics", self.show_metrics),
             web.get(ENGINE_METRICS_PATH, self._engine_metrics.get),

@@ -80,6 +80,17 @@ class Fleet:
         ]
         return json_response({"workers": listed})
 
+    async def load(self, request: web.Request) -> web.Response:
+        """The load of every replica of every living worker, in one list as a server's own, with its worker."""
+        workers = self._alive()
+        answers = await asyncio.gather(*(self._call(request, worker, None) for worker in workers))
+        listed = [
+            {**entry, "worker": worker.spec.url, "worker_type": worker.spec.role.value}
+            for worker, answer in zip(workers, answers, strict=True)
+            for entry in _load_entries(answer)
+        ]
+        return json_response(listed)
+
     async def health_generate(self, request: web.Request) -> web.Response:
         """200 when one worker of each role has just generated a token; the body says who has."""
         workers = self._alive()
@@ -97,7 +108,8 @@ class Fleet:
         answers = await asyncio.gather(*(self._call(request, worker, body) for worker in workers))
         statuses = _statuses(workers, answers)
         worst = max(statuses.values())
-        return json_response({"success": worst < 400, "workers": statuses}, status=worst)
+        said = {} if worst < 400 else {"error": _error_of(workers, answers, worst)}
+        return json_response({"success": worst < 400, "workers": statuses, **said}, status=worst)
 
     def _preferred(self) -> list[Worker]:
         """Those that may get new requests, in the order in which they are asked what any of them can answer."""
@@ -141,6 +153,32 @@ class Fleet:
 def _statuses(workers: Sequence[Worker], answers: Sequence[Whole | None]) -> dict[str, int]:
     """By URL; 502 for who did not answer."""
     return {worker.spec.url: 502 if one is None else one.status for worker, one in zip(workers, answers, strict=True)}
+
+
+def _error_of(workers: Sequence[Worker], answers: Sequence[Whole | None], status: int) -> dict[str, Any]:
+    """OpenAI's error object of the first worker that answered with `status`, and which worker that was."""
+    statuses = _statuses(workers, answers)
+    worker, answer = next(one for one in zip(workers, answers, strict=True) if statuses[one[0].spec.url] == status)
+    said = None if answer is None else _parsed(answer.body)
+    error = said.get("error") if isinstance(said, dict) else None
+    if not isinstance(error, dict):
+        message = f"{worker.spec.url} " + ("does not answer" if answer is None else f"answered {status}")
+        error = {"message": message, "type": "worker", "param": None, "code": status}
+    return error | {"worker": worker.spec.url}
+
+
+def _load_entries(answer: Whole | None) -> list[dict[str, Any]]:
+    """What a worker says of its replicas; nothing where it does not say."""
+    said = None if answer is None or answer.status != 200 else _parsed(answer.body)
+    return [entry for entry in said if isinstance(entry, dict)] if isinstance(said, list) else []
+
+
+def _parsed(body: bytes) -> Any:
+    """None where it is no JSON."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
 
 
 def _patience(request: web.Request) -> aiohttp.ClientTimeout:

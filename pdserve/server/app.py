@@ -10,6 +10,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+import pdserve
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.server import access, admin, commands, health, observing, openapi
@@ -18,6 +19,7 @@ from pdserve.server.constraints import GrammarCheck
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client import EngineClient
 from pdserve.server.errors_http import install_error_handlers
+from pdserve.server.json_http import json_response
 from pdserve.server.native import generate
 from pdserve.server.openai_chat import chat_completions
 from pdserve.server.openai_completions import completions
@@ -180,6 +182,10 @@ def _add_health_and_facts(app: FastAPI, context: ServerContext) -> None:
     @app.get("/get_weight_version", response_model=None)
     async def get_weight_version() -> Response:
         return await admin.weight_version(context)
+
+    @app.get("/version", response_model=None)
+    async def get_version() -> Response:
+        return json_response({"version": pdserve.__version__})
 
     @app.get("/metrics", response_model=None)
     async def get_metrics() -> Response:

@@ -204,6 +204,11 @@ class EngineClient:
     # queries ---------------------------------------------------------------------------------------------------------
 
     @property
+    def paused(self) -> bool:
+        """Nothing is computed until it is told to go on."""
+        return self._queries.paused
+
+    @property
     def last_state(self) -> EngineState | None:
         """The newest state seen."""
         return self._queries.last_state

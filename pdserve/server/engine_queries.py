@@ -12,7 +12,15 @@ from collections.abc import Callable
 
 from pdserve.errors import EngineDeadError, RequestError
 from pdserve.protocol.channel import ApiChannel
-from pdserve.protocol.messages import Command, CommandReply, EngineState, StateQuery, StateReply
+from pdserve.protocol.messages import (
+    Command,
+    CommandReply,
+    ContinueGeneration,
+    EngineState,
+    PauseGeneration,
+    StateQuery,
+    StateReply,
+)
 
 
 class EngineQueries:
@@ -25,6 +33,8 @@ class EngineQueries:
         self.last_state: EngineState | None = None
         self.last_state_at: float | None = None
         """When it came (monotonic)."""
+        self.paused = False
+        """Whether the last command of these two that was obeyed was to pause, not to go on."""
 
     async def state(self, timeout_s: float, *, audit: bool = False) -> EngineState | None:
         """The state now, or the last one seen when no answer comes in `timeout_s` or the engine goes.
@@ -51,12 +61,16 @@ class EngineQueries:
         query_id = uuid.uuid4().hex
         answer = self._commands[query_id] = asyncio.get_running_loop().create_future()
         try:
-            await self._channel.send(make(query_id))
-            return await asyncio.wait_for(answer, timeout_s)
+            command = make(query_id)
+            await self._channel.send(command)
+            reply = await asyncio.wait_for(answer, timeout_s)
         except TimeoutError as error:
             raise RequestError("the engine did not answer in time", status=503, code="engine_busy") from error
         finally:
             del self._commands[query_id]
+        if reply.ok and isinstance(command, PauseGeneration | ContinueGeneration):
+            self.paused = isinstance(command, PauseGeneration)
+        return reply
 
     def on_reply(self, reply: StateReply | CommandReply) -> None:
         """Called by the engine client's reader; a reply that nobody waits for any more is dropped."""

@@ -77,6 +77,7 @@ async def health_generate(context: ServerContext, request: Request) -> Response:
     Probes the engine, not the partner of a pair.
     """
     vitals = await _require_alive(context)
+    _require_going(context)
     probes = _probes(context)
     generation = await context.client.submit(probes, [probe.rid for probe in probes])
     with generation.closed_on_error():
@@ -85,6 +86,7 @@ async def health_generate(context: ServerContext, request: Request) -> Response:
             updates = await until_disconnect(request, work)
         except TimeoutError as error:
             now = await _require_alive(context)
+            _require_going(context)
             if _all_busy(vitals, now):
                 return json_response({"status": "busy"})
             message = f"no token came within {PROBE_TIMEOUT_S} s"
@@ -96,6 +98,12 @@ async def health_generate(context: ServerContext, request: Request) -> Response:
             raise RequestError(message, status=503, code=error.code, retry_after_s=error.retry_after_s) from error
     _check(updates)
     return json_response({"status": "ok"})
+
+
+def _require_going(context: ServerContext) -> None:
+    """Where generation is paused no token would come, and that is known without waiting for one."""
+    if context.client.paused:
+        raise RequestError("generation is paused until /continue_generation", status=503, code="paused")
 
 
 def _probes(context: ServerContext) -> list[GenerateRequest]:

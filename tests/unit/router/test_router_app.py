@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+import pdserve
 from pdserve.router import fleet
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
@@ -22,7 +23,7 @@ def test_without_a_pair_every_request_is_a_503(run_world: RunWorld) -> None:
         async with world.router([prefill], [decode]) as url:
             async with world.session.post(url + GENERATE, json={"text": "a"}) as response:
                 assert (response.status, response.headers["Retry-After"]) == (503, "1")
-            for path in ("/health", "/readiness"):
+            for path in ("/health", "/readiness", "/ready"):
                 async with world.session.get(url + path) as response:
                     assert response.status == 503
             decode.health_status = 200
@@ -127,6 +128,22 @@ def test_facts_come_from_decode_and_from_all(run_world: RunWorld) -> None:
     run_world(scenario)
 
 
+def test_the_load_of_all_is_one_list_of_the_workers_own_entries(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, decode, silent = [await world.worker(name) for name in "pds"]
+        prefill.reported, decode.reported = 2, 3
+        async with world.router([prefill], [decode, silent]) as url:
+            async with world.session.get(url + "/get_load") as response:
+                assert await response.json() == [
+                    {"dp_rank": 0, "num_reqs": 2, "num_tokens": 20, "worker": prefill.url, "worker_type": "prefill"},
+                    {"dp_rank": 0, "num_reqs": 3, "num_tokens": 30, "worker": decode.url, "worker_type": "decode"},
+                ]
+            async with world.session.get(url + "/version") as response:
+                assert await response.json() == {"version": pdserve.__version__}
+
+    run_world(scenario)
+
+
 def test_what_one_worker_answers_comes_with_its_headers(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         async def full(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -227,8 +244,26 @@ def test_a_flush_reaches_all_and_is_as_bad_as_the_worst_answer(run_world: RunWor
         prefill, decode = await world.worker("p"), await world.worker("d", busy)
         async with world.router([prefill], [decode]) as url, world.session.post(url + "/flush_cache") as response:
             assert response.status == 400
-            assert (await response.json())["workers"] == {prefill.url: 200, decode.url: 400}
+            answer = await response.json()
+            assert answer["workers"] == {prefill.url: 200, decode.url: 400}
+            assert answer["error"]["message"] == f"{decode.url} answered 400"
         assert prefill.paths == decode.paths == ["/flush_cache"]
+
+    run_world(scenario)
+
+
+def test_a_command_that_a_worker_refuses_says_why(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        async def refuses(worker: Any, request: Any, body: dict[str, Any]) -> Any:
+            return web.json_response({"error": {"message": "no such mode", "param": "mode", "code": 400}}, status=400)
+
+        prefill, decode = await world.worker("p", refuses), await world.worker("d", refuses)
+        async with (
+            world.router([prefill], [decode]) as url,
+            world.session.post(url + "/pause_generation", json={"mode": "x"}) as response,
+        ):
+            error = (await response.json())["error"]
+        assert error == {"message": "no such mode", "param": "mode", "code": 400, "worker": prefill.url}
 
     run_world(scenario)
 

@@ -100,6 +100,17 @@ async def test_a_probe_that_is_lost_in_an_idle_scheduler_is_ill(tokenizer: Token
             assert await _status(b, "/health") == (200, "ok")
 
 
+async def test_a_paused_server_is_alive_takes_requests_and_gives_no_token(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        with Heart(b):
+            await b.http.post("/pause_generation", json={"mode": "in_place"})
+            assert await _status(b, "/health_generate") == (503, "paused")
+            assert await _status(b, "/health") == (200, "ok")
+            assert await _status(b, "/ready") == (200, "ready")
+            await b.http.post("/continue_generation")
+            assert await _status(b, "/health_generate") == (200, "ok")
+
+
 async def test_a_prefill_server_is_ready_once_it_is_registered(tokenizer: Tokenizer) -> None:
     known = False
     async with bench(tokenizer, "prefill", registered=lambda: known) as b:

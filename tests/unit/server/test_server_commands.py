@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import pdserve
 from pdserve.protocol.messages import ContinueGeneration, PauseGeneration, StartProfile, StopProfile
 from pdserve.server.tokenizer import Tokenizer
 from tests.unit.server.server_kit import CONTEXT, bench
@@ -79,6 +80,7 @@ async def test_weight_version(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer) as b:
         for path in ("/weight_version", "/get_weight_version", "/model_info"):
             assert (await b.http.get(path)).json()["weight_version"] == "default"
+        assert (await b.http.get("/version")).json() == {"version": pdserve.__version__}
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
