@@ -81,6 +81,7 @@ def host(config: ServerConfig) -> int:
     try:
         if config.disagg.disaggregation_mode == "prefill":
             port = config.disagg.disaggregation_bootstrap_port
+            assert port is not None, "resolve has filled it in"
             bootstrap = BootstrapServer(LOOPBACK, port, token=control_token())
         bootstrap_port = None if bootstrap is None else bootstrap.port
         engine = Engine(config, bootstrap_port)

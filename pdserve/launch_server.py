@@ -9,25 +9,30 @@ Prints one `PDSERVE_READY` line on stdout when it can serve. The death of any of
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from pdserve.base.env import control_token
 from pdserve.base.exposure import url_host, warn_open, warn_unsealed
 from pdserve.base.log import setup_logging
 from pdserve.base.process import Ready, announce_ready
-from pdserve.config import ServerConfig
+from pdserve.config import DisaggMode, ServerConfig
 from pdserve.config.cli import parse_server_args
-from pdserve.config.resolve import resolve
-from pdserve.errors import PdserveError
+from pdserve.config.resolve import for_mode, resolve
+from pdserve.errors import ConfigError, PdserveError
 from pdserve.launch_engine import ENDING, REFUSED, ROLES, Engine
 from pdserve.protocol.channel import ApiChannel, ZmqApiChannel
 from pdserve.protocol.replicas import ReplicatedChannel
+
+if TYPE_CHECKING:
+    from pdserve.server.life import Backend
+    from pdserve.transfer.bootstrap import BootstrapServer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
         setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode])
-        config = resolve(config)
-        return launch(config) if config.parallel.node_rank == 0 else join(config)
+        resolved = resolve(config)
+        return launch(resolved, config) if config.parallel.node_rank == 0 else join(resolved)
     except PdserveError as error:
         print(f"pdserve: {error}", file=sys.stderr)
         return REFUSED
@@ -49,51 +54,131 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(0)
 
 
-def launch(config: ServerConfig) -> int:
-    """Start the parts, serve, and end them in order."""
+def launch(config: ServerConfig, given: ServerConfig) -> int:
+    """Start the parts, serve, and end them in order. `given`: the configuration before `resolve`."""
     from pdserve.server.run import run_api
     from pdserve.server.tls import server_tls
-    from pdserve.transfer.bootstrap import BootstrapServer
 
-    mode = config.disagg.disaggregation_mode
-    role = ROLES[mode]
-    bootstrap: BootstrapServer | None = None
-    engine: Engine | None = None
+    sides = Sides(given)
     served = False
     try:
         server_tls(config.access)  # these first, for they refuse what is wrong at once
         tokenizer_dir = tokenizer_dir_of(config)
         check_split(config)
-        _warn(config)
-        if mode == "prefill":
-            port = config.disagg.disaggregation_bootstrap_port
-            bootstrap = BootstrapServer(config.serving.host, port, token=control_token())
-            disagg = dataclasses.replace(config.disagg, disaggregation_bootstrap_port=bootstrap.port)
-            config = dataclasses.replace(config, disagg=disagg)
-        bootstrap_port = None if bootstrap is None else bootstrap.port
-        engine = started = Engine(config, bootstrap_port)
-        engine.start()
-
-        def announce(port: int) -> None:
-            url = f"{config.access.scheme}://{url_host(config.serving.host)}:{port}"
-            announce_ready(Ready(role=role, url=url, bootstrap_port=bootstrap_port))
-
-        status = run_api(
-            config,
-            lambda: _open_channel(started, named=mode == "prefill"),
-            tokenizer_dir=tokenizer_dir,
-            engine_died=engine.died,
-            on_ready=announce,
-            own_counters=lambda: {} if bootstrap is None else {"bootstrap_routes_refused": float(bootstrap.rejected)},
-            registered=lambda: bootstrap is None or bootstrap.complete,
-        )
+        first = sides.add(config)
+        first.start()
+        status = run_api(first, tokenizer_dir=tokenizer_dir, other=sides.other)
         served = True
     finally:
-        if engine is not None:
-            engine.end(told=served)
-        if bootstrap is not None:
-            bootstrap.close()
-    return REFUSED if engine.refused else status
+        sides.end(told=served)
+    return REFUSED if sides.refused else status
+
+
+class Sides:
+    """The engines of one server, one after the other: it has another in each role. Each, and what is beside it, is made
+    in full before its predecessor ends, so that what can be refused is refused while that still serves.
+    """
+
+    def __init__(self, given: ServerConfig) -> None:
+        self._given = given
+        self._sides: list[Side] = []
+        self._bootstrap_port: int | None = None
+
+    def add(self, config: ServerConfig) -> Backend:
+        """One more side, not started."""
+        _warn(config)
+        ports = [config.disagg.disaggregation_bootstrap_port]
+        if self._sides and self._given.disagg.disaggregation_bootstrap_port in (None, 0):
+            ports = [self._bootstrap_port or ports[0], 0]  # nobody insists on one: the one it had, the usual one, any
+        side = Side(config, [port for port in ports if port is not None])
+        self._bootstrap_port = self._bootstrap_port if side.bootstrap is None else side.bootstrap.port
+        self._sides.append(side)
+        return side.backend()
+
+    def other(self, role: DisaggMode) -> Backend:
+        """What there is to be in another role.
+
+        Raises:
+            ConfigError: the server cannot have it.
+        """
+        if self._given.parallel.nnodes > 1:
+            text = "--nnodes is above 1: the ranks on other hosts were started for one role; start the server again"
+            raise ConfigError(text, field="nnodes")
+        return self.add(resolve(for_mode(self._given, role)))
+
+    @property
+    def refused(self) -> bool:
+        """Whether the newest engine found its configuration wrong."""
+        return self._sides[-1].engine.refused
+
+    def end(self, *, told: bool) -> None:
+        """End whatever is there. `told`: the newest engine was told to stop."""
+        for side in self._sides:
+            side.end(told=told and side is self._sides[-1])
+
+
+class Side:
+    """What stands behind the HTTP server in one role: the engine, and a prefill server's bootstrap server, which
+    listens from now on, at the first of `bootstrap_ports` that is free.
+    """
+
+    def __init__(self, config: ServerConfig, bootstrap_ports: Sequence[int]) -> None:
+        self._role = ROLES[config.disagg.disaggregation_mode]
+        self.bootstrap: BootstrapServer | None = None
+        if self._role == "prefill":
+            self.bootstrap = _open_bootstrap(config.serving.host, bootstrap_ports)
+            disagg = dataclasses.replace(config.disagg, disaggregation_bootstrap_port=self.bootstrap.port)
+            config = dataclasses.replace(config, disagg=disagg)
+        self._config = config
+        self.engine = Engine(config, self._bootstrap_port)
+
+    def backend(self) -> Backend:
+        """As the API process sees it."""
+        from pdserve.server.life import Backend
+
+        bootstrap = self.bootstrap
+        return Backend(
+            config=self._config,
+            open_channel=self._open_channel,
+            engine_died=self.engine.died,
+            bootstrap_port=self._bootstrap_port,
+            on_ready=self._announce,
+            own_counters=lambda: {} if bootstrap is None else {"bootstrap_routes_refused": float(bootstrap.rejected)},
+            registered=lambda: bootstrap is None or bootstrap.complete,
+            start=self._start,
+            end=lambda: self.end(told=True),
+        )
+
+    def end(self, *, told: bool) -> None:
+        """See `Engine.end`; any number of times."""
+        self.engine.end(told=told)
+        if self.bootstrap is not None:
+            self.bootstrap.close()
+
+    @property
+    def _bootstrap_port(self) -> int | None:
+        return None if self.bootstrap is None else self.bootstrap.port
+
+    def _start(self) -> None:
+        setup_logging(self._config.observe.log_level, self._role)
+        self.engine.start()
+
+    def _open_channel(self) -> ApiChannel:
+        channels = [ZmqApiChannel(address) for address in self.engine.addresses]
+        return channels[0] if len(channels) == 1 else ReplicatedChannel(channels, named=self._role == "prefill")
+
+    def _announce(self, port: int) -> None:
+        url = f"{self._config.access.scheme}://{url_host(self._config.serving.host)}:{port}"
+        announce_ready(Ready(role=self._role, url=url, bootstrap_port=self._bootstrap_port))
+
+
+def _open_bootstrap(host: str, ports: Sequence[int]) -> BootstrapServer:
+    from pdserve.transfer.bootstrap import BootstrapServer
+
+    for port in ports[:-1]:
+        with contextlib.suppress(ConfigError):
+            return BootstrapServer(host, port, token=control_token())
+    return BootstrapServer(host, ports[-1], token=control_token())
 
 
 def join(config: ServerConfig) -> int:
@@ -113,11 +198,6 @@ def _warn(config: ServerConfig) -> None:
     warn_open(config.serving.host, has_key=config.access.api_key is not None)
     if config.disagg.disaggregation_mode != "null" and not control_token():
         warn_unsealed(config.serving.host, config.disagg.disaggregation_host or config.serving.host)
-
-
-def _open_channel(engine: Engine, *, named: bool) -> ApiChannel:
-    channels = [ZmqApiChannel(address) for address in engine.addresses]
-    return channels[0] if len(channels) == 1 else ReplicatedChannel(channels, named=named)
 
 
 def check_split(config: ServerConfig) -> None:

@@ -30,6 +30,7 @@ COMMANDS = frozenset(
         "/continue_generation",
         "/start_profile",
         "/stop_profile",
+        "/pd_role_switch",
         "/observe",
     }
 )

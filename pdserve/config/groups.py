@@ -132,7 +132,12 @@ class DisaggConfig:
         help="engine that moves KV pages; shm: within one host, CPU only; auto: shm to peers where it works, "
         "else mooncake",
     )
-    disaggregation_bootstrap_port: int = flag(8998, help="port of the prefill server's bootstrap server; 0 picks one")
+    disaggregation_bootstrap_port: int | None = flag(
+        None, help="port of the prefill server's bootstrap server; 0 picks one, 8998 when absent"
+    )
+    enable_pd_role_switch: bool = flag(
+        True, help="POST /pd_role_switch may change disaggregation_mode while the server runs"
+    )
     disaggregation_ib_device: str | None = flag(None, help="RDMA NIC names, comma-separated; all when absent")
     disaggregation_host: str | None = flag(
         None, help="address peers reach this server's transfer ports at; host when absent"

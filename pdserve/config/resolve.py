@@ -6,10 +6,11 @@ import dataclasses
 import importlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pdserve.base.env import triton_is_interpreted
-from pdserve.config.groups import KernelConfig, ServerConfig
+from pdserve.config.groups import DisaggConfig, DisaggMode, KernelConfig, ServerConfig
 from pdserve.config.validate import check
 from pdserve.errors import ConfigError
 
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 
 CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_RUNNING_REQUESTS = 256
+BOOTSTRAP_PORT = 8998
 NVIDIA_DRIVER, WSL_DRIVER = "/dev/nvidiactl", "/dev/dxg"
 LOOPBACK = ("127.0.0.1", "::1", "[::1]", "localhost")
 ANY_ADDRESS = ("0.0.0.0", "::")
@@ -128,6 +130,12 @@ def _disaggregation_host(config: ServerConfig, machine: Machine) -> tuple[Server
     return _set(config, "disagg", "disaggregation_host", config.serving.host, "the address of the HTTP server")
 
 
+def _disaggregation_bootstrap_port(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
+    if config.disagg.disaggregation_bootstrap_port is not None or config.disagg.disaggregation_mode != "prefill":
+        return None
+    return _set(config, "disagg", "disaggregation_bootstrap_port", BOOTSTRAP_PORT, "SGLang's")
+
+
 STEPS: tuple[Step, ...] = (
     _device,
     _attention_backend,
@@ -136,7 +144,30 @@ STEPS: tuple[Step, ...] = (
     _disable_overlap_schedule,
     _max_running_requests,
     _disaggregation_host,
+    _disaggregation_bootstrap_port,
 )
+
+MODES: Mapping[str, tuple[DisaggMode, ...]] = {
+    "disaggregation_layerwise_transfer": ("prefill",),
+    "disaggregation_decode_tp": ("prefill",),
+    "disaggregation_decode_dp": ("prefill",),
+    "disaggregation_prefill_pp": ("prefill",),
+    "disaggregation_decode_enable_radix_cache": ("decode",),
+    "disaggregation_decode_enable_offload_kvcache": ("decode", "null"),
+}
+"""Fields of `DisaggConfig` that mean something in these modes only, and are refused in others."""
+
+
+def for_mode(given: ServerConfig, mode: DisaggMode) -> ServerConfig:
+    """What a server that was started with `given` is started with in another mode.
+
+    Flags that this mode refuses were given for the other one, and are left out, as `launch_local` does; so `given` is
+    the configuration before `resolve`, and stays what a server comes back to.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(DisaggConfig)}
+    left_out = {field: defaults[field] for field, modes in MODES.items() if mode not in modes}
+    changes: dict[str, Any] = left_out | {"disaggregation_mode": mode}
+    return dataclasses.replace(given, disagg=dataclasses.replace(given.disagg, **changes))
 
 
 def _check_together(config: ServerConfig, machine: Machine) -> None:
@@ -155,18 +186,11 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
             field="cpu_threads",
         )
     disagg, mode = config.disagg, config.disagg.disaggregation_mode
-    for field, wanted, asked in (
-        ("disaggregation_layerwise_transfer", ("prefill",), disagg.disaggregation_layerwise_transfer),
-        ("disaggregation_decode_enable_radix_cache", ("decode",), disagg.disaggregation_decode_enable_radix_cache),
-        (
-            "disaggregation_decode_enable_offload_kvcache",
-            ("decode", "null"),
-            disagg.disaggregation_decode_enable_offload_kvcache,
-        ),
-    ):
-        if asked and mode not in wanted:
+    values = dataclasses.asdict(disagg)
+    for field, modes in MODES.items():
+        if values[field] and mode not in modes:
             raise ConfigError(
-                f"--{field.replace('_', '-')} is for --disaggregation-mode {' or '.join(wanted)}, not {mode}",
+                f"--{field.replace('_', '-')} is for --disaggregation-mode {' or '.join(modes)}, not {mode}",
                 field=field,
             )
     host = disagg.disaggregation_host
@@ -177,15 +201,6 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
             "this host",
             field="disaggregation_host",
         )
-    for field, size in (
-        ("disaggregation_decode_tp", disagg.disaggregation_decode_tp),
-        ("disaggregation_decode_dp", disagg.disaggregation_decode_dp),
-        ("disaggregation_prefill_pp", disagg.disaggregation_prefill_pp),
-    ):
-        if size is not None and mode != "prefill":
-            raise ConfigError(
-                f"--{field.replace('_', '-')} is for --disaggregation-mode prefill, not {mode}", field=field
-            )
     if disagg.disaggregation_prefill_pp not in (None, config.parallel.pp_size):
         raise ConfigError(
             f"--disaggregation-prefill-pp is {disagg.disaggregation_prefill_pp}, but --pp-size is "

@@ -48,7 +48,7 @@ enable-lora-overlap-loading enable-mamba-cache-stochastic-rounding enable-megamo
 enable-memory-saver enable-metrics-for-all-schedulers enable-mfu-metrics enable-mis enable-mixed-chunk
 enable-mm-global-cache enable-mscclpp enable-multi-layer-eagle enable-multimodal enable-nan-detection
 enable-nccl-nvls enable-nsa-prefill-context-parallel enable-nvidia-megakernel enable-p2p-check
-enable-page-major-kv-layout enable-paged-experts enable-pd-role-switch enable-pdmux enable-piecewise-cuda-graph
+enable-page-major-kv-layout enable-paged-experts enable-pdmux enable-piecewise-cuda-graph
 enable-precise-embedding-interpolation enable-prefill-cp enable-prefill-delayer enable-prefix-mm-cache
 enable-priority-scheduling enable-profile-cuda-graph enable-quant-communications enable-request-time-stats-logging
 enable-response-store enable-return-aux-hidden-states enable-return-hidden-states enable-return-indexer-topk

@@ -17,6 +17,7 @@ from pdserve.server import access, admin, commands, health, observing, openapi
 from pdserve.server.chat_formats import ChatFormats
 from pdserve.server.constraints import GrammarCheck
 from pdserve.server.context import ServerContext
+from pdserve.server.door import Door, DoorMiddleware
 from pdserve.server.engine_client import EngineClient
 from pdserve.server.errors_http import install_error_handlers
 from pdserve.server.json_http import json_response
@@ -25,6 +26,7 @@ from pdserve.server.openai_chat import chat_completions
 from pdserve.server.openai_completions import completions
 from pdserve.server.responses.endpoint import responses
 from pdserve.server.responses.schemas import ResponsesBody
+from pdserve.server.role_switch import RoleChanger, pd_role_switch
 from pdserve.server.schemas import (
     AbortBody,
     ChatBody,
@@ -34,6 +36,7 @@ from pdserve.server.schemas import (
     GenerateBody,
     PauseBody,
     ProfileBody,
+    RoleSwitchBody,
     TokenizeBody,
 )
 from pdserve.server.streaming import ClientGoneError
@@ -54,6 +57,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/continue_generation": CommandBody,
     "/start_profile": ProfileBody,
     "/stop_profile": CommandBody,
+    "/pd_role_switch": RoleSwitchBody,
 }
 """By path, what the JSON of a POST must be: for the OpenAPI document."""
 OPTIONAL_BODIES = frozenset({"/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"})
@@ -86,11 +90,15 @@ def create_app(
     metrics: ServerMetrics,
     *,
     registered: Callable[[], bool] = lambda: True,
+    door: Door | None = None,
+    changer: RoleChanger | None = None,
 ) -> FastAPI:
     """The application. It starts `client` with its lifespan and stops it at the end; `metrics` is the client's.
 
     `registered`: decode servers find us, which is so for all but a prefill server whose replicas are not known yet.
+    `door` is for who wants to close it, `changer` for a server whose role can be changed.
     """
+    door = door or Door(config.disagg.disaggregation_mode)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -106,10 +114,11 @@ def create_app(
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     _add_generation(app, context)
-    _add_health_and_facts(app, context)
-    _add_commands(app, context)
+    _add_health_and_facts(app, context, door)
+    _add_commands(app, context, door, changer)
     openapi.install(app, INPUTS, with_keys=config.access.keys.some)
     observer = observing.install(app, context)
+    app.add_middleware(DoorMiddleware, door=door)
     access.install(app, config.access)
     return app
 
@@ -146,15 +155,15 @@ def _add_generation(app: FastAPI, context: ServerContext) -> None:
         return await generate(context, request)
 
 
-def _add_health_and_facts(app: FastAPI, context: ServerContext) -> None:
+def _add_health_and_facts(app: FastAPI, context: ServerContext, door: Door) -> None:
     @app.get("/health", response_model=None)
     async def get_health() -> Response:
-        return await health.health(context)
+        return await health.health(context, door)
 
     @app.get("/readiness", response_model=None)
     @app.get("/ready", response_model=None)
     async def get_ready() -> Response:
-        return await health.ready(context)
+        return await health.ready(context, door)
 
     @app.get("/health_generate", response_model=None)
     async def get_health_generate(request: Request) -> Response:
@@ -200,7 +209,11 @@ def _add_health_and_facts(app: FastAPI, context: ServerContext) -> None:
         return await admin.get_model(context, name)
 
 
-def _add_commands(app: FastAPI, context: ServerContext) -> None:
+def _add_commands(app: FastAPI, context: ServerContext, door: Door, changer: RoleChanger | None) -> None:
+    @app.post("/pd_role_switch", response_model=None)
+    async def post_pd_role_switch(request: Request) -> Response:
+        return await pd_role_switch(context, door, changer, request)
+
     @app.get("/flush_cache", response_model=None)
     @app.post("/flush_cache", response_model=None)
     async def flush_cache(request: Request) -> Response:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 
 import msgspec
 
-from pdserve.errors import EngineDeadError, ProtocolError, RequestError
+from pdserve.errors import EngineDeadError, PdserveError, ProtocolError, RequestError
 from pdserve.observe.metrics import RequestMetrics
 from pdserve.observe.record import RequestListener
 from pdserve.protocol.channel import ApiChannel
@@ -76,10 +76,10 @@ class EngineClient:
         if self._reader is None:
             self._reader = asyncio.get_running_loop().create_task(self._read())
 
-    async def stop(self) -> None:
+    async def stop(self, reason: str = "the server is shutting down") -> None:
         """Stop reading; every stream fails. The channel stays open and belongs to the caller."""
-        self._stopping = self._dead is None
-        self.fail(EngineDeadError("the server is shutting down"))
+        self._stopping = self._stopping or self._dead is None
+        self.fail(EngineDeadError(reason))
         tasks = [*self._tasks, *([self._reader] if self._reader is not None else [])]
         if self._reader is not None:
             self._reader.cancel()
@@ -183,6 +183,12 @@ class EngineClient:
         for rid in rids:
             self._send_soon(AbortRequest(rid=rid))
         return len(rids)
+
+    def cut(self, error: PdserveError) -> None:
+        """End every sequence with `error`, here and at the scheduler."""
+        for rid in self._live.called(None):
+            self._drop(rid, "abort").generation.fail(error)
+            self._send_soon(AbortRequest(rid=rid))
 
     def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
         if not self._match_stops:

@@ -1,7 +1,8 @@
 """Health that does not lie: is the process alive, can it take requests, does a token come out. Routes in `app`.
 
     /health            the engine has started, its schedulers run, no step is stuck         liveness, routers' checks
-    /ready             that; prefill is in its bootstrap server, and a partner answers      readiness
+    /ready             that; prefill is in its bootstrap server, a partner answers, and
+                       the role is not being changed                                        readiness
     /health_generate   that of /health, and a token comes through scheduler and device      start-up, deep checks
 
 A long step is no reason to be ill: schedulers beat from a thread beside the loop. A server that no partner has ever
@@ -21,10 +22,12 @@ from collections.abc import Sequence
 from fastapi import Request
 from fastapi.responses import Response
 
+from pdserve.base.roles import ROLE_HEADER
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import MAX_ROOM, GenerateRequest, PeerLoad, RoomAddress
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.server.context import ServerContext
+from pdserve.server.door import Door
 from pdserve.server.generation import Update
 from pdserve.server.json_http import json_response
 from pdserve.server.pulses import Vitals
@@ -40,15 +43,19 @@ FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 """A request with this bootstrap host moves no bytes: it warms up or probes one server of a pair alone."""
 
 
-async def health(context: ServerContext) -> Response:
-    """200 while the server lives, 503 while the engine starts, when it is gone, silent or stuck."""
+async def health(context: ServerContext, door: Door) -> Response:
+    """200 while the server lives, 503 while the engine starts, when it is gone, silent or stuck.
+
+    A header says in which role new requests are taken.
+    """
     await _require_alive(context)
-    return json_response({"status": "ok"})
+    return json_response({"status": "ok"}, headers={ROLE_HEADER: door.takes})
 
 
-async def ready(context: ServerContext) -> Response:
+async def ready(context: ServerContext, door: Door) -> Response:
     """200 when requests can be taken and will find their partner; see the file's docstring."""
     await _require_alive(context)
+    door.require_open()
     if not context.registered():
         raise RequestError("not in the bootstrap server yet", status=503, code="not_registered", retry_after_s=1)
     state = await context.client.state(STATE_TIMEOUT_S)

@@ -23,7 +23,7 @@ ERRORS = {
     "401": "no API key, or a wrong one",
     "403": "a command of a web page of another origin",
     "404": "no such model",
-    "409": "the room is in use by a live request",
+    "409": "the room is in use by a live request, or the role is being changed",
     "413": "the body is too large",
     "429": "this client has as many requests running as it may; `Retry-After` says when to come back",
     "499": "aborted",
@@ -31,6 +31,10 @@ ERRORS = {
     "503": "not ready, or too much to do; `Retry-After` says when to come back",
     "504": "the other half never came",
 }
+
+
+LATER = frozenset({"/pd_role_switch"})
+"""What may be answered before it is done."""
 
 
 class ErrorBody(msgspec.Struct):
@@ -105,6 +109,7 @@ def _operation(route: APIRoute, query: Mapping[str, Mapping[str, Any]]) -> dict[
         "summary": route.summary or route.name.replace("_", " "),
         "responses": {
             "200": {"description": "the answer; with `stream`, server-sent events"},
+            **({"202": {"description": "it has begun"}} if route.path in LATER else {}),
             **{status: {"description": text, "content": error} for status, text in ERRORS.items()},
         },
     }

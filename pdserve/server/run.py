@@ -1,34 +1,27 @@
-"""Runs the API process: uvicorn around the application, a watch on the engine, an orderly end.
+"""Runs the API process: uvicorn around the applications of `host`, signals, an orderly end.
 
-Called by `launch_server` in the main process, with the API end of the channel to a scheduler process it has started.
+Called by `launch_server` in the main process, with an engine that it has started.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
 
 from pdserve.config.groups import ServerConfig
-from pdserve.errors import ConfigError, EngineDeadError
-from pdserve.protocol.channel import ApiChannel
-from pdserve.protocol.messages import Shutdown
-from pdserve.server.app import create_app, make_metrics
-from pdserve.server.engine_client import EngineClient
+from pdserve.errors import ConfigError
+from pdserve.server.host import Host, OtherRole
+from pdserve.server.life import Backend, tell_nobody
 from pdserve.server.tls import server_tls
 from pdserve.server.tokenizer import Tokenizer, load_tokenizer
 
-log = logging.getLogger(__name__)
-
-ENGINE_WATCH_S = 0.2
 GRACE_S = 5
 """How long running requests may go on after the first signal; the second ends at once."""
 
@@ -51,13 +44,14 @@ def _listen(config: ServerConfig) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}", field="port") from error
 
 
-def _settings(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+def _settings(app: Host, config: ServerConfig) -> uvicorn.Config:
     """uvicorn's; it is not to believe `X-Forwarded-For`, which it does of loopback unless told otherwise."""
     settings = uvicorn.Config(
         app,
+        interface="asgi3",
         http="h11",
         ws="none",
-        lifespan="on",
+        lifespan="off",
         log_level="warning",
         access_log=False,
         proxy_headers=False,
@@ -83,125 +77,69 @@ def _on_signals(server: uvicorn.Server) -> None:
         loop.add_signal_handler(number, stop)
 
 
-async def _watch(server: uvicorn.Server, client: EngineClient, died: Callable[[], str | None]) -> None:
-    """End the server when the engine is gone; its streams have been told by then."""
-    while client.alive:
-        sentence = died()
-        if sentence is not None:
-            log.error("%s", sentence)
-            client.fail(EngineDeadError(sentence))
-            break
-        await asyncio.sleep(ENGINE_WATCH_S)
-    if client.engine_lost:
-        log.error("the engine is gone; the server ends")
-        server.should_exit = True
-
-
-async def _announce(
-    server: uvicorn.Server,
-    client: EngineClient,
-    port: int,
-    on_listening: Callable[[int], None],
-    on_ready: Callable[[int], None],
-) -> None:
-    while not server.started:
-        await asyncio.sleep(0.01)
-    on_listening(port)
-    with contextlib.suppress(EngineDeadError):
-        await client.wait_ready()
-        on_ready(port)
-
-
-def _nothing(port: int) -> None:
-    """Nobody wants to know."""
-
-
 async def serve(
-    config: ServerConfig,
-    channel: ApiChannel,
+    first: Backend,
     tokenizer: Tokenizer | None,
     *,
-    engine_died: Callable[[], str | None],
-    on_listening: Callable[[int], None] = _nothing,
-    on_ready: Callable[[int], None] = _nothing,
-    own_counters: Callable[[], Mapping[str, float]] = dict,
-    registered: Callable[[], bool] = lambda: True,
+    other: OtherRole | None = None,
+    on_listening: Callable[[int], None] = tell_nobody,
 ) -> int:
     """Serve until a signal, or until the engine dies; returns the exit status: 0, or 1 without an engine.
 
-    It listens at once; `/health` turns 200 when the scheduler has announced itself. `engine_died` says in a sentence
-    which process has ended. `on_listening` gets the bound port, and `on_ready` gets it once requests are taken.
-    `own_counters` are shown in `/metrics`, `registered` in `/ready`.
+    It listens at once; `/health` turns 200 when the scheduler has announced itself. `on_listening` gets the bound port.
+    `other` makes what the server is to become when its role is changed.
 
     Raises:
-        ConfigError: the port cannot be bound.
+        ConfigError: the port cannot be bound, or a log or tracing cannot be had.
     """
-    metrics = make_metrics(config, own_counters)
-    mode = config.disagg.disaggregation_mode
-    client = EngineClient(channel, tokenizer, metrics, match_stops=mode != "prefill")
-    app = create_app(config, client, tokenizer, metrics, registered=registered)
-    server = _Server(_settings(app, config))
-    listener = _listen(config)
-    _on_signals(server)
-    side_tasks = [
-        asyncio.create_task(_announce(server, client, listener.getsockname()[1], on_listening, on_ready)),
-        asyncio.create_task(_watch(server, client, engine_died)),
-    ]
+    listener = _listen(first.config)
     try:
-        await server.serve(sockets=[listener])
+        port = listener.getsockname()[1]
+        host = Host(first, tokenizer, other, port=port, leave=lambda: _leave(server))
+        server = _Server(_settings(host, first.config))
+        _on_signals(server)
+        told = asyncio.create_task(_tell_listening(server, port, on_listening))
+        try:
+            await host.open()
+            await server.serve(sockets=[listener])
+        finally:
+            told.cancel()
+            status = await host.close()
     finally:
-        for task in side_tasks:
-            task.cancel()
-        await asyncio.gather(*side_tasks, return_exceptions=True)
         listener.close()
-    if client.engine_lost:
-        return 1
-    await channel.send(Shutdown())
-    return 0
+    return status
+
+
+def _leave(server: uvicorn.Server) -> None:
+    server.should_exit = True
+
+
+async def _tell_listening(server: uvicorn.Server, port: int, on_listening: Callable[[int], None]) -> None:
+    while not server.started:
+        await asyncio.sleep(0.01)
+    on_listening(port)
 
 
 def run_api(
-    config: ServerConfig,
-    open_channel: Callable[[], ApiChannel],
+    first: Backend,
     *,
     tokenizer_dir: str | Path | None,
-    engine_died: Callable[[], str | None],
-    on_listening: Callable[[int], None] = _nothing,
-    on_ready: Callable[[int], None] = _nothing,
-    own_counters: Callable[[], Mapping[str, float]] = dict,
-    registered: Callable[[], bool] = lambda: True,
+    other: OtherRole | None = None,
+    on_listening: Callable[[int], None] = tell_nobody,
 ) -> int:
     """Load the tokenizer of `tokenizer_dir` and serve; returns the exit status. Blocks the calling thread.
 
-    `open_channel` is called inside the event loop, where the sockets must be made. `on_listening` gets the bound port
-    when it listens, `on_ready` when the engine can take requests. `own_counters` are shown in `/metrics`, `registered`
-    in `/ready`.
+    `first` is what stands behind the server at the beginning, its engine already started, `other` makes what may
+    stand there later. `on_listening` gets the bound port when it listens.
 
     Raises:
-        ConfigError: the tokenizer cannot be read, or the port cannot be bound.
+        ConfigError: the tokenizer cannot be read, the port cannot be bound, or a log or tracing cannot be had.
     """
     tokenizer = None
     if tokenizer_dir is not None:
-        tokenizer = load_tokenizer(tokenizer_dir, config.serving.chat_template)
-
-    async def main() -> int:
-        channel = open_channel()
-        try:
-            return await serve(
-                config,
-                channel,
-                tokenizer,
-                engine_died=engine_died,
-                on_listening=on_listening,
-                on_ready=on_ready,
-                own_counters=own_counters,
-                registered=registered,
-            )
-        finally:
-            channel.close()
-
+        tokenizer = load_tokenizer(tokenizer_dir, first.config.serving.chat_template)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(main())
+        return runner.run(serve(first, tokenizer, other=other, on_listening=on_listening))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:

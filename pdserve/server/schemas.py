@@ -252,6 +252,14 @@ class ProfileBody(msgspec.Struct):
     with_stack: bool | None = None
 
 
+class RoleSwitchBody(msgspec.Struct):
+    """`POST /pd_role_switch`. `wait`: answer when it is done, not when it has begun."""
+
+    new_role: Literal["prefill", "decode", "null"] | None = None
+    drain_timeout_secs: float | None = None
+    wait: bool | None = None
+
+
 class CommandBody(msgspec.Struct):
     """`POST /continue_generation`, `/stop_profile`: an object whose fields mean nothing here."""
 

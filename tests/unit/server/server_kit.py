@@ -185,6 +185,11 @@ class ScriptedScheduler:
         del self._held[request.rid]
         self._send(RequestOutput(rid=request.rid, token_ids=[], finish=finish))
 
+    def finish(self, request: GenerateRequest) -> None:
+        """End a held request as it would end by itself."""
+        del self._held[request.rid]
+        self._send(self._output(request, [EOS], FinishReason(type="stop", matched=EOS), self.timing))
+
     def _answer(self, request: GenerateRequest) -> None:
         script = self.script(request)
         if isinstance(script, FinishReason):

@@ -17,6 +17,7 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.protocol.channel import memory_channel_pair
 from pdserve.protocol.messages import FinishReason
+from pdserve.server.life import Backend
 from pdserve.server.run import run_api, serve
 from pdserve.server.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.server.server_kit import ScriptedScheduler, make_config, until
@@ -45,11 +46,13 @@ async def running(tokenizer: Tokenizer) -> AsyncIterator[Running]:
     alive = [True]
     task = asyncio.create_task(
         serve(
-            make_config(),
-            api,
+            Backend(
+                config=make_config(),
+                open_channel=lambda: api,
+                engine_died=lambda: None if alive[0] else "the scheduler process has ended",
+                on_ready=listening.set_result,
+            ),
             tokenizer,
-            engine_died=lambda: None if alive[0] else "the scheduler process has ended",
-            on_ready=listening.set_result,
         )
     )
     try:
@@ -194,7 +197,7 @@ async def test_a_taken_port_is_a_config_error(tokenizer: Tokenizer) -> None:
         taken = type(config.serving)(port=int(server.url.rsplit(":", 1)[1]))
         config = type(config)(model=config.model, serving=taken)
         with pytest.raises(ConfigError, match="cannot listen"):
-            await serve(config, api, None, engine_died=lambda: None)
+            await serve(Backend(config=config, open_channel=lambda: api, engine_died=lambda: None), None)
 
 
 async def test_run_api_blocks_a_thread_until_the_engine_is_gone(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -207,10 +210,12 @@ async def test_run_api_blocks_a_thread_until_the_engine_is_gone(tokenizer: Token
     served = asyncio.create_task(
         asyncio.to_thread(
             run_api,
-            make_config(),
-            lambda: api,
+            Backend(
+                config=make_config(),
+                open_channel=lambda: api,
+                engine_died=lambda: None if alive[0] else "the scheduler process has ended",
+            ),
             tokenizer_dir=tmp_path,
-            engine_died=lambda: None if alive[0] else "the scheduler process has ended",
             on_listening=ports.append,
         )
     )

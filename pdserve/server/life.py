@@ -1,0 +1,145 @@
+"""A server in one of its roles, as the API process has it: an engine client and an application over one engine.
+
+    Life ──> open ──> ready ──> (drain) ──> close          the engine may go away at any time: `watch` returns
+
+Owned by `host`, which has one at a time. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from pdserve.config.groups import DisaggMode, ServerConfig
+from pdserve.errors import EngineDeadError, RequestError
+from pdserve.protocol.channel import ApiChannel
+from pdserve.protocol.messages import Shutdown
+from pdserve.server.app import create_app, make_metrics
+from pdserve.server.door import Door
+from pdserve.server.engine_client import EngineClient
+from pdserve.server.role_switch import RoleChanger
+from pdserve.server.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+ENGINE_WATCH_S = 0.2
+CUT_S = 5.0
+"""How long the answers of requests that are cut may take to be written."""
+QUIET_S = 5.0
+"""How long peers may take to hear of requests that have ended, and to let go of each other's pages."""
+POLL_S = 0.02
+HELD = ("reqs_live", "pages_held_remote", "pages_held_send", "control_unacked")
+"""Counts of an engine that are 0 when it owes its peers nothing."""
+
+
+def nothing() -> None:
+    """There is nothing to do."""
+
+
+def tell_nobody(port: int) -> None:
+    """Nobody wants to know."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """What stands behind the HTTP server in one role, made by the launcher.
+
+    `open_channel` is called inside the event loop, where the sockets must be made, and `start` on the main thread,
+    before it. `engine_died` says in a sentence which process has ended. `on_ready` gets the HTTP port once requests
+    are taken. `own_counters` are shown in `/metrics`, `registered` in `/ready`. `end` blocks until the engine, which
+    was told to stop through its channel, has ended; any thread may call it, any number of times.
+    """
+
+    config: ServerConfig
+    open_channel: Callable[[], ApiChannel]
+    engine_died: Callable[[], str | None]
+    bootstrap_port: int | None = None
+    on_ready: Callable[[int], None] = tell_nobody
+    own_counters: Callable[[], Mapping[str, float]] = dict
+    registered: Callable[[], bool] = lambda: True
+    start: Callable[[], None] = nothing
+    end: Callable[[], None] = nothing
+
+    @property
+    def role(self) -> DisaggMode:
+        """Which halves it does."""
+        return self.config.disagg.disaggregation_mode
+
+
+class Life:
+    """See the file's docstring. `on_trial`: whoever made it sees to it if the engine does not come up.
+
+    Raises:
+        ConfigError: a log or tracing, which the configuration wants, cannot be had.
+    """
+
+    def __init__(
+        self, backend: Backend, tokenizer: Tokenizer | None, changer: RoleChanger, *, on_trial: bool = False
+    ) -> None:
+        self.backend = backend
+        self.on_trial = on_trial
+        self.door = Door(backend.role)
+        self._channel = backend.open_channel()
+        try:
+            metrics = make_metrics(backend.config, backend.own_counters)
+            self.client = EngineClient(self._channel, tokenizer, metrics, match_stops=backend.role != "prefill")
+            self.app = create_app(
+                backend.config,
+                self.client,
+                tokenizer,
+                metrics,
+                registered=backend.registered,
+                door=self.door,
+                changer=changer,
+            )
+        except BaseException:
+            self._channel.close()
+            raise
+        self._lifespan = self.app.router.lifespan_context(self.app)
+        self._closed = False
+
+    async def open(self) -> None:
+        """Begin to listen to the engine."""
+        await self._lifespan.__aenter__()
+
+    async def watch(self) -> None:
+        """Until the engine is gone by itself; its streams have been told by then."""
+        while self.client.alive:
+            sentence = self.backend.engine_died()
+            if sentence is not None:
+                log.error("%s", sentence)
+                self.client.fail(EngineDeadError(sentence))
+                break
+            await asyncio.sleep(ENGINE_WATCH_S)
+
+    async def drain(self, why: RequestError, timeout_s: float) -> None:
+        """Take nothing new, let what runs end, and after `timeout_s` end the rest with `why`."""
+        self.door.close(why)
+        if not await self.door.empty(timeout_s):
+            log.warning("%d requests have not ended within %g s and are cut", self.door.num_inside, timeout_s)
+            self.client.cut(why)
+            await self.door.empty(CUT_S)
+        deadline_s = time.monotonic() + QUIET_S
+        while await self._holds() and time.monotonic() < deadline_s:
+            await asyncio.sleep(POLL_S)
+
+    async def _holds(self) -> bool:
+        """Whether the engine has requests, or owes its peers something."""
+        state = await self.client.state(QUIET_S)
+        return self.client.alive and state is not None and any(state.memory.get(name, 0) for name in HELD)
+
+    async def close(self, reason: str) -> None:
+        """End what is left with an error that says `reason`, and tell the engine to stop if it is there."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self.client.stop(reason)
+            await self._lifespan.__aexit__(None, None, None)
+            if not self.client.engine_lost:
+                await self._channel.send(Shutdown())
+        finally:
+            self._channel.close()
