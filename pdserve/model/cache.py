@@ -11,6 +11,9 @@ from pathlib import Path
 
 from pdserve.errors import ModelError
 
+EXPORT_VERSION = 1
+"""Part of the names of what `hf_export` has written: raise it when it writes something else."""
+
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:
     """`target`, filled by `make` if it does not exist yet.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 from pathlib import Path
@@ -13,14 +12,10 @@ from safetensors.torch import save_file
 
 from pdserve.errors import ModelError
 from pdserve.model import gguf_file
-from pdserve.model.cache import cache_root, made_once
 from pdserve.model.dtypes import torch_dtype
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
-
-EXPORT_VERSION = 1
-"""Part of cache names: raise it when what is written changes."""
 
 _DIGIT_PRE_TOKENIZERS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """`tokenizer.ggml.pre` values for which llama.cpp splits off every digit; transformers' conversion does not."""
@@ -42,14 +37,6 @@ def export_hf(path: Path, target: Path) -> None:
     generation: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
     _write_json(target / "generation_config.json", generation)
     export_tokenizer(path, reader, target)
-
-
-def tokenizer_directory(path: Path) -> Path:
-    """The tokenizer of a gguf file as HF files, in the cache."""
-    stat = path.stat()
-    key = hashlib.blake2b(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode(), digest_size=8).hexdigest()
-    target = cache_root() / f"tokenizer-{path.stem}-{key}-v{EXPORT_VERSION}"
-    return made_once(target, lambda work: export_tokenizer(path, gguf_file.open_gguf(path), work))
 
 
 def export_tokenizer(path: Path, reader: GGUFReader, target: Path) -> None:

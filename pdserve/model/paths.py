@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from pdserve.errors import ModelError
+from pdserve.model.cache import EXPORT_VERSION, cache_root, made_once
 
 SMOLLM2 = "smollm2"
 
@@ -38,6 +40,15 @@ def resolve_tokenizer_path(model_path: Path) -> Path:
     """
     if model_path.suffix != ".gguf":
         return model_path
-    from pdserve.model.hf_export import tokenizer_directory
+    stat = model_path.stat()
+    version = f"{model_path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+    key = hashlib.blake2b(version.encode(), digest_size=8).hexdigest()
+    target = cache_root() / f"tokenizer-{model_path.stem}-{key}-v{EXPORT_VERSION}"
+    return made_once(target, lambda work: _export_tokenizer(model_path, work))
 
-    return tokenizer_directory(model_path)
+
+def _export_tokenizer(path: Path, work: Path) -> None:
+    from pdserve.model import gguf_file  # torch: not in a process that only asks where the files are
+    from pdserve.model.hf_export import export_tokenizer
+
+    export_tokenizer(path, gguf_file.open_gguf(path), work)

