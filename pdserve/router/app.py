@@ -34,6 +34,8 @@ from pdserve.router.openapi import PATH as OPENAPI_PATH
 from pdserve.router.openapi import OpenApi
 from pdserve.router.page_files import PageFiles
 from pdserve.router.relay import relay
+from pdserve.router.role_switch import PATH as ROLE_SWITCH_PATH
+from pdserve.router.role_switch import RoleSwitch
 from pdserve.router.rooms import GENERATING
 from pdserve.router.tracing import CallTrace
 from pdserve.router.upstream import Live, Whole, forwarded_headers, make_session
@@ -83,6 +85,9 @@ class RouterApp:
         self._dispatcher = Dispatcher(config, self.registry, self.admission, self.health, session, self.metrics, rng)
         self._fleet = Fleet(config, self.registry, self.health, session)
         self._workers_api = WorkersApi(config, self.registry, self.admission.wake, self.admission.now)
+        self._role_switch = RoleSwitch(
+            config, self.registry, self.health, session, self.admission.wake, self.admission.now
+        )
         self._observer = Observer(config, self.registry, self.admission, session)
         self._engine_metrics = EngineMetrics(config, self.registry, session, self.admission.now)
         self._openapi = OpenApi(self._fleet, FORWARDED, self.routes, with_keys=config.access.keys.some)
@@ -213,6 +218,7 @@ class RouterApp:
             web.get("/metrics", self.show_metrics),
             web.get(ENGINE_METRICS_PATH, self._engine_metrics.get),
             *self._workers_api.routes(),
+            web.post(ROLE_SWITCH_PATH, self._role_switch.post),
             web.get(OPENAPI_PATH, self._openapi.get),
             web.get(OBSERVE_PATH, self._observer.get),
             *self._page.routes(),

@@ -29,6 +29,16 @@ class Role(enum.StrEnum):
     DECODE = "decode"
     REGULAR = "regular"
 
+    @property
+    def mode(self) -> str:
+        """What its servers call it: a `--disaggregation-mode`."""
+        return "null" if self is Role.REGULAR else self.value
+
+    @classmethod
+    def of_mode(cls, mode: str) -> Role | None:
+        """The role of servers with this `--disaggregation-mode`; None for what is none."""
+        return next((role for role in cls if role.mode == mode), None)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerSpec:

@@ -23,6 +23,7 @@ import aiohttp
 import orjson
 from multidict import CIMultiDict
 
+from pdserve.base.roles import ROLE_HEADER
 from pdserve.router.admission import Admission, Places, Refused, rids_of
 from pdserve.router.config import RouterConfig
 from pdserve.router.conversation import conversation_key
@@ -104,6 +105,8 @@ class Dispatcher:
                     return
             outcome = tried
             avoid.add(tried.worker)
+            if isinstance(tried, Whole) and ROLE_HEADER in tried.headers:
+                await self._health.said_role(tried.worker, tried.headers[ROLE_HEADER])
             if told_to_wait(tried) and not set(self._registry.usable(tried.worker.spec.role)) - avoid:
                 break
             await self._after_failure(tried, attempt)
@@ -190,8 +193,11 @@ class Dispatcher:
             return await open_live(self._session, worker, call.path, data, self._headers(worker, call, more))
 
     def _headers(self, worker: Worker, call: Call, more: Mapping[str, str]) -> CIMultiDict[str]:
-        """The client's headers, with the worker's key instead of the client's if the router knows one."""
+        """The client's headers, with the worker's key instead of the client's if the router knows one, and what the
+        worker is taken for.
+        """
         headers = call.headers.copy()
+        headers[ROLE_HEADER] = worker.spec.role.mode
         headers.update(more)
         headers.update(own_headers(worker, self._config.access.key_for_workers))
         if wants_prompt_logprobs(call.path, call.body):

@@ -1,6 +1,10 @@
 """Who is alive and how busy: asks every worker, and writes what it hears into `Worker`.
 
 One task for each worker, from `watch` to its removal. `dispatch` asks for a check when a connection broke.
+
+A server may change its role while it runs. It says what it takes with each good answer to a health check, or when it
+refuses a request; a worker that does something else now is moved to where it belongs, and one that takes nothing,
+because its role is being changed, counts as dead so long.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from pdserve.router.config import RouterConfig
+from pdserve.base.roles import NO_ROLE, ROLE_HEADER
+from pdserve.router.config import Role, RouterConfig
 from pdserve.router.upstream import describe, own_headers
 from pdserve.router.workers import LoadReport, Registry, Worker
 
@@ -24,6 +29,7 @@ UNCHECKED_RETRY_S = 1.0
 INFO_PATH = "/get_server_info"
 FACTS = ("served_model_name", "model_path", "disaggregation_mode", "tp_size", "dp_size", "version")
 """What is kept of it, to be shown."""
+PAIR = (Role.PREFILL, Role.DECODE)
 
 
 class HealthMonitor:
@@ -85,6 +91,22 @@ class HealthMonitor:
             running.add_done_callback(lambda _: self._checks.pop(worker, None))
         await asyncio.shield(running)
 
+    async def said_role(self, worker: Worker, told: str) -> None:
+        """The worker said what it takes: a `--disaggregation-mode`, or nothing."""
+        if worker.forgotten or told == worker.spec.role.mode:
+            return
+        role = Role.of_mode(told)
+        if told == NO_ROLE:
+            self._mark_dead(worker, "its role is being changed")
+        elif role is None or role not in self._config.roles:
+            here = " and ".join(self._config.roles)
+            self._mark_dead(worker, f"its --disaggregation-mode is {told} now, and the workers here are {here}")
+        else:
+            moved = self._registry.move(worker, role)
+            self._on_change()
+            if moved is not None:
+                await self.check(moved)
+
     def connection_broke(self, worker: Worker, reason: str) -> None:
         """Without health checks this is all there is to know: it is left alone for a moment."""
         if not self._health.enabled:
@@ -99,9 +121,9 @@ class HealthMonitor:
     async def _check(self, worker: Worker) -> None:
         timeout = aiohttp.ClientTimeout(total=self._health.timeout_s)
         try:
-            status = await self._ask_health(worker, timeout)
-            if status == 200 and not worker.healthy:
-                await self._learn(worker, timeout)
+            status, told = await self._ask_health(worker, timeout)
+            if status == 200 and not worker.healthy and told in (None, worker.spec.role.mode):
+                told = await self._learn(worker, timeout) or told
         except TimeoutError:
             worker.late_checks += 1
             worker.good_checks = 0
@@ -115,29 +137,38 @@ class HealthMonitor:
         if status != 200:
             self._mark_dead(worker, f"{self._health.endpoint} answered {status}")
             return
+        if told is not None and told != worker.spec.role.mode:
+            await self.said_role(worker, told)
+            return
         worker.good_checks += 1
         if worker.healthy or worker.good_checks >= self._health.success_threshold:
             self._mark_healthy(worker)
 
-    async def _ask_health(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> int:
-        """The status of its health; without health checks 200, if a dead one answers anything at all."""
+    async def _ask_health(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> tuple[int, str | None]:
+        """The status of its health, and what it takes if it says so; without health checks 200, if a dead one answers
+        anything at all.
+        """
         if not self._health.enabled and worker.healthy:
-            return 200
+            return 200, None
         url = worker.spec.url + (self._health.endpoint if self._health.enabled else INFO_PATH)
         async with self._session.get(url, timeout=timeout, headers=self._headers(worker)) as response:
-            return response.status if self._health.enabled else 200
+            return response.status if self._health.enabled else 200, response.headers.get(ROLE_HEADER)
 
-    async def _learn(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> None:
+    async def _learn(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> str | None:
         """What the worker says of itself; asked anew each time it comes back: after a restart it may be another.
 
-        Only the bootstrap port is needed, where nobody named it: without that the worker counts as dead.
+        Only the bootstrap port is needed, where nobody named it: without that the worker counts as dead. Returns the
+        mode of a half of a pair, if it is the other half now: of a server that does not say it with its health.
         """
         try:
             info = await self._ask_info(worker, timeout)
         except (aiohttp.ClientError, OSError, ValueError):
             if worker.spec.ask_bootstrap_port:
                 raise
-            return
+            return None
+        mode = info.get("disaggregation_mode")
+        if worker.spec.role in PAIR and mode in PAIR and mode != worker.spec.role:
+            return str(mode)
         if worker.spec.ask_bootstrap_port:
             port = info.get("disaggregation_bootstrap_port")
             if isinstance(port, bool) or not isinstance(port, int):
@@ -145,6 +176,7 @@ class HealthMonitor:
                 raise ValueError(text)
             worker.bootstrap_port = port
         worker.facts = {name: str(info[name]) for name in FACTS if info.get(name) is not None}
+        return None
 
     async def _ask_info(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> dict[str, Any]:
         """The worker's `/get_server_info`; `ValueError` where it has none."""

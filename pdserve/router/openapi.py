@@ -16,6 +16,8 @@ from aiohttp import web
 import pdserve
 from pdserve.router.errors_http import json_response
 from pdserve.router.fleet import Fleet
+from pdserve.router.role_switch import PATH as ROLE_SWITCH_PATH
+from pdserve.router.role_switch import SwitchBody
 from pdserve.router.workers_api import AddBody, ChangeBody
 
 PATH = "/openapi.json"
@@ -23,6 +25,7 @@ REF = "#/components/schemas/router.{name}"
 BODIES: Mapping[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/workers"): AddBody,
     ("PUT", "/workers/{name}"): ChangeBody,
+    ("POST", ROLE_SWITCH_PATH): SwitchBody,
 }
 QUERIES = {
     ("DELETE", "/workers/{name}"): ("force",),
@@ -41,7 +44,7 @@ ERRORS = {
     "401": "no API key, or a wrong one",
     "403": "a command of a web page of another origin",
     "404": "no such worker, file or model",
-    "409": "the worker is known in another role",
+    "409": "the worker is known in another role, or its role is being changed",
     "413": "the body is too large",
 }
 ERRORS_OF_WORKERS = {
@@ -88,7 +91,7 @@ def describe(
     routes: Iterable[web.RouteDef], forwarded: frozenset[str], theirs: Mapping[str, Any], *, with_keys: bool
 ) -> dict[str, Any]:
     """OpenAPI 3.1, paths in the order of `routes`. `theirs` is a worker's document, `{}` where there is none."""
-    _, own = msgspec.json.schema_components([AddBody, ChangeBody, ErrorAnswer], ref_template=REF)
+    _, own = msgspec.json.schema_components([*BODIES.values(), ErrorAnswer], ref_template=REF)
     schemas = _object(_object(theirs, "components"), "schemas") | {f"router.{name}": one for name, one in own.items()}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:

@@ -7,6 +7,8 @@
 `workers_api` adds and removes workers while the router runs:
 
     add ──> watched, dead ──> healthy ──> draining: no new requests ──> the last one has ended: forgotten
+
+A worker whose role has changed is another worker at the same URL, of which nothing is known yet: see `move`.
 """
 
 from __future__ import annotations
@@ -113,8 +115,22 @@ class Registry:
     def add(self, spec: WorkerSpec) -> Worker:
         """A new worker, not known to be alive yet; its URL must be new."""
         assert spec.url not in self._workers, "ask `find` first"
-        worker = Worker(spec=spec, breaker=Breaker(self._breaker), bootstrap_port=spec.bootstrap_port)
-        self._workers[spec.url] = worker
+        return self._put(Worker(spec=spec, breaker=Breaker(self._breaker), bootstrap_port=spec.bootstrap_port))
+
+    def move(self, worker: Worker, role: Role) -> Worker | None:
+        """It does something else now, and is known anew, by the same id; drained if it was. None: it was leaving."""
+        log.info("%s %s is a %s worker now", worker.spec.role, worker.spec.url, role)
+        draining, leaving = worker.draining, worker.leaving
+        self.forget(worker)
+        if leaving:
+            return None
+        asks = role is Role.PREFILL
+        spec = dataclasses.replace(worker.spec, role=role, bootstrap_port=None, ask_bootstrap_port=asks)
+        moved = Worker(spec=spec, breaker=Breaker(self._breaker), bootstrap_port=None, id=worker.id, draining=draining)
+        return self._put(moved)
+
+    def _put(self, worker: Worker) -> Worker:
+        self._workers[worker.spec.url] = worker
         for tell in self.on_added:
             tell(worker)
         return worker

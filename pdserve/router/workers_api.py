@@ -109,7 +109,7 @@ class WorkersApi:
     async def add(self, request: web.Request) -> web.Response:
         """202: known from now on, used as soon as it is healthy."""
         try:
-            body = _parse(await request.read(), AddBody)
+            body = parse_body(await request.read(), AddBody)
         except BadBody as error:
             return error_response(400, str(error), "invalid_request", param=error.field)
         return self._add(body)
@@ -121,7 +121,7 @@ class WorkersApi:
         if port.isdecimal() and len(port) <= MAX_PORT_DIGITS:
             fields["bootstrap_port"] = int(port)
         try:
-            body = _parse(msgspec.json.encode(fields), AddBody)
+            body = parse_body(msgspec.json.encode(fields), AddBody)
         except BadBody as error:
             return error_response(400, str(error), "invalid_request", param=error.field)
         return self._add(body)
@@ -132,7 +132,7 @@ class WorkersApi:
         if worker is None:
             return _not_found(request)
         try:
-            body = _parse(await request.read(), ChangeBody)
+            body = parse_body(await request.read(), ChangeBody)
         except BadBody as error:
             return error_response(400, str(error), "invalid_request", param=error.field)
         (self._registry.drain if body.draining else self._registry.resume)(worker)
@@ -215,7 +215,8 @@ def describe(worker: Worker, now: float) -> dict[str, Any]:
     }
 
 
-def _parse(raw: bytes, kind: type[Body]) -> Body:
+def parse_body(raw: bytes, kind: type[Body]) -> Body:
+    """A JSON object as `kind`; BadBody names the field at fault."""
     try:
         fields = msgspec.json.decode(raw, type=dict[str, Any])
         for name, value in fields.items():

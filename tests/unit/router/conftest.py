@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from pdserve.base.roles import ROLE_HEADER
 from pdserve.router.app import make_app
 from pdserve.router.config import HealthConfig, PolicyConfig, RetryConfig, Role, RouterConfig, WorkerSpec
 
@@ -38,6 +39,8 @@ class FakeWorker:
     paths: list[str] = dataclasses.field(default_factory=list)
     url: str = ""
     health_status: int = 200
+    mode: str | None = None
+    told_mode: str | None = None
     bootstrap_port: int | None = 7000
     reported: int | None = None
     num_health: int = 0
@@ -77,10 +80,11 @@ class FakeWorker:
 
     async def _health(self, request: web.Request) -> web.Response:
         self.num_health += 1
-        return web.Response(status=self.health_status)
+        return web.Response(status=self.health_status, headers=None if self.mode is None else {ROLE_HEADER: self.mode})
 
     async def _info(self, request: web.Request) -> web.Response:
-        return web.json_response({"name": self.name, "disaggregation_bootstrap_port": self.bootstrap_port})
+        told = {} if self.told_mode is None else {"disaggregation_mode": self.told_mode}
+        return web.json_response({"name": self.name, "disaggregation_bootstrap_port": self.bootstrap_port, **told})
 
     async def _load(self, request: web.Request) -> web.Response:
         if self.reported is None:
