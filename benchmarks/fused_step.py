@@ -1,4 +1,4 @@
-"""A decode step of SmolLM2 as one C++ function, `cstep.cpp` in a directory that is given: our kernels are held against it.
+"""A decode step of SmolLM2 as one C++ function, a `cstep.cpp` that is given: our kernels are held against it.
 
 It knows this one model and computes nothing but the step. Called by `bench_cpu_step`, which says where the source is.
 """
