@@ -63,7 +63,7 @@ class EngineQueries:
         try:
             command = make(query_id)
             await self._channel.send(command)
-            reply = await asyncio.wait_for(answer, timeout_s)
+            reply: CommandReply = await asyncio.wait_for(answer, timeout_s)
         except TimeoutError as error:
             raise RequestError("the engine did not answer in time", status=503, code="engine_busy") from error
         finally:
