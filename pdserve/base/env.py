@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 from pdserve.errors import ConfigError
 
 CONTROL_TOKEN = "PDSERVE_CONTROL_TOKEN"
+TRANSFER_FAILURES = ("SGLANG_TEST_DISAGG_FAILURE_PROB", "DISAGGREGATION_TEST_FAILURE_PROB")
+"""SGLang's names, the newer one first: the share of writes to peers that shall fail, for tests."""
 TRITON_INTERPRET = "TRITON_INTERPRET"
 """Triton's own."""
 
@@ -14,6 +17,26 @@ TRITON_INTERPRET = "TRITON_INTERPRET"
 def triton_is_interpreted() -> bool:
     """Whether Triton's kernels are run by its interpreter, in numpy, on CPU tensors: for tests."""
     return os.environ.get(TRITON_INTERPRET) == "1"
+
+
+def transfer_failures() -> float:
+    """The share of writes to peers that shall fail, 0 to 1; 0 where no variable of `TRANSFER_FAILURES` is set.
+
+    Raises:
+        ConfigError: it is no such number.
+    """
+    for name in TRANSFER_FAILURES:
+        text = os.environ.get(name, "").strip()
+        if not text:
+            continue
+        try:
+            share = float(text)
+        except ValueError:
+            share = math.nan
+        if not 0 <= share <= 1:
+            raise ConfigError(f"{name} must be a number from 0 to 1, got {text!r}")
+        return share
+    return 0.0
 
 
 def control_token() -> str:

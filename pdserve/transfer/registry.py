@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 
+from pdserve.base.env import TRANSFER_FAILURES, transfer_failures
 from pdserve.errors import ConfigError
 from pdserve.transfer.transport import Transport
+
+log = logging.getLogger(__name__)
 
 
 def open_transport(name: str, host: str, ib_device: str | None = None) -> Transport:
@@ -15,7 +19,8 @@ def open_transport(name: str, host: str, ib_device: str | None = None) -> Transp
     `host` is the address that peers reach this process at; `ib_device` names RDMA NICs, comma-separated.
 
     Raises:
-        ConfigError: no such transport, its library is missing, or it cannot start here.
+        ConfigError: no such transport, its library is missing, it cannot start here, or the share of writes that shall
+            fail is no number.
     """
     try:
         opener = OPENERS[name]
@@ -24,7 +29,14 @@ def open_transport(name: str, host: str, ib_device: str | None = None) -> Transp
             f"unknown transfer backend {name!r}; there is {', '.join(sorted(OPENERS))}",
             field="disaggregation_transfer_backend",
         ) from None
-    return opener(host, ib_device)
+    share = transfer_failures()
+    transport = opener(host, ib_device)
+    if not share:
+        return transport
+    from pdserve.transfer.transports.failing import FailingTransport
+
+    log.warning("%g%% of the writes to peers fail on purpose (%s)", 100 * share, " or ".join(TRANSFER_FAILURES))
+    return FailingTransport(transport, share)
 
 
 def _open_mooncake(host: str, ib_device: str | None) -> Transport:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.base.env import CONTROL_TOKEN, control_token
+from pdserve.base.env import CONTROL_TOKEN, TRANSFER_FAILURES, control_token, transfer_failures
 from pdserve.errors import ConfigError
 
 
@@ -23,3 +23,21 @@ def test_a_token_that_no_header_can_carry_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(CONTROL_TOKEN, value)
     with pytest.raises(ConfigError, match=CONTROL_TOKEN):
         control_token()
+
+
+def test_the_share_of_writes_that_fail_has_two_names_of_which_the_newer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer, older = TRANSFER_FAILURES
+    for name in TRANSFER_FAILURES:
+        monkeypatch.delenv(name, raising=False)
+    assert transfer_failures() == 0
+    monkeypatch.setenv(older, "0.05")
+    assert transfer_failures() == 0.05
+    monkeypatch.setenv(newer, " 1 ")
+    assert transfer_failures() == 1
+
+
+@pytest.mark.parametrize("value", ["5%", "-0.1", "1.5", "nan"])
+def test_a_share_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(TRANSFER_FAILURES[0], value)
+    with pytest.raises(ConfigError, match=TRANSFER_FAILURES[0]):
+        transfer_failures()

@@ -1,0 +1,70 @@
+"""A transport whose writes fail now and then, around a real one: for tests of a running pair. Opened by `registry`.
+
+The name of the variable that asks for it is SGLang's. There each poll of a transfer may fail, here each write.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+
+from pdserve.errors import TransferError
+from pdserve.transfer.transport import Copy, MemoryRegion, Transport, TransportFacts
+
+
+class FailingTransport:
+    """`inner`, with a share of `probability` of its writes refused before a byte of them moves. See `Transport`."""
+
+    def __init__(self, inner: Transport, probability: float, rng: random.Random | None = None) -> None:
+        self._inner = inner
+        self._probability = probability
+        self._rng = rng or random.Random()
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """The inner one's: peers must not see a difference."""
+        return self._inner.name
+
+    @property
+    def facts(self) -> TransportFacts:
+        """The inner one's."""
+        return self._inner.facts
+
+    @property
+    def settle_s(self) -> float:
+        """The inner one's."""
+        return self._inner.settle_s
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """See `Transport`."""
+        self._inner.register(regions)
+
+    def address(self) -> str:
+        """See `Transport`."""
+        return self._inner.address()
+
+    def connect(self, address: str) -> None:
+        """See `Transport`."""
+        self._inner.connect(address)
+
+    def disconnect(self, address: str) -> None:
+        """See `Transport`."""
+        self._inner.disconnect(address)
+
+    def write(self, address: str, copies: Sequence[Copy]) -> None:
+        """See `Transport`.
+
+        Raises:
+            TransferError: settled, where it was this write's turn to fail; or the inner one's.
+        """
+        with self._lock:
+            fails = self._rng.random() < self._probability
+        if fails:
+            raise TransferError("injected failure of a write")
+        self._inner.write(address, copies)
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._inner.close()
