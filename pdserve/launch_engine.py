@@ -24,6 +24,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Literal
 
+from pdserve.base.cores import cores_of, granted_cores, pin_process
 from pdserve.base.env import control_token
 from pdserve.base.log import setup_logging
 from pdserve.base.process import die_with_parent
@@ -51,7 +52,7 @@ CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankStart:
-    """What a rank's process is told. `rendezvous` is None for a rank that is alone."""
+    """What a rank's process is told. `rendezvous` is None for a rank that is alone; `cores` are those to stay on."""
 
     config: ServerConfig
     address: ChannelAddress
@@ -61,6 +62,7 @@ class RankStart:
     rank: int
     rendezvous: str | None
     parent_pid: int
+    cores: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -85,7 +87,7 @@ class Engine:
                 field="nnodes",
             )
         ranks = range(parallel.node_rank * per_node, (parallel.node_rank + 1) * per_node)
-        config = _divide_cores(config, len(ranks) * parallel.dp_size)
+        config, cores, self._cores_left = _divide_cores(config, len(ranks) * parallel.dp_size)
         self.addresses = [create_channel_address() for _ in range(parallel.dp_size)]
         server = uuid.uuid4().hex
         sharing = parallel.num_sharing > 1
@@ -100,20 +102,25 @@ class Engine:
                 rank=rank,
                 rendezvous=_rendezvous(config, self.addresses[0] if sharing else address) if meets else None,
                 parent_pid=os.getpid(),
+                cores=cores[dp_rank * len(ranks) + index],
             )
             for dp_rank, address in enumerate(self.addresses)
-            for rank in ranks
+            for index, rank in enumerate(ranks)
         ]
         self._processes: list[BaseProcess] = []
 
     def start(self) -> None:
-        """Spawn all. A signal that comes meanwhile is raised at the end."""
+        """Spawn all. A signal that comes meanwhile is raised at the end. With `--cpu-pin` this process leaves theirs to
+        them, where others are left.
+        """
         context = multiprocessing.get_context("spawn")
         with _signals_deferred():
             for start in self._starts:
                 process = context.Process(target=rank_main, args=(start,), name=start.name)
                 process.start()
                 self._processes.append(process)
+        if self._cores_left:
+            pin_process(self._cores_left)
 
     def died(self) -> str | None:
         """A sentence about a process that has ended; None while all live."""
@@ -164,6 +171,8 @@ def rank_main(start: RankStart) -> None:
     """The process of one rank. Ctrl-C is the parent's to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(start.parent_pid)
+    if start.cores is not None:
+        pin_process(start.cores)  # before there are threads, for they inherit it
     setup_logging(start.config.observe.log_level, start.name)
     try:
         if start.config.kernels.device == "cuda" and start.config.parallel.dp_size > 1:
@@ -230,13 +239,31 @@ def _rendezvous(config: ServerConfig, address: ChannelAddress) -> str:
     return f"file://{address.directory}/store"
 
 
-def _divide_cores(config: ServerConfig, num_ranks: int) -> ServerConfig:
-    """Each rank gets an equal share of the server's threads: too many would wait for each other."""
-    if num_ranks == 1:
-        return config
-    threads = config.kernels.cpu_threads or len(os.sched_getaffinity(0))
-    kernels = dataclasses.replace(config.kernels, cpu_threads=max(1, threads // num_ranks))
-    return dataclasses.replace(config, kernels=kernels)
+def _divide_cores(config: ServerConfig, num_ranks: int) -> tuple[ServerConfig, list[tuple[int, ...] | None], list[int]]:
+    """Each rank gets an equal share of the server's threads: too many would wait for each other.
+
+    Also gives the cores of each rank (None: any), and those that none has.
+
+    Raises:
+        ConfigError: `--cpu-pin` has fewer cores than there are threads.
+    """
+    kernels = config.kernels
+    cores = None if kernels.cpu_pin is None else cores_of(kernels.cpu_pin)
+    if num_ranks == 1 and cores is None:
+        return config, [None], []
+    threads = kernels.cpu_threads or len(granted_cores() if cores is None else cores)
+    each = max(1, threads // num_ranks)
+    config = dataclasses.replace(config, kernels=dataclasses.replace(kernels, cpu_threads=each))
+    if cores is None:
+        return config, [None] * num_ranks, []
+    if each * num_ranks > len(cores):
+        raise ConfigError(
+            f"--cpu-pin {kernels.cpu_pin} has {len(cores)} cores, but {num_ranks} ranks of {each} threads need "
+            f"{each * num_ranks}",
+            field="cpu_pin",
+        )
+    dealt = [tuple(cores[rank * each : (rank + 1) * each]) for rank in range(num_ranks)]
+    return config, list(dealt), cores[num_ranks * each :]
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, get_args
 
+from pdserve.base.cores import cores_of, share_cores
 from pdserve.base.process import Child, ChildError, Ready, end_all
 from pdserve.config.local_access import LocalAccess, access_of, add_access
 from pdserve.config.role_flags import Role, flags_for, flags_for_router
@@ -57,6 +58,7 @@ class LocalConfig:
     router_port: int = 8000
     policy: PolicyName = "least_loaded"
     cpu_threads: int | None = None
+    cpu_pin: str | None = None
     log_dir: Path | None = None
     keep_going: bool = False
     ready_timeout_s: float = 600.0
@@ -73,6 +75,9 @@ class LocalConfig:
             raise ConfigError("--prefill and --decode must be at least 1")
         if self.cpu_threads is not None and self.cpu_threads < 1:
             raise ConfigError("--cpu-threads must be at least 1", field="cpu_threads")
+        if self.cpu_pin is not None and len(cores_of(self.shares[0])) < self.threads_per_server:
+            needed = self.num_servers * self.threads_per_server
+            raise ConfigError(f"--cpu-pin {self.cpu_pin} has too few cores, {needed} are needed", field="cpu_pin")
         for given in (*self.server_flags, *self.prefill_flags, *self.decode_flags):
             if given.partition("=")[0] in OWNED_FLAGS:
                 raise ConfigError(f"launch_local chooses {given.partition('=')[0]} of each server itself; leave it out")
@@ -82,15 +87,29 @@ class LocalConfig:
         """CPU threads of each server: an equal share of the cores this process may use, at least one."""
         if self.cpu_threads is not None:
             return self.cpu_threads
-        return max(1, len(os.sched_getaffinity(0)) // (self.num_prefill + self.num_decode))
+        if self.cpu_pin is not None:
+            return len(cores_of(self.cpu_pin)) // self.num_servers
+        return max(1, len(os.sched_getaffinity(0)) // self.num_servers)
+
+    @property
+    def num_servers(self) -> int:
+        """Of both roles."""
+        return self.num_prefill + self.num_decode
+
+    @property
+    def shares(self) -> list[str]:
+        """The cores of each server, prefill first, as `--cpu-pin` has them; none where nothing is pinned."""
+        return [] if self.cpu_pin is None else share_cores(self.cpu_pin, self.num_servers)
 
 
-def server_argv(config: LocalConfig, role: Role) -> list[str]:
-    """Arguments of one server after the command that runs it."""
+def server_argv(config: LocalConfig, role: Role, index: int = 0) -> list[str]:
+    """Arguments of server `index` of its role after the command that runs it."""
     argv = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", "0", "--disaggregation-mode", role]
     argv += ["--disaggregation-bootstrap-port", "0"] if role == "prefill" else []
     own = config.prefill_flags if role == "prefill" else config.decode_flags
     argv += ["--cpu-threads", str(config.threads_per_server), *config.access.server_flags]
+    if config.cpu_pin is not None:
+        argv += ["--cpu-pin", config.shares[index if role == "prefill" else config.num_prefill + index]]
     return [*argv, *flags_for(role, config.server_flags), *own]
 
 
@@ -138,7 +157,7 @@ class LocalService:
         counts: dict[Role, int] = {"prefill": self._config.num_prefill, "decode": self._config.num_decode}
         for role, count in counts.items():
             for index in range(count):
-                argv = [*self._server_command, *server_argv(self._config, role)]
+                argv = [*self._server_command, *server_argv(self._config, role, index)]
                 self._servers[role].append(self._spawn(f"{role}-{index}", argv))
         deadline = time.monotonic() + self._config.ready_timeout_s
         ready = {role: [self._wait(child, deadline) for child in group] for role, group in self._servers.items()}
@@ -227,6 +246,7 @@ def make_parser() -> argparse.ArgumentParser:
         text = f"flags of {name} alone, in one argument, such as '{such}'"
         add(f"--{name}-flags", type=shlex.split, default=[], metavar="FLAGS", help=text)
     add("--cpu-threads", type=int, help="CPU threads per server; an equal share of the cores when absent")
+    add("--cpu-pin", metavar="CORES", help="cores for the servers, each has its own: auto, or such as 0-3,8")
     add("--log-dir", type=Path, help="one file per part instead of the terminal")
     add("--keep-going", action="store_true", help="go on without a part that died; nothing is started again")
     add("--ready-timeout", type=float, default=600.0, help="seconds until every part must be ready")
@@ -246,6 +266,7 @@ def config_from(argv: Sequence[str] | None) -> LocalConfig:
         router_port=args.router_port,
         policy=args.policy or ("consistent_hashing" if DECODE_CACHE in (*rest, *args.decode_flags) else "least_loaded"),
         cpu_threads=args.cpu_threads,
+        cpu_pin=args.cpu_pin,
         log_dir=args.log_dir,
         keep_going=args.keep_going,
         ready_timeout_s=args.ready_timeout,

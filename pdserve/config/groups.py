@@ -197,6 +197,11 @@ class KernelConfig:
         "the CPU has AVX2 or AVX-512",
     )
     cpu_threads: int | None = flag(None, help="threads that compute on CPU; all cores when absent")
+    cpu_pin: str | None = flag(
+        None,
+        help="keep the threads that compute on cores of their own, other ones for each rank and replica, and the API "
+        "process on what is left: auto, of all that the server may use, or a list of cores, such as 0-3,8",
+    )
     enable_deterministic_inference: bool = flag(
         False, help="a request's tokens do not depend on what else is computed, nor on chunks, pages or retraction"
     )

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pdserve.base.cores import granted_cores
 from pdserve.base.env import triton_is_interpreted
 from pdserve.config.groups import DisaggConfig, DisaggMode, KernelConfig, ServerConfig
 from pdserve.config.validate import check
@@ -48,7 +49,7 @@ def look_at_machine() -> Machine:
     """Ask torch for CUDA, where there is a driver at all, and the system for the cores this process may use."""
     has_driver = os.path.exists(NVIDIA_DRIVER) or os.path.exists(WSL_DRIVER)
     has_cuda = has_driver and bool(importlib.import_module("torch").cuda.is_available())
-    return Machine(has_cuda=has_cuda, num_cores=len(os.sched_getaffinity(0)))
+    return Machine(has_cuda=has_cuda, num_cores=len(granted_cores()))
 
 
 def resolve(config: ServerConfig, machine: Machine | None = None) -> ServerConfig:
@@ -180,6 +181,8 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
             field="disaggregation_transfer_backend",
         )
     _check_attention(config.kernels)
+    if config.kernels.device == "cuda" and config.kernels.cpu_pin is not None:
+        raise ConfigError("--cpu-pin is for --device cpu, not cuda", field="cpu_pin")
     if config.kernels.cpu_threads is not None and config.kernels.cpu_threads > machine.num_cores:
         raise ConfigError(
             f"--cpu-threads is {config.kernels.cpu_threads}, but this process may use {machine.num_cores} cores",

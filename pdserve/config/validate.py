@@ -6,6 +6,7 @@ import ipaddress
 import math
 import re
 
+from pdserve.base.cores import check_cores
 from pdserve.config.groups import (
     DisaggConfig,
     GrammarConfig,
@@ -35,6 +36,8 @@ def check(config: ServerConfig) -> None:
     _check_schedule(config.schedule)
     _check_disagg(config.disagg)
     _between("cpu_threads", config.kernels.cpu_threads, 1, MAX_THREADS)
+    if config.kernels.cpu_pin is not None:
+        check_cores(config.kernels.cpu_pin)
     _between("cuda_graph_max_bs", config.kernels.cuda_graph_max_bs, 1, MAX_GRAPH_ROWS)
     _check_grammar(config.grammar)
     _between("port", config.serving.port, 0, 65535)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -52,11 +53,21 @@ def choose_level(
 
 
 def make_native(
-    model: Decoder, config: ModelConfig, level: str, packing: Callable[[], AbstractContextManager[object]]
+    model: Decoder,
+    config: ModelConfig,
+    level: str,
+    packing: Callable[[], AbstractContextManager[object]],
+    *,
+    pinned: bool = False,
 ) -> NativeDecoder:
-    """`model`, taken over by the kernels with as many threads as torch has. `packing` surrounds what packs weights."""
+    """`model`, taken over by the kernels with as many threads as torch has. `packing` surrounds what packs weights.
+
+    `pinned`: this process has a core for each, so all but the calling thread get one of their own.
+    """
     count = torch.get_num_threads()
-    native = NativeDecoder(model, Threads(count), level, "bf16" if config.quantization is None else "int8", packing)
+    cores = sorted(os.sched_getaffinity(0)) if pinned else []
+    threads = Threads(count, cores[1:] if len(cores) == count else None)
+    native = NativeDecoder(model, threads, level, "bf16" if config.quantization is None else "int8", packing)
     _LOG.info("the model is computed by native kernels: %s, %d threads", level, count)
     if config.quantization is not None and model.mixtures:
         _LOG.warning("quantization %s: experts stay in bfloat16", config.quantization)

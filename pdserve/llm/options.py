@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pdserve.base.cores import cores_of, share_cores
 from pdserve.config import DisaggMode, ServerConfig
 from pdserve.config.cli import flags, parse_server_args
 from pdserve.config.resolve import MAX_RUNNING_REQUESTS, NVIDIA_DRIVER, WSL_DRIVER
@@ -106,13 +107,17 @@ def plan(
         values["disaggregation_transfer_backend"] = "shm"  # within one host, and it opens no port
     for field in PATIENT:
         values.setdefault(field, PATIENCE_S)
-    threads = max(1, len(os.sched_getaffinity(0)) // sum(pairs))
+    pin = values.pop("cpu_pin", None)
+    shares = [] if pin is None else share_cores(str(pin), sum(pairs))
+    num_cores = len(os.sched_getaffinity(0) if pin is None else cores_of(str(pin)))
+    threads = max(1, num_cores // sum(pairs))
     values.setdefault("cpu_threads", threads)
-    servers = []
+    servers: list[Server] = []
     for role, count in zip(ROLES, pairs, strict=True):
         words = flags_for("prefill" if role == "prefill" else "decode", _words(values))
-        argv = [*words, *_words(own[role])]
-        servers += [_server(f"{role}-{i}", role, argv) for i in range(count)]
+        for i in range(count):
+            pinned = ["--cpu-pin", shares[len(servers)]] if shares else []
+            servers.append(_server(f"{role}-{i}", role, [*words, *pinned, *_words(own[role])]))
     return Deployment(servers=tuple(deal_devices(servers, visible_devices())), threads=threads)
 
 

@@ -73,6 +73,12 @@ def test_what_contradicts_the_machine_or_itself_is_refused(words: str, field: st
     assert caught.value.field == field
 
 
+def test_cores_are_for_cpus() -> None:
+    with pytest.raises(ConfigError, match="--cpu-pin is for --device cpu") as caught:
+        choices("--cpu-pin auto", GPU)
+    assert caught.value.field == "cpu_pin"
+
+
 def test_every_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="pdserve.config.resolve")
     resolve(parse_server_args(["--model-path", "m"]), CPU)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.base import cores
 from pdserve.errors import ConfigError
 from pdserve.llm.options import deal_devices, plan
 
@@ -48,6 +49,13 @@ def test_pairs_share_the_cores_and_get_the_flags_of_their_side_only() -> None:
     assert {prefill.kernels.cpu_threads, decode.kernels.cpu_threads} == {deployment.threads}
     assert prefill.disagg.disaggregation_bootstrap_timeout_s > 3600, "in a batch nobody waits for one answer"
     assert prefill.disagg.disaggregation_transfer_backend == "shm", "no port is opened on a machine without a GPU"
+
+
+def test_servers_of_a_pair_are_pinned_to_cores_that_no_other_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "granted_cores", lambda: frozenset(range(8)))
+    servers = plan({"model": "m", "cpu_pin": "2-7"}, (1, 2), {}, {}).servers
+    pinned = [server.config.kernels for server in servers]
+    assert [(each.cpu_pin, each.cpu_threads) for each in pinned] == [("2,3", 2), ("4,5", 2), ("6,7", 2)]
 
 
 @pytest.mark.parametrize(

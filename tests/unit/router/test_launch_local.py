@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.base import cores
 from pdserve.config.cli import flags, parse_server_args
 from pdserve.config.resolve import Machine, fill_in
 from pdserve.config.role_flags import ROUTER_FIELDS, Role, flags_for, role_of
@@ -53,6 +54,23 @@ def service(logs: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_servers_are_pinned_to_cores_that_no_other_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "granted_cores", lambda: frozenset(range(8)))
+    config = LocalConfig(model_path="m", num_prefill=1, num_decode=2, cpu_pin="7,0-5")
+    pins = []
+    for role, index in (("prefill", 0), ("decode", 0), ("decode", 1)):
+        kernels = parse_server_args(server_argv(config, "prefill" if role == "prefill" else "decode", index)).kernels
+        pins.append((kernels.cpu_pin, kernels.cpu_threads))
+    assert pins == [("7,0", 2), ("1,2", 2), ("3,4", 2)]
+    for wrong in ("0,1", "0-9", "x"):
+        with pytest.raises(ConfigError) as caught:
+            LocalConfig(model_path="m", num_prefill=1, num_decode=2, cpu_pin=wrong)
+        assert caught.value.field == "cpu_pin"
+    with pytest.raises(ConfigError, match="too few cores, 9 are needed"):
+        LocalConfig(model_path="m", num_prefill=1, num_decode=2, cpu_threads=3, cpu_pin="auto")
+    assert "--cpu-pin" not in server_argv(LocalConfig(model_path="m"), "decode")
 
 
 def lines_until_ready(process: subprocess.Popen[str]) -> list[str]:

@@ -7,6 +7,8 @@ import os
 
 import pytest
 
+from pdserve import launch_engine
+from pdserve.base import cores
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.errors import ConfigError
@@ -42,10 +44,43 @@ def test_each_host_starts_its_share_of_the_ranks(node: int, monkeypatch: pytest.
 
 
 def test_cores_are_divided_among_the_ranks_of_this_host() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert {start.config.kernels.cpu_threads for start in starts_of("--tp-size", "2")} == {max(1, cores // 2)}
-    assert {start.config.kernels.cpu_threads for start in starts_of("--dp-size", "4")} == {max(1, cores // 4)}
+    num_cores = len(os.sched_getaffinity(0))
+    assert {start.config.kernels.cpu_threads for start in starts_of("--tp-size", "2")} == {max(1, num_cores // 2)}
+    assert {start.config.kernels.cpu_threads for start in starts_of("--dp-size", "4")} == {max(1, num_cores // 4)}
     assert starts_of()[0].config == ServerConfig(model=dataclasses.replace(ServerConfig().model, model_path="m"))
+
+
+@pytest.fixture
+def six_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (cores, launch_engine):
+        monkeypatch.setattr(module, "granted_cores", lambda: frozenset(range(6)))
+
+
+def test_ranks_and_replicas_are_pinned_to_cores_that_no_other_has(six_cores: None) -> None:
+    starts = starts_of("--dp-size", "2", "--tp-size", "2", "--cpu-threads", "4", "--cpu-pin", "5,4,3,2,1")
+    assert [start.cores for start in starts] == [(5,), (4,), (3,), (2,)]
+    starts = starts_of("--tp-size", "2", "--cpu-pin", "0-4")
+    assert [(start.cores, start.config.kernels.cpu_threads) for start in starts] == [((0, 1), 2), ((2, 3), 2)]
+    (alone,) = starts_of("--cpu-pin", "1-3")
+    assert (alone.cores, alone.config.kernels.cpu_threads) == ((1, 2, 3), 3)
+    assert [start.cores for start in starts_of("--tp-size", "2")] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("flags", "left"),
+    [("--cpu-pin 0-3 --cpu-threads 3", [3]), ("--cpu-pin 0-4 --tp-size 2", [4]), ("--cpu-pin 0-3", [])],
+)
+def test_the_api_process_gets_what_is_left(flags: str, left: list[int], six_cores: None) -> None:
+    engine = Engine(parse_server_args(["--model-path", "m", *flags.split()]), None)
+    engine.end(told=False)
+    assert engine._cores_left == left
+
+
+@pytest.mark.parametrize("flags", ["--cpu-pin 0-2 --cpu-threads 4", "--cpu-pin 0 --dp-size 2", "--cpu-pin 4-6"])
+def test_too_few_cores_are_refused(flags: str, six_cores: None) -> None:
+    with pytest.raises(ConfigError, match="cpu-pin") as caught:
+        starts_of(*flags.split())
+    assert caught.value.field == "cpu_pin"
 
 
 def test_each_replica_sees_its_own_devices() -> None:
