@@ -127,7 +127,13 @@ def _queues(families: _Families, where: Mapping[str, str], state: EngineState) -
 def _pages(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
     for name, count in sorted(state.memory.items()):
         families.gauge(f"pdserve:{name}", f"KV memory: {name}", where, count)
-    for name, count in pages_by_state(state).items():
+    states = pages_by_state(state)
+    total = sum(states.values())
+    page_tokens = state.max_total_tokens // total if total else 0
+    for name, page_state in (("kv_available_tokens", "free"), ("kv_evictable_tokens", "evictable")):
+        text = f"token slots in pages that are {page_state}"
+        families.gauge(f"sglang:{name}", text, where, page_tokens * states.get(page_state, 0))
+    for name, count in states.items():
         text = "KV pages by state; they add up to pdserve:pages_total"
         families.gauge("pdserve:kv_pages", text, {**where, "state": name}, count)
     text = "what the self-audit found: pages, rows, slots and rooms with no owner or two"

@@ -203,6 +203,11 @@ def test_pages_by_state_are_a_partition() -> None:
     parts = pages_by_state(state())
     assert parts == {"free": 20, "evictable": 25, "locked": 5, "leased": 14}
     assert sum(parts.values()) == 64
+    one = state()
+    told = read(ServerMetrics("m", "decode").render(one).decode())
+    page_tokens = one.max_total_tokens // 64
+    assert value(told, "sglang:kv_available_tokens") == 20 * page_tokens
+    assert value(told, "sglang:kv_evictable_tokens") == 25 * page_tokens
 
 
 def test_peers_failures_and_replicas_have_labels() -> None:
