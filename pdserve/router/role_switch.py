@@ -90,8 +90,9 @@ class RoleSwitch:
             return error_response(502, f"{worker.spec.url} does not answer: {describe(error)}", "worker")
         if answer.status == 200:
             await self._health.said_role(worker, role.mode)
-        else:
-            await self._health.check(worker)
+        now = self._registry.find(worker.id)
+        if now is not None:  # another object, which `health` may have moved just now and not seen healthy yet
+            await self._health.check(now)
         return answer
 
     async def _ask(self, request: web.Request, worker: Worker, wish: dict[str, Any]) -> web.Response:

@@ -30,8 +30,13 @@ CUT_S = 5.0
 """How long the answers of requests that are cut may take to be written."""
 QUIET_S = 5.0
 """How long peers may take to hear of requests that have ended, and to let go of each other's pages."""
+LINGER_S = 0.5
+"""So long, at least, partners are answered whose halves of requests were on their way when ours were refused."""
 POLL_S = 0.02
-HELD = ("reqs_live", "pages_held_remote", "pages_held_send", "control_unacked")
+HELD = (
+    *("reqs_live", "pages_held_remote", "pages_held_send", "control_unacked"),
+    *("keys_published", "keys_early", "keys_writing"),
+)
 """Counts of an engine that are 0 when it owes its peers nothing."""
 
 
@@ -117,19 +122,30 @@ class Life:
 
     async def drain(self, why: RequestError, timeout_s: float) -> None:
         """Take nothing new, let what runs end, and after `timeout_s` end the rest with `why`."""
+        begun_s = time.monotonic()
         self.door.close(why)
         if not await self.door.empty(timeout_s):
             log.warning("%d requests have not ended within %g s and are cut", self.door.num_inside, timeout_s)
             self.client.cut(why)
             await self.door.empty(CUT_S)
-        deadline_s = time.monotonic() + QUIET_S
-        while await self._holds() and time.monotonic() < deadline_s:
+        ended_s = time.monotonic()
+        if self.backend.role != "null":
+            await asyncio.sleep(max(0.0, begun_s + LINGER_S - ended_s))
+        while (held := await self._held()) and time.monotonic() < ended_s + QUIET_S:
             await asyncio.sleep(POLL_S)
+        quiet_s = time.monotonic() - ended_s
+        log.info(
+            "all requests have ended after %.2f s; %.2f s later %s is held",
+            ended_s - begun_s,
+            quiet_s,
+            held or "nothing",
+        )
 
-    async def _holds(self) -> bool:
-        """Whether the engine has requests, or owes its peers something."""
+    async def _held(self) -> dict[str, int]:
+        """What requests the engine has, and what it owes its peers."""
         state = await self.client.state(QUIET_S)
-        return self.client.alive and state is not None and any(state.memory.get(name, 0) for name in HELD)
+        counts = {} if state is None or not self.client.alive else state.memory
+        return {name: counts[name] for name in HELD if counts.get(name, 0)}
 
     async def close(self, reason: str) -> None:
         """End what is left with an error that says `reason`, and tell the engine to stop if it is there."""
