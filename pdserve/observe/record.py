@@ -20,7 +20,8 @@ class RequestStart:
     """A sequence is submitted. `rid` is the client's name of it, `key` is ours, which no other request ever has.
 
     `arrived_at` is wall time, `intake_s` what passed from then to now. `traceparent`: of the span that the
-    sequence's own are children of; None where nobody traces.
+    sequence's own are children of; None where nobody traces. `request_id`: of the HTTP call, the same on both servers
+    of a pair and in the client's answer; None where there was none.
     """
 
     key: str
@@ -33,6 +34,7 @@ class RequestStart:
     sampling: SamplingParams
     stream: bool
     traceparent: str | None
+    request_id: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

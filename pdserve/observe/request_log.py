@@ -76,7 +76,8 @@ class RequestLog:
 
     def _head(self, event: str, start: RequestStart) -> dict[str, Any]:
         room = None if start.room is None else str(start.room)  # beyond what JSON's readers take for exact
-        return {"at": time.time(), "event": event, "rid": start.rid, "key": start.key, "path": start.path, "room": room}
+        names = {"request_id": start.request_id, "rid": start.rid, "key": start.key, "path": start.path, "room": room}
+        return {"at": time.time(), "event": event, **names}
 
     def _ids(self, ids: Sequence[int]) -> list[int]:
         return list(ids if self._level >= _ALL else ids[: CUT // 4])

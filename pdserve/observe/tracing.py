@@ -197,6 +197,7 @@ def _attributes(stage: str, record: RequestRecord) -> dict[str, str | int | floa
                 "gen_ai.request.max_tokens": record.start.sampling.max_new_tokens,
                 "gen_ai.request.temperature": record.start.sampling.temperature,
                 "pdserve.room": None if record.start.room is None else str(record.start.room),
+                "pdserve.request_id": record.start.request_id,
             }
         case "compute":
             found |= {"gen_ai.usage.input_tokens": record.prompt_tokens, "pdserve.cached_tokens": record.cached_tokens}

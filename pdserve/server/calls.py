@@ -18,15 +18,21 @@ from pdserve.observe.tracing import CallSpan
 
 GENERATING = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses"})
 """Paths whose calls are told of."""
+REQUEST_ID_HEADER = b"x-request-id"
+MAX_REQUEST_ID_BYTES = 256
+"""What is told of a longer one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HttpCall:
-    """One HTTP call: its path, when it arrived (wall time, monotonic), and its span where it is traced."""
+    """One HTTP call: its path, when it arrived (wall time, monotonic), its `X-Request-Id` (which routers send), and its
+    span where it is traced.
+    """
 
     path: str
     arrived_at: float
     arrived_s: float
+    request_id: str | None
     span: CallSpan | None
 
     @property
@@ -80,4 +86,6 @@ class CallMiddleware:
 
 
 def _arrived(scope: Scope, span: CallSpan | None) -> HttpCall:
-    return HttpCall(scope["path"], time.time(), time.monotonic(), span)
+    given = next((value for name, value in scope["headers"] if name.lower() == REQUEST_ID_HEADER), b"")
+    request_id = given[:MAX_REQUEST_ID_BYTES].decode("latin-1") or None
+    return HttpCall(scope["path"], time.time(), time.monotonic(), request_id, span)

@@ -64,6 +64,7 @@ class Watch:
             sampling=request.sampling,
             stream=request.stream,
             traceparent=None if call is None else call.traceparent,
+            request_id=None if call is None else call.request_id,
         )
         if not request.probe:
             self._metrics.started(start)

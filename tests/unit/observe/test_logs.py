@@ -37,11 +37,13 @@ async def logged(b: Bench, path: Path, count: int) -> list[dict[str, Any]]:
 async def test_each_level_says_more(tokenizer: Tokenizer, tmp_path: Path, level: int) -> None:
     observe = {"log_requests": True, "log_requests_level": level, "log_requests_target": str(tmp_path)}
     async with bench(tokenizer, observe=observe) as b:
-        answer = await b.http.post("/generate", json={"text": "hello " * 15, "rid": "mine"})
+        body = {"text": "hello " * 15, "rid": "mine"}
+        answer = await b.http.post("/generate", json=body, headers={"X-Request-Id": "req-7"})
         assert answer.status_code == 200
         received, finished = await logged(b, tmp_path / "requests-unified.jsonl", 2)
     assert (received["event"], finished["event"]) == ("request.received", "request.finished")
     assert received["rid"] == finished["rid"] == "mine" and received["key"] == finished["key"]
+    assert received["request_id"] == finished["request_id"] == "req-7"
     assert finished["outcome"] == "stop" and finished["completion_tokens"] == 3
     assert sum(finished["ttft_parts"].values()) == pytest.approx(finished["ttft_s"])
     assert ("sampling_params" in received) == (level >= 1)
@@ -59,6 +61,7 @@ async def test_a_failure_says_why(tokenizer: Tokenizer, tmp_path: Path) -> None:
         assert (await b.http.post("/generate", json={"text": "hi"})).status_code == 502
         _, finished = await logged(b, tmp_path / "mine.jsonl", 2)
         assert f"pdserve:log_lines_dropped_total{LABELS} 0.0" in (await b.http.get("/metrics")).text
+    assert finished["request_id"] is None
     assert (finished["error"], finished["code"], finished["status"]) == ("gone", "peer_gone", 502)
 
 
