@@ -109,6 +109,15 @@ def attention_case(threads: Threads, name: str, num_rows: int, start: int, end: 
     return Case(name, HEADS.layers * keys, HEADS.layers * pairs * HEADS.num_heads * HEADS.dim * 4, call)
 
 
+def all_cases(threads: Threads) -> list[Case]:
+    """Linear layers, decode attention and prompt attention, at all sizes that the table has."""
+    formats: tuple[Format, ...] = ("bf16", "int8")
+    cases = [linear_case(threads, kind, rows) for kind in formats for rows in (1, 16, 64, 512)]
+    cases += [attention_case(threads, f"decode, {rows} rows of 256", rows, 255, 256) for rows in (1, 16, 64)]
+    cases += [attention_case(threads, f"prompt of {tokens}", 1, 0, tokens) for tokens in (512, 2048)]
+    return cases
+
+
 def measure(cases: list[Case], rounds: int, clock: Callable[[], float]) -> list[tuple[Spread, Spread]]:
     """Of each case its milliseconds, and the share of its limit."""
     memory = torch.ones(LIMIT_BYTES // 8, dtype=torch.int64)
@@ -140,11 +149,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.cpu_threads)
     torch.manual_seed(0)
-    threads = Threads(args.cpu_threads)
-    formats: tuple[Format, ...] = ("bf16", "int8")
-    cases = [linear_case(threads, kind, rows) for kind in formats for rows in (1, 16, 64, 512)]
-    cases += [attention_case(threads, f"decode, {rows} rows of 256", rows, 255, 256) for rows in (1, 16, 64)]
-    cases += [attention_case(threads, f"prompt of {tokens}", 1, 0, tokens) for tokens in (512, 2048)]
+    cases = all_cases(Threads(args.cpu_threads))
     results = measure(cases, args.rounds, CLOCKS[args.clock])
     print(
         f"{best_level()}, {args.cpu_threads} threads, {args.clock} time, median (least-most) of {args.rounds} rounds\n"

@@ -1,0 +1,167 @@
+"""Whether something has become slower: ratios measured anew, against those stored in `regressions.json`.
+
+    python -m benchmarks.regressions             # exit status 1 when a ratio fell by more than its stored spread
+    python -m benchmarks.regressions --write     # store what is measured, on quiet cores
+
+Kernels stand against the bytes and products that the machine does in the same rounds (`kernels`), decode steps against
+torch's (`bench_cpu_step`), servers against bare steps of as many rows, and 1P1D against a monolith of as many threads.
+The model is SmolLM2-135M. `--only kernels,steps,servers` measures a part, and compares that part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from benchmarks import bench_cpu_step, kernels, ratio_table
+from benchmarks.report import Run, Spread, busy_note, ratios
+from benchmarks.servers import monolith_and_pair
+from pdserve.model.native.library import best_level
+from pdserve.model.native.program import Threads
+
+STORED = Path(__file__).with_name("regressions.json")
+PARTS = ("kernels", "steps", "servers")
+STEP_BATCHES = (1, 16)
+CONTEXT = 256
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 64, 64
+STEPS_A_ROUND = 32
+
+
+def kernel_ratios(threads: int, rounds: int, clock: Callable[[], float]) -> dict[str, Spread]:
+    """Each kernel's share of its limit."""
+    cases = kernels.all_cases(Threads(threads))
+    results = kernels.measure(cases, rounds, clock)
+    return {f"kernel: {case.name}, share of the limit": share for case, (_, share) in zip(cases, results, strict=True)}
+
+
+def step_ratios(rounds: int, clock: Callable[[], float]) -> dict[str, Spread]:
+    """Decode steps of the executor, times as fast as torch's."""
+    found = {}
+    for batch in STEP_BATCHES:
+        steps = {kind: bench_cpu_step.step_of(kind, batch, CONTEXT) for kind in bench_cpu_step.KINDS}
+        times = bench_cpu_step.measure(steps, rounds, clock)
+        slow = times.pop(bench_cpu_step.TORCH)
+        for kind, own in times.items():
+            found[f"step: {kind}, batch {batch}, times as fast as torch bf16"] = ratios(slow, own)
+    return found
+
+
+def tokens_per_s(url: str) -> float:
+    """What `STREAMS` clients together get of one server."""
+
+    def one(stream: int) -> None:
+        body = {
+            "input_ids": [100 + stream * PROMPT_TOKENS + index for index in range(PROMPT_TOKENS)],
+            "sampling_params": {"temperature": 0, "max_new_tokens": OUTPUT_TOKENS, "ignore_eos": True},
+        }
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            assert len(json.load(answer)["output_ids"]) == OUTPUT_TOKENS
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(STREAMS) as pool:
+        list(pool.map(one, range(STREAMS)))
+    return STREAMS * OUTPUT_TOKENS / (time.perf_counter() - began)
+
+
+def server_ratios(threads: int, rounds: int) -> dict[str, Spread]:
+    """A monolith against bare steps, and 1P1D against the monolith, in turns."""
+    step = bench_cpu_step.step_of("native bf16", STREAMS, PROMPT_TOKENS + OUTPUT_TOKENS // 2)
+
+    def bare_tokens_per_s() -> float:
+        began = time.perf_counter()
+        for _ in range(STEPS_A_ROUND):
+            step()
+        return STREAMS * STEPS_A_ROUND / (time.perf_counter() - began)
+
+    bare: list[float] = []
+    served: dict[str, list[float]] = {}
+    with monolith_and_pair("smollm2", "bfloat16", threads=threads) as urls:
+        for turn in range(rounds + 1):
+            speeds = {name: tokens_per_s(url) for name, url in urls.items()}
+            speed = bare_tokens_per_s()
+            if turn:  # the first round warms up
+                bare.append(speed)
+                for name, own in speeds.items():
+                    served.setdefault(name, []).append(own)
+    return {
+        f"server: monolith, {STREAMS} streams, tokens/s against bare steps": ratios(served["monolith"], bare),
+        f"server: 1P1D, {STREAMS} streams, tokens/s against the monolith": ratios(served["1P1D"], served["monolith"]),
+    }
+
+
+def measure(parts: Sequence[str], threads: int, rounds: int, clock: Callable[[], float]) -> dict[str, Spread]:
+    """All ratios of `parts`."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    measures: dict[str, Callable[[], dict[str, Spread]]] = {
+        "kernels": lambda: kernel_ratios(threads, rounds, clock),
+        "steps": lambda: step_ratios(rounds, clock),
+        "servers": lambda: server_ratios(threads, rounds),
+    }
+    found: dict[str, Spread] = {}
+    for part in parts:
+        print(f"measuring {part} ...", flush=True)
+        found |= measures[part]()
+    return found
+
+
+def of_parts(table: dict[str, Spread], parts: Sequence[str]) -> dict[str, Spread]:
+    """The ratios of some parts."""
+    kinds = tuple(f"{part.removesuffix('s')}:" for part in parts)
+    return {name: spread for name, spread in table.items() if name.startswith(kinds)}
+
+
+def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
+    """All flags. Raises SystemExit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--cpu-threads", type=int, default=torch.get_num_threads())
+    add("--rounds", type=int, default=9)
+    add("--clock", choices=list(kernels.CLOCKS), default="wall", help="cpu: on a machine that others use; not servers")
+    add("--only", default=",".join(PARTS), metavar="PARTS", help=f"some of {','.join(PARTS)}")
+    add("--write", action="store_true", help="store what is measured, instead of comparing")
+    add("--table", type=Path, default=STORED, help="the stored ratios")
+    args = parser.parse_args(argv)
+    args.parts = args.only.split(",")
+    if not set(args.parts) <= set(PARTS):
+        parser.error(f"--only is {args.only}, but must be some of {','.join(PARTS)}")
+    if args.write and set(args.parts) != set(PARTS):
+        parser.error("--write stores a whole table; leave --only out")
+    if not args.write and not args.table.is_file():
+        parser.error(f"{args.table} does not exist; make it with --write")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, then compare or write."""
+    args = parse_flags(argv)
+    run = Run("regressions", argv, module="regressions")
+    found = measure(args.parts, args.cpu_threads, args.rounds, kernels.CLOCKS[args.clock])
+    facts, host = run.facts(), run.machine
+    now = ratio_table.Table(
+        date=facts["date"], revision=facts["revision"], command=facts["command"], cpu_model=host["cpu_model"],
+        cpus=host["cpus"], threads=args.cpu_threads, level=best_level(), load_1m=host["load_1m"],
+        note=busy_note(host["load_1m"]).strip("*"), ratios=found,
+    )  # fmt: skip
+    if args.write:
+        ratio_table.write(args.table, now)
+        print(f"wrote {args.table}")
+        return 0
+    stored = ratio_table.read(args.table)
+    lines = ratio_table.compare(of_parts(stored.ratios, args.parts), found)
+    print("\n" + ratio_table.report_of(lines, ratio_table.doubts(stored, now)))
+    return int(ratio_table.is_worse(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
