@@ -92,7 +92,7 @@ class Sides:
             ports = [self._bootstrap_port or ports[0], 0]  # nobody insists on one: the one it had, the usual one, any
         side = Side(config, [port for port in ports if port is not None])
         self._bootstrap_port = self._bootstrap_port if side.bootstrap is None else side.bootstrap.port
-        self._sides.append(side)
+        self._sides = [*self._sides[-1:], side]  # those before have ended
         return side.backend()
 
     def other(self, role: DisaggMode) -> Backend:
@@ -112,9 +112,9 @@ class Sides:
         return self._sides[-1].engine.refused
 
     def end(self, *, told: bool) -> None:
-        """End whatever is there. `told`: the newest engine was told to stop."""
+        """End whatever is there. `told`: whatever runs was told to stop."""
         for side in self._sides:
-            side.end(told=told and side is self._sides[-1])
+            side.end(told=told)
 
 
 class Side:
@@ -130,7 +130,12 @@ class Side:
             disagg = dataclasses.replace(config.disagg, disaggregation_bootstrap_port=self.bootstrap.port)
             config = dataclasses.replace(config, disagg=disagg)
         self._config = config
-        self.engine = Engine(config, self._bootstrap_port)
+        try:
+            self.engine = Engine(config, self._bootstrap_port)
+        except ConfigError:
+            if self.bootstrap is not None:
+                self.bootstrap.close()
+            raise
 
     def backend(self) -> Backend:
         """As the API process sees it."""

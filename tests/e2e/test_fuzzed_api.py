@@ -72,7 +72,9 @@ def play(operation: Any, mode: GenerationMode, count: int, change: Callable[[Any
 
 
 def as_it_is(case: Any, data: Any) -> None:
-    """All made up, but that profiles go where tests may write."""
+    """All made up, but that profiles go where tests may write, and that the server keeps its role."""
+    if case.operation.path == "/pd_role_switch" and isinstance(case.body, dict) and "new_role" in case.body:
+        case.body["new_role"] = "null" if case.body["new_role"] in ("prefill", "decode") else case.body["new_role"]
     if isinstance(case.body, dict) and isinstance(case.body.get("output_dir"), str):
         case.body["output_dir"] = f"{tempfile.gettempdir()}/pdserve-fuzz/{case.body['output_dir'].replace('/', '_')}"
 
