@@ -68,7 +68,7 @@ class Access:
         if not self._may(request):
             headers = {"WWW-Authenticate": "Bearer"}
             return error_response(
-                401, "this needs a valid API key as Authorization: Bearer KEY", "unauthorized", headers
+                401, "this needs a valid API key as Authorization: Bearer KEY", "invalid_api_key", headers
             )
         origins = self._config.cors_allowed_origins
         if is_admin(request.method, request.path) and not self._keys.some and from_elsewhere(request.headers, origins):

@@ -147,7 +147,7 @@ class RouterApp:
             return error_response(400, explain_not_json(data, error), "invalid_request")
         except web.HTTPRequestEntityTooLarge:
             text = f"the body is larger than {self._config.max_request_bytes} bytes"
-            return error_response(413, text, "invalid_request")
+            return error_response(413, text, "request_too_large")
         if not isinstance(body, dict):
             return error_response(400, f"the body must be a JSON object, got {type(body).__name__}", "invalid_request")
         headers = forwarded_headers(request.headers, request.remote)

@@ -7,19 +7,21 @@ from collections.abc import Mapping
 import orjson
 from aiohttp import web
 
+from pdserve.base.error_object import error_object
+
 RETRY_AFTER = {"Retry-After": "1"}
 
 
-def error_body(status: int, message: str, kind: str, param: str | None = None) -> bytes:
-    """An error in OpenAI's form; `param` is the field at fault."""
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
+def error_body(status: int, message: str, code: str, param: str | None = None) -> bytes:
+    """An error in OpenAI's form, as servers say theirs; `code` is a word for machines, `param` the field at fault."""
+    return orjson.dumps(error_object(message, status, param=param, code=code))
 
 
 def error_response(
-    status: int, message: str, kind: str, headers: Mapping[str, str] | None = None, *, param: str | None = None
+    status: int, message: str, code: str, headers: Mapping[str, str] | None = None, *, param: str | None = None
 ) -> web.Response:
     """An error that the router itself makes."""
-    body = error_body(status, message, kind, param)
+    body = error_body(status, message, code, param)
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 

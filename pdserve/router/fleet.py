@@ -12,6 +12,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
+from pdserve.base.error_object import error_object
 from pdserve.router.access import is_admin
 from pdserve.router.config import Role, RouterConfig
 from pdserve.router.errors_http import RETRY_AFTER, error_response, json_response
@@ -163,7 +164,7 @@ def _error_of(workers: Sequence[Worker], answers: Sequence[Whole | None], status
     error = said.get("error") if isinstance(said, dict) else None
     if not isinstance(error, dict):
         message = f"{worker.spec.url} " + ("does not answer" if answer is None else f"answered {status}")
-        error = {"message": message, "type": "worker", "param": None, "code": status}
+        error = error_object(message, status, code="worker")["error"]
     return error | {"worker": worker.spec.url}
 
 

@@ -61,13 +61,18 @@ class ErrorBody(msgspec.Struct):
     message: str
     type: str
     param: str | None
-    code: int
+    code: str | None
 
 
 class ErrorAnswer(msgspec.Struct):
-    """OpenAI's error object."""
+    """OpenAI's error object, and SGLang's keys beside it; `code` is the status there."""
 
     error: ErrorBody
+    object: str
+    message: str
+    type: str
+    param: str | None
+    code: int
 
 
 class OpenApi:

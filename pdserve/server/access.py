@@ -12,12 +12,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.base.clients import ClientLimit, client_address
+from pdserve.base.error_object import error_object
 from pdserve.base.keys import COMMANDS
 from pdserve.base.origins import from_elsewhere
 from pdserve.config.access_group import AccessConfig
 from pdserve.errors import RequestError
 from pdserve.server.calls import GENERATING
-from pdserve.server.errors_http import error_body, error_response
+from pdserve.server.errors_http import error_response
 from pdserve.server.json_http import json_response
 
 PUBLIC = frozenset({"/health", "/health_generate", "/ready", "/readiness", "/metrics"})
@@ -65,10 +66,10 @@ class AccessMiddleware:
         path, headers = scope["path"], Headers(scope=scope)
         if path not in PUBLIC and not self._keys.may(headers.get("authorization"), command=path in COMMANDS):
             text = "this needs a valid API key as Authorization: Bearer KEY"
-            body = error_body(text, 401, code="invalid_api_key")
+            body = error_object(text, 401, code="invalid_api_key")
             await json_response(body, status=401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, marked)
         elif path in COMMANDS and not self._keys.some and from_elsewhere(headers, self._origins):
-            body = error_body(ELSEWHERE, 403, code="origin_not_allowed")
+            body = error_object(ELSEWHERE, 403, code="origin_not_allowed")
             await json_response(body, status=403)(scope, receive, marked)
         elif path not in GENERATING:
             await self._app(scope, receive, marked)

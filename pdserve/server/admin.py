@@ -13,12 +13,12 @@ from fastapi import Request
 from fastapi.responses import Response
 
 import pdserve
+from pdserve.base.error_object import error_object
 from pdserve.base.process_use import own_processes
 from pdserve.config.fields import shown
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import CommandReply, EngineState, FlushCache
 from pdserve.server.context import ServerContext
-from pdserve.server.errors_http import error_body
 from pdserve.server.health import replica_health
 from pdserve.server.json_http import convert, json_response, read_json_object
 from pdserve.server.native import WEIGHT_VERSION
@@ -130,7 +130,7 @@ async def flush_cache(context: ServerContext, request: Request) -> Response:
     """
     reply = await until_disconnect(request, flush_when_idle(context, _flush_wait_s(request)))
     if not reply.ok:
-        return json_response(error_body(reply.message, 400, code="busy"), status=400)
+        return json_response(error_object(reply.message, 400, code="busy"), status=400)
     return json_response({"success": True, "message": reply.message})
 
 

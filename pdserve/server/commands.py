@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import PlainTextResponse, Response
 
 import pdserve
+from pdserve.base.error_object import error_object
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import (
     CommandReply,
@@ -23,7 +24,6 @@ from pdserve.protocol.messages import (
     StopProfile,
 )
 from pdserve.server.context import ServerContext
-from pdserve.server.errors_http import error_body
 from pdserve.server.health import STATE_TIMEOUT_S
 from pdserve.server.json_http import convert, json_response, read_json_object
 from pdserve.server.schemas import PauseBody, ProfileBody
@@ -85,7 +85,7 @@ async def stop_profile(context: ServerContext, request: Request) -> Response:
 
 def _profile_answer(reply: CommandReply, done: str) -> Response:
     if not reply.ok:
-        return json_response(error_body(reply.message, 400, code="profile"), status=400)
+        return json_response(error_object(reply.message, 400, code="profile"), status=400)
     return PlainTextResponse(f"{done}{reply.message}\n")
 
 

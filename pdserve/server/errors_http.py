@@ -13,38 +13,18 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from pdserve.base.error_object import error_object
 from pdserve.errors import EngineDeadError, PdserveError, RequestError
 from pdserve.server.json_http import json_response
-
-_TYPES = {404: "not_found_error", 409: "conflict_error", 413: "request_too_large", 429: "rate_limit_error"}
-
-
-def _type_of(status: int) -> str:
-    if status >= 500:
-        return "server_error"
-    return _TYPES.get(status, "invalid_request_error")
-
-
-def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of an error answer; `param` names the request field at fault, `code` is a word for machines."""
-    kind = _type_of(status)
-    return {
-        "error": {"message": message, "type": kind, "param": param, "code": code},
-        "object": "error",
-        "message": message,
-        "type": kind,
-        "param": param,
-        "code": status,
-    }
 
 
 def describe(error: PdserveError) -> tuple[int, dict[str, Any]]:
     """HTTP status and body of an error of ours."""
     if isinstance(error, RequestError):
-        return error.status, error_body(error.message, error.status, param=error.field, code=error.code)
+        return error.status, error_object(error.message, error.status, param=error.field, code=error.code)
     if isinstance(error, EngineDeadError):
-        return 503, error_body(f"the engine is not running: {error}", 503, code="engine_dead")
-    return 500, error_body(str(error), 500, code="internal_error")
+        return 503, error_object(f"the engine is not running: {error}", 503, code="engine_dead")
+    return 500, error_object(str(error), 500, code="internal_error")
 
 
 def error_response(error: PdserveError) -> Response:
@@ -67,12 +47,14 @@ async def _on_pdserve_error(_: Request, error: Exception) -> Response:
 
 async def _on_http_exception(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    body = error_body(str(error.detail), error.status_code)
+    body = error_object(str(error.detail), error.status_code)
     return json_response(body, status=error.status_code, headers=dict(error.headers or {}))
 
 
 async def _on_bug(_: Request, error: Exception) -> Response:
-    return json_response(error_body(f"internal error: {type(error).__name__}", 500, code="internal_error"), status=500)
+    return json_response(
+        error_object(f"internal error: {type(error).__name__}", 500, code="internal_error"), status=500
+    )
 
 
 def install_error_handlers(app: FastAPI) -> None:

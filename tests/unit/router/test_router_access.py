@@ -47,7 +47,7 @@ def test_without_its_key_only_probes_are_answered(run_world: RunWorld) -> None:
                     assert await ask(world, method, url + path, key) == 401
             async with world.session.post(url + GENERATE, json={"text": "a"}, headers=bearer("x")) as response:
                 assert response.headers["WWW-Authenticate"] == "Bearer"
-                assert (await response.json())["error"]["type"] == "unauthorized"
+                assert (await response.json())["error"]["code"] == "invalid_api_key"
             assert not decode.bodies
             assert await ask(world, "POST", url + GENERATE, "k") == 200
             assert prefill.headers[0]["Authorization"] == decode.headers[0]["Authorization"] == "Bearer k"
@@ -139,7 +139,7 @@ def test_a_client_with_all_its_places_taken_waits_and_others_do_not(run_world: R
             await world.until_true(lambda: len(worker.bodies) == 1)
             async with world.session.post(url + GENERATE, json={}, headers=bearer("a")) as response:
                 assert (response.status, response.headers["Retry-After"]) == (429, "1")
-                assert (await response.json())["error"]["type"] == "too_many_requests"
+                assert (await response.json())["error"]["code"] == "too_many_requests"
             second = asyncio.create_task(ask(world, "POST", url + GENERATE, "b"))
             await world.until_true(lambda: len(worker.bodies) == 2)
             let_go.set()
@@ -334,6 +334,6 @@ def test_what_is_not_allowed_is_named_so(run_world: RunWorld) -> None:
             world.session.put(url + "/v1/completions", json={}) as response,
         ):
             assert response.status == 405
-            assert (await response.json())["error"]["type"] == "method_not_allowed"
+            assert (await response.json())["error"]["code"] == "method_not_allowed"
 
     run_world(scenario)

@@ -104,7 +104,7 @@ def test_one_too_many_is_a_503_with_a_time_to_come_back(run_world: RunWorld) -> 
             await world.until(lambda: metric(world, url, "pdserve_router_queued "), lambda count: count == 1)
             async with world.session.post(url + GENERATE, json={"text": "a"}) as response:
                 assert (response.status, response.headers["Retry-After"]) == (503, "1")
-                assert (await response.json())["error"]["type"] == "queue_full"
+                assert (await response.json())["error"]["code"] == "queue_full"
             gate.open.set()
             assert await asyncio.gather(*calls) == [200] * 2
             assert await metric(world, url, 'pdserve_router_refused_total{reason="queue_full"}') == 1
@@ -187,7 +187,7 @@ def test_a_failing_half_opens_its_breaker_spares_the_pair_and_closes_again(
                 assert response.status == 503
                 assert 3000 < int(response.headers["Retry-After"]) <= 3600
                 error = (await response.json())["error"]
-                assert error["type"] == "breaker_open"
+                assert error["code"] == "breaker_open"
                 assert sick_role in error["message"]
             assert len(sick.bodies) == len(well.bodies) == 3, "nothing was sent to either half"
             sick.answers = well.answers = [ok]

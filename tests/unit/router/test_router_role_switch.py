@@ -113,7 +113,7 @@ def test_a_worker_takes_no_requests_while_its_role_changes(run_world: Run) -> No
             decode.mode = "prefill"
             await world.until(lambda: pools(world, url), lambda now: len(now["prefill"]) == 2)
             status, body = await ask(world, url)
-            assert (status, body["error"]["type"]) == (503, "no_worker"), "the pool of decode workers is empty"
+            assert (status, body["error"]["code"]) == (503, "no_worker"), "the pool of decode workers is empty"
             decode.mode = "null"
             await world.until(lambda: pools(world, url), lambda now: now["prefill"] == ["prefill-0"])
             decode.mode = "decode"

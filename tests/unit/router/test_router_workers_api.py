@@ -240,10 +240,10 @@ def test_other_mistakes_are_named_too(run_world: RunWorld) -> None:
         prefill, decode = await world.worker("p"), await world.worker("d")
         async with world.router([prefill], [decode]) as url:
             status, said = await call(world, "POST", url + "/workers", {"url": prefill.url, "worker_type": "decode"})
-            assert (status, said["error"]["type"]) == (409, "worker_exists")
+            assert (status, said["error"]["code"]) == (409, "worker_exists")
             for method in ("GET", "PUT", "DELETE"):
                 status, said = await call(world, method, url + "/workers/nobody", {"draining": True})
-                assert (status, said["error"]["type"]) == (404, "worker_not_found")
+                assert (status, said["error"]["code"]) == (404, "worker_not_found")
             status, said = await call(world, "PUT", f"{url}/workers/{decode.url}", {"draining": "yes"})
             assert (status, said["error"]["param"]) == (400, "draining")
             async with world.session.post(url + "/workers", data=b"{") as response:
