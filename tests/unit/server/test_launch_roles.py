@@ -1,0 +1,84 @@
+"""What a launcher prepares for a server that changes its role: ports, and what is refused before anything ends."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import pytest
+import requests
+
+from pdserve.config import ServerConfig
+from pdserve.config.cli import parse_server_args
+from pdserve.config.resolve import resolve
+from pdserve.errors import ConfigError
+from pdserve.launch_server import Sides
+
+BASE = ("--model-path", "m", "--port", "0", "--device", "cpu")
+
+
+@contextlib.contextmanager
+def sides(*flags: str) -> Iterator[tuple[Sides, ServerConfig]]:
+    given = parse_server_args([*BASE, *flags])
+    made = Sides(given)
+    try:
+        yield made, resolve(given)
+    finally:
+        made.end(told=False)
+
+
+def answers(port: int | None) -> bool:
+    with contextlib.suppress(requests.ConnectionError):
+        return requests.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 503
+    return False
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_a_bootstrap_port_that_nobody_insisted_on_is_had_again_where_it_can() -> None:
+    with sides("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0") as (made, config):
+        first = made.add(config)
+        assert answers(first.bootstrap_port)
+        decode = made.other("decode")
+        assert decode.bootstrap_port is None and decode.role == "decode"
+        first.end()
+        assert not answers(first.bootstrap_port)
+        second = made.other("prefill")
+        assert second.bootstrap_port == first.bootstrap_port and answers(second.bootstrap_port)
+        assert second.config.disagg.disaggregation_bootstrap_port == second.bootstrap_port
+
+
+def test_a_port_that_is_taken_is_refused_where_it_was_given_and_passed_over_where_not(
+    taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sides("--disaggregation-mode", "decode", "--disaggregation-bootstrap-port", str(taken)) as (made, config):
+        made.add(config)
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{taken}"):
+            made.other("prefill")
+    monkeypatch.setattr("pdserve.config.resolve.BOOTSTRAP_PORT", taken)
+    with sides("--disaggregation-mode", "decode") as (made, config):
+        made.add(config)
+        prefill = made.other("prefill")
+        assert prefill.bootstrap_port not in (None, taken) and answers(prefill.bootstrap_port)
+
+
+def test_servers_over_several_hosts_keep_their_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_CONTROL_TOKEN", "secret")
+    flags = ("--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "127.0.0.1:20000")
+    with sides("--disaggregation-mode", "decode", *flags) as (made, config):
+        made.add(config)
+        with pytest.raises(ConfigError, match="--nnodes") as caught:
+            made.other("prefill")
+        assert caught.value.field == "nnodes"
+
+
+def test_a_server_that_listens_everywhere_must_have_said_where_it_is() -> None:
+    with sides("--host", "0.0.0.0") as (made, config):
+        made.add(config)
+        with pytest.raises(ConfigError, match="--disaggregation-host"):
+            made.other("decode")
