@@ -92,7 +92,11 @@ class MemoryConfig:
 
     page_size: int = flag(16, help="tokens per KV page, 1 to 128")
     max_total_tokens: int | None = flag(None, help="token slots in the KV pool; from free memory when absent")
-    mem_fraction_static: float | None = flag(None, help="share of memory for weights and KV pool, in (0, 1)")
+    mem_fraction_static: float | None = flag(
+        None,
+        help="share of memory, in (0, 1): on CUDA for weights and KV pool, 0.88 when absent; on CPU of the RAM that is "
+        "available, for KV pools, a fifth but at most 4 GiB when absent",
+    )
     disable_radix_cache: bool = flag(
         False, help="prefill and monolith: do not keep the KV of prompts for later ones that begin alike"
     )
