@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.report import Spread, markdown_table, spread_of
+from pdserve.memory.shared import allocate_private
 from pdserve.model.forward_batch import ForwardBatch, HostRows
 from pdserve.model.native.library import best_level
 from pdserve.model.native.program import HeadShape, Program, Threads
@@ -87,7 +89,8 @@ def linear_case(threads: Threads, format: Format, num_rows: int) -> Case:
 def attention_case(threads: Threads, name: str, num_rows: int, start: int, end: int) -> Case:
     """All layers' attention of rows that compute `[start, end)`."""
     batch, num_pages = rows_of(num_rows, start, end)
-    kv = torch.randn(num_pages, HEADS.layers, 2, HEADS.num_kv_heads, HEADS.page_tokens, HEADS.dim).bfloat16()
+    shape = (num_pages, HEADS.layers, 2, HEADS.num_kv_heads, HEADS.page_tokens, HEADS.dim)
+    kv = torch.frombuffer(allocate_private(2 * math.prod(shape)), dtype=torch.bfloat16).view(shape).normal_()
     program = Program(threads, best_level(), HEADS, kv)
     qkv = program.buffer((HEADS.num_heads + 2 * HEADS.num_kv_heads) * HEADS.dim)
     out = program.buffer(HEADS.num_heads * HEADS.dim)

@@ -30,17 +30,48 @@ INLINE void find16(const Attention& a, const int32_t* table, int64_t head, int64
     }
 }
 
-constexpr int64_t AHEAD = 64;  // tokens: pages lie scattered, and only this hides what it takes to find them
+// Asks for what comes next, line by line while something else is computed: keys and values of up to SPAN tokens from
+// `t` on, of all heads of a piece, page after page. Pages lie scattered, and only this hides what it takes to find them.
+struct Ahead {
+    const Attention& a;
+    const Piece* piece;
+    int64_t t, run, runs;  // runs of 16 tokens: for each head its keys, then its values
+    const bf16* at;
+    int64_t left;
+};
 
-// Asks for the keys and values of tokens [t, t + 16), which lie in one piece where pages are multiples of 16.
-INLINE void prefetch16(const Attention& a, const int32_t* table, int64_t head, int64_t t, int64_t end) {
-    const Pages& p = a.pages;
-    if (t >= end || p.page_tokens % 16) return;
-    const bf16* at = p.base + table[t / p.page_tokens] * p.page_stride + (head * p.page_tokens + t % p.page_tokens) * p.dim;
-    const int64_t count = (end - t < 16 ? end - t : 16) * p.dim;
-    for (int64_t d = 0; d < count; d += 32) {
-        __builtin_prefetch(at + d);
-        __builtin_prefetch(at + p.value_offset + d);
+INLINE void aim(Ahead& ahead, const Piece* piece, int64_t t) {
+    ahead.piece = piece;
+    ahead.t = t;
+    ahead.run = ahead.runs = ahead.left = 0;
+    if (!piece || t >= piece->end || ahead.a.pages.page_tokens % 16) return;
+    const int64_t tokens = piece->end - t < SPAN ? piece->end - t : SPAN;
+    ahead.runs = (tokens + 15) / 16 * piece->heads * 2;
+}
+
+// The next run, which lies in one piece where pages are multiples of 16.
+static void aim_next(Ahead& ahead) {
+    const Pages& p = ahead.a.pages;
+    const Piece& piece = *ahead.piece;
+    const int64_t block = ahead.run / 2, t = ahead.t + block / piece.heads * 16, head = piece.head + block % piece.heads;
+    const int32_t* table = ahead.a.table + piece.row * ahead.a.table_stride;
+    ahead.at = p.base + table[t / p.page_tokens] * p.page_stride + (head * p.page_tokens + t % p.page_tokens) * p.dim +
+               (ahead.run % 2 ? p.value_offset : 0);
+    ahead.left = (piece.end - t < 16 ? piece.end - t : 16) * p.dim;
+    ahead.run++;
+}
+
+INLINE void ask(Ahead& ahead, int64_t lines) {
+    while (lines > 0) {
+        if (ahead.left <= 0) {
+            if (ahead.run == ahead.runs) return;
+            aim_next(ahead);
+        }
+        const int64_t left = (ahead.left + 31) / 32, count = lines < left ? lines : left;
+        for (int64_t i = 0; i < count; i++) __builtin_prefetch(ahead.at + 32 * i, 0, 2);
+        ahead.at += 32 * count;
+        ahead.left -= 32 * count;
+        lines -= count;
     }
 }
 
@@ -119,48 +150,62 @@ INLINE void finish(const Attention& a, int64_t token, int64_t head, float most, 
     for (int64_t d = 0; d < dim; d += 16) store_n(to + d, load(from + d) * factor, dim - d);
 }
 
-static void decode(const Attention& a, const Piece& p) {
+// Scores of 16 keys after 16 keys become weights, and the weights' sum of values is added to `out`: one head of the
+// piece, tokens [t, t + count), for each of its query heads.
+INLINE void span(const Attention& a, const Piece& p, int64_t head, const bf16* q, int64_t t, int64_t count, float* most,
+                 float* total, float* out, Ahead& ahead) {
     const int64_t dim = a.pages.dim, wide = padded(dim), group = a.group;
-    const int64_t token = a.offsets[p.row] + p.first;
-    const int32_t* table = a.table + p.row * a.table_stride;
-    const bf16* q = a.q + (p.head * a.tokens + token) * group * wide;
-    alignas(64) float scores[MAX_GROUP * SPAN], out[MAX_GROUP * 512];
+    alignas(64) float scores[MAX_GROUP * SPAN];
     alignas(64) bf16 weights[MAX_GROUP * SPAN];
     const bf16* at[SPAN];
-    float most[MAX_GROUP], total[MAX_GROUP];
-    for (int64_t h = 0; h < group; h++) most[h] = -INFINITY, total[h] = 0.0f;
-    memset(out, 0, sizeof(float) * group * wide);
-    const int64_t start = p.begin / 16 * 16;
-    for (int64_t t = start; t < start + AHEAD; t += 16) prefetch16(a, table, p.head, t, p.end);
-    for (int64_t t = start; t < p.end; t += SPAN) {
-        const int64_t count = p.end - t < SPAN ? (p.end - t + 15) / 16 * 16 : SPAN;
-        for (int64_t g = 0; g < count; g += 16) {
-            prefetch16(a, table, p.head, t + g + AHEAD, p.end);
-            find16(a, table, p.head, t + g, p.begin, p.end, at + g);
-            for (int64_t h = 0; h < group; h++) {
-                F s = bend(score16(q + h * wide, at + g, dim), a.mask.softcap);
-                store(scores + h * SPAN + g, within(s, set1(-INFINITY), p.begin - t - g, p.end - t - g));
-            }
-        }
+    const int64_t lines = (dim + group - 1) / group;  // 16 keys and 16 values of a head have `dim` lines
+    for (int64_t g = 0; g < count; g += 16) {
+        find16(a, a.table + p.row * a.table_stride, head, t + g, p.begin, p.end, at + g);
         for (int64_t h = 0; h < group; h++) {
-            float* s = scores + h * SPAN;
-            F m = set1(most[h]);
-            for (int64_t g = 0; g < count; g += 16) m = max(load(s + g), m);
-            const float higher = top(m), keep = exp1(most[h] - higher);
-            F sum_of = zero();
-            for (int64_t g = 0; g < count; g += 16) {
-                F e = within(exp(load(s + g) - set1(higher)), zero(), p.begin - t - g, p.end - t - g);
-                sum_of = sum_of + e;
-                store_half(weights + h * SPAN + g, e);
-            }
-            total[h] = total[h] * keep + sum(sum_of);
-            most[h] = higher;
-            if (t > start)
-                for (int64_t d = 0; d < wide; d += 16) store(out + h * wide + d, load(out + h * wide + d) * set1(keep));
+            ask(ahead, lines);
+            F s = bend(score16(q + h * wide, at + g, dim), a.mask.softcap);
+            store(scores + h * SPAN + g, within(s, set1(-INFINITY), p.begin - t - g, p.end - t - g));
         }
-        mix_all(at, a.pages.value_offset, count, weights, out, dim, wide, group);
     }
     for (int64_t h = 0; h < group; h++) {
+        float* s = scores + h * SPAN;
+        F m = set1(most[h]);
+        for (int64_t g = 0; g < count; g += 16) m = max(load(s + g), m);
+        const float higher = top(m), keep = exp1(most[h] - higher);
+        F sum_of = zero();
+        for (int64_t g = 0; g < count; g += 16) {
+            F e = within(exp(load(s + g) - set1(higher)), zero(), p.begin - t - g, p.end - t - g);
+            sum_of = sum_of + e;
+            store_half(weights + h * SPAN + g, e);
+        }
+        total[h] = total[h] * keep + sum(sum_of);
+        most[h] = higher;
+        if (t > p.begin)
+            for (int64_t d = 0; d < wide; d += 16) store(out + h * wide + d, load(out + h * wide + d) * set1(keep));
+    }
+    mix_all(at, a.pages.value_offset, count, weights, out, dim, wide, group);
+}
+
+// `then`: what this thread is likely to compute next, or null.
+static void decode(const Attention& a, const Piece& p, const Piece* then) {
+    const int64_t dim = a.pages.dim, wide = padded(dim), group = a.group, rows = p.heads * group;
+    const int64_t token = a.offsets[p.row] + p.first;
+    alignas(64) float out[MAX_GROUP * 512];
+    float most[MAX_GROUP], total[MAX_GROUP];
+    for (int64_t h = 0; h < rows; h++) most[h] = -INFINITY, total[h] = 0.0f;
+    memset(out, 0, sizeof(float) * rows * wide);
+    Ahead ahead{a, nullptr, 0, 0, 0, nullptr, 0};
+    for (int64_t t = p.begin / 16 * 16; t < p.end; t += SPAN) {
+        const int64_t count = p.end - t < SPAN ? (p.end - t + 15) / 16 * 16 : SPAN;
+        if (t + SPAN < p.end) aim(ahead, &p, t + SPAN);
+        else aim(ahead, then, then ? then->begin / 16 * 16 : 0);
+        for (int64_t k = 0; k < p.heads; k++) {
+            const bf16* q = a.q + ((p.head + k) * a.tokens + token) * group * wide;
+            span(a, p, p.head + k, q, t, count, most + k * group, total + k * group, out + k * group * wide, ahead);
+        }
+        ask(ahead, INT64_MAX);
+    }
+    for (int64_t h = 0; h < rows; h++) {
         if (!p.partial) {
             finish(a, token, p.head * group + h, most[h], total[h], out + h * wide);
             continue;

@@ -78,14 +78,16 @@ void Attend::run(Program& p, int thread) {
             p.kernels.extend(a, piece, p.scratch[thread]->as<uint8_t>());
             continue;
         }
+        const Piece* then = i + p.pool.size() < count ? &plan.pieces[i + p.pool.size()].piece : nullptr;
+        if (then && a.ends[then->row] - a.starts[then->row] > 1) then = nullptr;
         if (planned.split < 0) {
-            p.kernels.decode(a, piece);
+            p.kernels.decode(a, piece, then);
             continue;
         }
         const Split& split = plan.splits[planned.split];
         float* all = p.partials.as<float>() + split.first_partial * plan.partial_floats;
         piece.partial = all + planned.part * plan.partial_floats;
-        p.kernels.decode(a, piece);
+        p.kernels.decode(a, piece, then);
         const int32_t ended = plan.done[planned.split].fetch_add(1, std::memory_order_acq_rel) + 1;
         if (ended % split.count == 0) p.kernels.merge(a, piece, all, split.count);
     }

@@ -179,6 +179,11 @@ class DisaggConfig:
     )
     disaggregation_decode_offload_gb: float = flag(4.0, help="host memory for the KV of retracted requests, in GB")
 
+    @property
+    def may_share_memory(self) -> bool:
+        """Whether peers on this host may map this server's KV."""
+        return self.disaggregation_mode != "null" and self.disaggregation_transfer_backend in ("shm", "auto")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelConfig:

@@ -148,7 +148,8 @@ def build_executor(
         num_pages = agree_num_pages(num_pages)
         assert 0 < num_pages <= num_tokens // page_tokens, "agreed on more pages than this rank can hold"
     with startup.part(POOLS):
-        pools = tuple(KVPool(group, num_pages, device) for group in held.groups)
+        shareable = config.disagg.may_share_memory
+        pools = tuple(KVPool(group, num_pages, device, shareable=shareable) for group in held.groups)
     table = PageTable(max_rows, pages_for(context_length, page_tokens))
     asked = config.kernels.attention_backend != "auto"
     if level is None:

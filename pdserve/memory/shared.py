@@ -69,7 +69,7 @@ def allocate(num_bytes: int) -> mmap.mmap:
         descriptor = os.memfd_create("pdserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         log.warning("no memory that can be shared (%s): transfer backend shm cannot work here", error)
-        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return allocate_private(num_bytes)
     try:
         os.ftruncate(descriptor, num_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
@@ -77,9 +77,15 @@ def allocate(num_bytes: int) -> mmap.mmap:
     except OSError:
         os.close(descriptor)
         raise
-    with contextlib.suppress(OSError):  # kernels without it, and those where it is off for shared memory
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    _ask_for_huge_pages(memory)  # which few systems give to shared memory
     _segments.add(memory, Segment(address_of(memory), num_bytes, descriptor))
+    return memory
+
+
+def allocate_private(num_bytes: int) -> mmap.mmap:
+    """As `allocate`, but no other process can map it, and it lies in huge pages where the system has them."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _ask_for_huge_pages(memory)
     return memory
 
 
@@ -102,3 +108,8 @@ def map_whole(descriptor: int, num_bytes: int) -> mmap.mmap:
 def address_of(memory: mmap.mmap) -> int:
     """Where a mapping begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _ask_for_huge_pages(memory: mmap.mmap) -> None:
+    with contextlib.suppress(OSError):  # kernels without them
+        memory.madvise(mmap.MADV_HUGEPAGE)

@@ -20,14 +20,17 @@ class KVPool:
 
     Behind the last page lies one more, the null page, always zero: padding of a gather points there. It is not
     part of `buffer`, so no peer can write it.
+
+    `shareable`, on CPU: other processes can map it, as transfer backend shm asks. Where they need not, it lies in huge
+    pages, which most systems give to private memory only.
     """
 
-    def __init__(self, group: KVGroup, num_pages: int, device: torch.device) -> None:
+    def __init__(self, group: KVGroup, num_pages: int, device: torch.device, *, shareable: bool = True) -> None:
         self.group = group
         self.num_pages = num_pages
         self.null_page = num_pages
         dtype = torch_dtype(group.dtype)
-        raw = _allocate((num_pages + 1) * group.page_bytes, device)
+        raw = _allocate((num_pages + 1) * group.page_bytes, device, shareable)
         self._all = raw.view(dtype).view(num_pages + 1, *group.page_shape)
         self.pages = self._all[:num_pages]
         self._block_rows = self._all.view(-1, group.page_tokens * group.head_dim)
@@ -62,10 +65,11 @@ class KVPool:
         return (blocks * self.group.page_tokens + slots[:, None]).flatten()
 
 
-def _allocate(num_bytes: int, device: torch.device) -> Tensor:
-    """Zeroed uint8 memory at a page-aligned address; on CPU it can be shared, and is committed as it is touched."""
+def _allocate(num_bytes: int, device: torch.device, shareable: bool) -> Tensor:
+    """Zeroed uint8 memory at a page-aligned address; on CPU it is committed as it is touched."""
     if device.type == "cpu":
-        return torch.frombuffer(shared.allocate(num_bytes), dtype=torch.uint8)
+        memory = shared.allocate(num_bytes) if shareable else shared.allocate_private(num_bytes)
+        return torch.frombuffer(memory, dtype=torch.uint8)
     raw = torch.zeros(num_bytes + _CUDA_ALIGN_BYTES, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % _CUDA_ALIGN_BYTES
     return raw[skip : skip + num_bytes]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from pdserve.config.groups import DisaggConfig
 from pdserve.memory import shared
 from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.model.attention.kv_pool import KVPool
@@ -57,6 +59,34 @@ def test_memory_of_a_pool_and_of_aux_slots_can_be_shared_and_is_given_back() -> 
     gc.collect()
     assert shared.find(*addresses[0]) is shared.find(*addresses[1]) is None
     assert descriptors() == before
+
+
+def test_memory_of_a_pool_that_nobody_shall_map_is_private() -> None:
+    before = descriptors()
+    group = KVGroup(
+        name="kv", kind=GroupKind.FULL, num_layers=1, page_tokens=4, num_kv_heads=1, num_kv_heads_total=1, head_dim=8,
+        dtype="float32",
+    )  # fmt: skip
+    pool = KVPool(group, 3, torch.device("cpu"), shareable=False)
+    address, num_bytes = pool.buffer
+    assert shared.find(address, num_bytes) is None and descriptors() == before
+    assert address % mmap.PAGESIZE == 0 and not pool.pages.any()
+    pool.pages.fill_(1.0)
+    assert not pool.layer(0)[pool.null_page].any()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, False),
+        ({"disaggregation_transfer_backend": "shm"}, False),
+        ({"disaggregation_mode": "prefill"}, False),
+        ({"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "auto"}, True),
+        ({"disaggregation_mode": "decode", "disaggregation_transfer_backend": "shm"}, True),
+    ],
+)
+def test_only_who_may_be_mapped_shares(flags: dict[str, Any], expected: bool) -> None:
+    assert DisaggConfig(**flags).may_share_memory is expected
 
 
 def test_nobody_can_truncate_it_and_a_file_that_could_be_is_refused() -> None:

@@ -181,6 +181,32 @@ def test_a_long_row_is_shared_by_the_threads(level: str, threads: int) -> None:
 
 
 @levels
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [(10, 5, 64), (5, 5, 128), (64, 4, 32)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_rows_take_several_heads_at_once(
+    level: str, threads: int, num_heads: int, num_kv_heads: int, dim: int
+) -> None:
+    """More heads than are taken together, so that the last ones are fewer; a prompt among rows that decode."""
+    page_tokens, rows = 16, [(at, at + 1) for at in (0, 15, 16, 127, 128, 260, 400)] + [(9, 30)]
+    batch, num_pages = batch_of(rows, page_tokens)
+    tokens = len(batch.positions)
+    kv = torch.full((num_pages, 1, 2, num_kv_heads, page_tokens, dim), float("nan"), dtype=torch.bfloat16)
+    fill_known(kv, batch, page_tokens)
+    p = Program(Threads(threads), level, HeadShape(1, num_heads, num_kv_heads, page_tokens, dim), kv)
+    x = torch.randn(tokens, num_heads + 2 * num_kv_heads, dim)
+    qkv, out = p.buffer(x[0].numel()), p.buffer(num_heads * dim)
+    p.angles(torch.zeros(dim // 2), 1.0)
+    p.place(qkv, 0, None, None, 0.0)
+    for window in (0, 100):
+        p.attend(0, out, window=window)
+        p.begin(batch)
+        p.view(qkv, tokens).copy_(x.flatten(1))
+        p.run(0, p.num_ops)
+        wanted = attended(x[:, :num_heads], kv, batch, page_tokens, layer=0, window=window, softcap=0.0, sinks=None)
+        torch.testing.assert_close(p.view(out, tokens), wanted, atol=0.01, rtol=0.02)
+
+
+@levels
 def test_embedding_selection_norm_and_argmax(level: str) -> None:
     table = torch.randn(50, 70).bfloat16()
     norm = torch.rand(70) + 0.5
