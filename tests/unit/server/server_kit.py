@@ -292,9 +292,11 @@ async def bench(
     metrics = make_metrics(config)
     client = EngineClient(api, tokenizer, metrics, match_stops=mode != "prefill")
     app = create_app(config, client, tokenizer, metrics, registered=registered)
-    client.start()
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=20.0) as http:
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://server", timeout=20.0) as http,
+    ):
         if ready:
             scheduler.start()
             await client.wait_ready(5.0)
