@@ -34,6 +34,7 @@ from pdserve.protocol.messages import (
     StateQuery,
     StateReply,
 )
+from pdserve.server.life import Backend
 from pdserve.server.run import run_api
 
 VOCAB_SIZE, FIRST_WORD = 49152, 1000
@@ -65,13 +66,13 @@ def serve(channel: str, model: str) -> int:
     def announce(port: int) -> None:
         announce_ready(Ready(role="null", url=f"http://127.0.0.1:{port}", bootstrap_port=None))
 
-    return run_api(
-        config,
-        lambda: ZmqApiChannel(ChannelAddress(channel)),
-        tokenizer_dir=tokenizer_dir_of(config),
+    backend = Backend(
+        config=config,
+        open_channel=lambda: ZmqApiChannel(ChannelAddress(channel)),
         engine_died=lambda: None,
         on_ready=announce,
     )
+    return run_api(backend, tokenizer_dir=tokenizer_dir_of(config))
 
 
 class StandIn:
