@@ -121,4 +121,5 @@ SmolLM2-135M, {args.cpu_threads} threads, {args.clock} time, median (least-most)
 
 
 if __name__ == "__main__":
+    report.restart_without_spinning("bench_cpu_step")
     sys.exit(main())

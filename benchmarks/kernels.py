@@ -18,6 +18,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from benchmarks import report
 from benchmarks.report import Spread, markdown_table, spread_of
 from pdserve.memory.shared import allocate_private
 from pdserve.model.forward_batch import ForwardBatch, HostRows
@@ -162,4 +163,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    report.restart_without_spinning("kernels")
     main()

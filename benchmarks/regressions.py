@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import bench_cpu_step, kernels, ratio_table
+from benchmarks import bench_cpu_step, kernels, ratio_table, report
 from benchmarks.report import Run, Spread, busy_note, ratios
 from benchmarks.servers import monolith_and_pair
 from pdserve.model.native.library import best_level
@@ -164,4 +164,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    report.restart_without_spinning("regressions")
     sys.exit(main())

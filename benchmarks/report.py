@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from pdserve.base.env import OPENMP_WAIT, keep_openmp_from_spinning
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 QUIET_LOAD = 1.5
@@ -182,6 +184,17 @@ class Run:
         if args.write:
             for path in write_results(args.results, self._name, text, facts):
                 print(f"wrote {path}")
+
+
+def restart_without_spinning(module: str) -> None:
+    """Start `benchmarks.<module>` again with OpenMP's threads asleep between torch's operations, as a server has them.
+
+    Else they spin for milliseconds behind each, on the cores of whatever is measured next. Only where a script is the
+    program, first thing: OpenMP reads the variable when torch is imported.
+    """
+    if OPENMP_WAIT not in os.environ:
+        keep_openmp_from_spinning()
+        os.execv(sys.executable, [sys.executable, "-m", f"benchmarks.{module}", *sys.argv[1:]])
 
 
 def write_results(directory: Path, name: str, text: str, facts: dict[str, Any]) -> list[Path]:

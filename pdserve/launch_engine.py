@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from typing import Literal
 
 from pdserve.base.cores import cores_of, granted_cores, pin_process
-from pdserve.base.env import control_token
+from pdserve.base.env import control_token, keep_openmp_from_spinning
 from pdserve.base.log import setup_logging
 from pdserve.base.process import die_with_parent
 from pdserve.base.startup_times import IMPORTS, StartupTimes, process_age_s
@@ -174,6 +174,8 @@ def rank_main(start: RankStart) -> None:
     if start.cores is not None:
         pin_process(start.cores)  # before there are threads, for they inherit it
     setup_logging(start.config.observe.log_level, start.name)
+    if may_compute_natively(start.config):
+        keep_openmp_from_spinning()
     try:
         if start.config.kernels.device == "cuda" and start.config.parallel.dp_size > 1:
             os.environ[CUDA_DEVICES] = own_devices(start, os.environ.get(CUDA_DEVICES))
@@ -187,6 +189,13 @@ def rank_main(start: RankStart) -> None:
     except PdserveError as error:
         log.error("%s", error)
         sys.exit(REFUSED)
+
+
+def may_compute_natively(config: ServerConfig) -> bool:
+    """Whether the native CPU kernels, which have threads of their own, may compute the model; else torch's do."""
+    kernels, dtype = config.kernels, config.model.dtype
+    torch_alone = kernels.cpu_kernels == "torch" or kernels.enable_deterministic_inference
+    return kernels.device == "cpu" and not torch_alone and dtype in ("auto", "bfloat16")
 
 
 def own_devices(start: RankStart, visible: str | None) -> str:

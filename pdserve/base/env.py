@@ -14,6 +14,19 @@ TRITON_INTERPRET = "TRITON_INTERPRET"
 """Triton's own."""
 
 
+OPENMP_WAIT = "OMP_WAIT_POLICY"
+"""OpenMP's own."""
+
+
+def keep_openmp_from_spinning() -> None:
+    """Torch's threads sleep at once when they have nothing to do, unless the user wants it otherwise.
+
+    They would spin for milliseconds behind each operation, on the cores that other threads compute on. To be called
+    before torch is imported.
+    """
+    os.environ.setdefault(OPENMP_WAIT, "passive")
+
+
 def triton_is_interpreted() -> bool:
     """Whether Triton's kernels are run by its interpreter, in numpy, on CPU tensors: for tests."""
     return os.environ.get(TRITON_INTERPRET) == "1"

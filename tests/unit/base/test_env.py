@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from pdserve.base.env import CONTROL_TOKEN, TRANSFER_FAILURES, control_token, transfer_failures
+from pdserve.base.env import (
+    CONTROL_TOKEN,
+    OPENMP_WAIT,
+    TRANSFER_FAILURES,
+    control_token,
+    keep_openmp_from_spinning,
+    transfer_failures,
+)
 from pdserve.errors import ConfigError
 
 
@@ -41,3 +50,12 @@ def test_a_share_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value:
     monkeypatch.setenv(TRANSFER_FAILURES[0], value)
     with pytest.raises(ConfigError, match=TRANSFER_FAILURES[0]):
         transfer_failures()
+
+
+def test_openmp_sleeps_unless_the_user_has_said_how_it_shall_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OPENMP_WAIT, "active")
+    keep_openmp_from_spinning()
+    assert os.environ[OPENMP_WAIT] == "active"
+    monkeypatch.delenv(OPENMP_WAIT)
+    keep_openmp_from_spinning()
+    assert os.environ[OPENMP_WAIT] == "passive"

@@ -12,7 +12,7 @@ from pdserve.base import cores
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.errors import ConfigError
-from pdserve.launch_engine import Engine, RankStart, own_devices
+from pdserve.launch_engine import Engine, RankStart, may_compute_natively, own_devices
 
 
 def starts_of(*flags: str) -> list[RankStart]:
@@ -81,6 +81,21 @@ def test_too_few_cores_are_refused(flags: str, six_cores: None) -> None:
     with pytest.raises(ConfigError, match="cpu-pin") as caught:
         starts_of(*flags.split())
     assert caught.value.field == "cpu_pin"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--device cpu", True),
+        ("--device cpu --dtype bfloat16 --cpu-kernels native", True),
+        ("--device cpu --cpu-kernels torch", False),
+        ("--device cpu --dtype float32", False),
+        ("--device cpu --enable-deterministic-inference", False),
+        ("--device cuda", False),
+    ],
+)
+def test_openmp_sleeps_where_the_kernels_have_threads_of_their_own(flags: str, expected: bool) -> None:
+    assert may_compute_natively(parse_server_args(["--model-path", "m", *flags.split()])) is expected
 
 
 def test_each_replica_sees_its_own_devices() -> None:
