@@ -20,15 +20,19 @@ import torch
 
 from benchmarks import report
 from benchmarks.report import Spread, markdown_table, spread_of
+from pdserve.executor.row_params import RowParams
 from pdserve.memory.shared import allocate_private
 from pdserve.model.forward_batch import ForwardBatch, HostRows
+from pdserve.model.native.choice import NativeChooser
 from pdserve.model.native.library import best_level
 from pdserve.model.native.program import HeadShape, Program, Threads
 from pdserve.model.native.weights import Arena, Format, pack
+from pdserve.protocol.sampling import SamplingParams
 
 HEADS = HeadShape(layers=30, num_heads=9, num_kv_heads=3, page_tokens=16, dim=64)
 NUM_OUT, NUM_IN = 3072, 576
 """The largest linear layer of SmolLM2-135M, as often as it has layers: together larger than the caches."""
+VOCAB = 49152
 LIMIT_BYTES = 256 << 20
 LIMIT_SIZE = 1536
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -41,7 +45,7 @@ class Case:
     name: str
     num_bytes: float
     num_ops: float
-    call: Callable[[], None]
+    call: Callable[[], object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +69,8 @@ def rows_of(num_rows: int, start: int, end: int) -> tuple[ForwardBatch, int]:
     offsets = np.arange(num_rows) * (end - start)
     columns = (positions * 0, positions, pages, positions % HEADS.page_tokens, offsets + end - start - 1)
     host = HostRows(np.full(num_rows, start), np.full(num_rows, end), offsets, table)
-    return ForwardBatch(*(torch.from_numpy(column) for column in columns), host), num_rows * per_row
+    ids, where, slots, offs, last = (torch.from_numpy(column) for column in columns)
+    return ForwardBatch(ids, where, slots, offs, last, host), num_rows * per_row
 
 
 def linear_case(threads: Threads, format: Format, num_rows: int) -> Case:
@@ -113,12 +118,29 @@ def attention_case(threads: Threads, name: str, num_rows: int, start: int, end: 
     return Case(name, HEADS.layers * keys, HEADS.layers * pairs * HEADS.num_heads * HEADS.dim * 4, call)
 
 
+def choice_case(threads: Threads, name: str, num_rows: int, request: SamplingParams) -> Case:
+    """A token for each row of logits; they are read once at least."""
+    logits = torch.randn(num_rows, VOCAB) * 3
+    params = RowParams(num_rows, ())
+    for row in range(num_rows):
+        params.set(row, 1, request, None)
+    picked = params.pick(np.arange(num_rows), np.ones(num_rows, dtype=np.int64))
+    chooser, points = NativeChooser(threads, best_level()), np.random.default_rng(0).random(num_rows)
+    return Case(f"{name}, {num_rows} rows", 4 * num_rows * VOCAB, 0.0, lambda: chooser(logits, picked.columns, points))
+
+
 def all_cases(threads: Threads) -> list[Case]:
-    """Linear layers, decode attention and prompt attention, at all sizes that the table has."""
+    """Linear layers, decode attention, prompt attention and the choice of tokens, at all sizes that the table has."""
     formats: tuple[Format, ...] = ("bf16", "int8")
     cases = [linear_case(threads, kind, rows) for kind in formats for rows in (1, 16, 64, 512)]
     cases += [attention_case(threads, f"decode, {rows} rows of 256", rows, 255, 256) for rows in (1, 16, 64)]
     cases += [attention_case(threads, f"prompt of {tokens}", 1, 0, tokens) for tokens in (512, 2048)]
+    for name, request in (
+        ("best token", SamplingParams(temperature=0.0)),
+        ("drawn token", SamplingParams(seed=0)),
+        ("drawn with top_p 0.9", SamplingParams(seed=0, top_p=0.9)),
+    ):
+        cases += [choice_case(threads, name, rows, request) for rows in (1, 16, 64)]
     return cases
 
 
@@ -159,7 +181,7 @@ def main() -> None:
         f"{best_level()}, {args.cpu_threads} threads, {args.clock} time, median (least-most) of {args.rounds} rounds\n"
     )
     lines = [[case.name, ms.show(2), share.show(2)] for case, (ms, share) in zip(cases, results, strict=True)]
-    print(markdown_table(["30 layers", "ms", "share of the limit"], lines))
+    print(markdown_table(["30 layers, or tokens of 49,152", "ms", "share of the limit"], lines))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import openvino
@@ -35,7 +36,9 @@ def main() -> None:
         print("DONE " + json.dumps(run(pipe, job["prompts"], job["output_len"], job["concurrency"])), flush=True)
 
 
-def run(pipe: genai.ContinuousBatchingPipeline, prompts: list, output_len: int, concurrency: int) -> dict:
+def run(
+    pipe: genai.ContinuousBatchingPipeline, prompts: list[list[int]], output_len: int, concurrency: int
+) -> dict[str, Any]:
     """All prompts, `concurrency` at a time."""
     config = genai.GenerationConfig()
     config.max_new_tokens, config.min_new_tokens, config.ignore_eos, config.do_sample = (
@@ -44,8 +47,9 @@ def run(pipe: genai.ContinuousBatchingPipeline, prompts: list, output_len: int, 
         True,
         False,
     )
-    arrivals: list = [[] for _ in prompts]
-    waiting, running = list(enumerate(prompts)), {}
+    arrivals: list[list[float]] = [[] for _ in prompts]
+    waiting = list(enumerate(prompts))
+    running: dict[int, tuple[Any, float]] = {}
     began, cpu = time.perf_counter(), cpu_s()
     while waiting or running:
         while waiting and len(running) < concurrency:

@@ -1,4 +1,5 @@
 // The C interface (pdk.h) over the classes, and the choice of kernels for this machine. No exception leaves it.
+#include <atomic>
 #include <cstring>
 #include <exception>
 #include <list>
@@ -6,6 +7,7 @@
 #include <new>
 #include <string>
 
+#include "choose.h"
 #include "ops.h"
 #include "pdk.h"
 #include "weights.h"
@@ -92,6 +94,32 @@ pdk_pool* pdk_pool_open(int64_t threads, const int64_t* cpus) {
 }
 void pdk_pool_close(pdk_pool* pool) { delete pool; }
 
+int64_t pdk_choose_bytes(const pdk_pool* pool, int64_t columns) {
+    return pool->size() * choose_floats(columns) * static_cast<int64_t>(sizeof(float));
+}
+int64_t pdk_choose(pdk_pool* pool, const char* level, const float* logits, int64_t rows, int64_t columns,
+                   const pdk_choice* how, float* scratch, int64_t* tokens) {
+    struct Rows {
+        const Kernels* kernels;
+        const float* logits;
+        int64_t rows, columns;
+        const pdk_choice* how;
+        float* scratch;
+        int64_t* tokens;
+        std::atomic<int64_t> next;
+    } all{kernels_of(level), logits, rows, columns, how, scratch, tokens, {0}};
+    if (!all.kernels) return -1;
+    pool->run(
+        [](void* argument, int thread) {
+            Rows& a = *static_cast<Rows*>(argument);
+            float* scratch = a.scratch + thread * choose_floats(a.columns);
+            for (int64_t r = a.next.fetch_add(1); r < a.rows; r = a.next.fetch_add(1))
+                a.tokens[r] = choose(*a.kernels, a.logits + r * a.columns, a.columns, a.how[r], scratch);
+        },
+        &all);
+    return 0;
+}
+
 pdk_program* pdk_program_open(pdk_pool* pool, const char* level, const pdk_heads* heads) {
     const Kernels* kernels = kernels_of(level);
     if (!kernels) return nullptr;
@@ -144,9 +172,6 @@ int64_t pdk_op_attend(pdk_program* p, int64_t layer, int64_t out, int64_t window
 }
 int64_t pdk_op_select(pdk_program* p, int64_t in, int64_t out) {
     return counted([&] { return p->add(std::make_unique<Select>(in, out)); });
-}
-int64_t pdk_op_argmax(pdk_program* p, int64_t in, int64_t columns, int64_t out) {
-    return counted([&] { return p->add(std::make_unique<Argmax>(in, columns, out)); });
 }
 
 int64_t pdk_begin(pdk_program* p, const pdk_step* step) {

@@ -10,6 +10,7 @@ namespace pdk {
 using bf16 = uint16_t;
 
 constexpr int64_t BLOCK = 32;  // outputs of a linear layer that are computed together, and inputs per int8 group
+constexpr int64_t CHOICE_BLOCK = 512;  // weights of tokens that are summed up together
 constexpr int MAX_GROUP = 64;  // most query heads of one KV head, and of one piece of decode
 
 inline int64_t padded(int64_t n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
@@ -108,6 +109,10 @@ struct Kernels {
     void (*extend)(const Attention& a, const Piece& piece, uint8_t* scratch);
     void (*merge)(const Attention& a, const Piece& piece, const float* partials, int64_t count);
     int64_t (*argmax)(const float* x, int64_t count);
+    // out = e^((x - most) / temperature), 0 where that is below e^-87; returns their sum.
+    double (*weigh)(const float* x, int64_t count, float most, float temperature, float* out);
+    // Weights below `floor` become 0; sums: of each CHOICE_BLOCK weights.
+    void (*keep)(float* weights, int64_t count, float floor, float* sums);
     void (*widen)(const bf16* x, float* out, int64_t count);
 };
 

@@ -28,7 +28,8 @@ namespace PDK_LEVEL {
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 extern const Kernels kernels;
-const Kernels kernels = {TEXT(PDK_LEVEL), prepare, norm_rows, linear, place, decode, extend, merge, argmax, widen};
+const Kernels kernels = {TEXT(PDK_LEVEL), prepare, norm_rows, linear, place, decode,
+                         extend,          merge,   argmax,    weigh,  keep,  widen};
 
 }  // namespace PDK_LEVEL
 }  // namespace pdk

@@ -101,11 +101,4 @@ void Select::run(Program& p, int thread) {
         std::memcpy(p.floats(out) + i * width, p.floats(in) + p.step.sample_index[i] * width, width * sizeof(float));
 }
 
-void Argmax::run(Program& p, int thread) {
-    int64_t first, last;
-    p.share(p.step.samples, thread, first, last);
-    for (int64_t i = first; i < last; i++)
-        p.buffers[out].room->as<int64_t>()[i] = p.kernels.argmax(p.floats(in) + i * columns, columns);
-}
-
 }  // namespace pdk

@@ -68,10 +68,4 @@ struct Select : Op {
     void run(Program& p, int thread) override;
 };
 
-struct Argmax : Op {
-    int64_t in, columns, out;
-    Argmax(int64_t in, int64_t columns, int64_t out) : in(in), columns(columns), out(out) {}
-    void run(Program& p, int thread) override;
-};
-
 }  // namespace pdk

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 1
+#define PDK_VERSION 2
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, given back together */
 typedef struct pdk_weights pdk_weights; /* one packed linear layer, in an arena */
@@ -36,6 +36,15 @@ typedef struct {
     float scale;
 } pdk_heads;
 
+/* How a token is chosen: greedily, or by inverting the distribution at `point` in [0, 1). No filter: top_k at least the
+   number of tokens, top_p 1, min_p 0. */
+typedef struct {
+    double point;
+    int64_t top_k;
+    float temperature, top_p, min_p;
+    int32_t greedy;
+} pdk_choice;
+
 PDK_API int64_t pdk_version(void);
 /* 1 when this machine can run the level "avx512_bf16", "avx512" or "avx2". */
 PDK_API int64_t pdk_supports(const char* level);
@@ -54,6 +63,12 @@ PDK_API void pdk_weights_put(pdk_weights* w, int64_t block, int64_t step, const 
 /* `cpus`: the core of each thread but the caller's, or NULL for any. */
 PDK_API pdk_pool* pdk_pool_open(int64_t threads, const int64_t* cpus);
 PDK_API void pdk_pool_close(pdk_pool* pool);
+
+/* Bytes of scratch for choosing from `columns` logits by the threads of `pool`. */
+PDK_API int64_t pdk_choose_bytes(const pdk_pool* pool, int64_t columns);
+/* tokens[r] = the choice `how[r]` from row r of float [rows][columns]. -1: there is no such level. */
+PDK_API int64_t pdk_choose(pdk_pool* pool, const char* level, const float* logits, int64_t rows, int64_t columns,
+                           const pdk_choice* how, float* scratch, int64_t* tokens);
 
 PDK_API pdk_program* pdk_program_open(pdk_pool* pool, const char* level, const pdk_heads* heads);
 PDK_API void pdk_program_close(pdk_program* p);
@@ -78,8 +93,6 @@ PDK_API int64_t pdk_op_place(pdk_program* p, int64_t qkv, int64_t layer, const f
 PDK_API int64_t pdk_op_attend(pdk_program* p, int64_t layer, int64_t out, int64_t window, float softcap,
                               const float* sinks);
 PDK_API int64_t pdk_op_select(pdk_program* p, int64_t in, int64_t out);
-/* The first of each row's largest: int64 [samples]. */
-PDK_API int64_t pdk_op_argmax(pdk_program* p, int64_t in, int64_t columns, int64_t out_int64);
 
 /* Begin a step: it is read, and must stay until the last operation has run. Makes room. */
 PDK_API int64_t pdk_begin(pdk_program* p, const pdk_step* step);

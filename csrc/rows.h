@@ -1,7 +1,7 @@
-// Arithmetic along a row: exp, silu, norms, quantization, argmax. Included by level.cpp only.
+// Arithmetic along a row: exp, silu, norms, quantization, argmax, weights of tokens. Included by level.cpp only.
 #pragma once
 
-// e^x, within 2 units in the last place; 0 below -87. Cephes' polynomial.
+// e^x, within 2 units in the last place; about 1e-38 below -87. Cephes' polynomial.
 INLINE F exp(F x) {
     x = min(max(x, set1(-87.3f)), set1(88.0f));
     F n = round(x * set1(1.44269504f));
@@ -51,14 +51,49 @@ INLINE void put_block(const Operand& o, int64_t row, int64_t column, F a, F b) {
 
 // The first of the largest; a NaN is never it unless all are.
 static int64_t argmax(const float* x, int64_t n) {
-    F best = set1(-INFINITY);
-    int64_t c = 0;
-    for (; c + 16 <= n; c += 16) best = max(load(x + c), best);
-    float most = top(best);
-    for (; c < n; c++) most = x[c] > most ? x[c] : most;
-    for (int64_t i = 0; i < n; i++)
+    float most = -INFINITY;
+    int64_t block = 0;
+    for (int64_t at = 0; at < n; at += CHOICE_BLOCK) {
+        const int64_t end = n - at < CHOICE_BLOCK ? n : at + CHOICE_BLOCK;
+        F best = set1(-INFINITY);
+        for (int64_t c = at; c < end; c += 16) best = max(within(load_n(x + c, end - c), best, 0, end - c), best);
+        const float here = top(best);
+        if (here > most) most = here, block = at;
+    }
+    for (int64_t i = block; i < n; i++)
         if (x[i] == most) return i;
     return 0;
+}
+
+static double weigh(const float* x, int64_t n, float most, float temperature, float* out) {
+    const F shift = set1(most), scale = set1(temperature), least = set1(-87.0f);
+    double total = 0.0;
+    for (int64_t block = 0; block < n; block += CHOICE_BLOCK) {
+        const int64_t end = n - block < CHOICE_BLOCK ? n : block + CHOICE_BLOCK;
+        F s = zero();
+        for (int64_t c = block; c < end; c += 16) {
+            F a = (load_n(x + c, end - c) - shift) / scale;
+            F e = within(or_zero(a, least, exp(a)), zero(), 0, end - c);
+            store_n(out + c, e, end - c);
+            s = s + e;
+        }
+        total += sum(s);
+    }
+    return total;
+}
+
+static void keep(float* weights, int64_t n, float floor, float* sums) {
+    const F least = set1(floor);
+    for (int64_t block = 0; block < n; block += CHOICE_BLOCK) {
+        const int64_t end = n - block < CHOICE_BLOCK ? n : block + CHOICE_BLOCK;
+        F s = zero();
+        for (int64_t c = block; c < end; c += 16) {
+            F a = load_n(weights + c, end - c), e = or_zero(a, least, a);
+            store_n(weights + c, e, end - c);
+            s = s + e;
+        }
+        sums[block / CHOICE_BLOCK] = sum(s);
+    }
 }
 
 static void widen(const bf16* x, float* out, int64_t n) {

@@ -51,6 +51,10 @@ INLINE float top(F x) {
     t = _mm_max_ps(t, _mm_movehl_ps(t, t));
     return _mm_cvtss_f32(_mm_max_ss(t, _mm_movehdup_ps(t)));
 }
+INLINE F or_zero(F x, F least, F then) {
+    return {_mm256_and_ps(_mm256_cmp_ps(x.a, least.a, _CMP_GE_OQ), then.a),
+            _mm256_and_ps(_mm256_cmp_ps(x.b, least.b, _CMP_GE_OQ), then.b)};
+}
 INLINE F within(F x, F y, int64_t low, int64_t high) {
     __m256i ka = _mm256_andnot_si256(first_lanes(low), first_lanes(high));
     __m256i kb = _mm256_andnot_si256(first_lanes(low - 8), first_lanes(high - 8));

@@ -32,6 +32,10 @@ INLINE F round(F a) { return {_mm512_roundscale_ps(a.v, 8)}; }
 INLINE F scale2(F a, F n) { return {_mm512_scalef_ps(a.v, n.v)}; }  // a * 2^n, n whole
 INLINE float sum(F a) { return _mm512_reduce_add_ps(a.v); }
 INLINE float top(F a) { return _mm512_reduce_max_ps(a.v); }
+// then where a is at least `least`, elsewhere, and where a is NaN, 0.
+INLINE F or_zero(F a, F least, F then) {
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, least.v, _CMP_GE_OQ), then.v)};
+}
 // Lanes [low, high) of a, elsewhere b.
 INLINE F within(F a, F b, int64_t low, int64_t high) {
     __mmask16 keep = (high <= 0 ? 0 : below16(high)) & (low <= 0 ? 0xffff : (__mmask16)~below16(low));

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pdserve.config.groups import AttentionBackend
-from pdserve.executor.attention_choice import make_attention, make_kernels
+from pdserve.executor.attention_choice import Choice, make_attention, make_kernels
 from pdserve.executor.batch_builder import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, Row
 from pdserve.memory.layout import GroupKind, KVGroup, pages_for
@@ -89,7 +89,7 @@ def check_attention(
     theirs = pool()
     expected = make_attention("torch", theirs, shape.num_heads, device).begin(batch).attend(1, heads_of(shape, batch))
     mine = pool()
-    choice = "flashinfer" if backend == "flashinfer" else "triton"
+    choice: Choice = "flashinfer" if backend == "flashinfer" else "triton"
     got = make_attention(choice, mine, shape.num_heads, device).begin(batch).attend(1, heads_of(shape, batch))
     _close(got, expected, shape.dtype, "attention")
     _close(mine.pages.nan_to_num(7.0), theirs.pages.nan_to_num(7.0), shape.dtype, "pages")

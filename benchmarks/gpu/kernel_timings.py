@@ -9,6 +9,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from benchmarks import report
 from benchmarks.gpu.kernel_checks import AttentionShape, heads_of, step_of
 from benchmarks.gpu.timings import Limits
 from pdserve.config.groups import AttentionBackend
-from pdserve.executor.attention_choice import make_attention, make_kernels
+from pdserve.executor.attention_choice import Choice, make_attention, make_kernels
 from pdserve.model.gpu.nucleus import least_of_nucleus
 
 _FLUSH_BYTES = 256 << 20
@@ -111,13 +112,13 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
         began = time.perf_counter()
         work()
         return time.perf_counter() - began
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(200_000)  # the host is ahead when the work begins
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(200_000)  # type: ignore[no-untyped-call]  # the host is ahead when the work begins
     begin.record()
     work()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def section(timings: list[KernelTiming]) -> str:
@@ -136,7 +137,7 @@ def _attention(
     """Norms, rotation, write into pages and attention of one layer."""
     batch, pool = step_of(shape, tuple(spans), device)
     heads = heads_of(shape, batch)
-    choice = "flashinfer" if backend == "flashinfer" else "triton"
+    choice: Choice = "flashinfer" if backend == "flashinfer" else "triton"
     step = make_attention(choice, pool(), shape.num_heads, device).begin(batch)
     keys = sum(end for _, end in spans)
     pairs = sum((end - start) * (start + end + 1) // 2 for start, end in spans)
@@ -160,7 +161,7 @@ def _experts(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator
     for rows in sizes.rows:
         x = torch.randn(rows, hidden, device=device, dtype=dtype)
         slots = torch.rand(rows, sizes.num_experts, device=device).topk(top_k).indices.flatten()
-        chosen = len(slots.unique())
+        chosen = len(set(slots.tolist()))
         num_bytes = chosen * 3 * inner * hidden * x.element_size() + rows * (1 + top_k) * hidden * x.element_size()
 
         def work(x: Tensor = x, slots: Tensor = slots) -> Tensor:
@@ -181,4 +182,4 @@ def _passes(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[
     for num_rows in sizes.drawn:
         probs = torch.randn(num_rows, sizes.vocab, device=device).softmax(-1)
         top_p = torch.full((num_rows,), 0.95, device=device)
-        yield Case(f"top-p {num_rows}", lambda probs=probs, top_p=top_p: least_of_nucleus(probs, top_p), probs.nbytes)
+        yield Case(f"top-p {num_rows}", partial(least_of_nucleus, probs, top_p), probs.nbytes)

@@ -127,7 +127,7 @@ def _profile(name: str, timer: Timer, batch: int, out: Path | None) -> Profile:
     kernels = [
         (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type.name == "CUDA"
     ]
     if out is not None:
         profiler.export_chrome_trace(str(out / f"trace-{name}-batch-{batch}.json.gz"))

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -133,7 +133,7 @@ def build_dummy(directory: Path, config: dict[str, Any], plan: Plan) -> Built:
     (directory / "config.json").write_text(json.dumps(config))
     longest = max((plan.context + plan.num_steps + 2, *(tokens + 1 for tokens in plan.prefills)))
     context = min(config["max_position_embeddings"], longest)
-    device = "cuda" if plan.device == "cuda" else "cpu"
+    device: Literal["cuda", "cpu"] = "cuda" if plan.device == "cuda" else "cpu"
     return build_executor(
         ServerConfig(
             model=ModelConfig(model_path=str(directory), load_format="dummy", context_length=context),

@@ -26,6 +26,7 @@ from pdserve.executor.graphs import DEFAULT_MAX_ROWS, graph_sizes
 from pdserve.executor.kernel_choice import choose_level, make_native
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.pool_size import pool_tokens
+from pdserve.executor.sampler import choose_with_torch
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.memory.layout import KVLayout, pages_for
@@ -159,6 +160,7 @@ def build_executor(
     executor = LocalExecutor(
         model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap,
         grammars=_grammars(config, path, spec, place), tells=tells,
+        choose=model.chooser() if isinstance(model, NativeDecoder) else choose_with_torch,
     )  # fmt: skip
     with startup.part(WARM_UP):
         _make_ready(executor, config, max_rows)

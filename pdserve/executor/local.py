@@ -30,7 +30,7 @@ from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepH
 from pdserve.executor.prompt_logprobs import Stretch, Wishes, pack_scores, read_wishes, stretch_of
 from pdserve.executor.row_params import RowParams, StepParams
 from pdserve.executor.runners import CallingThread, Collect, DeviceStream, OnLayer, OwnThread, Runner
-from pdserve.executor.sampler import to_host
+from pdserve.executor.sampler import Choose, choose_with_torch, to_host
 from pdserve.executor.stages import MIN_TOKENS, Stage, cut_plan
 from pdserve.executor.token_rows import TokenRows
 from pdserve.executor.warm_up import warm_up
@@ -77,6 +77,7 @@ class LocalExecutor:
     With `overlap`, steps are computed on CPU by a thread that `close` ends; on CUDA the host never waits in `launch`.
 
     Where nobody reads the results, with `tells` False, a step is resolved when this rank has computed its part.
+    `choose` chooses tokens from logits.
     """
 
     def __init__(
@@ -92,10 +93,11 @@ class LocalExecutor:
         overlap: bool = False,
         grammars: GrammarRows | None = None,
         tells: bool = True,
+        choose: Choose = choose_with_torch,
     ) -> None:
         self._model = model
         self._attention = attention
-        self._stage = Stage(model, attention)
+        self._stage = Stage(model, attention, choose)
         self._layout = layout
         self.pools = pools
         self._table = table

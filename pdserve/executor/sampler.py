@@ -9,6 +9,7 @@ on what else is in the batch or on which server computes it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -70,17 +71,28 @@ class Sampled:
         return Sampled(token_ids, logprobs, top_ids, torch.empty(shape, device=device), picked)
 
 
-def sample(logits: Tensor, params: StepParams, tokens: Tensor) -> Sampled:
+def choose_with_torch(logits: Tensor, columns: Columns, points: npt.NDArray[np.float64]) -> Tensor:
+    """One token a row, int64 `[S]`, on any device; `points` `[S]` in [0, 1) are where distributions are inverted."""
+    chosen = logits.argmax(-1)
+    drawing = np.flatnonzero(~columns["greedy"])
+    if len(drawing) == 0:
+        return chosen
+    if len(drawing) == len(columns):
+        return _draw(logits, columns, points, chosen)
+    index = to_device(drawing, logits.device)
+    some = logits.index_select(0, index)
+    drawn = _draw(some, columns[drawing], points[drawing], chosen.index_select(0, index))
+    return chosen.index_copy(0, index, drawn)
+
+
+Choose = Callable[[Tensor, Columns, npt.NDArray[np.float64]], Tensor]
+"""As `choose_with_torch`: `NativeChooser` is another."""
+
+
+def sample(logits: Tensor, params: StepParams, tokens: Tensor, choose: Choose = choose_with_torch) -> Sampled:
     """Choose one token a row. `logits` float32 `[S, V]`; `tokens` int32 `[num_table_rows, context]`, known tokens."""
-    shaped = _shape(logits, params, tokens)
-    chosen = shaped.argmax(-1)
-    drawing = np.flatnonzero(~params.columns["greedy"])
-    if len(drawing):
-        index = to_device(drawing, logits.device)
-        everyone = len(drawing) == len(params.lines)
-        best = chosen if everyone else chosen.index_select(0, index)
-        drawn = _draw(shaped if everyone else shaped.index_select(0, index), params, drawing, best)
-        chosen = drawn if everyone else chosen.index_copy(0, index, drawn)
+    points = uniforms(params.columns["seed"], params.positions)
+    chosen = choose(_shape(logits, params, tokens), params.columns, points)
     return _with_logprobs(chosen, logits, params)
 
 
@@ -169,12 +181,12 @@ def _penalise(shaped: Tensor, params: StepParams, rows: IntArray, tokens: Tensor
     shaped.index_copy_(0, index, values - counts * frequency - (counts > 0) * presence)
 
 
-def _draw(logits: Tensor, params: StepParams, rows: IntArray, best: Tensor) -> Tensor:
-    """One token a row at its temperature, within its filters: int64 `[len(rows)]`.
+def _draw(logits: Tensor, columns: Columns, points: npt.NDArray[np.float64], best: Tensor) -> Tensor:
+    """One token a row at its temperature, within its filters: int64 `[R]`.
 
     A row without a distribution (NaN or infinite logits, or none left to choose from) takes its `best`.
     """
-    columns, device = params.columns[rows], logits.device
+    device = logits.device
     temperature = to_device(columns["temperature"].copy(), device)[:, None]
     probs = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
     least = _least_probability(probs, columns)
@@ -182,8 +194,7 @@ def _draw(logits: Tensor, params: StepParams, rows: IntArray, best: Tensor) -> T
         probs = torch.where(probs >= least[:, None], probs, 0.0)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:].contiguous()
-    points = to_device(uniforms(columns["seed"], params.positions[rows]), device)[:, None]
-    index = torch.searchsorted(cumulative, points * total, right=True)
+    index = torch.searchsorted(cumulative, to_device(points, device)[:, None] * total, right=True)
     last = torch.searchsorted(cumulative, total)
     drawn = torch.minimum(index, last)[:, 0]
     return torch.where(total[:, 0].isfinite(), drawn, best)

@@ -22,7 +22,7 @@ from pdserve.executor.graphs import DecodeGraphs
 from pdserve.executor.interface import BatchPlan, Row
 from pdserve.executor.prompt_logprobs import Scorer, Scores, Wishes
 from pdserve.executor.row_params import StepParams
-from pdserve.executor.sampler import Sampled, sample
+from pdserve.executor.sampler import Choose, Sampled, choose_with_torch, sample
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.families.interface import Model
 from pdserve.model.parallel import Arrival, is_sampler
@@ -34,12 +34,13 @@ MIN_TOKENS = {"cpu": 32, "cuda": 256}
 class Stage:
     """One rank's part of the model at work."""
 
-    def __init__(self, model: Model, attention: AttentionBackend) -> None:
+    def __init__(self, model: Model, attention: AttentionBackend, choose: Choose = choose_with_torch) -> None:
         self.graphs: DecodeGraphs | None = None
         """Captured decode steps, once there are some."""
         self._best: Tensor | None = None
         self._model = model
         self._attention = attention
+        self._choose = choose
         self._parallel = model.parallel
         self.is_sampler = is_sampler(self._parallel.place)
         self._scores: list[Scores] = []
@@ -96,7 +97,7 @@ class Stage:
         failed = None
         if masks is not None:
             failed, params = masks.apply(logits), params.without_grammar_bans()
-        return dataclasses.replace(sample(logits, params, tokens), failed=failed)
+        return dataclasses.replace(sample(logits, params, tokens, self._choose), failed=failed)
 
     def prompt_scores(self, wishes: Sequence[Wishes | None], device: torch.device) -> Scores | None:
         """What the micro-batches just computed say of prompt tokens; None when nothing was wanted. Stages before the

@@ -28,6 +28,7 @@ from pdserve.model.families.interface import Mixture
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.layers.linear import Linear
 from pdserve.model.layers.mlp import DenseMLP
+from pdserve.model.native.choice import NativeChooser
 from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Program, Threads
 from pdserve.model.native.weights import Arena, Format, Packed, open_packed
 from pdserve.model.parallel import Parallel
@@ -117,6 +118,10 @@ class NativeDecoder:
     def num_layers(self) -> int:
         """See `Model.num_layers`."""
         return self._model.num_layers
+
+    def chooser(self) -> NativeChooser:
+        """What chooses tokens with the same threads."""
+        return NativeChooser(self._threads, self._level)
 
     def bind(self, pool: KVPool) -> None:
         """Put the program together, over this rank's KV pool. Called once."""

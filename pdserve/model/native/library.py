@@ -22,7 +22,7 @@ LEVEL_VARIABLE = "PDSERVE_KERNELS_LEVEL"
 LEVELS = ("avx512_bf16", "avx512", "avx2")
 """Best first."""
 FILE = "libpdserve_kernels.so"
-VERSION = 1
+VERSION = 2
 
 
 class Step(Structure):
@@ -57,6 +57,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_weights_put": (None, (_P, _I, _I, _P, _I, _I, _I, _P)),
     "pdk_pool_open": (_P, (_I, POINTER(c_int64))),
     "pdk_pool_close": (None, (_P,)),
+    "pdk_choose_bytes": (_I, (_P, _I)),
+    "pdk_choose": (_I, (_P, c_char_p, _P, _I, _I, _P, _P, _P)),
     "pdk_program_open": (_P, (_P, c_char_p, POINTER(Heads))),
     "pdk_program_close": (None, (_P,)),
     "pdk_buffer": (_I, (_P, _I, _I, _I)),
@@ -70,7 +72,6 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_op_place": (_I, (_P, _I, _I, _P, _P, _F)),
     "pdk_op_attend": (_I, (_P, _I, _I, _I, _F, _P)),
     "pdk_op_select": (_I, (_P, _I, _I)),
-    "pdk_op_argmax": (_I, (_P, _I, _I, _I)),
     "pdk_begin": (_I, (_P, POINTER(Step))),
     "pdk_run": (None, (_P, _I, _I)),
 }

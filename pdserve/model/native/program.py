@@ -19,7 +19,7 @@ from pdserve.model.native.weights import Packed
 
 MAX_GROUP = 64
 MAX_HEAD_DIM = 512
-_ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.int64: 8}
+_ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 
 class Threads:
@@ -172,11 +172,6 @@ class Program:
         """`out` = the rows of `source` at the step's samples."""
         assert out.of_samples and not source.of_samples and out.width == source.width
         self._op(self._library.pdk_op_select(self._handle, source.number, out.number))
-
-    def argmax(self, source: Buffer, out: Buffer) -> None:
-        """`out`, int64 of one item, = the index of each sample's largest item, the first of them."""
-        assert out.dtype == torch.int64 and out.width == 1 and out.of_samples and source.of_samples
-        self._op(self._library.pdk_op_argmax(self._handle, source.number, source.width, out.number))
 
     def begin(self, batch: ForwardBatch) -> None:
         """Begin a step; the buffers are given room. Its arrays are kept until the next one."""

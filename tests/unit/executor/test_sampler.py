@@ -1,20 +1,49 @@
-"""Sampling: the right distributions, reproducible per (seed, position), whatever else is in the batch."""
+"""Sampling: the right distributions, reproducible per (seed, position), whatever else is in the batch.
+
+By torch and by the CPU kernels at each level that this CPU can run.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pdserve.executor.row_params import RowParams, Seeds
-from pdserve.executor.sampler import sample, to_host, uniforms
+from pdserve.executor.sampler import Choose, choose_with_torch, sample, to_host, uniforms
+from pdserve.model.native.choice import NativeChooser
+from pdserve.model.native.program import Threads
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import TOP_K_ALL, SamplingParams
+from tests.unit.model.native_kit import LEVELS_HERE
 
 VOCAB = 50
 NUM_DRAWS = 4000
+CHOOSERS: dict[str, Callable[[], Choose]] = {"torch": lambda: choose_with_torch} | {
+    level: partial(NativeChooser, Threads(2), level) for level in LEVELS_HERE
+}
+_current = ["torch"]
+
+
+@pytest.fixture(autouse=True, params=CHOOSERS)
+def _chooser(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Which one `draw` uses."""
+    _current[0] = request.param
+    yield
+    _current[0] = "torch"
+
+
+def choosing() -> Choose:
+    """The one this test is about."""
+    return CHOOSERS[_current[0]]()
+
+
 EOS = 3
 BIASED = 7
 
@@ -39,7 +68,8 @@ def draw(
         if known is not None:
             tokens[row, : len(known[row])] = torch.tensor(known[row], dtype=torch.int32)
     lines = np.arange(len(requests))
-    return sample(logits, params.pick(lines, np.full(len(requests), position)), tokens).token_ids.tolist()
+    picked = params.pick(lines, np.full(len(requests), position))
+    return sample(logits, picked, tokens, choosing()).token_ids.tolist()
 
 
 def frequencies(logits: torch.Tensor, **settings: float | int) -> torch.Tensor:
@@ -83,6 +113,49 @@ def test_top_p_looks_beyond_its_window_when_it_must() -> None:
     logits = torch.linspace(0.01, 0.0, 3000)
     drawn = draw(logits.expand(2000, -1), [SamplingParams(seed=seed, top_p=0.9) for seed in range(2000)])
     assert 2400 < max(drawn) < 2712
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    vocab=st.sampled_from([1, 2, 15, 16, 17, 511, 512, 513, 1500, 5000]),
+    spread=st.sampled_from([0.0, 0.02, 1.0, 6.0, 60.0]),
+    top_k=st.sampled_from([TOP_K_ALL, 1, 2, 40, 600, 4000]),
+    top_p=st.sampled_from([1e-6, 0.3, 0.9, 0.999999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1, 1.0]),
+    temperature=st.sampled_from([0.1, 0.7, 1.0, 3.0]),
+    num_banned=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+)
+def test_a_draw_inverts_the_distribution(
+    vocab: int, spread: float, top_k: int, top_p: float, min_p: float, temperature: float, num_banned: int, seed: int
+) -> None:
+    """Against float64, with some tokens' probabilities equal, and others banned."""
+    chance = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(3, vocab, generator=chance) * spread).round(decimals=1)
+    logits[:, torch.randint(vocab, (num_banned,), generator=chance)] = -torch.inf
+    request = SamplingParams(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    tokens = draw(logits, [request] * 3)
+    point = float(uniforms(np.array([seed], dtype=np.uint64), np.array([1]))[0])
+    for row, token in zip(logits.double(), tokens, strict=True):
+        if not row.isfinite().any():
+            assert 0 <= token < vocab
+            continue
+        probs = (row / temperature).softmax(-1)
+        ranked = probs.sort(descending=True).values
+        before = ranked.cumsum(-1) - ranked
+        # Where a filter's border falls between two tokens is the business of rounding: both sides are allowed.
+        floors = []
+        for slack in (-1e-5, 1e-5):
+            kept = int((before < top_p + slack).sum()) if top_p < 1 else vocab
+            kept = max(1, min(kept, top_k, vocab))
+            floors.append(max(float(ranked[kept - 1]), min_p * float(ranked[0])) * (1 - slack))
+        assert probs[token] >= min(floors) > 0 or probs[token] > 0 == min(floors)
+        allowed = []
+        for floor in floors:
+            cumulative = torch.where(probs >= floor, probs, 0.0).cumsum(-1)
+            at = point * float(cumulative[-1])
+            allowed.append(float(cumulative[token] - probs[token]) - 1e-4 <= at <= float(cumulative[token]) + 1e-4)
+        assert any(allowed), (token, floors)
 
 
 def test_greedy_takes_the_best_and_ties_the_first() -> None:
@@ -175,7 +248,7 @@ def test_only_rows_that_asked_get_logprobs() -> None:
     for row, top in enumerate((None, 0, 2)):
         params.set(row, 1, SamplingParams(temperature=0.0), None if top is None else Logprobs(top=top))
     picked = params.pick(np.arange(3), np.ones(3, dtype=np.int64))
-    none, own, best = to_host(sample(logits, picked, torch.zeros(3, 8, dtype=torch.int32)), picked)
+    none, own, best = to_host(sample(logits, picked, torch.zeros(3, 8, dtype=torch.int32), choosing()), picked)
     expected = logits.log_softmax(-1)
     assert none.logprob is None and none.top == ()
     assert own.logprob == pytest.approx(float(expected[1].max())) and own.top == ()
