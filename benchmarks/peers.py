@@ -171,8 +171,9 @@ def _vllm(stack: contextlib.ExitStack, threads: int) -> System:
 def _llama(name: str) -> Callable[[contextlib.ExitStack, int], System]:
     def start(stack: contextlib.ExitStack, threads: int) -> System:
         count = str(threads)
-        flags = ["--threads", count, "--threads-batch", count, "--parallel", "64", "--ctx-size", str(64 * 512)]
-        argv = [str(LLAMA), "--model", str(gguf(name)), *flags, "--no-webui", "--kv-unified", "--cache-ram", "0"]
+        flags = ["--threads", count, "--threads-batch", count, "--parallel", "64", "--ctx-size", str(64 * 2304)]
+        # Not `--kv-unified`: there every token is held against what other and earlier prompts have left, too.
+        argv = [str(LLAMA), "--model", str(gguf(name)), *flags, "--no-webui", "--no-kv-unified", "--cache-ram", "0"]
         return _served(stack, f"llama-{name}", lambda port: [*argv, "--port", str(port)], {})
 
     return start

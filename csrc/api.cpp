@@ -28,6 +28,8 @@ namespace {
 
 using namespace pdk;
 
+constexpr int64_t ALONE = 1 << 17;  // so few logits are chosen from sooner than other threads wake up
+
 bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
@@ -109,14 +111,14 @@ int64_t pdk_choose(pdk_pool* pool, const char* level, const float* logits, int64
         std::atomic<int64_t> next;
     } all{kernels_of(level), logits, rows, columns, how, scratch, tokens, {0}};
     if (!all.kernels) return -1;
-    pool->run(
-        [](void* argument, int thread) {
-            Rows& a = *static_cast<Rows*>(argument);
-            float* scratch = a.scratch + thread * choose_floats(a.columns);
-            for (int64_t r = a.next.fetch_add(1); r < a.rows; r = a.next.fetch_add(1))
-                a.tokens[r] = choose(*a.kernels, a.logits + r * a.columns, a.columns, a.how[r], scratch);
-        },
-        &all);
+    const auto work = [](void* argument, int thread) {
+        Rows& a = *static_cast<Rows*>(argument);
+        float* scratch = a.scratch + thread * choose_floats(a.columns);
+        for (int64_t r = a.next.fetch_add(1); r < a.rows; r = a.next.fetch_add(1))
+            a.tokens[r] = choose(*a.kernels, a.logits + r * a.columns, a.columns, a.how[r], scratch);
+    };
+    if (rows * columns < ALONE) work(&all, 0);
+    else pool->run(work, &all);
     return 0;
 }
 
