@@ -122,10 +122,14 @@ class Kind:
     start: Callable[[contextlib.ExitStack, int], System]
 
 
+MEMORY = ("--max-total-tokens", "32768")
+"""All that the measurements need; peers get about as much, and a machine of 24 GiB holds them all."""
+
+
 def _pdserve(*flags: str) -> Callable[[contextlib.ExitStack, int], System]:
     def start(stack: contextlib.ExitStack, threads: int) -> System:
         with _children() as pids:
-            url = stack.enter_context(monolith("smollm2", "bfloat16", threads=threads, flags=flags))
+            url = stack.enter_context(monolith("smollm2", "bfloat16", threads=threads, flags=(*MEMORY, *flags)))
         return Served(url, pids)
 
     return start
@@ -133,7 +137,7 @@ def _pdserve(*flags: str) -> Callable[[contextlib.ExitStack, int], System]:
 
 def _pair(stack: contextlib.ExitStack, threads: int) -> System:
     with _children() as pids:
-        url = stack.enter_context(local_pair("smollm2", "bfloat16", threads=max(1, threads // 2)))
+        url = stack.enter_context(local_pair("smollm2", "bfloat16", threads=max(1, threads // 2), flags=MEMORY))
     return Served(url, pids)
 
 
@@ -173,7 +177,8 @@ def _llama(name: str) -> Callable[[contextlib.ExitStack, int], System]:
         count = str(threads)
         flags = ["--threads", count, "--threads-batch", count, "--parallel", "64", "--ctx-size", str(64 * 2304)]
         # Not `--kv-unified`: there every token is held against what other and earlier prompts have left, too.
-        argv = [str(LLAMA), "--model", str(gguf(name)), *flags, "--no-webui", "--no-kv-unified", "--cache-ram", "0"]
+        flags += ["--no-kv-unified", "--cache-ram", "0", "--no-mmap", "--no-webui"]
+        argv = [str(LLAMA), "--model", str(gguf(name)), *flags]
         return _served(stack, f"llama-{name}", lambda port: [*argv, "--port", str(port)], {})
 
     return start
