@@ -177,7 +177,7 @@ def _llama(name: str) -> Callable[[contextlib.ExitStack, int], System]:
         count = str(threads)
         flags = ["--threads", count, "--threads-batch", count, "--parallel", "64", "--ctx-size", str(64 * 2304)]
         # Not `--kv-unified`: there every token is held against what other and earlier prompts have left, too.
-        flags += ["--no-kv-unified", "--cache-ram", "0", "--no-mmap", "--no-webui"]
+        flags += ["--no-kv-unified", "--cache-ram", "0", "--load-mode", "none", "--no-webui"]
         argv = [str(LLAMA), "--model", str(gguf(name)), *flags]
         return _served(stack, f"llama-{name}", lambda port: [*argv, "--port", str(port)], {})
 
