@@ -124,7 +124,7 @@ def run_rounds(args: argparse.Namespace, urls: dict[str, str]) -> Rounds:
     """Warm up, then both systems in turn, the first one in turn, too."""
     for url in urls.values():
         for num_streams, num_tokens in ((args.streams, args.stream_prompt_len), (1, args.prompt_len)):
-            warm = {"streams": num_streams, "stream_prompt_len": num_tokens, "output_len": 8}
+            warm = {"streams": num_streams, "stream_prompt_len": num_tokens, "output_len": 64}
             asyncio.run(play(argparse.Namespace(**vars(args) | warm), url, 0, prompts=False))
     rounds: Rounds = {(system, prompts): [] for prompts in (False, True) for system in SYSTEMS}
     for index in range(args.rounds):
