@@ -1,6 +1,6 @@
 """Each CPU kernel against what this machine can do: bytes read and products computed, measured in the same rounds.
 
-    python -m benchmarks.kernels --cpu-threads 2 --rounds 9
+    python -m benchmarks.kernels --cpu-threads 2 --rounds 9 [--write]
 
 The limits are torch's: the sum over memory far larger than the caches, and oneDNN's bf16 product of square matrices. A
 kernel's limit is the slower of the two for the bytes and products that it needs; the share of it that the kernel
@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -166,24 +167,38 @@ def measure(cases: list[Case], rounds: int, clock: Callable[[], float]) -> list[
     return [(spread_of(own), spread_of(share)) for own, share in zip(times, shares, strict=True)]
 
 
-def main() -> None:
-    """Print the table."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, and write it when asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: for a machine that others use, too")
-    args = parser.parse_args()
+    report.add_write_flags(parser, "kernels")
+    args = parser.parse_args(argv)
+    bench = report.Run("kernels", argv, module="kernels")
     torch.set_num_threads(args.cpu_threads)
     torch.manual_seed(0)
     cases = all_cases(Threads(args.cpu_threads))
     results = measure(cases, args.rounds, CLOCKS[args.clock])
-    print(
-        f"{best_level()}, {args.cpu_threads} threads, {args.clock} time, median (least-most) of {args.rounds} rounds\n"
+    facts = bench.facts(
+        cases=[
+            {"name": case.name, "ms": dataclasses.asdict(ms), "share": dataclasses.asdict(share)}
+            for case, (ms, share) in zip(cases, results, strict=True)
+        ]
     )
     lines = [[case.name, ms.show(2), share.show(2)] for case, (ms, share) in zip(cases, results, strict=True)]
-    print(markdown_table(["30 layers, or tokens of 49,152", "ms", "share of the limit"], lines))
+    text = f"""# CPU kernels, {facts["date"]}
+
+{best_level()}, {args.cpu_threads} threads, {args.clock} time, median (least-most) of {args.rounds} rounds.
+
+{markdown_table(["30 layers, or tokens of 49,152", "ms", "share of the limit"], lines)}
+
+{report.footer(facts, own_load=args.cpu_threads)}
+"""
+    bench.publish(args, text, facts)
+    return 0
 
 
 if __name__ == "__main__":
     report.restart_without_spinning("kernels")
-    main()
+    sys.exit(main())
