@@ -212,8 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = args.systems or here
     if missing := set(names) - set(here):
         parser.error(f"not installed: {', '.join(sorted(missing))}; scripts/setup_peers.sh does that")
-    name = "cpu-peers" if OURS in names else "cpu-peers-8bit"
-    bench = report.Run(name, argv, module="compare_cpu")
+    only_8bit = all(KINDS[name].precision != "bf16" for name in names)
+    bench = report.Run("cpu-peers-8bit" if only_8bit else "cpu-peers", argv, module="compare_cpu")
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     with started(names, args.threads) as systems:
         decode, prefill = measure(args, systems)
