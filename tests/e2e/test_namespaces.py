@@ -1,4 +1,7 @@
-"""Prefill, decode and router each on a host of its own, behind 20 ms of delay and 1% of loss; and a partition."""
+"""Prefill, decode and router each on a host of its own, behind 20 ms of delay and 1% of loss; and a partition.
+
+By `tc netem` where the kernel has it, and by a network in user space.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ import pytest
 import requests
 
 from tests.e2e.harness import Server, running, until
-from tests.e2e.namespaces import Host, Network, network, why_not
+from tests.e2e.namespaces import Host, Network
+from tests.e2e.netem import NetemNetwork, why_no_netem
 from tests.e2e.test_parity import make_prompts, reference
+from tests.e2e.tun import TunNetwork, why_no_tun
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import Family
 
@@ -25,14 +30,16 @@ FLAGS = ("--dtype", "float32", "--cpu-threads", "1", "--device", "cpu", "--max-t
 FAILED = {499, 500, 502, 503, 504}
 
 
-@pytest.fixture(scope="module")
-def net() -> Iterator[Network]:
+@pytest.fixture(scope="module", params=[(NetemNetwork, why_no_netem), (TunNetwork, why_no_tun)], ids=["netem", "tun"])
+def net(request: pytest.FixtureRequest) -> Iterator[Network]:
     """Three hosts."""
+    kind, why_not = request.param
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-    with network(3, delay_s=0.02, loss=0.01) as made:
-        yield made
+    made = kind(3, delay_s=0.02, loss=0.01)
+    yield made
+    made.close()
 
 
 class Farm:
@@ -94,7 +101,7 @@ def test_a_partition_in_the_middle_of_a_transfer_ends_in_a_failure_or_in_the_rig
     model = tiny_checkpoint("llama")
     prompt = [3 + 7 * index % 300 for index in range(LONG)]
     expected = reference_greedy(load_reference(model), prompt, NEW_TOKENS)
-    farm.net.bytes_per_s = SLOW_BYTES_PER_S
+    farm.net.slow_down(SLOW_BYTES_PER_S)
     answers: list[requests.Response] = []
     asking = threading.Thread(target=lambda: answers.append(farm.ask(prompt)))
     asking.start()
@@ -104,7 +111,7 @@ def test_a_partition_in_the_middle_of_a_transfer_ends_in_a_failure_or_in_the_rig
     farm.net.cut(farm.prefill_host)
     threading.Event().wait(PARTITION_S)
     farm.net.cut()
-    farm.net.bytes_per_s = None
+    farm.net.slow_down(None)
     asking.join(200)
     assert not asking.is_alive(), "it hangs"
     (answer,) = answers
