@@ -26,7 +26,6 @@ import threading
 from typing import Protocol
 
 import zmq
-import zmq.asyncio
 
 from pdserve.errors import EngineDeadError
 from pdserve.protocol.codec import Codec
@@ -112,45 +111,81 @@ def remove_channel_address(address: ChannelAddress) -> None:
     shutil.rmtree(address.directory, ignore_errors=True)
 
 
-def _without_limits(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> None:
+def _without_limits(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
 
 
 class ZmqApiChannel:
-    """`ApiChannel` over zmq; make it inside a running event loop."""
+    """`ApiChannel` over zmq; make it inside a running event loop.
+
+    The loop watches the socket's file descriptor. That is readable when zmq has news, which need not be a message, and
+    stays so until the socket has been asked; the loop looks away when it fires and nobody waits in `recv`.
+    """
 
     def __init__(self, address: ChannelAddress) -> None:
         self._down: Codec[ToScheduler] = Codec(ToScheduler)
         self._up: Codec[ToApi] = Codec(ToApi)
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._push = self._context.socket(zmq.PUSH)
         self._pull = self._context.socket(zmq.PULL)
         for socket in (self._push, self._pull):
             _without_limits(socket)
         self._pull.bind(address.to_api)
         self._push.connect(address.to_scheduler)
+        self._loop = asyncio.get_running_loop()
+        self._handle = int(self._pull.getsockopt(zmq.FD))
+        self._watched = False
+        self._waiter: asyncio.Future[None] | None = None
 
     async def send(self, message: ToScheduler) -> None:
         """See `ApiChannel.send`."""
         if self._push.closed:
-            raise EngineDeadError("the channel to the scheduler is closed")
-        await self._push.send(self._down.encode(message))
+            raise _closed()
+        self._push.send(self._down.encode(message), zmq.NOBLOCK)
 
     async def recv(self) -> ToApi:
         """See `ApiChannel.recv`."""
-        if self._pull.closed:
-            raise EngineDeadError("the channel to the scheduler is closed")
-        frame = await self._pull.recv()
-        assert isinstance(frame, bytes)
-        return self._up.decode(frame)
+        while not self._pull.closed:
+            try:
+                frame = self._pull.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                await self._news()
+            else:
+                return self._up.decode(frame)
+        raise _closed()
 
     def close(self) -> None:
         """See `ApiChannel.close`. A message sent just before is given a moment to leave."""
+        self._look_away()
         self._push.close(linger=200)
         self._pull.close(linger=0)
         self._context.term()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _news(self) -> None:
+        if not self._watched:
+            self._loop.add_reader(self._handle, self._on_readable)
+            self._watched = True
+        self._waiter = self._loop.create_future()
+        await self._waiter
+
+    def _on_readable(self) -> None:
+        if self._waiter is None or self._waiter.done():
+            self._look_away()
+        else:
+            self._waiter.set_result(None)
+
+    def _look_away(self) -> None:
+        if self._watched:
+            self._loop.remove_reader(self._handle)
+            self._watched = False
+
+
+def _closed() -> EngineDeadError:
+    return EngineDeadError("the channel to the scheduler is closed")
 
 
 class ZmqSchedulerChannel:

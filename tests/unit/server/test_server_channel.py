@@ -78,6 +78,84 @@ def test_zmq_channel_carries_messages_in_order_in_a_private_directory() -> None:
     assert not os.path.exists(address.directory)
 
 
+def test_zmq_channel_wakes_for_each_message_that_comes_while_it_waits_or_does_not() -> None:
+    address = create_channel_address()
+
+    async def run() -> None:
+        api = ZmqApiChannel(address)
+        scheduler = ZmqSchedulerChannel(address)
+        try:
+            for i in range(50):
+                batch = OutputBatch(outputs=[RequestOutput(rid="a", token_ids=[i])])
+                waits_first = i % 2 == 0
+                pending = asyncio.create_task(api.recv()) if waits_first else None
+                await asyncio.sleep(0)
+                await asyncio.to_thread(scheduler.send, batch)
+                if i % 5 == 0:
+                    await asyncio.sleep(0.01)  # the socket is readable meanwhile, and nobody may want it
+                assert await asyncio.wait_for(pending or api.recv(), 5.0) == batch
+            given_up = asyncio.create_task(api.recv())
+            await asyncio.sleep(0)
+            given_up.cancel()
+            scheduler.send(OutputBatch(outputs=[]))
+            assert await asyncio.wait_for(api.recv(), 5.0) == OutputBatch(outputs=[])
+        finally:
+            api.close()
+            scheduler.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        remove_channel_address(address)
+
+
+def test_an_idle_zmq_channel_leaves_the_loop_alone() -> None:
+    """A message that nobody takes must not have the loop turn for ever."""
+    address = create_channel_address()
+
+    async def run() -> None:
+        api = ZmqApiChannel(address)
+        scheduler = ZmqSchedulerChannel(address)
+        calls: list[None] = []
+        fired = api._on_readable
+        api._on_readable = lambda: (calls.append(None), fired())[1]  # type: ignore[method-assign]
+        try:
+            given_up = asyncio.create_task(api.recv())
+            await asyncio.sleep(0)
+            given_up.cancel()
+            scheduler.send(OutputBatch(outputs=[]))
+            for _ in range(50):
+                await asyncio.sleep(0.002)
+            assert len(calls) <= 1
+            assert await asyncio.wait_for(api.recv(), 5.0) == OutputBatch(outputs=[])
+        finally:
+            api.close()
+            scheduler.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        remove_channel_address(address)
+
+
+def test_closing_a_zmq_channel_wakes_who_waits() -> None:
+    address = create_channel_address()
+
+    async def run() -> None:
+        api = ZmqApiChannel(address)
+        pending = asyncio.create_task(api.recv())
+        await asyncio.sleep(0)
+        api.close()
+        for waiting in (pending, api.recv(), api.send(AbortRequest(rid=None))):
+            with pytest.raises(EngineDeadError):
+                await asyncio.wait_for(waiting, 5.0)
+
+    try:
+        asyncio.run(run())
+    finally:
+        remove_channel_address(address)
+
+
 def test_junk_on_the_socket_is_a_protocol_error_and_the_channel_lives_on() -> None:
     address = create_channel_address()
     scheduler = ZmqSchedulerChannel(address)
