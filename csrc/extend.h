@@ -103,7 +103,7 @@ static void extend(const Attention& a, const Piece& p, uint8_t* scratch) {
         pack(a, p, t, count, s);
         by_tiles(rows, MAX_ROWS, [&](int64_t r, int64_t n) {
             for (int64_t k = 0; k < count; k += 32)
-                TILES.half[n](s.keys + k * wide, wide, q + r * wide, wide, s.scores + r * SPAN + k, SPAN);
+                TILES.half[n](s.keys + k * wide, wide, q + r * wide, wide, s.scores + r * SPAN + k, SPAN, 0);
             for (int64_t i = r; i < r + n; i++) {
                 const int64_t at = position + i / group;
                 const int64_t low = a.mask.window > 0 ? at - a.mask.window + 1 - t : -t;
@@ -111,7 +111,7 @@ static void extend(const Attention& a, const Piece& p, uint8_t* scratch) {
                 soften(a, s, i, count, low > p.begin - t ? low : p.begin - t, high < count ? high : count, wide);
             }
             for (int64_t c = 0; c < wide; c += 32)
-                TILES.adding[n](s.values + c * count, count, s.weights + r * SPAN, SPAN, s.out + r * wide + c, wide);
+                TILES.adding[n](s.values + c * count, count, s.weights + r * SPAN, SPAN, s.out + r * wide + c, wide, 0);
         });
     }
     for (int64_t r = 0; r < rows; r++)

@@ -32,17 +32,35 @@ static void norm_rows(const float* x, int64_t columns, const float* weight, floa
     }
 }
 
-// One tile: `count` rows times `block`, float [count][32], bias included.
-INLINE void product(const Weights& w, const Operand& x, int64_t block, int64_t row, int64_t count, float* out) {
+// One tile: `count` rows times `block`, float [count][32], bias included. `ahead`: see tile_half; 0 is nothing.
+INLINE void product(const Weights& w, const Operand& x, int64_t block, int64_t row, int64_t count, int64_t ahead,
+                    float* out) {
     if (w.format == Format::bf16)
-        TILES.half[count]((const bf16*)w.data + block * w.k * BLOCK, w.k, x.half + row * w.k, w.k, out, BLOCK);
+        (ahead ? TILES.last_half : TILES.half)[count]((const bf16*)w.data + block * w.k * BLOCK, w.k,
+                                                      x.half + row * w.k, w.k, out, BLOCK, ahead);
     else
-        TILES.quarter[count](w.data + block * w.k * BLOCK, w.scale + block * BLOCK, w.k, x, row, out);
+        (ahead ? TILES.last_quarter : TILES.quarter)[count](w.data + block * w.k * BLOCK, w.scale + block * BLOCK, w.k,
+                                                            x, row, out, ahead);
     if (!w.bias) return;
     F b0 = load(w.bias + block * BLOCK), b1 = load(w.bias + block * BLOCK + 16);
     for (int64_t r = 0; r < count; r++, out += BLOCK) {
         store(out, load(out) + b0);
         store(out + 16, load(out + 16) + b1);
+    }
+}
+
+// Brings in the lines that a tile will write: they are in no near cache, and would be waited for.
+INLINE void fetch(const Output& o, int64_t row, int64_t count, int64_t block) {
+    for (int64_t r = row; r < row + count; r++) {
+        if (o.store != Store::swiglu) {
+            const float* to = o.to + r * o.stride + block * BLOCK;
+            __builtin_prefetch(to, 1);
+            __builtin_prefetch(to + 16, 1);
+        } else if (o.next.format == Format::bf16) {
+            __builtin_prefetch(o.next.half + r * o.next.k + block * BLOCK, 1);
+        } else {
+            __builtin_prefetch(o.next.quarter + r * o.next.k + block * BLOCK, 1);
+        }
     }
 }
 
@@ -64,20 +82,24 @@ static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t fir
     const int most = half ? MAX_ROWS : MAX_QUARTER_ROWS;
     int64_t pass = ROW_BYTES / (half ? w.k * 2 : w.k) / most * most;
     if (pass < most) pass = most;
-    for (int64_t begin = 0; begin < rows; begin += pass)
+    for (int64_t begin = 0; begin < rows; begin += pass) {
+        const int64_t now = rows - begin < pass ? rows - begin : pass;
         for (int64_t block = first; block < last; block++)
-            by_tiles(rows - begin < pass ? rows - begin : pass, most, [&](int64_t at, int64_t count) {
-                const int64_t row = begin + at;
+            by_tiles(now, most, [&](int64_t at, int64_t count) {
+                const int64_t row = begin + at, blocks = o.store == Store::swiglu ? 2 : 1;
+                const int64_t ahead = at + count == now ? blocks * w.k * BLOCK : 0;
+                fetch(o, row, count, block);
                 if (o.store != Store::swiglu) {
-                    product(w, x, block, row, count, a);
+                    product(w, x, block, row, count, ahead, a);
                     put(o, row, count, block, a);
                     return;
                 }
-                product(w, x, 2 * block, row, count, a);
-                product(w, x, 2 * block + 1, row, count, b);
+                product(w, x, 2 * block, row, count, ahead, a);
+                product(w, x, 2 * block + 1, row, count, ahead, b);
                 for (int64_t r = 0; r < count; r++) {
                     const float *g = a + r * BLOCK, *u = b + r * BLOCK;
                     put_block(o.next, row + r, block * BLOCK, silu(load(g)) * load(u), silu(load(g + 16)) * load(u + 16));
                 }
             });
+    }
 }

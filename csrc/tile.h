@@ -4,9 +4,10 @@
 #pragma once
 
 // out[r][0..32) = (ADD: out +) sum over k of x[r][k] * w[k][0..32); w is [k / 2][32][2], rows of x and out are strides
-// apart.
-template <int R, bool ADD>
-static void tile_half(const bf16* w, int64_t k, const bf16* x, int64_t x_stride, float* out, int64_t out_stride) {
+// apart. AHEAD: what lies `ahead` of each weight is brought into the second-level cache meanwhile.
+template <int R, bool ADD, bool AHEAD>
+static void tile_half(const bf16* w, int64_t k, const bf16* x, int64_t x_stride, float* out, int64_t out_stride,
+                      int64_t ahead) {
     constexpr int DEEP = R == 1 ? 4 : R <= 3 && MAX_ROWS > 2 ? 2 : 1;  // independent sums, to hide latency
     F a[DEEP][R][2];
     for (auto& deep : a)
@@ -16,6 +17,10 @@ static void tile_half(const bf16* w, int64_t k, const bf16* x, int64_t x_stride,
         for (int u = 0; u < DEEP; u++) {
             const bf16* at = w + (q + 2 * u) * 32;
             P w0 = pairs(at), w1 = pairs(at + 32);
+            if (AHEAD) {
+                __builtin_prefetch(at + ahead, 0, 2);
+                __builtin_prefetch(at + ahead + 32, 0, 2);
+            }
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
                 P v = spread(x + r * x_stride + q + 2 * u);
@@ -24,18 +29,22 @@ static void tile_half(const bf16* w, int64_t k, const bf16* x, int64_t x_stride,
             }
         }
     }
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
             F t = a[0][r][j];
             if (ADD) t = t + load(out + r * out_stride + j * 16);
+#pragma GCC unroll 4
             for (int u = 1; u < DEEP; u++) t = t + a[u][r][j];
             store(out + r * out_stride + j * 16, t);
         }
 }
 
 // The same of int8 weights, [k / 4][32][4] with 128 added, and rows in groups of 32 with a scale each.
-template <int R>
-static void tile_quarter(const uint8_t* w, const float* scale, int64_t k, const Operand& x, int64_t row, float* out) {
+template <int R, bool AHEAD>
+static void tile_quarter(const uint8_t* w, const float* scale, int64_t k, const Operand& x, int64_t row, float* out,
+                         int64_t ahead) {
     const int64_t groups = k / BLOCK;
     const int8_t* q = x.quarter + row * k;
     F o[R][2];
@@ -48,6 +57,10 @@ static void tile_quarter(const uint8_t* w, const float* scale, int64_t k, const 
         for (int u = 0; u < 8; u++) {
             const uint8_t* at = w + (g * 8 + u) * 128;
             P w0 = pairs(at), w1 = pairs(at + 64);
+            if (AHEAD) {
+                __builtin_prefetch(at + ahead, 0, 2);
+                __builtin_prefetch(at + ahead + 64, 0, 2);
+            }
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
                 P v = spread(q + r * k + g * BLOCK + u * 4);
@@ -71,22 +84,23 @@ static void tile_quarter(const uint8_t* w, const float* scale, int64_t k, const 
 
 constexpr int MAX_QUARTER_ROWS = MAX_ROWS < 6 ? MAX_ROWS : 6;  // integer and float accumulators live at once
 
-using TileHalf = void (*)(const bf16*, int64_t, const bf16*, int64_t, float*, int64_t);
-using TileQuarter = void (*)(const uint8_t*, const float*, int64_t, const Operand&, int64_t, float*);
+using TileHalf = void (*)(const bf16*, int64_t, const bf16*, int64_t, float*, int64_t, int64_t);
+using TileQuarter = void (*)(const uint8_t*, const float*, int64_t, const Operand&, int64_t, float*, int64_t);
 
-template <int R>
-struct Tiles {
-    static constexpr void fill(TileHalf* half, TileHalf* adding, TileQuarter* quarter) {
-        half[R] = tile_half<R, false>;
-        adding[R] = tile_half<R, true>;
-        if constexpr (R <= MAX_QUARTER_ROWS) quarter[R] = tile_quarter<R>;
-        if constexpr (R > 1) Tiles<R - 1>::fill(half, adding, quarter);
-    }
-};
+// By the number of rows. `last`: the last rows of a block of weights, which bring in the next one.
 struct TileTable {
-    TileHalf half[MAX_ROWS + 1] = {}, adding[MAX_ROWS + 1] = {};
-    TileQuarter quarter[MAX_QUARTER_ROWS + 1] = {};
-    constexpr TileTable() { Tiles<MAX_ROWS>::fill(half, adding, quarter); }
+    TileHalf half[MAX_ROWS + 1] = {}, last_half[MAX_ROWS + 1] = {}, adding[MAX_ROWS + 1] = {};
+    TileQuarter quarter[MAX_QUARTER_ROWS + 1] = {}, last_quarter[MAX_QUARTER_ROWS + 1] = {};
+    constexpr TileTable() { fill<MAX_ROWS>(); }
+
+    template <int R>
+    constexpr void fill() {
+        half[R] = tile_half<R, false, false>;
+        last_half[R] = tile_half<R, false, true>;
+        adding[R] = tile_half<R, true, false>;
+        if constexpr (R <= MAX_QUARTER_ROWS) quarter[R] = tile_quarter<R, false>, last_quarter[R] = tile_quarter<R, true>;
+        if constexpr (R > 1) fill<R - 1>();
+    }
 };
 static constexpr TileTable TILES;
 
