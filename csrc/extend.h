@@ -102,16 +102,18 @@ static void extend(const Attention& a, const Piece& p, uint8_t* scratch) {
         const int64_t count = p.end - t < SPAN ? padded(p.end - t) : SPAN;
         pack(a, p, t, count, s);
         by_tiles(rows, MAX_ROWS, [&](int64_t r, int64_t n) {
-            for (int64_t k = 0; k < count; k += 32)
+            const int64_t last = position + (r + n - 1) / group + 1 - t, seen = last < count ? padded(last) : count;
+            if (last <= 0) return;
+            for (int64_t k = 0; k < seen; k += 32)
                 TILES.half[n](s.keys + k * wide, wide, q + r * wide, wide, s.scores + r * SPAN + k, SPAN, 0);
             for (int64_t i = r; i < r + n; i++) {
                 const int64_t at = position + i / group;
                 const int64_t low = a.mask.window > 0 ? at - a.mask.window + 1 - t : -t;
                 const int64_t high = (at + 1 < p.end ? at + 1 : p.end) - t;
-                soften(a, s, i, count, low > p.begin - t ? low : p.begin - t, high < count ? high : count, wide);
+                soften(a, s, i, seen, low > p.begin - t ? low : p.begin - t, high < seen ? high : seen, wide);
             }
             for (int64_t c = 0; c < wide; c += 32)
-                TILES.adding[n](s.values + c * count, count, s.weights + r * SPAN, SPAN, s.out + r * wide + c, wide, 0);
+                TILES.adding[n](s.values + c * count, seen, s.weights + r * SPAN, SPAN, s.out + r * wide + c, wide, 0);
         });
     }
     for (int64_t r = 0; r < rows; r++)
