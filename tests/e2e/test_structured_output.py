@@ -106,6 +106,26 @@ def test_openai_fields(servers: tuple[Server, Pair]) -> None:
     check(found[0][3], PERSON)
 
 
+@pytest.mark.parametrize(
+    "text", ["emoji 👩‍👩‍👧 and 🇫🇷 flags", "世界の言葉 한국어", "combining e\u0301 a\u0308\u0323 العربية"]
+)
+def test_any_script_streams_as_it_is_answered_whole(servers: tuple[Server, Pair], text: str) -> None:
+    """The grammar makes a real model say it, in tokens that are parts of characters."""
+    chat = {"messages": [{"role": "user", "content": "Say it."}], "temperature": 0, "max_tokens": 100, "regex": text}
+    for server in servers:
+        url = f"{server.url}/v1/chat/completions"
+        whole = requests.post(url, json=chat, timeout=300)
+        assert whole.json()["choices"][0]["message"]["content"] == text
+        deltas = []
+        with requests.post(url, json=chat | {"stream": True}, stream=True, timeout=300) as answer:
+            for line in answer.iter_lines():
+                if line.startswith(b"data: {"):
+                    deltas.append(json.loads(line[6:])["choices"][0]["delta"].get("content") or "")
+        assert "".join(deltas) == text
+        assert len([delta for delta in deltas if delta]) > 1
+        assert not any("\ufffd" in delta for delta in deltas)
+
+
 def test_a_grammar_that_fails_ends_its_request_alone(servers: tuple[Server, Pair]) -> None:
     for server in servers:
         with ThreadPoolExecutor(2) as threads:
