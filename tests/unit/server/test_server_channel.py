@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 
 import pytest
 import zmq
@@ -58,102 +60,73 @@ def test_closed_memory_channel_reports_a_dead_engine() -> None:
     asyncio.run(run())
 
 
+@contextlib.contextmanager
+def zmq_pair() -> Iterator[tuple[ZmqApiChannel, ZmqSchedulerChannel]]:
+    """Both ends over sockets; used inside an event loop."""
+    address = create_channel_address()
+    try:
+        with contextlib.closing(ZmqApiChannel(address)) as api, contextlib.closing(ZmqSchedulerChannel(address)) as far:
+            yield api, far
+    finally:
+        remove_channel_address(address)
+
+
 def test_zmq_channel_carries_messages_in_order_in_a_private_directory() -> None:
     address = create_channel_address()
 
     async def run() -> None:
-        api = ZmqApiChannel(address)
-        scheduler = ZmqSchedulerChannel(address)
-        try:
+        with contextlib.closing(ZmqApiChannel(address)) as api, contextlib.closing(ZmqSchedulerChannel(address)) as far:
             assert stat.S_IMODE(os.stat(address.directory).st_mode) == 0o700
-            await _round_trip(api, scheduler)
-        finally:
-            api.close()
-            scheduler.close()
+            await _round_trip(api, far)
 
-    try:
-        asyncio.run(run())
-    finally:
-        remove_channel_address(address)
+    asyncio.run(run())
+    remove_channel_address(address)
     assert not os.path.exists(address.directory)
 
 
-def test_zmq_channel_wakes_for_each_message_that_comes_while_it_waits_or_does_not() -> None:
-    address = create_channel_address()
+async def give_up(api: ZmqApiChannel) -> None:
+    """Wait for a message, and then no longer."""
+    waiting = asyncio.create_task(api.recv())
+    await asyncio.sleep(0)
+    waiting.cancel()
 
-    async def run() -> None:
-        api = ZmqApiChannel(address)
-        scheduler = ZmqSchedulerChannel(address)
-        try:
-            for i in range(50):
-                batch = OutputBatch(outputs=[RequestOutput(rid="a", token_ids=[i])])
-                waits_first = i % 2 == 0
-                pending = asyncio.create_task(api.recv()) if waits_first else None
-                await asyncio.sleep(0)
-                await asyncio.to_thread(scheduler.send, batch)
-                if i % 5 == 0:
-                    await asyncio.sleep(0.01)  # the socket is readable meanwhile, and nobody may want it
-                assert await asyncio.wait_for(pending or api.recv(), 5.0) == batch
-            given_up = asyncio.create_task(api.recv())
+
+async def test_zmq_channel_wakes_for_each_message_that_comes_while_it_waits_or_does_not() -> None:
+    with zmq_pair() as (api, scheduler):
+        for i in range(50):
+            batch = OutputBatch(outputs=[RequestOutput(rid="a", token_ids=[i])])
+            pending = asyncio.create_task(api.recv()) if i % 2 == 0 else None
             await asyncio.sleep(0)
-            given_up.cancel()
-            scheduler.send(OutputBatch(outputs=[]))
-            assert await asyncio.wait_for(api.recv(), 5.0) == OutputBatch(outputs=[])
-        finally:
-            api.close()
-            scheduler.close()
-
-    try:
-        asyncio.run(run())
-    finally:
-        remove_channel_address(address)
+            await asyncio.to_thread(scheduler.send, batch)
+            if i % 5 == 0:
+                await asyncio.sleep(0.01)  # the socket is readable meanwhile, and nobody may want it
+            assert await asyncio.wait_for(pending or api.recv(), 5.0) == batch
+        await give_up(api)
+        scheduler.send(OutputBatch(outputs=[]))
+        assert await asyncio.wait_for(api.recv(), 5.0) == OutputBatch(outputs=[])
 
 
-def test_an_idle_zmq_channel_leaves_the_loop_alone() -> None:
-    """A message that nobody takes must not have the loop turn for ever."""
-    address = create_channel_address()
-
-    async def run() -> None:
-        api = ZmqApiChannel(address)
-        scheduler = ZmqSchedulerChannel(address)
+async def test_a_message_that_nobody_takes_does_not_have_the_loop_turn_for_ever() -> None:
+    with zmq_pair() as (api, scheduler):
         calls: list[None] = []
         fired = api._on_readable
         api._on_readable = lambda: (calls.append(None), fired())[1]  # type: ignore[method-assign]
-        try:
-            given_up = asyncio.create_task(api.recv())
-            await asyncio.sleep(0)
-            given_up.cancel()
-            scheduler.send(OutputBatch(outputs=[]))
-            for _ in range(50):
-                await asyncio.sleep(0.002)
-            assert len(calls) <= 1
-            assert await asyncio.wait_for(api.recv(), 5.0) == OutputBatch(outputs=[])
-        finally:
-            api.close()
-            scheduler.close()
-
-    try:
-        asyncio.run(run())
-    finally:
-        remove_channel_address(address)
+        await give_up(api)
+        scheduler.send(OutputBatch(outputs=[]))
+        for _ in range(50):
+            await asyncio.sleep(0.002)
+        assert len(calls) <= 1
+        assert await asyncio.wait_for(api.recv(), 5.0) == OutputBatch(outputs=[])
 
 
-def test_closing_a_zmq_channel_wakes_who_waits() -> None:
-    address = create_channel_address()
-
-    async def run() -> None:
-        api = ZmqApiChannel(address)
+async def test_closing_a_zmq_channel_wakes_who_waits() -> None:
+    with zmq_pair() as (api, _):
         pending = asyncio.create_task(api.recv())
         await asyncio.sleep(0)
         api.close()
         for waiting in (pending, api.recv(), api.send(AbortRequest(rid=None))):
             with pytest.raises(EngineDeadError):
                 await asyncio.wait_for(waiting, 5.0)
-
-    try:
-        asyncio.run(run())
-    finally:
-        remove_channel_address(address)
 
 
 def test_junk_on_the_socket_is_a_protocol_error_and_the_channel_lives_on() -> None:
