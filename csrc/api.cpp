@@ -117,7 +117,7 @@ int64_t pdk_choose(pdk_pool* pool, const char* level, const float* logits, int64
         for (int64_t r = a.next.fetch_add(1); r < a.rows; r = a.next.fetch_add(1))
             a.tokens[r] = choose(*a.kernels, a.logits + r * a.columns, a.columns, a.how[r], scratch);
     };
-    if (rows * columns < ALONE) work(&all, 0);
+    if (rows == 1 || rows * columns < ALONE) work(&all, 0);  // the others would be woken for nothing
     else pool->run(work, &all);
     return 0;
 }

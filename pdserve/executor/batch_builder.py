@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pdserve.executor.interface import BatchPlan
@@ -38,18 +39,26 @@ def read_plan(plan: BatchPlan, table: PageTable, page_tokens: int) -> HostBatch:
     lines, starts, ends = facts[:, 0], facts[:, 1], facts[:, 2]
     lengths = ends - starts
     assert len(lines) and lengths.min() > 0, "a plan has rows and each row has tokens"
-    offsets = np.cumsum(lengths) - lengths
-    positions = np.arange(int(lengths.sum())) - np.repeat(offsets - starts, lengths)
-    token_lines = np.repeat(lines, lengths)
-    pages = table.pages[token_lines, positions // page_tokens].astype(np.int64)
+    total = int(lengths.sum())
+    if total == len(lines):  # one token a row: most steps, where a server's speed is decided
+        offsets = np.arange(total)
+        token_lines, positions, last = lines, starts, offsets
+    else:
+        offsets = lengths.cumsum() - lengths
+        positions = np.arange(total) - (offsets - starts).repeat(lengths)
+        token_lines, last = lines.repeat(lengths), offsets + lengths - 1
+    columns = np.empty((4, total), dtype=np.int64)
+    columns[0], columns[1] = token_lines, positions
+    np.divmod(positions, page_tokens, out=(columns[2], columns[3]))
+    columns[2] = table.pages[token_lines, columns[2]]
     num_pages = pages_for(int(ends.max()), page_tokens)
-    sampled = np.flatnonzero([row.sample for row in plan.rows])
+    sampled = np.array([row.sample for row in plan.rows]).nonzero()[0]
     return HostBatch(
-        columns=np.stack((token_lines, positions, pages, positions % page_tokens)),
+        columns=columns,
         sampled=sampled,
-        sample_index=(offsets + lengths - 1)[sampled],
+        sample_index=last[sampled],
         lines=lines,
-        rows=HostRows(starts=starts, ends=ends, offsets=offsets, pages=table.pages[:, :num_pages][lines]),
+        rows=HostRows(starts=starts, ends=ends, offsets=offsets, pages=table.pages[lines, :num_pages]),
     )
 
 
@@ -57,8 +66,12 @@ def build_batch(host: HostBatch, tokens: Tensor) -> ForwardBatch:
     """Tensors of a step. `tokens` is int32 `[num_table_rows, context]` on the device: the known tokens of each row."""
     device = tokens.device
     columns = to_device(host.columns, device)
+    if device.type == "cpu":  # torch's indexing of a few tokens takes several times as long as numpy's
+        ids = torch.from_numpy(tokens.numpy()[host.columns[0], host.columns[1]].astype(np.int64))
+    else:
+        ids = tokens[columns[0], columns[1]].long()
     return ForwardBatch(
-        input_ids=tokens[columns[0], columns[1]].long(),
+        input_ids=ids,
         positions=columns[1],
         write_pages=columns[2],
         write_slots=columns[3],

@@ -150,9 +150,10 @@ class RowParams:
     def pick(self, lines: IntArray, positions: IntArray) -> StepParams:
         """The parameters of table rows `lines`, which sample the tokens at `positions`."""
         columns = self._columns[lines]
-        early = positions - columns["num_prompt"] < columns["min_new"]
-        bans = {int(i): self._bans[int(lines[i])] for i in np.flatnonzero(early) if int(lines[i]) in self._bans}
-        biases = {}
+        bans, biases = {}, {}
+        if self._bans:
+            early = positions - columns["num_prompt"] < columns["min_new"]
+            bans = {int(i): self._bans[int(lines[i])] for i in np.flatnonzero(early) if int(lines[i]) in self._bans}
         if self._biases:
             biases = {i: self._biases[int(line)] for i, line in enumerate(lines) if int(line) in self._biases}
         picks = {}

@@ -91,7 +91,8 @@ Choose = Callable[[Tensor, Columns, npt.NDArray[np.float64]], Tensor]
 
 def sample(logits: Tensor, params: StepParams, tokens: Tensor, choose: Choose = choose_with_torch) -> Sampled:
     """Choose one token a row. `logits` float32 `[S, V]`; `tokens` int32 `[num_table_rows, context]`, known tokens."""
-    points = uniforms(params.columns["seed"], params.positions)
+    draws = not params.columns["greedy"].all()
+    points = uniforms(params.columns["seed"], params.positions) if draws else np.zeros(len(params.positions))
     chosen = choose(_shape(logits, params, tokens), params.columns, points)
     return _with_logprobs(chosen, logits, params)
 
@@ -144,7 +145,7 @@ def _splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def _shape(logits: Tensor, params: StepParams, tokens: Tensor) -> Tensor:
     """Logits after penalties, bias and bans; `logits` itself stays as it is."""
-    history = np.flatnonzero(params.columns["history"])
+    history = params.columns["history"].nonzero()[0]
     if not len(history) and not params.bans and not params.biases:
         return logits
     shaped = logits.clone()

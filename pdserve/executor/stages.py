@@ -94,9 +94,9 @@ class Stage:
         assert logits is not None, "the sampling rank has the logits"
         if self._best is not None and params.takes_best:
             return Sampled(self._best, None, None, None)
-        failed = None
-        if masks is not None:
-            failed, params = masks.apply(logits), params.without_grammar_bans()
+        if masks is None:
+            return sample(logits, params, tokens, self._choose)
+        failed, params = masks.apply(logits), params.without_grammar_bans()
         return dataclasses.replace(sample(logits, params, tokens, self._choose), failed=failed)
 
     def prompt_scores(self, wishes: Sequence[Wishes | None], device: torch.device) -> Scores | None:

@@ -42,6 +42,9 @@ class TokenRows:
 
     def put(self, params: StepParams, token_ids: Tensor) -> None:
         """The step has sampled `token_ids`, int64 `[S]` on the device, for the rows of `params`."""
+        if self.tensor.device.type == "cpu":  # see `build_batch`
+            self.tensor.numpy()[params.lines, params.positions] = token_ids.numpy()
+            return
         where = to_device(np.stack((params.lines, params.positions)), self.tensor.device)
         self.tensor.index_put_((where[0], where[1]), token_ids.int())
 

@@ -38,10 +38,12 @@ class NativeChooser:
         assert logits.dtype == torch.float32 and logits.ndim == 2 and len(columns) == len(points) == len(logits)
         logits = logits.contiguous()
         rows, vocab = logits.shape
-        how = np.empty(rows, dtype=_HOW)
-        how["point"] = points
-        for name in ("top_k", "temperature", "top_p", "min_p", "greedy"):
-            how[name] = columns[name]
+        how = np.zeros(rows, dtype=_HOW)
+        how["greedy"] = columns["greedy"]
+        if not columns["greedy"].all():
+            how["point"] = points
+            for name in ("top_k", "temperature", "top_p", "min_p"):
+                how[name] = columns[name]
         num_bytes = self._library.pdk_choose_bytes(self._threads.handle, vocab)
         if self._scratch.nbytes < num_bytes:
             self._scratch = torch.empty(num_bytes // 4)

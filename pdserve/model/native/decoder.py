@@ -162,7 +162,7 @@ class NativeDecoder:
         on_hidden: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """See `Model.forward`; `attention` is the program's own."""
-        program, num_tokens = self._program, len(batch.input_ids)
+        program, num_tokens = self._program, batch.input_ids.shape[0]
         program.begin(batch)
         if not self._embeds_itself:
             program.view(self._x, num_tokens).copy_(self._begins_with(batch, hidden))
@@ -174,14 +174,16 @@ class NativeDecoder:
             program.run(done, stop.at)
             stop.action(num_tokens)
             done = stop.at
-        program.run(done, self._body)
+        if self._head is None or on_hidden is not None:
+            program.run(done, self._body)
+            done = self._body
         if self._head is None:
             return program.view(self._x, num_tokens).to(self.dtype)
         if on_hidden is not None:
             on_hidden(program.view(self._x, num_tokens))
             program.begin(batch)
-        program.run(self._body, program.num_ops)
-        return program.view(self._logits, len(batch.sample_index))
+        program.run(done, program.num_ops)
+        return program.view(self._logits, batch.sample_index.shape[0])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from pdserve.model.native.weights import Packed
 MAX_GROUP = 64
 MAX_HEAD_DIM = 512
 _ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2}
+_NO_VIEW = (0, 0), torch.empty(0)
 
 
 class Threads:
@@ -83,6 +84,8 @@ class Program:
         self._num_pages, self._heads = len(kv), heads
         self.num_ops = 0
         self._step_kept: list[object] = []
+        self._views: dict[int, tuple[tuple[int, int], Tensor]] = {}
+        """The last view of each buffer, with the address and the rows it is of."""
 
     def __del__(self) -> None:
         if self._handle is not None:
@@ -98,10 +101,13 @@ class Program:
         """The first rows of a buffer `[num_rows, width]`; valid until the next `begin` or `reserve`."""
         if num_rows == 0:
             return torch.empty(0, buffer.width, dtype=buffer.dtype)
-        size = num_rows * buffer.width * _ITEM_BYTES[buffer.dtype]
         address = self._library.pdk_buffer_data(self._handle, buffer.number)
-        raw = (ctypes.c_char * size).from_address(address)
-        return torch.frombuffer(raw, dtype=buffer.dtype).view(num_rows, buffer.width)
+        where, view = self._views.get(buffer.number, _NO_VIEW)
+        if where != (address, num_rows):
+            raw = (ctypes.c_char * (num_rows * buffer.width * _ITEM_BYTES[buffer.dtype])).from_address(address)
+            view = torch.frombuffer(raw, dtype=buffer.dtype).view(num_rows, buffer.width)
+            self._views[buffer.number] = (address, num_rows), view
+        return view
 
     def reserve(self, num_tokens: int, num_samples: int) -> None:
         """Make room for steps of so many; buffers that grow lose what they hold."""
@@ -182,7 +188,7 @@ class Program:
         table = np.ascontiguousarray(host.pages, dtype=np.int32)
         assert all(column.dtype == torch.int64 for column in columns)
         step = Step(
-            len(batch.input_ids), len(batch.sample_index), len(rows[0]), *(column.data_ptr() for column in columns),
+            columns[0].shape[0], columns[4].shape[0], rows[0].shape[0], *(column.data_ptr() for column in columns),
             *(array.ctypes.data for array in rows), table.ctypes.data, table.shape[1],
         )  # fmt: skip
         self._step_kept = [columns, rows, table]
