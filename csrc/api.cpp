@@ -175,6 +175,9 @@ int64_t pdk_op_attend(pdk_program* p, int64_t layer, int64_t out, int64_t window
 int64_t pdk_op_select(pdk_program* p, int64_t in, int64_t out) {
     return counted([&] { return p->add(std::make_unique<Select>(in, out)); });
 }
+int64_t pdk_op_best(pdk_program* p, int64_t in, int64_t out) {
+    return counted([&] { return p->add(std::make_unique<Best>(in, out)); });
+}
 
 int64_t pdk_begin(pdk_program* p, const pdk_step* step) {
     return counted([&] { return p->begin(*step), 0; });

@@ -1,6 +1,7 @@
 // See ops.h. Each `run` does one thread's share.
 #include "ops.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -99,6 +100,29 @@ void Select::run(Program& p, int thread) {
     const int64_t width = p.buffers[in].width;
     for (int64_t i = first; i < last; i++)
         std::memcpy(p.floats(out) + i * width, p.floats(in) + p.step.sample_index[i] * width, width * sizeof(float));
+}
+
+void Best::run(Program& p, int thread) {
+    const int64_t samples = p.step.samples, width = p.buffers[in].width, blocks = padded(width) / BLOCK;
+    int64_t first, last;
+    p.share(blocks, thread, first, last);
+    first *= BLOCK;
+    last = std::min(width, last * BLOCK);
+    for (int64_t i = 0; i < samples; i++) {
+        const float* row = p.floats(in) + i * width;
+        found[thread * samples + i] = first < last ? first + p.kernels.argmax(row + first, last - first) : 0;
+    }
+    p.pool.meet();
+    p.share(samples, thread, first, last);
+    for (int64_t i = first; i < last; i++) {
+        const float* row = p.floats(in) + i * width;
+        int64_t best = found[i];
+        for (int t = 1; t < p.pool.size(); t++) {
+            const int64_t other = found[t * samples + i];
+            if (row[other] > row[best] || (std::isnan(row[best]) && !std::isnan(row[other]))) best = other;
+        }
+        p.buffers[out].room->as<int64_t>()[i] = best;
+    }
 }
 
 }  // namespace pdk

@@ -68,4 +68,13 @@ struct Select : Op {
     void run(Program& p, int thread) override;
 };
 
+// Threads look among the columns that their share of the product before has just written.
+struct Best : Op {
+    int64_t in, out;
+    std::vector<int64_t> found;  // [threads][samples]
+    Best(int64_t in, int64_t out) : in(in), out(out) {}
+    void run(Program& p, int thread) override;
+    void prepare_for(Program& p) override { found.resize(p.pool.size() * p.step.samples); }
+};
+
 }  // namespace pdk

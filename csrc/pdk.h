@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 2
+#define PDK_VERSION 3
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, given back together */
 typedef struct pdk_weights pdk_weights; /* one packed linear layer, in an arena */
@@ -93,6 +93,8 @@ PDK_API int64_t pdk_op_place(pdk_program* p, int64_t qkv, int64_t layer, const f
 PDK_API int64_t pdk_op_attend(pdk_program* p, int64_t layer, int64_t out, int64_t window, float softcap,
                               const float* sinks);
 PDK_API int64_t pdk_op_select(pdk_program* p, int64_t in, int64_t out);
+/* int64 buffer `out`, of one item: the first of the largest of each sample's row of `in`. */
+PDK_API int64_t pdk_op_best(pdk_program* p, int64_t in, int64_t out);
 
 /* Begin a step: it is read, and must stay until the last operation has run. Makes room. */
 PDK_API int64_t pdk_begin(pdk_program* p, const pdk_step* step);

@@ -31,6 +31,7 @@ _COLUMNS = np.dtype(
         ("greedy", "?"),
         ("history", "?"),
         ("grammar", "?"),
+        ("plain", "?"),
     ]
 )
 
@@ -63,9 +64,7 @@ class StepParams:
     @property
     def takes_best(self) -> bool:
         """Whether every row takes its likeliest token as the logits are, and nobody asks for more."""
-        columns = self.columns
-        plain = columns["greedy"] & ~columns["history"] & ~columns["grammar"] & ~columns["logprob"]
-        return bool(plain.all()) and not self.bans and not self.biases
+        return bool(self.columns["plain"].all()) and not self.bans and not self.biases
 
     @property
     def wants_logprobs(self) -> bool:
@@ -114,6 +113,7 @@ class RowParams:
         self.clear(row)
         seed = self._seeds.fix(sampling).seed
         assert seed is not None, "fixed"
+        tells = logprobs is not None and logprobs.output
         self._columns[row] = (
             sampling.temperature,
             sampling.top_p,
@@ -125,17 +125,18 @@ class RowParams:
             seed & ((1 << 64) - 1),
             num_prompt,
             sampling.min_new_tokens,
-            logprobs.top if logprobs is not None and logprobs.output else 0,
-            logprobs is not None and logprobs.output,
+            logprobs.top if logprobs is not None and tells else 0,
+            tells,
             sampling.greedy,
             sampling.needs_history,
             sampling.grammar is not None,
+            sampling.greedy and not (sampling.needs_history or sampling.grammar is not None or tells),
         )
         if sampling.min_new_tokens:
             self._bans[row] = tuple(sorted({*self._eos, *sampling.stop_token_ids}))
         if sampling.logit_bias:
             self._biases[row] = sampling.logit_bias
-        if logprobs is not None and logprobs.output and logprobs.token_ids:
+        if logprobs is not None and tells and logprobs.token_ids:
             self._picks[row] = logprobs.token_ids
         if logprobs is not None and logprobs.prompt_from is not None:
             self.prompts[row] = (num_prompt, logprobs)

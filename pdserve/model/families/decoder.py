@@ -98,6 +98,10 @@ class Decoder:
         """Layers that this rank has."""
         return len(self.layers)
 
+    @property
+    def best(self) -> None:
+        """See `Model.best`: not known."""
+
     def idle(self) -> None:
         """See `Model.idle`."""
         nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.params.device)

@@ -53,6 +53,13 @@ class Model(Protocol):
         """Layers that this rank has."""
         ...
 
+    @property
+    def best(self) -> Tensor | None:
+        """The likeliest tokens by the logits of the last `forward`, where it has found them on its way: int64 `[S]`,
+        good until the next call.
+        """
+        ...
+
     def idle(self) -> None:
         """Take part in a step that only other replicas have tokens in; see `Wide.spans_replicas`."""
         ...

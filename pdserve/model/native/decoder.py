@@ -34,6 +34,10 @@ from pdserve.model.native.weights import Arena, Format, Packed, open_packed
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots
 
+FEW_SAMPLES = 16
+"""Of so many the likeliest tokens are looked for within the program, whether they are wanted or not: the logits lie in
+the caches of the threads that have just written them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayer:
@@ -80,6 +84,8 @@ class NativeDecoder:
         packing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._model, self._threads, self._level = model, threads, level
+        self.best: Tensor | None = None
+        """See `Model.best`: known of few samples, where the program has all their logits."""
         self._stops: list[Stop] = []
         self._marks: list[int] = []
         packer = _Packer(Arena(), format, model.params, packing)
@@ -147,6 +153,9 @@ class NativeDecoder:
             self._head_from = program.num_ops
             self._logits = program.buffer(self._head.num_out, of_samples=True)
             program.linear(self._samples, self._head, self._logits, norm=model.norm.weight, eps=model.norm.eps)
+            self._chosen = program.buffer(1, torch.int64, of_samples=True)
+            self._head_to = program.num_ops
+            program.best(self._logits, self._chosen)
 
     def idle(self) -> None:
         """See `Model.idle`."""
@@ -182,8 +191,11 @@ class NativeDecoder:
         if on_hidden is not None:
             on_hidden(program.view(self._x, num_tokens))
             program.begin(batch)
-        program.run(done, program.num_ops)
-        return program.view(self._logits, batch.sample_index.shape[0])
+        num_samples = batch.sample_index.shape[0]
+        knows_best = num_samples <= FEW_SAMPLES and self.parallel.place.shape.tp_size == 1
+        program.run(done, self._head_to + knows_best)
+        self.best = program.view(self._chosen, num_samples)[:, 0] if knows_best else None
+        return program.view(self._logits, num_samples)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -191,7 +203,7 @@ class NativeDecoder:
         assert self._head is not None, "only the last stage has a head"
         self._program.begin_samples(len(hidden))
         self._program.view(self._samples, len(hidden)).copy_(hidden)
-        self._program.run(self._head_from, self._program.num_ops)
+        self._program.run(self._head_from, self._head_to)
         return self._program.view(self._logits, len(hidden))
 
     @property

@@ -22,7 +22,7 @@ LEVEL_VARIABLE = "PDSERVE_KERNELS_LEVEL"
 LEVELS = ("avx512_bf16", "avx512", "avx2")
 """Best first."""
 FILE = "libpdserve_kernels.so"
-VERSION = 2
+VERSION = 3
 
 
 class Step(Structure):
@@ -72,6 +72,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_op_place": (_I, (_P, _I, _I, _P, _P, _F)),
     "pdk_op_attend": (_I, (_P, _I, _I, _I, _F, _P)),
     "pdk_op_select": (_I, (_P, _I, _I)),
+    "pdk_op_best": (_I, (_P, _I, _I)),
     "pdk_begin": (_I, (_P, POINTER(Step))),
     "pdk_run": (None, (_P, _I, _I)),
 }

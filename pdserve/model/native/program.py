@@ -19,7 +19,7 @@ from pdserve.model.native.weights import Packed
 
 MAX_GROUP = 64
 MAX_HEAD_DIM = 512
-_ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2}
+_ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.int64: 8}
 _NO_VIEW = (0, 0), torch.empty(0)
 
 
@@ -178,6 +178,14 @@ class Program:
         """`out` = the rows of `source` at the step's samples."""
         assert out.of_samples and not source.of_samples and out.width == source.width
         self._op(self._library.pdk_op_select(self._handle, source.number, out.number))
+
+    def best(self, source: Buffer, out: Buffer) -> None:
+        """`out`, int64 of width 1, = where the first of the largest items of each row of `source` is.
+
+        A NaN is never it unless all are.
+        """
+        assert source.of_samples and out.of_samples and out.width == 1 and out.dtype == torch.int64
+        self._op(self._library.pdk_op_best(self._handle, source.number, out.number))
 
     def begin(self, batch: ForwardBatch) -> None:
         """Begin a step; the buffers are given room. Its arrays are kept until the next one."""

@@ -237,3 +237,30 @@ def test_a_buffer_that_moves_is_seen_where_it_went() -> None:
     moved = p.view(buffer, 4)
     p.view(buffer, 1 << 16).fill_(2.0)
     assert (moved == 2.0).all()
+
+
+@levels
+@FEW
+@given(
+    rows=st.sampled_from([1, 3, 16]),
+    width=st.sampled_from([1, 31, 32, 100, 1025]),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 9),
+)
+def test_best(level: str, rows: int, width: int, threads: int, seed: int) -> None:
+    p = program(level, threads)
+    source, out = p.buffer(width, of_samples=True), p.buffer(1, torch.int64, of_samples=True)
+    p.best(source, out)
+    p.begin_samples(rows)
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randint(-3, 4, (rows, width), generator=random).float()  # so that there are several of the largest
+    strange = torch.tensor([-torch.inf, torch.inf, torch.nan])
+    x[:, ::2] = strange[torch.randint(0, 3, x[:, ::2].shape, generator=random)]
+    x[0] = torch.nan
+    p.view(source, rows).copy_(x)
+    p.run(0, 1)
+    wanted = torch.where(x.isnan().all(-1), 0, x.where(~x.isnan(), -torch.inf).argmax(-1))
+    lowest = (x == -torch.inf) | x.isnan()
+    first = (x == -torch.inf).int().argmax(-1)
+    wanted = torch.where(lowest.all(-1) & ~x.isnan().all(-1), first, wanted)
+    assert p.view(out, rows)[:, 0].tolist() == wanted.tolist()
