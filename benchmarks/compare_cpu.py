@@ -220,9 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = bench.facts(decode=_plain(decode), prefill=_plain(prefill))
     text = f"""# pdserve beside its peers on a CPU, {facts["date"]}
 
-SmolLM2-135M-Instruct, {args.threads} threads each, over HTTP (OpenVINO: called in its process). Median of \
-{args.rounds} interleaved rounds (least-most). `pdserve / it`: tokens/s of pdserve of the same precision (8 bits for \
-4 bits, too) by the row's, within rounds; above 1 pdserve is faster.
+SmolLM2-135M-Instruct, {args.threads} threads each, over HTTP (OpenVINO and transformers: called in their processes). \
+Median of {args.rounds} interleaved rounds (least-most). `pdserve / it`: tokens/s of pdserve of the same precision \
+(8 bits for 4 bits, too) by the row's, within rounds; above 1 pdserve is faster.
 
 ## Decode: prompts of {args.input_len} tokens, {args.output_len} tokens out, all streams at once
 

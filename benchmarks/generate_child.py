@@ -1,7 +1,7 @@
 """`transformers` `generate` as a peer: a child process that loads the model once and runs batches when told to.
 
-`compare_transformers.py` owns the child, sends it jobs through a pipe, and gets back the same `Result` that
-`bench_serving.py` makes of a stream, so that both are summarised by one function.
+Who compares (`compare_transformers.py`, `peers.py`) owns the child, sends it jobs through a pipe, and gets back the
+same `Result` that `bench_serving.py` makes of a stream, so that all are summarised by one function.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ class GenerateChild:
         self._process = context.Process(target=_serve, args=flags, name="transformers", daemon=True)
         self._process.start()
         theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """The child's."""
+        assert self._process.pid is not None, "started"
+        return self._process.pid
 
     def facts(self) -> dict[str, Any]:
         """Versions and torch threads of the loaded child. Raises RuntimeError when it does not come up."""

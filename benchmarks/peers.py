@@ -23,6 +23,7 @@ import psutil
 
 from benchmarks import bench_serving, report
 from benchmarks.bench_serving import Job, Result
+from benchmarks.generate_child import GenerateChild
 from benchmarks.servers import local_pair, monolith
 from pdserve.base.process import Child, ChildError, end_all
 from pdserve.model.paths import resolve_model_path
@@ -64,14 +65,36 @@ class Served:
         return Outcome(results, duration_s, self._cpu_s() - before)
 
     def _cpu_s(self) -> float:
-        total = 0.0
-        for pid in self._pids:
-            parent = psutil.Process(pid)
-            for one in (parent, *parent.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    times = one.cpu_times()
-                    total += times.user + times.system
-        return total
+        return sum(map(cpu_s, self._pids))
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process and its children so far."""
+    total = 0.0
+    parent = psutil.Process(pid)
+    for one in (parent, *parent.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = one.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+class Generate:
+    """`transformers` in a process of its own, without HTTP: padded batches of the concurrency, one after the other."""
+
+    def __init__(self, threads: int) -> None:
+        self._child = GenerateChild("smollm2", "bfloat16", threads)
+        self._child.facts()
+
+    def run(self, flags: argparse.Namespace) -> Outcome:
+        """See `System`."""
+        before = cpu_s(self._child.pid)
+        results, duration_s = self._child.run(bench_serving.make_jobs(flags), flags.concurrency)
+        return Outcome(results, duration_s, cpu_s(self._child.pid) - before)
+
+    def close(self) -> None:
+        """End it, by its pid."""
+        self._child.close()
 
 
 class OpenVino:
@@ -193,6 +216,12 @@ def _openvino(name: str) -> Callable[[contextlib.ExitStack, int], System]:
     return start
 
 
+def _transformers(stack: contextlib.ExitStack, threads: int) -> System:
+    child = Generate(threads)
+    stack.callback(child.close)
+    return child
+
+
 def gguf(name: str) -> Path:
     """The model in a file for llama.cpp and OpenVINO; `scripts/setup_peers.sh` makes it."""
     return HOME / f"smollm2-{name}.gguf"
@@ -208,6 +237,7 @@ KINDS: dict[str, Kind] = {
     "llama q8_0": Kind("8 bit", (LLAMA, gguf("q8_0")), _llama("q8_0")),
     "llama q4_0": Kind("4 bit", (LLAMA, gguf("q4_0")), _llama("q4_0")),
     "openvino f16": Kind("bf16", (HOME / "openvino/bin/python", gguf("f16")), _openvino("f16")),
+    "transformers": Kind("bf16", (), _transformers),
 }
 """By the names that the table has. `openvino f16` is computed in bfloat16 where the CPU has it."""
 
