@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -63,18 +64,16 @@ def held_by(everything: npt.NDArray[np.int64], group: KVGroup, place: Place) -> 
     return everything[:, layers.start : layers.stop, :, heads.start : heads.stop]
 
 
-@given(data=st.data(), group=groups(), num_pages=st.integers(1, 4))
-@settings(max_examples=300, deadline=None)
-def test_every_byte_of_every_decode_rank_comes_from_the_right_place_once(
-    data: st.DataObject, group: KVGroup, num_pages: int
+def check_bytes(
+    group: KVGroup,
+    source: ParallelShape,
+    destination: ParallelShape,
+    num_pages: int,
+    source_pages: Sequence[int],
+    target_pages: Sequence[int],
+    ranges: Sequence[range],
 ) -> None:
-    source, destination = data.draw(shapes(group)), data.draw(shapes(group))
-    count = data.draw(st.integers(0, num_pages))
-    source_pages = data.draw(st.permutations(range(num_pages)))[:count]
-    target_pages = data.draw(st.permutations(range(num_pages)))[:count]
-    cuts = data.draw(st.sets(st.integers(1, group.num_layers - 1)))
-    ends = [*sorted(cuts), group.num_layers]
-    ranges = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    """Carry out all plans, a range of layers after the other, and look at every byte of every decode rank."""
     everything = model_bytes(group, num_pages)
     sources = [held_by(everything, group, source.place(rank)).ravel() for rank in range(source.num_ranks)]
     found = [
@@ -95,6 +94,34 @@ def test_every_byte_of_every_decode_rank_comes_from_the_right_place_once(
         expected[target_pages] = held_by(everything, group, destination.place(rank))[source_pages]
         assert (pool == expected.ravel()).all(), rank
     assert num_written == sum(int((pool >= 0).sum()) for pool in found), "a byte was written twice"
+
+
+@given(data=st.data(), group=groups(), num_pages=st.integers(1, 4))
+@settings(max_examples=300, deadline=None)
+def test_every_byte_of_every_decode_rank_comes_from_the_right_place_once(
+    data: st.DataObject, group: KVGroup, num_pages: int
+) -> None:
+    source, destination = data.draw(shapes(group)), data.draw(shapes(group))
+    count = data.draw(st.integers(0, num_pages))
+    source_pages = data.draw(st.permutations(range(num_pages)))[:count]
+    target_pages = data.draw(st.permutations(range(num_pages)))[:count]
+    cuts = data.draw(st.sets(st.integers(1, group.num_layers - 1)))
+    ends = [*sorted(cuts), group.num_layers]
+    ranges = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    check_bytes(group, source, destination, num_pages, source_pages, target_pages, ranges)
+
+
+@pytest.mark.parametrize("num_heads", range(1, 17))
+def test_every_byte_between_all_splits_there_are(num_heads: int) -> None:
+    random = np.random.default_rng(num_heads)
+    plain = group_of(4, num_heads, 1)
+    every = [ParallelShape(tp_size=tp, pp_size=pp) for tp in sizes(plain) for pp in (1, 2, 3, 4)]
+    for source in every:
+        for destination in every:
+            group = group_of(4, num_heads, int(random.choice((1, 2, 3, 16, 64))))
+            num_pages = int(random.integers(1, 4))
+            pages = random.permutation(num_pages)[: random.integers(1, num_pages + 1)].tolist()
+            check_bytes(group, source, destination, num_pages, pages, pages[::-1], [range(4)])
 
 
 @pytest.mark.parametrize("num_heads", range(1, 17))
