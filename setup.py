@@ -61,7 +61,7 @@ class BuildKernels(build_ext):
 setup(
     ext_modules=[
         Extension(
-            "pdserve.model.native.kernels",
+            "pdserve.base.kernels",
             sources=[*SOURCES, LEVEL_SOURCE],
             depends=sorted(str(path) for path in Path("csrc").glob("*.h")),
             optional=True,

@@ -21,11 +21,11 @@ import torch
 
 from benchmarks import report
 from benchmarks.report import Spread, markdown_table, spread_of
+from pdserve.base.native import best_level
 from pdserve.executor.row_params import RowParams
 from pdserve.memory.shared import allocate_private
 from pdserve.model.forward_batch import ForwardBatch, HostRows
 from pdserve.model.native.choice import NativeChooser
-from pdserve.model.native.library import best_level
 from pdserve.model.native.program import HeadShape, Program, Threads
 from pdserve.model.native.weights import Arena, Format, pack
 from pdserve.protocol.sampling import SamplingParams

@@ -24,7 +24,7 @@ import torch
 from benchmarks import bench_cpu_step, kernels, ratio_table, report
 from benchmarks.report import Run, Spread, busy_note, ratios
 from benchmarks.servers import monolith_and_pair
-from pdserve.model.native.library import best_level
+from pdserve.base.native import best_level
 from pdserve.model.native.program import Threads
 
 STORED = Path(__file__).with_name("regressions.json")

@@ -71,6 +71,9 @@ int64_t counted(Make&& make) noexcept {
 extern "C" {
 
 int64_t pdk_version(void) { return PDK_VERSION; }
+void pdk_copy(const pdk_move* moves, int64_t count) {
+    for (int64_t i = 0; i < count; i++) std::memmove(moves[i].to, moves[i].from, moves[i].bytes);
+}
 int64_t pdk_supports(const char* level) { return kernels_of(level) != nullptr; }
 
 pdk_arena* pdk_arena_open(void) {

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 3
+#define PDK_VERSION 4
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, given back together */
 typedef struct pdk_weights pdk_weights; /* one packed linear layer, in an arena */
@@ -45,7 +45,15 @@ typedef struct {
     int32_t greedy;
 } pdk_choice;
 
+typedef struct {
+    void* to;
+    const void* from;
+    int64_t bytes;
+} pdk_move;
+
 PDK_API int64_t pdk_version(void);
+/* memmove of each, one after the other. */
+PDK_API void pdk_copy(const pdk_move* moves, int64_t count);
 /* 1 when this machine can run the level "avx512_bf16", "avx512" or "avx2". */
 PDK_API int64_t pdk_supports(const char* level);
 

@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from pdserve.base.native import Unavailable, best_level
 from pdserve.config.groups import KernelConfig, ModelConfig
 from pdserve.errors import ConfigError
 from pdserve.model.config import ModelSpec
 from pdserve.model.families.decoder import Decoder
 from pdserve.model.native.decoder import NativeDecoder, cannot_run
-from pdserve.model.native.library import Unavailable, best_level
 from pdserve.model.native.program import Threads
 
 _LOG = logging.getLogger(__name__)

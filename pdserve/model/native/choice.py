@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdserve.model.native.library import library
+from pdserve.base.native import library
 from pdserve.model.native.program import Threads
 
 _HOW = np.dtype(

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.base.native import Heads, Step, library
 from pdserve.model.forward_batch import ForwardBatch
-from pdserve.model.native.library import Heads, Step, library
 from pdserve.model.native.weights import Packed
 
 MAX_GROUP = 64

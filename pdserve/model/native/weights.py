@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pdserve.model.native.library import library
+from pdserve.base.native import library
 
 BLOCK = 32
 """Outputs that are computed together; fewer are filled up with zeros."""

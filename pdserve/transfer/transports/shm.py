@@ -7,21 +7,18 @@ dead peer: the connection of `shm_share` tells, before and after each write.
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pdserve.errors import TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
+from pdserve.transfer.transports.mover import Move, Mover
 from pdserve.transfer.transports.shm_share import MappedPeer, Share, open_peer
 
 SETTLE_S = 5.0
 """Writes settle as they end. This is for other ranks of a replica whose leader is dead: by then they have ended too."""
-SMALL_BYTES = 1 << 16
-"""Up to here a copy takes less time than waiting for the interpreter's lock once more, so it is not let go of."""
-
-Move = tuple[int, int, int]
-"""Destination and source, both addresses of this process, and bytes."""
+BATCH_BYTES = 32 << 20
+"""So much is moved before we look again whether the peer was given up: some milliseconds."""
 
 
 class ShmTransport:
@@ -38,9 +35,7 @@ class ShmTransport:
         self._lock = threading.Lock()
         self._peers: dict[str, MappedPeer] = {}
         self._closed = False
-        self._move_small = ctypes.PyDLL(None).memmove
-        self._move_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-        self._move_small.restype = None
+        self._move = Mover()
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Let peers map the regions, which `pdserve.memory.shared` must have allocated."""
@@ -80,13 +75,10 @@ class ShmTransport:
         self._regions.check_sources(copies)
         moves = _moves(peer, copies)
         _check_alive(peer, address)
-        for destination, source, num_bytes in moves:
+        for batch in _batches(moves):
             if peer.given_up:
                 raise TransferError(f"the peer at {address} was given up", code="link_down")
-            if num_bytes <= SMALL_BYTES:
-                self._move_small(destination, source, num_bytes)
-            else:
-                ctypes.memmove(destination, source, num_bytes)
+            self._move(batch)
         _check_alive(peer, address)
 
     def close(self) -> None:
@@ -117,6 +109,18 @@ def _moves(peer: MappedPeer, copies: Sequence[Copy]) -> list[Move]:
             start, end = region.address, region.address + region.num_bytes
         moves.append((destination + shift, copy.source, num_bytes))
     return moves
+
+
+def _batches(moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
+    """Runs of moves of about `BATCH_BYTES`."""
+    first, total = 0, 0
+    for index, (_, _, num_bytes) in enumerate(moves):
+        total += num_bytes
+        if total >= BATCH_BYTES:
+            yield moves[first : index + 1]
+            first, total = index + 1, 0
+    if first < len(moves):
+        yield moves[first:]
 
 
 def _check_alive(peer: MappedPeer, address: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from pdserve.base import native
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import KernelConfig, ModelConfig
 from pdserve.errors import ConfigError
@@ -16,7 +17,6 @@ from pdserve.executor.batch_builder import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, Row
 from pdserve.executor.kernel_choice import choose_level
 from pdserve.model.config import read_model_spec
-from pdserve.model.native import library
 from pdserve.model.native.attention import AttentionInProgram
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.parallel import SingleRank
@@ -195,21 +195,21 @@ def test_what_the_kernels_cannot_do_is_refused_by_the_flag_that_asks(
 def test_without_the_library_torch_computes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_checkpoint: Callable[[Family], Path]
 ) -> None:
-    monkeypatch.setenv(library.PATH_VARIABLE, str(tmp_path / "absent.so"))
-    library.library.cache_clear()
+    monkeypatch.setenv(native.PATH_VARIABLE, str(tmp_path / "absent.so"))
+    native.library.cache_clear()
     spec = read_model_spec(tiny_checkpoint("llama"))
     try:
         assert choose_level(KernelConfig(), ModelConfig(), spec, torch.bfloat16, CPU) is None
         with pytest.raises(ConfigError, match="was not built"):
             choose_level(KernelConfig(cpu_kernels="native"), ModelConfig(), spec, torch.bfloat16, CPU)
     finally:
-        library.library.cache_clear()
+        native.library.cache_clear()
 
 
 @needs_kernels
 def test_a_level_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.LEVEL_VARIABLE, "avx2")
-    assert library.best_level() == "avx2"
-    monkeypatch.setenv(library.LEVEL_VARIABLE, "sse9")
+    monkeypatch.setenv(native.LEVEL_VARIABLE, "avx2")
+    assert native.best_level() == "avx2"
+    monkeypatch.setenv(native.LEVEL_VARIABLE, "sse9")
     with pytest.raises(ConfigError, match="sse9"):
-        library.best_level()
+        native.best_level()

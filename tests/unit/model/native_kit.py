@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.base.native import LEVELS, Unavailable, library, supports
 from pdserve.model.forward_batch import ForwardBatch, HostRows
-from pdserve.model.native.library import LEVELS, Unavailable, library, supports
 from pdserve.model.native.weights import BLOCK, Format
 
 

@@ -16,7 +16,8 @@ from pdserve.errors import TransferError
 from pdserve.memory import shared
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports import shm_share
-from pdserve.transfer.transports.shm import SMALL_BYTES, ShmTransport
+from pdserve.transfer.transports.mover import SMALL_BYTES, Move, Mover
+from pdserve.transfer.transports.shm import ShmTransport
 from tests.unit.transfer.waiting import wait_until
 
 NUM_BYTES = 1 << 20
@@ -139,3 +140,20 @@ def test_a_closed_transport_connects_to_nobody(ends: tuple[End, End]) -> None:
     sender.transport.close()
     with pytest.raises(TransferError, match="closed"):
         sender.transport.connect(ends[1].address)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("sizes", [[0, 1, 4096], [SMALL_BYTES], [SMALL_BYTES + 1, 3], [1 << 20] * 5])
+def test_moves_land_where_they_should_and_nowhere_else(native: bool, sizes: list[int]) -> None:
+    move, gap = Mover(native=native), 7
+    source = np.random.default_rng(0).integers(1, 256, sum(sizes) + gap * len(sizes), dtype=np.uint8)
+    target = np.zeros(len(source), dtype=np.uint8)
+    moves: list[Move] = []
+    wanted = target.copy()
+    at = 0
+    for size in sizes:
+        moves.append((target.ctypes.data + at, source.ctypes.data + at + gap, size))
+        wanted[at : at + size] = source[at + gap : at + gap + size]
+        at += size + gap
+    move(moves[::-1])
+    assert (target == wanted).all()
