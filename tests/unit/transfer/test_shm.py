@@ -15,7 +15,7 @@ import pytest
 from pdserve.errors import TransferError
 from pdserve.memory import shared
 from pdserve.transfer.transport import Copy, MemoryRegion
-from pdserve.transfer.transports import shm_share
+from pdserve.transfer.transports import shm, shm_share
 from pdserve.transfer.transports.mover import SMALL_BYTES, Move, Mover
 from pdserve.transfer.transports.shm import ShmTransport
 from tests.unit.transfer.waiting import wait_until
@@ -140,6 +140,23 @@ def test_a_closed_transport_connects_to_nobody(ends: tuple[End, End]) -> None:
     sender.transport.close()
     with pytest.raises(TransferError, match="closed"):
         sender.transport.connect(ends[1].address)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 300, 999, 1000, 1001, 5000])
+@pytest.mark.parametrize("count", [1, 3, 4, 50])
+def test_a_write_of_several_batches_arrives_whole(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch, num_bytes: int, count: int
+) -> None:
+    monkeypatch.setattr(shm, "BATCH_BYTES", 1000)
+    sender, receiver = ends
+    sender.transport.connect(receiver.address)
+    step = num_bytes + 3
+    copies = [Copy(sender.start + i * step, receiver.start + i * step, num_bytes) for i in range(count)]
+    sender.transport.write(receiver.address, copies)
+    wanted = np.zeros(NUM_BYTES, dtype=np.uint8)
+    for i in range(count):
+        wanted[i * step : i * step + num_bytes] = 1
+    assert (receiver.bytes == wanted).all()
 
 
 @pytest.mark.parametrize("native", [True, False])
