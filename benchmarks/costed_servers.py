@@ -37,6 +37,7 @@ from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import Address, CopyJob, PrefillFound
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST, KVArgs, KVManager, TransferTimes
 from pdserve.transfer.sessions import SessionTimes
+from pdserve.transfer.wire import Key
 
 PAGE_TOKENS = 16
 PREFILL: Address = ("prefill", 1)
@@ -161,8 +162,12 @@ class HeldEngine:
 
     address: str
     settle_s: float = 0.0
+    notifies: bool = False
 
     def submit(self, job: CopyJob) -> None:
+        """See `CopyEngine`."""
+
+    def expect(self, key: Key, rank: int, count: int) -> None:
         """See `CopyEngine`."""
 
     def cancel(self, job: CopyJob) -> None:

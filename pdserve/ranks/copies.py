@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from pdserve.ranks.followers import Followers
-from pdserve.ranks.orders import Cancel, CopyReport, Forget, RankReady, Submit, pack_pieces
-from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, LayerGate, TransferEvent
+from pdserve.ranks.orders import Arrived, Cancel, CopyReport, Expect, Forget, RankReady, Submit, pack_pieces
+from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, Landed, LayerGate, TransferEvent
+from pdserve.transfer.wire import Key
 
 
 class RankCopies:
@@ -48,6 +49,11 @@ class RankCopies:
     def address(self) -> str:
         """See `CopyEngine`: the leader's."""
         return self._own.address
+
+    @property
+    def notifies(self) -> bool:
+        """See `CopyEngine`: all ranks have the same transport."""
+        return self._own.notifies
 
     def submit(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
@@ -92,7 +98,17 @@ class RankCopies:
         self._own.forget(transport_address)
         self._followers.order(Forget(transport_address))
 
-    def _copied(self, report: CopyReport) -> None:
+    def expect(self, key: Key, rank: int, count: int) -> None:
+        """See `CopyEngine`."""
+        if rank == 0:
+            self._own.expect(key, 0, count)
+        else:
+            self._followers.order_one(rank, Expect(key, count))
+
+    def _copied(self, rank: int, report: CopyReport | Arrived) -> None:
+        if isinstance(report, Arrived):
+            self._post(Landed(report.key, report.num_missing, rank))
+            return
         with self._lock:
             job = self._jobs.pop(report.job)
             del self._numbers[id(job)]

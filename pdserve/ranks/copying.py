@@ -1,6 +1,6 @@
 """The copying half of a follower: runs the leader's copy jobs out of this rank's pages.
 
-`obey` is called by the link thread, `ended` by copy workers.
+`obey` is called by the link thread, `_ended` by copy workers and what waits for notifications.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from pdserve.ranks.orders import Cancel, Copying, CopyReport, Forget, Report, Submit, unpack_pieces
+from pdserve.ranks.orders import Arrived, Cancel, Copying, CopyReport, Expect, Forget, Report, Submit, unpack_pieces
 from pdserve.ranks.steps import StepLog
-from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, TransferEvent
+from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, Landed, TransferEvent
 
 
 class Copier:
@@ -42,6 +42,8 @@ class Copier:
                     self._engine.cancel(job)
             case Forget(transport_address=address):
                 self._engine.forget(address)
+            case Expect(key=key, num_writes=num_writes):
+                self._engine.expect(key, 0, num_writes)
 
     def _submit(self, order: Submit) -> None:
         job = CopyJob(
@@ -59,6 +61,9 @@ class Copier:
         self._engine.submit(job)
 
     def _ended(self, event: TransferEvent) -> None:
+        if isinstance(event, Landed):
+            self._report(Arrived(event.key, event.num_missing))
+            return
         assert isinstance(event, CopyDone), event
         with self._lock:
             number = self._numbers.pop(id(event.job))

@@ -32,6 +32,7 @@ from pdserve.ranks.orders import (
     Agreed,
     Alive,
     Cancel,
+    Expect,
     Forget,
     Order,
     RankFailed,
@@ -133,7 +134,7 @@ class Leader:
                 pass
             case Agreed(num_pages=num_pages):
                 self._agreed.put(num_pages)
-            case Submit() | Cancel() | Forget():
+            case Submit() | Cancel() | Forget() | Expect():
                 if self._copier is not None:
                     self._copier.obey(order)
             case Stop(trouble=None):

@@ -23,6 +23,7 @@ from pdserve.ranks.meeting import Facts, Introduction, rank_names, secret_of
 from pdserve.ranks.orders import (
     Agreed,
     Alive,
+    Arrived,
     CopyReport,
     Digested,
     Offloaded,
@@ -66,7 +67,7 @@ class Followers:
         self._digests: dict[int, dict[int, RankDigest]] = {}
         """By number of the question and rank."""
         self._lost: PdserveError | None = None
-        self._on_copied: Callable[[CopyReport], None] | None = None
+        self._on_copied: Callable[[int, CopyReport | Arrived], None] | None = None
         self._on_beat: Callable[[], None] = lambda: None
         links.connect(
             peers,
@@ -118,8 +119,10 @@ class Followers:
             found = self._digests.pop(number, {})
         return [found[rank] for rank in self._peers]
 
-    def on_copied(self, take: Callable[[CopyReport], None]) -> None:
-        """`take` gets every report on a copy job, on the link thread. Once, before the first job is ordered."""
+    def on_copied(self, take: Callable[[int, CopyReport | Arrived], None]) -> None:
+        """`take` gets every rank's reports on copies, its own and peers', on the link thread. Once, before the first
+        order to copy.
+        """
         assert self._on_copied is None
         self._on_copied = take
 
@@ -156,9 +159,9 @@ class Followers:
         match report:
             case Alive():
                 return
-            case CopyReport():
-                assert self._on_copied is not None, "a report on a job that nobody ordered"
-                self._on_copied(report)
+            case CopyReport() | Arrived():
+                assert self._on_copied is not None, "a report on copies that nobody ordered"
+                self._on_copied(rank, report)
                 return
             case RankFailed(trouble=trouble):
                 self._links.report(rank, trouble.error())

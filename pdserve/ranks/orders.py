@@ -6,8 +6,8 @@
       | <------------------------- RankReady |   pool and transport are there
       | OpenRow, Launch, CloseRow, ... ----> |   obeyed by its computing thread, in order
       | <----------------- StepDone, Offloaded |   where the leader waits for it
-      | Submit, Cancel, Forget ------------> |   obeyed at once, by its copy workers
-      | <------------------------ CopyReport |
+      | Submit, Cancel, Forget, Expect ----> |   obeyed at once, by its copy workers
+      | <---------------- CopyReport, Arrived |
       | <-- Alive, in both directions -----> |
       | Stop ------------------------------> |
       | <------------------------ RankFailed |
@@ -149,6 +149,13 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     transport_address: str
 
 
+class Expect(msgspec.Struct, frozen=True, tag=True):
+    """See `CopyEngine.expect`. Answered with `Arrived`."""
+
+    key: Key
+    num_writes: Count
+
+
 class Agreed(msgspec.Struct, frozen=True, tag=True):
     """The pages of every rank's pool."""
 
@@ -211,6 +218,13 @@ class CopyReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     write_s: float
 
 
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """See `Landed`."""
+
+    key: Key
+    num_missing: Count
+
+
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     """A `PdserveError` as a value."""
 
@@ -250,10 +264,10 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 Computing = OpenRow | CloseRow | Launch | Offload | Restore | DropHost | Digest | Rebalance
 """Orders to the thread that computes, to be obeyed one after the other."""
-Copying = Submit | Cancel | Forget
+Copying = Submit | Cancel | Forget | Expect
 """Orders that overtake those."""
 Order = Computing | Copying | Agreed | Stop | Alive
-Report = Sized | RankReady | StepDone | Offloaded | Digested | CopyReport | RankFailed | Alive
+Report = Sized | RankReady | StepDone | Offloaded | Digested | CopyReport | Arrived | RankFailed | Alive
 
 
 def order_codec() -> Codec[Order]:

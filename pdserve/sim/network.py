@@ -10,6 +10,7 @@ import dataclasses
 import heapq
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Callable
 
 from pdserve.base.clock import ManualClock
@@ -17,9 +18,19 @@ from pdserve.base.mailbox import Mailbox
 from pdserve.memory.allocator import PageAllocator
 from pdserve.protocol.failure import Failure
 from pdserve.scheduler.scheduler import Event
-from pdserve.transfer.events import Address, CopyDone, CopyJob, FrameArrived, PeerGone, PrefillFound, PrefillNotFound
+from pdserve.transfer.events import (
+    Address,
+    CopyDone,
+    CopyJob,
+    FrameArrived,
+    Landed,
+    PeerGone,
+    PrefillFound,
+    PrefillNotFound,
+)
 from pdserve.transfer.gated import CANCELLED, GATE_TIMEOUT_S, NEVER_WRITTEN, PEER_GONE
 from pdserve.transfer.plan import PageCopy
+from pdserve.transfer.wire import Key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +40,9 @@ class Faults:
     lost: float = 0.0
     repeated: float = 0.2
     copy_failed: float = 0.0
+    note_lost: float = 0.0
+    lands_late: bool = False
+    """Where the engine notifies: a copy that has ended well is seen some time later only, but before its note."""
     abort: float = 0.0
     kill: float = 0.0
     max_delay_s: float = 2.0
@@ -54,10 +68,11 @@ class SimNet:
         self.mailboxes: dict[str, Mailbox[Event]] = {}
         self.served: dict[Address, tuple[str, str]] = {}
         self.pools: dict[int, Pool] = {}
+        self.engines: dict[str, SimCopyEngine] = {}
 
-    def later(self, action: Callable[[], None], max_delay_s: float | None = None) -> None:
+    def later(self, action: Callable[[], None], max_delay_s: float | None = None, *, min_delay_s: float = 0.0) -> None:
         """Run `action` after a random delay."""
-        delay_s = self.rng.uniform(0, self.faults.max_delay_s if max_delay_s is None else max_delay_s)
+        delay_s = min_delay_s + self.rng.uniform(0, self.faults.max_delay_s if max_delay_s is None else max_delay_s)
         heapq.heappush(self._queue, (self.clock.now() + delay_s, next(self._count), action))
 
     def deliver(self) -> None:
@@ -99,13 +114,17 @@ class SimSocket:
 class SimCopyEngine:
     """`CopyEngine` whose bytes move copy by copy at random moments, from what is in the source at that moment.
 
-    A job with a closed gate is looked at again after random delays.
+    A job with a closed gate is looked at again after random delays. Notifications come some time after their bytes.
     """
 
-    def __init__(self, net: SimNet, endpoint: str, alive: Callable[[str], bool]) -> None:
+    def __init__(self, net: SimNet, endpoint: str, alive: Callable[[str], bool], *, notifies: bool = False) -> None:
+        self.notifies = notifies
         self._net = net
         self._endpoint = endpoint
         self._alive = alive
+        self._notes: dict[Key, set[int]] = defaultdict(set)
+        self._expected: dict[Key, int] = {}
+        net.engines[endpoint] = self
 
     @property
     def settle_s(self) -> float:
@@ -127,6 +146,27 @@ class SimCopyEngine:
 
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`."""
+
+    def expect(self, key: Key, rank: int, count: int) -> None:
+        """See `CopyEngine`."""
+        assert key not in self._expected, "expected twice"
+        self._expected[key] = count
+        self._look(key)
+        self._net.later(lambda: self._give_up(key), min_delay_s=self.settle_s)
+
+    def _notified(self, key: Key, index: int) -> None:
+        self._notes[key].add(index)
+        self._look(key)
+
+    def _look(self, key: Key) -> None:
+        if len(self._notes[key]) == self._expected.get(key):
+            del self._expected[key]
+            self._report(Landed(key, 0))
+
+    def _give_up(self, key: Key) -> None:
+        count = self._expected.pop(key, 0)
+        if count:
+            self._report(Landed(key, count - len(self._notes[key])))
 
     def _start(self, job: CopyJob, expires_at: float) -> None:
         if not self._alive(self._endpoint):
@@ -158,18 +198,33 @@ class SimCopyEngine:
 
     def _next(self, job: CopyJob, left: list[tuple[int, PageCopy]]) -> None:
         if not left:
+            if self.notifies and job.num_bytes:
+                self._notify(job)
             self._report(CopyDone(job, None, settled=True, write_s=0.0))
             return
         piece, copy = left.pop()
         self._land(job, piece, copy)
         self._net.later(lambda: self._next(job, left))
 
+    def _notify(self, job: CopyJob) -> None:
+        net, peer = self._net, self._net.engines[job.transport_address]
+        if net.rng.random() >= net.faults.note_lost:
+            behind_s = net.faults.max_delay_s if net.faults.lands_late else 0.0
+            net.later(lambda: peer._notified(job.key, job.index), min_delay_s=behind_s)
+
     def _land(self, job: CopyJob, piece: int, copy: PageCopy) -> None:
         if self._alive(job.transport_address) and self._alive(self._endpoint):
             source, destination, _ = job.pieces[piece]
             self._check(source, copy.source, copy.num_bytes, "reads")
-            self._check(destination, copy.destination, copy.num_bytes, "writes")
-            ctypes.memmove(destination + copy.destination, source + copy.source, copy.num_bytes)
+            read = ctypes.string_at(source + copy.source, copy.num_bytes)
+            if self._net.faults.lands_late and self.notifies:
+                self._net.later(lambda: self._put(destination, copy.destination, read))
+            else:
+                self._put(destination, copy.destination, read)
+
+    def _put(self, base: int, offset: int, read: bytes) -> None:
+        self._check(base, offset, len(read), "writes")
+        ctypes.memmove(base + offset, read, len(read))
 
     def _check(self, base: int, offset: int, num_bytes: int, verb: str) -> None:
         """No copy may touch a page that is free: the next owner's bytes would be at risk."""
@@ -177,7 +232,7 @@ class SimCopyEngine:
         for page in range(offset // pool.page_bytes, -(-(offset + num_bytes) // pool.page_bytes)):
             assert not pool.allocator.is_free(page), f"a copy {verb} free page {page} of {base:#x}"
 
-    def _report(self, event: CopyDone) -> None:
+    def _report(self, event: CopyDone | Landed) -> None:
         for _ in range(2 if self._net.rng.random() < self._net.faults.repeated else 1):
             self._net.later(lambda: self._net.post(self._endpoint, event))
 

@@ -61,6 +61,8 @@ class Shape:
     """Pages of host memory for retracted requests."""
     reserved_decode_tokens: int = 4
     layer_groups: int = 0
+    notifies: bool = False
+    """The transport tells the receiver of writes."""
     num_stages: int = 1
     """Steps under way at once, as where a model is split into so many stages."""
 
@@ -134,7 +136,7 @@ class Node:
         self.kv = KVManager(
             args,
             SimSocket(net, endpoint),
-            SimCopyEngine(net, endpoint, lambda e: e in net.mailboxes),
+            SimCopyEngine(net, endpoint, lambda e: e in net.mailboxes, notifies=shape.notifies),
             SimDirectory(net, endpoint),
             net.clock,
             TransferTimes(

@@ -119,7 +119,18 @@ class CopyDone:
     write_s: float
 
 
-TransferEvent = FrameArrived | PrefillFound | PrefillNotFound | PeerGone | PeerListens | CopyDone
+@dataclasses.dataclass(frozen=True, slots=True)
+class Landed:
+    """How `expect` ended: our rank `rank` has been notified of all writes of `key`, or in good time of all but
+    `num_missing`.
+    """
+
+    key: Key
+    num_missing: int
+    rank: int = 0
+
+
+TransferEvent = FrameArrived | PrefillFound | PrefillNotFound | PeerGone | PeerListens | CopyDone | Landed
 
 
 class CopyEngine(Protocol):
@@ -135,6 +146,11 @@ class CopyEngine(Protocol):
         """How peers' transports reach ours."""
         ...
 
+    @property
+    def notifies(self) -> bool:
+        """Whether receivers are notified of each copy job that is not empty, and so may `expect` it."""
+        ...
+
     def submit(self, job: CopyJob) -> None:
         """Queue `job`; never blocks."""
         ...
@@ -145,6 +161,10 @@ class CopyEngine(Protocol):
 
     def forget(self, transport_address: str) -> None:
         """The peer behind this address is gone."""
+        ...
+
+    def expect(self, key: Key, rank: int, count: int) -> None:
+        """Post a `Landed` when our rank `rank` has been notified of `count` writes of `key`. Once a key and rank."""
         ...
 
 

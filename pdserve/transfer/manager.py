@@ -26,6 +26,7 @@ from pdserve.transfer.events import (
     CopyEngine,
     Directory,
     FrameArrived,
+    Landed,
     PeerGone,
     PeerListens,
     PrefillFound,
@@ -141,6 +142,7 @@ class KVManager:
             times.bootstrap_timeout_s,
             times.waiting_timeout_s,
             args.layout.page_tokens,
+            args.shape.num_ranks,
             self.counters,
         )
 
@@ -171,6 +173,8 @@ class KVManager:
         match event:
             case CopyDone():
                 self.send_side.on_copy(event)
+            case Landed():
+                self.receive_side.on_landed(event)
             case FrameArrived(frame=frame):
                 self._apply(self.sessions.arrived(frame))
             case PrefillFound():

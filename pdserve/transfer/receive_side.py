@@ -13,11 +13,11 @@ from pdserve.base.clock import Clock
 from pdserve.errors import ProtocolError, RequestError
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.events import Address, CopyEngine
+from pdserve.transfer.events import Address, CopyEngine, Landed
 from pdserve.transfer.peers import Peer
 from pdserve.transfer.room import Published, ReceiveRoom
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.state import KVPoll, merge_ranks
 from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta, Told, TransferStats
 
 FOLLOWERS_END_S = 15.0
@@ -36,6 +36,7 @@ class ReceiveSide:
         bootstrap_timeout_s: float,
         waiting_timeout_s: float,
         page_tokens: int,
+        num_ranks: int,
         counters: Counter[str],
     ) -> None:
         self._instance = instance
@@ -45,6 +46,8 @@ class ReceiveSide:
         self._bootstrap_timeout_s = bootstrap_timeout_s
         self._waiting_timeout_s = waiting_timeout_s
         self._page_tokens = page_tokens
+        self._num_notified = num_ranks if engine.notifies else 0
+        """Ranks that `Done` must say something of."""
         self._counters = counters
         self._attempts = itertools.count(1)
         self.rooms: dict[int, ReceiveRoom] = {}
@@ -157,13 +160,25 @@ class ReceiveSide:
         return entry is not None and entry.peer == peer.instance
 
     def on_done(self, done: Done) -> None:
-        """Every byte of a key has landed."""
-        self._count(done.key, done.stats)
-        self._release(done.key)
-        room = self.rooms.get(done.key.room)
-        if room is not None and room.key == done.key:
-            room.stats, room.num_told = done.stats, done.num_told
-            self._look_whether_told(room)
+        """The sender has seen every byte of a key land. Our ranks' engines must have, too, where they are notified."""
+        entry = self.published[done.key]
+        if entry.done is not None:
+            return
+        entry.done = done
+        entry.at_ranks = [KVPoll.SUCCESS if len(done.notified) == self._num_notified else KVPoll.FAILED]
+        if self._num_notified and entry.at_ranks == [KVPoll.SUCCESS]:
+            entry.at_ranks = [KVPoll.TRANSFERRING if count else KVPoll.SUCCESS for count in done.notified]
+            for rank, count in enumerate(done.notified):
+                if count:
+                    self._engine.expect(done.key, rank, count)
+        self._look_whether_landed(entry, done)
+
+    def on_landed(self, event: Landed) -> None:
+        """The engine of one of our ranks has been notified of all writes of a key, or will not be."""
+        entry = self.published.get(event.key)
+        if entry is not None and entry.done is not None:
+            entry.at_ranks[event.rank] = KVPoll.FAILED if event.num_missing else KVPoll.SUCCESS
+            self._look_whether_landed(entry, entry.done)
 
     def on_told(self, peer: Peer, told: Told) -> None:
         """A part of the prompt's log probabilities; perhaps behind Done, perhaps again."""
@@ -227,6 +242,24 @@ class ReceiveSide:
         return sum(entry.num_pages for entry in self.published.values())
 
     # ------------------------------------------------------------------ inside
+
+    def _look_whether_landed(self, entry: Published, done: Done) -> None:
+        """The key stands as the slowest rank does; its pages are let go when all have said their word."""
+        if KVPoll.TRANSFERRING in entry.at_ranks:
+            return
+        landed = merge_ranks(entry.at_ranks) is KVPoll.SUCCESS
+        self._count(done.key, done.stats if landed else None)
+        self._release(done.key)
+        room = self.rooms.get(done.key.room)
+        if room is None or room.key != done.key:
+            return
+        if landed:
+            room.stats, room.num_told = done.stats, done.num_told
+            self._look_whether_told(room)
+        else:
+            self._counters["transfers_unconfirmed"] += 1
+            message = "prefill says that all KV cache was written, but the transfer engine does not say so here"
+            room.fail(Failure(code="transfer_unconfirmed", message=message, status=502))
 
     def _look_whether_told(self, room: ReceiveRoom) -> None:
         if room.is_told:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVLayout, pages_for
@@ -13,7 +13,7 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.events import Address, CopyJob
 from pdserve.transfer.state import TERMINAL, KVPoll, advance
-from pdserve.transfer.wire import Hello, Key, Meta, TransferStats
+from pdserve.transfer.wire import Done, Hello, Key, Meta, TransferStats
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,6 +102,8 @@ class Outgoing:
     num_pages: int = 0
     num_told: int = 0
     write_s: float = 0.0
+    notified: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Writes that the engine has told the receiver of, by the address of its rank."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -117,6 +119,10 @@ class Published:
     """Of the Meta."""
     fenced_at: float | None = None
     """Set when the peer is gone: the time from which nothing of it is in flight."""
+    done: Done | None = None
+    """What the sender has said, when it had seen every byte land."""
+    at_ranks: list[KVPoll] = dataclasses.field(default_factory=list)
+    """Since then: how the key stands at each of our ranks; one for all where engines notify of nothing."""
 
     def release(self) -> None:
         """Nothing can be written any more."""

@@ -233,6 +233,7 @@ class SendSide:
                 return
         else:
             out.num_bytes += event.job.num_bytes
+            out.notified[event.job.transport_address] += event.job.num_bytes > 0
             peer = self._sessions.peer(out.peer)
             if peer is not None:
                 peer.sent.moved(event.job.num_bytes, event.write_s, self._clock.now())
@@ -398,7 +399,13 @@ class SendSide:
             room.stats = stats
             room.move(KVPoll.SUCCESS)
         self._counters["transfers_done"] += 1
-        self._say(out.key, Done(key=out.key, stats=stats, num_told=out.num_told))
+        self._say(out.key, Done(key=out.key, stats=stats, num_told=out.num_told, notified=self._notified(out, peer)))
+
+    def _notified(self, out: Outgoing, peer: Peer | None) -> tuple[int, ...]:
+        """See `Done`."""
+        if not self._engine.notifies or peer is None or peer.hello is None:
+            return ()
+        return tuple(out.notified[rank.transport_address] for rank in peer.hello.ranks)
 
     def _stats(self, out: Outgoing) -> TransferStats:
         return msgspec.structs.replace(

@@ -48,6 +48,8 @@ class TransportFacts:
     writers: int = 1
     """Copy workers that share the jobs for one peer. More than one helps where a write is the thread's own work: one
     copies while the other makes its next copy ready, or waits for the interpreter's lock."""
+    notifies: bool = False
+    """True: it is a `NotifyingTransport`."""
 
 
 class Transport(Protocol):
@@ -121,6 +123,20 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """End everything; later calls raise. Scheduler thread, after the copy workers have stopped."""
+        ...
+
+
+class NotifyingTransport(Transport, Protocol):
+    """One whose engine tells the peer of a write, on the peer's side, when every byte of it is there."""
+
+    def write_and_notify(self, address: str, copies: Sequence[Copy], note: bytes) -> None:
+        """As `write`, of copies that are not all empty. When all bytes are in the peer's memory, and not before, `note`
+        is among its notifications, once. When this raises, perhaps.
+        """
+        ...
+
+    def take_notifications(self) -> Sequence[bytes]:
+        """Notes of peers' writes that have come since the last call. One thread, until `close`; does not block."""
         ...
 
 

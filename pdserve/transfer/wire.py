@@ -6,7 +6,7 @@
       | Meta(key, pages, aux slot) -------> |   you may write here now
       |        ... pages, then aux, through the transport ...
       | <----------------- Told(key, index) |   log probabilities of the prompt, in parts; only where wanted
-      | <------------------------ Done(key) |   every byte has landed
+      | <------------------------ Done(key) |   every byte has landed; believed when the engine has notified so, too
       | Abort(key) -----------------------> |   stop
       | <-------------- Ended(key, failure) |   prefill gave up; `quiesced`: no byte will come any more
       | <-------- Ping, Pong, Ack --------> |   any direction; every packet carries acks
@@ -131,11 +131,16 @@ class Told(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All pages and the aux slot of `key` have landed; so many `Told` were sent, some of which may still come."""
+    """All pages and the aux slot of `key` have landed; so many `Told` were sent, some of which may still come.
+
+    `notified`: for each of the receiver's ranks, of how many writes its engine has been told; empty where engines tell
+    nothing.
+    """
 
     key: Key
     stats: TransferStats
     num_told: Count = 0
+    notified: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)] = ()
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):

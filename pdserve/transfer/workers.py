@@ -19,12 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 from pdserve.errors import TransferError
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import CopyDone, CopyJob, TransferEvent
 from pdserve.transfer.gated import CANCELLED, PEER_GONE, GatedJobs
-from pdserve.transfer.transport import Copy, Transport
+from pdserve.transfer.notifications import Notifications, encode_note
+from pdserve.transfer.transport import Copy, NotifyingTransport, Transport
+from pdserve.transfer.wire import Key
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ class CopyWorkers:
 
     def __init__(self, transport: Transport, post: Callable[[TransferEvent], None], num_threads: int) -> None:
         self._transport = transport
+        self._notifying = cast(NotifyingTransport, transport) if transport.facts.notifies else None
         self._post = post
         self._workers = [_Worker() for _ in range(num_threads)]
         self._num_writers = min(transport.facts.writers, num_threads)
@@ -77,6 +81,9 @@ class CopyWorkers:
         self._closing = threading.Event()
         self._disconnecting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disconnect")
         self.address = transport.address()
+        self._notifications = (
+            None if self._notifying is None else Notifications(self._notifying.take_notifications, post)
+        )
         self._threads = [
             threading.Thread(target=self._work, args=(worker,), name=f"kv-copy-{i}", daemon=True)
             for i, worker in enumerate(self._workers)
@@ -88,6 +95,11 @@ class CopyWorkers:
     def settle_s(self) -> float:
         """See `CopyEngine`."""
         return self._transport.settle_s
+
+    @property
+    def notifies(self) -> bool:
+        """See `CopyEngine`."""
+        return self._notifying is not None
 
     def submit(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
@@ -107,6 +119,11 @@ class CopyWorkers:
         for worker in self._workers_of.pop(transport_address, ()):
             worker.orders.put(_Forget(transport_address))  # and once more behind a connect that runs just now
 
+    def expect(self, key: Key, rank: int, count: int) -> None:
+        """See `CopyEngine`."""
+        assert self._notifications is not None, "the transport notifies of nothing"
+        self._notifications.expect(key, count)
+
     def close(self) -> None:
         """End the threads. Writes under way are cut off; queued jobs, and those with a closed gate, are not begun."""
         self._closing.set()
@@ -115,6 +132,8 @@ class CopyWorkers:
         for worker in self._workers:
             worker.orders.put(_End())
         self._disconnecting.shutdown(wait=False)
+        if self._notifications is not None:
+            self._notifications.close()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -168,7 +187,10 @@ class CopyWorkers:
             if job.transport_address not in connected:
                 self._transport.connect(job.transport_address)
                 connected.add(job.transport_address)
-            self._transport.write(job.transport_address, copies)
+            if self._notifying is not None and job.num_bytes:
+                self._notifying.write_and_notify(job.transport_address, copies, encode_note(job.key, job.index))
+            else:
+                self._transport.write(job.transport_address, copies)
         except TransferError as error:
             log.warning("copy of %d bytes to %s failed: %s", job.num_bytes, job.transport_address, error)
             return CopyDone(job, Failure.from_error(error), error.settled, time.monotonic() - started)

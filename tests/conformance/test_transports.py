@@ -10,14 +10,16 @@ import random
 import signal
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import numpy as np
 import pytest
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
-from pdserve.transfer.transport import Copy, MemoryRegion, Transport
+from pdserve.transfer.transport import Copy, MemoryRegion, NotifyingTransport, Transport
 from pdserve.transfer.transports import mooncake_engine, nixl, nixl_engine, shm_share
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from tests.conformance.transport_kit import LocalPeer, Memory, PeerFactory, PeerUnderTest, ProcessPeer
@@ -29,6 +31,8 @@ ENGINES = ("mooncake", "nixl", "shm")
 """Transports by the names that `open_transport` knows; each is tested to peers in processes of their own."""
 COMPOSED = ("auto",)
 """Made of those: tested where processes stop and die."""
+NOTIFYING = ("nixl",)
+"""Those that also say at the peer that a write is there."""
 
 
 class Rig:
@@ -98,6 +102,12 @@ def opened() -> Iterator[Open]:
 @pytest.fixture(params=[*ENGINES, *COMPOSED])
 def process_rig(request: pytest.FixtureRequest, opened: Open) -> Iterator[Rig]:
     """Peers in processes of their own, which can be stopped and killed."""
+    yield from _process_rig(request.param, opened)
+
+
+@pytest.fixture(params=NOTIFYING)
+def notifying_rig(request: pytest.FixtureRequest, opened: Open) -> Iterator[Rig]:
+    """Peers that say when they are notified."""
     yield from _process_rig(request.param, opened)
 
 
@@ -347,6 +357,61 @@ def test_bytes_are_there_when_write_returns_in_the_order_of_writes(rig: Rig) -> 
         assert np.array_equal(peer.read()[:64], rig.memory.bytes[4096 + number * 64 :][:64])
 
 
+def test_the_transports_that_notify_are_those_that_say_so(rig: Rig) -> None:
+    assert rig.transport.facts.notifies == (rig.transport.name in NOTIFYING)
+
+
+def test_a_peer_is_notified_of_each_write_once_and_has_its_bytes_then(notifying_rig: Rig) -> None:
+    """From several threads, of one copy and of more than go in one batch."""
+    rig, peer = notifying_rig, notifying_rig.peer()
+    assert isinstance(peer, ProcessPeer)
+    share = REGION_BYTES // 4
+
+    def job(which: int) -> None:
+        size = share // (2 * nixl.BATCH_COPIES) if which == 0 else share // 50
+        pages = range(which * share, which * share + share // size * size, size)
+        jobs = [pages] if which == 0 else [pages[number : number + 1] for number in range(50)]
+        for number, part in enumerate(jobs):
+            first, length = part[0], len(part) * size
+            note = b"%d %d %d %d" % (which * 50 + number, first, length, _checksum(rig, first, length))
+            copies = [Copy(rig.memory.region.address + at, peer.start + at, size) for at in part]
+            _notifying(rig).write_and_notify(peer.address, copies, note)
+
+    assert run_threads([functools.partial(job, which) for which in range(4)]) == []
+    _notifying(rig).write_and_notify(peer.address, [Copy(rig.memory.region.address, peer.start, 8)], b"1000 0 0 0")
+    seen = await_notes(peer, 152)
+    assert sorted(number for number, _ in seen) == [0, *range(50, 200), 1000]
+    assert all(there for _, there in seen)
+    rig.transport.write(peer.address, rig.pages(peer, 5, 4096))
+    time.sleep(0.05)
+    assert peer.notes.empty(), "a write without a note, or the same note again"
+
+
+def test_a_stopped_peer_is_notified_of_nothing_that_is_not_there(notifying_rig: Rig) -> None:
+    rig, peer = notifying_rig, notifying_rig.peer()
+    assert isinstance(peer, ProcessPeer)
+    length = 16 << 20
+    note = b"1 0 %d %d" % (length, _checksum(rig, 0, length))
+    peer.signal(signal.SIGSTOP)
+    failed = run_threads(
+        [
+            lambda: _notifying(rig).write_and_notify(
+                peer.address, [Copy(rig.memory.region.address, peer.start, length)], note
+            )
+        ]
+    )
+    assert len(failed) == 1
+    rig.memory.bytes[:] = LATE
+    peer.signal(signal.SIGCONT)
+    note = b"2 64 64 %d" % _checksum(rig, 64, 64)
+    copies = [Copy(rig.memory.region.address + 64, peer.start + 64, 64)]
+    deadline = time.monotonic() + FAILURE_BOUND_S
+    while run_threads([lambda: _notifying(rig).write_and_notify(peer.address, copies, note)]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert await_notes(peer, 1) == [(2, True)]
+
+
 def test_many_threads_write_thousands_of_small_pages_to_two_peers(rig: Rig) -> None:
     peers = [rig.peer(), rig.peer()]
     copies = [rig.pages(peer, 4000, 1024, seed) for seed, peer in enumerate(peers)]
@@ -392,6 +457,20 @@ def await_steady(peer: ProcessPeer) -> None:
         looks = looks + 1 if count == last else 0
         last = count
         time.sleep(0.05)
+
+
+def await_notes(peer: ProcessPeer, count: int) -> list[tuple[int, bool]]:
+    """The next so many, in the order in which they came."""
+    return [peer.notes.get(timeout=FAILURE_BOUND_S) for _ in range(count)]
+
+
+def _notifying(rig: Rig) -> NotifyingTransport:
+    assert rig.transport.facts.notifies
+    return cast(NotifyingTransport, rig.transport)
+
+
+def _checksum(rig: Rig, first: int, length: int) -> int:
+    return zlib.crc32(rig.memory.bytes[first : first + length])
 
 
 def test_fake_checks_ranges_and_moves_nothing() -> None:

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import Protocol
+from collections import defaultdict
+from typing import IO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -68,8 +69,9 @@ class PeerFactory:
         )
         stdout = self._process.stdout
         assert stdout is not None
-        self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=lambda: [self._lines.put(line) for line in stdout], daemon=True).start()
+        self._ready: queue.Queue[list[str]] = queue.Queue()
+        self._notes: dict[int, queue.Queue[tuple[int, bool]]] = defaultdict(queue.Queue)
+        threading.Thread(target=self._read, args=(stdout,), daemon=True).start()
 
     def make(self, num_bytes: int) -> ProcessPeer:
         """A new peer with a region of so many zero bytes."""
@@ -77,11 +79,16 @@ class PeerFactory:
         assert stdin is not None
         stdin.write(f"{num_bytes}\n")
         stdin.flush()
-        while True:
-            words = self._lines.get(timeout=READY_TIMEOUT_S).split()
-            if words[:1] == ["READY"]:
-                pid, address, start, descriptor = words[1:]
-                return ProcessPeer(int(pid), address, int(start), int(descriptor), num_bytes)
+        pid, address, start, descriptor = self._ready.get(timeout=READY_TIMEOUT_S)
+        return ProcessPeer(int(pid), address, int(start), int(descriptor), num_bytes, self._notes[int(pid)])
+
+    def _read(self, stdout: IO[str]) -> None:
+        for line in stdout:
+            match line.split():
+                case ["READY", *words]:
+                    self._ready.put(words)
+                case ["NOTED", pid, number, there]:
+                    self._notes[int(pid)].put((int(number), there == "True"))
 
     def close(self) -> None:
         """End the process, and all its peers."""
@@ -90,10 +97,21 @@ class PeerFactory:
 
 
 class ProcessPeer:
-    """A process with a transport; its region is memory that this process maps too."""
+    """A process with a transport; its region is memory that this process maps too.
 
-    def __init__(self, pid: int, address: str, start: int, descriptor: int, num_bytes: int) -> None:
-        self.address, self.start = address, start
+    `notes`: numbers of the writes it was notified of, and whether their bytes were there when it was.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        address: str,
+        start: int,
+        descriptor: int,
+        num_bytes: int,
+        notes: queue.Queue[tuple[int, bool]],
+    ) -> None:
+        self.address, self.start, self.notes = address, start, notes
         self._process = os.pidfd_open(pid)
         with open(f"/proc/{pid}/fd/{descriptor}", "r+b") as file:
             self._bytes: Bytes = np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=np.uint8)

@@ -2,7 +2,8 @@
 
 argv: transport
 stdin: `<region bytes>` asks for a peer
-stdout: `READY <pid> <address> <region start> <descriptor of the file that the region is mapped from>` from each
+stdout: `READY <pid> <address> <region start> <descriptor of the file that the region is mapped from>` from each, and
+    `NOTED <pid> <number> <True or False>` for each notification: whether the bytes that it speaks of were there
 
 A peer registers one region and lives until it is killed, or this process ends. It opens its transport after the fork.
 """
@@ -13,10 +14,13 @@ import ctypes
 import os
 import signal
 import sys
+import time
+import zlib
+from typing import cast
 
 from pdserve.memory import shared
 from pdserve.transfer import registry
-from pdserve.transfer.transport import MemoryRegion
+from pdserve.transfer.transport import MemoryRegion, NotifyingTransport
 from pdserve.transfer.transports import auto, mooncake, nixl, shm
 from pdserve.transfer.transports.nixl_engine import load_native
 
@@ -47,7 +51,13 @@ def serve(name: str, num_bytes: int) -> None:
     transport.register([MemoryRegion(start, num_bytes)])
     print(f"READY {os.getpid()} {transport.address()} {start} {segment.descriptor}", flush=True)
     while True:
-        signal.pause()
+        if not transport.facts.notifies:
+            signal.pause()
+        for note in cast(NotifyingTransport, transport).take_notifications():
+            number, first, length, checksum = map(int, note.split())
+            there = zlib.crc32(memory[first : first + length]) == checksum
+            print(f"NOTED {os.getpid()} {number} {there}", flush=True)
+        time.sleep(0.0005)
 
 
 if __name__ == "__main__":

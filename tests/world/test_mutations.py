@@ -10,10 +10,10 @@ from pdserve.base.parallel import Place
 from pdserve.memory.layout import KVGroup
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
-from pdserve.sim.network import Faults
+from pdserve.sim.network import Faults, SimCopyEngine
 from pdserve.transfer import chunk as chunk_module
 from pdserve.transfer import room as room_module
-from pdserve.transfer.events import CopyDone
+from pdserve.transfer.events import CopyDone, Landed
 from pdserve.transfer.manager import KVReceiver, KVSender
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.receive_side import ReceiveSide
@@ -126,8 +126,13 @@ def forget_the_room_check(patch: Patch) -> None:
     patch.setattr(chunk_module, "PageCopy", lambda s, d, n: plan(s, 0, n))
 
 
+def believe_done_without_notifications(patch: Patch) -> None:
+    patch.setattr(SimCopyEngine, "expect", lambda self, key, rank, count: self._report(Landed(key, 0)))
+
+
 NOTHING = Faults()
 ABORTS = Faults(abort=0.03, copy_failed=0.05)
+LATE = Faults(lands_late=True)
 MUTANTS: list[tuple[Callable[[Patch], None], Faults]] = [
     (swap_two_pages, NOTHING),
     (skip_the_last_layer, NOTHING),
@@ -141,6 +146,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], Faults]] = [
     (reopen_closed_keys, ABORTS),
     (send_an_unfinished_page, NOTHING),
     (forget_the_room_check, NOTHING),
+    (believe_done_without_notifications, LATE),
 ]
 
 
@@ -155,6 +161,7 @@ def test_planted_bug_is_caught(mutant: Callable[[Patch], None], faults: Faults, 
     pytest.fail(f"{mutant.__name__}: not caught in {MAX_SEEDS} seeds")
 
 
-def test_the_same_seeds_pass_without_a_planted_bug() -> None:
+@pytest.mark.parametrize("faults", [ABORTS, LATE])
+def test_the_same_seeds_pass_without_a_planted_bug(faults: Faults) -> None:
     for seed in range(MAX_SEEDS):
-        play(seed, ABORTS)
+        play(seed, faults)

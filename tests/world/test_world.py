@@ -55,6 +55,26 @@ def test_servers_killed_and_reborn(case: int) -> None:
     assert kills > 0
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_that_are_seen_after_their_write_has_ended_are_waited_for_where_the_engine_notifies(case: int) -> None:
+    """A sender can know only that its bytes have been taken; the receiver looks at none before the note behind them."""
+    for seed in range(case * SEEDS_PER_CASE, (case + 1) * SEEDS_PER_CASE):
+        _, results = play(2 * seed + 1, Faults(lands_late=True))
+        assert all(half is not None and half.finish and half.finish.type == "length" for half in results)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_notifications_that_do_not_come_fail_the_request_and_free_its_pages(case: int) -> None:
+    failed = 0
+    for seed in range(case * SEEDS_PER_CASE, (case + 1) * SEEDS_PER_CASE):
+        world, results = play(2 * seed + 1, Faults(note_lost=0.05, lost=0.05, abort=0.01))
+        assert world.decode.kv is not None
+        lost = world.decode.kv.counters["transfers_unconfirmed"]
+        failed += lost
+        assert sum(half is None or half.finish is None or half.finish.type == "abort" for half in results) >= lost
+    assert failed > 0
+
+
 def test_no_thread_is_started() -> None:
     before = threading.active_count()
     play(1, Faults())

@@ -8,9 +8,10 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
+from typing import cast
 
 from pdserve.errors import TransferError
-from pdserve.transfer.transport import Copy, MemoryRegion, Transport, TransportFacts
+from pdserve.transfer.transport import Copy, MemoryRegion, NotifyingTransport, Transport, TransportFacts
 
 
 class FailingTransport:
@@ -59,12 +60,24 @@ class FailingTransport:
         Raises:
             TransferError: settled, where it was this write's turn to fail; or the inner one's.
         """
-        with self._lock:
-            fails = self._rng.random() < self._probability
-        if fails:
-            raise TransferError("injected failure of a write")
+        self._fail_perhaps()
         self._inner.write(address, copies)
+
+    def write_and_notify(self, address: str, copies: Sequence[Copy], note: bytes) -> None:
+        """See `NotifyingTransport`, which the inner one must be. Raises like `write`."""
+        self._fail_perhaps()
+        cast(NotifyingTransport, self._inner).write_and_notify(address, copies, note)
+
+    def take_notifications(self) -> Sequence[bytes]:
+        """See `NotifyingTransport`, which the inner one must be."""
+        return cast(NotifyingTransport, self._inner).take_notifications()
 
     def close(self) -> None:
         """See `Transport`."""
         self._inner.close()
+
+    def _fail_perhaps(self) -> None:
+        with self._lock:
+            fails = self._rng.random() < self._probability
+        if fails:
+            raise TransferError("injected failure of a write")

@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import itertools
 import logging
 import os
 import sys
@@ -139,6 +140,11 @@ class Agent:
         """What a sender needs to write here; of the regions registered so far."""
         return bytes(self.native.get_agent_metadata())
 
+    def take_notifications(self) -> list[bytes]:
+        """Notes that came with peers' writes since the last call, in the order of each peer."""
+        found: dict[str, list[bytes]] = self.native.get_new_notifs()
+        return list(itertools.chain.from_iterable(found.values()))
+
     def destroy(self) -> None:
         """Close all connections and end all threads: no byte moves after this. Takes some tenths of a second."""
         alive = weakref.ref(self.native.agent)
@@ -172,15 +178,17 @@ class Sender:
         self._lock = threading.Lock()
         self._lists: dict[tuple[str, str], dict[int, tuple[Any, Any]]] = {}
 
-    def run(self, ranges: Ranges, kinds: tuple[str, str], given_up: Callable[[], bool], deadline: float) -> str | None:
-        """Write `ranges` between memory of these kinds, here and there, and wait asleep for the end.
+    def run(
+        self, ranges: Ranges, kinds: tuple[str, str], note: bytes, given_up: Callable[[], bool], deadline: float
+    ) -> str | None:
+        """Write `ranges` between memory of these kinds, here and there, then `note`, and wait asleep for the end.
 
         None when every byte is there (the engine has flushed the connection), else what went wrong. `deadline` is of
         the monotonic clock. After a failure bytes may go on moving until `destroy`.
         """
         native = self._agent.native
         try:
-            handle = self._prepare(native, ranges, kinds)
+            handle = self._prepare(native, ranges, kinds, note)
         except Exception as error:
             return f"refused: {error!r}"
         try:
@@ -196,7 +204,7 @@ class Sender:
         self._lists.clear()  # the handles release themselves; a name for one here would keep the agent
         self._agent.destroy()
 
-    def _prepare(self, native: Any, ranges: Ranges, kinds: tuple[str, str]) -> Any:
+    def _prepare(self, native: Any, ranges: Ranges, kinds: tuple[str, str], note: bytes) -> Any:
         here, there = self._here[kinds[0]], self._there[kinds[1]]
         with self._lock:
             lists = self._lists.setdefault(kinds, {})
@@ -209,9 +217,11 @@ class Sender:
         if block is None:
             local = native.get_xfer_descs(here.rows(ranges.sources, ranges.lengths).astype("u8"), kinds[0])
             remote = native.get_xfer_descs(there.rows(ranges.destinations, ranges.lengths).astype("u8"), kinds[1])
-            return native.initialize_xfer("WRITE", local, remote, self.peer)
+            return native.initialize_xfer("WRITE", local, remote, self.peer, notif_msg=note)
         from_blocks, to_blocks = block_indices(ranges, here, there, block)
-        return native.make_prepped_xfer("WRITE", lists[block][0], from_blocks, lists[block][1], to_blocks)
+        return native.make_prepped_xfer(
+            "WRITE", lists[block][0], from_blocks, lists[block][1], to_blocks, notif_msg=note
+        )
 
 
 def spans_by_kind(regions: Sequence[tuple[MemoryRegion, KindOfMemory]]) -> SpansByKind:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -18,13 +18,15 @@ from pdserve.ranks.copying import Copier
 from pdserve.ranks.leader import GroupExecutor
 from pdserve.ranks.orders import RankReady
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
-from pdserve.transfer.events import CopyDone, CopyJob, LayerGate, TransferEvent
+from pdserve.transfer.events import CopyDone, CopyJob, Landed, LayerGate, TransferEvent
+from pdserve.transfer.notifications import encode_note
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from pdserve.transfer.wire import Key
 from pdserve.transfer.workers import CopyWorkers
 from tests.unit.ranks.kit import FollowerThread, replica
+from tests.unit.transfer.notifying import NotifyingMemory
 from tests.unit.transfer.waiting import events_of, wait_until
 
 LAYOUT = hash_layout(4)
@@ -41,12 +43,13 @@ class Bench:
     thread: FollowerThread
     memory: list[np.ndarray]
     peer: np.ndarray
-    peer_transport: MemoryTransport
+    transports: list[MemoryTransport]
+    """Of the ranks, and of the peer."""
 
     def job(self, rank: int, gate: LayerGate | None = None, address: str | None = None) -> CopyJob:
         """Copies the second half of a rank's memory to the first half of the peer's."""
         piece = (self.memory[rank].ctypes.data, self.peer.ctypes.data, (PageCopy(SIZE // 2, 0, SIZE // 2),))
-        where = self.peer_transport.address() if address is None else address
+        where = self.transports[2].address() if address is None else address
         return CopyJob(Key(1, 2, "o"), 3, "peer", where, (piece,), SIZE // 2, gate, rank=rank)
 
     def ended(self) -> CopyDone:
@@ -58,10 +61,20 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
+    hub = MemoryHub()
+    yield from _bench([MemoryTransport(hub) for _ in range(3)])
+
+
+@pytest.fixture
+def notified() -> Iterator[Bench]:
+    """Over a transport that notifies."""
+    hub, peers = MemoryHub(), dict[str, NotifyingMemory]()
+    yield from _bench([NotifyingMemory(hub, peers) for _ in range(3)])
+
+
+def _bench(transports: Sequence[MemoryTransport]) -> Iterator[Bench]:
     memory = [np.full(SIZE, 10 + rank, dtype=np.uint8) for rank in range(2)]
     peer = np.zeros(SIZE, dtype=np.uint8)
-    hub = MemoryHub()
-    transports = [MemoryTransport(hub) for _ in range(3)]
     for transport, held in zip(transports, (*memory, peer), strict=True):
         transport.register([MemoryRegion(held.ctypes.data, SIZE)])
 
@@ -84,7 +97,7 @@ def bench() -> Iterator[Bench]:
         executor = GroupExecutor(local, table, LAYOUT, followers)
         ready = [RankReady(num_pages=1, memory=None, samples={}, settle_s=7.0)]
         copies = RankCopies(own, followers, ready, lambda: executor.last_resolved, mailbox.post)
-        yield Bench(copies, executor, mailbox, thread, memory, peer, transports[2])
+        yield Bench(copies, executor, mailbox, thread, memory, peer, list(transports))
     own.close()
     theirs[0].close()
 
@@ -153,6 +166,17 @@ def test_jobs_for_a_peer_that_is_gone_are_dropped_on_every_rank(bench: Bench) ->
     bench.copies.forget(job.transport_address)
     done = bench.ended()
     assert done.job is job and done.failure is not None and done.failure.code == "peer_gone"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_says_when_it_has_been_notified_of_what_peers_write_to_it(rank: int, notified: Bench) -> None:
+    transport = notified.transports[rank]
+    assert isinstance(transport, NotifyingMemory) and notified.copies.notifies
+    notified.copies.expect(Key(1, 2, "o"), rank, 2)
+    for index in (5, 6):
+        assert notified.mailbox.drain() == []
+        transport.notes.came.put(encode_note(Key(1, 2, "o"), index))
+    assert events_of(notified.mailbox, 1) == [Landed(Key(1, 2, "o"), 0, rank)]
 
 
 def test_a_step_that_is_computed_opens_what_waits_for_it(bench: Bench) -> None:

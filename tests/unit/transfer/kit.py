@@ -16,7 +16,7 @@ from pdserve.transfer.aux import AuxRecord, MetadataBuffers
 from pdserve.transfer.events import Address, CopyDone, CopyJob, FrameArrived, PrefillFound
 from pdserve.transfer.manager import KVArgs, KVManager, KVReceiver, KVSender, TransferTimes
 from pdserve.transfer.sessions import SessionTimes
-from pdserve.transfer.wire import Body, Packet, RankMemory, TransferStats, Wire
+from pdserve.transfer.wire import Body, Key, Packet, RankMemory, TransferStats, Wire
 
 ADDRESS: Address = ("prefill", 8998)
 TOKEN = "cluster"
@@ -87,7 +87,9 @@ class KitEngine:
     settle_s = SETTLE_S
     address = ""
 
-    def __init__(self) -> None:
+    def __init__(self, notifies: bool = False) -> None:
+        self.notifies = notifies
+        self.expected: list[tuple[Key, int, int]] = []
         self.jobs: list[CopyJob] = []
         self.cancelled: list[CopyJob] = []
         self.forgotten: list[str] = []
@@ -100,6 +102,9 @@ class KitEngine:
 
     def forget(self, transport_address: str) -> None:
         self.forgotten.append(transport_address)
+
+    def expect(self, key: Key, rank: int, count: int) -> None:
+        self.expected.append((key, rank, count))
 
 
 class KitDirectory:
@@ -138,11 +143,12 @@ class Side:
         dp_size: int = 1,
         dp_attention: bool = False,
         decode_sizes: Mapping[str, int] | None = None,
+        notifies: bool = False,
     ) -> None:
         self.net, self.instance = net, instance
         self.endpoint = endpoint or f"{instance}:1"
         self.pages, self.aux_slots = LeasePool(PageAllocator(16)), LeasePool(PageAllocator(4))
-        self.socket, self.engine, self.directory = KitSocket(net, self.endpoint), KitEngine(), KitDirectory()
+        self.socket, self.engine, self.directory = KitSocket(net, self.endpoint), KitEngine(notifies), KitDirectory()
         self.engine.address = transport_address or instance
         group = dataclasses.replace(
             hash_layout(page_tokens, num_layers).groups[0],

@@ -1,0 +1,109 @@
+"""What the engine tells the side that is written to: notes of writes, counted until all of a key are there.
+
+A transport that notifies (`TransportFacts.notifies`) brings a note with each write. `Done` of the control plane says
+how many there are of a key, and is believed only when they have all come. Notes of keys that never come to `Done` are
+forgotten in their turn. One thread, which sleeps unless something is expected.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from pdserve.transfer.events import Landed, TransferEvent
+from pdserve.transfer.wire import Count, Key
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 10.0
+"""What has not come so long after it was expected will not come: the sender's engine had it acknowledged before."""
+FIRST_POLL_S = 0.0002
+LONGEST_POLL_S = 0.005
+CLOSE_TIMEOUT_S = 5.0
+MAX_KEYS = 65536
+"""Keys whose notes are kept before anybody expects them; far more than can be in flight at once."""
+
+
+class Note(msgspec.Struct, frozen=True, array_like=True):
+    """Names one write: the job `index` of `key`."""
+
+    key: Key
+    index: Count
+
+
+_notes = msgspec.msgpack.Decoder(Note)
+
+
+def encode_note(key: Key, index: int) -> bytes:
+    """The note of a write, some tens of bytes."""
+    return msgspec.msgpack.encode(Note(key, index))
+
+
+class Notifications:
+    """Posts a `Landed` for each key whose notes have come. `take` gives those that came since it was last called."""
+
+    def __init__(self, take: Callable[[], Sequence[bytes]], post: Callable[[TransferEvent], None]) -> None:
+        self._take = take
+        self._post = post
+        self._orders: queue.SimpleQueue[tuple[Key, int] | None] = queue.SimpleQueue()
+        self._seen: OrderedDict[Key, set[int]] = OrderedDict()
+        self._expected: dict[Key, tuple[int, float]] = {}
+        """How many of each key, and until when they are waited for."""
+        self._thread = threading.Thread(target=self._work, name="kv-notes", daemon=True)
+        self._thread.start()
+
+    def expect(self, key: Key, count: int) -> None:
+        """Post `Landed` when `count` writes of `key` have been notified, or have not within `TIMEOUT_S`. Once a key."""
+        self._orders.put((key, count))
+
+    def close(self) -> None:
+        """End the thread; what is still expected is not reported."""
+        self._orders.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _work(self) -> None:
+        poll_s = FIRST_POLL_S
+        while True:
+            try:
+                order = self._orders.get(timeout=poll_s) if self._expected else self._orders.get()
+            except queue.Empty:
+                poll_s = min(2 * poll_s, LONGEST_POLL_S)
+            else:
+                if order is None:
+                    return
+                key, count = order
+                self._expected[key] = count, time.monotonic() + TIMEOUT_S
+                poll_s = FIRST_POLL_S
+            now = time.monotonic()
+            self._look()
+            self._tell(now)
+
+    def _look(self) -> None:
+        try:
+            payloads = self._take()
+        except Exception:
+            log.exception("the engine's notifications cannot be read")
+            return
+        for payload in payloads:
+            try:
+                note = _notes.decode(payload)
+            except msgspec.MsgspecError as error:
+                log.warning("a notification of %d bytes is none of ours: %s", len(payload), error)
+                continue
+            self._seen.setdefault(note.key, set()).add(note.index)
+            if len(self._seen) > MAX_KEYS:
+                self._seen.popitem(last=False)
+
+    def _tell(self, now: float) -> None:
+        for key, (count, until) in list(self._expected.items()):
+            num_missing = max(0, count - len(self._seen.get(key, ())))
+            if num_missing == 0 or now > until:
+                del self._expected[key]
+                self._seen.pop(key, None)
+                self._post(Landed(key, num_missing))
