@@ -25,6 +25,8 @@ TIMEOUT_S = 10.0
 """What has not come so long after it was expected will not come: the sender's engine had it acknowledged before."""
 FIRST_POLL_S = 0.0002
 LONGEST_POLL_S = 0.005
+LONGEST_LOOK_S = 0.1
+"""Of the time between two looks no more than this counts: in a process that was stopped, the engine's thread was, too."""
 CLOSE_TIMEOUT_S = 5.0
 MAX_KEYS = 65536
 """Keys whose notes are kept before anybody expects them; far more than can be in flight at once."""
@@ -54,7 +56,7 @@ class Notifications:
         self._orders: queue.SimpleQueue[tuple[Key, int] | None] = queue.SimpleQueue()
         self._seen: OrderedDict[Key, set[int]] = OrderedDict()
         self._expected: dict[Key, tuple[int, float]] = {}
-        """How many of each key, and until when they are waited for."""
+        """How many of each key, and up to which of our seconds they are waited for."""
         self._thread = threading.Thread(target=self._work, name="kv-notes", daemon=True)
         self._thread.start()
 
@@ -68,7 +70,7 @@ class Notifications:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
-        poll_s = FIRST_POLL_S
+        poll_s, looked_at, seconds = FIRST_POLL_S, 0.0, 0.0
         while True:
             try:
                 order = self._orders.get(timeout=poll_s) if self._expected else self._orders.get()
@@ -78,11 +80,13 @@ class Notifications:
                 if order is None:
                     return
                 key, count = order
-                self._expected[key] = count, time.monotonic() + TIMEOUT_S
+                self._expected[key] = count, seconds + TIMEOUT_S
                 poll_s = FIRST_POLL_S
             now = time.monotonic()
+            seconds += min(now - looked_at, LONGEST_LOOK_S)
+            looked_at = now
             self._look()
-            self._tell(now)
+            self._tell(seconds)
 
     def _look(self) -> None:
         try:
@@ -100,10 +104,10 @@ class Notifications:
             if len(self._seen) > MAX_KEYS:
                 self._seen.popitem(last=False)
 
-    def _tell(self, now: float) -> None:
+    def _tell(self, seconds: float) -> None:
         for key, (count, until) in list(self._expected.items()):
             num_missing = max(0, count - len(self._seen.get(key, ())))
-            if num_missing == 0 or now > until:
+            if num_missing == 0 or seconds > until:
                 del self._expected[key]
                 self._seen.pop(key, None)
                 self._post(Landed(key, num_missing))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -80,6 +82,21 @@ def test_notes_that_do_not_come_are_counted_as_missing(
     waiting.expect(KEY, 3)
     assert events_of(mailbox, 1) == [Landed(KEY, 2)]
     waiting.close()
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(
+    notes: Notes, waiting: Notifications, mailbox: Mailbox[TransferEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = [0.0]
+    monkeypatch.setattr(notifications_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later[0]))
+    waiting.expect(KEY, 1)
+    wait_until(lambda: waiting._expected, "it is expected")
+    later[0] = 10 * notifications_module.TIMEOUT_S
+    notes.came.put(encode_note(OTHER, 0))
+    wait_until(lambda: waiting._seen, "it has looked since")
+    assert mailbox.drain() == []
+    notes.came.put(encode_note(KEY, 0))
+    assert events_of(mailbox, 1) == [Landed(KEY, 0)]
 
 
 def test_what_is_no_note_and_an_engine_that_fails_end_nothing(
