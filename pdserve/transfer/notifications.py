@@ -26,7 +26,7 @@ TIMEOUT_S = 10.0
 FIRST_POLL_S = 0.0002
 LONGEST_POLL_S = 0.005
 LONGEST_LOOK_S = 0.1
-"""Of the time between two looks no more than this counts: in a process that was stopped, the engine's thread was, too."""
+"""Of the time between two looks no more than this counts: a process that was stopped has heard nothing meanwhile."""
 CLOSE_TIMEOUT_S = 5.0
 MAX_KEYS = 65536
 """Keys whose notes are kept before anybody expects them; far more than can be in flight at once."""
