@@ -2,13 +2,12 @@
 
 A transport that notifies (`TransportFacts.notifies`) brings a note with each write. `Done` of the control plane says
 how many there are of a key, and is believed only when they have all come. Notes of keys that never come to `Done` are
-forgotten in their turn. One thread, which sleeps unless something is expected.
+forgotten in their turn. One thread, which sleeps unless something expected has not come.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import OrderedDict
@@ -53,42 +52,49 @@ class Notifications:
     def __init__(self, take: Callable[[], Sequence[bytes]], post: Callable[[TransferEvent], None]) -> None:
         self._take = take
         self._post = post
-        self._orders: queue.SimpleQueue[tuple[Key, int] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
         self._seen: OrderedDict[Key, set[int]] = OrderedDict()
         self._expected: dict[Key, tuple[int, float]] = {}
         """How many of each key, and up to which of our seconds they are waited for."""
+        self._looked_at = self._seconds = 0.0
+        self._closing = False
         self._thread = threading.Thread(target=self._work, name="kv-notes", daemon=True)
         self._thread.start()
 
     def expect(self, key: Key, count: int) -> None:
-        """Post `Landed` when `count` writes of `key` have been notified, or have not within `TIMEOUT_S`. Once a key."""
-        self._orders.put((key, count))
+        """Post `Landed` when `count` writes of `key` have been notified, or have not within `TIMEOUT_S`. Once a key.
+
+        Where they have come already, as they mostly have, it is posted by this call.
+        """
+        with self._changed:
+            self._look()
+            self._expected[key] = count, self._seconds + TIMEOUT_S
+            self._tell()
+            if self._expected:
+                self._changed.notify()
 
     def close(self) -> None:
         """End the thread; what is still expected is not reported."""
-        self._orders.put(None)
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
-        poll_s, looked_at, seconds = FIRST_POLL_S, 0.0, 0.0
-        while True:
-            try:
-                order = self._orders.get(timeout=poll_s) if self._expected else self._orders.get()
-            except queue.Empty:
-                poll_s = min(2 * poll_s, LONGEST_POLL_S)
-            else:
-                if order is None:
-                    return
-                key, count = order
-                self._expected[key] = count, seconds + TIMEOUT_S
-                poll_s = FIRST_POLL_S
-            now = time.monotonic()
-            seconds += min(now - looked_at, LONGEST_LOOK_S)
-            looked_at = now
-            self._look()
-            self._tell(seconds)
+        poll_s = FIRST_POLL_S
+        with self._changed:
+            while not self._closing:
+                if self._changed.wait(poll_s if self._expected else None):
+                    poll_s = FIRST_POLL_S
+                else:
+                    poll_s = min(2 * poll_s, LONGEST_POLL_S)
+                self._look()
+                self._tell()
 
     def _look(self) -> None:
+        now = time.monotonic()
+        self._seconds += min(now - self._looked_at, LONGEST_LOOK_S)
+        self._looked_at = now
         try:
             payloads = self._take()
         except Exception:
@@ -104,10 +110,10 @@ class Notifications:
             if len(self._seen) > MAX_KEYS:
                 self._seen.popitem(last=False)
 
-    def _tell(self, seconds: float) -> None:
+    def _tell(self) -> None:
         for key, (count, until) in list(self._expected.items()):
             num_missing = max(0, count - len(self._seen.get(key, ())))
-            if num_missing == 0 or seconds > until:
+            if num_missing == 0 or self._seconds > until:
                 del self._expected[key]
                 self._seen.pop(key, None)
                 self._post(Landed(key, num_missing))

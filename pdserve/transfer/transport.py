@@ -136,7 +136,7 @@ class NotifyingTransport(Transport, Protocol):
         ...
 
     def take_notifications(self) -> Sequence[bytes]:
-        """Notes of peers' writes that have come since the last call. One thread, until `close`; does not block."""
+        """Notes of peers' writes that have come since the last call. One call at a time, any thread; does not block."""
         ...
 
 
