@@ -34,7 +34,7 @@ from benchmarks.report import Run, add_write_flags, footer, markdown_table, spre
 from pdserve.base.parallel import ParallelShape
 from pdserve.ranks.follower import Leader
 from pdserve.ranks.followers import Followers, meet_followers
-from pdserve.ranks.orders import Arrived, CopyReport
+from pdserve.ranks.orders import CopyReport, NotesReport
 from pdserve.ranks.rendezvous import open_store
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Key
@@ -93,7 +93,7 @@ def follow(way: Way, path: str, rank: int, ranks: int, transfers: int, step_s: f
     else:
         for transfer in range(transfers):
             sleep_until(ends_at(began, rank, transfer))
-            leader.report(Arrived(Key(transfer, 1, "bench"), 0))
+            leader.report(NotesReport(Key(transfer, 1, "bench"), 0))
     leader.orders.get(timeout=TIMEOUT_S)
 
 
@@ -129,8 +129,8 @@ class Reports:
                 self._changed.wait(min(LOOK_S, left_s) if left_s > 0 else LOOK_S)
         return time.monotonic()
 
-    def _take(self, rank: int, report: CopyReport | Arrived) -> None:
-        assert isinstance(report, Arrived), report
+    def _take(self, rank: int, report: CopyReport | NotesReport) -> None:
+        assert isinstance(report, NotesReport), report
         with self._changed:
             self._arrived[report.key.room] += 1
             self._changed.notify()

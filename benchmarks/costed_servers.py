@@ -167,8 +167,9 @@ class HeldEngine:
     def submit(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
 
-    def expect(self, key: Key, rank: int, count: int) -> None:
+    def expect(self, key: Key, rank: int, count: int) -> bool:
         """See `CopyEngine`."""
+        raise AssertionError("it notifies of nothing")
 
     def cancel(self, job: CopyJob) -> None:
         """See `CopyEngine`."""

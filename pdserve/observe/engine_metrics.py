@@ -35,7 +35,15 @@ SGLANG_COUNTERS = {
 }
 """The scheduler's counters that SGLang has under another name; shown at 0 before the first event."""
 
-ZEROS = (*SGLANG_COUNTERS, "kv_transfer_bytes", "transfers_done", "peers_lost", "requests_refused", "health_probes")
+ZEROS = (
+    *SGLANG_COUNTERS,
+    "kv_transfer_bytes",
+    "transfers_done",
+    "transfers_unconfirmed",
+    "peers_lost",
+    "requests_refused",
+    "health_probes",
+)
 """Counters that are there before their first event, so that a rate over them is."""
 
 MAX_PEERS = 64

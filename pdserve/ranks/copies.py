@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from pdserve.ranks.followers import Followers
-from pdserve.ranks.orders import Arrived, Cancel, CopyReport, Expect, Forget, RankReady, Submit, pack_pieces
-from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, Landed, LayerGate, TransferEvent
+from pdserve.ranks.orders import Cancel, CopyReport, Expect, Forget, NotesReport, RankReady, Submit, pack_pieces
+from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, LayerGate, Notified, TransferEvent
 from pdserve.transfer.wire import Key
 
 
@@ -98,16 +98,16 @@ class RankCopies:
         self._own.forget(transport_address)
         self._followers.order(Forget(transport_address))
 
-    def expect(self, key: Key, rank: int, count: int) -> None:
-        """See `CopyEngine`."""
+    def expect(self, key: Key, rank: int, count: int) -> bool:
+        """See `CopyEngine`: what a follower has been notified of it will say."""
         if rank == 0:
-            self._own.expect(key, 0, count)
-        else:
-            self._followers.order_one(rank, Expect(key, count))
+            return self._own.expect(key, 0, count)
+        self._followers.order_one(rank, Expect(key, count))
+        return False
 
-    def _copied(self, rank: int, report: CopyReport | Arrived) -> None:
-        if isinstance(report, Arrived):
-            self._post(Landed(report.key, report.num_missing, rank))
+    def _copied(self, rank: int, report: CopyReport | NotesReport) -> None:
+        if isinstance(report, NotesReport):
+            self._post(Notified(report.key, report.num_missing, rank))
             return
         with self._lock:
             job = self._jobs.pop(report.job)

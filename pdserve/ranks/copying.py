@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from pdserve.ranks.orders import Arrived, Cancel, Copying, CopyReport, Expect, Forget, Report, Submit, unpack_pieces
+from pdserve.ranks.orders import Cancel, Copying, CopyReport, Expect, Forget, NotesReport, Report, Submit, unpack_pieces
 from pdserve.ranks.steps import StepLog
-from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, Landed, TransferEvent
+from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, Notified, TransferEvent
 
 
 class Copier:
@@ -43,7 +43,8 @@ class Copier:
             case Forget(transport_address=address):
                 self._engine.forget(address)
             case Expect(key=key, num_writes=num_writes):
-                self._engine.expect(key, 0, num_writes)
+                if self._engine.expect(key, 0, num_writes):
+                    self._report(NotesReport(key, 0))
 
     def _submit(self, order: Submit) -> None:
         job = CopyJob(
@@ -61,8 +62,8 @@ class Copier:
         self._engine.submit(job)
 
     def _ended(self, event: TransferEvent) -> None:
-        if isinstance(event, Landed):
-            self._report(Arrived(event.key, event.num_missing))
+        if isinstance(event, Notified):
+            self._report(NotesReport(event.key, event.num_missing))
             return
         assert isinstance(event, CopyDone), event
         with self._lock:

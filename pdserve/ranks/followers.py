@@ -23,9 +23,9 @@ from pdserve.ranks.meeting import Facts, Introduction, rank_names, secret_of
 from pdserve.ranks.orders import (
     Agreed,
     Alive,
-    Arrived,
     CopyReport,
     Digested,
+    NotesReport,
     Offloaded,
     Order,
     RankFailed,
@@ -67,7 +67,7 @@ class Followers:
         self._digests: dict[int, dict[int, RankDigest]] = {}
         """By number of the question and rank."""
         self._lost: PdserveError | None = None
-        self._on_copied: Callable[[int, CopyReport | Arrived], None] | None = None
+        self._on_copied: Callable[[int, CopyReport | NotesReport], None] | None = None
         self._on_beat: Callable[[], None] = lambda: None
         links.connect(
             peers,
@@ -119,7 +119,7 @@ class Followers:
             found = self._digests.pop(number, {})
         return [found[rank] for rank in self._peers]
 
-    def on_copied(self, take: Callable[[int, CopyReport | Arrived], None]) -> None:
+    def on_copied(self, take: Callable[[int, CopyReport | NotesReport], None]) -> None:
         """`take` gets every rank's reports on copies, its own and peers', on the link thread. Once, before the first
         order to copy.
         """
@@ -159,7 +159,7 @@ class Followers:
         match report:
             case Alive():
                 return
-            case CopyReport() | Arrived():
+            case CopyReport() | NotesReport():
                 assert self._on_copied is not None, "a report on copies that nobody ordered"
                 self._on_copied(rank, report)
                 return

@@ -7,7 +7,7 @@
       | OpenRow, Launch, CloseRow, ... ----> |   obeyed by its computing thread, in order
       | <----------------- StepDone, Offloaded |   where the leader waits for it
       | Submit, Cancel, Forget, Expect ----> |   obeyed at once, by its copy workers
-      | <---------------- CopyReport, Arrived |
+      | <----------- CopyReport, NotesReport |
       | <-- Alive, in both directions -----> |
       | Stop ------------------------------> |
       | <------------------------ RankFailed |
@@ -150,7 +150,7 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
 
 
 class Expect(msgspec.Struct, frozen=True, tag=True):
-    """See `CopyEngine.expect`. Answered with `Arrived`."""
+    """See `CopyEngine.expect`. Answered with a `NotesReport`."""
 
     key: Key
     num_writes: Count
@@ -218,8 +218,8 @@ class CopyReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     write_s: float
 
 
-class Arrived(msgspec.Struct, frozen=True, tag=True):
-    """See `Landed`."""
+class NotesReport(msgspec.Struct, frozen=True, tag=True):
+    """See `Notified`."""
 
     key: Key
     num_missing: Count
@@ -267,7 +267,7 @@ Computing = OpenRow | CloseRow | Launch | Offload | Restore | DropHost | Digest 
 Copying = Submit | Cancel | Forget | Expect
 """Orders that overtake those."""
 Order = Computing | Copying | Agreed | Stop | Alive
-Report = Sized | RankReady | StepDone | Offloaded | Digested | CopyReport | Arrived | RankFailed | Alive
+Report = Sized | RankReady | StepDone | Offloaded | Digested | CopyReport | NotesReport | RankFailed | Alive
 
 
 def order_codec() -> Codec[Order]:

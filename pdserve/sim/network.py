@@ -23,7 +23,7 @@ from pdserve.transfer.events import (
     CopyDone,
     CopyJob,
     FrameArrived,
-    Landed,
+    Notified,
     PeerGone,
     PrefillFound,
     PrefillNotFound,
@@ -147,12 +147,14 @@ class SimCopyEngine:
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`."""
 
-    def expect(self, key: Key, rank: int, count: int) -> None:
+    def expect(self, key: Key, rank: int, count: int) -> bool:
         """See `CopyEngine`."""
         assert key not in self._expected, "expected twice"
+        if len(self._notes[key]) >= count:
+            return True
         self._expected[key] = count
-        self._look(key)
         self._net.later(lambda: self._give_up(key), min_delay_s=self.settle_s)
+        return False
 
     def _notified(self, key: Key, index: int) -> None:
         self._notes[key].add(index)
@@ -161,12 +163,12 @@ class SimCopyEngine:
     def _look(self, key: Key) -> None:
         if len(self._notes[key]) == self._expected.get(key):
             del self._expected[key]
-            self._report(Landed(key, 0))
+            self._report(Notified(key, 0))
 
     def _give_up(self, key: Key) -> None:
         count = self._expected.pop(key, 0)
         if count:
-            self._report(Landed(key, count - len(self._notes[key])))
+            self._report(Notified(key, count - len(self._notes[key])))
 
     def _start(self, job: CopyJob, expires_at: float) -> None:
         if not self._alive(self._endpoint):
@@ -232,7 +234,7 @@ class SimCopyEngine:
         for page in range(offset // pool.page_bytes, -(-(offset + num_bytes) // pool.page_bytes)):
             assert not pool.allocator.is_free(page), f"a copy {verb} free page {page} of {base:#x}"
 
-    def _report(self, event: CopyDone | Landed) -> None:
+    def _report(self, event: CopyDone | Notified) -> None:
         for _ in range(2 if self._net.rng.random() < self._net.faults.repeated else 1):
             self._net.later(lambda: self._net.post(self._endpoint, event))
 

@@ -120,7 +120,7 @@ class CopyDone:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Landed:
+class Notified:
     """How `expect` ended: our rank `rank` has been notified of all writes of `key`, or in good time of all but
     `num_missing`.
     """
@@ -130,7 +130,7 @@ class Landed:
     rank: int = 0
 
 
-TransferEvent = FrameArrived | PrefillFound | PrefillNotFound | PeerGone | PeerListens | CopyDone | Landed
+TransferEvent = FrameArrived | PrefillFound | PrefillNotFound | PeerGone | PeerListens | CopyDone | Notified
 
 
 class CopyEngine(Protocol):
@@ -163,8 +163,10 @@ class CopyEngine(Protocol):
         """The peer behind this address is gone."""
         ...
 
-    def expect(self, key: Key, rank: int, count: int) -> None:
-        """Post a `Landed` when our rank `rank` has been notified of `count` writes of `key`. Once a key and rank."""
+    def expect(self, key: Key, rank: int, count: int) -> bool:
+        """Whether our rank `rank` has been notified of `count` writes of `key`. When not, or where nobody can say at
+        once, a `Notified` will be posted. Once a key and rank.
+        """
         ...
 
 

@@ -26,7 +26,7 @@ from pdserve.transfer.events import (
     CopyEngine,
     Directory,
     FrameArrived,
-    Landed,
+    Notified,
     PeerGone,
     PeerListens,
     PrefillFound,
@@ -173,8 +173,8 @@ class KVManager:
         match event:
             case CopyDone():
                 self.send_side.on_copy(event)
-            case Landed():
-                self.receive_side.on_landed(event)
+            case Notified():
+                self.receive_side.on_notified(event)
             case FrameArrived(frame=frame):
                 self._apply(self.sessions.arrived(frame))
             case PrefillFound():

@@ -15,19 +15,21 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pdserve.transfer.events import Landed, TransferEvent
+from pdserve.transfer.events import Notified, TransferEvent
 from pdserve.transfer.wire import Count, Key
 
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
 """What has not come so long after it was expected will not come: the sender's engine had it acknowledged before."""
+IDLE_LOOK_S = 5.0
+"""How often notes are taken from the engine that nobody expects, so that they do not pile up there."""
 FIRST_POLL_S = 0.0002
 LONGEST_POLL_S = 0.005
 LONGEST_LOOK_S = 0.1
 """Of the time between two looks no more than this counts: a process that was stopped has heard nothing meanwhile."""
 CLOSE_TIMEOUT_S = 5.0
-MAX_KEYS = 65536
+MAX_KEYS = 4096
 """Keys whose notes are kept before anybody expects them; far more than can be in flight at once."""
 
 
@@ -47,7 +49,7 @@ def encode_note(key: Key, index: int) -> bytes:
 
 
 class Notifications:
-    """Posts a `Landed` for each key whose notes have come. `take` gives those that came since it was last called."""
+    """Says for keys whether their notes have come. `take` gives those that came since it was last called."""
 
     def __init__(self, take: Callable[[], Sequence[bytes]], post: Callable[[TransferEvent], None]) -> None:
         self._take = take
@@ -57,21 +59,23 @@ class Notifications:
         self._expected: dict[Key, tuple[int, float]] = {}
         """How many of each key, and up to which of our seconds they are waited for."""
         self._looked_at = self._seconds = 0.0
+        self._num_complaints = 0
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="kv-notes", daemon=True)
         self._thread.start()
 
-    def expect(self, key: Key, count: int) -> None:
-        """Post `Landed` when `count` writes of `key` have been notified, or have not within `TIMEOUT_S`. Once a key.
-
-        Where they have come already, as they mostly have, it is posted by this call.
+    def expect(self, key: Key, count: int) -> bool:
+        """Whether `count` writes of `key` have been notified; they mostly have. If not, `Notified` is posted when they
+        have, or have not within `TIMEOUT_S`. Once a key.
         """
         with self._changed:
             self._look()
+            if len(self._seen.get(key, ())) >= count:
+                del self._seen[key]
+                return True
             self._expected[key] = count, self._seconds + TIMEOUT_S
-            self._tell()
-            if self._expected:
-                self._changed.notify()
+            self._changed.notify()
+            return False
 
     def close(self) -> None:
         """End the thread; what is still expected is not reported."""
@@ -84,7 +88,7 @@ class Notifications:
         poll_s = FIRST_POLL_S
         with self._changed:
             while not self._closing:
-                if self._changed.wait(poll_s if self._expected else None):
+                if self._changed.wait(poll_s if self._expected else IDLE_LOOK_S):
                     poll_s = FIRST_POLL_S
                 else:
                     poll_s = min(2 * poll_s, LONGEST_POLL_S)
@@ -97,14 +101,14 @@ class Notifications:
         self._looked_at = now
         try:
             payloads = self._take()
-        except Exception:
-            log.exception("the engine's notifications cannot be read")
+        except Exception as error:
+            self._complain("the engine's notifications cannot be read: %r", error)
             return
         for payload in payloads:
             try:
                 note = _notes.decode(payload)
-            except msgspec.MsgspecError as error:
-                log.warning("a notification of %d bytes is none of ours: %s", len(payload), error)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                self._complain("a notification is none of ours: %s", error)
                 continue
             self._seen.setdefault(note.key, set()).add(note.index)
             if len(self._seen) > MAX_KEYS:
@@ -116,4 +120,9 @@ class Notifications:
             if num_missing == 0 or self._seconds > until:
                 del self._expected[key]
                 self._seen.pop(key, None)
-                self._post(Landed(key, num_missing))
+                self._post(Notified(key, num_missing))
+
+    def _complain(self, sentence: str, error: Exception) -> None:
+        self._num_complaints += 1
+        if self._num_complaints & (self._num_complaints - 1) == 0:  # what comes each time must not flood the log
+            log.warning(f"{sentence} (%d so far)", error, self._num_complaints)

@@ -13,7 +13,7 @@ from pdserve.base.clock import Clock
 from pdserve.errors import ProtocolError, RequestError
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.events import Address, CopyEngine, Landed
+from pdserve.transfer.events import Address, CopyEngine, Notified
 from pdserve.transfer.peers import Peer
 from pdserve.transfer.room import Published, ReceiveRoom
 from pdserve.transfer.sessions import Sessions
@@ -161,24 +161,14 @@ class ReceiveSide:
 
     def on_done(self, done: Done) -> None:
         """The sender has seen every byte of a key land. Our ranks' engines must have, too, where they are notified."""
-        entry = self.published[done.key]
-        if entry.done is not None:
-            return
-        entry.done = done
-        entry.at_ranks = [KVPoll.SUCCESS if len(done.notified) == self._num_notified else KVPoll.FAILED]
-        if self._num_notified and entry.at_ranks == [KVPoll.SUCCESS]:
-            entry.at_ranks = [KVPoll.TRANSFERRING if count else KVPoll.SUCCESS for count in done.notified]
-            for rank, count in enumerate(done.notified):
-                if count:
-                    self._engine.expect(done.key, rank, count)
-        self._look_whether_landed(entry, done)
+        self._end(self.published[done.key], done)
 
-    def on_landed(self, event: Landed) -> None:
-        """The engine of one of our ranks has been notified of all writes of a key, or will not be."""
+    def on_notified(self, event: Notified) -> None:
+        """The engine of one of our ranks has been notified of all that was written of a key, or will not be."""
         entry = self.published.get(event.key)
-        if entry is not None and entry.done is not None:
+        if entry is not None and entry.word is not None and entry.at_ranks[event.rank] is KVPoll.TRANSFERRING:
             entry.at_ranks[event.rank] = KVPoll.FAILED if event.num_missing else KVPoll.SUCCESS
-            self._look_whether_landed(entry, entry.done)
+            self._look_whether_landed(entry, entry.word)
 
     def on_told(self, peer: Peer, told: Told) -> None:
         """A part of the prompt's log probabilities; perhaps behind Done, perhaps again."""
@@ -195,13 +185,12 @@ class ReceiveSide:
 
     def on_ended(self, ended: Ended) -> None:
         """The sender gave a key up; perhaps it still writes."""
-        if ended.quiesced and ended.moved_to is None:
-            self._count(ended.key, None)
         room = self.rooms.get(ended.key.room)
         if room is not None and room.key == ended.key and not self._follow(room, ended):
             room.fail(ended.failure)
-        if ended.quiesced:
-            self._release(ended.key)
+        entry = self.published.get(ended.key)
+        if ended.quiesced and entry is not None:
+            self._end(entry, ended)
 
     def on_peer_lost(self, peer: Peer, failure: Failure, gone: bool) -> None:
         """The sender's process is silent (it may still write) or dead (it cannot)."""
@@ -214,8 +203,7 @@ class ReceiveSide:
                 settle_s += FOLLOWERS_END_S  # we know of its leader only
             for entry in self.published.values():
                 if entry.peer == peer.instance and entry.fenced_at is None:
-                    entry.fenced_at = self._clock.now() + settle_s
-                    self._fenced[entry.key] = entry
+                    self._fence(entry, settle_s)
 
     def tick(self) -> None:
         """Time-outs, and pages of dead peers whose last bytes have drained. Looks at the oldest rooms only."""
@@ -243,23 +231,53 @@ class ReceiveSide:
 
     # ------------------------------------------------------------------ inside
 
-    def _look_whether_landed(self, entry: Published, done: Done) -> None:
-        """The key stands as the slowest rank does; its pages are let go when all have said their word."""
+    def _end(self, entry: Published, word: Done | Ended) -> None:
+        """The sender writes no more of a key. The first word counts: a quiesced `Ended` may come with a `Done`."""
+        if entry.word is not None:
+            return
+        entry.word = word
+        if len(word.notified) == self._num_notified or (isinstance(word, Ended) and not word.notified):
+            stands = [self._stands(word.key, rank, count) for rank, count in enumerate(word.notified)]
+            entry.at_ranks = stands or [KVPoll.SUCCESS]
+        else:
+            entry.at_ranks = [KVPoll.FAILED]
+        self._look_whether_landed(entry, word)
+
+    def _stands(self, key: Key, rank: int, num_written: int) -> KVPoll:
+        """How a key stands at one of our ranks that so many writes of it went to."""
+        if not num_written or self._engine.expect(key, rank, num_written):
+            return KVPoll.SUCCESS
+        return KVPoll.TRANSFERRING
+
+    def _look_whether_landed(self, entry: Published, word: Done | Ended) -> None:
+        """What was written of a key is there when it is at the slowest rank; then its pages are let go. Where a rank
+        was not told of a write, its bytes may still come: the pages rest.
+        """
         if KVPoll.TRANSFERRING in entry.at_ranks:
             return
         landed = merge_ranks(entry.at_ranks) is KVPoll.SUCCESS
-        self._count(done.key, done.stats if landed else None)
-        self._release(done.key)
-        room = self.rooms.get(done.key.room)
-        if room is None or room.key != done.key:
+        done = word if isinstance(word, Done) else None
+        self._count(word.key, done.stats if done is not None and landed else None)
+        if landed:
+            self._release(word.key)
+        else:
+            self._counters["transfers_unconfirmed"] += 1
+            self._fence(entry, self._engine.settle_s)
+        room = self.rooms.get(word.key.room)
+        if done is None or room is None or room.key != word.key:
             return
         if landed:
             room.stats, room.num_told = done.stats, done.num_told
             self._look_whether_told(room)
         else:
-            self._counters["transfers_unconfirmed"] += 1
             message = "prefill says that all KV cache was written, but the transfer engine does not say so here"
             room.fail(Failure(code="transfer_unconfirmed", message=message, status=502))
+
+    def _fence(self, entry: Published, settle_s: float) -> None:
+        """Keep the pages of a key for so long, or for as long as was said before."""
+        until = self._clock.now() + settle_s
+        entry.fenced_at = until if entry.fenced_at is None else max(entry.fenced_at, until)
+        self._fenced[entry.key] = entry
 
     def _look_whether_told(self, room: ReceiveRoom) -> None:
         if room.is_told:

@@ -13,7 +13,7 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.events import Address, CopyJob
 from pdserve.transfer.state import TERMINAL, KVPoll, advance
-from pdserve.transfer.wire import Done, Hello, Key, Meta, TransferStats
+from pdserve.transfer.wire import Done, Ended, Hello, Key, Meta, TransferStats
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,8 +102,8 @@ class Outgoing:
     num_pages: int = 0
     num_told: int = 0
     write_s: float = 0.0
-    notified: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Writes that the engine has told the receiver of, by the address of its rank."""
+    num_written: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Jobs that were not empty and have ended well, by the address that they wrote to."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -119,10 +119,10 @@ class Published:
     """Of the Meta."""
     fenced_at: float | None = None
     """Set when the peer is gone: the time from which nothing of it is in flight."""
-    done: Done | None = None
-    """What the sender has said, when it had seen every byte land."""
+    word: Done | Ended | None = None
+    """The sender's last: it writes no more."""
     at_ranks: list[KVPoll] = dataclasses.field(default_factory=list)
-    """Since then: how the key stands at each of our ranks; one for all where engines notify of nothing."""
+    """Since then: whether what it wrote is there at each of our ranks; one for all where engines notify of nothing."""
 
     def release(self) -> None:
         """Nothing can be written any more."""
@@ -131,17 +131,23 @@ class Published:
 
 
 class ClosedKeys:
-    """Keys that never reopen. The newest `limit` are remembered, far more than can be in flight at once."""
+    """Keys that never reopen, and what the receiver was notified of. The newest `limit` are remembered, far more than
+    can be in flight at once.
+    """
 
     def __init__(self, limit: int = 65536) -> None:
-        self._keys: OrderedDict[Key, None] = OrderedDict()
+        self._keys: OrderedDict[Key, tuple[int, ...]] = OrderedDict()
         self._limit = limit
 
-    def add(self, key: Key) -> None:
-        """Close `key` for good."""
-        self._keys[key] = None
+    def add(self, key: Key, notified: tuple[int, ...] = ()) -> None:
+        """Close `key` for good, perhaps before its last write has ended: `notified` may be told later."""
+        self._keys[key] = notified or self._keys.get(key, ())
         if len(self._keys) > self._limit:
             self._keys.popitem(last=False)
+
+    def notified(self, key: Key) -> tuple[int, ...]:
+        """See `Ended`."""
+        return self._keys.get(key, ())
 
     def __contains__(self, key: Key) -> bool:
         return key in self._keys

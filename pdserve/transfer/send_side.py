@@ -211,7 +211,7 @@ class SendSide:
         if key in self.outgoing:
             self._stop(key, abort.failure)
         else:
-            self._sessions.send(peer, Ended(key=key, failure=abort.failure, quiesced=True))
+            self._sessions.send(peer, self._quiesced(key, abort.failure))
 
     def on_copy(self, event: CopyDone) -> None:
         """A copy job has ended."""
@@ -233,7 +233,7 @@ class SendSide:
                 return
         else:
             out.num_bytes += event.job.num_bytes
-            out.notified[event.job.transport_address] += event.job.num_bytes > 0
+            out.num_written[event.job.transport_address] += event.job.num_bytes > 0
             peer = self._sessions.peer(out.peer)
             if peer is not None:
                 peer.sent.moved(event.job.num_bytes, event.write_s, self._clock.now())
@@ -368,7 +368,7 @@ class SendSide:
         out = self.outgoing.get(key)
         if out is None:
             self._closed.add(key)
-            self._say(key, Ended(key=key, failure=failure, quiesced=True))
+            self._say(key, self._quiesced(key, failure))
             return
         out.failure = out.failure or failure
         for job in out.pending.values():
@@ -384,14 +384,15 @@ class SendSide:
             return
         del self.outgoing[out.key]
         self._settling.pop(out.key, None)
-        self._closed.add(out.key)
         for lease in out.leases:
             lease.drop("send")
         peer = self._sessions.peer(out.peer)
+        notified = self._notified(out, peer)
+        self._closed.add(out.key, notified)
         if peer is not None:
             peer.sent.ended(well=out.failure is None)
         if out.failure is not None:
-            self._say(out.key, Ended(key=out.key, failure=out.failure, quiesced=True))
+            self._say(out.key, self._quiesced(out.key, out.failure))
             return
         room = self.rooms.get(out.key.room)
         stats = self._stats(out)
@@ -399,13 +400,17 @@ class SendSide:
             room.stats = stats
             room.move(KVPoll.SUCCESS)
         self._counters["transfers_done"] += 1
-        self._say(out.key, Done(key=out.key, stats=stats, num_told=out.num_told, notified=self._notified(out, peer)))
+        self._say(out.key, Done(key=out.key, stats=stats, num_told=out.num_told, notified=notified))
 
     def _notified(self, out: Outgoing, peer: Peer | None) -> tuple[int, ...]:
         """See `Done`."""
         if not self._engine.notifies or peer is None or peer.hello is None:
             return ()
-        return tuple(out.notified[rank.transport_address] for rank in peer.hello.ranks)
+        return tuple(out.num_written[rank.transport_address] for rank in peer.hello.ranks)
+
+    def _quiesced(self, key: Key, failure: Failure) -> Ended:
+        """The promise that nothing is written any more to `key`, which is closed."""
+        return Ended(key=key, failure=failure, quiesced=True, notified=self._closed.notified(key))
 
     def _stats(self, out: Outgoing) -> TransferStats:
         return msgspec.structs.replace(

@@ -133,8 +133,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All pages and the aux slot of `key` have landed; so many `Told` were sent, some of which may still come.
 
-    `notified`: for each of the receiver's ranks, of how many writes its engine has been told; empty where engines tell
-    nothing.
+    `notified`: for each of the receiver's ranks, of how many writes its engine is told; empty where engines do not.
     """
 
     key: Key
@@ -147,12 +146,14 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The sender will not finish `key`. `quiesced`: it promises that no byte of it is written from now on.
 
     `moved_to`: nothing has failed, another replica of the server has the request; it wants a Meta with a new key.
+    `notified`: where `quiesced`, as in `Done`, of the writes that had ended well; empty also when there were none.
     """
 
     key: Key
     failure: Failure
     quiesced: bool
     moved_to: Count | None = None
+    notified: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):

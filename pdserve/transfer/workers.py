@@ -119,10 +119,10 @@ class CopyWorkers:
         for worker in self._workers_of.pop(transport_address, ()):
             worker.orders.put(_Forget(transport_address))  # and once more behind a connect that runs just now
 
-    def expect(self, key: Key, rank: int, count: int) -> None:
+    def expect(self, key: Key, rank: int, count: int) -> bool:
         """See `CopyEngine`."""
         assert self._notifications is not None, "the transport notifies of nothing"
-        self._notifications.expect(key, count)
+        return self._notifications.expect(key, count)
 
     def close(self) -> None:
         """End the threads. Writes under way are cut off; queued jobs, and those with a closed gate, are not begun."""

@@ -13,14 +13,14 @@ from pdserve.protocol.failure import Failure
 from pdserve.sim.network import Faults, SimCopyEngine
 from pdserve.transfer import chunk as chunk_module
 from pdserve.transfer import room as room_module
-from pdserve.transfer.events import CopyDone, Landed
+from pdserve.transfer.events import CopyDone
 from pdserve.transfer.manager import KVReceiver, KVSender
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.receive_side import ReceiveSide
-from pdserve.transfer.room import ClosedKeys, Outgoing, ReceiveRoom
+from pdserve.transfer.room import ClosedKeys, Outgoing, Published, ReceiveRoom
 from pdserve.transfer.send_side import SendSide
 from pdserve.transfer.topology import Feed
-from pdserve.transfer.wire import Ended, Key
+from pdserve.transfer.wire import Done, Ended, Key
 from tests.world.workload import play
 
 Patch = pytest.MonkeyPatch
@@ -127,12 +127,24 @@ def forget_the_room_check(patch: Patch) -> None:
 
 
 def believe_done_without_notifications(patch: Patch) -> None:
-    patch.setattr(SimCopyEngine, "expect", lambda self, key, rank, count: self._report(Landed(key, 0)))
+    patch.setattr(SimCopyEngine, "expect", lambda self, key, rank, count: True)
+
+
+def free_at_a_promise_without_notifications(patch: Patch) -> None:
+    end = ReceiveSide._end
+
+    def hasty(self: ReceiveSide, entry: Published, word: Done | Ended) -> None:
+        if isinstance(word, Ended):
+            self._release(word.key)
+        else:
+            end(self, entry, word)
+
+    patch.setattr(ReceiveSide, "_end", hasty)
 
 
 NOTHING = Faults()
 ABORTS = Faults(abort=0.03, copy_failed=0.05)
-LATE = Faults(lands_late=True)
+LATE = Faults(lands_late=True, abort=0.3)
 MUTANTS: list[tuple[Callable[[Patch], None], Faults]] = [
     (swap_two_pages, NOTHING),
     (skip_the_last_layer, NOTHING),
@@ -147,6 +159,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], Faults]] = [
     (send_an_unfinished_page, NOTHING),
     (forget_the_room_check, NOTHING),
     (believe_done_without_notifications, LATE),
+    (free_at_a_promise_without_notifications, LATE),
 ]
 
 

@@ -165,9 +165,7 @@ class NixlTransport:
         except ValueError as error:
             raise TransferError(f"{error} at the peer", code="bad_range", retryable=False) from None
         link = peer.usable_link()
-        batches = [(batch, kinds) for kinds, ranges in parts for batch in _batches(ranges)]
-        for number, (batch, kinds) in enumerate(batches, 1):
-            self._write_batch(link, batch, kinds, STALL_S, note if number == len(batches) else b"")
+        self._write_all(link, [(batch, kinds) for kinds, ranges in parts for batch in _batches(ranges)], STALL_S, note)
 
     def take_notifications(self) -> Sequence[bytes]:
         """See `NotifyingTransport`."""
@@ -186,18 +184,23 @@ class NixlTransport:
         (here, kind), probe = self._known[0], peer.card.regions[0]
         one = Ranges.of([Copy(here.address, probe.address, here.num_bytes)])
         for _ in senders:  # each connects with its first write, and the link takes them in turn
-            self._write_batch(link, one, (kind.name, probe.kind), PROBE_TIMEOUT_S)
+            self._write_all(link, [(one, (kind.name, probe.kind))], PROBE_TIMEOUT_S)
         return link
 
-    def _write_batch(
-        self, link: Link[Sender], ranges: Ranges, kinds: tuple[str, str], stall_s: float, note: bytes = b""
+    def _write_all(
+        self, link: Link[Sender], batches: Sequence[tuple[Ranges, tuple[str, str]]], stall_s: float, note: bytes = b""
     ) -> None:
-        num_copies, num_bytes = len(ranges.lengths), int(ranges.lengths.sum())
-        deadline = time.monotonic() + stall_s + num_bytes / SLOWEST_BYTES_PER_S
+        """Through one agent, so that the note comes the way that all bytes have come."""
+        failure, num_copies, num_bytes = None, 0, 0
         with link.borrow() as sender:
-            failure = sender.run(ranges, kinds, note, lambda: link.doomed, deadline)
-            if failure is not None:
-                link.doom()
+            for number, (ranges, kinds) in enumerate(batches, 1):
+                num_copies, num_bytes = len(ranges.lengths), int(ranges.lengths.sum())
+                deadline = time.monotonic() + stall_s + num_bytes / SLOWEST_BYTES_PER_S
+                last = note if number == len(batches) else b""
+                failure = sender.run(ranges, kinds, last, lambda: link.doomed, deadline)
+                if failure is not None:
+                    link.doom()
+                    break
         if failure is not None:
             raise TransferError(
                 f"write of {num_copies} copies, {num_bytes} bytes to {link.session}: {failure}",

@@ -18,7 +18,8 @@ from pdserve.ranks.copying import Copier
 from pdserve.ranks.leader import GroupExecutor
 from pdserve.ranks.orders import RankReady
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
-from pdserve.transfer.events import CopyDone, CopyJob, Landed, LayerGate, TransferEvent
+from pdserve.transfer import notifications as notifications_module
+from pdserve.transfer.events import CopyDone, CopyJob, LayerGate, Notified, TransferEvent
 from pdserve.transfer.notifications import encode_note
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.transport import MemoryRegion
@@ -169,14 +170,19 @@ def test_jobs_for_a_peer_that_is_gone_are_dropped_on_every_rank(bench: Bench) ->
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_says_when_it_has_been_notified_of_what_peers_write_to_it(rank: int, notified: Bench) -> None:
+def test_a_rank_says_when_it_has_been_notified_of_what_peers_write_to_it(
+    rank: int, notified: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transport = notified.transports[rank]
     assert isinstance(transport, NotifyingMemory) and notified.copies.notifies
-    notified.copies.expect(Key(1, 2, "o"), rank, 2)
+    monkeypatch.setattr(notifications_module, "TIMEOUT_S", 0.2)
+    assert not notified.copies.expect(Key(1, 2, "o"), rank, 3)
+    assert events_of(notified.mailbox, 1) == [Notified(Key(1, 2, "o"), 3, rank)], "as many as it was asked for"
     for index in (5, 6):
-        assert notified.mailbox.drain() == []
-        transport.notes.came.put(encode_note(Key(1, 2, "o"), index))
-    assert events_of(notified.mailbox, 1) == [Landed(Key(1, 2, "o"), 0, rank)]
+        transport.notes.came.put(encode_note(Key(1, 3, "o"), index))
+    found = notified.copies.expect(Key(1, 3, "o"), rank, 2)
+    assert found == (rank == 0), "a follower says so itself"
+    assert found or events_of(notified.mailbox, 1) == [Notified(Key(1, 3, "o"), 0, rank)]
 
 
 def test_a_step_that_is_computed_opens_what_waits_for_it(bench: Bench) -> None:

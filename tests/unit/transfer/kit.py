@@ -90,6 +90,7 @@ class KitEngine:
     def __init__(self, notifies: bool = False) -> None:
         self.notifies = notifies
         self.expected: list[tuple[Key, int, int]] = []
+        self.notified = False
         self.jobs: list[CopyJob] = []
         self.cancelled: list[CopyJob] = []
         self.forgotten: list[str] = []
@@ -103,8 +104,9 @@ class KitEngine:
     def forget(self, transport_address: str) -> None:
         self.forgotten.append(transport_address)
 
-    def expect(self, key: Key, rank: int, count: int) -> None:
+    def expect(self, key: Key, rank: int, count: int) -> bool:
         self.expected.append((key, rank, count))
+        return self.notified
 
 
 class KitDirectory:

@@ -12,19 +12,23 @@ import pytest
 
 from pdserve.base.mailbox import Mailbox
 from pdserve.base.parallel import ParallelShape
+from pdserve.errors import TransferError
 from pdserve.transfer import notifications as notifications_module
 from pdserve.transfer.aux import AuxRecord
-from pdserve.transfer.events import CopyDone, CopyJob, Landed, PeerGone, TransferEvent
+from pdserve.transfer.events import CopyDone, CopyJob, Notified, PeerGone, TransferEvent
 from pdserve.transfer.notifications import Notifications, encode_note
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.transport import MemoryRegion
+from pdserve.transfer.transport import Copy, MemoryRegion
+from pdserve.transfer.transports.failing import FailingTransport
 from pdserve.transfer.transports.memory import MemoryHub
-from pdserve.transfer.wire import Done, Key, RankMemory, Region, TransferStats
+from pdserve.transfer.wire import Done, Ended, Key, Packet, RankMemory, Region, TransferStats
 from pdserve.transfer.workers import CopyWorkers
 from tests.unit.transfer.kit import (
     ADDRESS,
+    BROKEN,
     CLIENT_LEFT,
+    SETTLE_S,
     Net,
     Pair,
     Side,
@@ -56,20 +60,36 @@ def waiting(notes: Notes, mailbox: Mailbox[TransferEvent]) -> Iterator[Notificat
     assert not waiting._thread.is_alive()
 
 
-def test_a_key_has_landed_when_all_its_notes_have_come_whenever_they_did(
+def taken(notes: Notes, waiting: Notifications) -> None:
+    """All that had come has been looked at."""
+    wait_until(notes.came.empty, "all were taken")
+    with waiting._changed:
+        pass
+
+
+def test_notes_that_have_come_are_found_at_once(
+    notes: Notes, waiting: Notifications, mailbox: Mailbox[TransferEvent]
+) -> None:
+    for index in (0, 1, 1, 2):
+        notes.came.put(encode_note(KEY, index))
+    assert waiting.expect(KEY, 3)
+    assert not waiting._seen and not waiting._expected and mailbox.drain() == []
+
+
+def test_notes_that_come_later_are_reported_whatever_else_comes(
     notes: Notes, waiting: Notifications, mailbox: Mailbox[TransferEvent]
 ) -> None:
     for index in (0, 1):
         notes.came.put(encode_note(KEY, index))
-    waiting.expect(OTHER, 1)
-    waiting.expect(KEY, 3)
+    assert not waiting.expect(OTHER, 1)
+    assert not waiting.expect(KEY, 3)
     notes.came.put(encode_note(KEY, 1))  # again: it stands for no other
-    wait_until(notes.came.empty, "all were taken")
+    taken(notes, waiting)
     assert mailbox.drain() == []
     notes.came.put(encode_note(KEY, 2))
-    assert events_of(mailbox, 1) == [Landed(KEY, 0)]
+    assert events_of(mailbox, 1) == [Notified(KEY, 0)]
     notes.came.put(encode_note(OTHER, 0))
-    assert events_of(mailbox, 1) == [Landed(OTHER, 0)]
+    assert events_of(mailbox, 1) == [Notified(OTHER, 0)]
     assert not waiting._seen and not waiting._expected
 
 
@@ -79,8 +99,8 @@ def test_notes_that_do_not_come_are_counted_as_missing(
     monkeypatch.setattr(notifications_module, "TIMEOUT_S", 0.05)
     waiting = Notifications(notes.take, mailbox.post)
     notes.came.put(encode_note(KEY, 0))
-    waiting.expect(KEY, 3)
-    assert events_of(mailbox, 1) == [Landed(KEY, 2)]
+    assert not waiting.expect(KEY, 3)
+    assert events_of(mailbox, 1) == [Notified(KEY, 2)]
     waiting.close()
 
 
@@ -89,36 +109,63 @@ def test_time_in_which_the_process_was_stopped_does_not_count(
 ) -> None:
     later = [0.0]
     monkeypatch.setattr(notifications_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later[0]))
-    waiting.expect(KEY, 1)
-    wait_until(lambda: waiting._expected, "it is expected")
+    assert not waiting.expect(KEY, 1)
     later[0] = 10 * notifications_module.TIMEOUT_S
     notes.came.put(encode_note(OTHER, 0))
-    wait_until(lambda: waiting._seen, "it has looked since")
+    taken(notes, waiting)
     assert mailbox.drain() == []
     notes.came.put(encode_note(KEY, 0))
-    assert events_of(mailbox, 1) == [Landed(KEY, 0)]
+    assert events_of(mailbox, 1) == [Notified(KEY, 0)]
 
 
-def test_what_is_no_note_and_an_engine_that_fails_end_nothing(
-    notes: Notes, waiting: Notifications, mailbox: Mailbox[TransferEvent]
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"",
+        b"\xff",
+        b"\x92\x93\x01\x01\xa2\xff\xff\x00",
+        msgspec.msgpack.encode([{"room": 1, "attempt": 1, "origin": 7}, 0]),
+        b"\x92\x83\xa4room\x01\xa7attempt\x01\xa6origin\xa2\xff\xff\x00",
+        b"\x91" * 100_000,
+    ],
+    ids=["empty", "no msgpack", "key is a list", "wrong type", "not utf-8", "nested"],
+)
+def test_what_is_no_note_is_passed_over(
+    bad: bytes, notes: Notes, waiting: Notifications, mailbox: Mailbox[TransferEvent], caplog: pytest.LogCaptureFixture
 ) -> None:
-    bad = [b"", b"\xff", msgspec.msgpack.encode("note"), msgspec.msgpack.encode([1, 2]), RuntimeError("the engine")]
-    for note in (*bad, encode_note(KEY, 0)):
-        notes.came.put(note)
-    waiting.expect(KEY, 1)
-    assert events_of(mailbox, 1) == [Landed(KEY, 0)]
+    notes.came.put(bad)
+    notes.came.put(encode_note(KEY, 0))
+    assert waiting.expect(KEY, 1)
+    assert "none of ours" in caplog.text
+    notes.came.put(bad)
+    assert not waiting.expect(OTHER, 1)
+    notes.came.put(bad)
+    notes.came.put(encode_note(OTHER, 0))
+    assert events_of(mailbox, 1) == [Notified(OTHER, 0)]
 
 
-def test_notes_that_nobody_expects_are_forgotten_in_their_turn(
-    notes: Notes, waiting: Notifications, mailbox: Mailbox[TransferEvent], monkeypatch: pytest.MonkeyPatch
+def test_an_engine_that_cannot_be_asked_is_asked_again_and_does_not_flood_the_log(
+    notes: Notes, waiting: Notifications, mailbox: Mailbox[TransferEvent], caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(16):
+        notes.came.put(RuntimeError("the engine"))
+    notes.came.put(encode_note(KEY, 0))
+    assert not waiting.expect(KEY, 1)
+    assert events_of(mailbox, 1) == [Notified(KEY, 0)]
+    assert caplog.text.count("cannot be read") == 5  # the 1st, 2nd, 4th, 8th and 16th
+
+
+def test_notes_that_nobody_expects_are_taken_and_forgotten_in_their_turn(
+    notes: Notes, mailbox: Mailbox[TransferEvent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notifications_module, "MAX_KEYS", 3)
+    monkeypatch.setattr(notifications_module, "IDLE_LOOK_S", 0.01)
+    waiting = Notifications(notes.take, mailbox.post)
     for attempt in range(10):
         notes.came.put(encode_note(Key(5, attempt, "decode-1"), 0))
-    for attempt in (9, 8):
-        waiting.expect(Key(5, attempt, "decode-1"), 1)
-        assert events_of(mailbox, 1) == [Landed(Key(5, attempt, "decode-1"), 0)]
-    assert list(waiting._seen) == [Key(5, 7, "decode-1")]
+    taken(notes, waiting)
+    assert [key.attempt for key in waiting._seen] == [7, 8, 9]
+    waiting.close()
 
 
 def test_workers_bring_a_note_with_every_job_that_is_not_empty(mailbox: Mailbox[TransferEvent]) -> None:
@@ -138,8 +185,10 @@ def test_workers_bring_a_note_with_every_job_that_is_not_empty(mailbox: Mailbox[
         assert all(isinstance(event, CopyDone) and event.failure is None for event in events_of(mailbox, 3))
         assert receiver.notes.came.qsize() == 2
         assert memory[32:].tolist() == [*range(8), *range(40, 48), *range(16, 24), *range(56, 64)]
-        receiving.expect(KEY, 0, 2)
-        assert events_of(heard, 1) == [Landed(KEY, 0)]
+        assert receiving.expect(KEY, 0, 2)
+        assert not receiving.expect(OTHER, 0, 1)
+        sending.submit(CopyJob(OTHER, 0, "peer", receiver.address(), (piece,), num_bytes=8))
+        assert events_of(heard, 1) == [Notified(OTHER, 0)]
     finally:
         sending.close()
         receiving.close()
@@ -169,11 +218,11 @@ def test_done_is_believed_when_every_rank_has_been_notified() -> None:
     key = pair.receiver._room.key
     counts = [sum(job.transport_address == address for job in jobs) for address in ("decode-1", "decode-1.1")]
     assert decode.engine.expected == [(key, 0, counts[0]), (key, 1, counts[1])] and sum(counts) == len(jobs)
-    decode.kv.handle(Landed(key, 0, rank=1))
-    decode.kv.handle(Landed(key, 0, rank=1))
+    decode.kv.handle(Notified(key, 0, rank=1))
+    decode.kv.handle(Notified(key, 0, rank=1))
     assert pair.receiver.poll() is KVPoll.WAITING_FOR_INPUT, "the slowest rank's state is the transfer's"
     assert pair.theirs[0].held_by("remote")
-    decode.kv.handle(Landed(key, 0, rank=0))
+    decode.kv.handle(Notified(key, 0, rank=0))
     assert pair.receiver.poll() is KVPoll.SUCCESS and pair.receiver.stats.num_pages == 3
     pair.drop_requests()
     net.pump()
@@ -188,31 +237,85 @@ def test_a_rank_that_was_not_notified_fails_the_transfer_and_pages_wait_for_the_
     prefill.end_jobs()
     net.pump()
     key = pair.receiver._room.key
-    decode.kv.handle(Landed(key, 1, rank=missing))
+    decode.kv.handle(Notified(key, 1, rank=missing))
     assert pair.theirs[0].held_by("remote")
-    decode.kv.handle(Landed(key, 0, rank=1 - missing))
+    decode.kv.handle(Notified(key, 0, rank=1 - missing))
     assert pair.receiver.poll() is KVPoll.FAILED and pair.receiver.failure is not None
     assert pair.receiver.failure.code == "transfer_unconfirmed" and pair.receiver.failure.retryable
     assert decode.kv.counters["transfers_unconfirmed"] == 1
+    pair.drop_requests()
+    net.pass_time(SETTLE_S - 0.5)
+    assert decode.free == (13, 3), "what nobody has told of may still come"
+    net.pass_time(1.0)
+    assert_quiet_and_free(prefill, decode)
+
+
+def test_notes_that_have_come_before_done_make_no_detour() -> None:
+    net, prefill, decode = meet()
+    decode.engine.notified = True
+    pair = Pair(net, prefill, decode)
+    pair.send()
+    prefill.end_jobs()
+    net.pump()
+    assert pair.receiver.poll() is KVPoll.SUCCESS and len(decode.engine.expected) == 1
     pair.drop_requests()
     net.pump()
     assert_quiet_and_free(prefill, decode)
 
 
 def test_a_receiver_that_left_keeps_its_pages_until_the_notes_have_come() -> None:
+    """Prefill was done before it heard of the abort, and answers that it writes no more."""
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
     pair.send()
     prefill.end_jobs()
-    net.drop = lambda packet: packet.sender == "decode-1"
     net.pump()
     pair.receiver.abort(CLIENT_LEFT)
     pair.drop_requests()
+    net.pump()
+    assert net.said(Ended) and net.said(Done)
     assert decode.free == (13, 3)
-    decode.kv.handle(Landed(pair.receiver._room.key, 0))
-    assert decode.free == (16, 4)
+    decode.kv.handle(Notified(pair.receiver._room.key, 0))
+    assert_quiet_and_free(prefill, decode)
+
+
+@pytest.mark.parametrize("order", ["ended first", "done first"])
+def test_a_done_that_crosses_an_abort_is_waited_for_in_any_order(order: str) -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    pair.send()
+    late: list[Packet] = []
+    net.drop = lambda packet: isinstance(packet.body, Done) and order == "ended first" and late.append(packet) is None
+    prefill.end_jobs()
+    net.pump()
+    pair.receiver.abort(CLIENT_LEFT)
+    pair.drop_requests()
+    net.pump()
+    assert decode.free == (13, 3)
     net.drop = lambda packet: False
     net.pass_time(3.0)
+    assert len(decode.engine.expected) == 1 and decode.free == (13, 3)
+    decode.kv.handle(Notified(pair.receiver._room.key, 0))
+    net.pass_time(3.0)
+    assert_quiet_and_free(prefill, decode)
+    assert bool(late) == (order == "ended first")
+
+
+def test_a_transfer_that_failed_keeps_its_pages_until_what_was_written_is_there() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    pair.sender.send(pair.mine[0], 2)
+    pair.sender.send(pair.mine[0], 3)
+    well, badly = prefill.engine.jobs
+    prefill.kv.handle(CopyDone(well, None, settled=True, write_s=0.1))
+    prefill.kv.handle(CopyDone(badly, BROKEN, settled=True, write_s=0.1))
+    net.pump()
+    assert pair.receiver.failure == BROKEN
+    pair.drop_requests()
+    net.pump()
+    key = pair.receiver._room.key
+    assert decode.engine.expected == [(key, 0, 1)] and decode.free == (13, 3)
+    decode.kv.handle(Notified(key, 0))
     assert_quiet_and_free(prefill, decode)
 
 
@@ -228,9 +331,28 @@ def test_a_sender_that_dies_before_the_notes_have_come_fails_the_room_and_frees_
     for lease in pair.theirs:
         lease.drop("request")
     assert decode.free == (13, 3)
-    decode.kv.handle(Landed(pair.receiver._room.key, 0))
+    decode.kv.handle(Notified(pair.receiver._room.key, 0))
     assert decode.free == (16, 4)
-    decode.kv.handle(Landed(pair.receiver._room.key, 0))  # nobody knows of it any more
+    decode.kv.handle(Notified(pair.receiver._room.key, 0))  # nobody knows of it any more
+
+
+def test_a_missing_note_does_not_shorten_the_rest_of_a_dead_sender_s_pages() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    pair.send()
+    prefill.end_jobs()
+    net.pump()
+    decode.kv.handle(PeerGone("prefill-1"))
+    net.sides.pop(prefill.endpoint)
+    pair.receiver.close()
+    for lease in pair.theirs:
+        lease.drop("request")
+    net.pass_time(1.0)
+    decode.kv.handle(Notified(pair.receiver._room.key, 1))
+    net.pass_time(SETTLE_S - 0.5)
+    assert decode.free == (13, 3)
+    net.pass_time(1.0)
+    assert decode.free == (16, 4)
 
 
 @pytest.mark.parametrize("notified", [(), (1, 1), (1, 1, 1)])
@@ -260,3 +382,18 @@ def test_a_rank_that_nothing_was_written_to_is_not_waited_for() -> None:
     prefill.end_jobs()
     net.pump()
     assert pair.receiver.poll() is KVPoll.SUCCESS and decode.engine.expected == []
+
+
+def test_writes_that_fail_on_purpose_are_not_notified_of() -> None:
+    hub, peers = MemoryHub(), dict[str, NotifyingMemory]()
+    memory = np.arange(16, dtype=np.uint8)
+    inner, receiver = NotifyingMemory(hub, peers), NotifyingMemory(hub, peers)
+    for transport, half in ((inner, memory[:8]), (receiver, memory[8:])):
+        transport.register([MemoryRegion(half.ctypes.data, 8)])
+    copies = [Copy(memory.ctypes.data, memory.ctypes.data + 8, 8)]
+    with pytest.raises(TransferError, match="injected"):
+        FailingTransport(inner, 1.0).write_and_notify(receiver.address(), copies, b"note")
+    assert list(receiver.take_notifications()) == []
+    well = FailingTransport(inner, 0.0)
+    well.write_and_notify(receiver.address(), copies, b"note")
+    assert well.facts.notifies and list(FailingTransport(receiver, 1.0).take_notifications()) == [b"note"]
