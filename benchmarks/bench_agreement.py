@@ -4,9 +4,9 @@
 
 Real processes. Each transfer ends on every rank at a moment of its own, within 2 ms. `reports`: each rank tells the
 leader, over the links that a server has (`ranks/links.py`). `reduction`: every rank takes part in a MIN over a gloo
-group, again and again until the result says that all have ended, with a step of the model between two, or none. Asked:
-how late the leader knows, what CPU time all ranks take meanwhile, and for how long the leader's loop stands still while
-another rank is stopped for a second.
+group, again and again until the result says that all have ended. Both with a step of the model between two looks, and
+without. Measured is how late the leader knows, what CPU time all ranks take meanwhile, and for how long the leader's loop
+stands still while another rank is stopped for a second.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ Way = Literal["reports", "reduction"]
 HOST, TOKEN, TIMEOUT_S = "127.0.0.1", "agreement", 60.0
 START_S, GAP_S, JITTER_S, STOPPED_S = 0.3, 0.01, 0.002, 1.0
 LOOK_S = 0.001
-NOTES = ("A rank's transfers end 10 ms after each other. Not in the figures: what else a scheduler does in a step.",)
+NOTES = (
+    "A rank's transfers end 10 ms after each other. Not in the figures: what else a scheduler does in a step.",
+    "A transfer that the stopped rank has a part in is late by that second either way; a halt concerns all others.",
+    "With nothing else to do, who reduces does it again and again, and who hears reports sleeps.",
+)
 
 
 def ends_at(began: float, rank: int, transfer: int) -> float:
@@ -112,7 +116,7 @@ class Looks:
 
 
 class Reports:
-    """What followers have told the leader; its loop waits for them, and looks at other things each millisecond."""
+    """What followers have told the leader. Its loop waits for them, or looks once in a step."""
 
     def __init__(self, followers: Followers, ranks: int) -> None:
         self._num_others = ranks - 1
@@ -120,14 +124,22 @@ class Reports:
         self._changed = threading.Condition()
         followers.on_copied(self._take)
 
-    def wait(self, transfer: int, own_end: float, look: Callable[[], None]) -> float:
-        """When all others had reported the transfer, and it had ended here."""
-        with self._changed:
-            while self._arrived[transfer] < self._num_others or time.monotonic() < own_end:
-                look()
-                left_s = own_end - time.monotonic()
-                self._changed.wait(min(LOOK_S, left_s) if left_s > 0 else LOOK_S)
-        return time.monotonic()
+    def lead(self, began: float, transfers: int, step_s: float, look: Callable[[], None]) -> list[float]:
+        """When it knew of each transfer's end, here and everywhere."""
+        known: list[float] = []
+        while len(known) < transfers:
+            own_end = ends_at(began, 0, len(known))
+            with self._changed:
+                ended = self._arrived[len(known)] == self._num_others and time.monotonic() >= own_end
+                if not (ended or step_s):
+                    left_s = own_end - time.monotonic()
+                    self._changed.wait(min(LOOK_S, left_s) if left_s > 0 else LOOK_S)
+            look()
+            if ended:
+                known.append(time.monotonic())
+            if step_s:
+                time.sleep(step_s)
+        return known
 
     def _take(self, rank: int, report: CopyReport | NotesReport) -> None:
         assert isinstance(report, NotesReport), report
@@ -172,7 +184,7 @@ def lead(way: Way, ranks: int, transfers: int, step_s: float, stop: bool) -> dic
         if way == "reduction":
             known = reduce_until_agreed(began, 0, transfers, step_s, looks)
         else:
-            known = [reports.wait(each, ends_at(began, 0, each), looks) for each in range(transfers)]
+            known = reports.lead(began, transfers, step_s, looks)
         took_s, cpu_s = time.monotonic() - began, cpu_seconds(processes) - cpu_s
         followers.close()
         for child in children:
@@ -199,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     run = Run("agreement", argv)
     torch.set_num_threads(1)
-    ways: list[tuple[Way, float]] = [("reports", 0.0), ("reduction", 0.0), ("reduction", 0.005)]
+    ways: list[tuple[Way, float]] = [(way, step_s) for step_s in (0.0, 0.005) for way in ("reports", "reduction")]
     rows, found = [], []
     for ranks in args.ranks:
         for way, step_s in ways:
@@ -209,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 spread_of([turn[name] for turn in turns]) for name in ("late_us", "late_p99_us", "cpu_ms_per_s")
             )
             stood = spread_of([turn["longest_look_ms"] for turn in stopped])
-            what = way if way == "reports" else f"{way}, steps of {step_s * 1e3:.0f} ms"
+            what = f"{way}, {f'steps of {step_s * 1e3:.0f} ms' if step_s else 'nothing else to do'}"
             rows.append([what, str(ranks), late.show(), p99.show(), cpu.show(), stood.show()])
             found.append({"way": way, "ranks": ranks, "step_s": step_s, "turns": turns, "stopped": stopped})
     header = ["agreed by", "ranks", "known after, us", "p99, us", "CPU ms a second, all ranks", "longest halt, ms"]

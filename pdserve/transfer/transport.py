@@ -3,7 +3,8 @@
 The composition root opens one per scheduler process with `open_transport`; `CopyWorkers` writes through it. Threads:
 
     scheduler thread   open_transport, register, address, disconnect, close
-    copy workers       connect, write (several at once, also to the same peer)
+    copy workers       connect, write, write_and_notify (several at once, also to the same peer)
+    any                take_notifications (one at a time)
 """
 
 from __future__ import annotations
