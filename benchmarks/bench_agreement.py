@@ -5,8 +5,8 @@
 Real processes. Each transfer ends on every rank at a moment of its own, within 2 ms. `reports`: each rank tells the
 leader, over the links that a server has (`ranks/links.py`). `reduction`: every rank takes part in a MIN over a gloo
 group, again and again until the result says that all have ended. Both with a step of the model between two looks, and
-without. Measured is how late the leader knows, what CPU time all ranks take meanwhile, and for how long the leader's loop
-stands still while another rank is stopped for a second.
+without. Measured is how late the leader knows, what CPU time all ranks take meanwhile, and for how long the leader's
+loop stands still while another rank is stopped for a second.
 """
 
 from __future__ import annotations
