@@ -235,7 +235,7 @@ class KVManager:
         """What passes between us and each peer, for people."""
         now = self._clock.now()
         sending = Counter(out.peer for out in self.send_side.outgoing.values())
-        receiving = Counter(entry.peer for entry in self.receive_side.published.values())
+        receiving = Counter(entry.peer for entry in self.receive_side.published)
         return [
             PeerLoad(
                 endpoint=peer.endpoint,

@@ -1,7 +1,6 @@
-"""The receiving half of the manager: finds the prefill server, publishes pages, and keeps them until no write can land.
+"""The receiving half of the manager: finds the prefill server, publishes pages, and hears how a key has ended.
 
-Publishing adds the hold `remote` to the pages. It drops at Done, at a quiesced Ended, or when the peer's process is
-known to be dead and what it had in flight has drained; never because the request ended.
+Published pages outlive the request: see `published`.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address, CopyEngine, Notified
 from pdserve.transfer.peers import Peer
-from pdserve.transfer.room import Published, ReceiveRoom
+from pdserve.transfer.published import Ending, Published, PublishedPages
+from pdserve.transfer.room import ReceiveRoom
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.state import KVPoll, merge_ranks
+from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta, Told, TransferStats
 
 FOLLOWERS_END_S = 15.0
@@ -46,18 +46,15 @@ class ReceiveSide:
         self._bootstrap_timeout_s = bootstrap_timeout_s
         self._waiting_timeout_s = waiting_timeout_s
         self._page_tokens = page_tokens
-        self._num_notified = num_ranks if engine.notifies else 0
-        """Ranks that `Done` must say something of."""
         self._counters = counters
         self._attempts = itertools.count(1)
         self.rooms: dict[int, ReceiveRoom] = {}
-        self.published: dict[Key, Published] = {}
+        self.published = PublishedPages(engine, clock, num_ranks)
         self.moved: dict[int, None] = {}
         self._seeking: dict[Address, dict[int, ReceiveRoom]] = {}
         """Rooms without a session, in the order of their opening."""
         self._expecting: dict[int, ReceiveRoom] = {}
         """Rooms whose pages are published, in that order."""
-        self._fenced: dict[Key, Published] = {}
 
     # ------------------------------------------------------------------ called by receivers
 
@@ -106,14 +103,12 @@ class ReceiveSide:
         peer = None if room.peer is None else self._sessions.peer(room.peer)
         if room.state is not KVPoll.WAITING_FOR_INPUT or peer is None:
             return
-        for lease in (*leases, aux):
-            lease.hold("remote")
         room.published_at = self._clock.now()
         self._expecting.pop(room.room, None)
         self._expecting[room.room] = room
         pages = tuple(tuple(lease.pages[num_cached:]) for lease in leases)
         num_told = sum(map(len, pages)) + len(aux.pages)
-        self.published[room.key] = Published(room.key, peer.instance, (*leases, aux), num_told, cached_tokens)
+        self.published.add(Published(room.key, peer.instance, (*leases, aux), num_told, cached_tokens))
         meta = Meta(
             key=room.key,
             cached_tokens=cached_tokens,
@@ -160,15 +155,12 @@ class ReceiveSide:
         return entry is not None and entry.peer == peer.instance
 
     def on_done(self, done: Done) -> None:
-        """The sender has seen every byte of a key land. Our ranks' engines must have, too, where they are notified."""
-        self._end(self.published[done.key], done)
+        """The sender has seen every byte of a key land."""
+        self._conclude(self.published.end(done))
 
     def on_notified(self, event: Notified) -> None:
-        """The engine of one of our ranks has been notified of all that was written of a key, or will not be."""
-        entry = self.published.get(event.key)
-        if entry is not None and entry.word is not None and entry.at_ranks[event.rank] is KVPoll.TRANSFERRING:
-            entry.at_ranks[event.rank] = KVPoll.FAILED if event.num_missing else KVPoll.SUCCESS
-            self._look_whether_landed(entry, entry.word)
+        """What the engine of one of our ranks says of a key."""
+        self._conclude(self.published.notified(event))
 
     def on_told(self, peer: Peer, told: Told) -> None:
         """A part of the prompt's log probabilities; perhaps behind Done, perhaps again."""
@@ -188,9 +180,8 @@ class ReceiveSide:
         room = self.rooms.get(ended.key.room)
         if room is not None and room.key == ended.key and not self._follow(room, ended):
             room.fail(ended.failure)
-        entry = self.published.get(ended.key)
-        if ended.quiesced and entry is not None:
-            self._end(entry, ended)
+        if ended.quiesced:
+            self._conclude(self.published.end(ended))
 
     def on_peer_lost(self, peer: Peer, failure: Failure, gone: bool) -> None:
         """The sender's process is silent (it may still write) or dead (it cannot)."""
@@ -201,9 +192,7 @@ class ReceiveSide:
             settle_s = self._engine.settle_s
             if peer.hello is not None and len(peer.hello.ranks) > 1:
                 settle_s += FOLLOWERS_END_S  # we know of its leader only
-            for entry in self.published.values():
-                if entry.peer == peer.instance and entry.fenced_at is None:
-                    self._fence(entry, settle_s)
+            self.published.peer_gone(peer.instance, settle_s)
 
     def tick(self) -> None:
         """Time-outs, and pages of dead peers whose last bytes have drained. Looks at the oldest rooms only."""
@@ -221,63 +210,31 @@ class ReceiveSide:
             del self._expecting[room.room]
             message = f"the KV cache did not come within {self._waiting_timeout_s:g} s"
             self.fail(room, Failure(code="transfer_timeout", message=message, status=504))
-        for entry in [entry for entry in self._fenced.values() if entry.fenced_at is None or now >= entry.fenced_at]:
-            self._release(entry.key)
+        self.published.tick()
 
     @property
     def num_remote_pages(self) -> int:
         """KV pages and aux slots that a peer may write to."""
-        return sum(entry.num_pages for entry in self.published.values())
+        return sum(entry.num_pages for entry in self.published)
 
     # ------------------------------------------------------------------ inside
 
-    def _end(self, entry: Published, word: Done | Ended) -> None:
-        """The sender writes no more of a key. The first word counts: a quiesced `Ended` may come with a `Done`."""
-        if entry.word is not None:
+    def _conclude(self, ending: Ending | None) -> None:
+        """A key has ended; what that means for whoever waits for it."""
+        if ending is None:
             return
-        entry.word = word
-        if len(word.notified) == self._num_notified or (isinstance(word, Ended) and not word.notified):
-            stands = [self._stands(word.key, rank, count) for rank, count in enumerate(word.notified)]
-            entry.at_ranks = stands or [KVPoll.SUCCESS]
-        else:
-            entry.at_ranks = [KVPoll.FAILED]
-        self._look_whether_landed(entry, word)
-
-    def _stands(self, key: Key, rank: int, num_written: int) -> KVPoll:
-        """How a key stands at one of our ranks that so many writes of it went to."""
-        if not num_written or self._engine.expect(key, rank, num_written):
-            return KVPoll.SUCCESS
-        return KVPoll.TRANSFERRING
-
-    def _look_whether_landed(self, entry: Published, word: Done | Ended) -> None:
-        """What was written of a key is there when it is at the slowest rank; then its pages are let go. Where a rank
-        was not told of a write, its bytes may still come: the pages rest.
-        """
-        if KVPoll.TRANSFERRING in entry.at_ranks:
+        done = ending.word if isinstance(ending.word, Done) else None
+        self._count(ending.entry.peer, done.stats if done is not None and ending.landed else None)
+        self._counters["transfers_unconfirmed"] += not ending.landed
+        room = self.rooms.get(ending.entry.key.room)
+        if done is None or room is None or room.key != done.key:
             return
-        landed = merge_ranks(entry.at_ranks) is KVPoll.SUCCESS
-        done = word if isinstance(word, Done) else None
-        self._count(word.key, done.stats if done is not None and landed else None)
-        if landed:
-            self._release(word.key)
-        else:
-            self._counters["transfers_unconfirmed"] += 1
-            self._fence(entry, self._engine.settle_s)
-        room = self.rooms.get(word.key.room)
-        if done is None or room is None or room.key != word.key:
-            return
-        if landed:
+        if ending.landed:
             room.stats, room.num_told = done.stats, done.num_told
             self._look_whether_told(room)
         else:
             message = "prefill says that all KV cache was written, but the transfer engine does not say so here"
             room.fail(Failure(code="transfer_unconfirmed", message=message, status=502))
-
-    def _fence(self, entry: Published, settle_s: float) -> None:
-        """Keep the pages of a key for so long, or for as long as was said before."""
-        until = self._clock.now() + settle_s
-        entry.fenced_at = until if entry.fenced_at is None else max(entry.fenced_at, until)
-        self._fenced[entry.key] = entry
 
     def _look_whether_told(self, room: ReceiveRoom) -> None:
         if room.is_told:
@@ -314,17 +271,16 @@ class ReceiveSide:
             return False
         if replicas and ended.moved_to >= len(replicas):
             return False
-        self._release(room.key)  # the request itself keeps them
+        self.published.release(room.key)  # the request itself keeps them
         room.key = Key(room.room, next(self._attempts), self._instance)
         room.peer, room.replica, room.unheard = None, ended.moved_to, entry
         self._seeking.setdefault(room.address, {})[room.room] = room
         self._dial(room.address)
         return True
 
-    def _count(self, key: Key, stats: TransferStats | None) -> None:
-        """How a published key has ended; None: not well."""
-        entry = self.published.get(key)
-        peer = None if entry is None else self._sessions.peer(entry.peer)
+    def _count(self, instance: str, stats: TransferStats | None) -> None:
+        """How a key that was given to a peer has ended; None: not well."""
+        peer = self._sessions.peer(instance)
         if peer is None:
             return
         peer.received.ended(well=stats is not None)
@@ -336,9 +292,3 @@ class ReceiveSide:
 
     def _waits_too_long(self, room: ReceiveRoom, now: float) -> bool:
         return room.published_at is not None and now - room.published_at > self._waiting_timeout_s
-
-    def _release(self, key: Key) -> None:
-        self._fenced.pop(key, None)
-        entry = self.published.pop(key, None)
-        if entry is not None:
-            entry.release()

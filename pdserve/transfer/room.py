@@ -12,8 +12,9 @@ from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.events import Address, CopyJob
+from pdserve.transfer.published import Published
 from pdserve.transfer.state import TERMINAL, KVPoll, advance
-from pdserve.transfer.wire import Done, Ended, Hello, Key, Meta, TransferStats
+from pdserve.transfer.wire import Hello, Key, Meta, TransferStats
 
 
 @dataclasses.dataclass(slots=True)
@@ -104,30 +105,6 @@ class Outgoing:
     write_s: float = 0.0
     num_written: Counter[str] = dataclasses.field(default_factory=Counter)
     """Jobs that were not empty and have ended well, by the address that they wrote to."""
-
-
-@dataclasses.dataclass(slots=True)
-class Published:
-    """Pages whose addresses a peer knows. Outlives the request; drops the `remote` holds when no write can land."""
-
-    key: Key
-    peer: str
-    leases: tuple[Lease, ...]
-    num_pages: int
-    """KV pages and aux slots that the peer was told; a lease may have more, which it must not touch."""
-    cached_tokens: int = 0
-    """Of the Meta."""
-    fenced_at: float | None = None
-    """Set when the peer is gone: the time from which nothing of it is in flight."""
-    word: Done | Ended | None = None
-    """The sender's last: it writes no more."""
-    at_ranks: list[KVPoll] = dataclasses.field(default_factory=list)
-    """Since then: whether what it wrote is there at each of our ranks; one for all where engines notify of nothing."""
-
-    def release(self) -> None:
-        """Nothing can be written any more."""
-        for lease in self.leases:
-            lease.drop("remote")
 
 
 class ClosedKeys:

@@ -16,8 +16,9 @@ from pdserve.transfer import room as room_module
 from pdserve.transfer.events import CopyDone
 from pdserve.transfer.manager import KVReceiver, KVSender
 from pdserve.transfer.plan import PageCopy
+from pdserve.transfer.published import Ending, PublishedPages
 from pdserve.transfer.receive_side import ReceiveSide
-from pdserve.transfer.room import ClosedKeys, Outgoing, Published, ReceiveRoom
+from pdserve.transfer.room import ClosedKeys, Outgoing, ReceiveRoom
 from pdserve.transfer.send_side import SendSide
 from pdserve.transfer.topology import Feed
 from pdserve.transfer.wire import Done, Ended, Key
@@ -54,7 +55,7 @@ def free_at_abort(patch: Patch) -> None:
 
     def freeing(self: ReceiveSide, room: ReceiveRoom, failure: Failure) -> None:
         fail(self, room, failure)
-        self._release(room.key)
+        self.published.release(room.key)
 
     patch.setattr(ReceiveSide, "fail", freeing)
 
@@ -131,15 +132,15 @@ def believe_done_without_notifications(patch: Patch) -> None:
 
 
 def free_at_a_promise_without_notifications(patch: Patch) -> None:
-    end = ReceiveSide._end
+    end = PublishedPages.end
 
-    def hasty(self: ReceiveSide, entry: Published, word: Done | Ended) -> None:
-        if isinstance(word, Ended):
-            self._release(word.key)
-        else:
-            end(self, entry, word)
+    def hasty(self: PublishedPages, word: Done | Ended) -> Ending | None:
+        if isinstance(word, Done):
+            return end(self, word)
+        self.release(word.key)
+        return None
 
-    patch.setattr(ReceiveSide, "_end", hasty)
+    patch.setattr(PublishedPages, "end", hasty)
 
 
 NOTHING = Faults()
