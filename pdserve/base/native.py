@@ -95,11 +95,13 @@ def library() -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise Unavailable(f"{path.name} cannot be loaded: {error}") from error
+    version = getattr(loaded, "pdk_version", None)
+    if version is None or version() != VERSION:
+        found = "not of pdserve" if version is None else f"of version {version()}, not {VERSION}"
+        raise Unavailable(f"{path.name} is {found}: build it anew")
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)  # kept by the library, which loaded[name] is not
         function.restype, function.argtypes = result, arguments
-    if loaded.pdk_version() != VERSION:
-        raise Unavailable(f"{path.name} is of version {loaded.pdk_version()}, not {VERSION}: build it anew")
     return loaded
 
 

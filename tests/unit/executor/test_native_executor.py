@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -202,6 +203,26 @@ def test_without_the_library_torch_computes(
         assert choose_level(KernelConfig(), ModelConfig(), spec, torch.bfloat16, CPU) is None
         with pytest.raises(ConfigError, match="was not built"):
             choose_level(KernelConfig(cpu_kernels="native"), ModelConfig(), spec, torch.bfloat16, CPU)
+    finally:
+        native.library.cache_clear()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [("int other() { return 0; }", "not of pdserve"), ("long pdk_version() { return 1; }", "of version 1")],
+)
+def test_a_library_of_another_version_is_to_be_built_anew(
+    code: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "other.c").write_text(code)
+    library = tmp_path / "other.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "other.c"], check=True, timeout=60)
+    monkeypatch.setenv(native.PATH_VARIABLE, str(library))
+    native.library.cache_clear()
+    try:
+        with pytest.raises(native.Unavailable, match=f"{message}.*build it anew"):
+            native.library()
     finally:
         native.library.cache_clear()
 
