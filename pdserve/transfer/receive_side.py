@@ -224,7 +224,10 @@ class ReceiveSide:
         if ending is None:
             return
         done = ending.word if isinstance(ending.word, Done) else None
-        self._count(ending.entry.peer, done.stats if done is not None and ending.landed else None)
+        if done is not None:
+            self._count(ending.entry.peer, done.stats if ending.landed else None)
+        elif isinstance(ending.word, Ended) and ending.word.moved_to is None:
+            self._count(ending.entry.peer, None)
         self._counters["transfers_unconfirmed"] += not ending.landed
         room = self.rooms.get(ending.entry.key.room)
         if done is None or room is None or room.key != done.key:

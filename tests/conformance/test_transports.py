@@ -383,8 +383,8 @@ def test_a_peer_is_notified_of_each_write_once_and_has_its_bytes_then(notifying_
     assert sorted(number for number, _ in seen) == [0, *range(50, 200), 1000]
     assert all(there for _, there in seen)
     rig.transport.write(peer.address, rig.pages(peer, 5, 4096))
-    time.sleep(0.05)
-    assert peer.notes.empty(), "a write without a note, or the same note again"
+    _notifying(rig).write_and_notify(peer.address, [Copy(rig.memory.region.address, peer.start, 8)], b"1001 0 0 0")
+    assert await_notes(peer, 1) == [(1001, True)], "a write without a note, or the same note again"
 
 
 def test_a_stopped_peer_is_notified_of_nothing_that_is_not_there(notifying_rig: Rig) -> None:

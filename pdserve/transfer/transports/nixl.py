@@ -9,7 +9,7 @@ What was measured of the engine shapes this file:
 - A target works only while a thread of it makes progress; a sender makes progress when it asks. Receiving agents have
   the engine's thread, sending agents do without. Left to itself that thread never sleeps: a core for every idle server.
 - A transfer is done when the connection has been flushed behind it, which is when its bytes are in the peer's memory.
-  The peer is told so by the engine's notification, on the connection that the bytes took; looking for one costs 1 us.
+  The peer is told so by the engine's notification, on the connection that the bytes took.
 - A transfer to a process of the same host is made by the call that begins it, in the caller's thread, and the agent's
   lock is kept all the while: two threads write, each through an agent of its own. Where a NIC copies they share one.
 - Naming copies by index into lists prepared once per peer takes a fifth of the time of naming them by address.

@@ -207,6 +207,16 @@ def meet(decode_ranks: int = 1, **changes: object) -> tuple[Net, Side, Side]:
     return net, prefill, decode
 
 
+def sent(decode_ranks: int = 1) -> tuple[Net, Side, Side, Pair]:
+    """A pair that has sent a request: prefill is done, and decode has heard so."""
+    net, prefill, decode = meet(decode_ranks)
+    pair = Pair(net, prefill, decode)
+    pair.send()
+    prefill.end_jobs()
+    net.pump()
+    return net, prefill, decode, pair
+
+
 def test_done_is_believed_when_every_rank_has_been_notified() -> None:
     net, prefill, decode = meet(decode_ranks=2)
     pair = Pair(net, prefill, decode)
@@ -231,11 +241,7 @@ def test_done_is_believed_when_every_rank_has_been_notified() -> None:
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_was_not_notified_fails_the_transfer_and_pages_wait_for_the_other(missing: int) -> None:
-    net, prefill, decode = meet(decode_ranks=2)
-    pair = Pair(net, prefill, decode)
-    pair.send()
-    prefill.end_jobs()
-    net.pump()
+    net, prefill, decode, pair = sent(decode_ranks=2)
     key = pair.receiver._room.key
     decode.kv.handle(Notified(key, 1, rank=missing))
     assert pair.theirs[0].held_by("remote")
@@ -265,11 +271,7 @@ def test_notes_that_have_come_before_done_make_no_detour() -> None:
 
 def test_a_receiver_that_left_keeps_its_pages_until_the_notes_have_come() -> None:
     """Prefill was done before it heard of the abort, and answers that it writes no more."""
-    net, prefill, decode = meet()
-    pair = Pair(net, prefill, decode)
-    pair.send()
-    prefill.end_jobs()
-    net.pump()
+    net, prefill, decode, pair = sent()
     pair.receiver.abort(CLIENT_LEFT)
     pair.drop_requests()
     net.pump()
@@ -320,11 +322,7 @@ def test_a_transfer_that_failed_keeps_its_pages_until_what_was_written_is_there(
 
 
 def test_a_sender_that_dies_before_the_notes_have_come_fails_the_room_and_frees_its_pages() -> None:
-    net, prefill, decode = meet()
-    pair = Pair(net, prefill, decode)
-    pair.send()
-    prefill.end_jobs()
-    net.pump()
+    _, _, decode, pair = sent()
     decode.kv.handle(PeerGone("prefill-1"))
     assert pair.receiver.poll() is KVPoll.FAILED
     pair.receiver.close()
@@ -337,11 +335,7 @@ def test_a_sender_that_dies_before_the_notes_have_come_fails_the_room_and_frees_
 
 
 def test_a_missing_note_does_not_shorten_the_rest_of_a_dead_sender_s_pages() -> None:
-    net, prefill, decode = meet()
-    pair = Pair(net, prefill, decode)
-    pair.send()
-    prefill.end_jobs()
-    net.pump()
+    net, prefill, decode, pair = sent()
     decode.kv.handle(PeerGone("prefill-1"))
     net.sides.pop(prefill.endpoint)
     pair.receiver.close()
