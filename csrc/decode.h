@@ -1,11 +1,14 @@
 // Attention of one query over the pages of its row, read in place. See level.cpp.
 //
-// Keys are taken sixteen at a time, at multiples of sixteen, and the softmax goes on from one SPAN of them to the next.
-// A place outside a piece stands for its nearest token, and its score is masked: memory that no token was written to
-// is never read.
+// Tokens are taken in runs of sixteen, at multiples of sixteen, and the softmax goes on from one SPAN of them to the
+// next. A place outside a piece stands for its nearest token, and its score is masked: memory that no token was written
+// to is never read.
 #pragma once
 
 constexpr int64_t SPAN = 128;
+constexpr int64_t RUN = 16;
+constexpr int HEADS_AT_ONCE = 4;  // query heads that share what is loaded of keys and values
+constexpr int64_t RUN_ROOM = 2 * RUN * MAX_DIM;
 constexpr int64_t PARTIAL_HEAD = 16;  // floats before a partial result: maximum, sum
 
 INLINE float exp1(float x) {
@@ -14,28 +17,36 @@ INLINE float exp1(float x) {
     return lanes[0];
 }
 
-// Addresses of the keys of tokens [t, t + 16), as far as they are in [begin, end).
-INLINE void find16(const Attention& a, const int32_t* table, int64_t head, int64_t t, int64_t begin, int64_t end,
-                   const bf16** at) {
-    const Pages& p = a.pages;
-    const bf16* base = p.base + head * p.page_tokens * p.dim;
-    if (p.page_tokens % 16 == 0 && t >= begin && t + 16 <= end) {
-        const bf16* first = base + table[t / p.page_tokens] * p.page_stride + t % p.page_tokens * p.dim;
-        for (int i = 0; i < 16; i++) at[i] = first + i * p.dim;
-        return;
+// Keys and values of a run, one token behind the other.
+struct Run {
+    const bf16 *keys, *values;
+};
+
+// Tokens [t, t + RUN) of a piece: where they lie, or, where that is not in one piece, copied to `room`.
+INLINE Run find(const Attention& a, const Piece& p, int64_t t, bf16* room) {
+    const Pages& pages = a.pages;
+    const int64_t size = pages.page_tokens, dim = pages.dim;
+    const int32_t* table = a.table + p.row * a.table_stride;
+    const bf16* base = pages.base + p.head * size * dim;
+    if (size % RUN == 0 && t >= p.begin && t + RUN <= p.end) {
+        const bf16* keys = base + table[t / size] * pages.page_stride + t % size * dim;
+        return {keys, keys + pages.value_offset};
     }
-    for (int i = 0; i < 16; i++) {
-        int64_t token = t + i < begin ? begin : t + i >= end ? end - 1 : t + i;
-        at[i] = base + table[token / p.page_tokens] * p.page_stride + token % p.page_tokens * p.dim;
+    for (int64_t i = 0; i < RUN; i++) {
+        const int64_t token = t + i < p.begin ? p.begin : t + i >= p.end ? p.end - 1 : t + i;
+        const bf16* key = base + table[token / size] * pages.page_stride + token % size * dim;
+        memcpy(room + i * dim, key, sizeof(bf16) * dim);
+        memcpy(room + (RUN + i) * dim, key + pages.value_offset, sizeof(bf16) * dim);
     }
+    return {room, room + RUN * dim};
 }
 
-// Asks for what comes next, line by line while something else is computed: keys and values of up to SPAN tokens from
-// `t` on, of all heads of a piece, page after page. Pages lie scattered, and only this hides what it takes to find them.
+// Asks for what comes next, line by line while something else is computed: keys, then values, of up to SPAN tokens of a
+// piece from `t` on. Pages lie scattered, and only this hides what it takes to find them.
 struct Ahead {
     const Attention& a;
     const Piece* piece;
-    int64_t t, run, runs;  // runs of 16 tokens: for each head its keys, then its values
+    int64_t t, run, runs;
     const bf16* at;
     int64_t left;
 };
@@ -44,20 +55,20 @@ INLINE void aim(Ahead& ahead, const Piece* piece, int64_t t) {
     ahead.piece = piece;
     ahead.t = t;
     ahead.run = ahead.runs = ahead.left = 0;
-    if (!piece || t >= piece->end || ahead.a.pages.page_tokens % 16) return;
-    const int64_t tokens = piece->end - t < SPAN ? piece->end - t : SPAN;
-    ahead.runs = (tokens + 15) / 16 * piece->heads * 2;
+    if (!piece || t >= piece->end || ahead.a.pages.page_tokens % RUN) return;
+    ahead.runs = 2 * (((piece->end - t < SPAN ? piece->end - t : SPAN) + RUN - 1) / RUN);
 }
 
-// The next run, which lies in one piece where pages are multiples of 16.
+// The next run's keys or values, which lie in one piece.
 static void aim_next(Ahead& ahead) {
     const Pages& p = ahead.a.pages;
     const Piece& piece = *ahead.piece;
-    const int64_t block = ahead.run / 2, t = ahead.t + block / piece.heads * 16, head = piece.head + block % piece.heads;
+    const int64_t half = ahead.runs / 2, t = ahead.t + ahead.run % half * RUN;
     const int32_t* table = ahead.a.table + piece.row * ahead.a.table_stride;
-    ahead.at = p.base + table[t / p.page_tokens] * p.page_stride + (head * p.page_tokens + t % p.page_tokens) * p.dim +
-               (ahead.run % 2 ? p.value_offset : 0);
-    ahead.left = (piece.end - t < 16 ? piece.end - t : 16) * p.dim;
+    const bf16* keys = p.base + table[t / p.page_tokens] * p.page_stride;
+    keys += (piece.head * p.page_tokens + t % p.page_tokens) * p.dim;
+    ahead.at = ahead.run < half ? keys : keys + p.value_offset;
+    ahead.left = (piece.end - t < RUN ? piece.end - t : RUN) * p.dim;
     ahead.run++;
 }
 
@@ -77,64 +88,71 @@ INLINE void ask(Ahead& ahead, int64_t lines) {
 
 INLINE F bend(F s, float softcap) { return softcap > 0.0f ? tanh(s * set1(1.0f / softcap)) * set1(softcap) : s; }
 
-// Scores of one query head with sixteen keys.
-INLINE F score16(const bf16* q, const bf16* const* at, int64_t dim) {
-    F s[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) s[i] = zero();
-    int64_t c = 0;
-    for (; c + 32 <= dim; c += 32) {
-        P v = pairs(q + c);
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) s[i] = dot2(s[i], v, pairs(at[i] + c));
-    }
-    if (c < dim) {
-        P v = pairs(q + c);
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) s[i] = dot2(s[i], v, pairs_n(at[i] + c, dim - c));
-    }
-    return sums(s);
-}
-
-// Adds weights times values to HEADS rows of `out`. `count` is even.
+// Scores of HEADS query heads, `wide` apart, with the keys of a run.
 template <int HEADS>
-static void mix(const bf16* const* at, int64_t value_offset, int64_t count, const bf16* weights, float* out, int64_t dim,
-                int64_t wide) {
-    for (int64_t c = 0; c < dim; c += 32) {
-        F o[HEADS][2];
+INLINE void score(const bf16* q, int64_t wide, const bf16* keys, int64_t dim, F* scores) {
+    F some[HEADS][4];
 #pragma GCC unroll 4
-        for (int h = 0; h < HEADS; h++) {
-            o[h][0] = load(out + h * wide + c);
-            o[h][1] = load(out + h * wide + c + 16);
-        }
-        const bool whole = c + 32 <= dim;
-        for (int64_t t = 0; t < count; t += 2) {
-            const bf16 *x = at[t] + value_offset + c, *y = at[t + 1] + value_offset + c;
-            P first, last;
-            if (whole) zip(pairs(x), pairs(y), first, last);
-            else zip(pairs_n(x, dim - c), pairs_n(y, dim - c), first, last);
+    for (int i = 0; i < 4; i++) {
+        F s[HEADS][4];
+        const bf16* from = keys + 4 * i * dim;
 #pragma GCC unroll 4
-            for (int h = 0; h < HEADS; h++) {
-                P w = spread(weights + h * SPAN + t);
-                o[h][0] = dot2(o[h][0], w, first);
-                o[h][1] = dot2(o[h][1], w, last);
+        for (int h = 0; h < HEADS; h++)
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) s[h][k] = zero();
+        for (int64_t c = 0; c < dim; c += 32) {
+            P v[HEADS];
+#pragma GCC unroll 4
+            for (int h = 0; h < HEADS; h++) v[h] = pairs(q + h * wide + c);
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) {
+                const bf16* at = from + k * dim + c;
+                const P key = c + 32 <= dim ? pairs(at) : pairs_n(at, dim - c);
+#pragma GCC unroll 4
+                for (int h = 0; h < HEADS; h++) s[h][k] = dot2(s[h][k], v[h], key);
             }
         }
 #pragma GCC unroll 4
-        for (int h = 0; h < HEADS; h++) {
-            store(out + h * wide + c, o[h][0]);
-            store(out + h * wide + c + 16, o[h][1]);
-        }
+        for (int h = 0; h < HEADS; h++) some[h][i] = sums_of_four(s[h]);
     }
+#pragma GCC unroll 4
+    for (int h = 0; h < HEADS; h++) scores[h] = sums_of_sixteen(some[h]);
 }
 
-INLINE void mix_all(const bf16* const* at, int64_t value_offset, int64_t count, const bf16* weights, float* out,
-                    int64_t dim, int64_t wide, int64_t group) {
-    int64_t h = 0;
-    for (; h + 4 <= group; h += 4) mix<4>(at, value_offset, count, weights + h * SPAN, out + h * wide, dim, wide);
-    if (group - h == 3) mix<3>(at, value_offset, count, weights + h * SPAN, out + h * wide, dim, wide);
-    if (group - h == 2) mix<2>(at, value_offset, count, weights + h * SPAN, out + h * wide, dim, wide);
-    if (group - h == 1) mix<1>(at, value_offset, count, weights + h * SPAN, out + h * wide, dim, wide);
+// Adds weights times values of `count` runs to HEADS rows of `out`: 32 * BLOCKS columns from `c` on.
+template <int HEADS, int BLOCKS>
+INLINE void mix(const Run* runs, int64_t count, const bf16* weights, float* out, int64_t c, int64_t dim, int64_t wide,
+                Ahead& ahead, int64_t lines) {
+    F o[HEADS][2 * BLOCKS];
+    const int64_t left = dim - c;
+#pragma GCC unroll 4
+    for (int h = 0; h < HEADS; h++)
+#pragma GCC unroll 4
+        for (int b = 0; b < 2 * BLOCKS; b++) o[h][b] = load(out + h * wide + c + 16 * b);
+    for (int64_t r = 0; r < count; r++) {
+        ask(ahead, lines);
+        const bf16* values = runs[r].values + c;
+#pragma GCC unroll 8
+        for (int k = 0; k < RUN; k += 2) {
+            P v[2 * BLOCKS];
+            const bf16 *x = values + k * dim, *y = x + dim;
+#pragma GCC unroll 2
+            for (int b = 0; b < 32 * BLOCKS; b += 32) {
+                if (left >= 32 * BLOCKS) zip(pairs(x + b), pairs(y + b), v[b / 16], v[b / 16 + 1]);
+                else zip(pairs_n(x + b, left - b), pairs_n(y + b, left - b), v[b / 16], v[b / 16 + 1]);
+            }
+#pragma GCC unroll 4
+            for (int h = 0; h < HEADS; h++) {
+                const P w = spread(weights + h * SPAN + r * RUN + k);
+#pragma GCC unroll 4
+                for (int b = 0; b < 2 * BLOCKS; b++) o[h][b] = dot2(o[h][b], w, v[b]);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < HEADS; h++)
+#pragma GCC unroll 4
+        for (int b = 0; b < 2 * BLOCKS; b++) store(out + h * wide + c + 16 * b, o[h][b]);
 }
 
 INLINE void finish(const Attention& a, int64_t token, int64_t head, float most, float total, const float* from) {
@@ -150,30 +168,32 @@ INLINE void finish(const Attention& a, int64_t token, int64_t head, float most, 
     for (int64_t d = 0; d < dim; d += 16) store_n(to + d, load(from + d) * factor, dim - d);
 }
 
-// Scores of 16 keys after 16 keys become weights, and the weights' sum of values is added to `out`: one head of the
-// piece, tokens [t, t + count), for each of its query heads.
-INLINE void span(const Attention& a, const Piece& p, int64_t head, const bf16* q, int64_t t, int64_t count, float* most,
-                 float* total, float* out, Ahead& ahead) {
-    const int64_t dim = a.pages.dim, wide = padded(dim), group = a.group;
-    alignas(64) float scores[MAX_GROUP * SPAN];
-    alignas(64) bf16 weights[MAX_GROUP * SPAN];
-    const bf16* at[SPAN];
-    const int64_t lines = (dim + group - 1) / group;  // 16 keys and 16 values of a head have `dim` lines
-    for (int64_t g = 0; g < count; g += 16) {
-        find16(a, a.table + p.row * a.table_stride, head, t + g, p.begin, p.end, at + g);
-        for (int64_t h = 0; h < group; h++) {
-            ask(ahead, lines);
-            F s = bend(score16(q + h * wide, at + g, dim), a.mask.softcap);
-            store(scores + h * SPAN + g, within(s, set1(-INFINITY), p.begin - t - g, p.end - t - g));
-        }
+// A span of a piece for HEADS of its query heads: scores become weights, and the weights' sum of values is added to
+// `out`. Tokens [t, t + RUN * count).
+template <int HEADS>
+static void span(const Attention& a, const Piece& p, const bf16* q, const Run* runs, int64_t t, int64_t count,
+                 float* most, float* total, float* out, Ahead& ahead) {
+    const int64_t dim = a.pages.dim, wide = padded(dim), end = count * RUN;
+    // What is asked for takes as many lines as what is computed with: `dim` a run. Half of them behind each product.
+    const int64_t heads = (a.group + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE, lines = (dim / 2 + heads - 1) / heads;
+    alignas(64) float scores[HEADS * SPAN];
+    alignas(64) bf16 weights[HEADS * SPAN];
+    for (int64_t r = 0; r < count; r++) {
+        F s[HEADS];
+        ask(ahead, lines);
+        score<HEADS>(q, wide, runs[r].keys, dim, s);
+        const int64_t low = p.begin - t - r * RUN, high = p.end - t - r * RUN;
+#pragma GCC unroll 4
+        for (int h = 0; h < HEADS; h++)
+            store(scores + h * SPAN + r * RUN, within(bend(s[h], a.mask.softcap), set1(-INFINITY), low, high));
     }
-    for (int64_t h = 0; h < group; h++) {
+    for (int h = 0; h < HEADS; h++) {
         float* s = scores + h * SPAN;
         F m = set1(most[h]);
-        for (int64_t g = 0; g < count; g += 16) m = max(load(s + g), m);
+        for (int64_t g = 0; g < end; g += 16) m = max(load(s + g), m);
         const float higher = top(m), keep = exp1(most[h] - higher);
         F sum_of = zero();
-        for (int64_t g = 0; g < count; g += 16) {
+        for (int64_t g = 0; g < end; g += 16) {
             F e = within(exp(load(s + g) - set1(higher)), zero(), p.begin - t - g, p.end - t - g);
             sum_of = sum_of + e;
             store_half(weights + h * SPAN + g, e);
@@ -183,29 +203,52 @@ INLINE void span(const Attention& a, const Piece& p, int64_t head, const bf16* q
         if (t > p.begin)
             for (int64_t d = 0; d < wide; d += 16) store(out + h * wide + d, load(out + h * wide + d) * set1(keep));
     }
-    mix_all(at, a.pages.value_offset, count, weights, out, dim, wide, group);
+    int64_t c = 0;
+    for (; c + 64 <= dim; c += 64) mix<HEADS, 2>(runs, count, weights, out, c, dim, wide, ahead, lines * 64 / dim);
+    for (; c < dim; c += 32) mix<HEADS, 1>(runs, count, weights, out, c, dim, wide, ahead, lines * 32 / dim);
 }
 
-// `then`: what this thread is likely to compute next, or null.
-static void decode(const Attention& a, const Piece& p, const Piece* then) {
-    const int64_t dim = a.pages.dim, wide = padded(dim), group = a.group, rows = p.heads * group;
+using SpanOf = void (*)(const Attention&, const Piece&, const bf16*, const Run*, int64_t, int64_t, float*, float*,
+                        float*, Ahead&);
+// `span` by the number of heads.
+struct SpanTable {
+    SpanOf of[HEADS_AT_ONCE + 1] = {};
+    constexpr SpanTable() { fill<HEADS_AT_ONCE>(); }
+    template <int HEADS>
+    constexpr void fill() {
+        of[HEADS] = span<HEADS>;
+        if constexpr (HEADS > 1) fill<HEADS - 1>();
+    }
+};
+static constexpr SpanTable SPANS;
+
+// `fresh`: nobody has asked for its beginning. `then`: what this thread is likely to compute next, or null.
+static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* then) {
+    const int64_t dim = a.pages.dim, wide = padded(dim), group = a.group;
     const int64_t token = a.offsets[p.row] + p.first;
-    alignas(64) float out[MAX_GROUP * 512];
+    const bf16* q = a.q + (p.head * a.tokens + token) * group * wide;
+    alignas(64) float out[MAX_GROUP * MAX_DIM];
+    alignas(64) bf16 room[SPAN / RUN * RUN_ROOM];
     float most[MAX_GROUP], total[MAX_GROUP];
-    for (int64_t h = 0; h < rows; h++) most[h] = -INFINITY, total[h] = 0.0f;
-    memset(out, 0, sizeof(float) * rows * wide);
+    Run runs[SPAN / RUN];
+    for (int64_t h = 0; h < group; h++) most[h] = -INFINITY, total[h] = 0.0f;
+    memset(out, 0, sizeof(float) * group * wide);
     Ahead ahead{a, nullptr, 0, 0, 0, nullptr, 0};
-    for (int64_t t = p.begin / 16 * 16; t < p.end; t += SPAN) {
-        const int64_t count = p.end - t < SPAN ? (p.end - t + 15) / 16 * 16 : SPAN;
-        if (t + SPAN < p.end) aim(ahead, &p, t + SPAN);
-        else aim(ahead, then, then ? then->begin / 16 * 16 : 0);
-        for (int64_t k = 0; k < p.heads; k++) {
-            const bf16* q = a.q + ((p.head + k) * a.tokens + token) * group * wide;
-            span(a, p, p.head + k, q, t, count, most + k * group, total + k * group, out + k * group * wide, ahead);
-        }
+    if (fresh) {
+        aim(ahead, &p, p.begin / RUN * RUN);
         ask(ahead, INT64_MAX);
     }
-    for (int64_t h = 0; h < rows; h++) {
+    for (int64_t t = p.begin / RUN * RUN; t < p.end; t += SPAN) {
+        const int64_t count = ((p.end - t < SPAN ? p.end - t : SPAN) + RUN - 1) / RUN;
+        for (int64_t r = 0; r < count; r++) runs[r] = find(a, p, t + r * RUN, room + r * RUN_ROOM);
+        if (t + SPAN < p.end) aim(ahead, &p, t + SPAN);
+        else aim(ahead, then, then ? then->begin / RUN * RUN : 0);
+        by_tiles(group, HEADS_AT_ONCE, [&](int64_t h, int64_t n) {
+            SPANS.of[n](a, p, q + h * wide, runs, t, count, most + h, total + h, out + h * wide, ahead);
+        });
+        ask(ahead, INT64_MAX);
+    }
+    for (int64_t h = 0; h < group; h++) {
         if (!p.partial) {
             finish(a, token, p.head * group + h, most[h], total[h], out + h * wide);
             continue;
@@ -219,7 +262,7 @@ static void decode(const Attention& a, const Piece& p, const Piece* then) {
 // The result of a query from `count` partial ones, which lie one behind the other.
 static void merge(const Attention& a, const Piece& p, const float* partials, int64_t count) {
     const int64_t wide = padded(a.pages.dim), stride = PARTIAL_HEAD + wide;
-    alignas(64) float out[512];
+    alignas(64) float out[MAX_DIM];
     for (int64_t h = 0; h < a.group; h++) {
         float most = -INFINITY, total = 0.0f;
         for (int64_t i = 0; i < count; i++) {

@@ -30,20 +30,20 @@ INLINE Scratch carve(uint8_t* at, int64_t rows, int64_t wide) {
 // Tokens [t, t + count) of the row as weights: keys [count / 32][wide / 2][32][2], values [wide / 32][count / 2][32][2].
 INLINE void pack(const Attention& a, const Piece& p, int64_t t, int64_t count, const Scratch& s) {
     const int64_t dim = a.pages.dim, wide = padded(dim);
-    const int32_t* table = a.table + p.row * a.table_stride;
-    const bf16* at[16];
-    for (int64_t g = 0; g < count; g += 16) {
-        find16(a, table, p.head, t + g, p.begin, p.end, at);
+    alignas(64) bf16 room[RUN_ROOM];
+    for (int64_t g = 0; g < count; g += RUN) {
+        const Run run = find(a, p, t + g, room);
         for (int64_t c = 0; c < dim; c += 32) {
             const int64_t n = dim - c;
             P x[16];
-            for (int i = 0; i < 16; i++) x[i] = n >= 32 ? pairs(at[i] + c) : pairs_n(at[i] + c, n);
+            const bf16 *keys = run.keys + c, *values = run.values + c;
+            for (int i = 0; i < 16; i++) x[i] = n >= 32 ? pairs(keys + i * dim) : pairs_n(keys + i * dim, n);
             transpose(x);
             bf16* to = s.keys + (g / 32 * (wide / 2) + c / 2) * 64 + g % 32 * 2;
             for (int j = 0; j < 16; j++) store_pairs(to + j * 64, x[j]);
             bf16* out = s.values + (c / 32 * (count / 2) + g / 2) * 64;
             for (int i = 0; i < 16; i += 2) {
-                const bf16 *u = at[i] + a.pages.value_offset + c, *v = at[i + 1] + a.pages.value_offset + c;
+                const bf16 *u = values + i * dim, *v = u + dim;
                 P first, last;
                 if (n >= 32) zip(pairs(u), pairs(v), first, last);
                 else zip(pairs_n(u, n), pairs_n(v, n), first, last);

@@ -11,7 +11,8 @@ using bf16 = uint16_t;
 
 constexpr int64_t BLOCK = 32;  // outputs of a linear layer that are computed together, and inputs per int8 group
 constexpr int64_t CHOICE_BLOCK = 512;  // weights of tokens that are summed up together
-constexpr int MAX_GROUP = 64;  // most query heads of one KV head, and of one piece of decode
+constexpr int MAX_GROUP = 64;  // most query heads of one KV head
+constexpr int64_t MAX_DIM = 512;  // largest head
 
 inline int64_t padded(int64_t n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
 
@@ -86,11 +87,11 @@ struct Attention {
     int64_t table_stride;
 };
 
-// One piece of it: queries [first, last) among the row's new tokens, keys [begin, end) of `heads` KV heads from `head`
-// on. `partial` null: the result is written; else the piece leaves `group` x (maximum, sum, padded dim) there for
-// `merge`, and has one head. Decode only: one query.
+// One piece of it: queries [first, last) among the row's new tokens, keys [begin, end) of KV head `head`. `partial`
+// null: the result is written; else the piece leaves `group` x (maximum, sum, padded dim) there for `merge`. Decode
+// only: one query.
 struct Piece {
-    int64_t row, head, heads, first, last, begin, end;
+    int64_t row, head, first, last, begin, end;
     float* partial;
 };
 
@@ -104,8 +105,8 @@ struct Kernels {
     void (*linear)(const Weights& w, const Operand& x, int64_t rows, int64_t first, int64_t last, const Output& out);
     void (*place)(const Heads& heads, const Pages& pages, const int64_t* write_pages, const int64_t* write_slots,
                   int64_t first, int64_t last);
-    // `then`, or null: a piece of decode that this thread is likely to be given next.
-    void (*decode)(const Attention& a, const Piece& piece, const Piece* then);
+    // `then`, or null: a piece of decode that this thread is likely to be given next, `fresh`: this one was no such.
+    void (*decode)(const Attention& a, const Piece& piece, bool fresh, const Piece* then);
     void (*extend)(const Attention& a, const Piece& piece, uint8_t* scratch);
     void (*merge)(const Attention& a, const Piece& piece, const float* partials, int64_t count);
     int64_t (*argmax)(const float* x, int64_t count);

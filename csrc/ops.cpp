@@ -72,23 +72,25 @@ void Attend::run(Program& p, int thread) {
     a.out = p.floats(out);
     Plan& plan = p.plan_for(mask.window);
     const int64_t count = static_cast<int64_t>(plan.pieces.size());
+    const Piece* expected = nullptr;
     for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
         const Planned& planned = plan.pieces[i];
+        const bool fresh = expected != &planned.piece;
         Piece piece = planned.piece;
         if (piece.last - piece.first > 1 || a.ends[piece.row] - a.starts[piece.row] > 1) {
             p.kernels.extend(a, piece, p.scratch[thread]->as<uint8_t>());
             continue;
         }
-        const Piece* then = i + p.pool.size() < count ? &plan.pieces[i + p.pool.size()].piece : nullptr;
-        if (then && a.ends[then->row] - a.starts[then->row] > 1) then = nullptr;
+        expected = i + p.pool.size() < count ? &plan.pieces[i + p.pool.size()].piece : nullptr;
+        if (expected && a.ends[expected->row] - a.starts[expected->row] > 1) expected = nullptr;
         if (planned.split < 0) {
-            p.kernels.decode(a, piece, then);
+            p.kernels.decode(a, piece, fresh, expected);
             continue;
         }
         const Split& split = plan.splits[planned.split];
         float* all = p.partials.as<float>() + split.first_partial * plan.partial_floats;
         piece.partial = all + planned.part * plan.partial_floats;
-        p.kernels.decode(a, piece, then);
+        p.kernels.decode(a, piece, fresh, expected);
         const int32_t ended = plan.done[planned.split].fetch_add(1, std::memory_order_acq_rel) + 1;
         if (ended % split.count == 0) p.kernels.merge(a, piece, all, split.count);
     }

@@ -10,14 +10,6 @@ constexpr int64_t SHORTEST = 256;  // keys of a piece of decode, below which cut
 constexpr int64_t QUERY_ROWS = 192;
 constexpr int64_t KEYS_AT_ONCE = 128;
 constexpr int64_t PARTIAL_HEAD = 16;
-constexpr int64_t TOGETHER_BYTES = 128 << 10;  // keys and values of KEYS_AT_ONCE tokens; as much again is on its way
-
-// KV heads that one piece of decode takes: those of a page lie side by side.
-int64_t heads_together(int64_t decode_rows, int64_t kv_heads, int64_t group, int64_t dim, int threads) {
-    if (decode_rows < 2 * threads) return 1;
-    const int64_t most = std::min(TOGETHER_BYTES / (KEYS_AT_ONCE * dim * 4), MAX_GROUP / group);
-    return std::clamp<int64_t>(most, 1, kv_heads);
-}
 
 }  // namespace
 
@@ -38,38 +30,27 @@ void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t d
     const int64_t fair = (keys * kv_heads / (4 * threads) + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE * KEYS_AT_ONCE;
     const int64_t longest = threads == 1 ? INT64_MAX / 4 : std::max(SHORTEST, fair);
     const int64_t queries = extend_queries(group);
-    int64_t decode_rows = 0;
-    for (int64_t r = 0; r < step.rows; r++) decode_rows += step.ends[r] - step.starts[r] == 1;
-    const int64_t together = heads_together(decode_rows, kv_heads, group, dim, threads);
     for (int64_t r = 0; r < step.rows; r++) {
         const int64_t start = step.starts[r], end = step.ends[r];
-        const int64_t seen = window ? std::min(window, end) : end;
-        if (end - start == 1 && seen * together <= longest) {
-            for (int64_t head = 0; head < kv_heads; head += together) {
-                const int64_t heads = std::min(together, kv_heads - head);
-                pieces.push_back({{r, head, heads, 0, 1, end - seen, end, nullptr}, -1, 0, seen * heads});
-            }
-            continue;
-        }
         for (int64_t head = 0; head < kv_heads; head++) {
             if (end - start > 1) {
                 for (int64_t first = 0; first < end - start; first += queries) {
                     const int64_t last = std::min(first + queries, end - start);
                     const int64_t begin = window ? std::max<int64_t>(0, start + first - window + 1) : 0;
                     const int64_t cost = (last - first) * (start + last - begin);
-                    pieces.push_back({{r, head, 1, first, last, begin, start + last, nullptr}, -1, 0, cost});
+                    pieces.push_back({{r, head, first, last, begin, start + last, nullptr}, -1, 0, cost});
                 }
                 continue;
             }
             const int64_t begin = window ? std::max<int64_t>(0, end - window) : 0;
             const int64_t count = (end - begin + longest - 1) / longest;
             if (count == 1) {
-                pieces.push_back({{r, head, 1, 0, 1, begin, end, nullptr}, -1, 0, end - begin});
+                pieces.push_back({{r, head, 0, 1, begin, end, nullptr}, -1, 0, end - begin});
                 continue;
             }
             for (int64_t i = 0; i < count; i++) {
                 const int64_t from = begin + (end - begin) * i / count, to = begin + (end - begin) * (i + 1) / count;
-                pieces.push_back({{r, head, 1, 0, 1, from, to, nullptr}, static_cast<int64_t>(splits.size()), i, to - from});
+                pieces.push_back({{r, head, 0, 1, from, to, nullptr}, static_cast<int64_t>(splits.size()), i, to - from});
             }
             splits.push_back({partials, count});
             partials += count;

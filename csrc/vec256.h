@@ -151,16 +151,15 @@ INLINE void zip(P x, P y, P& first, P& last) {
     last = l;
 }
 
-INLINE __m256 sums8(const F* r) {
-    __m256 c[2];
-    for (int i = 0; i < 2; i++, r += 4) {
-        __m256 s0 = _mm256_add_ps(r[0].a, r[0].b), s1 = _mm256_add_ps(r[1].a, r[1].b);
-        __m256 s2 = _mm256_add_ps(r[2].a, r[2].b), s3 = _mm256_add_ps(r[3].a, r[3].b);
-        c[i] = _mm256_hadd_ps(_mm256_hadd_ps(s0, s1), _mm256_hadd_ps(s2, s3));
-    }
-    return _mm256_add_ps(_mm256_permute2f128_ps(c[0], c[1], 0x20), _mm256_permute2f128_ps(c[0], c[1], 0x31));
+INLINE F sums_of_four(const F* r) {
+    __m256 s0 = _mm256_add_ps(r[0].a, r[0].b), s1 = _mm256_add_ps(r[1].a, r[1].b);
+    __m256 s2 = _mm256_add_ps(r[2].a, r[2].b), s3 = _mm256_add_ps(r[3].a, r[3].b);
+    return {_mm256_hadd_ps(_mm256_hadd_ps(s0, s1), _mm256_hadd_ps(s2, s3)), _mm256_setzero_ps()};
 }
-INLINE F sums(const F (&x)[16]) { return {sums8(x), sums8(x + 8)}; }
+INLINE __m256 sums_of_eight(__m256 x, __m256 y) {
+    return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+}
+INLINE F sums_of_sixteen(const F* c) { return {sums_of_eight(c[0].a, c[1].a), sums_of_eight(c[2].a, c[3].a)}; }
 
 INLINE void transpose(P (&x)[16]) {
     int32_t in[16][16], out[16][16];

@@ -181,9 +181,11 @@ def test_a_long_row_is_shared_by_the_threads(level: str, threads: int) -> None:
 
 
 @levels
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [(10, 5, 64), (5, 5, 128), (64, 4, 32)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "dim"), [(10, 5, 64), (5, 5, 128), (64, 4, 32), (15, 3, 96), (7, 1, 40)]
+)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_many_rows_take_several_heads_at_once(
+def test_query_heads_share_what_is_loaded(
     level: str, threads: int, num_heads: int, num_kv_heads: int, dim: int
 ) -> None:
     """More heads than are taken together, so that the last ones are fewer; a prompt among rows that decode."""
