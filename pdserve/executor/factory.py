@@ -134,8 +134,7 @@ def build_executor(
         decoder = empty_model(spec, dtype, device, kernels=make_kernels(choice), parallel=parallel, placement=placement)
         model: Decoder | NativeDecoder = decoder
         if level is not None:  # takes the weights over while they are loaded
-            pinned = config.kernels.cpu_pin is not None
-            model = make_native(decoder, config.model, level, lambda: startup.part(PACK), pinned=pinned)
+            model = make_native(decoder, config.model, level, lambda: startup.part(PACK))
         fill_model(decoder, path, load_format=load_format, seed=config.model.random_seed)
         give_back_freed()
     layout = kv_layout(spec, page_tokens, dtype)

@@ -57,15 +57,14 @@ def make_native(
     config: ModelConfig,
     level: str,
     packing: Callable[[], AbstractContextManager[object]],
-    *,
-    pinned: bool = False,
 ) -> NativeDecoder:
     """`model`, taken over by the kernels with as many threads as torch has. `packing` surrounds what packs weights.
 
-    `pinned`: this process has a core for each, so all but the calling thread get one of their own.
+    Where these take all the cores that this process may use, all but the calling thread get one of their own: there is
+    nowhere better to move to, and two of them on one core would wait for each other.
     """
     count = torch.get_num_threads()
-    cores = sorted(os.sched_getaffinity(0)) if pinned else []
+    cores = sorted(os.sched_getaffinity(0))
     threads = Threads(count, cores[1:] if len(cores) == count else None)
     native = NativeDecoder(model, threads, level, "bf16" if config.quantization is None else "int8", packing)
     _LOG.info("the model is computed by native kernels: %s, %d threads", level, count)

@@ -52,6 +52,19 @@ def test_ranks_and_api_process_have_cores_of_their_own(tiny_checkpoint: Callable
         assert both in cores_of(scheduler) and own in cores_of(scheduler)
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize("spare", [0, 1])
+def test_helpers_stay_apart_where_threads_take_every_core(
+    tiny_checkpoint: Callable[[Family], Path], spare: int
+) -> None:
+    every = frozenset(os.sched_getaffinity(0))
+    flags = ("--dtype", "bfloat16", "--max-total-tokens", "2048", "--cpu-threads", str(len(every) - spare))
+    with running_monolith(str(tiny_checkpoint("llama")), *flags) as server:
+        (scheduler,) = (use["pid"] for name, use in server.state()["processes"].items() if name != OWN)
+        helpers = {frozenset({core}) for core in sorted(every)[1:]}
+        assert cores_of(scheduler) == ({every} if spare else {every, *helpers})
+
+
 def test_cores_that_the_server_may_not_use_are_refused(tiny_checkpoint: Callable[[Family], Path]) -> None:
     path = str(tiny_checkpoint("llama"))
     assert_refused(path, ("--cpu-pin", str(max(os.sched_getaffinity(0)) + 1)), "cpu_pin")
