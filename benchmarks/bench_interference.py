@@ -73,6 +73,17 @@ async def play(args: argparse.Namespace, url: str, seed: int, *, prompts: bool) 
     """One part on one server.
 
     Raises:
+        RuntimeError: a request failed, or the streams did not run at the same time.
+    """
+    return part_of(*await send_all(args, url, seed, prompts=prompts))
+
+
+async def send_all(
+    args: argparse.Namespace, url: str, seed: int, *, prompts: bool
+) -> tuple[list[list[float]], list[float], float]:
+    """When each stream's tokens came, the TTFT of each prompt, and when the first of these was sent.
+
+    Raises:
         RuntimeError: a request failed.
     """
     rng = random.Random(seed)
@@ -102,7 +113,7 @@ async def play(args: argparse.Namespace, url: str, seed: int, *, prompts: bool) 
                 await asyncio.wait(streams, timeout=args.every, return_when=asyncio.FIRST_COMPLETED)
         times = [[began + at for at in result.arrivals_s] for began, result in await asyncio.gather(*streams)]
         ttfts = [result.arrivals_s[0] for _, result in await asyncio.gather(*arrivals) if result.arrivals_s]
-    return part_of(times, ttfts, since)
+    return times, ttfts, since
 
 
 def part_of(times: Sequence[Sequence[float]], ttfts_s: list[float], since: float) -> Part:
@@ -125,7 +136,7 @@ def run_rounds(args: argparse.Namespace, urls: dict[str, str]) -> Rounds:
     for url in urls.values():
         for num_streams, num_tokens in ((args.streams, args.stream_prompt_len), (1, args.prompt_len)):
             warm = {"streams": num_streams, "stream_prompt_len": num_tokens, "output_len": 64}
-            asyncio.run(play(argparse.Namespace(**vars(args) | warm), url, 0, prompts=False))
+            asyncio.run(send_all(argparse.Namespace(**vars(args) | warm), url, 0, prompts=False))
     rounds: Rounds = {(system, prompts): [] for prompts in (False, True) for system in SYSTEMS}
     for index in range(args.rounds):
         for system in SYSTEMS if index % 2 == 0 else reversed(SYSTEMS):
