@@ -115,7 +115,7 @@ class CopyWorkers:
 
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`."""
-        self._disconnecting.submit(self._transport.disconnect, transport_address)  # ends what runs; may take a second
+        self._disconnecting.submit(self._transport.disconnect, transport_address)  # ends what runs; takes its time
         for worker in self._workers_of.pop(transport_address, ()):
             worker.orders.put(_Forget(transport_address))  # and once more behind a connect that runs just now
 

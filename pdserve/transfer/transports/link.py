@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Generic, Protocol, TypeVar
 
 from pdserve.errors import TransferError
@@ -145,17 +146,33 @@ class LinkedPeers(Generic[E, T]):
         self._open_link = open_link
         self._lock = threading.Lock()
         self._peers: dict[str, LinkedPeer[E, T]] = {}
+        self._opening: dict[str, Future[None]] = {}
 
     def connect(self, address: str, about: T) -> None:
-        """Open a link to the peer, unless there is one. Raises TransferError when nobody answers."""
+        """Open a link to the peer, unless there is one. Raises TransferError when nobody answers.
+
+        Of several threads at once, one opens the link, and what comes of it is true for all.
+        """
         with self._lock:
             if address in self._peers:
                 return
-        peer = LinkedPeer(about, self._open_link(about), self._open_link)
+            opening = self._opening.get(address)
+            if mine := opening is None:
+                opening = self._opening[address] = Future()
+        if not mine:
+            opening.result()
+            return
+        try:
+            peer = LinkedPeer(about, self._open_link(about), self._open_link)
+        except BaseException as error:
+            with self._lock:
+                del self._opening[address]
+            opening.set_exception(error)
+            raise
         with self._lock:
-            kept = self._peers.setdefault(address, peer)
-        if kept is not peer:
-            peer.doom()
+            self._peers[address] = peer
+            del self._opening[address]
+        opening.set_result(None)
 
     def disconnect(self, address: str) -> None:
         """Forget a peer; unknown ones are ignored."""

@@ -6,7 +6,7 @@ What was measured of the engine shapes this file:
 - More than 2,048 outstanding entries to a peer wedge it: every write takes permits from the link's `Window`.
 - It sends unregistered local ranges without a word: `RegionSet` checks them.
 - A failed batch goes on: what is still queued for a stalled peer is retried one entry after the other, for minutes, and
-  reads the source pages when its turn comes. Destroying the engine ends that within a second. So over TCP each peer has
+  reads the source pages when its turn comes. Destroying the engine ends that. So over TCP each peer has
   engines of its own, and a failed write destroys them before it raises: then it is settled.
 - One engine copies in one thread, which over TCP is what limits it: each peer has two, written to by a thread each.
 - It caches what it knows of a session, and a restarted peer may get the same session (host:port from a range of 2,000).
@@ -129,7 +129,7 @@ class MooncakeTransport:
             self._write_batch(link, full[first : first + BATCH_ENTRIES])
 
     def close(self) -> None:
-        """Cut all links, stop receiving. Takes up to a second per peer."""
+        """Cut all links, stop receiving."""
         self._peers.close()
         self._receiver.destroy()
 
@@ -137,11 +137,17 @@ class MooncakeTransport:
         """A link over new engines (TCP) or the shared one (RDMA). Raises TransferError when nobody answers."""
         owned = self.facts.protocol == "tcp"
         engines = [Engine(*self._start) for _ in range(TCP_ENGINES)] if owned else [self._receiver]
-        for engine in engines:
+        try:
+            for engine in engines:
+                if owned:
+                    for region in self._regions.regions:
+                        engine.register(region)
+                engine.reach(session)
+        except TransferError:
             if owned:
-                for region in self._regions.regions:
-                    engine.register(region)
-            engine.reach(session)
+                for engine in engines:
+                    engine.destroy()
+            raise
         return Link(engines, session, owned=owned, num_permits=MAX_OUTSTANDING)
 
     def _write_batch(self, link: Link[Engine], copies: Sequence[Copy]) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import queue
+import socket
+import struct
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +16,8 @@ from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion
 
 PROBE_TIMEOUT_S = 3.0
+BRIEF_TIMEVAL = struct.pack("@ll", 0, 1000)
+"""A millisecond, as the kernel takes it."""
 INSTALL_HELP = (
     "install the engine: `pip install mooncake-transfer-engine-non-cuda` on a machine without CUDA "
     "(`mooncake-transfer-engine` for CUDA 12, `mooncake-transfer-engine-cuda13` for CUDA 13), "
@@ -36,7 +42,10 @@ class Engine:
         self._native = _new_native()
         if (code := int(self._native.initialize(host, "P2PHANDSHAKE", protocol, ib_device))) != 0:
             raise ConfigError(f"mooncake does not start on host {host!r} with {protocol}: code {code}", field="host")
-        self.session = f"{host}:{self._native.get_rpc_port()}"
+        self._port = int(self._native.get_rpc_port())
+        self._lock = threading.Lock()
+        self._probing = False
+        self.session = f"{host}:{self._port}"
 
     def register(self, region: MemoryRegion) -> None:
         """Register one region. Raises TransferError with the engine's code."""
@@ -46,19 +55,27 @@ class Engine:
     def reach(self, session: str) -> None:
         """Probe a peer, and fetch where its regions and its data port are.
 
-        A stopped peer would hold both calls up for a minute each, so they run in a thread that is left behind.
+        A stopped peer would hold both calls up for a minute each, so they run in a thread that is left behind. It holds
+        the engine; destroyed meanwhile, that ends with it. Not for several threads at once.
 
         Raises:
             TransferError: nobody answers within `PROBE_TIMEOUT_S`; nothing was written.
         """
         answers: queue.Queue[int] = queue.Queue()
-        native = self._native
+        self._probing = True
 
-        def ask() -> None:
-            code = int(native.send_probe(session))
-            answers.put(code if code != 0 or open_session(native, session) else -1)
+        def ask(native: Any) -> None:
+            try:
+                code = int(native.send_probe(session))
+                answers.put(code if code != 0 or open_session(native, session) else -1)
+            finally:
+                with self._lock:
+                    self._probing = False
+                    given_up = self._native is None
+                if given_up:
+                    hurry_end(self._port)
 
-        threading.Thread(target=ask, name="mooncake-probe", daemon=True).start()
+        threading.Thread(target=ask, args=(self._native,), name="mooncake-probe", daemon=True).start()
         try:
             code = answers.get(timeout=PROBE_TIMEOUT_S)
         except queue.Empty:
@@ -86,8 +103,12 @@ class Engine:
         return int(self._native.transfer_check_status(submission))
 
     def destroy(self) -> None:
-        """Close all connections and end all threads: no byte moves after this. Takes up to a second."""
-        self._native = None
+        """Close all connections and end all threads: no byte moves after this. Takes some milliseconds."""
+        with self._lock:
+            native, self._native = self._native, None
+            ends = native is not None and not self._probing
+        if ends:
+            hurry_end(self._port)
 
 
 def open_session(native: Any, session: str) -> bool:
@@ -98,3 +119,40 @@ def open_session(native: Any, session: str) -> bool:
     """
     batch = int(native.batch_transfer_async_write(session, [], [], []))
     return batch != 0 and int(native.get_batch_transfer_status([batch])) == 0
+
+
+def hurry_end(port: int) -> None:
+    """Have the engine that answers on `port` end in milliseconds; to be called right before its last name goes.
+
+    Its destructor waits for a thread that accepts connections and looks once a second whether it should end, and keeps
+    the interpreter's lock: all threads of this process would stand still. The listening socket is this process's own,
+    so its time limit can be shortened, and one connection ends the wait under way. Where that fails, the end takes its
+    second.
+    """
+    listener = find_listener(port)
+    if listener is None:
+        return
+    with listener, contextlib.suppress(OSError):
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, BRIEF_TIMEVAL)
+        loopback = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
+        socket.create_connection((loopback, port), timeout=PROBE_TIMEOUT_S).close()
+
+
+def find_listener(port: int) -> socket.socket | None:
+    """A descriptor of one's own for the TCP socket on which this process listens at `port`; None when there is none."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as closing:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found = closing.enter_context(socket.socket(fileno=os.dup(int(name))))
+                if _listens(found) and found.getsockname()[1] == port:
+                    closing.pop_all()
+                    return found
+    return None
+
+
+def _listens(found: socket.socket) -> bool:
+    return (
+        found.family in (socket.AF_INET, socket.AF_INET6)
+        and found.type == socket.SOCK_STREAM
+        and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+    )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import pytest
 
 from pdserve.errors import TransferError
-from pdserve.transfer.transports.link import Link
+from pdserve.transfer.transports.link import Link, LinkedPeers
 
 
 class KitEngine:
@@ -60,3 +63,47 @@ def test_shared_engines_are_not_destroyed() -> None:
     link.doom()
     assert link.doomed and not link.await_cut(0.0), "nobody can promise that no byte moves"
     assert [engine.num_destroyed for engine in engines] == [0, 0]
+
+
+class SlowDoor:
+    """Opens links, or fails to, when it is told to; counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+        self.failure: TransferError | None = None
+        self.opened: list[Link[KitEngine]] = []
+        self.num_asked = 0
+
+    def open(self, session: str) -> Link[KitEngine]:
+        self.num_asked += 1
+        self.asked.set()
+        assert self.may_answer.wait(30.0)
+        if self.failure is not None:
+            raise self.failure
+        self.opened.append(Link([KitEngine(session)], session, owned=True, num_permits=1))
+        return self.opened[-1]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_that_connect_at_the_same_time_share_one_attempt_and_what_comes_of_it(fails: bool) -> None:
+    """A link that is opened for nothing has to be destroyed again, which took its thread seconds."""
+    door = SlowDoor()
+    door.failure = TransferError("nobody there", code="peer_unreachable") if fails else None
+    peers = LinkedPeers(door.open)
+    with ThreadPoolExecutor(3) as pool:
+        connecting = [pool.submit(peers.connect, "here", "host:1")]
+        assert door.asked.wait(30.0)
+        connecting += [pool.submit(peers.connect, "here", "host:1") for _ in range(2)]
+        assert not wait(connecting, timeout=0.2).done, "somebody did not wait for what comes of it"
+        door.may_answer.set()
+        errors = [one.exception(30.0) for one in connecting]
+    assert door.num_asked == 1
+    if fails:
+        assert all(isinstance(error, TransferError) for error in errors)
+        door.failure = None
+        peers.connect("here", "host:1")
+        assert len(door.opened) == 1, "a later attempt is one of its own"
+    else:
+        assert errors == [None] * 3
+        assert peers.get("here").usable_link() is door.opened[0]
+        assert not door.opened[0].doomed

@@ -12,10 +12,12 @@ import pytest
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
+from pdserve.transfer.transports import mooncake_engine
 from pdserve.transfer.transports.link import Window
 from pdserve.transfer.transports.mooncake import TCP_TIMEOUTS, MooncakeTransport, session_of, set_environment
-from pdserve.transfer.transports.mooncake_engine import open_session
+from pdserve.transfer.transports.mooncake_engine import BRIEF_TIMEVAL, Engine, find_listener, open_session
 from pdserve.transfer.transports.nics import choose_protocol
+from tests.unit.transfer.waiting import wait_until
 
 ENGINE_VARIABLES = (
     *TCP_TIMEOUTS,
@@ -126,6 +128,75 @@ def test_a_peer_that_never_answers_holds_up_its_own_thread_only() -> None:
         assert answers == [False]
     finally:
         transport.close()
+
+
+def test_where_an_engine_listens_is_found() -> None:
+    """What `hurry_end` needs: without it each engine's end stops all threads for a second."""
+    set_environment("tcp")
+    engine = Engine("127.0.0.1", "tcp", "")
+    port = int(engine.session.rpartition(":")[2])
+    listener = find_listener(port)
+    assert listener is not None
+    with listener, socket.create_connection(("127.0.0.1", port), timeout=30.0) as connection:
+        assert listener.getsockname()[1] == connection.getpeername()[1] == port
+        assert find_listener(connection.getsockname()[1]) is None, "this one is connected, it does not listen"
+    engine.destroy()
+    assert find_listener(port) is None, "it has ended"
+
+
+class KitNative:
+    """Listens, like the engine, and says at its end whether the thread that accepts would have been woken."""
+
+    def __init__(self, ends: list[tuple[bool, bool]]) -> None:
+        self._ends = ends
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+
+    def initialize(self, host: str, metadata: str, protocol: str, device: str) -> int:
+        return 0
+
+    def get_rpc_port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    def send_probe(self, session: str) -> int:
+        self.asked.set()
+        assert self.may_answer.wait(30.0)
+        return -1
+
+    def __del__(self) -> None:
+        limit = self._listener.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, len(BRIEF_TIMEVAL))
+        self._listener.setblocking(False)
+        try:
+            self._listener.accept()[0].close()
+            woken = True
+        except BlockingIOError:
+            woken = False
+        self._listener.close()
+        self._ends.append((limit != bytes(len(limit)), woken))
+
+
+def test_an_engine_is_told_to_hurry_right_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(mooncake_engine, "_new_native", lambda: KitNative(ends))
+    engine = Engine("127.0.0.1", "tcp", "")
+    engine.destroy()
+    assert ends == [(True, True)]
+    engine.destroy()
+    assert len(ends) == 1
+
+
+def test_an_engine_given_up_while_it_asks_ends_when_it_has_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(mooncake_engine, "_new_native", lambda: KitNative(ends))
+    monkeypatch.setattr(mooncake_engine, "PROBE_TIMEOUT_S", 0.1)
+    engine = Engine("127.0.0.1", "tcp", "")
+    may_answer = engine._native.may_answer
+    with pytest.raises(TransferError, match="does not answer"):
+        engine.reach("127.0.0.1:1")
+    engine.destroy()
+    assert ends == [], "its thread is still in a call"
+    may_answer.set()
+    wait_until(lambda: ends == [(True, True)], "the end of the engine")
 
 
 def _has_ended(connection: socket.socket) -> bool:
