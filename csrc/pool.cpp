@@ -7,12 +7,27 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <chrono>
+
 namespace pdk {
 namespace {
 
-constexpr int SPINS = 4000;   // about 50 microseconds
-constexpr int YIELDS = 100;   // then the core is offered to others
-inline void relax() { __builtin_ia32_pause(); }
+using Clock = std::chrono::steady_clock;
+
+constexpr int OFFERS = 200;          // before a thread sleeps: about 50 microseconds
+constexpr int SPINS_PER_OFFER = 20;
+constexpr auto LONG = std::chrono::microseconds(1500);
+constexpr auto KEPT = std::chrono::milliseconds(10);
+
+// Lets others on this core run, unless one of them has just kept it for long.
+void offer_core() {
+    thread_local Clock::time_point keeps_until{};
+    const auto before = Clock::now();
+    if (before < keeps_until) return;
+    sched_yield();
+    const auto after = Clock::now();
+    if (after - before > LONG) keeps_until = after + KEPT;
+}
 
 void sleep_on(std::atomic<uint32_t>& word, uint32_t value) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
@@ -77,13 +92,12 @@ void Pool::meet() {
         if (sleepers_.load()) wake_all(round_);
         return;
     }
-    for (int i = 0; i < SPINS; i++) {
-        if (round_.load(std::memory_order_acquire) != round) return;
-        relax();
-    }
-    for (int i = 0; i < YIELDS; i++) {
-        if (round_.load(std::memory_order_acquire) != round) return;
-        sched_yield();
+    for (int i = 0; i < OFFERS; i++) {
+        offer_core();
+        for (int k = 0; k < SPINS_PER_OFFER; k++) {
+            if (round_.load(std::memory_order_acquire) != round) return;
+            __builtin_ia32_pause();
+        }
     }
     sleepers_.fetch_add(1);
     while (round_.load() == round) sleep_on(round_, round);

@@ -1,7 +1,9 @@
 // Threads that compute together. Owned by whoever opened it; one program runs at a time.
 //
 // A thread without work sleeps on a futex. Within a run threads meet at barriers every few microseconds, so there they
-// spin, but for a while only: a core that is shared with others must not be held for nothing.
+// spin, but for a while only, and who spins offers its core to others all the time: the server's other processes have
+// tokens to deliver, briefly, and on cores that all compute they would wait for one until the step is over. Somebody who
+// computes as well would take a slice of milliseconds at each barrier, so after one the core is kept for a while.
 #pragma once
 #include <atomic>
 #include <cstdint>
