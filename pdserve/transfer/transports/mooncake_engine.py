@@ -12,6 +12,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
+
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion
 
@@ -129,30 +131,18 @@ def hurry_end(port: int) -> None:
     so its time limit can be shortened, and one connection ends the wait under way. Where that fails, the end takes its
     second.
     """
-    listener = find_listener(port)
-    if listener is None:
-        return
-    with listener, contextlib.suppress(OSError):
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, BRIEF_TIMEVAL)
-        loopback = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
-        socket.create_connection((loopback, port), timeout=PROBE_TIMEOUT_S).close()
+    with contextlib.suppress(OSError, psutil.Error):
+        listener = find_listener(port)
+        if listener is not None:
+            with listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, BRIEF_TIMEVAL)
+                loopback = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
+            socket.create_connection((loopback, port), timeout=PROBE_TIMEOUT_S).close()
 
 
 def find_listener(port: int) -> socket.socket | None:
     """A descriptor of one's own for the TCP socket on which this process listens at `port`; None when there is none."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as closing:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                found = closing.enter_context(socket.socket(fileno=os.dup(int(name))))
-                if _listens(found) and found.getsockname()[1] == port:
-                    closing.pop_all()
-                    return found
+    for found in psutil.Process().net_connections("tcp"):
+        if found.status == psutil.CONN_LISTEN and found.laddr.port == port:
+            return socket.socket(fileno=os.dup(found.fd))
     return None
-
-
-def _listens(found: socket.socket) -> bool:
-    return (
-        found.family in (socket.AF_INET, socket.AF_INET6)
-        and found.type == socket.SOCK_STREAM
-        and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
-    )
