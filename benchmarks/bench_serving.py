@@ -28,7 +28,11 @@ from typing import Any
 import aiohttp
 import orjson
 
+if __package__ in (None, ""):  # run by its path: `benchmarks` lies in the checkout's root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 WORDS = "the of and to in is that for it was on are as with his they at be this from have or by one had not but what"
+PROMPTS_HELP = "random token ids, token ids of English prose (both of exact lengths), or words; chat has words"
 TRACE_BLOCK_TOKENS = 512
 PERCENTILES = (50, 99)
 
@@ -61,7 +65,8 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", help="the first of /v1/models when absent")
     add("--api-key", default="none")
     add("--endpoint", choices=("completions", "chat"), default="completions")
-    add("--prompts", choices=("ids", "text"), default="ids", help="token ids (exact lengths) or words; chat has words")
+    add("--prompts", choices=("ids", "prose", "text"), default="ids", help=PROMPTS_HELP)
+    add("--tokenizer", default="smollm2", help="prose as this model's token ids: what servers take as --model-path")
     add("--vocab-size", type=int, default=1000, help="random token ids are 10 to this")
     add("--num-prompts", type=int, default=64)
     add("--num-warmup", type=int, default=1, help="requests before the clock starts")
@@ -89,9 +94,15 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_prompt(args: argparse.Namespace, rng: random.Random, length: int) -> str | list[int]:
-    """A random prompt of `length` token ids or words."""
+    """A random prompt of `length` token ids or words, or a random piece of prose."""
     if args.prompts == "ids":
         return [rng.randrange(10, args.vocab_size) for _ in range(length)]
+    if args.prompts == "prose":
+        from benchmarks.prose import prose_ids  # pdserve: not where this script is on its own
+
+        ids = prose_ids(args.tokenizer)
+        start = rng.randrange(len(ids))
+        return [ids[(start + i) % len(ids)] for i in range(length)]
     return " ".join(rng.choices(WORDS.split(), k=length))
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer
 
-from benchmarks import compare_cpu
+from benchmarks import bench_serving, compare_cpu
 from benchmarks.bench_serving import Result
+from benchmarks.peers import Outcome
+from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 
 
 def stream(first_s: float, step_s: float, count: int, num_tokens: int | None = None) -> Result:
@@ -27,6 +30,25 @@ def test_events_that_bring_several_tokens_count_as_these() -> None:
 
 def test_streams_that_never_run_together_have_no_rate() -> None:
     assert compare_cpu.decode_rate([stream(0.0, 0.1, 3), stream(5.0, 0.1, 3)]) == 0.0
+
+
+def test_prompts_are_different_pieces_of_prose_whole_in_their_tokens() -> None:
+    prompts = [job.prompt for job in bench_serving.make_jobs(compare_cpu.load(3, 200, 8, seed=5))]
+    assert all(isinstance(prompt, list) and len(prompt) == 200 for prompt in prompts)
+    assert len({tuple(prompt) for prompt in prompts}) == 3
+    assert prompts == [job.prompt for job in bench_serving.make_jobs(compare_cpu.load(3, 200, 8, seed=5))]
+    file = resolve_tokenizer_path(resolve_model_path("smollm2")) / "tokenizer.json"
+    text = Tokenizer.from_file(str(file)).decode(prompts[0])
+    assert text.isascii() and len(text.split()) > 60, "English, not fragments of characters"
+
+
+def test_the_measurement_with_the_fewest_events_is_told() -> None:
+    flags = compare_cpu.load(1, 4, 21, seed=0)
+    whole, halves = (
+        compare_cpu.decode_metrics(Outcome([stream(0.0, 0.1, count, num_tokens=21)], 2.0, 0.0), flags)
+        for count in (21, 7)
+    )
+    assert compare_cpu.fewest_events({("a", 1): [whole, halves], ("b", 1): [whole]}) == pytest.approx(1 / 3)
 
 
 def test_every_system_is_first_in_turn() -> None:
