@@ -4,7 +4,7 @@
 
 Real servers: a monolith with `--threads` threads, and `launch_local` with one prefill and one decode server that have
 half of them each. Both are up for the whole run and work in turn. Each turn has two parts with the same `--streams`
-streams: alone, and while a prompt of `--prompt-len` random tokens arrives every `--every` seconds. ITL is taken over
+streams: alone, and while a prompt of `--prompt-len` tokens arrives every `--every` seconds. ITL is taken over
 the gaps of all streams, in the second part from the first such prompt on.
 """
 
@@ -87,14 +87,15 @@ async def send_all(
         RuntimeError: a request failed.
     """
     rng = random.Random(seed)
-    flags = bench_serving.parse_flags(["--base-url", url, "--ignore-eos"])
+    model = ["--prompts", args.prompts, "--tokenizer", args.model, "--vocab-size", str(args.vocab_size)]
+    flags = bench_serving.parse_flags(["--base-url", url, "--ignore-eos", *model])
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         async with session.get(flags.root + "/v1/models") as response:
             flags.model = (await response.json())["data"][0]["id"]
 
         async def send(num_tokens: int, output_len: int) -> tuple[float, Result]:
             began = time.perf_counter()
-            prompt = [rng.randrange(10, args.vocab_size) for _ in range(num_tokens)]
+            prompt = bench_serving.make_prompt(flags, rng, num_tokens)
             job = Job(prompt=prompt, output_len=output_len, at_s=0.0)
             result = await bench_serving.run_one(session, flags, job)
             if result.error is not None:
@@ -192,7 +193,7 @@ def document(args: argparse.Namespace, facts: dict[str, Any], rounds: Rounds) ->
     return f"""# Long prompts beside decoding streams, {facts["date"]}
 
 {args.model}, {args.dtype}: {args.streams} streams of {args.output_len} tokens (prompts of {args.stream_prompt_len}); \
-prompts of {args.prompt_len} random tokens, {args.prompt_output_len} out, every {args.every:g} s, {num_prompts} in \
+prompts of {args.prompt_len} tokens, {args.prompt_output_len} out, every {args.every:g} s, {num_prompts} in \
 all. Median of {args.rounds} interleaved rounds (least-most).
 
 {absolute_table(rounds)}
@@ -210,12 +211,13 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     report.add_model_flags(parser)
+    add("--prompts", choices=("prose", "ids"), default="prose", help=bench_serving.PROMPTS_HELP)
     add("--streams", type=int, default=8)
     add("--stream-prompt-len", type=int, default=32)
-    add("--output-len", type=int, default=300, help="tokens of each stream")
+    add("--output-len", type=int, default=500, help="tokens of each stream")
     add("--prompt-len", type=int, default=1500)
     add("--prompt-output-len", type=int, default=4)
-    add("--every", type=float, default=5.0, help="seconds between prompts; the first comes after as many")
+    add("--every", type=float, default=2.0, help="seconds between prompts; the first comes after as many")
     add("--threads", type=int, default=2, help="torch threads in all; each server of the pair has half")
     add("--rounds", type=int, default=3)
     report.add_write_flags(parser, "interference")

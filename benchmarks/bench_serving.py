@@ -32,7 +32,7 @@ if __package__ in (None, ""):  # run by its path: `benchmarks` lies in the check
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 WORDS = "the of and to in is that for it was on are as with his they at be this from have or by one had not but what"
-PROMPTS_HELP = "random token ids, token ids of English prose (both of exact lengths), or words; chat has words"
+PROMPTS_HELP = "random token ids or those of English prose (exact lengths), or words; chat has words"
 TRACE_BLOCK_TOKENS = 512
 PERCENTILES = (50, 99)
 

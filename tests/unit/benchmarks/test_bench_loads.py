@@ -69,7 +69,7 @@ def test_a_busy_machine_is_named() -> None:
 def test_tiny_runs_of_all_three_write(tiny_checkpoint: Callable[[Family], Path], tmp_path: Path) -> None:
     model = ["--model", str(tiny_checkpoint("llama")), "--vocab-size", str(VOCAB_SIZE)]
     common = [*model, "--rounds", "1", "--write", "--results", str(tmp_path)]
-    short = ["--streams", "2", "--prompt-len", "40", "--every", "0.01", "--output-len", "400"]
+    short = ["--prompts", "ids", "--streams", "2", "--prompt-len", "40", "--every", "0.01", "--output-len", "400"]
     assert bench_interference.main([*common, *short]) == 0
     assert bench_overcommit.main([*common, "--requests", "6", "--input-len", "16", "--output-len", "24"]) == 0
     assert bench_overlap_serving.main([*common, "--streams", "2", "--input-len", "8", "--output-len", "16"]) == 0
