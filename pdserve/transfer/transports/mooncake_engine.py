@@ -46,7 +46,7 @@ class Engine:
             raise ConfigError(f"mooncake does not start on host {host!r} with {protocol}: code {code}", field="host")
         self._port = int(self._native.get_rpc_port())
         self._lock = threading.Lock()
-        self._probing = False
+        self._num_probes = 0
         self.session = f"{host}:{self._port}"
 
     def register(self, region: MemoryRegion) -> None:
@@ -58,13 +58,12 @@ class Engine:
         """Probe a peer, and fetch where its regions and its data port are.
 
         A stopped peer would hold both calls up for a minute each, so they run in a thread that is left behind. It holds
-        the engine; destroyed meanwhile, that ends with it. Not for several threads at once.
+        the engine; destroyed meanwhile, that ends with the last such thread.
 
         Raises:
             TransferError: nobody answers within `PROBE_TIMEOUT_S`; nothing was written.
         """
         answers: queue.Queue[int] = queue.Queue()
-        self._probing = True
 
         def ask(native: Any) -> None:
             try:
@@ -72,12 +71,15 @@ class Engine:
                 answers.put(code if code != 0 or open_session(native, session) else -1)
             finally:
                 with self._lock:
-                    self._probing = False
-                    given_up = self._native is None
+                    self._num_probes -= 1
+                    given_up = self._native is None and self._num_probes == 0
                 if given_up:
                     hurry_end(self._port)
 
-        threading.Thread(target=ask, args=(self._native,), name="mooncake-probe", daemon=True).start()
+        with self._lock:  # no name for it in this frame: a traceback would keep it from ending
+            self._num_probes += 1
+            thread = threading.Thread(target=ask, args=(self._native,), name="mooncake-probe", daemon=True)
+        thread.start()
         try:
             code = answers.get(timeout=PROBE_TIMEOUT_S)
         except queue.Empty:
@@ -108,7 +110,7 @@ class Engine:
         """Close all connections and end all threads: no byte moves after this. Takes some milliseconds."""
         with self._lock:
             native, self._native = self._native, None
-            ends = native is not None and not self._probing
+            ends = native is not None and self._num_probes == 0
         if ends:
             hurry_end(self._port)
 
