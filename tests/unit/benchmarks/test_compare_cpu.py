@@ -39,7 +39,8 @@ def test_prompts_are_different_pieces_of_prose_whole_in_their_tokens() -> None:
     assert prompts == [job.prompt for job in bench_serving.make_jobs(compare_cpu.load(3, 200, 8, seed=5))]
     file = resolve_tokenizer_path(resolve_model_path("smollm2")) / "tokenizer.json"
     text = Tokenizer.from_file(str(file)).decode(prompts[0])
-    assert text.isascii() and len(text.split()) > 60, "English, not fragments of characters"
+    assert sum(map(str.isascii, text)) > 0.98 * len(text), "English, not fragments of characters"
+    assert len(text.split()) > 60
 
 
 def test_the_measurement_with_the_fewest_events_is_told() -> None:
