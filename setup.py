@@ -15,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 LIBRARY = "libpdserve_kernels.so"
-SOURCES = [f"csrc/{name}.cpp" for name in ("api", "choose", "ops", "plan", "pool", "program", "weights")]
+SOURCES = [f"csrc/{name}.cpp" for name in ("api", "choose", "experts", "ops", "plan", "pool", "program", "weights")]
 LEVEL_SOURCE = "csrc/level.cpp"
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 LEVELS = {

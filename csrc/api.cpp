@@ -2,21 +2,17 @@
 #include <atomic>
 #include <cstring>
 #include <exception>
-#include <list>
 #include <memory>
 #include <new>
 #include <string>
 
 #include "choose.h"
+#include "experts.h"
 #include "ops.h"
 #include "pdk.h"
 #include "weights.h"
 
-struct pdk_weights : pdk::Weights {};
-struct pdk_arena {
-    pdk::Arena memory;
-    std::list<pdk_weights> weights;
-};
+struct pdk_arena : pdk::Arena {};
 struct pdk_pool : pdk::Pool {
     using Pool::Pool;
 };
@@ -46,6 +42,10 @@ const Kernels* kernels_of(const std::string& level) {
     if (level == "avx512" && has_avx512()) return &avx512::kernels;
     if (level == "avx2" && has_avx2()) return &avx2::kernels;
     return nullptr;
+}
+
+Weights weights_of(const pdk_weights& w) {
+    return {static_cast<Format>(w.format), w.blocks, padded(w.inputs), static_cast<uint8_t*>(w.data), w.scale, w.bias};
 }
 
 // What `make` gives, or null where memory or threads ran out.
@@ -80,18 +80,14 @@ pdk_arena* pdk_arena_open(void) {
     return guarded([] { return new pdk_arena(); });
 }
 void pdk_arena_close(pdk_arena* arena) { delete arena; }
-int64_t pdk_arena_bytes(const pdk_arena* arena) { return arena->memory.bytes(); }
+int64_t pdk_arena_bytes(const pdk_arena* arena) { return arena->bytes(); }
 
-pdk_weights* pdk_weights_open(pdk_arena* arena, int64_t format, int64_t blocks, int64_t inputs, int64_t has_bias) {
-    return guarded([&] {
-        const auto kind = static_cast<Format>(format);
-        arena->weights.push_back({open_weights(arena->memory, kind, blocks, inputs, has_bias != 0)});
-        return &arena->weights.back();
-    });
+void* pdk_arena_take(pdk_arena* arena, int64_t bytes) {
+    return guarded([&] { return arena->take(static_cast<size_t>(bytes)); });
 }
-void pdk_weights_put(pdk_weights* w, int64_t block, int64_t step, const void* from, int64_t rows, int64_t inputs,
+void pdk_weights_put(const pdk_weights* w, int64_t block, int64_t step, const void* from, int64_t rows, int64_t inputs,
                      int64_t stride, const float* bias) {
-    put_rows(*w, block, step, static_cast<const bf16*>(from), rows, inputs, stride, bias);
+    put_rows(weights_of(*w), block, step, static_cast<const bf16*>(from), rows, inputs, stride, bias);
 }
 
 pdk_pool* pdk_pool_open(int64_t threads, const int64_t* cpus) {
@@ -149,18 +145,22 @@ int64_t pdk_op_angles(pdk_program* p, const float* inverse, float factor) {
 int64_t pdk_op_linear(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w, int64_t columns,
                       int64_t out, int64_t add, int64_t of_samples) {
     return counted([&] {
-        if (in >= 0) p->need_operand(w->k);
+        const Weights weights = weights_of(*w);
+        if (in >= 0) p->need_operand(weights.k);
         const Source source{in, in >= 0 ? p->buffers[in].width : 0, norm, eps};
         const Store store = add ? Store::add : Store::write;
-        return p->add(std::make_unique<Product>(source, *w, columns, out, store, of_samples != 0));
+        return p->add(std::make_unique<Product>(source, weights, columns, out, store, of_samples != 0));
     });
 }
 int64_t pdk_op_gated(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w) {
     return counted([&] {
-        p->need_operand(w->k);
-        p->need_gated(w->blocks / 2 * BLOCK);
+        const Weights weights = weights_of(*w);
+        const int64_t inner = weights.blocks / 2 * BLOCK;
+        p->need_operand(weights.k);
+        p->need_gated(inner);
         const Source source{in, p->buffers[in].width, norm, eps};
-        return p->add(std::make_unique<Product>(source, *w, w->blocks / 2 * BLOCK, -1, Store::swiglu, false));
+        const bool of_samples = p->buffers[in].of_samples;
+        return p->add(std::make_unique<Product>(source, weights, inner, -1, Store::swiglu, of_samples));
     });
 }
 int64_t pdk_op_norm(pdk_program* p, int64_t in, const float* norm, float eps, int64_t out) {
@@ -173,6 +173,19 @@ int64_t pdk_op_attend(pdk_program* p, int64_t layer, int64_t out, int64_t window
     return counted([&] {
         p->plan_for(window);
         return p->add(std::make_unique<Attend>(layer, out, Mask{window, softcap, sinks}));
+    });
+}
+int64_t pdk_op_route(pdk_program* p, int64_t logits, int64_t top_k, int64_t normalise, int64_t experts,
+                     int64_t weights) {
+    return counted([&] { return p->add(std::make_unique<Route>(logits, top_k, normalise != 0, experts, weights)); });
+}
+int64_t pdk_op_experts(pdk_program* p, int64_t in, const float* norm, float eps, int64_t experts, int64_t weights,
+                       int64_t num_experts, const pdk_weights* gate_up, const pdk_weights* down, int64_t* counts,
+                       int64_t out, int64_t add) {
+    return counted([&] {
+        const Source source{in, p->buffers[in].width, norm, eps};
+        const Mixture mixture{num_experts, weights_of(*gate_up), weights_of(*down), counts};
+        return p->add(std::make_unique<Experts>(source, experts, weights, mixture, out, add != 0));
     });
 }
 int64_t pdk_op_select(pdk_program* p, int64_t in, int64_t out) {

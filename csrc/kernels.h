@@ -26,7 +26,6 @@ struct Weights {
     uint8_t* data;
     float* scale;
     float* bias;
-    int64_t bytes;
 };
 
 // Rows that go into products: bf16 [rows][k], or int8 [rows][k] with a scale per group of 32 and, for each group, the
@@ -115,6 +114,9 @@ struct Kernels {
     // Weights below `floor` become 0; sums: of each CHOICE_BLOCK weights.
     void (*keep)(float* weights, int64_t count, float floor, float* sums);
     void (*widen)(const bf16* x, float* out, int64_t count);
+    // out [columns] = (with `add` +=) the sum of `count` rows, those at `places`, times their weights.
+    void (*mix)(const float* rows, int64_t columns, const int64_t* places, const float* weights, int64_t count,
+                float* out, bool add);
 };
 
 int64_t extend_scratch_bytes(int64_t group, int64_t dim);

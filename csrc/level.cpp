@@ -29,7 +29,7 @@ namespace PDK_LEVEL {
 #define TEXT(x) TEXT_OF(x)
 extern const Kernels kernels;
 const Kernels kernels = {TEXT(PDK_LEVEL), prepare, norm_rows, linear, place, decode,
-                         extend,          merge,   argmax,    weigh,  keep,  widen};
+                         extend,          merge,   argmax,    weigh,  keep,   widen, mix};
 
 }  // namespace PDK_LEVEL
 }  // namespace pdk

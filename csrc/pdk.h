@@ -12,10 +12,9 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 4
+#define PDK_VERSION 5
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, given back together */
-typedef struct pdk_weights pdk_weights; /* one packed linear layer, in an arena */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
 typedef struct pdk_program pdk_program;
 
@@ -35,6 +34,15 @@ typedef struct {
     int64_t layers, kv_heads, page_tokens, dim, heads;
     float scale;
 } pdk_heads;
+
+/* A packed linear layer of `blocks` times 32 outputs, in memory of the caller's. format 0: bf16 [blocks][k / 2][32][2],
+   where k are the inputs filled up to a multiple of 32; 1: int8 [blocks][k / 4][32][4], 128 added, with a scale for each
+   output. bias: of each output, or NULL. */
+typedef struct {
+    int64_t format, blocks, inputs;
+    void* data;
+    float *scale, *bias;
+} pdk_weights;
 
 /* How a token is chosen: greedily, or by inverting the distribution at `point` in [0, 1). No filter: top_k at least the
    number of tokens, top_p 1, min_p 0. */
@@ -62,10 +70,12 @@ PDK_API void pdk_arena_close(pdk_arena* arena);
 /* Bytes taken so far. */
 PDK_API int64_t pdk_arena_bytes(const pdk_arena* arena);
 
-/* format 0: bf16, 1: int8. `blocks` of 32 outputs; `inputs` columns. All zero until `pdk_weights_put`. */
-PDK_API pdk_weights* pdk_weights_open(pdk_arena* arena, int64_t format, int64_t blocks, int64_t inputs, int64_t has_bias);
-/* `rows` rows of bf16 [rows][inputs], `stride` apart, to blocks `block`, `block + step`, ...; `bias` float or NULL. */
-PDK_API void pdk_weights_put(pdk_weights* w, int64_t block, int64_t step, const void* from, int64_t rows,
+/* `bytes` zero bytes in huge pages, where the system has them. */
+PDK_API void* pdk_arena_take(pdk_arena* arena, int64_t bytes);
+
+/* `rows` rows of bf16 [rows][inputs], `stride` apart, to blocks `block`, `block + step`, ...; `bias` float or NULL. What
+   is given no row is left as it is: 0, or 128 for int8. */
+PDK_API void pdk_weights_put(const pdk_weights* w, int64_t block, int64_t step, const void* from, int64_t rows,
                              int64_t inputs, int64_t stride, const float* bias);
 
 /* `cpus`: the core of each thread but the caller's, or NULL for any. */
@@ -100,6 +110,16 @@ PDK_API int64_t pdk_op_place(pdk_program* p, int64_t qkv, int64_t layer, const f
                              float eps);
 PDK_API int64_t pdk_op_attend(pdk_program* p, int64_t layer, int64_t out, int64_t window, float softcap,
                               const float* sinks);
+/* From logits [num_experts] to int64 buffer `experts` [top_k], best first, and `weights` [top_k], their probabilities,
+   which are made to add up to 1 with `normalise`. */
+PDK_API int64_t pdk_op_route(pdk_program* p, int64_t logits, int64_t top_k, int64_t normalise, int64_t experts,
+                             int64_t weights);
+/* out = (with add +=) what the `experts` of a token make of its row of `in`, normalised when `norm` is not NULL, times
+   their `weights`: down(silu(gate) * up). `gate_up` and `down` have `num_experts` experts one behind the other, each of
+   the former with blocks of gate and up that take turns. `counts` [num_experts] or NULL: tokens that each was given. */
+PDK_API int64_t pdk_op_experts(pdk_program* p, int64_t in, const float* norm, float eps, int64_t experts,
+                               int64_t weights, int64_t num_experts, const pdk_weights* gate_up,
+                               const pdk_weights* down, int64_t* counts, int64_t out, int64_t add);
 PDK_API int64_t pdk_op_select(pdk_program* p, int64_t in, int64_t out);
 /* int64 buffer `out`, of one item: the first of the largest of each sample's row of `in`. */
 PDK_API int64_t pdk_op_best(pdk_program* p, int64_t in, int64_t out);

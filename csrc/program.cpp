@@ -15,9 +15,6 @@ constexpr int64_t GROW_TOKENS = 16;  // room is made for a multiple of so many, 
 
 size_t up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
-// Bytes of an operand: int8 with its scales and sums is smaller than bf16.
-size_t operand_bytes(int64_t rows, int64_t k) { return up(static_cast<size_t>(rows) * k * 2, LINE) + 3 * LINE; }
-
 }  // namespace
 
 Room::~Room() { std::free(at_); }
@@ -122,6 +119,10 @@ Attention Program::attention_of(int64_t layer) const {
             step.starts, step.ends, step.offsets, step.table, step.table_stride};
 }
 
+// int8 with its scales and sums is smaller than bf16.
+size_t Program::operand_bytes(int64_t rows, int64_t k) {
+    return up(static_cast<size_t>(rows) * k * 2, LINE) + 3 * LINE;
+}
 Operand Program::operand(const Room& room, Format format, int64_t rows, int64_t k) {
     char* at = room.as<char>();
     if (format == Format::bf16) return {format, k, reinterpret_cast<bf16*>(at), nullptr, nullptr, nullptr};

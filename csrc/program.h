@@ -35,6 +35,14 @@ struct Buffer {
     std::unique_ptr<Room> room;
 };
 
+// The tokens of a step by the experts that they go to, and what these work on. One for all mixtures of a program.
+struct Routed {
+    std::vector<int64_t> starts;  // [experts + 1]: the routes of an expert are [starts[e], starts[e + 1])
+    std::vector<int64_t> tokens;  // [routes]: whose each is
+    std::vector<int64_t> places;  // [tokens][top_k]: which of the routes are a token's
+    Room inputs, gated, outputs;
+};
+
 class Program;
 
 // One operation. `run` is called on every thread, `prepare_for` on one before a step.
@@ -62,12 +70,15 @@ class Program {
     Pages pages_of(int64_t layer) const;
     Attention attention_of(int64_t layer) const;
     // Widest input that an operation asks to have room for.
-    void need_operand(int64_t k) { operand_width_ = k > operand_width_ ? k : operand_width_; }
-    void need_gated(int64_t k) { gated_width_ = k > gated_width_ ? k : gated_width_; }
+    void need_operand(int64_t k) { need(operand_width_, k); }
+    void need_gated(int64_t k) { need(gated_width_, k); }
     // Operands of `k` columns: prepared together, by one thread for itself, or left by a gated product.
     Operand shared(Format format, int64_t k) const;
     Operand own(Format format, int64_t k, int thread) const;
     Operand gated(Format format, int64_t k) const;
+    // An operand that lies in `room`, and the bytes that one takes.
+    static Operand operand(const Room& room, Format format, int64_t rows, int64_t k);
+    static size_t operand_bytes(int64_t rows, int64_t k);
 
     Pool& pool;
     const Kernels& kernels;
@@ -77,10 +88,13 @@ class Program {
     // The plan for attention with this window; made by `begin` for those that were asked for before.
     Plan& plan_for(int64_t window);
     Room cos, sin, q, partials;
+    Routed routed;
     std::vector<std::unique_ptr<Room>> scratch;  // of each thread
 
   private:
-    static Operand operand(const Room& room, Format format, int64_t rows, int64_t k);
+    void need(int64_t& width, int64_t k) {
+        if (k > width) width = k, tokens_ = samples_ = 0;  // room is made anew
+    }
 
     std::vector<std::unique_ptr<Op>> ops_;
     std::vector<std::pair<int64_t, std::unique_ptr<Plan>>> plans_;

@@ -96,6 +96,16 @@ static void keep(float* weights, int64_t n, float floor, float* sums) {
     }
 }
 
+static void mix(const float* rows, int64_t columns, const int64_t* places, const float* weights, int64_t count,
+                float* out, bool add) {
+    for (int64_t c = 0; c < columns; c += 16) {
+        F total = add ? load_n(out + c, columns - c) : zero();
+        for (int64_t i = 0; i < count; i++)
+            total = fma(set1(weights[i]), load_n(rows + places[i] * columns + c, columns - c), total);
+        store_n(out + c, total, columns - c);
+    }
+}
+
 static void widen(const bf16* x, float* out, int64_t n) {
     for (int64_t c = 0; c < n; c += 16) store_n(out + c, load_half_n(x + c, n - c), n - c);
 }

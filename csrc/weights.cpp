@@ -61,20 +61,7 @@ void* Arena::take(size_t bytes) {
     return got;
 }
 
-Weights open_weights(Arena& arena, Format format, int64_t blocks, int64_t inputs, bool has_bias) {
-    Weights w{format, blocks, padded(inputs), nullptr, nullptr, nullptr, 0};
-    const int64_t outputs = blocks * BLOCK;
-    w.bytes = outputs * w.k * (format == Format::bf16 ? 2 : 1);
-    w.data = static_cast<uint8_t*>(arena.take(w.bytes));
-    if (format == Format::int8) {
-        std::memset(w.data, 128, w.bytes);
-        w.scale = static_cast<float*>(arena.take(outputs * sizeof(float)));
-    }
-    if (has_bias) w.bias = static_cast<float*>(arena.take(outputs * sizeof(float)));
-    return w;
-}
-
-void put_rows(Weights& w, int64_t block, int64_t step, const bf16* from, int64_t rows, int64_t inputs, int64_t stride,
+void put_rows(const Weights& w, int64_t block, int64_t step, const bf16* from, int64_t rows, int64_t inputs, int64_t stride,
               const float* bias) {
     for (int64_t r = 0; r < rows; r++) {
         const int64_t at = block + r / BLOCK * step, lane = r % BLOCK;

@@ -22,7 +22,7 @@ LEVEL_VARIABLE = "PDSERVE_KERNELS_LEVEL"
 LEVELS = ("avx512_bf16", "avx512", "avx2")
 """Best first."""
 FILE = "libpdserve_kernels.so"
-VERSION = 4
+VERSION = 5
 
 
 class Step(Structure):
@@ -46,6 +46,15 @@ class Heads(Structure):
     )
 
 
+class Weights(Structure):
+    """`pdk_weights`."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("format", "blocks", "inputs")),
+        *((name, c_void_p) for name in ("data", "scale", "bias")),
+    )
+
+
 _P, _I, _F = c_void_p, c_int64, c_float
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_version": (_I, ()),
@@ -54,8 +63,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_arena_open": (_P, ()),
     "pdk_arena_close": (None, (_P,)),
     "pdk_arena_bytes": (_I, (_P,)),
-    "pdk_weights_open": (_P, (_P, _I, _I, _I, _I)),
-    "pdk_weights_put": (None, (_P, _I, _I, _P, _I, _I, _I, _P)),
+    "pdk_arena_take": (_P, (_P, _I)),
+    "pdk_weights_put": (None, (POINTER(Weights), _I, _I, _P, _I, _I, _I, _P)),
     "pdk_pool_open": (_P, (_I, POINTER(c_int64))),
     "pdk_pool_close": (None, (_P,)),
     "pdk_choose_bytes": (_I, (_P, _I)),
@@ -67,11 +76,13 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_reserve": (_I, (_P, _I, _I)),
     "pdk_op_embed": (_I, (_P, _I, _P, _I)),
     "pdk_op_angles": (_I, (_P, _P, _F)),
-    "pdk_op_linear": (_I, (_P, _I, _P, _F, _P, _I, _I, _I, _I)),
-    "pdk_op_gated": (_I, (_P, _I, _P, _F, _P)),
+    "pdk_op_linear": (_I, (_P, _I, _P, _F, POINTER(Weights), _I, _I, _I, _I)),
+    "pdk_op_gated": (_I, (_P, _I, _P, _F, POINTER(Weights))),
     "pdk_op_norm": (_I, (_P, _I, _P, _F, _I)),
     "pdk_op_place": (_I, (_P, _I, _I, _P, _P, _F)),
     "pdk_op_attend": (_I, (_P, _I, _I, _I, _F, _P)),
+    "pdk_op_route": (_I, (_P, _I, _I, _I, _I, _I)),
+    "pdk_op_experts": (_I, (_P, _I, _P, _F, _I, _I, _I, POINTER(Weights), POINTER(Weights), _P, _I, _I)),
     "pdk_op_select": (_I, (_P, _I, _I)),
     "pdk_op_best": (_I, (_P, _I, _I)),
     "pdk_begin": (_I, (_P, POINTER(Step))),

@@ -14,6 +14,7 @@ from pdserve.config.groups import KernelConfig, ModelConfig
 from pdserve.errors import ConfigError
 from pdserve.model.config import ModelSpec
 from pdserve.model.families.decoder import Decoder
+from pdserve.model.native import ops
 from pdserve.model.native.decoder import NativeDecoder, cannot_run
 from pdserve.model.native.program import Threads
 
@@ -66,8 +67,7 @@ def make_native(
     count = torch.get_num_threads()
     cores = sorted(os.sched_getaffinity(0))
     threads = Threads(count, cores[1:] if len(cores) == count else None)
+    ops.use(threads, level)
     native = NativeDecoder(model, threads, level, "bf16" if config.quantization is None else "int8", packing)
     _LOG.info("the model is computed by native kernels: %s, %d threads", level, count)
-    if config.quantization is not None and model.mixtures:
-        _LOG.warning("quantization %s: experts stay in bfloat16", config.quantization)
     return native

@@ -10,7 +10,7 @@ slice of them in hand:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from pdserve.model.config import MoeSpec
 from pdserve.model.eplb import Row, moves_between
 from pdserve.model.layers.kernels import Kernels
-from pdserve.model.layers.moe import Experts, Router, count, new_counts
+from pdserve.model.layers.moe import Experts, HeldExperts, Router, Routes, count, new_counts
 from pdserve.model.params import ParamSlots
 from pdserve.model.placement import slots_of
 from pdserve.model.wide import Wide
@@ -88,10 +88,11 @@ class ExpertParallelMoe:
         row: Row,
     ) -> None:
         self._kernels, self._wide = kernels, wide
-        self._router = Router(kernels, params, prefix + "gate", moe, hidden_size)
+        self.router = Router(kernels, params, prefix + "gate", moe, hidden_size)
+        self.route: Callable[[Tensor], Routes] = self.router
         held = slots_of(row, wide.size, wide.rank)
         inner = range(moe.intermediate_size)
-        self.experts = Experts(kernels, params, prefix + "experts.", hidden_size, moe, held, inner)
+        self.experts: HeldExperts = Experts(kernels, params, prefix + "experts.", hidden_size, moe, held, inner)
         self.row = row
         self.counts = new_counts(moe, params.device)
         self._table = ExpertTable(row, wide.size, moe.num_experts, params.device)
@@ -100,7 +101,7 @@ class ExpertParallelMoe:
         """See `FeedForward`."""
         hand = self._wide.hand(len(x))
         mine = x[hand.mine]
-        routes = self._router(mine)
+        routes = self.route(mine)
         experts = self._wide.everyones(routes.experts, hand.sizes)
         count(self.counts, experts)
         dispatch = plan_dispatch(self._table.places(experts), hand.sizes, self._wide.rank, self._table)
@@ -125,7 +126,7 @@ class ExpertParallelMoe:
         receive = [sum(move.source == rank for move in arriving) for rank in ranks]
         old = torch.tensor([move.source_slot for move in leaving], dtype=torch.int64, device=device)
         new = torch.tensor([move.target_slot for move in arriving], dtype=torch.int64, device=device)
-        for weight in (self.experts.gate_up, self.experts.down):
+        for weight in self.experts.tensors:
             weight.index_copy_(0, new, self._wide.all_to_all(weight[old], send, receive))
         self.row = row
         self._table = ExpertTable(row, self._wide.size, len(self.counts), self.counts.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -38,6 +39,8 @@ class DenseMLP:
         wide: Wide,
     ) -> None:
         self._kernels, self.wide = kernels, wide
+        self.product: Callable[[Tensor], Tensor] = self._product
+        """What this rank's columns make of `[N, hidden]`: a summand of `[N, hidden]`."""
         inner = part_of(intermediate_size, wide.size, wide.rank)
         gate, up = (Outputs(prefix + name, intermediate_size, inner) for name in ("gate_proj", "up_proj"))
         self.gate_up = column_linear(kernels, params, (gate, up), hidden_size, bias)
@@ -46,5 +49,9 @@ class DenseMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
-        gate, up = self.gate_up(self.wide.gather(x)).chunk(2, -1)
-        return self.wide.add_up(self.down(self._kernels.swiglu(gate, up)))
+        return self.wide.add_up(self.product(self.wide.gather(x)))
+
+    def _product(self, x: Tensor) -> Tensor:
+        """See `product`."""
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(self._kernels.swiglu(gate, up))

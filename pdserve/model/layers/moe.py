@@ -7,7 +7,8 @@ has the other one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,16 +38,33 @@ class Router:
 
     def __init__(self, kernels: Kernels, params: ParamSlots, name: str, moe: MoeSpec, hidden_size: int) -> None:
         self._kernels = kernels
-        self._linear = Linear(kernels, params.new(f"{name}.weight", moe.num_experts, hidden_size))
-        self._moe = moe
+        self.linear = Linear(kernels, params.new(f"{name}.weight", moe.num_experts, hidden_size))
+        self.moe = moe
 
     def __call__(self, x: Tensor) -> Routes:
         """The routes of `[N, hidden]`."""
-        return Routes(*self._kernels.route(self._linear(x), self._moe.top_k, normalise=self._moe.norm_top_k))
+        return Routes(*self._kernels.route(self.linear(x), self.moe.top_k, normalise=self.moe.norm_top_k))
+
+
+class HeldExperts(Protocol):
+    """The experts that a rank holds, by slot: `Experts`, or what else has been made of them."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """All their weights, `[slots, ...]` each."""
+        ...
+
+    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
+        """Row r of `[R, hidden]` through the expert in slot `slots[r]`: int64 `[R]` to `[R, hidden]`."""
+        ...
+
+    def mixed(self, x: Tensor, routes: Routes) -> Tensor:
+        """What the experts of each row of `[N, hidden]` make of it, weighted and added up: `[N, hidden]`."""
+        ...
 
 
 class Experts:
-    """The weights of the experts `held`, by slot, as far as this rank has their columns `inner`.
+    """Implements `HeldExperts`: the experts `held`, as far as this rank has their columns `inner`.
 
     `gate_up` is `[slots, 2 * len(inner), hidden]`, `down` `[slots, hidden, len(inner)]`.
     """
@@ -76,9 +94,23 @@ class Experts:
         for weight in (self.gate_up, self.down):
             kernels.prepare_linear(weight.shape[1], weight.shape[2], weight.dtype, weight.device, bias=False)
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """See `HeldExperts`."""
+        return self.gate_up, self.down
+
     def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        """Row r through the expert in slot `slots[r]`: int64 `[R]` to `[R, hidden]`. See `Kernels.experts`."""
+        """See `HeldExperts`."""
         return self._kernels.experts(x, slots, self.gate_up, self.down)
+
+    def mixed(self, x: Tensor, routes: Routes) -> Tensor:
+        """See `HeldExperts`."""
+        outputs = self._kernels.experts(x, routes.experts.flatten(), self.gate_up, self.down)
+        return self._kernels.weighted_sum(outputs.view(*routes.experts.shape, x.shape[1]), routes.weights)
+
+    def give_away(self) -> None:
+        """Let go of the weights, which others have made something else of. There are no calls after this."""
+        self.gate_up, self.down = self.gate_up.new_empty(0), self.down.new_empty(0)
 
 
 def new_counts(moe: MoeSpec, device: torch.device) -> Tensor:
@@ -102,19 +134,16 @@ class SplitMoe:
         self, kernels: Kernels, params: ParamSlots, prefix: str, hidden_size: int, moe: MoeSpec, wide: Wide
     ) -> None:
         inner = part_of(moe.intermediate_size, wide.size, wide.rank)
-        self._kernels, self._wide = kernels, wide
+        self.wide = wide
         self.counts = new_counts(moe, params.device)
-        self._router = Router(kernels, params, prefix + "gate", moe, hidden_size)
-        self._experts = Experts(
-            kernels, params, prefix + "experts.", hidden_size, moe, range(moe.num_experts), inner
-        )  # fmt: skip
+        self.router = Router(kernels, params, prefix + "gate", moe, hidden_size)
+        self.route: Callable[[Tensor], Routes] = self.router
+        every = range(moe.num_experts)
+        self.experts: HeldExperts = Experts(kernels, params, prefix + "experts.", hidden_size, moe, every, inner)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
-        x = self._wide.gather(x)
-        routes = self._router(x)
+        x = self.wide.gather(x)
+        routes = self.route(x)
         count(self.counts, routes.experts)
-        num_tokens, top_k = routes.experts.shape
-        outputs = self._experts(x, routes.experts.flatten())
-        mixed = self._kernels.weighted_sum(outputs.view(num_tokens, top_k, x.shape[1]), routes.weights)
-        return self._wide.add_up(mixed)
+        return self.wide.add_up(self.experts.mixed(x, routes))

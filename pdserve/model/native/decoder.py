@@ -1,12 +1,12 @@
 """A decoder computed by a program of the CPU kernels: one call a step, without Python between its operations.
 
 Made by the executor factory of a `Decoder`, best before it has its weights: each layer's are packed when they come, and
-then let go of; `bind` puts the program together over the KV pool. What other ranks must take part in, and mixtures of
-experts, are *stops*: the program runs up to there, Python does its part on the program's buffers, and it goes on.
+then let go of; `bind` puts the program together over the KV pool. What other ranks must take part in is a *stop*: the
+program runs up to there, Python does its part on the program's buffers, and it goes on.
 
     x = embedding                             float32, [tokens, hidden]
     each layer: qkv = norm(x) W   place: heads into q and pages   mixed = attention   x += mixed W   [stop: all_reduce]
-                h = silu(norm(x) Wg) * norm(x) Wu                 x += h W            [stop: all_reduce, or experts]
+                h = silu(norm(x) Wg) * norm(x) Wu   x += h W, or routes and experts                  [stop: all_reduce]
     samples = x at sample_index   logits = norm(samples) W
 """
 
@@ -26,27 +26,16 @@ from pdserve.model.config import ModelSpec
 from pdserve.model.families.decoder import Decoder, DecoderLayer
 from pdserve.model.families.interface import Mixture
 from pdserve.model.forward_batch import ForwardBatch
-from pdserve.model.layers.linear import Linear
-from pdserve.model.layers.mlp import DenseMLP
 from pdserve.model.native.choice import NativeChooser
+from pdserve.model.native.packer import PackedLayer, Packer
 from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Program, Threads
-from pdserve.model.native.weights import Arena, Format, Packed, open_packed
+from pdserve.model.native.weights import Arena, Format, Packed
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots
 
 FEW_SAMPLES = 16
 """Of so many the likeliest tokens are looked for within the program, whether they are wanted or not: the logits lie in
 the caches of the threads that have just written them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PackedLayer:
-    """One layer's linear layers. `gate_up` and `down` are None where the feed-forward half stays with torch."""
-
-    qkv: Packed
-    out: Packed
-    gate_up: Packed | None
-    down: Packed | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +77,7 @@ class NativeDecoder:
         """See `Model.best`: known of few samples, where the program has all their logits."""
         self._stops: list[Stop] = []
         self._marks: list[int] = []
-        packer = _Packer(Arena(), format, model.params, packing)
+        packer = Packer(Arena(), format, model.params, packing)
         self._layers = [packer.layer(layer) for layer in model.layers]
         self._head: Packed | None = None
         if model.head is not None:
@@ -142,6 +131,9 @@ class NativeDecoder:
         self._samples = program.buffer(spec.hidden_size, of_samples=True)
         qkv = program.buffer((first.num_heads + 2 * first.num_kv_heads) * spec.head_dim)
         mixed = program.buffer(first.num_heads * spec.head_dim)
+        if spec.moe is not None:
+            self._scores, self._shares = program.buffer(spec.moe.num_experts), program.buffer(spec.moe.top_k)
+            self._routes = program.buffer(spec.moe.top_k, torch.int64)
         program.angles(model.rotary.inverse, model.rotary.factor)
         if self._embeds_itself and model.embedding is not None:
             program.embed(self._x, model.embedding.weight)
@@ -242,11 +234,20 @@ class NativeDecoder:
             program.norm(self._x, norm.weight, norm.eps, self._normed)
             self._stops.append(Stop(program.num_ops, partial(self._add_mlp, layer)))
             return
-        program.gated(self._x, packed.gate_up, norm=norm.weight, eps=norm.eps)
-        if self.parallel.wide.size == 1:
-            program.linear(None, packed.down, self._x, add=True)
+        alone = self.parallel.wide.size == 1
+        out = self._x if alone else self._part
+        if packed.mixture is None:
+            program.gated(self._x, packed.gate_up, norm=norm.weight, eps=norm.eps)
+            program.linear(None, packed.down, out, add=alone)
         else:
-            program.linear(None, packed.down, self._part)
+            mixture = packed.mixture.layer
+            program.linear(self._x, packed.mixture.router, self._scores, norm=norm.weight, eps=norm.eps)
+            program.route(self._scores, self._routes, self._shares, normalise=mixture.router.moe.norm_top_k)
+            program.experts(
+                self._x, packed.gate_up, packed.down, self._routes, self._shares, out,
+                norm=norm.weight, eps=norm.eps, counts=mixture.counts, add=alone,
+            )  # fmt: skip
+        if not alone:
             self._stops.append(Stop(program.num_ops, self._add_up_mlp))
 
     def _add_up(self, num_tokens: int) -> None:
@@ -255,12 +256,12 @@ class NativeDecoder:
         self._program.view(self._x, num_tokens).add_(self.parallel.all_reduce(part))
 
     def _add_up_mlp(self, num_tokens: int) -> None:
-        """The dense feed-forward half of all tensor ranks."""
+        """The feed-forward half of all tensor ranks."""
         part = self._program.view(self._part, num_tokens)
         self._program.view(self._x, num_tokens).add_(self.parallel.wide.add_up(part))
 
     def _add_mlp(self, layer: DecoderLayer, num_tokens: int) -> None:
-        """A feed-forward half that torch computes."""
+        """A feed-forward half for which tokens travel between ranks."""
         normed = self._program.view(self._normed, num_tokens)
         self._program.view(self._x, num_tokens).add_(layer.mlp(normed))
 
@@ -268,39 +269,3 @@ class NativeDecoder:
 def _mark(on_layer: Callable[[int], None], layer: int, num_tokens: int) -> None:
     """What `Stop.action` does where a layer's KV has been written."""
     on_layer(layer)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Packer:
-    """Makes packed layers that get their weights when `params` have them."""
-
-    arena: Arena
-    format: Format
-    params: ParamSlots
-    packing: Callable[[], AbstractContextManager[object]]
-
-    def layer(self, layer: DecoderLayer) -> PackedLayer:
-        """One layer's weights, taken over. Torch keeps experts, and what all replicas share."""
-        qkv, out = self.linear(layer.qkv), self.linear(layer.out)
-        mlp = layer.mlp
-        if not isinstance(mlp, DenseMLP) or mlp.wide.spans_replicas:
-            return PackedLayer(qkv, out, None, None)
-        return PackedLayer(qkv, out, self.linear(mlp.gate_up, num_parts=2), self.linear(mlp.down))
-
-    def linear(self, linear: Linear, *, num_parts: int = 1, keeps: bool = False) -> Packed:
-        """Packed; the original is let go of, unless it is needed elsewhere, too."""
-        num_out, num_in = linear.weight.shape
-        has_bias = linear.bias is not None
-        packed = open_packed(self.arena, self.format, num_out, num_in, has_bias=has_bias, num_parts=num_parts)
-
-        def take() -> None:
-            with self.packing():
-                packed.put(linear.weight, linear.bias)
-                if keeps:
-                    self.params.add_bytes(packed.num_bytes)
-                else:
-                    self.params.give_away(linear.weight, packed.num_bytes)
-                    linear.give_away()
-
-        self.params.when_given([linear.weight] if linear.bias is None else [linear.weight, linear.bias], take)
-        return packed

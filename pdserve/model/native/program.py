@@ -145,7 +145,7 @@ class Program:
 
     def gated(self, source: Buffer, weights: Packed, *, norm: Tensor | None, eps: float) -> None:
         """silu(gate) * up of `pack_gated` weights, for the `linear` that follows."""
-        assert source.width == weights.num_in and not source.of_samples
+        assert source.width == weights.num_in
         self._op(
             self._library.pdk_op_gated(
                 self._handle, source.number, self._norm(norm, weights.num_in), eps, self._weights(weights)
@@ -173,6 +173,53 @@ class Program:
         assert out.width == heads.num_heads * heads.dim and 0 <= layer < heads.layers and window >= 0 and softcap >= 0
         where = None if sinks is None else self._norm(sinks, heads.num_heads)
         self._op(self._library.pdk_op_attend(self._handle, layer, out.number, window, softcap, where))
+
+    def route(self, logits: Buffer, experts: Buffer, weights: Buffer, *, normalise: bool) -> None:
+        """The likeliest `experts`, int64, best first, and their probabilities `weights`, both of width top_k.
+
+        With `normalise` these add up to 1.
+        """
+        assert experts.dtype == torch.int64 and experts.width == weights.width <= logits.width
+        assert logits.of_samples == experts.of_samples == weights.of_samples
+        self._op(
+            self._library.pdk_op_route(
+                self._handle, logits.number, experts.width, normalise, experts.number, weights.number
+            )
+        )
+
+    def experts(
+        self,
+        source: Buffer,
+        gate_up: Packed,
+        down: Packed,
+        experts: Buffer,
+        weights: Buffer,
+        out: Buffer,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        counts: Tensor | None = None,
+        add: bool = False,
+    ) -> None:
+        """`out` = (or with `add` +=) what a row's `experts` make of it, `down(silu(gate) * up)`, times their `weights`.
+
+        `gate_up` and `down` are as many layers as there are experts; `norm` is applied before. `counts` int64
+        `[experts]` are added to: the rows that each was given.
+        """
+        num_experts, inner = len(gate_up.data), down.num_in
+        assert len(down.data) == num_experts and gate_up.num_parts == 2 and gate_up.num_out == 2 * inner
+        assert gate_up.bias is None and down.bias is None and gate_up.data.dtype == down.data.dtype
+        assert source.width == gate_up.num_in and out.width == down.num_out and out.dtype == torch.float32
+        assert experts.dtype == torch.int64 and weights.dtype == torch.float32 and experts.width == weights.width
+        assert source.of_samples == experts.of_samples == weights.of_samples == out.of_samples
+        assert counts is None or (counts.dtype == torch.int64 and counts.shape == (num_experts,))
+        counted = None if counts is None else self._keep(counts)
+        self._op(
+            self._library.pdk_op_experts(
+                self._handle, source.number, self._norm(norm, source.width), eps, experts.number, weights.number,
+                num_experts, self._weights(gate_up), self._weights(down), counted, out.number, add,
+            )
+        )  # fmt: skip
 
     def select(self, source: Buffer, out: Buffer) -> None:
         """`out` = the rows of `source` at the step's samples."""
@@ -231,6 +278,6 @@ class Program:
         assert weight.shape == (width,), (weight.shape, width)
         return self._keep(weight.float().contiguous())
 
-    def _weights(self, weights: Packed) -> int:
+    def _weights(self, weights: Packed) -> ctypes._CArgObject:
         self._kept.append(weights)
-        return weights.handle
+        return ctypes.byref(weights.pointers)

@@ -1,89 +1,135 @@
-"""Linear layers packed for the kernels. Made by `NativeDecoder`, and given their weights while a model is loaded.
+"""Weights packed for the kernels. Made by `NativeDecoder`, and given their values while a model is loaded.
 
-Packed weights of one model lie in one `Arena` and live as long as it. See `csrc/kernels.h` for the layouts.
+Packed weights of one model lie in one `Arena`. See `csrc/kernels.h` for the layouts.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from pdserve.base import native
 from pdserve.base.native import library
 
 BLOCK = 32
 """Outputs that are computed together; fewer are filled up with zeros."""
 Format = Literal["bf16", "int8"]
-_FORMATS: dict[Format, int] = {"bf16": 0, "int8": 1}
+_FORMATS: dict[torch.dtype, int] = {torch.bfloat16: 0, torch.uint8: 1}
+_ZERO = 128
+"""What a weight of 0 is in 8 bits."""
 
 
 class Arena:
-    """Memory of packed weights; given back when this object goes."""
+    """Memory of packed weights in huge pages, where the system has them; given back with the last tensor in it."""
 
     def __init__(self) -> None:
         self._library = library()
-        self.handle: int | None = self._library.pdk_arena_open()
-        if self.handle is None:
+        self._handle: int | None = self._library.pdk_arena_open()
+        if self._handle is None:
             raise MemoryError("no memory for packed weights")
 
     @property
     def num_bytes(self) -> int:
         """Bytes taken so far."""
-        return int(self._library.pdk_arena_bytes(self.handle))
+        return int(self._library.pdk_arena_bytes(self._handle))
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros, which take no memory until they are written. Raises MemoryError."""
+        wanted = torch.empty(shape, dtype=dtype, device="meta")
+        if not wanted.nbytes:
+            return torch.empty(shape, dtype=dtype)
+        address = self._library.pdk_arena_take(self._handle, wanted.nbytes)
+        if address is None:
+            raise MemoryError(f"no memory for packed weights of {wanted.nbytes} bytes")
+        raw: Any = (ctypes.c_char * wanted.nbytes).from_address(address)
+        raw.arena = self  # as long as the tensor lives
+        return torch.frombuffer(raw, dtype=dtype).view(shape)
 
     def __del__(self) -> None:
-        if self.handle is not None:
-            self._library.pdk_arena_close(self.handle)
-            self.handle = None
+        if self._handle is not None:
+            self._library.pdk_arena_close(self._handle)
+            self._handle = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A packed linear layer of `num_out` outputs and `num_in` inputs. It keeps its memory alive.
+    """Linear layers of `num_out` outputs and `num_in` inputs each, packed one behind the other.
 
-    Of `num_parts` equal parts, which lie one behind the other in weights and biases, blocks take turns.
+    `data` is bf16 `[count, blocks, k / 2, 32, 2]` or, of 8 bits, uint8 `[count, blocks, k / 4, 32, 4]` with `scale`
+    float32 `[count, blocks * 32]`; `bias` is float32 of that shape. `k` are the inputs, filled up to a multiple of 32.
+    Of `num_parts` equal parts of a layer, which lie one behind the other in weights and biases, blocks take turns.
     """
 
-    arena: Arena
-    handle: int
+    data: Tensor
+    scale: Tensor | None
+    bias: Tensor | None
     num_out: int
     num_in: int
-    num_parts: int
-    num_bytes: int
+    num_parts: int = 1
 
-    def put(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Its weights bf16 `[out, in]` and, where it was opened with one, its bias `[out]`."""
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it is made of, `[count, ...]` each."""
+        return [tensor for tensor in (self.data, self.scale, self.bias) if tensor is not None]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def pointers(self) -> native.Weights:
+        """For the C interface; good for as long as this object lives."""
+        address = [None if tensor is None else tensor.data_ptr() for tensor in (self.data, self.scale, self.bias)]
+        blocks = self.data.shape[0] * self.data.shape[1]
+        return native.Weights(_FORMATS[self.data.dtype], blocks, self.num_in, *address)
+
+    def put(self, weight: Tensor, bias: Tensor | None = None, *, index: int = 0) -> None:
+        """The weights bf16 `[out, in]` of layer `index` and, where it was opened with one, its bias `[out]`."""
         assert weight.dtype == torch.bfloat16 and weight.shape == (self.num_out, self.num_in), (
             weight.dtype,
             weight.shape,
         )
         rows = weight.contiguous()
         wide = None if bias is None else bias.float().contiguous()
-        each = self.num_out // self.num_parts
-        for index in range(self.num_parts):
+        each, first = self.num_out // self.num_parts, index * self.data.shape[1]
+        for part in range(self.num_parts):
             library().pdk_weights_put(
-                self.handle, index, self.num_parts, rows[index * each :].data_ptr(), each, self.num_in, self.num_in,
-                None if wide is None else wide[index * each :].data_ptr(),
+                ctypes.byref(self.pointers), first + part, self.num_parts, rows[part * each :].data_ptr(), each,
+                self.num_in, self.num_in, None if wide is None else wide[part * each :].data_ptr(),
             )  # fmt: skip
 
 
 def open_packed(
-    arena: Arena, format: Format, num_out: int, num_in: int, *, has_bias: bool = False, num_parts: int = 1
+    arena: Arena,
+    format: Format,
+    num_out: int,
+    num_in: int,
+    *,
+    has_bias: bool = False,
+    num_parts: int = 1,
+    count: int = 1,
 ) -> Packed:
-    """Memory for a layer; the operating system gives that of bf16 when the weights are `put`.
+    """Memory for `count` layers; the operating system gives that of bf16 when the weights are `put`.
 
     Raises:
         MemoryError: there is none.
     """
     assert num_out % num_parts == 0, (num_out, num_parts)
     blocks = -(-(num_out // num_parts) // BLOCK) * num_parts
-    before = arena.num_bytes
-    handle = library().pdk_weights_open(arena.handle, _FORMATS[format], blocks, num_in, has_bias)
-    if handle is None:
-        raise MemoryError(f"no memory for packed weights of {num_out} x {num_in}")
-    return Packed(arena, handle, num_out, num_in, num_parts, arena.num_bytes - before)
+    width = -(-num_in // BLOCK) * BLOCK
+    scale: Tensor | None = None
+    if format == "bf16":
+        data = arena.zeros(count, blocks, width // 2, BLOCK, 2, dtype=torch.bfloat16)
+    else:
+        data = arena.zeros(count, blocks, width // 4, BLOCK, 4, dtype=torch.uint8).fill_(_ZERO)
+        scale = arena.zeros(count, blocks * BLOCK, dtype=torch.float32)
+    bias = arena.zeros(count, blocks * BLOCK, dtype=torch.float32) if has_bias else None
+    return Packed(data, scale, bias, num_out, num_in, num_parts)
 
 
 def pack(arena: Arena, format: Format, weight: Tensor, bias: Tensor | None = None, *, num_parts: int = 1) -> Packed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file
@@ -12,11 +13,14 @@ from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, Paral
 from pdserve.executor.factory import Built, build_executor
 from pdserve.model.eplb import Row
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
+from pdserve.model.native.feed_forward import PackedExperts
+from pdserve.model.native.weights import Arena, pack, pack_gated
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples
 from pdserve.model.placement import slots_of
 from tests.driver import Driver, random_prompt
 
+Dtype = Literal["auto", "bfloat16"]
 LENGTHS = (1, 15, 40, 90)
 NUM_TOKENS = 6
 
@@ -33,10 +37,12 @@ class Outcome:
     num_bytes: int
 
 
-def build(parallel: Parallel, path: Path, experts: ParallelConfig, *, overlap: bool = False) -> Built:
-    """An executor with `experts`' expert flags."""
+def build(
+    parallel: Parallel, path: Path, experts: ParallelConfig, *, overlap: bool = False, dtype: Dtype = "auto"
+) -> Built:
+    """An executor with `experts`' expert flags; in bfloat16 it has the CPU kernels where there are any."""
     config = ServerConfig(
-        model=ModelConfig(model_path=str(path)),
+        model=ModelConfig(model_path=str(path), dtype=dtype),
         parallel=experts,
         memory=MemoryConfig(max_total_tokens=4096),
         schedule=ScheduleConfig(disable_overlap_schedule=not overlap),
@@ -45,9 +51,9 @@ def build(parallel: Parallel, path: Path, experts: ParallelConfig, *, overlap: b
     return build_executor(config, max_rows=8, parallel=parallel)
 
 
-def outcome(parallel: Parallel, path: Path, vocab_size: int, experts: ParallelConfig) -> Outcome:
+def outcome(parallel: Parallel, path: Path, vocab_size: int, experts: ParallelConfig, dtype: Dtype = "auto") -> Outcome:
     """Prompts of many lengths at once, and one alone: then a decode step has one token, and most ranks none."""
-    built = build(parallel, path, experts)
+    built = build(parallel, path, experts, dtype=dtype)
     driver = Driver(built)
     prompts = [random_prompt(length, vocab_size) for length in LENGTHS]
     return Outcome(
@@ -87,9 +93,11 @@ class Moved:
     sound: bool
 
 
-def moved(parallel: Parallel, path: Path, vocab_size: int, experts: ParallelConfig, overlap: bool) -> Moved:
+def moved(
+    parallel: Parallel, path: Path, vocab_size: int, experts: ParallelConfig, overlap: bool, dtype: Dtype = "auto"
+) -> Moved:
     """Plan after the prompts, move two steps later, plan and move once more at once; then check the weights."""
-    built = build(parallel, path, experts, overlap=overlap)
+    built = build(parallel, path, experts, overlap=overlap, dtype=dtype)
     driver, balance = Driver(built), built.executor.experts
     assert balance is not None
     prompts = [random_prompt(length, vocab_size) for length in LENGTHS]
@@ -136,7 +144,12 @@ def has_its_weights(built: Built, path: Path) -> bool:
                 tensors[f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"]
                 for name in ("gate", "up", "down")
             )
-            same = torch.equal(mixture.experts.gate_up[slot], torch.cat((gate, up)))
-            if not (same and torch.equal(mixture.experts.down[slot], down)):
+            wanted = (torch.cat((gate, up)), down)
+            if isinstance(mixture.experts, PackedExperts):
+                wide, deep = (weight.bfloat16() for weight in wanted)
+                wanted = (pack_gated(Arena(), "bf16", wide).data[0], pack(Arena(), "bf16", deep).data[0])
+            if not all(
+                torch.equal(tensor[slot], one) for tensor, one in zip(mixture.experts.tensors, wanted, strict=True)
+            ):
                 return False
     return True

@@ -14,6 +14,7 @@ from pdserve.executor.factory import Built, build_executor
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples
 from tests.driver import Driver, random_prompt
+from tests.unit.executor.expert_ranks import Dtype
 
 NUM_TOKENS = 5
 
@@ -43,11 +44,17 @@ class Outcome:
 
 
 def build(
-    parallel: Parallel, path: Path, flags: ParallelConfig, *, overlap: bool = False, deterministic: bool = False
+    parallel: Parallel,
+    path: Path,
+    flags: ParallelConfig,
+    *,
+    overlap: bool = False,
+    deterministic: bool = False,
+    dtype: Dtype = "auto",
 ) -> Built:
-    """An executor; `flags` say what is done with experts."""
+    """An executor; `flags` say what is done with experts. In bfloat16 it has the CPU kernels where there are any."""
     config = ServerConfig(
-        model=ModelConfig(model_path=str(path), dtype="bfloat16" if deterministic else "auto"),
+        model=ModelConfig(model_path=str(path), dtype="bfloat16" if deterministic else dtype),
         parallel=flags,
         memory=MemoryConfig(max_total_tokens=4096),
         schedule=ScheduleConfig(disable_overlap_schedule=not overlap),
@@ -88,10 +95,16 @@ class Rounds:
 
 
 def outcome(
-    parallel: Parallel, path: Path, vocab_size: int, flags: ParallelConfig, jobs: Sequence[Job], overlap: bool
+    parallel: Parallel,
+    path: Path,
+    vocab_size: int,
+    flags: ParallelConfig,
+    jobs: Sequence[Job],
+    overlap: bool,
+    dtype: Dtype = "auto",
 ) -> Outcome:
     """Every replica does its job, in 30 rounds."""
-    built = build(parallel, path, flags, overlap=overlap)
+    built = build(parallel, path, flags, overlap=overlap, dtype=dtype)
     greedy = Rounds(built).do(jobs[replica_of(parallel)], vocab_size, 30)
     built.executor.close()
     return Outcome(

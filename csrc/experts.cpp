@@ -1,0 +1,130 @@
+// See experts.h. Each `run` does one thread's share.
+#include "experts.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace pdk {
+namespace {
+
+constexpr int64_t LOAD = 6;  // loading a block of weights takes about as long as multiplying so many rows with it
+
+// The operand from `row` on.
+Operand from(const Operand& x, int64_t row) {
+    const int64_t groups = row * x.k / BLOCK;
+    if (x.format == Format::bf16) return {x.format, x.k, x.half + row * x.k, nullptr, nullptr, nullptr};
+    return {x.format, x.k, nullptr, x.quarter + row * x.k, x.scale + groups, x.offset + groups};
+}
+
+// One of `count` experts.
+Weights of_expert(const Weights& w, int64_t expert, int64_t count) {
+    const int64_t blocks = w.blocks / count, items = expert * blocks * BLOCK;
+    const int64_t item_bytes = w.format == Format::bf16 ? 2 : 1;
+    return {w.format, blocks, w.k, w.data + items * w.k * item_bytes, w.scale ? w.scale + items : nullptr, nullptr};
+}
+
+int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+void Route::run(Program& p, int thread) {
+    const int64_t count = p.buffers[logits].width;
+    int64_t first, last;
+    p.share(p.count(p.buffers[logits].of_samples), thread, first, last);
+    for (int64_t i = first; i < last; i++) {
+        const float* x = p.floats(logits) + i * count;
+        int64_t* best = p.buffers[experts].room->as<int64_t>() + i * top_k;
+        float* weight = p.floats(weights) + i * top_k;
+        for (int64_t e = 0, found = 0; e < count; e++) {  // the first of equals; a NaN where nothing else is left
+            if (found == top_k && !(x[e] > x[best[top_k - 1]])) continue;
+            int64_t at = found < top_k ? found++ : top_k - 1;
+            for (; at > 0 && x[e] > x[best[at - 1]]; at--) best[at] = best[at - 1];
+            best[at] = e;
+        }
+        float total = 0.0f;
+        for (int64_t j = 0; j < top_k; j++) weight[j] = std::exp(x[best[j]] - x[best[0]]);
+        if (normalise)
+            for (int64_t j = 0; j < top_k; j++) total += weight[j];
+        else
+            for (int64_t e = 0; e < count; e++) total += std::exp(x[e] - x[best[0]]);
+        for (int64_t j = 0; j < top_k; j++) weight[j] /= total;
+    }
+}
+
+void Experts::prepare_for(Program& p) {
+    Routed& r = p.routed;
+    const int64_t rows = routes(p);
+    r.starts.resize(std::max<size_t>(r.starts.size(), mixture.count + 1));
+    r.tokens.resize(std::max<size_t>(r.tokens.size(), rows));
+    r.places.resize(std::max<size_t>(r.places.size(), rows));
+    r.inputs.reserve(Program::operand_bytes(rows, mixture.gate_up.k));
+    r.gated.reserve(Program::operand_bytes(rows, mixture.down.k));
+    r.outputs.reserve(static_cast<size_t>(rows) * p.buffers[out].width * sizeof(float));
+}
+
+void Experts::sort(Program& p) const {
+    Routed& r = p.routed;
+    const int64_t top_k = p.buffers[experts].width, rows = routes(p);
+    const int64_t* expert = p.buffers[experts].room->as<int64_t>();
+    std::fill(r.starts.begin(), r.starts.begin() + mixture.count + 1, 0);
+    for (int64_t i = 0; i < rows; i++) r.starts[expert[i]]++;
+    if (mixture.counts)
+        for (int64_t e = 0; e < mixture.count; e++) mixture.counts[e] += r.starts[e];
+    int64_t end = 0;
+    for (int64_t e = 0; e <= mixture.count; e++) r.starts[e] = end += r.starts[e];  // where each ends
+    for (int64_t i = rows - 1; i >= 0; i--) {
+        const int64_t at = --r.starts[expert[i]];  // and now where it begins
+        r.tokens[at] = i / top_k;
+        r.places[i] = at;
+    }
+}
+
+// Calls call(expert, first row, rows, first block, last block) for this thread's share of all experts that have rows.
+template <class Call>
+void Experts::share_blocks(const Program& p, int thread, int64_t blocks, Call&& call) const {
+    const std::vector<int64_t>& starts = p.routed.starts;
+    const auto cost = [&](int64_t e) { return starts[e + 1] > starts[e] ? LOAD + starts[e + 1] - starts[e] : 0; };
+    int64_t total = 0, low, high, before = 0;
+    for (int64_t e = 0; e < mixture.count; e++) total += cost(e) * blocks;
+    p.share(total, thread, low, high);
+    for (int64_t e = 0; e < mixture.count; before += cost(e++) * blocks) {
+        if (cost(e) == 0) continue;
+        const int64_t first = std::clamp<int64_t>(up(std::max<int64_t>(low - before, 0), cost(e)), 0, blocks);
+        const int64_t last = std::clamp<int64_t>(up(std::max<int64_t>(high - before, 0), cost(e)), 0, blocks);
+        if (first < last) call(e, starts[e], starts[e + 1] - starts[e], first, last);
+    }
+}
+
+void Experts::run(Program& p, int thread) {
+    const int64_t rows = routes(p), width = p.buffers[out].width, top_k = p.buffers[experts].width;
+    if (rows == 0) return;
+    const Routed& r = p.routed;
+    const Weights &wide = mixture.gate_up, &deep = mixture.down;
+    const Operand inputs = Program::operand(r.inputs, wide.format, rows, wide.k);
+    const Operand gated = Program::operand(r.gated, deep.format, rows, deep.k);
+    float* outputs = r.outputs.as<float>();
+    int64_t first, last;
+    if (thread == 0) sort(p);
+    p.pool.meet();
+    p.share(rows, thread, first, last);
+    for (int64_t i = first; i < last; i++)
+        p.kernels.prepare(p.floats(source.buffer) + r.tokens[i] * source.width, source.width, source.width, source.norm,
+                          source.eps, from(inputs, i), 0, 1);
+    p.pool.meet();
+    share_blocks(p, thread, wide.blocks / mixture.count / 2, [&](int64_t e, int64_t row, int64_t n, int64_t a, int64_t b) {
+        const Output to{Store::swiglu, nullptr, deep.k, deep.k, from(gated, row)};
+        p.kernels.linear(of_expert(wide, e, mixture.count), from(inputs, row), n, a, b, to);
+    });
+    p.pool.meet();
+    share_blocks(p, thread, deep.blocks / mixture.count, [&](int64_t e, int64_t row, int64_t n, int64_t a, int64_t b) {
+        const Output to{Store::write, outputs + row * width, width, width, {}};
+        p.kernels.linear(of_expert(deep, e, mixture.count), from(gated, row), n, a, b, to);
+    });
+    p.pool.meet();
+    p.share(tokens(p), thread, first, last);
+    for (int64_t i = first; i < last; i++)
+        p.kernels.mix(outputs, width, r.places.data() + i * top_k, p.floats(weights) + i * top_k, top_k,
+                      p.floats(out) + i * width, add);
+}
+
+}  // namespace pdk

@@ -1,0 +1,44 @@
+// Mixtures of experts as operations of a program: where tokens go, and what their experts make of them. Made by api.cpp.
+#pragma once
+#include "ops.h"
+
+namespace pdk {
+
+// The likeliest experts of each token, best first, and their probabilities.
+struct Route : Op {
+    int64_t logits, top_k;
+    bool normalise;
+    int64_t experts, weights;
+    Route(int64_t logits, int64_t top_k, bool normalise, int64_t experts, int64_t weights)
+        : logits(logits), top_k(top_k), normalise(normalise), experts(experts), weights(weights) {}
+    void run(Program& p, int thread) override;
+};
+
+// The weights of `count` experts, one behind the other; `gate_up` as a gated product has them. `counts`: see pdk.h.
+struct Mixture {
+    int64_t count;
+    Weights gate_up, down;
+    int64_t* counts;
+};
+
+// Routes are put in the order of their experts; each expert then multiplies all its rows at once.
+struct Experts : Op {
+    Source source;
+    int64_t experts, weights;
+    Mixture mixture;
+    int64_t out;
+    bool add;
+    Experts(const Source& source, int64_t experts, int64_t weights, const Mixture& mixture, int64_t out, bool add)
+        : source(source), experts(experts), weights(weights), mixture(mixture), out(out), add(add) {}
+    void run(Program& p, int thread) override;
+    void prepare_for(Program& p) override;
+
+  private:
+    int64_t tokens(const Program& p) const { return p.count(p.buffers[out].of_samples); }
+    int64_t routes(const Program& p) const { return tokens(p) * p.buffers[experts].width; }
+    void sort(Program& p) const;
+    template <class Call>
+    void share_blocks(const Program& p, int thread, int64_t blocks, Call&& call) const;
+};
+
+}  // namespace pdk

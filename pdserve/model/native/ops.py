@@ -1,0 +1,278 @@
+"""The CPU kernels as operations of torch, `torch.ops.pdserve.*`: one call each, for models and tests in Python.
+
+Each call is a program (`program.py`) of its own: inputs become float32 and results get the dtype of the inputs, which
+is what `NativeDecoder` saves. All check what they are given and raise ValueError; for meta tensors, so under
+torch.compile, they give empty ones of the right shape. Weights are the tensors of `Packed`. All run on the threads that
+`use` was told, or else on as many as torch has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.base.native import best_level
+from pdserve.model.forward_batch import ForwardBatch, HostRows
+from pdserve.model.native.program import Buffer, HeadShape, Program, Threads
+from pdserve.model.native.weights import BLOCK, Packed
+
+_NO_HEADS = HeadShape(layers=1, num_heads=1, num_kv_heads=1, page_tokens=1, dim=2)
+_NO_PAGES = torch.zeros(1, 1, 2, 1, 1, 2, dtype=torch.bfloat16)
+
+
+@dataclasses.dataclass
+class _Machine:
+    """What operations run on."""
+
+    threads: Threads | None = None
+    level: str = ""
+
+
+_machine = _Machine()
+
+
+def use(threads: Threads, level: str) -> None:
+    """Run all operations from now on with these threads, at this instruction-set level."""
+    _machine.threads, _machine.level = threads, level
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, real: bool) -> Tensor:
+    """`x` `[N, width]` over the root of its mean square, times `weight` `[width]`; rounded to bfloat16."""
+    _check_rows(x, "x")
+    _require(weight.shape == (x.shape[1],), f"weight is {list(weight.shape)}, not [{x.shape[1]}]")
+    if not real:
+        return torch.empty_like(x)
+    program = _program()
+    source, out = _samples(program, x.shape[1]), _samples(program, x.shape[1], torch.bfloat16)
+    program.norm(source, weight, eps, out)
+    return _run(program, out, (source, x))
+
+
+def linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, num_out: int, *, real: bool) -> Tensor:
+    """`[N, in]` to `[N, num_out]`."""
+    _check_rows(x, "x")
+    _check_packed("weight", weight, scale, bias, x.shape[1])
+    _require(len(weight) == 1 and 0 < num_out <= weight.shape[1] * BLOCK, f"weight is no layer of {num_out} outputs")
+    if not real:
+        return x.new_empty(len(x), num_out)
+    program = _program()
+    source, out = _samples(program, x.shape[1]), _samples(program, num_out)
+    program.linear(source, Packed(weight, scale, bias, num_out, x.shape[1]), out)
+    return _run(program, out, (source, x))
+
+
+def feed_forward(
+    x: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_bias: Tensor | None, down: Tensor,
+    down_scale: Tensor | None, down_bias: Tensor | None, *, real: bool,
+) -> Tensor:  # fmt: skip
+    """`down(silu(gate) * up)` of `[N, width]`: blocks of gate and up take turns."""
+    width, inner = _check_gated(x, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
+    _require(len(gate_up) == 1, f"gate_up is {len(gate_up)} layers")
+    if not real:
+        return torch.empty_like(x)
+    program = _program()
+    source, out = _samples(program, width), _samples(program, width)
+    program.gated(source, Packed(gate_up, gate_up_scale, gate_up_bias, 2 * inner, width, 2), norm=None, eps=0.0)
+    program.linear(None, Packed(down, down_scale, down_bias, width, inner), out)
+    return _run(program, out, (source, x))
+
+
+def route(logits: Tensor, top_k: int, normalise: bool, *, real: bool) -> tuple[Tensor, Tensor]:
+    """See `Kernels.route`; of equal ones the first."""
+    _check_rows(logits, "logits")
+    _require(1 <= top_k <= logits.shape[1], f"top_k is {top_k}, of {logits.shape[1]} experts")
+    if not real:
+        shape = (len(logits), top_k)
+        return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
+    program = _program()
+    source, weights = _samples(program, logits.shape[1]), _samples(program, top_k)
+    experts = _samples(program, top_k, torch.int64)
+    program.route(source, experts, weights, normalise=normalise)
+    return _run(program, experts, (source, logits), dtype=torch.int64), program.view(weights, len(logits)).clone()
+
+
+def experts(
+    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, down: Tensor,
+    down_scale: Tensor | None, *, real: bool,
+) -> Tensor:  # fmt: skip
+    """`feed_forward` of the layers `experts` int64 `[N, top_k]` of each row, times their `weights` `[N, top_k]`."""
+    width, inner = _check_gated(x, gate_up, gate_up_scale, None, down, down_scale, None)
+    fits = experts.ndim == 2 and len(experts) == len(x) and experts.dtype == torch.int64 and experts.shape[1] > 0
+    _require(fits, f"experts is {experts.dtype} {list(experts.shape)}, not int64 [{len(x)}, top_k]")
+    _require(weights.shape == experts.shape, f"weights is {list(weights.shape)}, not {list(experts.shape)}")
+    if not real or not len(x):
+        return torch.empty_like(x)
+    low, high = (int(bound) for bound in experts.aminmax())
+    _require(low >= 0 and high < len(gate_up), f"experts are {low} to {high}, and there are {len(gate_up)}")
+    program, top_k = _program(), experts.shape[1]
+    source, out = _samples(program, width), _samples(program, width)
+    chosen, shares = _samples(program, top_k, torch.int64), _samples(program, top_k)
+    wide, deep = Packed(gate_up, gate_up_scale, None, 2 * inner, width, 2), Packed(down, down_scale, None, width, inner)
+    program.experts(source, wide, deep, chosen, shares, out)
+    return _run(program, out, (source, x), (chosen, experts), (shares, weights))
+
+
+def argmax(logits: Tensor, *, real: bool) -> Tensor:
+    """The first of the largest of each row, int64 `[N]`."""
+    _check_rows(logits, "logits")
+    if not real:
+        return logits.new_empty(len(logits), dtype=torch.int64)
+    program = _program()
+    source, out = _samples(program, logits.shape[1]), _samples(program, 1, torch.int64)
+    program.best(source, out)
+    return _run(program, out, (source, logits), dtype=torch.int64)[:, 0]
+
+
+def attend(
+    qkv: Tensor, pages: Tensor, layer: int, starts: Tensor, ends: Tensor, table: Tensor, inverse: Tensor,
+    factor: float = 1.0, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, window: int = 0,
+    softcap: float = 0.0, sinks: Tensor | None = None, *, real: bool,
+) -> Tensor:  # fmt: skip
+    """Heads normalised and rotated, K and V written to their pages, and attention: `[N, heads * dim]`.
+
+    `qkv` `[N, (heads + 2 * kv_heads) * dim]` are the tokens of rows that compute positions `[starts[r], ends[r])`, row
+    behind row; `table[r]` are a row's pages in `pages` bf16 `[pages, layers, 2, kv_heads, tokens, dim]`.
+    """
+    shape = _check_heads(qkv, pages, layer)
+    whole = all(len(rows) == len(starts) and rows.dtype in (torch.int32, torch.int64) for rows in (starts, ends, table))
+    fits = whole and starts.ndim == ends.ndim == 1 and table.ndim == 2
+    _require(fits, "starts and ends [rows] and table [rows, pages] are not integers for the same rows")
+    _require(window >= 0 and softcap >= 0, f"window is {window} and softcap {softcap}: neither may be negative")
+    sizes = {"inverse": (inverse, shape.dim // 2), "sinks": (sinks, shape.num_heads)}
+    for name, (vector, size) in (sizes | {"q_norm": (q_norm, shape.dim), "k_norm": (k_norm, shape.dim)}).items():
+        _require(vector is None or vector.shape == (size,), f"{name} is not [{size}]")
+    if not real:
+        return qkv.new_empty(len(qkv), shape.num_heads * shape.dim)
+    batch = _batch_of(len(qkv), pages, starts, ends, table)
+    program = _program(shape, pages)
+    source, out = program.buffer(qkv.shape[1]), program.buffer(shape.num_heads * shape.dim)
+    program.angles(inverse, factor)
+    program.place(source, layer, q_norm, k_norm, eps)
+    program.attend(layer, out, window=window, softcap=softcap, sinks=sinks)
+    program.begin(batch)
+    program.view(source, len(qkv)).copy_(qkv)
+    program.run(0, program.num_ops)
+    return program.view(out, len(qkv)).to(qkv.dtype, copy=True)
+
+
+def _require(condition: bool, what: str) -> None:
+    """Raise ValueError where it does not hold."""
+    if not condition:
+        raise ValueError(what)
+
+
+def _check_rows(x: Tensor, name: str) -> None:
+    """Rows of numbers."""
+    fits = x.ndim == 2 and x.is_floating_point() and x.shape[1] > 0
+    _require(fits, f"{name} is {x.dtype} {list(x.shape)}, not rows of numbers")
+
+
+def _check_packed(name: str, data: Tensor, scale: Tensor | None, bias: Tensor | None, num_in: int) -> None:
+    """Packed weights of `num_in` inputs."""
+    deep = {torch.bfloat16: 2, torch.uint8: 4}.get(data.dtype)
+    _require(deep is not None, f"{name} is {data.dtype}; packed weights are bfloat16 or uint8")
+    layout = (-(-num_in // BLOCK) * BLOCK // (deep or 1), BLOCK, deep)
+    fits = data.ndim == 5 and data.shape[2:] == layout and data.is_contiguous()
+    _require(fits, f"{name} is {list(data.shape)}, not [layers, blocks, {', '.join(map(str, layout))}]")
+    _require(
+        (scale is None) == (data.dtype == torch.bfloat16), f"{name} has a scale where it is of 8 bits, and only there"
+    )
+    of_outputs = (data.shape[0], data.shape[1] * BLOCK)
+    for what, vector in (("scale", scale), ("bias", bias)):
+        fits = vector is None or (vector.shape == of_outputs and vector.dtype == torch.float32)
+        _require(fits, f"the {what} of {name} is not float32 {list(of_outputs)}")
+
+
+def _check_gated(
+    x: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_bias: Tensor | None, down: Tensor,
+    down_scale: Tensor | None, down_bias: Tensor | None,
+) -> tuple[int, int]:  # fmt: skip
+    """The width of `x` and the columns between, as far as these are filled up."""
+    _check_rows(x, "x")
+    width, blocks = x.shape[1], gate_up.shape[1]
+    _check_packed("gate_up", gate_up, gate_up_scale, gate_up_bias, width)
+    _require(blocks % 2 == 0, f"gate_up has {blocks} blocks, so not one of up for each of gate")
+    inner = blocks // 2 * BLOCK
+    _check_packed("down", down, down_scale, down_bias, inner)
+    fits = down.shape[:2] == (len(gate_up), -(-width // BLOCK)) and down.dtype == gate_up.dtype
+    _require(fits, f"down is not {len(gate_up)} layers of {width} outputs and of the dtype of gate_up")
+    return width, inner
+
+
+def _check_heads(qkv: Tensor, pages: Tensor, layer: int) -> HeadShape:
+    """What `qkv` and `pages` say of heads."""
+    _check_rows(qkv, "qkv")
+    fits = pages.ndim == 6 and pages.shape[2] == 2 and pages.dtype == torch.bfloat16 and pages.is_contiguous()
+    _require(fits, f"pages is {pages.dtype} {list(pages.shape)}, not bfloat16 [pages, layers, 2, heads, tokens, dim]")
+    _, layers, _, kv_heads, page_tokens, dim = pages.shape
+    heads, rest = divmod(qkv.shape[1], dim)
+    fits = rest == 0 and heads > 2 * kv_heads and heads % kv_heads == 0
+    _require(fits, f"qkv is {qkv.shape[1]} wide: no query heads of {dim} beside those of K and V for {kv_heads}")
+    _require(0 <= layer < layers, f"layer is {layer}, of {layers}")
+    return HeadShape(layers, heads - 2 * kv_heads, kv_heads, page_tokens, dim)
+
+
+def _batch_of(num_tokens: int, pages: Tensor, starts: Tensor, ends: Tensor, table: Tensor) -> ForwardBatch:
+    """The rows as a batch. Raises ValueError where they are no rows of `num_tokens` on `pages`."""
+    page_tokens = pages.shape[4]
+    first, last, lines = (tensor.numpy().astype(np.int64) for tensor in (starts, ends, table))
+    lengths, used = last - first, -(-last // page_tokens)
+    _require(bool((first >= 0).all() and (lengths > 0).all()), "a row begins below 0, or ends where it begins")
+    _require(int(lengths.sum()) == num_tokens, f"the rows are {int(lengths.sum())} tokens, and qkv has {num_tokens}")
+    _require(bool((used <= lines.shape[1]).all()), f"table has {lines.shape[1]} pages a row, too few for an end")
+    known = np.where(np.arange(lines.shape[1]) < used[:, None], lines, 0)
+    _require(bool(((known >= 0) & (known < len(pages))).all()), f"table names pages that are not among {len(pages)}")
+    offsets = np.cumsum(lengths) - lengths
+    row = np.repeat(np.arange(len(first)), lengths)
+    positions = np.arange(num_tokens) - offsets[row] + first[row]
+    write_pages, write_slots = known[row, positions // page_tokens], positions % page_tokens
+    columns = (np.zeros_like(positions), positions, write_pages, write_slots, offsets + lengths - 1)
+    ids, where, page, slot, samples = (torch.from_numpy(column) for column in columns)
+    return ForwardBatch(ids, where, page, slot, samples, HostRows(first, last, offsets, known.astype(np.int32)))
+
+
+def _program(heads: HeadShape = _NO_HEADS, pages: Tensor = _NO_PAGES) -> Program:
+    """A new one."""
+    if _machine.threads is None:
+        use(Threads(torch.get_num_threads()), best_level())
+    assert _machine.threads is not None
+    return Program(_machine.threads, _machine.level, heads, pages)
+
+
+def _samples(program: Program, width: int, dtype: torch.dtype = torch.float32) -> Buffer:
+    """A buffer of a program without tokens."""
+    return program.buffer(width, dtype, of_samples=True)
+
+
+def _run(program: Program, out: Buffer, *inputs: tuple[Buffer, Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Run all of it on the rows of `inputs`: a copy of `out`, in the dtype of the first of them."""
+    num_rows = len(inputs[0][1])
+    program.begin_samples(num_rows)
+    for buffer, rows in inputs:
+        program.view(buffer, num_rows).copy_(rows)
+    program.run(0, program.num_ops)
+    return program.view(out, num_rows).to(dtype or inputs[0][1].dtype, copy=True)
+
+
+_GATED = "Tensor gate_up, Tensor? gate_up_scale, {}Tensor down, Tensor? down_scale{}"
+SCHEMAS: dict[Callable[..., Any], str] = {
+    rms_norm: "(Tensor x, Tensor weight, float eps) -> Tensor",
+    linear: "(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int num_out) -> Tensor",
+    feed_forward: f"(Tensor x, {_GATED.format('Tensor? gate_up_bias, ', ', Tensor? down_bias')}) -> Tensor",
+    route: "(Tensor logits, int top_k, bool normalise) -> (Tensor, Tensor)",
+    experts: f"(Tensor x, Tensor experts, Tensor weights, {_GATED.format('', '')}) -> Tensor",
+    argmax: "(Tensor logits) -> Tensor",
+    attend: "(Tensor qkv, Tensor(a!) pages, int layer, Tensor starts, Tensor ends, Tensor table, Tensor inverse, "
+    "float factor=1.0, Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, int window=0, float softcap=0.0, "
+    "Tensor? sinks=None) -> Tensor",
+}
+for _function, _schema in SCHEMAS.items():
+    torch.library.define(f"pdserve::{_function.__name__}", _schema)
+    torch.library.impl(f"pdserve::{_function.__name__}", "cpu", functools.partial(_function, real=True))
+    torch.library.register_fake(f"pdserve::{_function.__name__}", functools.partial(_function, real=False))

@@ -1,0 +1,102 @@
+"""Packs a decoder's weights as they come, layer by layer, and lets go of the originals. Called by `NativeDecoder`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from pdserve.model.families.decoder import DecoderLayer
+from pdserve.model.layers.expert_parallel import ExpertParallelMoe
+from pdserve.model.layers.linear import Linear
+from pdserve.model.layers.mlp import DenseMLP
+from pdserve.model.layers.moe import Experts, SplitMoe
+from pdserve.model.native.feed_forward import FeedForward, PackedExperts, PackedRouter
+from pdserve.model.native.weights import Arena, Format, Packed, open_packed
+from pdserve.model.params import ParamSlots
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedLayer:
+    """One layer's linear layers. `gate_up` and `down` are one layer, or one for each expert of `mixture`; they are None
+    where the feed-forward half is a stop as a whole.
+    """
+
+    qkv: Packed
+    out: Packed
+    gate_up: Packed | None = None
+    down: Packed | None = None
+    mixture: PackedMixture | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedMixture:
+    """What a mixture has beside its experts."""
+
+    router: Packed
+    layer: SplitMoe
+
+
+@dataclasses.dataclass(frozen=True)
+class Packer:
+    """Makes packed layers that get their weights when `params` have them."""
+
+    arena: Arena
+    format: Format
+    params: ParamSlots
+    packing: Callable[[], AbstractContextManager[object]]
+
+    def layer(self, layer: DecoderLayer) -> PackedLayer:
+        """One layer's weights, taken over."""
+        qkv, out = self.linear(layer.qkv), self.linear(layer.out)
+        mlp = layer.mlp
+        if isinstance(mlp, DenseMLP):
+            gate_up, down = self.linear(mlp.gate_up, num_parts=2), self.linear(mlp.down)
+            if not mlp.wide.spans_replicas:
+                return PackedLayer(qkv, out, gate_up, down)
+            mlp.product = FeedForward(gate_up, down)
+            return PackedLayer(qkv, out)
+        assert isinstance(mlp, SplitMoe | ExpertParallelMoe) and isinstance(mlp.experts, Experts), mlp
+        gate_up, down = self.experts(mlp.experts)
+        router = self.linear(mlp.router.linear, format="bf16")
+        if isinstance(mlp, SplitMoe) and not mlp.wide.spans_replicas:
+            return PackedLayer(qkv, out, gate_up, down, PackedMixture(router, mlp))
+        mlp.route, mlp.experts = PackedRouter(router, mlp.router.moe), PackedExperts(gate_up, down)
+        return PackedLayer(qkv, out)
+
+    def experts(self, experts: Experts) -> tuple[Packed, Packed]:
+        """Gate and up, and down of all experts; the originals are let go of."""
+        count, wide, hidden_size = experts.gate_up.shape
+        gate_up = open_packed(self.arena, self.format, wide, hidden_size, num_parts=2, count=count)
+        down = open_packed(self.arena, self.format, hidden_size, wide // 2, count=count)
+
+        def take() -> None:
+            with self.packing():
+                for packed, weights in ((gate_up, experts.gate_up), (down, experts.down)):
+                    for index, weight in enumerate(weights):
+                        packed.put(weight, index=index)
+                    self.params.give_away(weights, packed.num_bytes)
+                experts.give_away()
+
+        self.params.when_given([experts.gate_up, experts.down], take)
+        return gate_up, down
+
+    def linear(
+        self, linear: Linear, *, num_parts: int = 1, keeps: bool = False, format: Format | None = None
+    ) -> Packed:
+        """Packed; the original is let go of, unless it is needed elsewhere, too."""
+        num_out, num_in = linear.weight.shape
+        has_bias, kind = linear.bias is not None, format or self.format
+        packed = open_packed(self.arena, kind, num_out, num_in, has_bias=has_bias, num_parts=num_parts)
+
+        def take() -> None:
+            with self.packing():
+                packed.put(linear.weight, linear.bias)
+                if keeps:
+                    self.params.add_bytes(packed.num_bytes)
+                else:
+                    self.params.give_away(linear.weight, packed.num_bytes)
+                    linear.give_away()
+
+        self.params.when_given([linear.weight] if linear.bias is None else [linear.weight, linear.bias], take)
+        return packed
