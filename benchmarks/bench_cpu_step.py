@@ -1,15 +1,21 @@
 """A whole step of the executor at several batch sizes: native kernels in bf16 and int8 beside torch, in turns.
 
     python -m benchmarks.bench_cpu_step --cpu-threads 2 --batches 1,16,64 --context 256 [--fused DIRECTORY] [--write]
+    python -m benchmarks.bench_cpu_step --cpu-threads 2 --shape Qwen3-30B-A3B --layers 2 [--write]
 
 Every row decodes one token behind `--context` others. Ratios compare each round with torch's round beside it; with
-`--fused`, a directory with a `cstep.cpp` (see `fused_step`), also with that step of the same precision.
+`--fused`, a directory with a `cstep.cpp` (see `fused_step`), also with that step of the same precision. The model is
+SmolLM2-135M; with `--shape` one of random weights, with `--layers` layers and a small vocabulary.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import json
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +24,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.fused_step import FORMATS, FusedStep
+from benchmarks.gpu.shapes import MODELS, TINY_MODELS
 from benchmarks.kernels import CLOCKS
 from benchmarks.report import markdown_table, ratios, spread_of
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
@@ -26,6 +33,10 @@ from pdserve.executor.interface import BatchPlan, Row, run
 from pdserve.protocol.sampling import SamplingParams
 
 PAGE_TOKENS = 16
+SHAPES = MODELS | TINY_MODELS
+VOCAB_SIZE = 4096
+"""Of models of random weights: of few layers, the logits would be most of the step."""
+TOKEN = 50
 TORCH = "torch bf16"
 KINDS: dict[str, tuple[KernelConfig, ModelConfig]] = {
     TORCH: (KernelConfig(device="cpu", cpu_kernels="torch"), ModelConfig(dtype="bfloat16")),
@@ -37,9 +48,11 @@ KINDS: dict[str, tuple[KernelConfig, ModelConfig]] = {
 }
 
 
-def step_of(kind: str, batch: int, context: int) -> Callable[[], object]:
-    """A call that computes one step of `batch` rows again and again, over pages of zeros."""
+def step_of(kind: str, batch: int, context: int, shape: Path | None = None) -> Callable[[], object]:
+    """A call that computes one step of `batch` rows again and again, over pages of zeros. `shape`: see `config_of`."""
     kernels, model = KINDS[kind]
+    if shape is not None:
+        model = dataclasses.replace(model, model_path=str(shape), load_format="dummy")
     per_row = -(-(context + 1) // PAGE_TOKENS)
     memory = MemoryConfig(page_size=PAGE_TOKENS, max_total_tokens=PAGE_TOKENS * per_row * batch)
     built = build_executor(ServerConfig(model=model, memory=memory, kernels=kernels), max_rows=batch)
@@ -48,7 +61,7 @@ def step_of(kind: str, batch: int, context: int) -> Callable[[], object]:
     for index in range(batch):
         row = built.table.open(order[index * per_row : (index + 1) * per_row])
         assert row is not None, "there are rows and pages for all"
-        built.executor.open_row(row, [500] * context, context, SamplingParams(temperature=0.0), None)
+        built.executor.open_row(row, [TOKEN] * context, context, SamplingParams(temperature=0.0), None)
         rows.append(Row(str(index), row, context - 1, context, True))
     for pool in built.executor.pools:
         pool.pages.zero_()
@@ -67,6 +80,13 @@ def measure(
             if turn:
                 times[kind].append((clock() - begun) * 1e3)
     return times
+
+
+def write_config(directory: Path, shape: str, num_layers: int) -> Path:
+    """`directory`, with the configuration of a model of random weights; see the module."""
+    config = SHAPES[shape] | {"num_hidden_layers": num_layers, "vocab_size": VOCAB_SIZE}
+    (directory / "config.json").write_text(json.dumps(config | {"bos_token_id": 0, "eos_token_id": 1}))
+    return directory
 
 
 def lines_of(batch: int, times: Mapping[str, list[float]]) -> list[list[str]]:
@@ -88,29 +108,42 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=int, default=256)
     add("--rounds", type=int, default=15)
     add("--clock", choices=list(CLOCKS), default="wall", help="cpu: for a machine that others use, too")
+    add("--shape", choices=list(SHAPES), help="a model of random weights instead of SmolLM2-135M")
+    add("--layers", type=int, default=2, help="how many layers such a model has")
     add("--fused", type=Path, help="directory with a cstep.cpp, to be measured beside ours")
     report.add_write_flags(parser, "cpu-step")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.shape is not None and args.fused is not None:
+        parser.error("--fused is for SmolLM2-135M, not for another --shape")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, and write when asked."""
     args = parse_flags(argv)
-    bench = report.Run("cpu-step", argv, module="bench_cpu_step")
+    name = "cpu-step" if args.shape is None else f"cpu-step-{args.shape}"
+    bench = report.Run(name, argv, module="bench_cpu_step")
     torch.set_num_threads(args.cpu_threads)
     lines, rounds = [], {}
-    for batch in (int(size) for size in args.batches.split(",")):
-        steps: dict[str, Callable[[], object]] = {kind: step_of(kind, batch, args.context) for kind in KINDS}
-        if args.fused is not None:
-            for kind in FORMATS:
-                steps[f"fused {kind}"] = FusedStep(args.fused, kind, batch, args.context, args.cpu_threads)
-        rounds[batch] = measure(steps, args.rounds, CLOCKS[args.clock])
-        lines += lines_of(batch, rounds[batch])
+    with contextlib.ExitStack() as stack:
+        shape: Path | None = None
+        if args.shape is not None:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-shape-"))
+            shape = write_config(Path(directory), args.shape, args.layers)
+        for batch in (int(size) for size in args.batches.split(",")):
+            steps: dict[str, Callable[[], object]] = {kind: step_of(kind, batch, args.context, shape) for kind in KINDS}
+            if args.fused is not None:
+                for kind in FORMATS:
+                    steps[f"fused {kind}"] = FusedStep(args.fused, kind, batch, args.context, args.cpu_threads)
+            rounds[batch] = measure(steps, args.rounds, CLOCKS[args.clock])
+            lines += lines_of(batch, rounds[batch])
     facts = bench.facts(rounds=rounds)
     header = [f"step, context {args.context}", "ms", "times as fast as torch", "its time / the fused step's"]
+    random = f"{args.shape}: {args.layers} of its layers, random weights, a vocabulary of {VOCAB_SIZE:,}"
+    title = "SmolLM2-135M" if args.shape is None else random
     text = f"""# A step on the CPU, {report.today()}
 
-SmolLM2-135M, {args.cpu_threads} threads, {args.clock} time, median (least-most) of {args.rounds} rounds.
+{title}, {args.cpu_threads} threads, {args.clock} time, median (least-most) of {args.rounds} rounds.
 
 {markdown_table(header, lines)}
 

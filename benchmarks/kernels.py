@@ -27,13 +27,16 @@ from pdserve.memory.shared import allocate_private
 from pdserve.model.forward_batch import ForwardBatch, HostRows
 from pdserve.model.native.choice import NativeChooser
 from pdserve.model.native.program import HeadShape, Program, Threads
-from pdserve.model.native.weights import Arena, Format, pack
+from pdserve.model.native.weights import Arena, Format, open_packed, pack
 from pdserve.protocol.sampling import SamplingParams
 
 HEADS = HeadShape(layers=30, num_heads=9, num_kv_heads=3, page_tokens=16, dim=64)
+NO_HEADS = HeadShape(layers=1, num_heads=1, num_kv_heads=1, page_tokens=1, dim=2)
 NUM_OUT, NUM_IN = 3072, 576
 """The largest linear layer of SmolLM2-135M, as often as it has layers: together larger than the caches."""
 VOCAB = 49152
+EXPERTS, TOP_K, EXPERT_OUT, EXPERT_IN = 32, 8, 768, 2048
+"""A layer with experts of the size of Qwen3-30B-A3B's, of which it has a quarter."""
 LIMIT_BYTES = 256 << 20
 LIMIT_SIZE = 1536
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -79,7 +82,7 @@ def linear_case(threads: Threads, format: Format, num_rows: int) -> Case:
     arena, layers = Arena(), HEADS.layers
     weight = torch.randn(NUM_OUT, NUM_IN).bfloat16()
     kv = torch.zeros(1, 1, 2, 1, 1, 2, dtype=torch.bfloat16)
-    program = Program(threads, best_level(), HeadShape(1, 1, 1, 1, 2), kv)
+    program = Program(threads, best_level(), NO_HEADS, kv)
     source, out = program.buffer(NUM_IN, of_samples=True), program.buffer(NUM_OUT, of_samples=True)
     for _ in range(layers):
         program.linear(source, pack(arena, format, weight), out)
@@ -90,6 +93,33 @@ def linear_case(threads: Threads, format: Format, num_rows: int) -> Case:
     return Case(
         f"linear {format}, {num_rows} rows", layers * NUM_OUT * NUM_IN * item,
         layers * 2 * num_rows * NUM_OUT * NUM_IN * rate, lambda: program.run(0, program.num_ops),
+    )  # fmt: skip
+
+
+def experts_case(threads: Threads, format: Format, num_rows: int) -> Case:
+    """One layer's experts of `num_rows` rows, which go anywhere."""
+    arena = Arena()
+    gate_up = open_packed(arena, format, 2 * EXPERT_OUT, EXPERT_IN, num_parts=2, count=EXPERTS)
+    down = open_packed(arena, format, EXPERT_IN, EXPERT_OUT, count=EXPERTS)
+    for index in range(EXPERTS):
+        gate_up.put(torch.randn(2 * EXPERT_OUT, EXPERT_IN).bfloat16(), index=index)
+        down.put(torch.randn(EXPERT_IN, EXPERT_OUT).bfloat16(), index=index)
+    program = Program(threads, best_level(), NO_HEADS, torch.zeros(1, 1, 2, 1, 1, 2, dtype=torch.bfloat16))
+    source, out = (program.buffer(EXPERT_IN, of_samples=True) for _ in range(2))
+    chosen = program.buffer(TOP_K, torch.int64, of_samples=True)
+    shares = program.buffer(TOP_K, of_samples=True)
+    program.experts(source, gate_up, down, chosen, shares, out)
+    program.begin_samples(num_rows)
+    program.view(source, num_rows).normal_()
+    program.view(shares, num_rows).fill_(1 / TOP_K)
+    routes = torch.rand(num_rows, EXPERTS).argsort(-1)[:, :TOP_K]
+    program.view(chosen, num_rows).copy_(routes)
+    item = 2 if format == "bf16" else 1
+    rate = 1.0 if format == "bf16" else 0.5
+    size = 3 * EXPERT_OUT * EXPERT_IN
+    return Case(
+        f"experts {format}, {num_rows} rows", len(set(routes.flatten().tolist())) * size * item,
+        2 * num_rows * TOP_K * size * rate, lambda: program.run(0, 1),
     )  # fmt: skip
 
 
@@ -131,9 +161,10 @@ def choice_case(threads: Threads, name: str, num_rows: int, request: SamplingPar
 
 
 def all_cases(threads: Threads) -> list[Case]:
-    """Linear layers, decode attention, prompt attention and the choice of tokens, at all sizes that the table has."""
+    """Linear layers, experts, attention and the choice of tokens, at all sizes that the table has."""
     formats: tuple[Format, ...] = ("bf16", "int8")
     cases = [linear_case(threads, kind, rows) for kind in formats for rows in (1, 16, 64, 512)]
+    cases += [experts_case(threads, kind, rows) for kind in formats for rows in (1, 16, 64)]
     cases += [attention_case(threads, f"decode, {rows} rows of 256", rows, 255, 256) for rows in (1, 16, 64)]
     cases += [attention_case(threads, f"prompt of {tokens}", 1, 0, tokens) for tokens in (512, 2048)]
     for name, request in (
@@ -191,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 {best_level()}, {args.cpu_threads} threads, {args.clock} time, median (least-most) of {args.rounds} rounds.
 
-{markdown_table(["30 layers, or tokens of 49,152", "ms", "share of the limit"], lines)}
+{markdown_table(["30 layers, one of experts, or tokens of 49,152", "ms", "share of the limit"], lines)}
 
 {report.footer(facts, own_load=args.cpu_threads)}
 """

@@ -53,7 +53,7 @@ void Product::run(Program& p, int thread) {
 
 void Norm::run(Program& p, int thread) {
     int64_t first, last;
-    p.share(p.step.tokens, thread, first, last);
+    p.share(p.count(p.buffers[out].of_samples), thread, first, last);
     p.kernels.norm(p.floats(in), p.buffers[in].width, weight, eps, p.buffers[out].room->as<bf16>(), first, last);
 }
 

@@ -30,7 +30,7 @@ class Arena {
     int64_t taken_ = 0;
 };
 
-void put_rows(const Weights& w, int64_t block, int64_t step, const bf16* from, int64_t rows, int64_t inputs, int64_t stride,
-              const float* bias);
+void put_rows(const Weights& w, int64_t block, int64_t step, const bf16* from, int64_t rows, int64_t inputs,
+              int64_t stride, const float* bias);
 
 }  // namespace pdk

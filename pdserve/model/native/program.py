@@ -154,7 +154,7 @@ class Program:
 
     def norm(self, source: Buffer, norm: Tensor, eps: float, out: Buffer) -> None:
         """`out`, bf16, = `source` normalised."""
-        assert out.dtype == torch.bfloat16 and out.width == source.width
+        assert out.dtype == torch.bfloat16 and out.width == source.width and out.of_samples == source.of_samples
         weight = self._norm(norm, source.width)
         self._op(self._library.pdk_op_norm(self._handle, source.number, weight, eps, out.number))
 

@@ -18,6 +18,7 @@ from pdserve.executor.batch_builder import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, Row
 from pdserve.executor.kernel_choice import choose_level
 from pdserve.model.config import read_model_spec
+from pdserve.model.layers.moe import Experts
 from pdserve.model.native.attention import AttentionInProgram
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.parallel import SingleRank
@@ -25,7 +26,7 @@ from pdserve.model.params import ParamSlots
 from pdserve.protocol.logprobs import Logprobs
 from tests.driver import Driver, build, random_prompt
 from tests.reference import load_reference, reference_logits
-from tests.tiny import DENSE_FAMILIES, FAMILIES, VOCAB_SIZE, Family, make_tiny
+from tests.tiny import FAMILIES, VOCAB_SIZE, Family, make_tiny
 from tests.unit.executor.gang import Gang
 from tests.unit.executor.native_ranks import LENGTHS, outcome
 from tests.unit.model.native_kit import needs_kernels
@@ -54,7 +55,7 @@ def test_logits_are_nearer_to_float32_than_torch_in_bfloat16(family: Family, tmp
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", DENSE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("page_size", [1, 16, 48])
 def test_int8_is_near_too_whatever_the_pages_and_threads(family: Family, page_size: int, tmp_path: Path) -> None:
     path = make_tiny(family, tmp_path)
@@ -139,8 +140,9 @@ def test_a_layer_is_marked_when_it_is_written_and_the_next_is_not(tiny_checkpoin
 
 
 @needs_kernels
-def test_weights_are_packed_and_let_go_of_but_known(tiny_checkpoint: Callable[[Family], Path]) -> None:
-    path = tiny_checkpoint("llama")
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_weights_are_packed_and_let_go_of_but_known(family: Family, tiny_checkpoint: Callable[[Family], Path]) -> None:
+    path = tiny_checkpoint(family)
     native, plain, small = (
         build(path, dtype="bfloat16", cpu_kernels=kernels, quantization=quantization).executor
         for kernels, quantization in (("native", None), ("torch", None), ("auto", "int8"))
@@ -150,6 +152,7 @@ def test_weights_are_packed_and_let_go_of_but_known(tiny_checkpoint: Callable[[F
     model = native._model
     assert isinstance(model, NativeDecoder)
     assert all(layer.qkv.weight.numel() == 0 for layer in model._model.layers)
+    assert all(isinstance(one.experts, Experts) and not one.experts.gate_up.numel() for one in model.mixtures.values())
 
 
 @needs_kernels

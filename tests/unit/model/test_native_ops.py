@@ -1,0 +1,185 @@
+"""The kernels as operations of torch: the arithmetic, what is refused, and that torch knows their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.model.native.ops import SCHEMAS
+from pdserve.model.native.weights import Arena, Format, Packed, open_packed, pack, pack_gated
+from tests.unit.model.native_kit import (
+    attended,
+    batch_of,
+    fill_known,
+    needs_kernels,
+    rms,
+    rotated,
+    rounded,
+    rounded_weight,
+)
+
+pytestmark = needs_kernels
+OPS = torch.ops.pdserve
+WIDTH, INNER, ROWS = 70, 40, 5
+HEADS, KV_HEADS, DIM, PAGE_TOKENS = 4, 2, 16, 8
+FORMATS = pytest.mark.parametrize("format", ["bf16", "int8"])
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    return float((got.float() - wanted).norm() / wanted.norm())
+
+
+def layers(format: Format, count: int) -> tuple[Tensor, Tensor, Packed, Packed]:
+    """Gate and up, and down of `count` layers, as they are and packed."""
+    wide, deep = (torch.randn(count, 2 * INNER, WIDTH) * 0.2).bfloat16(), torch.randn(count, WIDTH, INNER).bfloat16()
+    arena = Arena()
+    gate_up = open_packed(arena, format, 2 * INNER, WIDTH, num_parts=2, count=count)
+    down = open_packed(arena, format, WIDTH, INNER, count=count)
+    for index in range(count):
+        gate_up.put(wide[index], index=index)
+        down.put(deep[index], index=index)
+    return wide, deep, gate_up, down
+
+
+def gated(x: Tensor, wide: Tensor, deep: Tensor, format: Format) -> Tensor:
+    gate, up = F.linear(rounded(x, format), rounded_weight(wide, format)).chunk(2, -1)
+    return F.linear(rounded(F.silu(gate) * up, format), rounded_weight(deep, format))
+
+
+def examples() -> dict[str, tuple[object, ...]]:
+    """Arguments of each operation."""
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, WIDTH)
+    linear = pack(Arena(), "int8", torch.randn(33, WIDTH).bfloat16(), torch.randn(33))
+    _, _, gate_up, down = layers("int8", 3)
+    one_up, one_down = (
+        pack_gated(Arena(), "bf16", torch.randn(2 * INNER, WIDTH).bfloat16()),
+        pack(Arena(), "bf16", torch.randn(WIDTH, INNER).bfloat16()),
+    )
+    heads = torch.randn(ROWS, (HEADS + 2 * KV_HEADS) * DIM)
+    pages = torch.zeros(4, 2, 2, KV_HEADS, PAGE_TOKENS, DIM, dtype=torch.bfloat16)
+    starts, ends, table = torch.tensor([0, 3]), torch.tensor([4, 4]), torch.tensor([[2, 0], [1, 3]])
+    return {
+        "rms_norm": (x, torch.rand(WIDTH), 1e-5),
+        "linear": (x, linear.data, linear.scale, linear.bias, 33),
+        "feed_forward": (x, one_up.data, None, None, one_down.data, None, None),
+        "route": (torch.randn(ROWS, 6), 2, True),
+        "experts": (
+            x, torch.randint(0, 3, (ROWS, 2)), torch.rand(ROWS, 2), gate_up.data, gate_up.scale, down.data, down.scale,
+        ),
+        "argmax": (torch.randn(ROWS, 9),),
+        "attend": (heads, pages, 1, starts, ends, table, torch.zeros(DIM // 2)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [function.__name__ for function in SCHEMAS])
+def test_torch_can_trust_what_is_registered(name: str) -> None:
+    """Schemas say what is changed, and meta tensors come out in the shapes, dtypes and strides of real ones."""
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(getattr(OPS, name), examples()[name], test_utils=tests[:2] if name == "attend" else tests)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@FORMATS
+def test_linear(format: Format, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    weight, bias, x = torch.randn(33, WIDTH).bfloat16(), torch.randn(33), torch.randn(ROWS, WIDTH).to(dtype)
+    packed = pack(Arena(), format, weight, bias)
+    got = OPS.linear(x, packed.data, packed.scale, packed.bias, 33)
+    assert got.dtype == dtype
+    assert relative(got, F.linear(rounded(x.float(), format), rounded_weight(weight, format), bias)) < 0.01
+
+
+@FORMATS
+def test_feed_forward_and_experts(format: Format) -> None:
+    torch.manual_seed(2)
+    x = torch.randn(ROWS, WIDTH)
+    wide, deep, gate_up, down = layers(format, 3)
+    scales = [None if scale is None else scale[:1] for scale in (gate_up.scale, down.scale)]
+    one = OPS.feed_forward(x, gate_up.data[:1], scales[0], None, down.data[:1], scales[1], None)
+    assert relative(one, gated(x, wide[0], deep[0], format)) < 0.02
+    chosen, shares = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0], [1, 2]]), torch.rand(ROWS, 2)
+    mixed = OPS.experts(x, chosen, shares, gate_up.data, gate_up.scale, down.data, down.scale)
+    every = torch.stack([gated(x, *pair, format) for pair in zip(wide, deep, strict=True)], 1)
+    wanted = torch.stack([shares[row] @ every[row, chosen[row]] for row in range(ROWS)])
+    assert relative(mixed, wanted) < 0.02
+    nothing = OPS.experts(x[:0], chosen[:0], shares[:0], gate_up.data, gate_up.scale, down.data, down.scale)
+    assert nothing.shape == (0, WIDTH)
+
+
+def test_norm_routes_and_argmax() -> None:
+    torch.manual_seed(3)
+    x, weight = torch.randn(ROWS, WIDTH), torch.rand(WIDTH)
+    torch.testing.assert_close(
+        OPS.rms_norm(x, weight, 1e-5), rms(x, weight, 1e-5).bfloat16().float(), atol=1e-3, rtol=0.01
+    )
+    experts, weights = OPS.route(x, 4, False)
+    best = x.softmax(-1).topk(4)
+    assert torch.equal(experts, best.indices)
+    torch.testing.assert_close(weights, best.values)
+    assert torch.equal(OPS.argmax(x), x.argmax(-1))
+
+
+def test_attend() -> None:
+    """A prompt, a chunk and a row that decodes; K and V are written, and nothing else."""
+    torch.manual_seed(4)
+    rows = [(0, 20), (5, 12), (17, 18)]
+    batch, num_pages = batch_of(rows, PAGE_TOKENS)
+    kv = torch.full((num_pages, 2, 2, KV_HEADS, PAGE_TOKENS, DIM), float("nan"), dtype=torch.bfloat16)
+    fill_known(kv, batch, PAGE_TOKENS)
+    x = torch.randn(len(batch.positions), HEADS + 2 * KV_HEADS, DIM)
+    inverse, norm = 1e4 ** (-torch.arange(0, DIM, 2) / DIM), torch.rand(DIM) + 0.5
+    mine = kv.clone()
+    host = [torch.from_numpy(array) for array in (batch.host.starts, batch.host.ends, batch.host.pages)]
+    got = OPS.attend(x.flatten(1), mine, 1, *host, inverse, q_norm=norm, k_norm=norm, eps=1e-6, window=9)
+    q, k, v = (rms(part, norm, 1e-6) for part in (x[:, :HEADS], x[:, HEADS:-KV_HEADS])), None, x[:, -KV_HEADS:]
+    q, k = (rotated(part, batch.positions, inverse) for part in q)
+    kv[batch.write_pages, 1, 0, :, batch.write_slots] = k.bfloat16()
+    kv[batch.write_pages, 1, 1, :, batch.write_slots] = v.bfloat16()
+    torch.testing.assert_close(mine, kv, atol=0.04, rtol=0.01, equal_nan=True)
+    wanted = attended(q, kv, batch, PAGE_TOKENS, layer=1, window=9, softcap=0.0, sinks=None)
+    torch.testing.assert_close(got, wanted, atol=0.03, rtol=0.02)
+
+
+def changed(name: str, index: int, change: Callable[[Tensor], object]) -> tuple[object, ...]:
+    """The example of an operation with one argument changed."""
+    arguments = list(examples()[name])
+    tensor = arguments[index]
+    assert isinstance(tensor, Tensor)
+    arguments[index] = change(tensor)
+    return tuple(arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "change", "named"),
+    [
+        ("rms_norm", 1, lambda weight: weight[:-1], "weight is"),
+        ("linear", 0, lambda x: x[0], "x is"),
+        ("linear", 0, lambda x: x[:, :40], "weight is"),
+        ("linear", 2, lambda scale: None, "has a scale where"),
+        ("linear", 3, lambda bias: bias[:, :-1], "bias of weight"),
+        ("feed_forward", 4, lambda down: down[:, :1], "down is not"),
+        ("feed_forward", 1, lambda gate_up: gate_up[:, :1], "blocks"),
+        ("route", 0, lambda logits: logits[:, :1], "top_k is 2"),
+        ("experts", 1, lambda experts: experts + 2, "experts are"),
+        ("experts", 1, lambda experts: experts.int(), "not int64"),
+        ("experts", 2, lambda weights: weights[:, :1], "weights is"),
+        ("argmax", 0, lambda logits: logits.long(), "logits is"),
+        ("attend", 0, lambda qkv: qkv[:-1], "the rows are 5 tokens"),
+        ("attend", 0, lambda qkv: qkv[:, :-1], "qkv is"),
+        ("attend", 1, lambda pages: pages.float(), "pages is"),
+        ("attend", 4, lambda ends: ends * 8, "tokens"),
+        ("attend", 5, lambda table: table + 2, "names pages"),
+        ("attend", 5, lambda table: table[:1], "same rows"),
+        ("attend", 6, lambda inverse: inverse[1:], "inverse is not"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    name: str, index: int, change: Callable[[Tensor], object], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        getattr(OPS, name)(*changed(name, index, change))
