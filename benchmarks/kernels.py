@@ -71,10 +71,9 @@ def rows_of(num_rows: int, start: int, end: int) -> tuple[ForwardBatch, int]:
     positions = np.tile(np.arange(start, end), num_rows)
     pages = table[np.repeat(np.arange(num_rows), end - start), positions // HEADS.page_tokens].astype(np.int64)
     offsets = np.arange(num_rows) * (end - start)
-    columns = (positions * 0, positions, pages, positions % HEADS.page_tokens, offsets + end - start - 1)
+    columns = torch.from_numpy(np.stack((positions * 0, positions, pages, positions % HEADS.page_tokens)))
     host = HostRows(np.full(num_rows, start), np.full(num_rows, end), offsets, table)
-    ids, where, slots, offs, last = (torch.from_numpy(column) for column in columns)
-    return ForwardBatch(ids, where, slots, offs, last, host), num_rows * per_row
+    return ForwardBatch(columns, torch.from_numpy(offsets + end - start - 1), host), num_rows * per_row
 
 
 def linear_case(threads: Threads, format: Format, num_rows: int) -> Case:

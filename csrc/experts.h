@@ -32,6 +32,7 @@ struct Experts : Op {
         : source(source), experts(experts), weights(weights), mixture(mixture), out(out), add(add) {}
     void run(Program& p, int thread) override;
     void prepare_for(Program& p) override;
+    bool prepares() const override { return true; }
 
   private:
     int64_t tokens(const Program& p) const { return p.count(p.buffers[out].of_samples); }

@@ -60,6 +60,7 @@ struct Attend : Op {
     Attend(int64_t layer, int64_t out, const Mask& mask) : layer(layer), out(out), mask(mask) {}
     void run(Program& p, int thread) override;
     void prepare_for(Program&) override { next.store(0); }
+    bool prepares() const override { return true; }
 };
 
 struct Select : Op {
@@ -75,6 +76,7 @@ struct Best : Op {
     Best(int64_t in, int64_t out) : in(in), out(out) {}
     void run(Program& p, int thread) override;
     void prepare_for(Program& p) override { found.resize(p.pool.size() * p.step.samples); }
+    bool prepares() const override { return true; }
 };
 
 }  // namespace pdk

@@ -40,6 +40,7 @@ Program::Program(Pool& pool, const Kernels& kernels, const pdk_heads& heads)
 }
 
 int64_t Program::add(std::unique_ptr<Op> op) {
+    if (op->prepares()) preparing_.push_back(op.get());
     ops_.push_back(std::move(op));
     return static_cast<int64_t>(ops_.size()) - 1;
 }
@@ -77,7 +78,7 @@ void Program::begin(const pdk_step& now) {
         floats_of_partials = std::max<size_t>(floats_of_partials, plan->partials * plan->partial_floats);
     }
     partials.reserve(floats_of_partials * sizeof(float));
-    for (auto& op : ops_) op->prepare_for(*this);
+    for (Op* op : preparing_) op->prepare_for(*this);
 }
 
 Plan& Program::plan_for(int64_t window) {

@@ -45,12 +45,13 @@ struct Routed {
 
 class Program;
 
-// One operation. `run` is called on every thread, `prepare_for` on one before a step.
+// One operation. `run` is called on every thread, `prepare_for` on one before a step, of those that say so.
 class Op {
   public:
     virtual ~Op() = default;
     virtual void run(Program& p, int thread) = 0;
     virtual void prepare_for(Program&) {}
+    virtual bool prepares() const { return false; }
 };
 
 class Program {
@@ -97,6 +98,7 @@ class Program {
     }
 
     std::vector<std::unique_ptr<Op>> ops_;
+    std::vector<Op*> preparing_;  // those of them that want to be told of a step
     std::vector<std::pair<int64_t, std::unique_ptr<Plan>>> plans_;
     int64_t operand_width_ = 0, gated_width_ = 0, tokens_ = 0, samples_ = 0;
     Room shared_, gated_;

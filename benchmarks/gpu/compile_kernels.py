@@ -177,7 +177,7 @@ def _attend(shape: AttentionShape, spans: list[tuple[int, int]]) -> None:
     pages = np.zeros((len(spans), -(-int(ends.max()) // shape.page_tokens)), dtype=np.int32)
     host = HostRows(starts=starts, ends=ends, offsets=np.cumsum(counts) - counts, pages=pages)
     zeros = torch.zeros(int(counts.sum()), dtype=torch.int64)
-    batch = ForwardBatch(zeros, zeros, zeros, zeros, zeros, host)
+    batch = ForwardBatch(zeros.expand(4, -1).contiguous(), zeros, host)
     norm = RMSNorm(torch.empty(shape.head_dim, dtype=dtype), 1e-6, FastKernels())
     qkv = torch.empty(len(zeros), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype)
     angles = torch.empty(len(zeros), 1, shape.head_dim, dtype=dtype)

@@ -6,6 +6,7 @@ Called by `LocalExecutor` only: `read_plan` when a step is launched, `build_batc
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -35,46 +36,45 @@ class HostBatch:
 
 def read_plan(plan: BatchPlan, table: PageTable, page_tokens: int) -> HostBatch:
     """Flatten `plan`. Everything is a copy: the page table may change as soon as this returns."""
-    facts = np.array([(row.row, row.start, row.end) for row in plan.rows], dtype=np.int64)
-    lines, starts, ends = facts[:, 0], facts[:, 1], facts[:, 2]
-    lengths = ends - starts
-    assert len(lines) and lengths.min() > 0, "a plan has rows and each row has tokens"
-    total = int(lengths.sum())
-    if total == len(lines):  # one token a row: most steps, where a server's speed is decided
-        offsets = np.arange(total)
-        token_lines, positions, last = lines, starts, offsets
+    facts = np.array([(row.row, row.start, row.end) for row in plan.rows]).T.copy()
+    lines, starts, ends = facts
+    longest = pages_for(max(row.end for row in plan.rows), page_tokens)
+    if all(row.sample and row.end - row.start == 1 for row in plan.rows):
+        # one token a row: most steps, where a server's speed is decided, and the caches hold weights, not this
+        columns = np.empty((4, len(lines)), dtype=np.int64)
+        columns[:2] = facts[:2]
+        every = np.arange(len(lines))
+        offsets = sampled = sample_index = every
     else:
+        lengths = ends - starts
+        assert lengths.min() > 0, "each row has tokens"
+        total = int(lengths.sum())
+        columns = np.empty((4, total), dtype=np.int64)
         offsets = lengths.cumsum() - lengths
-        positions = np.arange(total) - (offsets - starts).repeat(lengths)
-        token_lines, last = lines.repeat(lengths), offsets + lengths - 1
-    columns = np.empty((4, total), dtype=np.int64)
-    columns[0], columns[1] = token_lines, positions
-    np.divmod(positions, page_tokens, out=(columns[2], columns[3]))
-    columns[2] = table.pages[token_lines, columns[2]]
-    num_pages = pages_for(int(ends.max()), page_tokens)
-    sampled = np.array([row.sample for row in plan.rows]).nonzero()[0]
-    return HostBatch(
-        columns=columns,
-        sampled=sampled,
-        sample_index=last[sampled],
-        lines=lines,
-        rows=HostRows(starts=starts, ends=ends, offsets=offsets, pages=table.pages[lines, :num_pages]),
-    )
+        columns[0], columns[1] = lines.repeat(lengths), np.arange(total) - (offsets - starts).repeat(lengths)
+        sampled = np.array([row.sample for row in plan.rows]).nonzero()[0]
+        sample_index = (offsets + lengths - 1)[sampled]
+    np.divmod(columns[1], page_tokens, out=(columns[2], columns[3]))
+    columns[2] = table.pages[columns[0], columns[2]]
+    rows = HostRows(starts, ends, offsets, table.pages[lines, :longest])
+    return HostBatch(columns, sampled, sample_index, lines, rows)
+
+
+def sampled_rows(batches: Sequence[HostBatch]) -> tuple[IntArray, IntArray]:
+    """Of all rows that sample, in order: the table row, and the position of the token they sample; int64 `[S]` each."""
+    lines = [batch.lines[batch.sampled] for batch in batches]
+    ends = [batch.rows.ends[batch.sampled] for batch in batches]
+    return (lines[0], ends[0]) if len(batches) == 1 else (np.concatenate(lines), np.concatenate(ends))
 
 
 def build_batch(host: HostBatch, tokens: Tensor) -> ForwardBatch:
     """Tensors of a step. `tokens` is int32 `[num_table_rows, context]` on the device: the known tokens of each row."""
     device = tokens.device
-    columns = to_device(host.columns, device)
     if device.type == "cpu":  # torch's indexing of a few tokens takes several times as long as numpy's
-        ids = torch.from_numpy(tokens.numpy()[host.columns[0], host.columns[1]].astype(np.int64))
+        numbers = host.columns.copy()
+        numbers[0] = tokens.numpy()[numbers[0], numbers[1]]
+        columns = torch.from_numpy(numbers)
     else:
-        ids = tokens[columns[0], columns[1]].long()
-    return ForwardBatch(
-        input_ids=ids,
-        positions=columns[1],
-        write_pages=columns[2],
-        write_slots=columns[3],
-        sample_index=to_device(host.sample_index, device),
-        host=host.rows,
-    )
+        columns = to_device(host.columns, device)
+        columns[0] = tokens[columns[0], columns[1]]
+    return ForwardBatch(columns, to_device(host.sample_index, device), host.rows)

@@ -131,6 +131,8 @@ class GrammarRows:
 
     def pick(self, params: StepParams) -> tuple[RowGrammar | None, ...]:
         """The rows of `params.constrained`, as they are now."""
+        if params.takes_best:
+            return ()
         return tuple(self._rows.get(int(line)) for line in params.lines[params.constrained])
 
     def begin(self, params: StepParams, rows: tuple[RowGrammar | None, ...]) -> StepMasks:

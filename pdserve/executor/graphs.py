@@ -185,10 +185,8 @@ class DecodeGraphs:
         sample_index = torch.arange(size, device=columns.device)
 
         def work() -> None:
-            batch = ForwardBatch(
-                input_ids=self._tokens[columns[0], columns[1]].long(), positions=columns[1], write_pages=columns[2],
-                write_slots=columns[3], sample_index=sample_index, host=filled.rows,
-            )  # fmt: skip
+            ids = self._tokens[columns[0], columns[1]].long()
+            batch = ForwardBatch(torch.cat((ids[None], columns[1:])), sample_index, filled.rows)
             self._logits[:size].copy_(self._model.forward(batch, attention))
             torch.argmax(self._logits[:size], -1, out=self._best[:size])
 

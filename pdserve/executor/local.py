@@ -21,7 +21,7 @@ import torch
 
 from pdserve.base.parallel import Place
 from pdserve.executor import host_pages
-from pdserve.executor.batch_builder import HostBatch, read_plan
+from pdserve.executor.batch_builder import HostBatch, read_plan, sampled_rows
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.fetch import fetch, fetch_late
 from pdserve.executor.grammar_rows import GrammarRows, RowGrammar
@@ -277,8 +277,7 @@ class LocalExecutor:
         params: StepParams | None = None
         grammars: tuple[RowGrammar | None, ...] = ()
         if len(sampled):
-            lines = np.concatenate([batch.lines[batch.sampled] for batch in batches])
-            ends = np.concatenate([batch.rows.ends[batch.sampled] for batch in batches])
+            lines, ends = sampled_rows(batches)
             params = self._params.pick(lines, ends)
             grammars = self._grammars.pick(params)
         wanted = self._params.prompts

@@ -50,6 +50,8 @@ class StepParams:
     bans: dict[int, tuple[int, ...]]
     biases: dict[int, dict[int, float]]
     picks: dict[int, tuple[int, ...]]
+    takes_best: bool
+    """Whether every row takes its likeliest token as the logits are, and nobody asks for more."""
 
     @property
     def constrained(self) -> IntArray:
@@ -60,11 +62,6 @@ class StepParams:
         """The same, less the bans that the masks of grammars have seen to."""
         follows = self.columns["grammar"]
         return dataclasses.replace(self, bans={i: tokens for i, tokens in self.bans.items() if not follows[i]})
-
-    @property
-    def takes_best(self) -> bool:
-        """Whether every row takes its likeliest token as the logits are, and nobody asks for more."""
-        return bool(self.columns["plain"].all()) and not self.bans and not self.biases
 
     @property
     def wants_logprobs(self) -> bool:
@@ -107,6 +104,8 @@ class RowParams:
         self.prompts: dict[int, tuple[int, Logprobs]] = {}
         """Prompt tokens and wish of rows that want log-probabilities of their prompt."""
         self._seeds = Seeds(default_seed)
+        self._picked = b"", self._columns[:0], False
+        """The last rows picked, their columns, and whether all are plain: decode steps have the same rows for long."""
 
     def set(self, row: int, num_prompt: int, sampling: SamplingParams, logprobs: Logprobs | None) -> None:
         """A request takes `row`."""
@@ -143,6 +142,7 @@ class RowParams:
 
     def clear(self, row: int) -> None:
         """The request has left `row`."""
+        self._picked = b"", self._columns[:0], False
         self._bans.pop(row, None)
         self._biases.pop(row, None)
         self._picks.pop(row, None)
@@ -150,7 +150,11 @@ class RowParams:
 
     def pick(self, lines: IntArray, positions: IntArray) -> StepParams:
         """The parameters of table rows `lines`, which sample the tokens at `positions`."""
-        columns = self._columns[lines]
+        key = lines.tobytes()
+        if key != self._picked[0]:
+            columns = self._columns[lines]
+            self._picked = key, columns, bool(columns["plain"].all())
+        _, columns, plain = self._picked
         bans, biases = {}, {}
         if self._bans:
             early = positions - columns["num_prompt"] < columns["min_new"]
@@ -160,4 +164,4 @@ class RowParams:
         picks = {}
         if self._picks:
             picks = {i: self._picks[int(line)] for i, line in enumerate(lines) if int(line) in self._picks}
-        return StepParams(columns, lines, positions, bans, biases, picks)
+        return StepParams(columns, lines, positions, bans, biases, picks, plain and not bans and not biases)

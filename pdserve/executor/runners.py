@@ -54,12 +54,11 @@ class CallingThread:
     def begin(self, compute: Compute, layer_marks: bool) -> tuple[LayerMarks | None, Collect]:
         """See `Runner.begin`."""
         self._catch_up()
-        marks = CountedMarks() if layer_marks else None
+        if not layer_marks:
+            return None, _computed(compute)
+        marks = CountedMarks()
         outcome: Future[Collect] = Future()
-        if marks is None:
-            _settle(outcome, compute, None)
-        else:
-            self._deferred.append(lambda: _settle(outcome, compute, marks))
+        self._deferred.append(lambda: _settle(outcome, compute, marks))
 
         def collect() -> StepResult:
             self._catch_up()
@@ -149,6 +148,19 @@ class DeviceStream:
     def close(self) -> None:
         """See `Runner.close`."""
         self._stream.synchronize()
+
+
+def _computed(compute: Compute) -> Collect:
+    """Compute now; what goes wrong is raised where the step is resolved."""
+    try:
+        return compute(None)
+    except BaseException as error:
+        failure = error
+
+    def fail() -> StepResult:
+        raise failure
+
+    return fail
 
 
 def _settle(outcome: Future[Collect], compute: Compute, marks: CountedMarks | EventMarks | None) -> None:

@@ -71,8 +71,8 @@ class Stage:
         for i, (host, wish) in enumerate(zip(batches, wishes, strict=True)):
             output = self._run(host, tokens, on_layer if i == last else None, wish)
             outputs.append(output.clone() if is_last and i < last else output)
-        if last == 0 and self._model.best is not None:
-            self._best = self._model.best.clone()
+        if last == 0:
+            self._best = self._model.best
         if not self._parallel.place.is_last_stage or not any(len(host.sampled) for host in batches):
             return None
         part = outputs[0] if last == 0 else torch.cat(outputs)

@@ -30,6 +30,7 @@ class TokenRows:
 
     def __init__(self, num_rows: int, width: int, num_late: int, device: torch.device) -> None:
         self.tensor = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
+        self._host = self.tensor.numpy() if device.type == "cpu" else None
         self._num_late = num_late
         self._late: deque[_Late] = deque()
 
@@ -42,8 +43,8 @@ class TokenRows:
 
     def put(self, params: StepParams, token_ids: Tensor) -> None:
         """The step has sampled `token_ids`, int64 `[S]` on the device, for the rows of `params`."""
-        if self.tensor.device.type == "cpu":  # see `build_batch`
-            self.tensor.numpy()[params.lines, params.positions] = token_ids.numpy()
+        if self._host is not None:  # see `build_batch`
+            self._host[params.lines, params.positions] = token_ids.numpy()
             return
         where = to_device(np.stack((params.lines, params.positions)), self.tensor.device)
         self.tensor.index_put_((where[0], where[1]), token_ids.int())

@@ -30,16 +30,38 @@ class HostRows:
 class ForwardBatch:
     """A flattened batch of N tokens, no padding. Tensors are int64 on the model's device.
 
-    `input_ids`, `positions` `[N]`: token and its position. `write_pages`, `write_slots` `[N]`: where its KV goes.
-    `sample_index` `[S]`: flat indices of the tokens whose logits are wanted. `host`: the same rows on the host.
+    `columns` `[4, N]`, contiguous: each token, its position, and page and slot where its KV goes. `sample_index` `[S]`:
+    flat indices of the tokens whose logits are wanted. `host`: the same rows on the host.
     """
 
-    input_ids: Tensor
-    positions: Tensor
-    write_pages: Tensor
-    write_slots: Tensor
+    columns: Tensor
     sample_index: Tensor
     host: HostRows
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return self.columns.shape[1]
+
+    @property
+    def input_ids(self) -> Tensor:
+        """`[N]`."""
+        return self.columns[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """`[N]`."""
+        return self.columns[1]
+
+    @property
+    def write_pages(self) -> Tensor:
+        """`[N]`."""
+        return self.columns[2]
+
+    @property
+    def write_slots(self) -> Tensor:
+        """`[N]`."""
+        return self.columns[3]
 
 
 def to_device(

@@ -55,9 +55,7 @@ class Model(Protocol):
 
     @property
     def best(self) -> Tensor | None:
-        """The likeliest tokens by the logits of the last `forward`, where it has found them on its way: int64 `[S]`,
-        good until the next call.
-        """
+        """The likeliest tokens by the logits of the last `forward`, where it has found them on its way: int64 `[S]`."""
         ...
 
     def idle(self) -> None:

@@ -153,7 +153,6 @@ class NativeDecoder:
         """See `Model.idle`."""
         self._model.idle()
 
-    @torch.inference_mode()
     def forward(
         self,
         batch: ForwardBatch,
@@ -163,7 +162,7 @@ class NativeDecoder:
         on_hidden: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """See `Model.forward`; `attention` is the program's own."""
-        program, num_tokens = self._program, batch.input_ids.shape[0]
+        program, num_tokens = self._program, batch.num_tokens
         program.begin(batch)
         if not self._embeds_itself:
             program.view(self._x, num_tokens).copy_(self._begins_with(batch, hidden))
@@ -186,7 +185,7 @@ class NativeDecoder:
         num_samples = batch.sample_index.shape[0]
         knows_best = num_samples <= FEW_SAMPLES and self.parallel.place.shape.tp_size == 1
         program.run(done, self._head_to + knows_best)
-        self.best = program.view(self._chosen, num_samples)[:, 0] if knows_best else None
+        self.best = program.copied(self._chosen, num_samples) if knows_best else None
         return program.view(self._logits, num_samples)
 
     @torch.inference_mode()

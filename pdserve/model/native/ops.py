@@ -232,9 +232,9 @@ def _batch_of(num_tokens: int, pages: Tensor, starts: Tensor, ends: Tensor, tabl
     row = np.repeat(np.arange(len(first)), lengths)
     positions = np.arange(num_tokens) - offsets[row] + first[row]
     write_pages, write_slots = known[row, positions // page_tokens], positions % page_tokens
-    columns = (np.zeros_like(positions), positions, write_pages, write_slots, offsets + lengths - 1)
-    ids, where, page, slot, samples = (torch.from_numpy(column) for column in columns)
-    return ForwardBatch(ids, where, page, slot, samples, HostRows(first, last, offsets, known.astype(np.int32)))
+    columns = (np.zeros_like(positions), positions, write_pages, write_slots)
+    host = HostRows(first, last, offsets, known.astype(np.int32))
+    return ForwardBatch(torch.from_numpy(np.stack(columns)), torch.from_numpy(offsets + lengths - 1), host)
 
 
 def _program(heads: HeadShape = _NO_HEADS, pages: Tensor = _NO_PAGES) -> Program:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,6 +23,12 @@ MAX_GROUP = 64
 MAX_HEAD_DIM = 512
 _ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.int64: 8}
 _NO_VIEW = (0, 0), torch.empty(0)
+
+
+def _address(array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> int:
+    """Where an array lies; `array.ctypes` takes several times as long to say it."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 class Threads:
@@ -84,6 +92,7 @@ class Program:
         self._num_pages, self._heads = len(kv), heads
         self.num_ops = 0
         self._step_kept: list[object] = []
+        self._arrays: dict[int, tuple[int, npt.NDArray[Any] | None]] = {}
         self._views: dict[int, tuple[tuple[int, int], Tensor]] = {}
         """The last view of each buffer, with the address and the rows it is of."""
 
@@ -108,6 +117,15 @@ class Program:
             view = torch.frombuffer(raw, dtype=buffer.dtype).view(num_rows, buffer.width)
             self._views[buffer.number] = (address, num_rows), view
         return view
+
+    def copied(self, buffer: Buffer, num_rows: int) -> Tensor:
+        """The items of the first rows of a buffer, one behind the other: `[num_rows * width]`."""
+        view = self.view(buffer, num_rows)
+        where, array = self._arrays.get(buffer.number, (0, None))
+        if array is None or where != view.data_ptr() or len(array) != view.numel():
+            array = view.numpy().reshape(-1)
+            self._arrays[buffer.number] = view.data_ptr(), array
+        return torch.from_numpy(array.copy())
 
     def reserve(self, num_tokens: int, num_samples: int) -> None:
         """Make room for steps of so many; buffers that grow lose what they hold."""
@@ -236,17 +254,16 @@ class Program:
 
     def begin(self, batch: ForwardBatch) -> None:
         """Begin a step; the buffers are given room. Its arrays are kept until the next one."""
-        host = batch.host
-        tensors = [batch.input_ids, batch.positions, batch.write_pages, batch.write_slots, batch.sample_index]
-        columns = [tensor.contiguous() for tensor in tensors]
+        columns, samples, host = batch.columns, batch.sample_index, batch.host
+        assert columns.is_contiguous() and columns.dtype == torch.int64 and samples.dtype == torch.int64
+        num_tokens, num_samples, first = columns.shape[1], samples.shape[0], columns.data_ptr()
         rows = [np.ascontiguousarray(array, dtype=np.int64) for array in (host.starts, host.ends, host.offsets)]
         table = np.ascontiguousarray(host.pages, dtype=np.int32)
-        assert all(column.dtype == torch.int64 for column in columns)
         step = Step(
-            columns[0].shape[0], columns[4].shape[0], rows[0].shape[0], *(column.data_ptr() for column in columns),
-            *(array.ctypes.data for array in rows), table.ctypes.data, table.shape[1],
+            num_tokens, num_samples, len(table), first, first + 8 * num_tokens, first + 16 * num_tokens,
+            first + 24 * num_tokens, samples.data_ptr(), *map(_address, rows), _address(table), table.shape[1],
         )  # fmt: skip
-        self._step_kept = [columns, rows, table]
+        self._step_kept = [columns, samples, rows, table]
         self._number(self._library.pdk_begin(self._handle, ctypes.byref(step)))
 
     def begin_samples(self, num_samples: int) -> None:

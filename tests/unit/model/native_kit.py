@@ -45,9 +45,9 @@ def batch_of(rows: Sequence[tuple[int, int]], page_tokens: int, *, seed: int = 0
         table[line, :count] = scattered[at : at + count]
         at += count
     pages = table[lines, positions // page_tokens].astype(np.int64)
-    columns = (np.zeros_like(positions), positions, pages, positions % page_tokens, offsets + lengths - 1)
-    tensors = [torch.from_numpy(column) for column in columns]
-    return ForwardBatch(*tensors, HostRows(starts, ends, offsets, table)), num_pages
+    columns = torch.from_numpy(np.stack((np.zeros_like(positions), positions, pages, positions % page_tokens)))
+    samples = torch.from_numpy(offsets + lengths - 1)
+    return ForwardBatch(columns, samples, HostRows(starts, ends, offsets, table)), num_pages
 
 
 def fill_known(kv: Tensor, batch: ForwardBatch, page_tokens: int) -> None:

@@ -125,7 +125,7 @@ def batch_of(spans: list[tuple[int, int]]) -> ForwardBatch:
     where = [(pages[row, p // PAGE], p % PAGE, p) for row, (s, e) in enumerate(spans) for p in range(s, e)]
     write_pages, slots, positions = (torch.tensor(x, dtype=torch.int64) for x in zip(*where, strict=True))
     host = HostRows(starts=starts, ends=ends, offsets=offsets, pages=pages)
-    return ForwardBatch(positions, positions, write_pages, slots, torch.arange(len(spans)), host)
+    return ForwardBatch(torch.stack((positions, positions, write_pages, slots)), torch.arange(len(spans)), host)
 
 
 def heads_of(batch: ForwardBatch) -> Heads:
