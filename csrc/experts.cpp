@@ -35,10 +35,11 @@ void Route::run(Program& p, int thread) {
         const float* x = p.floats(logits) + i * count;
         int64_t* best = p.buffers[experts].room->as<int64_t>() + i * top_k;
         float* weight = p.floats(weights) + i * top_k;
+        const auto above = [&](int64_t a, int64_t b) { return x[a] > x[b] || (std::isnan(x[b]) && !std::isnan(x[a])); };
         for (int64_t e = 0, found = 0; e < count; e++) {  // the first of equals; a NaN where nothing else is left
-            if (found == top_k && !(x[e] > x[best[top_k - 1]])) continue;
+            if (found == top_k && !above(e, best[top_k - 1])) continue;
             int64_t at = found < top_k ? found++ : top_k - 1;
-            for (; at > 0 && x[e] > x[best[at - 1]]; at--) best[at] = best[at - 1];
+            for (; at > 0 && above(e, best[at - 1]); at--) best[at] = best[at - 1];
             best[at] = e;
         }
         float total = 0.0f;

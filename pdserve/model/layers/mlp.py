@@ -39,8 +39,8 @@ class DenseMLP:
         wide: Wide,
     ) -> None:
         self._kernels, self.wide = kernels, wide
-        self.product: Callable[[Tensor], Tensor] = self._product
-        """What this rank's columns make of `[N, hidden]`: a summand of `[N, hidden]`."""
+        self.product: Callable[[Tensor], Tensor] | None = None
+        """What computes this rank's columns in our place: `[N, hidden]` to a summand of `[N, hidden]`."""
         inner = part_of(intermediate_size, wide.size, wide.rank)
         gate, up = (Outputs(prefix + name, intermediate_size, inner) for name in ("gate_proj", "up_proj"))
         self.gate_up = column_linear(kernels, params, (gate, up), hidden_size, bias)
@@ -49,9 +49,8 @@ class DenseMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
-        return self.wide.add_up(self.product(self.wide.gather(x)))
-
-    def _product(self, x: Tensor) -> Tensor:
-        """See `product`."""
+        x = self.wide.gather(x)
+        if self.product is not None:
+            return self.wide.add_up(self.product(x))
         gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(self._kernels.swiglu(gate, up))
+        return self.wide.add_up(self.down(self._kernels.swiglu(gate, up)))

@@ -2,14 +2,16 @@
 
 Each call is a program (`program.py`) of its own: inputs become float32 and results get the dtype of the inputs, which
 is what `NativeDecoder` saves. All check what they are given and raise ValueError; for meta tensors, so under
-torch.compile, they give empty ones of the right shape. Weights are the tensors of `Packed`. All run on the threads that
-`use` was told, or else on as many as torch has.
+torch.compile, they give empty ones of the right shape. They have no gradients. Weights are the tensors of `Packed`. All
+run on the threads that `use` was told, as long as somebody else keeps these, or else on as many as torch had at first.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import os
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,27 +21,51 @@ from torch import Tensor
 
 from pdserve.base.native import best_level
 from pdserve.model.forward_batch import ForwardBatch, HostRows
-from pdserve.model.native.program import Buffer, HeadShape, Program, Threads
+from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Program, Threads
 from pdserve.model.native.weights import BLOCK, Packed
 
 _NO_HEADS = HeadShape(layers=1, num_heads=1, num_kv_heads=1, page_tokens=1, dim=2)
 _NO_PAGES = torch.zeros(1, 1, 2, 1, 1, 2, dtype=torch.bfloat16)
 
 
-@dataclasses.dataclass
 class _Machine:
     """What operations run on."""
 
-    threads: Threads | None = None
-    level: str = ""
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._own: Threads | None = None
+        self._used: tuple[weakref.ref[Threads], str] | None = None
+
+    def use(self, threads: Threads, level: str) -> None:
+        """See the module's."""
+        self._used = weakref.ref(threads), level
+
+    def parts(self) -> tuple[Threads, str]:
+        """Threads and level."""
+        used = self._used
+        threads = None if used is None else used[0]()
+        if used is not None and threads is not None:
+            return threads, used[1]
+        with self._lock:
+            if self._own is None:
+                self._own = Threads(torch.get_num_threads())
+            return self._own, best_level()
+
+    def forget(self) -> None:
+        """In a forked process: threads have stayed behind."""
+        self._lock, self._used = threading.Lock(), None
+        if self._own is not None:
+            self._own.handle = None
+        self._own = None
 
 
 _machine = _Machine()
+os.register_at_fork(after_in_child=_machine.forget)
 
 
 def use(threads: Threads, level: str) -> None:
     """Run all operations from now on with these threads, at this instruction-set level."""
-    _machine.threads, _machine.level = threads, level
+    _machine.use(threads, level)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, real: bool) -> Tensor:
@@ -47,7 +73,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, real: bool) -> Tensor:
     _check_rows(x, "x")
     _require(weight.shape == (x.shape[1],), f"weight is {list(weight.shape)}, not [{x.shape[1]}]")
     if not real:
-        return torch.empty_like(x)
+        return x.new_empty(x.shape)
     program = _program()
     source, out = _samples(program, x.shape[1]), _samples(program, x.shape[1], torch.bfloat16)
     program.norm(source, weight, eps, out)
@@ -58,9 +84,10 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None,
     """`[N, in]` to `[N, num_out]`."""
     _check_rows(x, "x")
     _check_packed("weight", weight, scale, bias, x.shape[1])
-    _require(len(weight) == 1 and 0 < num_out <= weight.shape[1] * BLOCK, f"weight is no layer of {num_out} outputs")
+    fits = weight.shape[0] == 1 and 0 < num_out <= weight.shape[1] * BLOCK
+    _require(fits, f"weight is no layer of {num_out} outputs")
     if not real:
-        return x.new_empty(len(x), num_out)
+        return x.new_empty(x.shape[0], num_out)
     program = _program()
     source, out = _samples(program, x.shape[1]), _samples(program, num_out)
     program.linear(source, Packed(weight, scale, bias, num_out, x.shape[1]), out)
@@ -73,9 +100,9 @@ def feed_forward(
 ) -> Tensor:  # fmt: skip
     """`down(silu(gate) * up)` of `[N, width]`: blocks of gate and up take turns."""
     width, inner = _check_gated(x, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
-    _require(len(gate_up) == 1, f"gate_up is {len(gate_up)} layers")
+    _require(gate_up.shape[0] == 1, f"gate_up is {gate_up.shape[0]} layers")
     if not real:
-        return torch.empty_like(x)
+        return x.new_empty(x.shape)
     program = _program()
     source, out = _samples(program, width), _samples(program, width)
     program.gated(source, Packed(gate_up, gate_up_scale, gate_up_bias, 2 * inner, width, 2), norm=None, eps=0.0)
@@ -88,7 +115,7 @@ def route(logits: Tensor, top_k: int, normalise: bool, *, real: bool) -> tuple[T
     _check_rows(logits, "logits")
     _require(1 <= top_k <= logits.shape[1], f"top_k is {top_k}, of {logits.shape[1]} experts")
     if not real:
-        shape = (len(logits), top_k)
+        shape = (logits.shape[0], top_k)
         return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
     program = _program()
     source, weights = _samples(program, logits.shape[1]), _samples(program, top_k)
@@ -103,13 +130,14 @@ def experts(
 ) -> Tensor:  # fmt: skip
     """`feed_forward` of the layers `experts` int64 `[N, top_k]` of each row, times their `weights` `[N, top_k]`."""
     width, inner = _check_gated(x, gate_up, gate_up_scale, None, down, down_scale, None)
-    fits = experts.ndim == 2 and len(experts) == len(x) and experts.dtype == torch.int64 and experts.shape[1] > 0
-    _require(fits, f"experts is {experts.dtype} {list(experts.shape)}, not int64 [{len(x)}, top_k]")
+    fits = experts.ndim == 2 and experts.shape[0] == x.shape[0] and experts.dtype == torch.int64
+    fits = fits and experts.shape[1] > 0
+    _require(fits, f"experts is {experts.dtype} {list(experts.shape)}, not int64 [{x.shape[0]}, top_k]")
     _require(weights.shape == experts.shape, f"weights is {list(weights.shape)}, not {list(experts.shape)}")
-    if not real or not len(x):
-        return torch.empty_like(x)
+    if not real or not x.shape[0]:
+        return x.new_empty(x.shape)
     low, high = (int(bound) for bound in experts.aminmax())
-    _require(low >= 0 and high < len(gate_up), f"experts are {low} to {high}, and there are {len(gate_up)}")
+    _require(low >= 0 and high < gate_up.shape[0], f"experts are {low} to {high}, and there are {gate_up.shape[0]}")
     program, top_k = _program(), experts.shape[1]
     source, out = _samples(program, width), _samples(program, width)
     chosen, shares = _samples(program, top_k, torch.int64), _samples(program, top_k)
@@ -122,7 +150,7 @@ def argmax(logits: Tensor, *, real: bool) -> Tensor:
     """The first of the largest of each row, int64 `[N]`."""
     _check_rows(logits, "logits")
     if not real:
-        return logits.new_empty(len(logits), dtype=torch.int64)
+        return logits.new_empty(logits.shape[0], dtype=torch.int64)
     program = _program()
     source, out = _samples(program, logits.shape[1]), _samples(program, 1, torch.int64)
     program.best(source, out)
@@ -140,15 +168,15 @@ def attend(
     behind row; `table[r]` are a row's pages in `pages` bf16 `[pages, layers, 2, kv_heads, tokens, dim]`.
     """
     shape = _check_heads(qkv, pages, layer)
-    whole = all(len(rows) == len(starts) and rows.dtype in (torch.int32, torch.int64) for rows in (starts, ends, table))
-    fits = whole and starts.ndim == ends.ndim == 1 and table.ndim == 2
+    fits = starts.ndim == ends.ndim == 1 and table.ndim == 2 and starts.shape[0] == ends.shape[0] == table.shape[0]
+    fits = fits and all(rows.dtype in (torch.int32, torch.int64) for rows in (starts, ends, table))
     _require(fits, "starts and ends [rows] and table [rows, pages] are not integers for the same rows")
     _require(window >= 0 and softcap >= 0, f"window is {window} and softcap {softcap}: neither may be negative")
     sizes = {"inverse": (inverse, shape.dim // 2), "sinks": (sinks, shape.num_heads)}
     for name, (vector, size) in (sizes | {"q_norm": (q_norm, shape.dim), "k_norm": (k_norm, shape.dim)}).items():
         _require(vector is None or vector.shape == (size,), f"{name} is not [{size}]")
     if not real:
-        return qkv.new_empty(len(qkv), shape.num_heads * shape.dim)
+        return qkv.new_empty(qkv.shape[0], shape.num_heads * shape.dim)
     batch = _batch_of(len(qkv), pages, starts, ends, table)
     program = _program(shape, pages)
     source, out = program.buffer(qkv.shape[1]), program.buffer(shape.num_heads * shape.dim)
@@ -178,7 +206,7 @@ def _check_packed(name: str, data: Tensor, scale: Tensor | None, bias: Tensor | 
     deep = {torch.bfloat16: 2, torch.uint8: 4}.get(data.dtype)
     _require(deep is not None, f"{name} is {data.dtype}; packed weights are bfloat16 or uint8")
     layout = (-(-num_in // BLOCK) * BLOCK // (deep or 1), BLOCK, deep)
-    fits = data.ndim == 5 and data.shape[2:] == layout and data.is_contiguous()
+    fits = data.ndim == 5 and data.shape[1] > 0 and data.shape[2:] == layout and data.is_contiguous()
     _require(fits, f"{name} is {list(data.shape)}, not [layers, blocks, {', '.join(map(str, layout))}]")
     _require(
         (scale is None) == (data.dtype == torch.bfloat16), f"{name} has a scale where it is of 8 bits, and only there"
@@ -186,7 +214,8 @@ def _check_packed(name: str, data: Tensor, scale: Tensor | None, bias: Tensor | 
     of_outputs = (data.shape[0], data.shape[1] * BLOCK)
     for what, vector in (("scale", scale), ("bias", bias)):
         fits = vector is None or (vector.shape == of_outputs and vector.dtype == torch.float32)
-        _require(fits, f"the {what} of {name} is not float32 {list(of_outputs)}")
+        fits = fits and (vector is None or vector.is_contiguous())
+        _require(fits, f"the {what} of {name} is not float32 {list(of_outputs)}, contiguous")
 
 
 def _check_gated(
@@ -195,27 +224,30 @@ def _check_gated(
 ) -> tuple[int, int]:  # fmt: skip
     """The width of `x` and the columns between, as far as these are filled up."""
     _check_rows(x, "x")
-    width, blocks = x.shape[1], gate_up.shape[1]
+    width = x.shape[1]
     _check_packed("gate_up", gate_up, gate_up_scale, gate_up_bias, width)
+    blocks = gate_up.shape[1]
     _require(blocks % 2 == 0, f"gate_up has {blocks} blocks, so not one of up for each of gate")
     inner = blocks // 2 * BLOCK
     _check_packed("down", down, down_scale, down_bias, inner)
-    fits = down.shape[:2] == (len(gate_up), -(-width // BLOCK)) and down.dtype == gate_up.dtype
-    _require(fits, f"down is not {len(gate_up)} layers of {width} outputs and of the dtype of gate_up")
+    fits = down.shape[:2] == (gate_up.shape[0], -(-width // BLOCK)) and down.dtype == gate_up.dtype
+    _require(fits, f"down is not {gate_up.shape[0]} layers of {width} outputs and of the dtype of gate_up")
     return width, inner
 
 
 def _check_heads(qkv: Tensor, pages: Tensor, layer: int) -> HeadShape:
     """What `qkv` and `pages` say of heads."""
     _check_rows(qkv, "qkv")
-    fits = pages.ndim == 6 and pages.shape[2] == 2 and pages.dtype == torch.bfloat16 and pages.is_contiguous()
+    fits = pages.ndim == 6 and pages.shape[2] == 2 and min(pages.shape) > 0
+    fits = fits and pages.dtype == torch.bfloat16 and pages.is_contiguous()
     _require(fits, f"pages is {pages.dtype} {list(pages.shape)}, not bfloat16 [pages, layers, 2, heads, tokens, dim]")
     _, layers, _, kv_heads, page_tokens, dim = pages.shape
-    heads, rest = divmod(qkv.shape[1], dim)
-    fits = rest == 0 and heads > 2 * kv_heads and heads % kv_heads == 0
+    _require(dim % 2 == 0 and dim <= MAX_HEAD_DIM, f"pages has heads of {dim}: odd, or larger than {MAX_HEAD_DIM}")
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    fits = qkv.shape[1] % dim == 0 and 0 < heads <= MAX_GROUP * kv_heads and heads % kv_heads == 0
     _require(fits, f"qkv is {qkv.shape[1]} wide: no query heads of {dim} beside those of K and V for {kv_heads}")
     _require(0 <= layer < layers, f"layer is {layer}, of {layers}")
-    return HeadShape(layers, heads - 2 * kv_heads, kv_heads, page_tokens, dim)
+    return HeadShape(layers, heads, kv_heads, page_tokens, dim)
 
 
 def _batch_of(num_tokens: int, pages: Tensor, starts: Tensor, ends: Tensor, table: Tensor) -> ForwardBatch:
@@ -239,10 +271,7 @@ def _batch_of(num_tokens: int, pages: Tensor, starts: Tensor, ends: Tensor, tabl
 
 def _program(heads: HeadShape = _NO_HEADS, pages: Tensor = _NO_PAGES) -> Program:
     """A new one."""
-    if _machine.threads is None:
-        use(Threads(torch.get_num_threads()), best_level())
-    assert _machine.threads is not None
-    return Program(_machine.threads, _machine.level, heads, pages)
+    return Program(*_machine.parts(), heads, pages)
 
 
 def _samples(program: Program, width: int, dtype: torch.dtype = torch.float32) -> Buffer:
@@ -272,7 +301,17 @@ SCHEMAS: dict[Callable[..., Any], str] = {
     "float factor=1.0, Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, int window=0, float softcap=0.0, "
     "Tensor? sinks=None) -> Tensor",
 }
+
+
+def _call(function: Callable[..., Any], real: bool, *args: Any, **kwargs: Any) -> Any:
+    """One operation, on tensors of one device, none of which wants a gradient."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    _require(len({tensor.device for tensor in tensors}) == 1, "the tensors are not on one device")
+    _require(not any(tensor.requires_grad for tensor in tensors), "these operations have no gradients")
+    return function(*args, **kwargs, real=real)
+
+
 for _function, _schema in SCHEMAS.items():
     torch.library.define(f"pdserve::{_function.__name__}", _schema)
-    torch.library.impl(f"pdserve::{_function.__name__}", "cpu", functools.partial(_function, real=True))
-    torch.library.register_fake(f"pdserve::{_function.__name__}", functools.partial(_function, real=False))
+    torch.library.impl(f"pdserve::{_function.__name__}", "cpu", functools.partial(_call, _function, True))
+    torch.library.register_fake(f"pdserve::{_function.__name__}", functools.partial(_call, _function, False))

@@ -1,4 +1,4 @@
-"""A program of the kernels, put together once and run once a step. Owned by `NativeDecoder`; tests make their own.
+"""A program of the kernels, put together once and run once a step. Owned by `NativeDecoder`, or by one call in `ops`.
 
 `csrc/pdk.h` describes the operations. What they read must stay where it is: tensors are kept here.
 """
@@ -76,6 +76,7 @@ class Program:
     """Operations over buffers; `kv` bf16 `[num_pages, layers, 2, kv_heads, page_tokens, dim]` is the KV pool."""
 
     def __init__(self, threads: Threads, level: str, heads: HeadShape, kv: Tensor) -> None:
+        self._handle: int | None = None
         assert kv.dtype == torch.bfloat16 and kv.is_contiguous(), "pages are contiguous bf16"
         assert kv.shape[1:] == (heads.layers, 2, heads.num_kv_heads, heads.page_tokens, heads.dim), kv.shape
         assert heads.dim % 2 == 0 and heads.dim <= MAX_HEAD_DIM, f"heads of {heads.dim}"
@@ -86,7 +87,7 @@ class Program:
             kv.data_ptr(), heads.layers, heads.num_kv_heads, heads.page_tokens, heads.dim, heads.num_heads,
             heads.dim**-0.5,
         )  # fmt: skip
-        self._handle: int | None = self._library.pdk_program_open(threads.handle, level.encode(), ctypes.byref(shape))
+        self._handle = self._library.pdk_program_open(threads.handle, level.encode(), ctypes.byref(shape))
         if self._handle is None:
             raise RuntimeError(f"cannot open a program of level {level}")
         self._num_pages, self._heads = len(kv), heads

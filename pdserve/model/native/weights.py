@@ -94,6 +94,10 @@ class Packed:
             weight.dtype,
             weight.shape,
         )
+        assert 0 <= index < len(self.data), (index, len(self.data))
+        assert bias is None or (self.bias is not None and bias.shape == (self.num_out,)), (
+            "a bias has a place of its own"
+        )
         rows = weight.contiguous()
         wide = None if bias is None else bias.float().contiguous()
         each, first = self.num_out // self.num_parts, index * self.data.shape[1]

@@ -13,14 +13,14 @@ from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, Paral
 from pdserve.executor.factory import Built, build_executor
 from pdserve.model.eplb import Row
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
-from pdserve.model.native.feed_forward import PackedExperts
-from pdserve.model.native.weights import Arena, pack, pack_gated
+from pdserve.model.native.weights import Arena, Format, pack, pack_gated
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples
 from pdserve.model.placement import slots_of
 from tests.driver import Driver, random_prompt
 
-Dtype = Literal["auto", "bfloat16"]
+Precision = Literal["auto", "bfloat16", "int8"]
+"""The checkpoint's, or what the CPU kernels compute in."""
 LENGTHS = (1, 15, 40, 90)
 NUM_TOKENS = 6
 
@@ -38,27 +38,39 @@ class Outcome:
 
 
 def build(
-    parallel: Parallel, path: Path, experts: ParallelConfig, *, overlap: bool = False, dtype: Dtype = "auto"
+    parallel: Parallel, path: Path, experts: ParallelConfig, *, overlap: bool = False, precision: Precision = "auto"
 ) -> Built:
-    """An executor with `experts`' expert flags; in bfloat16 it has the CPU kernels where there are any."""
+    """An executor with `experts`' expert flags, computed by torch, or in bfloat16 and int8 by the CPU kernels."""
     config = ServerConfig(
-        model=ModelConfig(model_path=str(path), dtype=dtype),
+        model=model_config(path, precision),
         parallel=experts,
         memory=MemoryConfig(max_total_tokens=4096),
         schedule=ScheduleConfig(disable_overlap_schedule=not overlap),
-        kernels=KernelConfig(device="cpu", cpu_threads=1),
+        kernels=KernelConfig(device="cpu", cpu_threads=1, cpu_kernels="auto" if precision == "auto" else "native"),
     )
     return build_executor(config, max_rows=8, parallel=parallel)
 
 
-def outcome(parallel: Parallel, path: Path, vocab_size: int, experts: ParallelConfig, dtype: Dtype = "auto") -> Outcome:
-    """Prompts of many lengths at once, and one alone: then a decode step has one token, and most ranks none."""
-    built = build(parallel, path, experts, dtype=dtype)
-    driver = Driver(built)
+def model_config(path: Path, precision: Precision) -> ModelConfig:
+    """The model at `path`."""
+    if precision == "auto":
+        return ModelConfig(model_path=str(path))
+    return ModelConfig(model_path=str(path), dtype="bfloat16", quantization="int8" if precision == "int8" else None)
+
+
+def outcome(
+    parallel: Parallel, path: Path, vocab_size: int, experts: ParallelConfig, precision: Precision = "auto"
+) -> Outcome:
+    """Prompts of many lengths at once, and one alone: then a decode step has one token, and most ranks none.
+
+    By the kernels, prompts only: where rounding leads to another token, all behind it differs.
+    """
+    built = build(parallel, path, experts, precision=precision)
+    driver, num_tokens = Driver(built), NUM_TOKENS if precision == "auto" else 1
     prompts = [random_prompt(length, vocab_size) for length in LENGTHS]
     return Outcome(
-        greedy=driver.generate(prompts, NUM_TOKENS),
-        single=driver.generate([prompts[1]], NUM_TOKENS)[0],
+        greedy=driver.generate(prompts, num_tokens),
+        single=driver.generate([prompts[1]], num_tokens)[0],
         pages=built.executor.pools[0].pages.clone(),
         counts=built.executor.expert_counts(),
         samples=built.executor.weight_samples(),
@@ -94,10 +106,15 @@ class Moved:
 
 
 def moved(
-    parallel: Parallel, path: Path, vocab_size: int, experts: ParallelConfig, overlap: bool, dtype: Dtype = "auto"
+    parallel: Parallel,
+    path: Path,
+    vocab_size: int,
+    experts: ParallelConfig,
+    overlap: bool,
+    precision: Precision = "auto",
 ) -> Moved:
     """Plan after the prompts, move two steps later, plan and move once more at once; then check the weights."""
-    built = build(parallel, path, experts, overlap=overlap, dtype=dtype)
+    built = build(parallel, path, experts, overlap=overlap, precision=precision)
     driver, balance = Driver(built), built.executor.experts
     assert balance is not None
     prompts = [random_prompt(length, vocab_size) for length in LENGTHS]
@@ -120,7 +137,9 @@ def moved(
         if step == 3:
             now = balance.facts()["expert_balancedness"]
     built.executor.close()
-    return Moved(tokens, before, rows_of(built), balance.num_moved, (were, now), has_its_weights(built, path))
+    return Moved(
+        tokens, before, rows_of(built), balance.num_moved, (were, now), has_its_weights(built, path, precision)
+    )
 
 
 def rows_of(built: Built) -> dict[int, Row]:
@@ -134,7 +153,7 @@ def whole_experts(built: Built) -> dict[int, ExpertParallelMoe]:
     return {layer: mixture for layer, mixture in mixtures.items() if isinstance(mixture, ExpertParallelMoe)}
 
 
-def has_its_weights(built: Built, path: Path) -> bool:
+def has_its_weights(built: Built, path: Path, precision: Precision) -> bool:
     """Whether every slot has the checkpoint's weights of the expert that the row says."""
     tensors = load_file(path / "model.safetensors")
     place = built.place
@@ -144,12 +163,12 @@ def has_its_weights(built: Built, path: Path) -> bool:
                 tensors[f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"]
                 for name in ("gate", "up", "down")
             )
-            wanted = (torch.cat((gate, up)), down)
-            if isinstance(mixture.experts, PackedExperts):
+            wanted = [torch.cat((gate, up)), down]
+            if precision != "auto":
+                kind: Format = "int8" if precision == "int8" else "bf16"
                 wide, deep = (weight.bfloat16() for weight in wanted)
-                wanted = (pack_gated(Arena(), "bf16", wide).data[0], pack(Arena(), "bf16", deep).data[0])
-            if not all(
-                torch.equal(tensor[slot], one) for tensor, one in zip(mixture.experts.tensors, wanted, strict=True)
-            ):
+                packed = (pack_gated(Arena(), kind, wide), pack(Arena(), kind, deep))
+                wanted = [tensor[0] for one in packed for tensor in one.tensors]
+            if not all(torch.equal(held[slot], one) for held, one in zip(mixture.experts.tensors, wanted, strict=True)):
                 return False
     return True

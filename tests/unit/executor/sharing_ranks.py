@@ -14,18 +14,19 @@ from pdserve.executor.factory import Built, build_executor
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples
 from tests.driver import Driver, random_prompt
-from tests.unit.executor.expert_ranks import Dtype
+from tests.unit.executor.expert_ranks import Precision, model_config
 
 NUM_TOKENS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one replica does: idle rounds, then prompts of these lengths, in chunks where that says so."""
+    """What one replica does: idle rounds, then tokens behind prompts of these lengths, in chunks where that says so."""
 
     lengths: Sequence[int] = ()
     chunk: int | None = None
     idle_rounds: int = 0
+    num_tokens: int = NUM_TOKENS
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
         """The prompts themselves."""
@@ -50,15 +51,20 @@ def build(
     *,
     overlap: bool = False,
     deterministic: bool = False,
-    dtype: Dtype = "auto",
+    precision: Precision = "auto",
 ) -> Built:
-    """An executor; `flags` say what is done with experts. In bfloat16 it has the CPU kernels where there are any."""
+    """An executor; `flags` say what is done with experts. In bfloat16 and int8 the CPU kernels compute."""
     config = ServerConfig(
-        model=ModelConfig(model_path=str(path), dtype="bfloat16" if deterministic else dtype),
+        model=ModelConfig(model_path=str(path), dtype="bfloat16") if deterministic else model_config(path, precision),
         parallel=flags,
         memory=MemoryConfig(max_total_tokens=4096),
         schedule=ScheduleConfig(disable_overlap_schedule=not overlap),
-        kernels=KernelConfig(device="cpu", cpu_threads=1, enable_deterministic_inference=deterministic),
+        kernels=KernelConfig(
+            device="cpu",
+            cpu_threads=1,
+            cpu_kernels="auto" if precision == "auto" else "native",
+            enable_deterministic_inference=deterministic,
+        ),
     )
     return build_executor(config, max_rows=8, parallel=parallel)
 
@@ -87,7 +93,7 @@ class Rounds:
         for _ in range(job.idle_rounds):
             self.driver.step()
         prompts = job.prompts(vocab_size)
-        tokens = self.driver.generate(prompts, NUM_TOKENS, chunk=job.chunk) if prompts else []
+        tokens = self.driver.generate(prompts, job.num_tokens, chunk=job.chunk) if prompts else []
         assert self.count <= total, f"{self.count} rounds"
         while self.count < total:
             self.driver.step()
@@ -101,10 +107,10 @@ def outcome(
     flags: ParallelConfig,
     jobs: Sequence[Job],
     overlap: bool,
-    dtype: Dtype = "auto",
+    precision: Precision = "auto",
 ) -> Outcome:
     """Every replica does its job, in 30 rounds."""
-    built = build(parallel, path, flags, overlap=overlap, dtype=dtype)
+    built = build(parallel, path, flags, overlap=overlap, precision=precision)
     greedy = Rounds(built).do(jobs[replica_of(parallel)], vocab_size, 30)
     built.executor.close()
     return Outcome(
