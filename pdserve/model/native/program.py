@@ -256,7 +256,7 @@ class Program:
     def begin(self, batch: ForwardBatch) -> None:
         """Begin a step; the buffers are given room. Its arrays are kept until the next one."""
         columns, samples, host = batch.columns, batch.sample_index, batch.host
-        assert columns.is_contiguous() and columns.dtype == torch.int64 and samples.dtype == torch.int64
+        assert columns.is_contiguous() and samples.is_contiguous() and columns.dtype == samples.dtype == torch.int64
         num_tokens, num_samples, first = columns.shape[1], samples.shape[0], columns.data_ptr()
         rows = [np.ascontiguousarray(array, dtype=np.int64) for array in (host.starts, host.ends, host.offsets)]
         table = np.ascontiguousarray(host.pages, dtype=np.int32)
