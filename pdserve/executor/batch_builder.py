@@ -15,8 +15,7 @@ from torch import Tensor
 from pdserve.executor.interface import BatchPlan
 from pdserve.memory.layout import pages_for
 from pdserve.memory.page_table import PageTable
-from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
-from pdserve.model.forward_batch import to_device as to_device
+from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray, to_device
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from pdserve.errors import GrammarError
-from pdserve.executor.batch_builder import to_device
 from pdserve.executor.row_params import StepParams
 from pdserve.grammar.compile import JsonRules, compile_grammar
 from pdserve.grammar.matcher import MaskWords, Matcher
 from pdserve.grammar.vocabulary import Vocabulary
-from pdserve.model.forward_batch import IntArray
+from pdserve.model.forward_batch import IntArray, to_device
 from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.sampling import SamplingParams
 

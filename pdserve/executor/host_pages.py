@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.executor.batch_builder import to_device
 from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.forward_batch import to_device
 
 PIECE_BYTES = 32 << 20
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from pdserve.base.parallel import vocab_of
-from pdserve.executor.batch_builder import HostBatch, to_device
+from pdserve.executor.batch_builder import HostBatch
 from pdserve.model.families.interface import Model
-from pdserve.model.forward_batch import IntArray
+from pdserve.model.forward_batch import IntArray, to_device
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 
 LOGIT_BYTES = 64 << 20

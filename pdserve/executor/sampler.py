@@ -16,10 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdserve.executor.batch_builder import to_device
 from pdserve.executor.interface import SampledToken
 from pdserve.executor.row_params import StepParams
-from pdserve.model.forward_batch import IntArray
+from pdserve.model.forward_batch import IntArray, to_device
 from pdserve.model.gpu import runtime
 from pdserve.protocol.sampling import TOP_K_ALL
 

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.executor.batch_builder import to_device
 from pdserve.executor.row_params import StepParams
-from pdserve.model.forward_batch import IntArray
+from pdserve.model.forward_batch import IntArray, to_device
 from pdserve.model.parallel import Arrival
 
 
