@@ -50,6 +50,8 @@ class Case:
     num_bytes: float
     num_ops: float
     call: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+    """What a step does once for all its layers: not timed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,17 +137,15 @@ def attention_case(threads: Threads, name: str, num_rows: int, start: int, end: 
     first = program.num_ops
     for layer in range(HEADS.layers):
         program.attend(layer, out)
-
-    def call() -> None:
-        program.begin(batch)
-        program.run(first, program.num_ops)
-
     program.begin(batch)
     program.view(qkv, len(batch.positions)).normal_()
     program.run(0, program.num_ops)
     pairs = num_rows * sum(position + 1 for position in range(start, end))
     keys = num_rows * end * HEADS.num_kv_heads * HEADS.dim * 2 * 2
-    return Case(name, HEADS.layers * keys, HEADS.layers * pairs * HEADS.num_heads * HEADS.dim * 4, call)
+    return Case(
+        name, HEADS.layers * keys, HEADS.layers * pairs * HEADS.num_heads * HEADS.dim * 4,
+        lambda: program.run(first, program.num_ops), lambda: program.begin(batch),
+    )  # fmt: skip
 
 
 def choice_case(threads: Threads, name: str, num_rows: int, request: SamplingParams) -> Case:
@@ -164,7 +164,10 @@ def all_cases(threads: Threads) -> list[Case]:
     formats: tuple[Format, ...] = ("bf16", "int8")
     cases = [linear_case(threads, kind, rows) for kind in formats for rows in (1, 16, 64, 512)]
     cases += [experts_case(threads, kind, rows) for kind in formats for rows in (1, 16, 64)]
-    cases += [attention_case(threads, f"decode, {rows} rows of 256", rows, 255, 256) for rows in (1, 16, 64)]
+    cases += [
+        attention_case(threads, f"decode, {rows} rows of {tokens:,}", rows, tokens - 1, tokens)
+        for rows, tokens in ((1, 256), (16, 256), (64, 256), (1, 4096), (16, 1024))
+    ]
     cases += [attention_case(threads, f"prompt of {tokens}", 1, 0, tokens) for tokens in (512, 2048)]
     for name, request in (
         ("best token", SamplingParams(temperature=0.0)),
@@ -190,6 +193,7 @@ def measure(cases: list[Case], rounds: int, clock: Callable[[], float]) -> list[
     for turn in range(rounds + 1):
         for case, own, share in zip(cases, times, shares, strict=True):
             limits = Limits(LIMIT_BYTES / seconds(memory.sum), 2 * LIMIT_SIZE**3 / seconds(lambda: x @ y))
+            case.before()
             took = seconds(case.call)
             if turn:  # the first round warms up
                 own.append(took * 1e3)
