@@ -4,7 +4,9 @@
 
 The limits are torch's: the sum over memory far larger than the caches, and oneDNN's bf16 product of square matrices. A
 kernel's limit is the slower of the two for the bytes and products that it needs; the share of it that the kernel
-reaches is the median over rounds, each with its own limits, so that a busy machine slows both alike.
+reaches is the median over rounds, each with its own limits, so that a busy machine slows both alike. KV lies in pages,
+strips of 12 KB and less far from each other, which nothing reads as fast as one piece of memory: the last cases of the
+table show how fast torch does.
 """
 
 from __future__ import annotations
@@ -34,6 +36,10 @@ HEADS = HeadShape(layers=30, num_heads=9, num_kv_heads=3, page_tokens=16, dim=64
 NO_HEADS = HeadShape(layers=1, num_heads=1, num_kv_heads=1, page_tokens=1, dim=2)
 NUM_OUT, NUM_IN = 3072, 576
 """The largest linear layer of SmolLM2-135M, as often as it has layers: together larger than the caches."""
+TOKEN_BYTES = 2 * HEADS.num_kv_heads * HEADS.dim * 2
+"""Of the keys and values of a token in one layer."""
+DECODED = ((1, 256), (16, 256), (64, 256), (1, 4096), (16, 1024))
+"""Rows and tokens of each."""
 VOCAB = 49152
 EXPERTS, TOP_K, EXPERT_OUT, EXPERT_IN = 32, 8, 768, 2048
 """A layer with experts of the size of Qwen3-30B-A3B's, of which it has a quarter."""
@@ -124,11 +130,16 @@ def experts_case(threads: Threads, format: Format, num_rows: int) -> Case:
     )  # fmt: skip
 
 
+def pages_of(num_pages: int) -> torch.Tensor:
+    """KV of that many pages, where a server keeps it."""
+    shape = (num_pages, HEADS.layers, 2, HEADS.num_kv_heads, HEADS.page_tokens, HEADS.dim)
+    return torch.frombuffer(allocate_private(2 * math.prod(shape)), dtype=torch.bfloat16).fill_(1).view(shape)
+
+
 def attention_case(threads: Threads, name: str, num_rows: int, start: int, end: int) -> Case:
     """All layers' attention of rows that compute `[start, end)`."""
     batch, num_pages = rows_of(num_rows, start, end)
-    shape = (num_pages, HEADS.layers, 2, HEADS.num_kv_heads, HEADS.page_tokens, HEADS.dim)
-    kv = torch.frombuffer(allocate_private(2 * math.prod(shape)), dtype=torch.bfloat16).view(shape).normal_()
+    kv = pages_of(num_pages).normal_()
     program = Program(threads, best_level(), HEADS, kv)
     qkv = program.buffer((HEADS.num_heads + 2 * HEADS.num_kv_heads) * HEADS.dim)
     out = program.buffer(HEADS.num_heads * HEADS.dim)
@@ -141,10 +152,18 @@ def attention_case(threads: Threads, name: str, num_rows: int, start: int, end: 
     program.view(qkv, len(batch.positions)).normal_()
     program.run(0, program.num_ops)
     pairs = num_rows * sum(position + 1 for position in range(start, end))
-    keys = num_rows * end * HEADS.num_kv_heads * HEADS.dim * 2 * 2
     return Case(
-        name, HEADS.layers * keys, HEADS.layers * pairs * HEADS.num_heads * HEADS.dim * 4,
+        name, HEADS.layers * num_rows * end * TOKEN_BYTES, HEADS.layers * pairs * HEADS.num_heads * HEADS.dim * 4,
         lambda: program.run(first, program.num_ops), lambda: program.begin(batch),
+    )  # fmt: skip
+
+
+def reading_case(num_rows: int, tokens: int) -> Case:
+    """What attention reads, layer by layer, and nothing else done with it than torch's sum."""
+    words = pages_of(num_rows * tokens // HEADS.page_tokens).view(torch.int64).flatten(2)
+    return Case(
+        f"their pages, summed up by torch, {num_rows} rows of {tokens:,}", words.numel() * words.itemsize, 0.0,
+        lambda: [words[:, layer].sum() for layer in range(HEADS.layers)],
     )  # fmt: skip
 
 
@@ -164,10 +183,8 @@ def all_cases(threads: Threads) -> list[Case]:
     formats: tuple[Format, ...] = ("bf16", "int8")
     cases = [linear_case(threads, kind, rows) for kind in formats for rows in (1, 16, 64, 512)]
     cases += [experts_case(threads, kind, rows) for kind in formats for rows in (1, 16, 64)]
-    cases += [
-        attention_case(threads, f"decode, {rows} rows of {tokens:,}", rows, tokens - 1, tokens)
-        for rows, tokens in ((1, 256), (16, 256), (64, 256), (1, 4096), (16, 1024))
-    ]
+    for rows, tokens in DECODED:
+        cases.append(attention_case(threads, f"decode, {rows} rows of {tokens:,}", rows, tokens - 1, tokens))
     cases += [attention_case(threads, f"prompt of {tokens}", 1, 0, tokens) for tokens in (512, 2048)]
     for name, request in (
         ("best token", SamplingParams(temperature=0.0)),
@@ -212,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = report.Run("kernels", argv, module="kernels")
     torch.set_num_threads(args.cpu_threads)
     torch.manual_seed(0)
-    cases = all_cases(Threads(args.cpu_threads))
+    cases = [*all_cases(Threads(args.cpu_threads)), *(reading_case(*rows) for rows in DECODED)]
     results = measure(cases, args.rounds, CLOCKS[args.clock])
     facts = bench.facts(
         cases=[
