@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +14,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.compiled import build
 from pdserve.model.paths import resolve_model_path
 
 PAGE_TOKENS = 16
 FORMATS = {"bf16": 0, "int8": 1}
-_FLAGS = ["-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-std=c++20", "-fPIC", "-fopenmp"]
 _Size = ctypes.c_int
-
-
-def build(source: Path, directory: Path) -> ctypes.CDLL:
-    """Compile `cstep.cpp` in `source` into `directory`, linked to torch's OpenMP, so that there is one pool of threads.
-
-    Raises:
-        subprocess.CalledProcessError: the compiler refuses it, or needs instructions that this machine lacks.
-    """
-    library = directory / "libcstep.so"
-    openmp = next((Path(torch.__file__).parent / "lib").glob("libgomp*"))
-    linked = ["-shared", "-Wl,--no-as-needed", f"-L{openmp.parent}", f"-l:{openmp.name}"]
-    subprocess.run(
-        ["g++", *_FLAGS, str(source / "cstep.cpp"), *linked, "-o", str(library)], check=True, stderr=subprocess.DEVNULL
-    )
-    return ctypes.CDLL(str(library))
 
 
 class FusedStep:
     """One step of `batch` rows that each have `context` tokens, again and again, over pages of zeros."""
 
     def __init__(self, source: Path, kind: str, batch: int, context: int, num_threads: int) -> None:
-        with tempfile.TemporaryDirectory() as directory:
-            self._lib = build(source, Path(directory))
+        self._lib = build(source / "cstep.cpp")
         path = resolve_model_path("smollm2")
         config: dict[str, Any] = json.loads((path / "config.json").read_text())
         self._weights = load_file(path / "model.safetensors")

@@ -6,7 +6,7 @@ The limits are torch's: the sum over memory far larger than the caches, and oneD
 kernel's limit is the slower of the two for the bytes and products that it needs; the share of it that the kernel
 reaches is the median over rounds, each with its own limits, so that a busy machine slows both alike. KV lies in pages,
 strips of 12 KB and less far from each other, which nothing reads as fast as one piece of memory: the last cases of the
-table show how fast torch does.
+table read what decode attention reads, and compute nothing (`strip_reader.cpp`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.report import Spread, markdown_table, spread_of
+from benchmarks.strip_reader import StripReader
 from pdserve.base.native import best_level
 from pdserve.executor.row_params import RowParams
 from pdserve.memory.shared import allocate_private
@@ -158,12 +159,21 @@ def attention_case(threads: Threads, name: str, num_rows: int, start: int, end: 
     )  # fmt: skip
 
 
-def reading_case(num_rows: int, tokens: int) -> Case:
-    """What attention reads, layer by layer, and nothing else done with it than torch's sum."""
-    words = pages_of(num_rows * tokens // HEADS.page_tokens).view(torch.int64).flatten(2)
+def reading_case(read: StripReader, name: str, num_rows: int, tokens: int, *, by_heads: bool) -> Case:
+    """What attention reads, and nothing done with it: head by head, or page by page, where heads lie side by side."""
+    batch, num_pages = rows_of(num_rows, tokens - 1, tokens)
+    assert batch.host is not None, "rows have pages"
+    kv = pages_of(num_pages)
+    head = HEADS.page_tokens * HEADS.dim * kv.itemsize
+    parts = np.arange(2 * HEADS.num_kv_heads).reshape(2, -1).T * head if by_heads else np.zeros((1, 1), dtype=np.int64)
+    pages = batch.host.pages.astype(np.int64) * kv[0].nbytes
+    strips = [
+        (share[:, None, None, :] + parts[:, :, None]).ravel()
+        for share in np.array_split(pages, read.num_threads, axis=1)
+    ]
     return Case(
-        f"their pages, summed up by torch, {num_rows} rows of {tokens:,}", words.numel() * words.itemsize, 0.0,
-        lambda: [words[:, layer].sum() for layer in range(HEADS.layers)],
+        name, kv.nbytes, 0.0,
+        read.call_of(kv, np.stack(strips), head if by_heads else 2 * HEADS.num_kv_heads * head, HEADS.layers),
     )  # fmt: skip
 
 
@@ -229,7 +239,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = report.Run("kernels", argv, module="kernels")
     torch.set_num_threads(args.cpu_threads)
     torch.manual_seed(0)
-    cases = [*all_cases(Threads(args.cpu_threads)), *(reading_case(*rows) for rows in DECODED)]
+    cases = all_cases(Threads(args.cpu_threads))
+    reader = StripReader(args.cpu_threads)
+    for by_heads, how in ((True, "by heads"), (False, "by pages")):
+        for rows, tokens in DECODED:
+            name = f"only read {how}, {rows} rows of {tokens:,}"
+            cases.append(reading_case(reader, name, rows, tokens, by_heads=by_heads))
     results = measure(cases, args.rounds, CLOCKS[args.clock])
     facts = bench.facts(
         cases=[

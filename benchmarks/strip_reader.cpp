@@ -1,0 +1,42 @@
+// Reads strips of memory, layer by layer, and does nothing with them: what decode attention reads, as fast as we know how.
+//
+// Called by kernels.py, which says where the strips lie. Each thread has as many; nobody begins a layer before all have
+// ended the one before, as in a model.
+#include <immintrin.h>
+
+#include <atomic>
+#include <cstdint>
+
+typedef uint64_t Line __attribute__((vector_size(64)));
+
+// offsets [threads][count]: bytes from `base` in the first layer; further layers lie `layer_bytes` apart. A strip has
+// `strip_bytes`, a multiple of 128, and is asked for while the one `ahead` strips before it is read.
+extern "C" uint64_t read_strips(const char* base, const int64_t* offsets, int64_t count, int64_t strip_bytes,
+                                int64_t layers, int64_t layer_bytes, int64_t ahead, int threads) {
+    std::atomic<int64_t> arrived{0};
+    uint64_t found = 0;
+#pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(^ : found)
+    for (int thread = 0; thread < threads; thread++) {
+        const int64_t* mine = offsets + thread * count;
+        Line even = {}, odd = {};
+        for (int64_t layer = 0; layer < layers; layer++) {
+            const char* from = base + layer * layer_bytes;
+            for (int64_t i = 0; i < ahead && i < count; i++)
+                for (int64_t o = 0; o < strip_bytes; o += 64) _mm_prefetch(from + mine[i] + o, _MM_HINT_T1);
+            for (int64_t i = 0; i < count; i++) {
+                const char *at = from + mine[i], *next = from + mine[i + ahead < count ? i + ahead : count - 1];
+                for (int64_t o = 0; o < strip_bytes; o += 128) {
+                    _mm_prefetch(next + o, _MM_HINT_T1);
+                    _mm_prefetch(next + o + 64, _MM_HINT_T1);
+                    even ^= *reinterpret_cast<const Line*>(at + o);
+                    odd ^= *reinterpret_cast<const Line*>(at + o + 64);
+                }
+            }
+            arrived.fetch_add(1);
+            while (arrived.load() < (layer + 1) * threads) _mm_pause();
+        }
+        even ^= odd;
+        for (int i = 0; i < 8; i++) found ^= even[i];
+    }
+    return found;
+}

@@ -1,0 +1,29 @@
+"""The reader of strips: every word that attention reads is read once, in either order, by any number of threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import kernels
+from benchmarks.strip_reader import StripReader
+from tests.unit.model.native_kit import needs_kernels
+
+pytestmark = needs_kernels  # so there is a compiler, as well
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@pytest.mark.parametrize("by_heads", [True, False])
+def test_all_words_are_read_once(monkeypatch: pytest.MonkeyPatch, num_threads: int, by_heads: bool) -> None:
+    words: list[torch.Tensor] = []
+
+    def random_pages(num_pages: int) -> torch.Tensor:
+        shape = (num_pages, kernels.HEADS.layers, 2, kernels.HEADS.num_kv_heads, kernels.HEADS.page_tokens)
+        words.append(torch.randint(1 << 62, (*shape, kernels.HEADS.dim // 4)))
+        return words[-1].view(torch.bfloat16)
+
+    monkeypatch.setattr(kernels, "pages_of", random_pages)
+    case = kernels.reading_case(StripReader(num_threads), "", 3, 128, by_heads=by_heads)
+    assert case.num_bytes == words[-1].nbytes
+    assert case.call() == np.bitwise_xor.reduce(words[-1].numpy().view(np.uint64), axis=None)
