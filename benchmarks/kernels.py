@@ -205,8 +205,17 @@ def all_cases(threads: Threads) -> list[Case]:
     return cases
 
 
-def measure(cases: list[Case], rounds: int, clock: Callable[[], float]) -> list[tuple[Spread, Spread]]:
-    """Of each case its milliseconds, and the share of its limit."""
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Of each case milliseconds and share of its limit; and what the machine did all the while."""
+
+    cases: list[tuple[Spread, Spread]]
+    gbytes_per_s: Spread
+    tera_ops_per_s: Spread
+
+
+def measure(cases: list[Case], rounds: int, clock: Callable[[], float]) -> Measured:
+    """All cases in turns; the first turn warms up."""
     memory = torch.ones(LIMIT_BYTES // 8, dtype=torch.int64)
     x, y = (torch.randn(LIMIT_SIZE, LIMIT_SIZE).bfloat16() for _ in range(2))
 
@@ -217,15 +226,21 @@ def measure(cases: list[Case], rounds: int, clock: Callable[[], float]) -> list[
 
     times: list[list[float]] = [[] for _ in cases]
     shares: list[list[float]] = [[] for _ in cases]
+    found: list[Limits] = []
     for turn in range(rounds + 1):
         for case, own, share in zip(cases, times, shares, strict=True):
             limits = Limits(LIMIT_BYTES / seconds(memory.sum), 2 * LIMIT_SIZE**3 / seconds(lambda: x @ y))
             case.before()
             took = seconds(case.call)
-            if turn:  # the first round warms up
+            if turn:
                 own.append(took * 1e3)
                 share.append(limits.seconds(case) / took)
-    return [(spread_of(own), spread_of(share)) for own, share in zip(times, shares, strict=True)]
+                found.append(limits)
+    return Measured(
+        [(spread_of(own), spread_of(share)) for own, share in zip(times, shares, strict=True)],
+        spread_of([limits.bytes_per_s / 1e9 for limits in found]),
+        spread_of([limits.ops_per_s / 1e12 for limits in found]),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -245,17 +260,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         for rows, tokens in DECODED:
             name = f"only read {how}, {rows} rows of {tokens:,}"
             cases.append(reading_case(reader, name, rows, tokens, by_heads=by_heads))
-    results = measure(cases, args.rounds, CLOCKS[args.clock])
+    measured = measure(cases, args.rounds, CLOCKS[args.clock])
+    results, memory, products = measured.cases, measured.gbytes_per_s, measured.tera_ops_per_s
     facts = bench.facts(
+        memory_gb_s=dataclasses.asdict(memory),
+        products_tera_ops_s=dataclasses.asdict(products),
         cases=[
             {"name": case.name, "ms": dataclasses.asdict(ms), "share": dataclasses.asdict(share)}
             for case, (ms, share) in zip(cases, results, strict=True)
-        ]
+        ],
     )
     lines = [[case.name, ms.show(2), share.show(2)] for case, (ms, share) in zip(cases, results, strict=True)]
     text = f"""# CPU kernels, {facts["date"]}
 
 {best_level()}, {args.cpu_threads} threads, {args.clock} time, median (least-most) of {args.rounds} rounds.
+
+The limits: memory is read at {memory.show(1)} GB/s; products of bf16 are {products.show(2)} tera-operations a second.
 
 {markdown_table(["30 layers, one of experts, or tokens of 49,152", "ms", "share of the limit"], lines)}
 

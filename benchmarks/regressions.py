@@ -38,7 +38,7 @@ STEPS_A_ROUND = 32
 def kernel_ratios(threads: int, rounds: int, clock: Callable[[], float]) -> dict[str, Spread]:
     """Each kernel's share of its limit."""
     cases = kernels.all_cases(Threads(threads))
-    results = kernels.measure(cases, rounds, clock)
+    results = kernels.measure(cases, rounds, clock).cases
     return {f"kernel: {case.name}, share of the limit": share for case, (_, share) in zip(cases, results, strict=True)}
 
 
