@@ -6,7 +6,7 @@ The limits are torch's: the sum over memory far larger than the caches, and oneD
 kernel's limit is the slower of the two for the bytes and products that it needs; the share of it that the kernel
 reaches is the median over rounds, each with its own limits, so that a busy machine slows both alike. KV lies in pages,
 strips of 12 KB and less far from each other, which nothing reads as fast as one piece of memory: the last cases of the
-table read what decode attention reads, and compute nothing (`strip_reader.cpp`).
+table read what decode attention reads, and compute nothing (`strip_reader.cpp`, for which there must be a g++).
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def reading_case(read: StripReader, name: str, num_rows: int, tokens: int, *, by
     ]
     return Case(
         name, kv.nbytes, 0.0,
-        read.call_of(kv, np.stack(strips), head if by_heads else 2 * HEADS.num_kv_heads * head, HEADS.layers),
+        read.call_of(kv, strips, head if by_heads else 2 * HEADS.num_kv_heads * head, HEADS.layers),
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 // Reads strips of memory, layer by layer, and does nothing with them: what decode attention reads, as fast as we know how.
 //
-// Called by kernels.py, which says where the strips lie. Each thread has as many; nobody begins a layer before all have
-// ended the one before, as in a model.
+// Called by kernels.py, which says where the strips lie. Nobody begins a layer before all have ended the one before, as
+// in a model.
 #include <immintrin.h>
 
 #include <atomic>
@@ -9,15 +9,16 @@
 
 typedef uint64_t Line __attribute__((vector_size(64)));
 
-// offsets [threads][count]: bytes from `base` in the first layer; further layers lie `layer_bytes` apart. A strip has
-// `strip_bytes`, a multiple of 128, and is asked for while the one `ahead` strips before it is read.
-extern "C" uint64_t read_strips(const char* base, const int64_t* offsets, int64_t count, int64_t strip_bytes,
+// offsets [bounds[threads]]: bytes from `base` in the first layer, those from bounds[t] on are thread t's; further layers
+// lie `layer_bytes` apart. A strip has `strip_bytes`, a multiple of 128, and is asked for while the one `ahead` strips
+// before it is read.
+extern "C" uint64_t read_strips(const char* base, const int64_t* offsets, const int64_t* bounds, int64_t strip_bytes,
                                 int64_t layers, int64_t layer_bytes, int64_t ahead, int threads) {
     std::atomic<int64_t> arrived{0};
     uint64_t found = 0;
 #pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(^ : found)
     for (int thread = 0; thread < threads; thread++) {
-        const int64_t* mine = offsets + thread * count;
+        const int64_t *mine = offsets + bounds[thread], count = bounds[thread + 1] - bounds[thread];
         Line even = {}, odd = {};
         for (int64_t layer = 0; layer < layers; layer++) {
             const char* from = base + layer * layer_bytes;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.compiled import build
 
 AHEAD_BYTES = 8 << 10
-"""So far ahead strips are asked for, or one of them where they are longer: what was fastest here."""
+"""So far ahead strips are asked for, or one of them where they are longer."""
 
 
 class StripReader:
@@ -25,20 +25,22 @@ class StripReader:
         self._read.restype = ctypes.c_uint64
 
     def call_of(
-        self, memory: Tensor, offsets: npt.NDArray[np.int64], strip_bytes: int, layers: int
+        self, memory: Tensor, offsets: Sequence[npt.NDArray[np.int64]], strip_bytes: int, layers: int
     ) -> Callable[[], int]:
-        """Reads strips of the first layer at `offsets` `[num_threads, count]`, in bytes, and then those of the others.
+        """Reads strips of the first layer, those at `offsets[t]`, in bytes, by thread t, and then those of the others.
 
         `memory` `[pages, layers, ...]` is contiguous. The call returns all its words, combined by exclusive or.
         """
         assert strip_bytes % 128 == 0 and memory.is_contiguous() and memory.shape[1] == layers
-        starts = np.ascontiguousarray(offsets)
+        assert len(offsets) == self.num_threads
+        starts = np.concatenate(offsets)
+        bounds = np.cumsum([0, *map(len, offsets)])
         ahead = max(1, AHEAD_BYTES // strip_bytes)
-        sizes = [ctypes.c_int64(n) for n in (starts.shape[1], strip_bytes, layers, memory[0, 0].nbytes, ahead)]
+        sizes = [ctypes.c_int64(n) for n in (strip_bytes, layers, memory[0, 0].nbytes, ahead)]
         threads = ctypes.c_int(self.num_threads)
 
         def call() -> int:
-            places = ctypes.c_void_p(memory.data_ptr()), ctypes.c_void_p(starts.ctypes.data)
-            return int(self._read(*places, *sizes, threads))
+            places = memory.data_ptr(), starts.ctypes.data, bounds.ctypes.data
+            return int(self._read(*map(ctypes.c_void_p, places), *sizes, threads))
 
         return call
