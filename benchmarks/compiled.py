@@ -16,13 +16,11 @@ def build(source: Path) -> ctypes.CDLL:
     """Compile `source` and load it, linked to torch's OpenMP, so that there is one pool of threads.
 
     Raises:
-        subprocess.CalledProcessError: the compiler refuses it, or needs instructions that this machine lacks.
+        subprocess.CalledProcessError: the compiler refuses it; `stderr` says why.
     """
     openmp = next((Path(torch.__file__).parent / "lib").glob("libgomp*"))
     linked = ["-shared", "-Wl,--no-as-needed", f"-L{openmp.parent}", f"-l:{openmp.name}"]
     with tempfile.TemporaryDirectory() as directory:
         library = Path(directory) / f"lib{source.stem}.so"
-        subprocess.run(
-            ["g++", *_FLAGS, str(source), *linked, "-o", str(library)], check=True, stderr=subprocess.DEVNULL
-        )
+        subprocess.run(["g++", *_FLAGS, str(source), *linked, "-o", str(library)], check=True, capture_output=True)
         return ctypes.CDLL(str(library))

@@ -1,8 +1,9 @@
-// Reads strips of memory, layer by layer, and does nothing with them: what decode attention reads, as fast as we know how.
+// Reads strips of memory, layer by layer, and does nothing with them: what decode attention reads.
 //
 // Called by kernels.py, which says where the strips lie. Nobody begins a layer before all have ended the one before, as
 // in a model.
 #include <immintrin.h>
+#include <omp.h>
 
 #include <atomic>
 #include <cstdint>
@@ -11,13 +12,17 @@ typedef uint64_t Line __attribute__((vector_size(64)));
 
 // offsets [bounds[threads]]: bytes from `base` in the first layer, those from bounds[t] on are thread t's; further layers
 // lie `layer_bytes` apart. A strip has `strip_bytes`, a multiple of 128, and is asked for while the one `ahead` strips
-// before it is read.
-extern "C" uint64_t read_strips(const char* base, const int64_t* offsets, const int64_t* bounds, int64_t strip_bytes,
-                                int64_t layers, int64_t layer_bytes, int64_t ahead, int threads) {
+// before it is read. `found`: all words, combined by exclusive or. False where OpenMP gives fewer threads: nothing is read.
+extern "C" bool read_strips(const char* base, const int64_t* offsets, const int64_t* bounds, int64_t strip_bytes,
+                            int64_t layers, int64_t layer_bytes, int64_t ahead, int threads, uint64_t* found) {
     std::atomic<int64_t> arrived{0};
-    uint64_t found = 0;
-#pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(^ : found)
-    for (int thread = 0; thread < threads; thread++) {
+    uint64_t all = 0;
+    bool complete = true;
+#pragma omp parallel num_threads(threads) reduction(^ : all) reduction(&& : complete)
+    if (omp_get_num_threads() < threads) {
+        complete = false;
+    } else {
+        const int thread = omp_get_thread_num();
         const int64_t *mine = offsets + bounds[thread], count = bounds[thread + 1] - bounds[thread];
         Line even = {}, odd = {};
         for (int64_t layer = 0; layer < layers; layer++) {
@@ -37,7 +42,8 @@ extern "C" uint64_t read_strips(const char* base, const int64_t* offsets, const 
             while (arrived.load() < (layer + 1) * threads) _mm_pause();
         }
         even ^= odd;
-        for (int i = 0; i < 8; i++) found ^= even[i];
+        for (int i = 0; i < 8; i++) all ^= even[i];
     }
-    return found;
+    *found = all;
+    return complete;
 }

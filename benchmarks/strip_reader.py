@@ -22,14 +22,15 @@ class StripReader:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._read = build(Path(__file__).with_suffix(".cpp")).read_strips
-        self._read.restype = ctypes.c_uint64
+        self._read.restype = ctypes.c_bool
 
     def call_of(
         self, memory: Tensor, offsets: Sequence[npt.NDArray[np.int64]], strip_bytes: int, layers: int
     ) -> Callable[[], int]:
         """Reads strips of the first layer, those at `offsets[t]`, in bytes, by thread t, and then those of the others.
 
-        `memory` `[pages, layers, ...]` is contiguous. The call returns all its words, combined by exclusive or.
+        `memory` `[pages, layers, ...]` is contiguous. The call returns all its words, combined by exclusive or,
+        and raises RuntimeError where OpenMP has not so many threads.
         """
         assert strip_bytes % 128 == 0 and memory.is_contiguous() and memory.shape[1] == layers
         assert len(offsets) == self.num_threads
@@ -41,6 +42,9 @@ class StripReader:
 
         def call() -> int:
             places = memory.data_ptr(), starts.ctypes.data, bounds.ctypes.data
-            return int(self._read(*map(ctypes.c_void_p, places), *sizes, threads))
+            found = ctypes.c_uint64()
+            if not self._read(*map(ctypes.c_void_p, places), *sizes, threads, ctypes.byref(found)):
+                raise RuntimeError(f"OpenMP gives fewer threads than {self.num_threads}")
+            return found.value
 
         return call

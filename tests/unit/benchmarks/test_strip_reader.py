@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +15,7 @@ from benchmarks import kernels
 from benchmarks.strip_reader import StripReader
 from tests.unit.model.native_kit import needs_kernels
 
-pytestmark = needs_kernels  # so there is a compiler, as well
+pytestmark = [needs_kernels, pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
@@ -27,3 +32,14 @@ def test_all_words_are_read_once(monkeypatch: pytest.MonkeyPatch, num_threads: i
     case = kernels.reading_case(StripReader(num_threads), "", 3, 128, by_heads=by_heads)
     assert case.num_bytes == words[-1].nbytes
     assert case.call() == np.bitwise_xor.reduce(words[-1].numpy().view(np.uint64), axis=None)
+
+
+def test_too_few_threads_are_an_error() -> None:
+    code = (
+        "from benchmarks import kernels\n"
+        "from benchmarks.strip_reader import StripReader\n"
+        "kernels.reading_case(StripReader(2), '', 1, 128, by_heads=True).call()"
+    )
+    environment = os.environ | {"OMP_THREAD_LIMIT": "1"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert "RuntimeError: OpenMP gives fewer threads than 2" in ended.stderr
