@@ -227,14 +227,14 @@ class KVManager:
             "keys_published": len(self.receive_side.published),
             "keys_early": self.send_side.num_early,
             "pages_held_remote": self.receive_side.num_remote_pages,
-            "pages_held_send": self.send_side.num_held_pages,
+            "pages_held_send": self.send_side.outgoing.num_held_pages,
             "control_unacked": self.sessions.num_unacked,
         }
 
     def peer_loads(self) -> list[PeerLoad]:
         """What passes between us and each peer, for people."""
         now = self._clock.now()
-        sending = Counter(out.peer for out in self.send_side.outgoing.values())
+        sending = Counter(out.peer for out in self.send_side.outgoing)
         receiving = Counter(entry.peer for entry in self.receive_side.published)
         return [
             PeerLoad(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter, OrderedDict
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVLayout, pages_for
-from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
-from pdserve.transfer.events import Address, CopyJob
+from pdserve.transfer.events import Address
 from pdserve.transfer.published import Published
 from pdserve.transfer.state import TERMINAL, KVPoll, advance
 from pdserve.transfer.wire import Hello, Key, Meta, TransferStats
@@ -81,53 +79,6 @@ class ReceiveRoom(Room):
     def is_told(self) -> bool:
         """Whether all has landed and been told."""
         return self.num_told is not None and (not self.takes_logprobs or len(self.told) >= self.num_told)
-
-
-@dataclasses.dataclass(slots=True)
-class Outgoing:
-    """Writes of one key that may still run.
-
-    Outlives the request; drops its `send` holds when the last one has ended.
-    """
-
-    key: Key
-    peer: str
-    leases: list[Lease]
-    pending: dict[int, CopyJob] = dataclasses.field(default_factory=dict)
-    num_chunks: int = 0
-    sealed_at: float | None = None
-    times: TransferStats = TransferStats()
-    failure: Failure | None = None
-    settled_at: float = 0.0
-    num_bytes: int = 0
-    num_pages: int = 0
-    num_told: int = 0
-    write_s: float = 0.0
-    num_written: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Jobs that were not empty and have ended well, by the address that they wrote to."""
-
-
-class ClosedKeys:
-    """Keys that never reopen, and what the receiver was notified of. The newest `limit` are remembered, far more than
-    can be in flight at once.
-    """
-
-    def __init__(self, limit: int = 65536) -> None:
-        self._keys: OrderedDict[Key, tuple[int, ...]] = OrderedDict()
-        self._limit = limit
-
-    def add(self, key: Key, notified: tuple[int, ...] = ()) -> None:
-        """Close `key` for good, perhaps before its last write has ended: `notified` may be told later."""
-        self._keys[key] = notified or self._keys.get(key, ())
-        if len(self._keys) > self._limit:
-            self._keys.popitem(last=False)
-
-    def notified(self, key: Key) -> tuple[int, ...]:
-        """See `Ended`."""
-        return self._keys.get(key, ())
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._keys
 
 
 def misfit(meta: Meta, hello: Hello, layout: KVLayout, aux_slot_bytes: int) -> str | None:

@@ -1,4 +1,4 @@
-"""The sending half of the manager: binds receivers' pages to rooms, turns chunks into copy jobs, says how keys ended.
+"""The sending half of the manager: binds receivers' pages to rooms, and turns chunks into copy jobs.
 
 A chunk is pages times layers of one request. Each layer range of it is a job of its own for each pair of ranks that it
 concerns, which waits in a copy worker until these layers are written; pages that the receiver has already are in none.
@@ -6,7 +6,7 @@ concerns, which waits in a copy worker until these layers are written; pages tha
 A key's way: Meta binds it -> chunks are submitted -> all have landed: Done.
                                   \\-> failed or aborted: queued jobs are cancelled, running ones awaited ->
                                   Ended(quiesced)
-`Ended(quiesced)` is a promise, so it is sent only when no job of the key runs and failed writes have settled.
+What is said at the end, and when, is up to `outgoing`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-import msgspec
-
 from pdserve.base.clock import Clock
 from pdserve.errors import RequestError
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.chunk import ChunkPlanner, Part
-from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, Gates, Ready
-from pdserve.transfer.peers import Peer, PeerState
-from pdserve.transfer.room import ClosedKeys, Outgoing, SendRoom, misfit, shortfall
+from pdserve.transfer.events import CopyDone, CopyEngine, Gates, Ready
+from pdserve.transfer.outgoing import OutgoingKeys
+from pdserve.transfer.peers import Peer
+from pdserve.transfer.room import SendRoom, misfit, shortfall
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.state import TERMINAL, KVPoll
 from pdserve.transfer.unmatched import Unmatched, Verdict
-from pdserve.transfer.wire import Abort, Done, Ended, Hello, Key, Meta, Told, TransferStats
+from pdserve.transfer.wire import Abort, Ended, Hello, Key, Meta, Told, TransferStats
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,17 +61,13 @@ class SendSide:
         self._chunks = chunks
         self._page_tokens = chunks.layout.page_tokens
         self._sessions = sessions
-        self._engine = engine
         self._clock = clock
         self._timeout_s = timeout_s
         self._counters = counters
         self.rooms: dict[int, SendRoom] = {}
-        self.outgoing: dict[Key, Outgoing] = {}
+        self.outgoing = OutgoingKeys(sessions, engine, clock, counters)
         self.moved: dict[int, None] = {}
-        self._settling: dict[Key, Outgoing] = {}
-        """Keys with a failed write that may still land."""
         self._unmatched = Unmatched(clock, timeout_s)
-        self._closed = ClosedKeys()
 
     # ------------------------------------------------------------------ called by senders
 
@@ -149,8 +144,8 @@ class SendSide:
             self._unmatched.bury(room.room, room.digest, Verdict(failure))
             return
         key = room.target.key
-        self._say(key, Ended(key=key, failure=failure, quiesced=False))
-        self._stop(key, failure)
+        self.outgoing.say(key, Ended(key=key, failure=failure, quiesced=False))
+        self.outgoing.stop(key, failure)
 
     def close(self, room: SendRoom) -> None:
         """The request has ended and let go of the room."""
@@ -171,7 +166,7 @@ class SendSide:
     def on_meta(self, peer: Peer, meta: Meta) -> None:
         """A receiver tells its pages for a room."""
         key = meta.key
-        if key in self._closed or key in self.outgoing or key.origin != peer.instance:
+        if key in self.outgoing.closed or key in self.outgoing or key.origin != peer.instance:
             return
         assert peer.hello is not None
         wrong = misfit(meta, peer.hello, self._chunks.layout, self._chunks.aux_slot_bytes)
@@ -200,8 +195,8 @@ class SendSide:
         key = abort.key
         if key.origin != peer.instance:
             return
-        already_closed = key in self._closed
-        self._closed.add(key)
+        already_closed = key in self.outgoing.closed
+        self.outgoing.closed.add(key)
         self._unmatched.forget_key(key)
         room = self.rooms.get(key.room)
         if room is not None and room.digest == abort.prompt_digest:
@@ -209,42 +204,28 @@ class SendSide:
             if bound or (room.target is None and not already_closed):
                 room.fail(abort.failure)
         if key in self.outgoing:
-            self._stop(key, abort.failure)
+            self.outgoing.stop(key, abort.failure)
         else:
-            self._sessions.send(peer, self._quiesced(key, abort.failure))
+            self._sessions.send(peer, self.outgoing.quiesced(key, abort.failure))
 
     def on_copy(self, event: CopyDone) -> None:
         """A copy job has ended."""
-        out = self.outgoing.get(event.job.key)
-        if out is None or out.pending.pop(event.job.index, None) is None:
+        outcome = self.outgoing.copied(event)
+        room = None if outcome is None else self.rooms.get(outcome.key.room)
+        if outcome is None or room is None or room.target is None or room.target.key != outcome.key:
             return
-        out.write_s += event.write_s
-        if event.failure is not None:
-            self._counters["copies_failed"] += not event.job.cancelled
-            if not event.settled:
-                out.settled_at = max(out.settled_at, self._clock.now() + self._engine.settle_s)
-                self._settling[out.key] = out
-            if out.failure is None:
-                room = self.rooms.get(out.key.room)
-                if room is not None and room.target is not None and room.target.key == out.key:
-                    room.fail(event.failure)
-                self._say(out.key, Ended(key=out.key, failure=event.failure, quiesced=False))
-                self._stop(out.key, event.failure)
-                return
-        else:
-            out.num_bytes += event.job.num_bytes
-            out.num_written[event.job.transport_address] += event.job.num_bytes > 0
-            peer = self._sessions.peer(out.peer)
-            if peer is not None:
-                peer.sent.moved(event.job.num_bytes, event.write_s, self._clock.now())
-            self._counters["kv_transfer_bytes"] += event.job.num_bytes
-        self._finish(out)
+        match outcome.how:
+            case Failure():
+                room.fail(outcome.how)
+            case TransferStats():
+                room.stats = outcome.how
+                room.move(KVPoll.SUCCESS)
 
     def on_peer_lost(self, peer: Peer, failure: Failure, gone: bool) -> None:
         """The receiver's process is silent or dead."""
         for room in self.rooms.values():
             if room.target is not None and room.target.key.origin == peer.instance and room.fail(failure):
-                self._stop(room.target.key, failure)
+                self.outgoing.stop(room.target.key, failure)
         if gone:
             self._unmatched.forget_peer(peer.instance)
 
@@ -255,18 +236,12 @@ class SendSide:
             if room.state is KVPoll.BOOTSTRAPPING:
                 message = f"no decode server came for room {room.room} within {self._timeout_s:g} s"
                 self.fail(room, Failure(code="bootstrap_timeout", message=message, status=504))
-        for out in list(self._settling.values()):
-            self._finish(out)
+        self.outgoing.tick()
         for early in self._unmatched.expire():
             peer = self._sessions.peer(early.instance)
             if peer is not None:
                 message = f"prefill never got a request for room {early.meta.key.room}"
                 self._turn_away(peer, early.meta.key, _failure("bootstrap_timeout", message, status=504))
-
-    @property
-    def num_held_pages(self) -> int:
-        """KV pages and aux slots that are read for peers, or may be."""
-        return sum(len(lease.pages) for out in self.outgoing.values() for lease in out.leases)
 
     @property
     def num_early(self) -> int:
@@ -298,7 +273,7 @@ class SendSide:
         self._turn_away(peer, key, _failure("bad_metadata", wrong, status=500))
 
     def _turn_away(self, peer: Peer, key: Key, failure: Failure, moved_to: int | None = None) -> None:
-        self._closed.add(key)
+        self.outgoing.closed.add(key)
         self._sessions.send(peer, Ended(key=key, failure=failure, quiesced=True, moved_to=moved_to))
 
     def _tell_untold(self, room: SendRoom) -> None:
@@ -306,14 +281,9 @@ class SendSide:
         if out is None or room.state is KVPoll.FAILED:
             return
         for part in room.untold:
-            self._say(out.key, Told(key=out.key, index=out.num_told, part=part))
+            self.outgoing.say(out.key, Told(key=out.key, index=out.num_told, part=part))
             out.num_told += 1
         room.untold.clear()
-
-    def _say(self, key: Key, body: Ended | Done | Told) -> None:
-        peer = self._sessions.peer(key.origin)
-        if peer is not None and peer.hello is not None and peer.state is not PeerState.REFUSED:
-            self._sessions.send(peer, body)
 
     def _chunk(self, room: SendRoom, lease: Lease | None, pages: range) -> _Chunk | None:
         """Where `pages` of the request lie on both sides; None, and the room fails, when they cannot go there."""
@@ -340,86 +310,8 @@ class SendSide:
         assert room.target is not None
         if room.state is KVPoll.FAILED:
             return
-        key = room.target.key
-        out = self.outgoing.get(key)
-        if out is None:
-            out = self.outgoing[key] = Outgoing(key=key, peer=peer.instance, leases=[])
-        for lease in leases:
-            if not lease.held_by("send"):
-                lease.hold("send")
-                out.leases.append(lease)
-        job = CopyJob(
-            key,
-            out.num_chunks,
-            peer.instance,
-            part.transport_address,
-            part.pieces,
-            part.num_bytes,
-            ready,
-            rank=part.rank,
-        )
-        out.pending[job.index] = job
-        out.num_chunks += 1
         room.move(KVPoll.TRANSFERRING)
-        self._engine.submit(job)
-
-    def _stop(self, key: Key, failure: Failure) -> None:
-        """Write nothing more for `key`; promise so once it is true."""
-        out = self.outgoing.get(key)
-        if out is None:
-            self._closed.add(key)
-            self._say(key, self._quiesced(key, failure))
-            return
-        out.failure = out.failure or failure
-        for job in out.pending.values():
-            job.cancelled = True
-            self._engine.cancel(job)
-        self._finish(out)
-
-    def _finish(self, out: Outgoing) -> None:
-        """When the last write of a key has ended: say how, and let go of the source pages."""
-        if out.pending or self._clock.now() < out.settled_at:
-            return
-        if out.failure is None and out.sealed_at is None:
-            return
-        del self.outgoing[out.key]
-        self._settling.pop(out.key, None)
-        for lease in out.leases:
-            lease.drop("send")
-        peer = self._sessions.peer(out.peer)
-        notified = self._notified(out, peer)
-        self._closed.add(out.key, notified)
-        if peer is not None:
-            peer.sent.ended(well=out.failure is None)
-        if out.failure is not None:
-            self._say(out.key, self._quiesced(out.key, out.failure))
-            return
-        room = self.rooms.get(out.key.room)
-        stats = self._stats(out)
-        if room is not None and room.target is not None and room.target.key == out.key:
-            room.stats = stats
-            room.move(KVPoll.SUCCESS)
-        self._counters["transfers_done"] += 1
-        self._say(out.key, Done(key=out.key, stats=stats, num_told=out.num_told, notified=notified))
-
-    def _notified(self, out: Outgoing, peer: Peer | None) -> tuple[int, ...]:
-        """See `Done`."""
-        if not self._engine.notifies or peer is None or peer.hello is None:
-            return ()
-        return tuple(out.num_written[rank.transport_address] for rank in peer.hello.ranks)
-
-    def _quiesced(self, key: Key, failure: Failure) -> Ended:
-        """The promise that nothing is written any more to `key`, which is closed."""
-        return Ended(key=key, failure=failure, quiesced=True, notified=self._closed.notified(key))
-
-    def _stats(self, out: Outgoing) -> TransferStats:
-        return msgspec.structs.replace(
-            out.times,
-            num_bytes=out.num_bytes,
-            num_pages=out.num_pages,
-            write_s=out.write_s,
-            tail_s=0.0 if out.sealed_at is None else self._clock.now() - out.sealed_at,
-        )
+        self.outgoing.submit(room.target.key, peer, leases, part, ready)
 
 
 def _failure(code: str, message: str, status: int = 502) -> Failure:

@@ -15,11 +15,11 @@ from pdserve.transfer import chunk as chunk_module
 from pdserve.transfer import room as room_module
 from pdserve.transfer.events import CopyDone
 from pdserve.transfer.manager import KVReceiver, KVSender
+from pdserve.transfer.outgoing import ClosedKeys, Outcome, Outgoing, OutgoingKeys
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.published import Ending, PublishedPages
 from pdserve.transfer.receive_side import ReceiveSide
-from pdserve.transfer.room import ClosedKeys, Outgoing, ReceiveRoom
-from pdserve.transfer.send_side import SendSide
+from pdserve.transfer.room import ReceiveRoom
 from pdserve.transfer.topology import Feed
 from pdserve.transfer.wire import Done, Ended, Key
 from tests.world.workload import play
@@ -66,13 +66,14 @@ def free_source_at_the_end_of_the_request(patch: Patch) -> None:
 
 
 def count_a_repeated_report(patch: Patch) -> None:
-    def counting(self: SendSide, event: CopyDone) -> None:
-        out = self.outgoing.get(event.job.key)
-        if out is not None and out.pending:
-            out.pending.popitem()
-            self._finish(out)
+    def counting(self: OutgoingKeys, event: CopyDone) -> Outcome | None:
+        out = self.get(event.job.key)
+        if out is None or not out.pending:
+            return None
+        out.pending.popitem()
+        return self._finish(out)
 
-    patch.setattr(SendSide, "on_copy", counting)
+    patch.setattr(OutgoingKeys, "copied", counting)
 
 
 def max_as_the_update_rule(patch: Patch) -> None:
@@ -80,23 +81,23 @@ def max_as_the_update_rule(patch: Patch) -> None:
 
 
 def promise_quiet_while_writing(patch: Patch) -> None:
-    stop = SendSide._stop
+    stop = OutgoingKeys.stop
 
-    def lying(self: SendSide, key: Key, failure: Failure) -> None:
-        self._say(key, Ended(key=key, failure=failure, quiesced=True))
+    def lying(self: OutgoingKeys, key: Key, failure: Failure) -> None:
+        self.say(key, Ended(key=key, failure=failure, quiesced=True))
         stop(self, key, failure)
 
-    patch.setattr(SendSide, "_stop", lying)
+    patch.setattr(OutgoingKeys, "stop", lying)
 
 
 def no_waiting_for_failed_writes(patch: Patch) -> None:
-    finish = SendSide._finish
+    finish = OutgoingKeys._finish
 
-    def hasty(self: SendSide, out: Outgoing) -> None:
+    def hasty(self: OutgoingKeys, out: Outgoing) -> Outcome | None:
         out.settled_at = 0.0
-        finish(self, out)
+        return finish(self, out)
 
-    patch.setattr(SendSide, "_finish", hasty)
+    patch.setattr(OutgoingKeys, "_finish", hasty)
 
 
 def never_promise_quiet(patch: Patch) -> None:

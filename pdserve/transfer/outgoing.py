@@ -1,0 +1,220 @@
+"""What is written to receivers, by key: kept until no write runs any more, whatever became of the request.
+
+Source pages have the hold `send` for as long. It drops when the last job of the key has ended and failed writes have
+settled; then the receiver hears how the key has ended. `Ended(quiesced)` is a promise, so it is not said before.
+
+Called by `SendSide`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from pdserve.base.clock import Clock
+from pdserve.memory.lease import Lease
+from pdserve.protocol.failure import Failure
+from pdserve.transfer.chunk import Part
+from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, Ready
+from pdserve.transfer.peers import Peer, PeerState
+from pdserve.transfer.sessions import Sessions
+from pdserve.transfer.wire import Done, Ended, Key, Told, TransferStats
+
+
+@dataclasses.dataclass(slots=True)
+class Outgoing:
+    """Writes of one key that may still run."""
+
+    key: Key
+    peer: str
+    leases: list[Lease] = dataclasses.field(default_factory=list)
+    pending: dict[int, CopyJob] = dataclasses.field(default_factory=dict)
+    num_jobs: int = 0
+    sealed_at: float | None = None
+    """When the last job was submitted."""
+    times: TransferStats = TransferStats()
+    failure: Failure | None = None
+    settled_at: float = 0.0
+    num_bytes: int = 0
+    num_pages: int = 0
+    num_told: int = 0
+    write_s: float = 0.0
+    num_written: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Jobs that were not empty and have ended well, by the address that they wrote to."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the end of a job means for the request: everything has landed, or nothing more will be written."""
+
+    key: Key
+    how: TransferStats | Failure
+
+
+class ClosedKeys:
+    """Keys that never reopen, and what the receiver was notified of. The newest `limit` are remembered, far more than
+    can be in flight at once.
+    """
+
+    def __init__(self, limit: int = 65536) -> None:
+        self._keys: OrderedDict[Key, tuple[int, ...]] = OrderedDict()
+        self._limit = limit
+
+    def add(self, key: Key, notified: tuple[int, ...] = ()) -> None:
+        """Close `key` for good, perhaps before its last write has ended: `notified` may be told later."""
+        self._keys[key] = notified or self._keys.get(key, ())
+        if len(self._keys) > self._limit:
+            self._keys.popitem(last=False)
+
+    def notified(self, key: Key) -> tuple[int, ...]:
+        """See `Ended`."""
+        return self._keys.get(key, ())
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._keys
+
+
+class OutgoingKeys:
+    """All keys that are written to or were, and the only one that says how they ended."""
+
+    def __init__(self, sessions: Sessions, engine: CopyEngine, clock: Clock, counters: Counter[str]) -> None:
+        self._sessions = sessions
+        self._engine = engine
+        self._clock = clock
+        self._counters = counters
+        self._entries: dict[Key, Outgoing] = {}
+        self._settling: dict[Key, Outgoing] = {}
+        """Keys with a failed write that may still land."""
+        self.closed = ClosedKeys()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Outgoing]:
+        return iter(self._entries.values())
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    def get(self, key: Key) -> Outgoing | None:
+        """The writes of `key`, while any may run."""
+        return self._entries.get(key)
+
+    def submit(self, key: Key, peer: Peer, leases: Sequence[Lease], part: Part, ready: Ready | None) -> None:
+        """Queue the copies of `part`, which read from pages of `leases`: held until the key's last job has ended."""
+        out = self._entries.get(key)
+        if out is None:
+            out = self._entries[key] = Outgoing(key, peer.instance)
+        for lease in leases:
+            if not lease.held_by("send"):
+                lease.hold("send")
+                out.leases.append(lease)
+        job = CopyJob(
+            key, out.num_jobs, peer.instance, part.transport_address, part.pieces, part.num_bytes, ready, rank=part.rank
+        )
+        out.pending[job.index] = job
+        out.num_jobs += 1
+        self._engine.submit(job)
+
+    def say(self, key: Key, body: Ended | Done | Told) -> None:
+        """To the receiver of `key`, if there is a session with it."""
+        peer = self._sessions.peer(key.origin)
+        if peer is not None and peer.hello is not None and peer.state is not PeerState.REFUSED:
+            self._sessions.send(peer, body)
+
+    def stop(self, key: Key, failure: Failure) -> None:
+        """Write nothing more for `key`; promise so once it is true."""
+        out = self._entries.get(key)
+        if out is None:
+            self.closed.add(key)
+            self.say(key, self.quiesced(key, failure))
+            return
+        out.failure = out.failure or failure
+        for job in out.pending.values():
+            job.cancelled = True
+            self._engine.cancel(job)
+        self._finish(out)
+
+    def quiesced(self, key: Key, failure: Failure) -> Ended:
+        """The promise that nothing is written any more to `key`, which is closed."""
+        return Ended(key=key, failure=failure, quiesced=True, notified=self.closed.notified(key))
+
+    def copied(self, event: CopyDone) -> Outcome | None:
+        """A job has ended. A report that comes again is ignored."""
+        out = self._entries.get(event.job.key)
+        if out is None or out.pending.pop(event.job.index, None) is None:
+            return None
+        out.write_s += event.write_s
+        if event.failure is None:
+            self._count(out, event)
+            return self._finish(out)
+        self._counters["copies_failed"] += not event.job.cancelled
+        if not event.settled:
+            out.settled_at = max(out.settled_at, self._clock.now() + self._engine.settle_s)
+            self._settling[out.key] = out
+        if out.failure is not None:
+            return self._finish(out)
+        self.say(out.key, Ended(key=out.key, failure=event.failure, quiesced=False))
+        self.stop(out.key, event.failure)
+        return Outcome(out.key, event.failure)
+
+    def tick(self) -> None:
+        """Failed writes that have settled."""
+        for out in list(self._settling.values()):
+            self._finish(out)
+
+    @property
+    def num_held_pages(self) -> int:
+        """KV pages and aux slots that are read for peers, or may be."""
+        return sum(len(lease.pages) for out in self for lease in out.leases)
+
+    def _count(self, out: Outgoing, event: CopyDone) -> None:
+        """A job has ended well."""
+        num_bytes = event.job.num_bytes
+        out.num_bytes += num_bytes
+        out.num_written[event.job.transport_address] += num_bytes > 0
+        peer = self._sessions.peer(out.peer)
+        if peer is not None:
+            peer.sent.moved(num_bytes, event.write_s, self._clock.now())
+        self._counters["kv_transfer_bytes"] += num_bytes
+
+    def _finish(self, out: Outgoing) -> Outcome | None:
+        """When the last write of a key has ended: say how, and let go of the source pages."""
+        if out.pending or self._clock.now() < out.settled_at:
+            return None
+        if out.failure is None and out.sealed_at is None:
+            return None
+        del self._entries[out.key]
+        self._settling.pop(out.key, None)
+        for lease in out.leases:
+            lease.drop("send")
+        peer = self._sessions.peer(out.peer)
+        notified = self._notified(out, peer)
+        self.closed.add(out.key, notified)
+        if peer is not None:
+            peer.sent.ended(well=out.failure is None)
+        if out.failure is not None:
+            self.say(out.key, self.quiesced(out.key, out.failure))
+            return None
+        stats = self._stats(out)
+        self._counters["transfers_done"] += 1
+        self.say(out.key, Done(key=out.key, stats=stats, num_told=out.num_told, notified=notified))
+        return Outcome(out.key, stats)
+
+    def _notified(self, out: Outgoing, peer: Peer | None) -> tuple[int, ...]:
+        """See `Done`."""
+        if not self._engine.notifies or peer is None or peer.hello is None:
+            return ()
+        return tuple(out.num_written[rank.transport_address] for rank in peer.hello.ranks)
+
+    def _stats(self, out: Outgoing) -> TransferStats:
+        return msgspec.structs.replace(
+            out.times,
+            num_bytes=out.num_bytes,
+            num_pages=out.num_pages,
+            write_s=out.write_s,
+            tail_s=0.0 if out.sealed_at is None else self._clock.now() - out.sealed_at,
+        )
