@@ -66,17 +66,6 @@ class GatedJobs:
         """Wait for the oldest gate; True when it is open. A gate that never opens may say False at once."""
         return bool(self._gates) and self._ask(next(iter(self._gates.values())), timeout_s)
 
-    def drop(self, transport_address: str) -> list[CopyJob]:
-        """Let go of all jobs for a peer, and return them."""
-        dropped = [
-            job for gate in self._gates.values() for job in gate.jobs if job.transport_address == transport_address
-        ]
-        for mark, gate in list(self._gates.items()):
-            gate.jobs = [job for job in gate.jobs if job.transport_address != transport_address]
-            if not gate.jobs:
-                del self._gates[mark]
-        return dropped
-
     def clear(self) -> list[CopyJob]:
         """Let go of all jobs, and return them."""
         dropped = [job for gate in self._gates.values() for job in gate.jobs]

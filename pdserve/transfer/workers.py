@@ -1,8 +1,7 @@
 """Copy workers: threads that run copy jobs on a transport and report to the mailbox.
 
-A peer's jobs always go to the same threads, as many as its transport wants, so that a peer that hangs delays nobody but
-those who share them, and so that each thread knows alone whom it is connected to. Which threads these are, only the
-scheduler thread knows; of several it takes the one with the least to do.
+Each peer has threads of its own, as many as its transport wants, from its first job on until it is gone. So a peer that
+hangs delays nobody else, however many do, and each thread knows alone whether it is connected.
 
 A job with a closed gate is kept aside, and holds up no other: a thread runs what is ready first, and waits for its
 oldest gate, in short bits, only when there is nothing else to do.
@@ -37,27 +36,24 @@ GATE_SLICE_S = 0.004
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Forget:
-    """The peer behind this address is gone."""
-
-    transport_address: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _End:
-    """Nothing comes after this."""
+    """Nothing comes after this. What waits for a gate ends with `failure`."""
+
+    failure: Failure
 
 
-Orders = queue.SimpleQueue[CopyJob | _Forget | _End]
+Orders = queue.SimpleQueue[CopyJob | _End]
 
 
 class _Worker:
     """One thread's orders, and how far it has come: `num_given` is the scheduler thread's, `num_ended` its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
         self.orders: Orders = queue.SimpleQueue()
         self.num_given = 0
         self.num_ended = 0
+        self.connected = False
 
     def give(self, job: CopyJob) -> None:
         self.num_given += 1
@@ -69,27 +65,23 @@ class _Worker:
 
 
 class CopyWorkers:
-    """`CopyEngine` over a real transport, with `num_threads` threads."""
+    """`CopyEngine` over a real transport, with at most `num_threads` threads for each peer."""
 
     def __init__(self, transport: Transport, post: Callable[[TransferEvent], None], num_threads: int) -> None:
         self._transport = transport
         self._notifying = cast(NotifyingTransport, transport) if transport.facts.notifies else None
         self._post = post
-        self._workers = [_Worker() for _ in range(num_threads)]
         self._num_writers = min(transport.facts.writers, num_threads)
         self._workers_of: dict[str, list[_Worker]] = {}
+        self._threads: list[threading.Thread] = []
+        """Those that may run still."""
+        self._numbers = itertools.count()
         self._closing = threading.Event()
         self._disconnecting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disconnect")
         self.address = transport.address()
         self._notifications = (
             None if self._notifying is None else Notifications(self._notifying.take_notifications, post)
         )
-        self._threads = [
-            threading.Thread(target=self._work, args=(worker,), name=f"kv-copy-{i}", daemon=True)
-            for i, worker in enumerate(self._workers)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     @property
     def settle_s(self) -> float:
@@ -105,8 +97,7 @@ class CopyWorkers:
         """See `CopyEngine`."""
         workers = self._workers_of.get(job.transport_address)
         if workers is None:
-            taken = list(itertools.chain.from_iterable(self._workers_of.values()))
-            workers = sorted(self._workers, key=taken.count)[: self._num_writers]
+            workers = [self._start(job.transport_address) for _ in range(self._num_writers)]
             self._workers_of[job.transport_address] = workers
         min(workers, key=_num_left).give(job)
 
@@ -117,7 +108,7 @@ class CopyWorkers:
         """See `CopyEngine`."""
         self._disconnecting.submit(self._transport.disconnect, transport_address)  # ends what runs; takes its time
         for worker in self._workers_of.pop(transport_address, ()):
-            worker.orders.put(_Forget(transport_address))  # and once more behind a connect that runs just now
+            worker.orders.put(_End(PEER_GONE))
 
     def expect(self, key: Key, rank: int, count: int) -> bool:
         """See `CopyEngine`."""
@@ -129,8 +120,8 @@ class CopyWorkers:
         self._closing.set()
         for address in self._workers_of:
             self._transport.disconnect(address)
-        for worker in self._workers:
-            worker.orders.put(_End())
+        for worker in itertools.chain.from_iterable(self._workers_of.values()):
+            worker.orders.put(_End(CANCELLED))
         self._disconnecting.shutdown(wait=False)
         if self._notifications is not None:
             self._notifications.close()
@@ -140,31 +131,35 @@ class CopyWorkers:
             if thread.is_alive():
                 log.warning("%s still copies after %g s, and is left behind", thread.name, CLOSE_TIMEOUT_S)
 
+    def _start(self, peer: str) -> _Worker:
+        worker = _Worker(peer)
+        name = f"kv-copy-{next(self._numbers)}"
+        thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+        thread.start()
+        return worker
+
     def _work(self, worker: _Worker) -> None:
         orders = worker.orders
-        connected: set[str] = set()
         gated = GatedJobs()
         while True:
             match _next_order(orders, gated):
                 case CopyJob(ready=None) as job:
-                    self._end(worker, self._run(job, connected))
+                    self._end(worker, self._run(job, worker))
                 case CopyJob(ready=ready) as job:
                     assert ready is not None
                     gated.add(job, ready)
                     if not orders.empty():
                         continue  # take in all that came before the gates are asked
-                case _Forget(transport_address=address):
-                    self._report_unsent(worker, gated.drop(address), PEER_GONE)
-                    connected.discard(address)
-                    self._transport.disconnect(address)
-                case _End():
-                    self._report_unsent(worker, gated.clear(), CANCELLED)
+                case _End(failure=failure):
+                    self._report_unsent(worker, gated.clear(), failure)
+                    self._transport.disconnect(worker.peer)  # once more: it was just being connected, perhaps
                     return
-            for job, failure in gated.take():
-                if failure is None:
-                    self._end(worker, self._run(job, connected))
+            for job, unsent in gated.take():
+                if unsent is None:
+                    self._end(worker, self._run(job, worker))
                 else:
-                    self._report_unsent(worker, [job], failure)
+                    self._report_unsent(worker, [job], unsent)
 
     def _report_unsent(self, worker: _Worker, jobs: Sequence[CopyJob], failure: Failure) -> None:
         for job in jobs:
@@ -174,7 +169,7 @@ class CopyWorkers:
         worker.num_ended += 1
         self._post(done)
 
-    def _run(self, job: CopyJob, connected: set[str]) -> CopyDone:
+    def _run(self, job: CopyJob, worker: _Worker) -> CopyDone:
         if job.cancelled or self._closing.is_set():
             return CopyDone(job, CANCELLED, settled=True, write_s=0.0)
         copies = [
@@ -184,9 +179,9 @@ class CopyWorkers:
         ]
         started = time.monotonic()
         try:
-            if job.transport_address not in connected:
-                self._transport.connect(job.transport_address)
-                connected.add(job.transport_address)
+            if not worker.connected:
+                self._transport.connect(worker.peer)
+                worker.connected = True
             if self._notifying is not None and job.num_bytes:
                 self._notifying.write_and_notify(job.transport_address, copies, encode_note(job.key, job.index))
             else:
@@ -205,7 +200,7 @@ def _num_left(worker: _Worker) -> int:
     return worker.num_left
 
 
-def _next_order(orders: Orders, gated: GatedJobs) -> CopyJob | _Forget | _End | None:
+def _next_order(orders: Orders, gated: GatedJobs) -> CopyJob | _End | None:
     """What to do next; None when a while has passed, or a gate has opened. Blocks for good only with no gated job."""
     if not gated:
         return orders.get()

@@ -139,17 +139,35 @@ def test_a_cancelled_job_is_reported_unwritten(
     assert not transport.written
 
 
-def test_a_peer_that_hangs_does_not_delay_peers_of_other_threads(
+def test_peers_that_hang_delay_nobody_else_however_many_they_are(
     workers: CopyWorkers, transport: ScriptedTransport, mailbox: Mailbox[TransferEvent]
 ) -> None:
+    hanging = [f"hangs {number}" for number in range(5)]
     workers.submit(_job("first"))
-    workers.submit(_job("hangs"))
-    workers.forget("first")
+    for peer in hanging:
+        workers.submit(_job(peer))
+    wait_until(lambda: len(transport.written) == 6, "all of them hang, each in a thread of its own")
     for index in range(3):
+        workers.submit(_job("first", index + 1))
         workers.submit(_job("later", index))
-    assert {report.job.peer for report in _reports(mailbox, 4)} == {"first", "later"}
+    reports = _reports(mailbox, 7)
+    assert sorted(report.job.peer for report in reports) == ["first"] * 4 + ["later"] * 3
+    assert all(report.failure is None for report in reports)
     transport.hang.set()
-    assert [report.job.peer for report in _reports(mailbox, 1)] == ["hangs"]
+    assert sorted(report.job.peer for report in _reports(mailbox, 5)) == hanging
+
+
+def test_the_threads_of_a_peer_end_when_it_is_forgotten(
+    workers: CopyWorkers, transport: ScriptedTransport, mailbox: Mailbox[TransferEvent]
+) -> None:
+    for number in range(20):
+        workers.submit(_job(f"peer {number}"))
+        _reports(mailbox, 1)
+        workers.forget(f"peer {number}")
+        wait_until(lambda: not any(thread.is_alive() for thread in workers._threads), "its thread ends")
+    workers.submit(_job("last"))
+    _reports(mailbox, 1)
+    assert len(workers._threads) == 1, "threads that have ended are let go"
 
 
 def test_a_transport_with_several_writers_writes_to_one_peer_from_several_threads(
