@@ -1,7 +1,7 @@
 // Attention of one query over the pages of its row, read in place. See level.cpp.
 //
 // Tokens are taken in runs of sixteen, at multiples of sixteen, and the softmax goes on from one SPAN of them to the
-// next. A place outside a piece stands for its nearest token, and its score is masked: memory that no token was written
+// next. The heads of a piece, which lie side by side in a page, take turns with each span. A place outside a piece stands for its nearest token, and its score is masked: memory that no token was written
 // to is never read.
 #pragma once
 
@@ -22,12 +22,12 @@ struct Run {
     const bf16 *keys, *values;
 };
 
-// Tokens [t, t + RUN) of a piece: where they lie, or, where that is not in one piece, copied to `room`.
-INLINE Run find(const Attention& a, const Piece& p, int64_t t, bf16* room) {
+// Tokens [t, t + RUN) of a head of a piece: where they lie, or, where that is not in one piece, copied to `room`.
+INLINE Run find(const Attention& a, const Piece& p, int64_t head, int64_t t, bf16* room) {
     const Pages& pages = a.pages;
     const int64_t size = pages.page_tokens, dim = pages.dim;
     const int32_t* table = a.table + p.row * a.table_stride;
-    const bf16* base = pages.base + p.head * size * dim;
+    const bf16* base = pages.base + head * size * dim;
     if (size % RUN == 0 && t >= p.begin && t + RUN <= p.end) {
         const bf16* keys = base + table[t / size] * pages.page_stride + t % size * dim;
         return {keys, keys + pages.value_offset};
@@ -41,41 +41,44 @@ INLINE Run find(const Attention& a, const Piece& p, int64_t t, bf16* room) {
     return {room, room + RUN * dim};
 }
 
-// Asks for what comes next, line by line while something else is computed: keys, then values, of up to SPAN tokens of a
-// piece from `t` on. Pages lie scattered, and only this hides what it takes to find them.
+// Asks for what comes next, line by line while something else is computed: up to SPAN tokens of a piece from `t` on, run
+// by run the keys of all heads, then their values. Pages lie scattered, and only this hides what it takes to find them.
+INLINE int64_t span_of(const Piece& p) { return p.heads > 1 ? SPAN / 2 : SPAN; }
+
 struct Ahead {
     const Attention& a;
     const Piece* piece;
-    int64_t t, run, runs;
+    int64_t t, end, side;
     const bf16* at;
     int64_t left;
 };
 
 INLINE void aim(Ahead& ahead, const Piece* piece, int64_t t) {
     ahead.piece = piece;
+    ahead.t = ahead.end = ahead.side = ahead.left = 0;
+    if (!piece || ahead.a.pages.page_tokens % RUN) return;
     ahead.t = t;
-    ahead.run = ahead.runs = ahead.left = 0;
-    if (!piece || t >= piece->end || ahead.a.pages.page_tokens % RUN) return;
-    ahead.runs = 2 * (((piece->end - t < SPAN ? piece->end - t : SPAN) + RUN - 1) / RUN);
+    const int64_t span = span_of(*piece);
+    ahead.end = t + span < piece->end ? t + span : piece->end;
 }
 
-// The next run's keys or values, which lie in one piece.
+// The next run's keys or values of a head, which lie in one piece.
 static void aim_next(Ahead& ahead) {
     const Pages& p = ahead.a.pages;
     const Piece& piece = *ahead.piece;
-    const int64_t half = ahead.runs / 2, t = ahead.t + ahead.run % half * RUN;
-    const int32_t* table = ahead.a.table + piece.row * ahead.a.table_stride;
-    const bf16* keys = p.base + table[t / p.page_tokens] * p.page_stride;
-    keys += (piece.head * p.page_tokens + t % p.page_tokens) * p.dim;
-    ahead.at = ahead.run < half ? keys : keys + p.value_offset;
+    const int64_t t = ahead.t;
+    const bf16* page = p.base + (ahead.a.table + piece.row * ahead.a.table_stride)[t / p.page_tokens] * p.page_stride;
+    const bool values = ahead.side >= piece.heads;
+    const int64_t head = piece.head + ahead.side - (values ? piece.heads : 0);
+    ahead.at = page + (values ? p.value_offset : 0) + (head * p.page_tokens + t % p.page_tokens) * p.dim;
     ahead.left = (piece.end - t < RUN ? piece.end - t : RUN) * p.dim;
-    ahead.run++;
+    if (++ahead.side == 2 * piece.heads) ahead.side = 0, ahead.t += RUN;
 }
 
 INLINE void ask(Ahead& ahead, int64_t lines) {
     while (lines > 0) {
         if (ahead.left <= 0) {
-            if (ahead.run == ahead.runs) return;
+            if (ahead.t >= ahead.end) return;
             aim_next(ahead);
         }
         const int64_t left = (ahead.left + 31) / 32, count = lines < left ? lines : left;
@@ -224,31 +227,35 @@ static constexpr SpanTable SPANS;
 
 // `fresh`: nobody has asked for its beginning. `then`: what this thread is likely to compute next, or null.
 static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* then) {
-    const int64_t dim = a.pages.dim, wide = padded(dim), group = a.group;
+    const int64_t dim = a.pages.dim, wide = padded(dim), group = a.group, heads = p.heads * group;
     const int64_t token = a.offsets[p.row] + p.first;
-    const bf16* q = a.q + (p.head * a.tokens + token) * group * wide;
     alignas(64) float out[MAX_GROUP * MAX_DIM];
     alignas(64) bf16 room[SPAN / RUN * RUN_ROOM];
     float most[MAX_GROUP], total[MAX_GROUP];
     Run runs[SPAN / RUN];
-    for (int64_t h = 0; h < group; h++) most[h] = -INFINITY, total[h] = 0.0f;
-    memset(out, 0, sizeof(float) * group * wide);
+    for (int64_t h = 0; h < heads; h++) most[h] = -INFINITY, total[h] = 0.0f;
+    memset(out, 0, sizeof(float) * heads * wide);
     Ahead ahead{a, nullptr, 0, 0, 0, nullptr, 0};
     if (fresh) {
         aim(ahead, &p, p.begin / RUN * RUN);
         ask(ahead, INT64_MAX);
     }
-    for (int64_t t = p.begin / RUN * RUN; t < p.end; t += SPAN) {
-        const int64_t count = ((p.end - t < SPAN ? p.end - t : SPAN) + RUN - 1) / RUN;
-        for (int64_t r = 0; r < count; r++) runs[r] = find(a, p, t + r * RUN, room + r * RUN_ROOM);
-        if (t + SPAN < p.end) aim(ahead, &p, t + SPAN);
+    const int64_t length = span_of(p);
+    for (int64_t t = p.begin / RUN * RUN; t < p.end; t += length) {
+        const int64_t count = ((p.end - t < length ? p.end - t : length) + RUN - 1) / RUN;
+        if (t + length < p.end) aim(ahead, &p, t + length);
         else aim(ahead, then, then ? then->begin / RUN * RUN : 0);
-        by_tiles(group, HEADS_AT_ONCE, [&](int64_t h, int64_t n) {
-            SPANS.of[n](a, p, q + h * wide, runs, t, count, most + h, total + h, out + h * wide, ahead);
-        });
+        for (int64_t kv = 0; kv < p.heads; kv++) {
+            const bf16* q = a.q + ((p.head + kv) * a.tokens + token) * group * wide;
+            for (int64_t r = 0; r < count; r++) runs[r] = find(a, p, p.head + kv, t + r * RUN, room + r * RUN_ROOM);
+            by_tiles(group, HEADS_AT_ONCE, [&](int64_t h, int64_t n) {
+                const int64_t at = kv * group + h;
+                SPANS.of[n](a, p, q + h * wide, runs, t, count, most + at, total + at, out + at * wide, ahead);
+            });
+        }
         ask(ahead, INT64_MAX);
     }
-    for (int64_t h = 0; h < group; h++) {
+    for (int64_t h = 0; h < heads; h++) {
         if (!p.partial) {
             finish(a, token, p.head * group + h, most[h], total[h], out + h * wide);
             continue;
@@ -261,17 +268,17 @@ static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* 
 
 // The result of a query from `count` partial ones, which lie one behind the other.
 static void merge(const Attention& a, const Piece& p, const float* partials, int64_t count) {
-    const int64_t wide = padded(a.pages.dim), stride = PARTIAL_HEAD + wide;
+    const int64_t wide = padded(a.pages.dim), stride = PARTIAL_HEAD + wide, heads = p.heads * a.group;
     alignas(64) float out[MAX_DIM];
-    for (int64_t h = 0; h < a.group; h++) {
+    for (int64_t h = 0; h < heads; h++) {
         float most = -INFINITY, total = 0.0f;
         for (int64_t i = 0; i < count; i++) {
-            const float m = partials[(i * a.group + h) * stride];
+            const float m = partials[(i * heads + h) * stride];
             most = m > most ? m : most;
         }
         memset(out, 0, sizeof(float) * wide);
         for (int64_t i = 0; i < count; i++) {
-            const float* from = partials + (i * a.group + h) * stride;
+            const float* from = partials + (i * heads + h) * stride;
             const float keep = exp1(from[0] - most);
             total += from[1] * keep;
             for (int64_t d = 0; d < wide; d += 16)

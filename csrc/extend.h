@@ -32,7 +32,7 @@ INLINE void pack(const Attention& a, const Piece& p, int64_t t, int64_t count, c
     const int64_t dim = a.pages.dim, wide = padded(dim);
     alignas(64) bf16 room[RUN_ROOM];
     for (int64_t g = 0; g < count; g += RUN) {
-        const Run run = find(a, p, t + g, room);
+        const Run run = find(a, p, p.head, t + g, room);
         for (int64_t c = 0; c < dim; c += 32) {
             const int64_t n = dim - c;
             P x[16];

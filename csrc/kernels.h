@@ -86,11 +86,11 @@ struct Attention {
     int64_t table_stride;
 };
 
-// One piece of it: queries [first, last) among the row's new tokens, keys [begin, end) of KV head `head`. `partial`
-// null: the result is written; else the piece leaves `group` x (maximum, sum, padded dim) there for `merge`. Decode
-// only: one query.
+// One piece of it: queries [first, last) among the row's new tokens, keys [begin, end) of KV heads [head, head + heads).
+// `partial` null: the result is written; else the piece leaves `heads * group` x (maximum, sum, padded dim) there for
+// `merge`. Decode: one query, and `heads * group` is at most MAX_GROUP. Extend: one head, and no partial.
 struct Piece {
-    int64_t row, head, first, last, begin, end;
+    int64_t row, head, heads, first, last, begin, end;
     float* partial;
 };
 
