@@ -41,25 +41,34 @@ INLINE Run find(const Attention& a, const Piece& p, int64_t head, int64_t t, bf1
     return {room, room + RUN * dim};
 }
 
-// Asks for what comes next, line by line while something else is computed: up to SPAN tokens of a piece from `t` on, run
-// by run the keys of all heads, then their values. Pages lie scattered, and only this hides what it takes to find them.
+// How many tokens of a piece are computed at once, and asked for before that.
 INLINE int64_t span_of(const Piece& p) { return p.heads > 1 ? SPAN / 2 : SPAN; }
 
+// Asks for what comes next, line by line while something else is computed: a span of a piece, run by run the keys of
+// `heads` heads from `head` on, then their values. Pages lie scattered, and only this hides what it takes to find them.
 struct Ahead {
     const Attention& a;
     const Piece* piece;
-    int64_t t, end, side;
+    int64_t head, heads, t, end, side;
     const bf16* at;
     int64_t left;
 };
 
-INLINE void aim(Ahead& ahead, const Piece* piece, int64_t t) {
+INLINE void aim(Ahead& ahead, const Piece* piece, int64_t t, int64_t head, int64_t heads) {
     ahead.piece = piece;
+    ahead.head = head, ahead.heads = heads;
     ahead.t = ahead.end = ahead.side = ahead.left = 0;
     if (!piece || ahead.a.pages.page_tokens % RUN) return;
-    ahead.t = t;
     const int64_t span = span_of(*piece);
+    ahead.t = t;
     ahead.end = t + span < piece->end ? t + span : piece->end;
+}
+
+// What follows in a piece from `t` on, or else what the piece `then` begins with.
+INLINE void aim_behind(Ahead& ahead, const Piece& p, int64_t t, const Piece* then) {
+    if (t < p.end) aim(ahead, &p, t, p.head, p.heads);
+    else if (then) aim(ahead, then, then->begin / RUN * RUN, then->head, then->heads);
+    else aim(ahead, nullptr, 0, 0, 0);
 }
 
 // The next run's keys or values of a head, which lie in one piece.
@@ -68,11 +77,11 @@ static void aim_next(Ahead& ahead) {
     const Piece& piece = *ahead.piece;
     const int64_t t = ahead.t;
     const bf16* page = p.base + (ahead.a.table + piece.row * ahead.a.table_stride)[t / p.page_tokens] * p.page_stride;
-    const bool values = ahead.side >= piece.heads;
-    const int64_t head = piece.head + ahead.side - (values ? piece.heads : 0);
+    const bool values = ahead.side >= ahead.heads;
+    const int64_t head = ahead.head + ahead.side - (values ? ahead.heads : 0);
     ahead.at = page + (values ? p.value_offset : 0) + (head * p.page_tokens + t % p.page_tokens) * p.dim;
     ahead.left = (piece.end - t < RUN ? piece.end - t : RUN) * p.dim;
-    if (++ahead.side == 2 * piece.heads) ahead.side = 0, ahead.t += RUN;
+    if (++ahead.side == 2 * ahead.heads) ahead.side = 0, ahead.t += RUN;
 }
 
 INLINE void ask(Ahead& ahead, int64_t lines) {
@@ -235,25 +244,27 @@ static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* 
     Run runs[SPAN / RUN];
     for (int64_t h = 0; h < heads; h++) most[h] = -INFINITY, total[h] = 0.0f;
     memset(out, 0, sizeof(float) * heads * wide);
-    Ahead ahead{a, nullptr, 0, 0, 0, nullptr, 0};
+    Ahead ahead{a, nullptr, 0, 0, 0, 0, 0, nullptr, 0};
+    const int64_t begin = p.begin / RUN * RUN, length = span_of(p);
     if (fresh) {
-        aim(ahead, &p, p.begin / RUN * RUN);
+        aim(ahead, &p, begin, p.head, 1);
         ask(ahead, INT64_MAX);
     }
-    const int64_t length = span_of(p);
-    for (int64_t t = p.begin / RUN * RUN; t < p.end; t += length) {
+    for (int64_t t = begin; t < p.end; t += length) {
         const int64_t count = ((p.end - t < length ? p.end - t : length) + RUN - 1) / RUN;
-        if (t + length < p.end) aim(ahead, &p, t + length);
-        else aim(ahead, then, then ? then->begin / RUN * RUN : 0);
+        const bool unasked = fresh && t == begin;  // then each head asks for the next one's share of this span
         for (int64_t kv = 0; kv < p.heads; kv++) {
+            const bool last = kv + 1 == p.heads;
+            if (unasked && !last) aim(ahead, &p, t, p.head + kv + 1, 1);
+            else if (unasked || kv == 0) aim_behind(ahead, p, t + length, then);
             const bf16* q = a.q + ((p.head + kv) * a.tokens + token) * group * wide;
             for (int64_t r = 0; r < count; r++) runs[r] = find(a, p, p.head + kv, t + r * RUN, room + r * RUN_ROOM);
             by_tiles(group, HEADS_AT_ONCE, [&](int64_t h, int64_t n) {
                 const int64_t at = kv * group + h;
                 SPANS.of[n](a, p, q + h * wide, runs, t, count, most + at, total + at, out + at * wide, ahead);
             });
+            if (unasked || last) ask(ahead, INT64_MAX);
         }
-        ask(ahead, INT64_MAX);
     }
     for (int64_t h = 0; h < heads; h++) {
         if (!p.partial) {

@@ -89,7 +89,7 @@ void Attend::run(Program& p, int thread) {
         }
         const Split& split = plan.splits[planned.split];
         float* all = p.partials.as<float>() + split.first_partial * plan.partial_floats;
-        piece.partial = all + planned.part * piece.heads * plan.partial_floats;
+        piece.partial = all + planned.part * plan.partial_floats;
         p.kernels.decode(a, piece, fresh, expected);
         const int32_t ended = plan.done[planned.split].fetch_add(1, std::memory_order_acq_rel) + 1;
         if (ended % split.count == 0) p.kernels.merge(a, piece, all, split.count);

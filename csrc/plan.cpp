@@ -2,33 +2,52 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 
 namespace pdk {
 namespace {
 
-constexpr int64_t SHORTEST = 256;  // keys of a piece of decode, below which cutting costs more than it gains
-constexpr int64_t LONG = 512;      // from so many keys on, KV heads that lie side by side are read together
-constexpr int64_t WIDEST = 256;    // columns of keys that are read together: what is asked for must stay in the cache
+constexpr int64_t SHORTEST = 128;  // keys of a piece of decode, below which cutting costs more than it gains
+constexpr int64_t MERGED = 32;     // keys that could be computed while a piece that was cut off is merged
+constexpr int64_t MOST_CUTS = 4;   // pieces for each thread that would be enough
+constexpr int64_t WIDEST = 256;    // columns of keys that a piece has: what is asked for must stay in the cache
 constexpr int64_t QUERY_ROWS = 192;
 constexpr int64_t KEYS_AT_ONCE = 128;
 constexpr int64_t PARTIAL_HEAD = 16;
 
-// KV heads of a piece of a query that sees so many keys. Before it computes with the first of them it asks for all that
-// it begins with, which is worth it where much follows.
-int64_t heads_together(int64_t keys, int64_t kv_heads, int64_t group, int64_t dim) {
-    if (keys < LONG) return 1;
+// KV heads of a piece of decode: those that lie side by side are read together.
+int64_t heads_together(int64_t kv_heads, int64_t group, int64_t dim) {
     int64_t heads = std::max<int64_t>(1, std::min(WIDEST / padded(dim), MAX_GROUP / group));
     while (kv_heads % heads) heads--;
     return heads;
 }
 
-// Pieces that so many keys are cut into, none longer than `longest`. As many for each thread, where that makes none too
-// short; a query has `copies` of each.
-int64_t cuts_of(int64_t keys, int64_t longest, int64_t copies, int threads) {
-    const int64_t count = (keys + longest - 1) / longest, even = threads / std::gcd<int64_t>(copies, threads);
-    const int64_t rounded = (count + even - 1) / even * even;
-    return count > 1 && keys >= rounded * SHORTEST ? rounded : count;
+int64_t cuts_of(int64_t keys, int64_t longest) { return (keys + longest - 1) / longest; }
+
+// After how many keys the last of so many threads ends, where no piece is longer than `longest`; `seen` are the keys of
+// each query, which has `copies` of each piece. Pieces are taken as they come, so `seen` should descend.
+int64_t end_of_last(const std::vector<int64_t>& seen, int64_t copies, int64_t longest, int threads) {
+    std::vector<int64_t> ends(threads);
+    for (const int64_t keys : seen) {
+        const int64_t count = cuts_of(keys, longest), cost = keys / count + (count > 1 ? MERGED : 0);
+        for (int64_t i = 0; i < count * copies; i++) *std::min_element(ends.begin(), ends.end()) += cost;
+    }
+    return *std::max_element(ends.begin(), ends.end());
+}
+
+// The longest piece with which all threads are done soonest.
+int64_t longest_piece(const std::vector<int64_t>& seen, int64_t copies, int threads) {
+    const int64_t uncut = INT64_MAX / 4, keys = copies * std::accumulate(seen.begin(), seen.end(), int64_t{0});
+    if (threads == 1 || seen.empty()) return uncut;
+    const auto part = [&](int64_t cuts) { return std::max(SHORTEST, (keys - 1) / (cuts * threads) + 1); };
+    if (static_cast<int64_t>(seen.size()) * copies >= 2 * MOST_CUTS * threads) return part(MOST_CUTS);
+    int64_t best = uncut, soonest = end_of_last(seen, copies, uncut, threads);
+    for (int64_t cuts = 1; cuts <= MOST_CUTS; cuts++) {
+        const int64_t end = end_of_last(seen, copies, part(cuts), threads);
+        if (end < soonest) soonest = end, best = part(cuts);
+    }
+    return best;
 }
 
 }  // namespace
@@ -44,12 +63,13 @@ void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t d
     pieces.clear();
     splits.clear();
     partials = 0;
-    partial_floats = group * (PARTIAL_HEAD + padded(dim));
-    int64_t keys_of_all = 0;
-    for (int64_t r = 0; r < step.rows; r++) keys_of_all += step.ends[r];
-    // Keys of one head, of which each thread would get four times so many.
-    const int64_t fair = (keys_of_all * kv_heads / (4 * threads) + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE * KEYS_AT_ONCE;
     const auto begin_of = [&](int64_t position) { return window ? std::max<int64_t>(0, position - window + 1) : 0; };
+    std::vector<int64_t> seen;
+    for (int64_t r = 0; r < step.rows; r++)
+        if (step.ends[r] - step.starts[r] == 1) seen.push_back(step.ends[r] - begin_of(step.starts[r]));
+    std::sort(seen.begin(), seen.end(), std::greater<>());
+    const int64_t heads = heads_together(kv_heads, group, dim), longest = longest_piece(seen, kv_heads / heads, threads);
+    partial_floats = heads * group * (PARTIAL_HEAD + padded(dim));
     const int64_t queries = extend_queries(group);
     for (int64_t r = 0; r < step.rows; r++) {
         const int64_t start = step.starts[r], end = step.ends[r];
@@ -63,10 +83,7 @@ void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t d
             }
             continue;
         }
-        const int64_t begin = begin_of(start), keys = end - begin;
-        const int64_t heads = heads_together(keys, kv_heads, group, dim);
-        const int64_t longest = std::max(SHORTEST, heads == 1 ? fair : 2 * fair / heads);
-        const int64_t count = threads == 1 ? 1 : cuts_of(keys, longest, kv_heads / heads, threads);
+        const int64_t begin = begin_of(start), keys = end - begin, count = cuts_of(keys, longest);
         for (int64_t head = 0; head < kv_heads; head += heads) {
             if (count == 1) {
                 pieces.push_back({{r, head, heads, 0, 1, begin, end, nullptr}, -1, 0, keys * heads});
@@ -78,7 +95,7 @@ void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t d
                                   static_cast<int64_t>(splits.size()), i, (to - from) * heads});
             }
             splits.push_back({partials, count});
-            partials += count * heads;
+            partials += count;
         }
     }
     std::stable_sort(pieces.begin(), pieces.end(), [](const auto& a, const auto& b) { return a.cost > b.cost; });

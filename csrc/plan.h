@@ -25,7 +25,7 @@ struct Plan {
     std::vector<Split> splits;
     std::vector<std::atomic<int32_t>> done;  // pieces of each split that were ended since the plan was made
     int64_t partials = 0;
-    int64_t partial_floats = 0;  // of one, which is of one KV head
+    int64_t partial_floats = 0;  // of one
 
     // `window` 0: everything is seen.
     void make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t dim, int64_t window, int threads);
