@@ -199,5 +199,17 @@ int64_t pdk_begin(pdk_program* p, const pdk_step* step) {
     return counted([&] { return p->begin(*step), 0; });
 }
 void pdk_run(pdk_program* p, int64_t first, int64_t last) { p->run(first, last); }
+int64_t pdk_decode(pdk_program* p, const pdk_decoding* rows, int64_t last, int64_t chosen, int64_t* out) {
+    return counted([&] {
+        p->begin(p->decoded.read(*rows, p->heads.page_tokens));
+        p->run(0, last);
+        const int64_t* tokens = p->buffers[chosen].room->as<int64_t>();
+        for (int64_t i = 0; i < rows->rows; i++) {
+            out[i] = tokens[i];
+            rows->tokens[rows->lines[i] * rows->tokens_stride + rows->positions[i] + 1] = static_cast<int32_t>(tokens[i]);
+        }
+        return 0;
+    });
+}
 
 }  // extern "C"

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 5
+#define PDK_VERSION 6
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, given back together */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
@@ -27,6 +27,17 @@ typedef struct {
     const int32_t* table;                                       /* [rows][table_stride] */
     int64_t table_stride;
 } pdk_step;
+
+/* Rows that decode a token each, in the memory that they all lie in: row i is line `lines[i]` of `tokens` and of `pages`,
+   of int32 with so many items a line, and computes the token at `positions[i]`. */
+typedef struct {
+    int64_t rows;
+    const int64_t *lines, *positions; /* [rows] */
+    int32_t* tokens;
+    int64_t tokens_stride;
+    const int32_t* pages;
+    int64_t pages_stride;
+} pdk_decoding;
 
 /* The KV pool: bf16 [page][layer][k/v][kv_heads][page_tokens][dim], and the heads that attend to it. */
 typedef struct {
@@ -128,6 +139,9 @@ PDK_API int64_t pdk_op_best(pdk_program* p, int64_t in, int64_t out);
 PDK_API int64_t pdk_begin(pdk_program* p, const pdk_step* step);
 /* Run operations [first, last). */
 PDK_API void pdk_run(pdk_program* p, int64_t first, int64_t last);
+/* Begin a step of rows that decode, run operations [0, last), which leave a token for each in int64 buffer `chosen`, and
+   write that behind the one that was computed, and to `out` [rows]. */
+PDK_API int64_t pdk_decode(pdk_program* p, const pdk_decoding* rows, int64_t last, int64_t chosen, int64_t* out);
 
 #ifdef __cplusplus
 }

@@ -31,6 +31,25 @@ void Room::reserve(size_t bytes) {
     if (unit == HUGE_PAGE) madvise(at_, bytes_, MADV_HUGEPAGE);
 }
 
+pdk_step Decoded::read(const pdk_decoding& rows, int64_t page_tokens) {
+    const int64_t n = rows.rows, longest = n ? *std::max_element(rows.positions, rows.positions + n) : 0;
+    const int64_t stride = longest / page_tokens + 1;
+    numbers_.resize(6 * n);
+    table_.resize(n * stride);
+    int64_t *ids = numbers_.data(), *pages = ids + n, *slots = pages + n, *every = slots + n, *ends = every + n;
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t line = rows.lines[i], position = rows.positions[i];
+        const int32_t* row = rows.pages + line * rows.pages_stride;
+        ids[i] = rows.tokens[line * rows.tokens_stride + position];
+        pages[i] = row[position / page_tokens];
+        slots[i] = position % page_tokens;
+        every[i] = i;
+        ends[i] = position + 1;
+        std::copy(row, row + stride, table_.data() + i * stride);
+    }
+    return {n, n, n, ids, rows.positions, pages, slots, every, rows.positions, ends, every, table_.data(), stride};
+}
+
 Program::Program(Pool& pool, const Kernels& kernels, const pdk_heads& heads)
     : pool(pool), kernels(kernels), heads(heads) {
     for (int t = 0; t < pool.size(); t++) {

@@ -43,6 +43,17 @@ struct Routed {
     Room inputs, gated, outputs;
 };
 
+// A step of rows that decode, flattened.
+class Decoded {
+  public:
+    // Valid until the next one is read.
+    pdk_step read(const pdk_decoding& rows, int64_t page_tokens);
+
+  private:
+    std::vector<int64_t> numbers_;
+    std::vector<int32_t> table_;
+};
+
 class Program;
 
 // One operation. `run` is called on every thread, `prepare_for` on one before a step, of those that say so.
@@ -90,6 +101,7 @@ class Program {
     Plan& plan_for(int64_t window);
     Room cos, sin, q, partials;
     Routed routed;
+    Decoded decoded;
     std::vector<std::unique_ptr<Room>> scratch;  // of each thread
 
   private:

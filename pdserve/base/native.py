@@ -22,7 +22,7 @@ LEVEL_VARIABLE = "PDSERVE_KERNELS_LEVEL"
 LEVELS = ("avx512_bf16", "avx512", "avx2")
 """Best first."""
 FILE = "libpdserve_kernels.so"
-VERSION = 5
+VERSION = 6
 
 
 class Step(Structure):
@@ -33,6 +33,18 @@ class Step(Structure):
         *((name, c_void_p) for name in ("ids", "positions", "write_pages", "write_slots", "sample_index")),
         *((name, c_void_p) for name in ("starts", "ends", "offsets", "table")),
         ("table_stride", c_int64),
+    )
+
+
+class Decoding(Structure):
+    """`pdk_decoding`."""
+
+    _fields_ = (
+        ("rows", c_int64),
+        *((name, c_void_p) for name in ("lines", "positions", "tokens")),
+        ("tokens_stride", c_int64),
+        ("pages", c_void_p),
+        ("pages_stride", c_int64),
     )
 
 
@@ -87,6 +99,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_op_best": (_I, (_P, _I, _I)),
     "pdk_begin": (_I, (_P, POINTER(Step))),
     "pdk_run": (None, (_P, _I, _I)),
+    "pdk_decode": (_I, (_P, POINTER(Decoding), _I, _I, _P)),
 }
 
 

@@ -156,10 +156,12 @@ def build_executor(
         _LOG.info("attention is by %s", choice)
     attention = _attention(model, choice, pools[0], place, device, was_asked_for=asked)
     overlap = config.schedule.disable_overlap_schedule is False
+    native = model if isinstance(model, NativeDecoder) else None
     executor = LocalExecutor(
         model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap,
         grammars=_grammars(config, path, spec, place), tells=tells,
-        choose=model.chooser() if isinstance(model, NativeDecoder) else choose_with_torch,
+        choose=choose_with_torch if native is None else native.chooser(),
+        decode=None if native is None else (native.decode, native.most_at_once),
     )  # fmt: skip
     with startup.part(WARM_UP):
         _make_ready(executor, config, max_rows)

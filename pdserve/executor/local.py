@@ -21,6 +21,7 @@ import torch
 
 from pdserve.base.parallel import Place
 from pdserve.executor import host_pages
+from pdserve.executor.at_once import AtOnce, Decode
 from pdserve.executor.batch_builder import HostBatch, read_plan, sampled_rows
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.fetch import fetch, fetch_late
@@ -29,7 +30,7 @@ from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture
 from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepHandle, StepResult
 from pdserve.executor.prompt_logprobs import Stretch, Wishes, pack_scores, read_wishes, stretch_of
 from pdserve.executor.row_params import RowParams, StepParams
-from pdserve.executor.runners import CallingThread, Collect, DeviceStream, OnLayer, OwnThread, Runner
+from pdserve.executor.runners import CallingThread, Collect, Compute, DeviceStream, OnLayer, OwnThread, Runner
 from pdserve.executor.sampler import Choose, choose_with_torch, to_host
 from pdserve.executor.stages import MIN_TOKENS, Stage, cut_plan
 from pdserve.executor.token_rows import TokenRows
@@ -77,7 +78,7 @@ class LocalExecutor:
     With `overlap`, steps are computed on CPU by a thread that `close` ends; on CUDA the host never waits in `launch`.
 
     Where nobody reads the results, with `tells` False, a step is resolved when this rank has computed its part.
-    `choose` chooses tokens from logits.
+    `choose` chooses tokens from logits; `decode` computes steps of up to so many rows in one call, see `AtOnce`.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class LocalExecutor:
         grammars: GrammarRows | None = None,
         tells: bool = True,
         choose: Choose = choose_with_torch,
+        decode: tuple[Decode, int] | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -109,6 +111,9 @@ class LocalExecutor:
         self._unwritten: dict[int, IntArray] = {}
         self._launched: deque[StepHandle] = deque()
         self._runner = _runner(device, overlap)
+        self._at_once: AtOnce | None = None
+        if decode is not None and device.type == "cpu" and not overlap:
+            self._at_once = AtOnce(*decode, self._tokens.tensor.numpy(), table, self._params)
         self._tells = tells
         self._aside: torch.cuda.Stream | None = None
         if device.type == "cuda" and not self.place.is_last_stage:
@@ -231,7 +236,10 @@ class LocalExecutor:
 
     def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
         """See `Executor.launch`."""
-        marks, collect = self._runner.begin(partial(self._compute, self._read(plan)), layer_marks)
+        compute: Compute | None = None
+        if self._at_once is not None and not layer_marks and not self._unwritten:
+            compute = self._at_once.computation(plan)
+        marks, collect = self._runner.begin(compute or partial(self._compute, self._read(plan)), layer_marks)
         handle = StepHandle(plan, marks, collect)
         self._launched.append(handle)
         return handle

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.config import ModelSpec
 from pdserve.model.families.decoder import Decoder, DecoderLayer
 from pdserve.model.families.interface import Mixture
-from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.native.choice import NativeChooser
 from pdserve.model.native.packer import PackedLayer, Packer
 from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Program, Threads
@@ -187,6 +189,22 @@ class NativeDecoder:
         program.run(done, self._head_to + knows_best)
         self.best = program.copied(self._chosen, num_samples) if knows_best else None
         return program.view(self._logits, num_samples)
+
+    @property
+    def most_at_once(self) -> int:
+        """Of how many rows at most `decode` may be asked: none, where Python has a part in a step."""
+        is_whole = self._embeds_itself and self._head is not None and self.parallel.place.shape.num_ranks == 1
+        return FEW_SAMPLES if is_whole and not self._stops else 0
+
+    def decode(self, facts: IntArray, tokens: npt.NDArray[np.int32], pages: npt.NDArray[np.int32]) -> list[int]:
+        """A whole step of rows that decode and take their likeliest token, in one call.
+
+        Args:
+            facts: int64 `[2, rows]`: the table row of each, and the position of the token that it computes.
+            tokens: `[table rows, context]`, known tokens; the new ones are written there as well.
+            pages: `[table rows, pages of a row]`, the page table.
+        """
+        return self._program.decode(facts, tokens, pages, self._head_to + 1, self._chosen)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdserve.base.native import Heads, Step, library
-from pdserve.model.forward_batch import ForwardBatch
+from pdserve.base.native import Decoding, Heads, Step, library
+from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.native.weights import Packed
 
 MAX_GROUP = 64
@@ -93,6 +93,7 @@ class Program:
         self._num_pages, self._heads = len(kv), heads
         self.num_ops = 0
         self._step_kept: list[object] = []
+        self._decoded: IntArray = np.empty(0, dtype=np.int64)
         self._arrays: dict[int, tuple[int, npt.NDArray[Any] | None]] = {}
         self._views: dict[int, tuple[tuple[int, int], Tensor]] = {}
         """The last view of each buffer, with the address and the rows it is of."""
@@ -276,6 +277,28 @@ class Program:
         assert 0 <= first <= last <= self.num_ops
         if first < last:
             self._library.pdk_run(self._handle, first, last)
+
+    def decode(
+        self, facts: IntArray, tokens: npt.NDArray[np.int32], pages: npt.NDArray[np.int32], last: int, chosen: Buffer
+    ) -> list[int]:
+        """A step of rows that decode: begun, run up to operation `last`, and its tokens taken from `chosen`.
+
+        Args:
+            facts: int64 `[2, rows]`: of each row its line, and the position of the token that it computes.
+            tokens: `[lines, ...]`, known tokens; the new ones are written behind those that were computed.
+            pages: `[lines, ...]`, the page table.
+        """
+        num_rows = facts.shape[1]
+        if num_rows > len(self._decoded):
+            self._decoded = np.empty(num_rows, dtype=np.int64)
+        first, out = _address(facts), self._decoded
+        rows = Decoding(
+            num_rows, first, first + 8 * num_rows, _address(tokens), tokens.shape[1], _address(pages), pages.shape[1]
+        )
+        number = self._library.pdk_decode(self._handle, ctypes.byref(rows), last, chosen.number, _address(out))
+        self._number(number)
+        found: list[int] = out[:num_rows].tolist()
+        return found
 
     def _op(self, number: int) -> None:
         assert self._number(number) == self.num_ops, "operations are numbered in order"

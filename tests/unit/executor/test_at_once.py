@@ -1,0 +1,179 @@
+"""Steps that one call computes come to what they come to otherwise, and only those go this way that may."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from pdserve.executor.interface import BatchPlan, Row
+from pdserve.model.native.decoder import FEW_SAMPLES, NativeDecoder
+from pdserve.protocol.logprobs import Logprobs
+from pdserve.protocol.sampling import SamplingParams
+from tests.driver import GREEDY, Driver, build, random_prompt
+from tests.tiny import VOCAB_SIZE, Family
+from tests.unit.model.native_kit import needs_kernels
+
+MOST_ROWS = FEW_SAMPLES + 4
+TinyCheckpoint = Callable[[Family], Path]
+
+
+def driver_of(path: Path, *, page_size: int = 16, quantization: Literal["int8"] | None = None) -> Driver:
+    return Driver(build(path, dtype="bfloat16", page_size=page_size, max_rows=MOST_ROWS, quantization=quantization))
+
+
+def count_of(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each step that was computed by one call, from now on."""
+    at_once, found = driver.built.executor._at_once, list[int]()
+    assert at_once is not None
+    decode = at_once._decode
+
+    def counting(facts, tokens, pages):  # type: ignore[no-untyped-def]
+        found.append(facts.shape[1])
+        return decode(facts, tokens, pages)
+
+    monkeypatch.setattr(at_once, "_decode", counting)
+    return found
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("family", "page_size", "quantization"), [("llama", 16, None), ("qwen3", 1, "int8"), ("qwen3_moe", 48, None)]
+)
+def test_tokens_and_kv_are_the_same_to_the_bit(
+    family: Family,
+    page_size: int,
+    quantization: Literal["int8"] | None,
+    tiny_checkpoint: TinyCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Any rows in any step: chunks of prompts, rows that decode, few and many, those that came just now."""
+    path = tiny_checkpoint(family)
+    one, two = (driver_of(path, page_size=page_size, quantization=quantization) for _ in range(2))
+    two.built.executor._at_once = None
+    counts = count_of(one, monkeypatch)
+    choice = random.Random(page_size)
+    prompts = [random_prompt(choice.randrange(1, 70), VOCAB_SIZE, seed) for seed in range(MOST_ROWS)]
+    known, computed, rows = [len(prompt) for prompt in prompts], [0] * MOST_ROWS, list[int]()
+    for step in range(60):
+        for driver in (one, two):
+            for prompt in prompts[step : step + 1]:
+                row = driver.open(prompt, len(prompt) + 64)
+        if step < MOST_ROWS:
+            rows.append(row)
+        decoding = [i for i in range(len(rows)) if known[i] - computed[i] == 1]
+        waiting = [i for i in range(len(rows)) if known[i] - computed[i] > 1]
+        members = choice.sample(decoding, choice.randrange(len(decoding) + 1))
+        if step % 3 == 0 or not members:
+            members += waiting[:1]
+        plan = []
+        for i in members:
+            end = min(known[i], computed[i] + choice.randrange(1, 40))
+            plan.append((rows[i], computed[i], end, end == known[i]))
+            computed[i] = end
+        if not plan:
+            continue
+        tokens = one.step(*plan)
+        assert tokens == two.step(*plan)
+        for i, token in zip(members, tokens, strict=True):
+            known[i] += token is not None
+    assert len(counts) > 10 and max(counts) > 5
+    for ours, theirs in zip(one.built.executor.pools, two.built.executor.pools, strict=True):
+        torch.testing.assert_close(ours.pages, theirs.pages, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(one.built.executor._tokens.tensor, two.built.executor._tokens.tensor)
+
+
+@needs_kernels
+def test_what_is_asked_for_besides_goes_the_long_way(
+    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = driver_of(tiny_checkpoint("llama"))
+    counts = count_of(driver, monkeypatch)
+
+    def decoding(sampling: SamplingParams = GREEDY, logprobs: Logprobs | None = None) -> int:
+        row = driver.open([5, 6, 7], 40, sampling, logprobs=logprobs)
+        driver.step((row, 0, 3, True))
+        return row
+
+    plain = decoding()
+    driver.step((plain, 3, 4, True))
+    assert counts == [1]
+    others = [
+        decoding(SamplingParams(temperature=1.0, seed=1)),
+        decoding(GREEDY, Logprobs(top=1)),
+        decoding(SamplingParams(temperature=0.0, repetition_penalty=1.5)),
+        decoding(SamplingParams(temperature=0.0, logit_bias={9: 50.0})),
+        decoding(SamplingParams(temperature=0.0, min_new_tokens=3)),
+    ]
+    for at, other in enumerate(others, 4):
+        driver.step((other, 3, 4, True), (plain, at, at + 1, True))
+    driver.step((plain, 9, 10, False))
+    driver.step((plain, 10, 12, True))
+    others.append(driver.open([1], 20))
+    driver.step((plain, 12, 13, True))
+    assert counts == [1], "none of these"
+    driver.step((others[4], 4, 5, True))
+    driver.step((others[4], 5, 6, True))
+    assert counts == [1, 1], "as soon as it has the tokens that it must have"
+    for other in others:
+        driver.close(other)
+    many = [plain, *(decoding() for _ in range(FEW_SAMPLES))]
+    starts = [13] + [3] * FEW_SAMPLES
+    entries = [(row, start, start + 1, True) for row, start in zip(many, starts, strict=True)]
+    driver.step(*entries)
+    assert counts == [1, 1], "so many are chosen for by all threads"
+    driver.step(*((row, start + 1, end + 1, take) for row, start, end, take in entries[1:]))
+    assert counts == [1, 1, FEW_SAMPLES]
+
+
+@needs_kernels
+def test_it_comes_behind_a_step_that_waits_to_be_computed(
+    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with layer marks is computed when it is waited for, or by the next one."""
+    prompt = random_prompt(20, VOCAB_SIZE)
+    wanted = driver_of(tiny_checkpoint("llama")).generate([prompt], 3)[0]
+    driver = driver_of(tiny_checkpoint("llama"))
+    counts, executor = count_of(driver, monkeypatch), driver.built.executor
+    row = driver.open(prompt, 40)
+    first = executor.launch(BatchPlan(0, (Row("a", row, 0, 20, True),)), layer_marks=True)
+    second = executor.launch(BatchPlan(1, (Row("a", row, 20, 21, True),)))
+    results = [executor.resolve(first), executor.resolve(second)]
+    third = executor.launch(BatchPlan(2, (Row("a", row, 21, 22, True),)), layer_marks=True)
+    assert counts == [1], "nobody is told of layers within one call"
+    results.append(executor.resolve(third))
+    assert [token.token_id for result in results for token in result.tokens if token is not None] == wanted
+
+
+@needs_kernels
+def test_what_goes_wrong_is_raised_where_the_step_is_resolved(
+    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = driver_of(tiny_checkpoint("llama"))
+    executor = driver.built.executor
+    row = driver.open([5], 40)
+    driver.step((row, 0, 1, True))
+
+    def fail(*anything: object) -> list[int]:
+        raise MemoryError("the kernels ran out of memory")
+
+    monkeypatch.setattr(executor._at_once, "_decode", fail)
+    handle = executor.launch(BatchPlan(9, (Row("a", row, 1, 2, True),)))
+    with pytest.raises(MemoryError):
+        executor.resolve(handle)
+
+
+def test_torch_computes_no_step_at_once(tiny_checkpoint: TinyCheckpoint) -> None:
+    assert build(tiny_checkpoint("llama"), dtype="bfloat16", cpu_kernels="torch").executor._at_once is None
+
+
+@needs_kernels
+def test_a_model_that_python_has_a_part_in_computes_no_step_at_once(tiny_checkpoint: TinyCheckpoint) -> None:
+    model = build(tiny_checkpoint("llama"), dtype="bfloat16").executor._model
+    assert isinstance(model, NativeDecoder) and model.most_at_once == FEW_SAMPLES
+    model._stops.append(None)  # type: ignore[arg-type]
+    assert model.most_at_once == 0
