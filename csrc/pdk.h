@@ -140,7 +140,7 @@ PDK_API int64_t pdk_begin(pdk_program* p, const pdk_step* step);
 /* Run operations [first, last). */
 PDK_API void pdk_run(pdk_program* p, int64_t first, int64_t last);
 /* Begin a step of rows that decode, run operations [0, last), which leave a token for each in int64 buffer `chosen`, and
-   write that behind the one that was computed, and to `out` [rows]. */
+   write that behind the one that was computed, and to `out` [rows]. Nothing may be run behind it without a new `begin`. */
 PDK_API int64_t pdk_decode(pdk_program* p, const pdk_decoding* rows, int64_t last, int64_t chosen, int64_t* out);
 
 #ifdef __cplusplus

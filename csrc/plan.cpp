@@ -10,13 +10,17 @@ namespace {
 
 constexpr int64_t SHORTEST = 128;  // keys of a piece of decode, below which cutting costs more than it gains
 constexpr int64_t MERGED = 32;     // keys that could be computed while a piece that was cut off is merged
-constexpr int64_t MOST_CUTS = 4;   // pieces for each thread that would be enough
+constexpr int64_t MOST_CUTS = 4;   // pieces for each thread that are enough
 constexpr int64_t WIDEST = 256;    // columns of keys that a piece has: what is asked for must stay in the cache
 constexpr int64_t QUERY_ROWS = 192;
 constexpr int64_t KEYS_AT_ONCE = 128;
 constexpr int64_t PARTIAL_HEAD = 16;
 
-// KV heads of a piece of decode: those that lie side by side are read together.
+// How rows that decode are cut: KV heads of a piece, which lie side by side and are read together, and its longest.
+struct Cut {
+    int64_t heads, longest;
+};
+
 int64_t heads_together(int64_t kv_heads, int64_t group, int64_t dim) {
     int64_t heads = std::max<int64_t>(1, std::min(WIDEST / padded(dim), MAX_GROUP / group));
     while (kv_heads % heads) heads--;
@@ -28,24 +32,36 @@ int64_t cuts_of(int64_t keys, int64_t longest) { return (keys + longest - 1) / l
 // After how many keys the last of so many threads ends, where no piece is longer than `longest`; `seen` are the keys of
 // each query, which has `copies` of each piece. Pieces are taken as they come, so `seen` should descend.
 int64_t end_of_last(const std::vector<int64_t>& seen, int64_t copies, int64_t longest, int threads) {
-    std::vector<int64_t> ends(threads);
+    std::vector<int64_t> ends(threads);  // a heap, the thread that ends first on top
     for (const int64_t keys : seen) {
         const int64_t count = cuts_of(keys, longest), cost = keys / count + (count > 1 ? MERGED : 0);
-        for (int64_t i = 0; i < count * copies; i++) *std::min_element(ends.begin(), ends.end()) += cost;
+        for (int64_t i = 0; i < count * copies; i++) {
+            std::pop_heap(ends.begin(), ends.end(), std::greater<>());
+            ends.back() += cost;
+            std::push_heap(ends.begin(), ends.end(), std::greater<>());
+        }
     }
     return *std::max_element(ends.begin(), ends.end());
 }
 
-// The longest piece with which all threads are done soonest.
-int64_t longest_piece(const std::vector<int64_t>& seen, int64_t copies, int threads) {
-    const int64_t uncut = INT64_MAX / 4, keys = copies * std::accumulate(seen.begin(), seen.end(), int64_t{0});
-    if (threads == 1 || seen.empty()) return uncut;
-    const auto part = [&](int64_t cuts) { return std::max(SHORTEST, (keys - 1) / (cuts * threads) + 1); };
-    if (static_cast<int64_t>(seen.size()) * copies >= 2 * MOST_CUTS * threads) return part(MOST_CUTS);
-    int64_t best = uncut, soonest = end_of_last(seen, copies, uncut, threads);
-    for (int64_t cuts = 1; cuts <= MOST_CUTS; cuts++) {
-        const int64_t end = end_of_last(seen, copies, part(cuts), threads);
-        if (end < soonest) soonest = end, best = part(cuts);
+// The cut with which all threads are done soonest.
+Cut best_cut(const std::vector<int64_t>& seen, int64_t kv_heads, int64_t together, int threads) {
+    const int64_t uncut = INT64_MAX / 4, keys = std::accumulate(seen.begin(), seen.end(), int64_t{0});
+    if (threads == 1 || seen.empty()) return {together, uncut};
+    const auto part = [&](int64_t copies, int64_t cuts) {
+        return std::max(SHORTEST, (copies * keys - 1) / (cuts * threads) + 1);
+    };
+    if (static_cast<int64_t>(seen.size()) * kv_heads / together >= 2 * MOST_CUTS * threads)
+        return {together, part(kv_heads / together, MOST_CUTS)};
+    Cut best{together, uncut};
+    int64_t soonest = INT64_MAX;
+    for (const int64_t heads : {together, int64_t{1}}) {
+        const int64_t copies = kv_heads / heads, each = heads * 10 + (heads < together);  // one by one is a tenth slower
+        for (int64_t cuts = 0; cuts <= MOST_CUTS; cuts++) {
+            const int64_t longest = cuts ? part(copies, cuts) : uncut;
+            const int64_t end = end_of_last(seen, copies, longest, threads) * each;
+            if (end < soonest) soonest = end, best = {heads, longest};
+        }
     }
     return best;
 }
@@ -68,7 +84,7 @@ void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t d
     for (int64_t r = 0; r < step.rows; r++)
         if (step.ends[r] - step.starts[r] == 1) seen.push_back(step.ends[r] - begin_of(step.starts[r]));
     std::sort(seen.begin(), seen.end(), std::greater<>());
-    const int64_t heads = heads_together(kv_heads, group, dim), longest = longest_piece(seen, kv_heads / heads, threads);
+    const auto [heads, longest] = best_cut(seen, kv_heads, heads_together(kv_heads, group, dim), threads);
     partial_floats = heads * group * (PARTIAL_HEAD + padded(dim));
     const int64_t queries = extend_queries(group);
     for (int64_t r = 0; r < step.rows; r++) {

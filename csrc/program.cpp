@@ -34,7 +34,7 @@ void Room::reserve(size_t bytes) {
 pdk_step Decoded::read(const pdk_decoding& rows, int64_t page_tokens) {
     const int64_t n = rows.rows, longest = n ? *std::max_element(rows.positions, rows.positions + n) : 0;
     const int64_t stride = longest / page_tokens + 1;
-    numbers_.resize(6 * n);
+    numbers_.resize(5 * n);
     table_.resize(n * stride);
     int64_t *ids = numbers_.data(), *pages = ids + n, *slots = pages + n, *every = slots + n, *ends = every + n;
     for (int64_t i = 0; i < n; i++) {

@@ -153,7 +153,7 @@ class DisaggConfig:
     disaggregation_heartbeat_interval_s: float = flag(2.0, help="seconds between heartbeats to a peer")
     disaggregation_heartbeat_misses: int = flag(3, help="missed heartbeats after which a peer is taken for dead")
     disaggregation_transfer_threads: int = flag(
-        2, help="threads that copy pages to one peer, at most; transports want one or two"
+        2, help="threads of a rank that copy pages to one rank of a peer, at most; transports want one or two"
     )
     disaggregation_layerwise_transfer: bool = flag(
         False, help="prefill sends pages layer group by layer group while later layers still compute"

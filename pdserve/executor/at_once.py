@@ -41,6 +41,7 @@ class AtOnce:
         for row in rows:
             if not row.sample or row.end - row.start != 1:
                 return None
+            assert row.end < self._tokens.shape[1], "the next token has its place"
         facts = np.array([[row.row for row in rows], [row.start for row in rows]])
         if not self._params.pick(facts[0], facts[1] + 1).takes_best:
             return None

@@ -236,6 +236,7 @@ class LocalExecutor:
 
     def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
         """See `Executor.launch`."""
+        assert all(row.row in self._open for row in plan.rows), "the plan names a row that is not open"
         compute: Compute | None = None
         if self._at_once is not None and not layer_marks and not self._unwritten:
             compute = self._at_once.computation(plan)
@@ -275,7 +276,6 @@ class LocalExecutor:
 
     def _read(self, plan: BatchPlan) -> _Step:
         """What the plan is computed from, read now."""
-        assert all(row.row in self._open for row in plan.rows), "the plan names a row that is not open"
         writes, self._unwritten = self._unwritten, {}
         if not plan.rows:
             return _Step(plan, writes, (), np.empty(0, dtype=np.int64), None)

@@ -1,7 +1,7 @@
 """Copy workers: threads that run copy jobs on a transport and report to the mailbox.
 
-Each peer has threads of its own, as many as its transport wants, from its first job on until it is gone. So a peer that
-hangs delays nobody else, however many do, and each thread knows alone whether it is connected.
+Each rank of a peer has threads of its own, as many as the transport wants, from its first job on until it is known to
+be gone. So a peer that hangs delays nobody else, however many do, and each thread knows alone whether it is connected.
 
 A job with a closed gate is kept aside, and holds up no other: a thread runs what is ready first, and waits for its
 oldest gate, in short bits, only when there is nothing else to do.
@@ -95,10 +95,16 @@ class CopyWorkers:
 
     def submit(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
-        workers = self._workers_of.get(job.transport_address)
-        if workers is None:
-            workers = [self._start(job.transport_address) for _ in range(self._num_writers)]
-            self._workers_of[job.transport_address] = workers
+        workers = self._workers_of.setdefault(job.transport_address, [])
+        try:
+            while len(workers) < self._num_writers:
+                workers.append(self._start(job.transport_address))
+        except RuntimeError as error:  # the system has no more threads
+            log.error("no thread to copy to %s with: %s", job.transport_address, error)
+            if not workers:
+                failure = Failure(code="no_threads", message=f"nobody copies: {error}", status=503)
+                self._post(CopyDone(job, failure, settled=True, write_s=0.0))
+                return
         min(workers, key=_num_left).give(job)
 
     def cancel(self, job: CopyJob) -> None:
@@ -135,8 +141,8 @@ class CopyWorkers:
         worker = _Worker(peer)
         name = f"kv-copy-{next(self._numbers)}"
         thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
-        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         thread.start()
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         return worker
 
     def _work(self, worker: _Worker) -> None:
@@ -187,6 +193,7 @@ class CopyWorkers:
             else:
                 self._transport.write(job.transport_address, copies)
         except TransferError as error:
+            worker.connected = False  # where it still is, connecting does nothing
             log.warning("copy of %d bytes to %s failed: %s", job.num_bytes, job.transport_address, error)
             return CopyDone(job, Failure.from_error(error), error.settled, time.monotonic() - started)
         except Exception as error:

@@ -57,6 +57,7 @@ class AutoTransport:
             protocol=" or ".join(way.facts.protocol for way in self._ways.values()),
             moves_bytes=True,
             max_outstanding=min(limits, default=None),
+            writers=max(way.facts.writers for way in self._ways.values()),
         )
 
     @property

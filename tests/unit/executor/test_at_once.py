@@ -10,6 +10,8 @@ from typing import Literal
 import pytest
 import torch
 
+from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
+from pdserve.executor.factory import build_executor
 from pdserve.executor.interface import BatchPlan, Row
 from pdserve.model.native.decoder import FEW_SAMPLES, NativeDecoder
 from pdserve.protocol.logprobs import Logprobs
@@ -109,6 +111,10 @@ def test_what_is_asked_for_besides_goes_the_long_way(
         decoding(SamplingParams(temperature=0.0, logit_bias={9: 50.0})),
         decoding(SamplingParams(temperature=0.0, min_new_tokens=3)),
     ]
+    scored = driver.open([5, 6, 7], 40, logprobs=Logprobs(prompt_from=0, output=False))
+    driver.step((scored, 0, 3, True))
+    driver.step((scored, 3, 4, True))
+    driver.close(scored)
     for at, other in enumerate(others, 4):
         driver.step((other, 3, 4, True), (plain, at, at + 1, True))
     driver.step((plain, 9, 10, False))
@@ -167,8 +173,18 @@ def test_what_goes_wrong_is_raised_where_the_step_is_resolved(
         executor.resolve(handle)
 
 
-def test_torch_computes_no_step_at_once(tiny_checkpoint: TinyCheckpoint) -> None:
-    assert build(tiny_checkpoint("llama"), dtype="bfloat16", cpu_kernels="torch").executor._at_once is None
+def test_torch_computes_no_step_at_once_and_nobody_does_beside_the_scheduler(tiny_checkpoint: TinyCheckpoint) -> None:
+    path = tiny_checkpoint("llama")
+    assert build(path, dtype="bfloat16", cpu_kernels="torch").executor._at_once is None
+    config = ServerConfig(
+        model=ModelConfig(model_path=str(path), dtype="bfloat16"),
+        memory=MemoryConfig(max_total_tokens=1024),
+        kernels=KernelConfig(device="cpu", cpu_threads=1),
+        schedule=ScheduleConfig(disable_overlap_schedule=False),
+    )
+    executor = build_executor(config, max_rows=2).executor
+    executor.close()
+    assert executor._at_once is None, "the page table may have changed when the step is computed"
 
 
 @needs_kernels

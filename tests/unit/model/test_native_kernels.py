@@ -160,32 +160,35 @@ def test_attention(
 
 @levels
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 1), (9, 3), (5, 5)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "dim"), [(4, 1, 64), (9, 3, 64), (5, 5, 64), (8, 4, 128), (16, 8, 64)]
+)
 @pytest.mark.parametrize("page_tokens", [16, 5, 64])
 def test_long_rows_are_shared_by_the_threads(
-    level: str, threads: int, num_heads: int, num_kv_heads: int, page_tokens: int
+    level: str, threads: int, num_heads: int, num_kv_heads: int, dim: int, page_tokens: int
 ) -> None:
-    """Queries over thousands of keys, whose heads are taken together and whose pieces are merged, beside shorter ones;
-    twice, for counters that go on from step to step."""
+    """Queries over thousands of keys, whose pieces are merged, beside shorter ones; of one, of some or of all heads.
+    Twice in a step, as by two layers, for counters that go on from one to the next."""
     rows = [(at, at + 1) for at in (3000, 2100, 511, 510, 700, 40)]
     batch, num_pages = batch_of(rows, page_tokens)
-    kv = torch.full((num_pages, 1, 2, num_kv_heads, page_tokens, 64), float("nan"), dtype=torch.bfloat16)
+    kv = torch.full((num_pages, 1, 2, num_kv_heads, page_tokens, dim), float("nan"), dtype=torch.bfloat16)
     fill_known(kv, batch, page_tokens)
-    p = Program(Threads(threads), level, HeadShape(1, num_heads, num_kv_heads, page_tokens, 64), kv)
-    qkv, out = p.buffer((num_heads + 2 * num_kv_heads) * 64), p.buffer(num_heads * 64)
-    p.angles(torch.zeros(32), 1.0)
+    p = Program(Threads(threads), level, HeadShape(1, num_heads, num_kv_heads, page_tokens, dim), kv)
+    qkv, outs = p.buffer((num_heads + 2 * num_kv_heads) * dim), [p.buffer(num_heads * dim) for _ in range(2)]
+    p.angles(torch.zeros(dim // 2), 1.0)
     p.place(qkv, 0, None, None, 0.0)
     for window in (0, 600):
         attend = p.num_ops
-        p.attend(0, out, window=window)
-        for _ in range(2):
-            x = torch.randn(len(rows), num_heads + 2 * num_kv_heads, 64)
-            p.begin(batch)
-            p.view(qkv, len(rows)).copy_(x.flatten(1))
-            p.run(0, 2)
-            p.run(attend, p.num_ops)
-            q = x[:, :num_heads]
-            wanted = attended(q, kv, batch, page_tokens, layer=0, window=window, softcap=0.0, sinks=None)
+        for out in outs:
+            p.attend(0, out, window=window)
+        x = torch.randn(len(rows), num_heads + 2 * num_kv_heads, dim)
+        p.begin(batch)
+        p.view(qkv, len(rows)).copy_(x.flatten(1))
+        p.run(0, 2)
+        p.run(attend, p.num_ops)
+        q = x[:, :num_heads]
+        wanted = attended(q, kv, batch, page_tokens, layer=0, window=window, softcap=0.0, sinks=None)
+        for out in outs:
             torch.testing.assert_close(p.view(out, len(rows)), wanted, atol=0.01, rtol=0.02)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -96,6 +97,15 @@ def test_memory_that_no_way_takes_is_refused_and_no_way_is_lost(make: Make) -> N
         end.transport.register([MemoryRegion(end.start + 10, 10)])
     assert "shm" in end.transport.address() and "network" in end.transport.address()
     assert end.transport.facts.protocol == "memory or tcp" and end.transport.settle_s == 11.0
+    assert (end.transport.facts.writers, end.transport.facts.max_outstanding) == (2, 7), "what suits any of them"
+
+
+def test_several_threads_that_connect_at_once_take_one_way(make: Make) -> None:
+    for _ in range(20):
+        sender, receiver = make("shm", "network"), make("shm", "network")
+        with ThreadPoolExecutor(4) as threads:
+            assert set(threads.map(sender.transport.connect, [receiver.address] * 4)) == {None}
+        assert sender.write_to(receiver) == "shm"
 
 
 def test_what_cannot_be_opened_is_left_out_and_nothing_at_all_is_an_error() -> None:

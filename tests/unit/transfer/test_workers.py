@@ -200,6 +200,42 @@ def test_a_forgotten_peer_is_disconnected_also_behind_a_connect_that_was_running
     assert transport.connects == ["peer", "peer"]
 
 
+def test_a_peer_that_came_back_is_connected_to_again_when_its_old_thread_lets_go_of_it_late(
+    workers: CopyWorkers, transport: ScriptedTransport, mailbox: Mailbox[TransferEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linked = set[str]()
+    monkeypatch.setattr(transport, "connect", linked.add)
+
+    def write(address: str, copies: Sequence[Copy]) -> None:
+        if address not in linked:
+            raise TransferError(f"not connected to {address}", code="not_connected")
+
+    monkeypatch.setattr(transport, "write", write)
+    workers.submit(_job("peer", 0))
+    _reports(mailbox, 1)
+    linked.clear()
+    workers.submit(_job("peer", 1))
+    workers.submit(_job("peer", 2))
+    lost, good = _reports(mailbox, 2)
+    assert lost.failure is not None and good.failure is None, "one job is lost, and no more"
+
+
+def test_without_threads_a_job_fails_and_the_next_one_may_go(
+    workers: CopyWorkers, mailbox: Mailbox[TransferEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        workers.submit(_job("peer", 0))
+    (report,) = _reports(mailbox, 1)
+    assert report.failure is not None and report.failure.code == "no_threads" and report.settled
+    workers.submit(_job("peer", 1))
+    (report,) = _reports(mailbox, 1)
+    assert report.failure is None
+
+
 def test_closing_cuts_off_what_runs_and_begins_nothing_more(
     transport: ScriptedTransport, mailbox: Mailbox[TransferEvent]
 ) -> None:
