@@ -1,8 +1,8 @@
 // Attention of one query over the pages of its row, read in place. See level.cpp.
 //
 // Tokens are taken in runs of sixteen, at multiples of sixteen, and the softmax goes on from one span of them to the
-// next. The heads of a piece, which lie side by side in a page, take turns with each span. A place outside a piece stands for its nearest token, and its score is masked: memory that no token was written
-// to is never read.
+// next. The heads of a piece, which lie side by side in a page, take turns with each span. A place outside a piece
+// stands for its nearest token, and its score is masked: memory that no token was written to is never read.
 #pragma once
 
 constexpr int64_t SPAN = 128;
