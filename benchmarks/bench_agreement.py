@@ -1,17 +1,19 @@
-"""How a replica's ranks come to agree that a transfer has ended: by reports to the leader, or by a reduction a step.
+"""How a replica's ranks come to agree that a transfer has ended, and what that costs everything else.
 
     python -m benchmarks.bench_agreement --ranks 2 4 --write
 
-Real processes. Each transfer ends on every rank at a moment of its own, within 2 ms. `reports`: each rank tells the
-leader, over the links that a server has (`ranks/links.py`). `reduction`: every rank takes part in a MIN over a gloo
-group, again and again until the result says that all have ended. Both with a step of the model between two looks, and
-without. Measured is how late the leader knows, what CPU time all ranks take meanwhile, and for how long the leader's
-loop stands still while another rank is stopped for a second.
+Real processes. Each transfer ends on every rank at a moment of its own, within 2 ms. `on news` is what servers do: one
+MIN over gloo for all that is pending, begun in a turn of the leader's loop when a rank has news, and taken when it is
+done (`ranks/consensus.py`). `every step` is the usual way: all ranks reduce what is pending at the beginning of each
+step, and wait for each other. Both with a step of the model between two looks, and without. Measured is how late the
+leader knows, what CPU time all ranks take meanwhile, and for how long the leader's loop stands still while another rank
+is stopped for a second.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -20,8 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
 from typing import Literal
 
@@ -31,22 +32,31 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from benchmarks.report import Run, add_write_flags, footer, markdown_table, spread_of
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.base.parallel import ParallelShape
-from pdserve.ranks.follower import Leader
-from pdserve.ranks.followers import Followers, meet_followers
-from pdserve.ranks.orders import CopyReport, NotesReport
+from pdserve.model.parallel import Parallel
+from pdserve.model.torch_parallel import open_parallel
+from pdserve.ranks.consensus import Consensus
+from pdserve.ranks.copies import RankCopies
+from pdserve.ranks.followers import meet_followers
+from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
+from pdserve.ranks.leader import Leader, Stopped
 from pdserve.ranks.rendezvous import open_store
+from pdserve.scheduler.scheduler import Event, Mail
+from pdserve.scheduler.shared_mail import FollowerMail, LeaderMail
+from pdserve.transfer.events import CopyDone, CopyJob
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Key
 
-Way = Literal["reports", "reduction"]
+Way = Literal["on news", "every step"]
 HOST, TOKEN, TIMEOUT_S = "127.0.0.1", "agreement", 60.0
 START_S, GAP_S, JITTER_S, STOPPED_S = 0.3, 0.01, 0.002, 1.0
-LOOK_S = 0.001
+WAIT_S = 0.05
 NOTES = (
     "A rank's transfers end 10 ms after each other. Not in the figures: what else a scheduler does in a step.",
     "A transfer that the stopped rank has a part in is late by that second either way; a halt concerns all others.",
-    "With nothing else to do, who reduces does it again and again, and who hears reports sleeps.",
+    "With nothing else to do, who reduces in every step does it again and again, and who waits for news sleeps.",
 )
 
 
@@ -58,12 +68,6 @@ def ends_at(began: float, rank: int, transfer: int) -> float:
 def sleep_until(moment: float) -> None:
     """Return then, or at once."""
     time.sleep(max(0.0, moment - time.monotonic()))
-
-
-def join_group(store: Store, rank: int, ranks: int) -> None:
-    """The gloo group that reduces."""
-    store, timeout = PrefixStore("gloo", store), timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
 def reduce_until_agreed(
@@ -83,22 +87,103 @@ def reduce_until_agreed(
     return known
 
 
+class TimedCopies:
+    """`CopyEngine` of a rank whose copies end when `ends_at` says so."""
+
+    settle_s, notifies = 0.0, False
+
+    def __init__(self, rank: int, began: float, transfers: int, post: Callable[[CopyDone], None]) -> None:
+        self._args = (rank, began, transfers, post)
+        self._submitted = threading.Semaphore(0)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def reach(self, rank: int, transport_address: str) -> bool:
+        """See `CopyEngine`."""
+        return True
+
+    def submit(self, job: CopyJob) -> None:
+        """See `CopyEngine`."""
+        self._submitted.release()
+
+    def cancel(self, job: CopyJob) -> None:
+        """See `CopyEngine`."""
+
+    def forget(self, transport_address: str) -> None:
+        """See `CopyEngine`."""
+
+    def expect(self, key: Key, rank: int, count: int) -> bool:
+        """See `CopyEngine`."""
+        raise AssertionError("it notifies of nothing")
+
+    def _run(self) -> None:
+        rank, began, transfers, post = self._args
+        for transfer in range(transfers):
+            self._submitted.acquire()
+            sleep_until(ends_at(began, rank, transfer))
+            post(CopyDone(Key(transfer, 1, "bench"), rank, None, settled=True, write_s=0.0))
+
+
+class Loop:
+    """A rank's loop as a server has it, but for all that has nothing to do with copies."""
+
+    def __init__(self, ranks: int, mail: Mail, copies: RankCopies, log: InputLog, began: float) -> None:
+        self._ranks = ranks
+        self._mail = mail
+        self._copies = copies
+        self._log = log
+        self._began = began
+
+    def run(self, transfers: int, step_s: float, look: Callable[[], None]) -> list[float]:
+        """When it knew of each transfer's end, on all ranks."""
+        known: list[float] = []
+        ended: Counter[int] = Counter()
+        submitted = 0
+        while len(known) < transfers:
+            for event in self._mail.drain():
+                if isinstance(event, Woken):
+                    continue
+                assert isinstance(event, CopyDone), event
+                ended[event.key.room] += 1
+                known += [time.monotonic()] * (ended[event.key.room] == self._ranks)
+            due = min(transfers, int((self._log.now() - self._began) / GAP_S) + 2)
+            for transfer in range(submitted, due):
+                for rank in range(self._ranks):
+                    self._copies.submit(CopyJob(Key(transfer, 1, "bench"), rank, "", "", (), 1, rank=rank))
+            submitted = max(submitted, due)
+            look()
+            if step_s:
+                time.sleep(step_s)
+            else:
+                self._mail.wait(min(WAIT_S, GAP_S))
+        return known
+
+
+@contextlib.contextmanager
+def joined(store: Store, rank: int, ranks: int) -> Iterator[Parallel]:
+    """This rank among the others, over gloo."""
+    place = ParallelShape(tp_size=ranks).place(rank)
+    parallel = open_parallel(place, PrefixStore("gloo", store), torch.device("cpu"), timeout_s=TIMEOUT_S)
+    yield parallel
+    parallel.close()
+
+
 def follow(way: Way, path: str, rank: int, ranks: int, transfers: int, step_s: float) -> None:
     """The process of a rank but the first."""
     torch.set_num_threads(1)
-    place = ParallelShape(tp_size=ranks).place(rank)
     store = open_store(f"file://{path}", rank, ranks)
-    leader = Leader(place, store, TOKEN, host=HOST)
-    if way == "reduction":
-        join_group(store, rank, ranks)
-    began = float(store.get("began"))
-    if way == "reduction":
-        reduce_until_agreed(began, rank, transfers, step_s, lambda: None)
-    else:
-        for transfer in range(transfers):
-            sleep_until(ends_at(began, rank, transfer))
-            leader.report(NotesReport(Key(transfer, 1, "bench"), 0))
-    leader.orders.get(timeout=TIMEOUT_S)
+    leader = Leader(ParallelShape(tp_size=ranks).place(rank), store, TOKEN, host=HOST)
+    with joined(store, rank, ranks) as parallel, contextlib.suppress(Stopped):
+        began = float(store.get("began"))
+        if way == "every step":
+            reduce_until_agreed(began, rank, transfers, step_s, lambda: None)
+        else:
+            copies = RankCopies(rank)
+            log = FollowerLog(f"rank {rank}", began, leader.hear)
+            consensus = Consensus(copies, parallel.begin_least, log, leader.blame, lambda: None, in_step=True)
+            copies.drive(TimedCopies(rank, began, transfers, copies.post), 0.0, leader.report)
+            Loop(ranks, FollowerMail(log, consensus), copies, log, began).run(transfers, step_s, lambda: None)
+        leader.wait_stop()
+    leader.close()
 
 
 class Looks:
@@ -113,39 +198,6 @@ class Looks:
         if self._last is not None:
             self.longest_s = max(self.longest_s, now - self._last)
         self._last = now
-
-
-class Reports:
-    """What followers have told the leader. Its loop waits for them, or looks once in a step."""
-
-    def __init__(self, followers: Followers, ranks: int) -> None:
-        self._num_others = ranks - 1
-        self._arrived: Counter[int] = Counter()
-        self._changed = threading.Condition()
-        followers.on_copied(self._take)
-
-    def lead(self, began: float, transfers: int, step_s: float, look: Callable[[], None]) -> list[float]:
-        """When it knew of each transfer's end, here and everywhere."""
-        known: list[float] = []
-        while len(known) < transfers:
-            own_end = ends_at(began, 0, len(known))
-            with self._changed:
-                ended = self._arrived[len(known)] == self._num_others and time.monotonic() >= own_end
-                if not (ended or step_s):
-                    left_s = own_end - time.monotonic()
-                    self._changed.wait(min(LOOK_S, left_s) if left_s > 0 else LOOK_S)
-            look()
-            if ended:
-                known.append(time.monotonic())
-            if step_s:
-                time.sleep(step_s)
-        return known
-
-    def _take(self, rank: int, report: CopyReport | NotesReport) -> None:
-        assert isinstance(report, NotesReport), report
-        with self._changed:
-            self._arrived[report.key.room] += 1
-            self._changed.notify()
 
 
 def stop_for_a_while(pid: int, after_s: float) -> None:
@@ -171,26 +223,30 @@ def lead(way: Way, ranks: int, transfers: int, step_s: float, stop: bool) -> dic
             child.start()
         store = open_store(f"file://{path}", 0, ranks)
         followers = meet_followers(ParallelShape(tp_size=ranks), store, TOKEN, host=HOST)
-        reports, looks = Reports(followers, ranks), Looks()
-        if way == "reduction":
-            join_group(store, 0, ranks)
-        processes = [psutil.Process(), *(psutil.Process(child.pid) for child in children)]
-        cpu_s, began = cpu_seconds(processes), time.monotonic() + START_S
-        store.set("began", str(began))
-        if stop:
-            pid = children[-1].pid
-            assert pid is not None
-            stop_for_a_while(pid, START_S + transfers * GAP_S / 2)
-        if way == "reduction":
-            known = reduce_until_agreed(began, 0, transfers, step_s, looks)
-        else:
-            known = reports.lead(began, transfers, step_s, looks)
-        took_s, cpu_s = time.monotonic() - began, cpu_seconds(processes) - cpu_s
-        followers.close()
-        for child in children:
-            child.join(TIMEOUT_S)
-        if way == "reduction":
-            dist.destroy_process_group()
+        with joined(store, 0, ranks) as parallel:
+            looks, mailbox, copies = Looks(), Mailbox[Event](), RankCopies(0)
+            log = LeaderLog(MonotonicClock(), followers.tell)
+            consensus = Consensus(
+                copies, parallel.begin_least, log, followers.blame, lambda: mailbox.post(Woken()), in_step=True
+            )
+            followers.on_copied(consensus.heard)
+            processes = [psutil.Process(), *(psutil.Process(child.pid) for child in children)]
+            cpu_s, began = cpu_seconds(processes), time.monotonic() + START_S
+            store.set("began", str(began))
+            if stop:
+                pid = children[-1].pid
+                assert pid is not None
+                stop_for_a_while(pid, START_S + transfers * GAP_S / 2)
+            if way == "every step":
+                known = reduce_until_agreed(began, 0, transfers, step_s, looks)
+            else:
+                copies.drive(TimedCopies(0, began, transfers, copies.post), 0.0, consensus.heard)
+                loop = Loop(ranks, LeaderMail(mailbox, log, consensus), copies, log, began)
+                known = loop.run(transfers, step_s, looks)
+            took_s, cpu_s = time.monotonic() - began, cpu_seconds(processes) - cpu_s
+            followers.close()
+            for child in children:
+                child.join(TIMEOUT_S)
     ends = [max(ends_at(began, rank, each) for rank in range(ranks)) for each in range(transfers)]
     late = sorted(knew - end for knew, end in zip(known, ends, strict=True))
     return {
@@ -211,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     run = Run("agreement", argv)
     torch.set_num_threads(1)
-    ways: list[tuple[Way, float]] = [(way, step_s) for step_s in (0.0, 0.005) for way in ("reports", "reduction")]
+    ways: list[tuple[Way, float]] = [(way, step_s) for step_s in (0.0, 0.005) for way in ("on news", "every step")]
     rows, found = [], []
     for ranks in args.ranks:
         for way, step_s in ways:

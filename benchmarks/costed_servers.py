@@ -37,7 +37,7 @@ from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import Address, CopyJob, PrefillFound
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST, KVArgs, KVManager, TransferTimes
 from pdserve.transfer.sessions import SessionTimes
-from pdserve.transfer.wire import Key
+from pdserve.transfer.wire import Key, RankMemory
 
 PAGE_TOKENS = 16
 PREFILL: Address = ("prefill", 1)
@@ -164,6 +164,10 @@ class HeldEngine:
     settle_s: float = 0.0
     notifies: bool = False
 
+    def reach(self, rank: int, transport_address: str) -> bool:
+        """See `CopyEngine`."""
+        return True
+
     def submit(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
 
@@ -264,7 +268,7 @@ class CostedServer:
             KVArgs(
                 instance=mode,
                 layout=LAYOUT,
-                buffers=executor.buffers,
+                ranks=(RankMemory.of(mode, executor.buffers),),
                 aux=MetadataBuffers(num_aux),
                 facts={"model": ""},
             ),

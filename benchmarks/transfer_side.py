@@ -37,7 +37,7 @@ from pdserve.transfer.registry import open_transport
 from pdserve.transfer.sessions import SessionTimes
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.transport import MemoryRegion
-from pdserve.transfer.wire import TransferStats
+from pdserve.transfer.wire import RankMemory, TransferStats
 from pdserve.transfer.workers import CopyWorkers
 
 HOST = "127.0.0.1"
@@ -140,7 +140,7 @@ class Side:
         args = KVArgs(
             instance=self.instance,
             layout=layout,
-            buffers=[(self.region.address, self.region.num_bytes)],
+            ranks=(RankMemory.of(workers.address, [(self.region.address, self.region.num_bytes)]),),
             aux=aux,
             facts={"transfer_backend": backend},
         )

@@ -1,7 +1,7 @@
 """The engine's processes on this host: a leader per replica, and the ranks that follow it. Called by `launch_server`.
 
     replica 0: rank 0 (scheduler) <── channel ──> API process          --dp-size such replicas
-               rank 1, 2, ...     <── orders of rank 0                 --tp-size x --pp-size ranks each
+               rank 1, 2, ...     <── what rank 0 hears                --tp-size x --pp-size ranks each
 
 With DP attention the replicas have --tp-size ranks together, and meet each other. With several hosts each has its share
 of the ranks of every replica, in order; node 0 has the leaders. The death of any process ends all.
@@ -83,7 +83,7 @@ class Engine:
         if parallel.nnodes > 1 and not control_token():
             raise ConfigError(
                 "several hosts need a secret in PDSERVE_CONTROL_TOKEN, the same on all: whoever reaches a rank's port "
-                "could give it orders",
+                "could tell it what to compute",
                 field="nnodes",
             )
         ranks = range(parallel.node_rank * per_node, (parallel.node_rank + 1) * per_node)
@@ -235,7 +235,7 @@ def _lead(start: RankStart) -> None:
 
 
 def _follow(start: RankStart) -> None:
-    from pdserve.ranks.follower import run_follower
+    from pdserve.scheduler.build_follower import run_follower
 
     assert start.rendezvous is not None
     place = start.config.parallel.shape.place(start.rank)

@@ -5,6 +5,7 @@ pass it on would cost a wake-up and a turn with the interpreter's lock for each 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import select
@@ -16,6 +17,11 @@ from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Woken:
+    """Posted to wake the reader alone, which sees by itself what for."""
 
 
 class Source(Protocol[T_co]):

@@ -1,8 +1,8 @@
 """Moves experts between ranks while the server runs, so that all ranks have as much to do (EPLB).
 
 Owned by `LocalExecutor` of a rank that holds whole experts. `plan` and `place` are called on every rank at the same
-point between two steps, as the leader orders: all have counted alike, so all come to the same placement, and only
-weights travel. What takes time, the planning, is done by a thread while steps go on.
+point between two steps: all have counted alike, so all come to the same placement, and only weights travel. What takes
+time, the planning, is done by a thread while steps go on.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ by families and by the executor, by all ranks of a group in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -70,6 +70,14 @@ class Parallel(Protocol):
 
     def share_tokens(self, tensors: Sequence[Tensor]) -> Arrival:
         """Begin to overwrite `tensors` on every rank of the replica with those of the sampling rank."""
+        ...
+
+    def begin_least(self, values: Tensor, then: Callable[[], None]) -> Arrival:
+        """Begin to overwrite `values`, on the host, with the least that any rank of the replica has there.
+
+        `then` is called when that is done, or has failed, on any thread. One at a time; it may be late on other ranks
+        while this one goes on.
+        """
         ...
 
     def close(self) -> None:
@@ -168,6 +176,11 @@ class SingleRank:
 
     def share_tokens(self, tensors: Sequence[Tensor]) -> Arrival:
         """See `Parallel.share_tokens`."""
+        return _THERE
+
+    def begin_least(self, values: Tensor, then: Callable[[], None]) -> Arrival:
+        """See `Parallel.begin_least`."""
+        then()
         return _THERE
 
     def close(self) -> None:

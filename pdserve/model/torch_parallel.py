@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import psutil
@@ -31,6 +31,7 @@ TIMEOUT_S = 300.0
 """Longer than any step: a rank that computes is no rank that is gone."""
 
 Backend = Literal["gloo", "nccl"]
+_SHARING = "sharing tokens"
 
 
 class TorchParallel:
@@ -52,6 +53,7 @@ class TorchParallel:
             elif edge[1] == place.rank:
                 self._previous = group
         self._replica = None if place.dp_size == 1 else _group(replicas, place, timeout)
+        self._schedulers = None if own.shape.num_ranks == 1 else _group(replicas, place, timeout, "gloo")
         self._sampler = _stages(replicas[place.dp_rank], own.shape)[-1][0]
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._max_sending = own.shape.pp_size**2  # so many micro-batches are under way
@@ -129,10 +131,18 @@ class TorchParallel:
     def share_tokens(self, tensors: Sequence[Tensor]) -> Arrival:
         """See `Parallel.share_tokens`."""
         if self.place.shape.num_ranks == 1:
-            return _Tokens(())
-        with _with_others("sharing tokens"):
+            return _Works((), _SHARING)
+        with _with_others(_SHARING):
             works = [dist.broadcast(x, self._sampler, group=self._replica, async_op=True) for x in tensors]
-        return _Tokens(tuple(work for work in works if work is not None))
+        return _Works(tuple(work for work in works if work is not None), _SHARING)
+
+    def begin_least(self, values: Tensor, then: Callable[[], None]) -> Arrival:
+        """See `Parallel.begin_least`."""
+        with _with_others("agreeing"):
+            work = dist.all_reduce(values, dist.ReduceOp.MIN, group=self._schedulers, async_op=True)
+        assert work is not None, "this rank is of its replica"
+        work.get_future().add_done_callback(lambda _: then())
+        return _Works((work,), "agreeing")
 
     def close(self) -> None:
         """See `Parallel.close`."""
@@ -141,14 +151,15 @@ class TorchParallel:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tokens:
-    """Implements `Arrival`."""
+class _Works:
+    """Implements `Arrival`; `what` the ranks are about."""
 
     works: tuple[dist.Work, ...]
+    what: str
 
     def wait(self) -> None:
         """See `Arrival.wait`."""
-        with _with_others("sharing tokens"):
+        with _with_others(self.what):
             for work in self.works:
                 work.wait()
 
@@ -221,9 +232,13 @@ def _edges(replica: list[int], shape: ParallelShape) -> list[tuple[int, int]]:
     return list(zip(replica, replica[shape.tp_size :], strict=False))
 
 
-def _group(members: list[list[int]], place: WidePlace, timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """This rank's group among `members`, all of which every rank makes in the same order."""
-    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout) for ranks in members]
+def _group(
+    members: list[list[int]], place: WidePlace, timeout: datetime.timedelta, backend: Backend | None = None
+) -> dist.ProcessGroup:
+    """This rank's group among `members`, all of which every rank makes in the same order. By default the backend is
+    that of the device.
+    """
+    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in members]
     return next(group for ranks, group in zip(members, groups, strict=True) if place.rank in ranks)
 
 

@@ -12,6 +12,8 @@ T = TypeVar("T")
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_RANK_BYTES = 512 << 20
+"""Between the ranks of a server. What a step gave may be large: log probabilities of a chunk for many tokens each."""
 
 
 class Codec(Generic[T]):

@@ -1,1 +1,1 @@
-"""The ranks of one replica: a leader that decides, and followers that compute and copy what it orders."""
+"""The ranks of one replica: what their schedulers decide by, what they agree on, how they find and lose each other."""

@@ -1,115 +1,205 @@
-"""The leader's copy engine: the rank whose pages a job copies runs it. Made by the leader's composition root."""
+"""A rank's copy engine: of all jobs that the scheduler submits, it runs those out of this rank's pages, and keeps what
+has become of them until all ranks agree on it (`consensus`).
+
+Made by the composition root of each rank's process.
+"""
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
-from pdserve.ranks.followers import Followers
-from pdserve.ranks.orders import Cancel, CopyReport, Expect, Forget, NotesReport, RankReady, Submit, pack_pieces
-from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, LayerGate, Notified, TransferEvent
+import msgspec
+import torch
+from torch import Tensor
+
+from pdserve.protocol.failure import Failure
+from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, Notified, Reached, TransferEvent
+from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Key
+
+Item = tuple[Key | str, int]
+"""A copy job by its index; what rank r expects to be notified of, `-1 - r`; or an address that rank r shall reach."""
+Outcome = Reached | CopyDone | Notified
+Tell = Callable[[Outcome], None]
+
+LOST = Failure(code="transfer_failed", message="a rank could not; its own log says why", status=502)
+_LATER = torch.iinfo(torch.int64).max
+"""What a rank says of another's items: no less than what that one says."""
 
 
 class RankCopies:
-    """Implements `CopyEngine` over `own` workers and those of `followers`, which are `ready`.
+    """Implements `CopyEngine` for rank `rank` over an engine that is told later (`drive`).
 
-    `last_resolved` is the newest step that every rank had computed: a follower's job without a gate of its own waits
-    for it there too. Scheduler thread, but for reports, which the link thread hands to `post`.
+    All ranks have the same items pending, for their schedulers submit and expect the same.
     """
 
-    def __init__(
-        self,
-        own: CopyEngine,
-        followers: Followers,
-        ready: Sequence[RankReady],
-        last_resolved: Callable[[], int | None],
-        post: Callable[[TransferEvent], None],
-    ) -> None:
-        self._own = own
-        self._followers = followers
-        self._last_resolved = last_resolved
-        self._post = post
-        self._settle_s = max(own.settle_s, *(each.settle_s for each in ready))
-        self._ids = itertools.count()
-        self._lock = threading.Lock()
-        self._jobs: dict[int, CopyJob] = {}
-        """Jobs that followers have, by the number that they know them by."""
-        self._numbers: dict[int, int] = {}
-        """These numbers by the identity of the job."""
-        followers.on_copied(self._copied)
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._tell: Tell = lambda event: None
+        self._own: CopyEngine | None = None
+        self._lock = threading.RLock()
+        self._pending: dict[Item, int] = {}
+        """Whose each is, in the order in which they came."""
+        self._together: dict[Key | str, set[Item]] = {}
+        """The same by what they are of."""
+        self._outcomes: dict[Item, Outcome] = {}
+        """Of own items, until all agree."""
+        self._reasons: dict[Item, Failure] = {}
+        """Why others' have failed, where that has been heard."""
+        self.settle_s = 0.0
 
-    @property
-    def settle_s(self) -> float:
-        """See `CopyEngine`: the longest of all ranks'."""
-        return self._settle_s
+    def drive(self, own: CopyEngine, settle_s: float, tell: Tell) -> None:
+        """Copy with `own`, which posts to `post`. Once, before anything is submitted.
 
-    @property
-    def address(self) -> str:
-        """See `CopyEngine`: the leader's."""
-        return self._own.address
+        `tell` is called with what has become of an own item, on any thread; `settle_s` is the longest of all ranks'.
+        """
+        self._own, self.settle_s, self._tell = own, settle_s, tell
 
     @property
     def notifies(self) -> bool:
         """See `CopyEngine`: all ranks have the same transport."""
-        return self._own.notifies
+        return self._engine.notifies
+
+    @property
+    def num_pending(self) -> int:
+        """Items that the ranks have not agreed on; the same number on all."""
+        return len(self._pending)
+
+    def reach(self, rank: int, transport_address: str) -> bool:
+        """See `CopyEngine`. What this rank knows at once, the others do not: they, too, agree first."""
+        if (transport_address, rank) in self._pending:
+            return False  # asked before, by somebody who has given up
+        self._add((transport_address, rank), rank)
+        if rank == self._rank and self._engine.reach(0, transport_address):
+            self.post(Reached(transport_address, None))
+        return False
 
     def submit(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
-        if job.rank == 0:
-            self._own.submit(job)
-            return
-        gate = job.ready
-        assert gate is None or isinstance(gate, LayerGate), (
-            "only a gate that names its step can be waited for elsewhere"
-        )
-        number = next(self._ids)
-        with self._lock:
-            self._jobs[number] = job
-            self._numbers[id(job)] = number
-        self._followers.order_one(
-            job.rank,
-            Submit(
-                job=number,
-                key=job.key,
-                index=job.index,
-                peer=job.peer,
-                transport_address=job.transport_address,
-                pieces=pack_pieces(job.pieces),
-                num_bytes=job.num_bytes,
-                after_step=self._last_resolved() if gate is None else gate.step,
-                after_layers=None if gate is None else gate.num_layers,
-            ),
-        )
+        self._add((job.key, job.index), job.rank)
+        if job.rank == self._rank:
+            self._engine.submit(job)
 
     def cancel(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
-        if job.rank == 0:
-            self._own.cancel(job)
-            return
-        with self._lock:
-            number = self._numbers.get(id(job))
-        if number is not None:
-            self._followers.order_one(job.rank, Cancel(number))
+        if job.rank == self._rank:
+            self._engine.cancel(job)
 
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`: every rank forgets it."""
-        self._own.forget(transport_address)
-        self._followers.order(Forget(transport_address))
+        self._engine.forget(transport_address)
 
     def expect(self, key: Key, rank: int, count: int) -> bool:
-        """See `CopyEngine`: what a follower has been notified of it will say."""
-        if rank == 0:
-            return self._own.expect(key, 0, count)
-        self._followers.order_one(rank, Expect(key, count))
+        """See `CopyEngine`; as `reach`."""
+        self._add((key, -1 - rank), rank)
+        if rank == self._rank and self._engine.expect(key, 0, count):
+            self.post(Notified(key, 0))
         return False
 
-    def _copied(self, rank: int, report: CopyReport | NotesReport) -> None:
-        if isinstance(report, NotesReport):
-            self._post(Notified(report.key, report.num_missing, rank))
-            return
+    def post(self, event: TransferEvent) -> None:
+        """What the engine tells of an own item. Any thread."""
+        assert isinstance(event, Outcome), event
+        if not isinstance(event, CopyDone):
+            event = msgspec.structs.replace(event, rank=self._rank)
+        item = item_of(event)
+        with self._lock:  # nobody polls what has not been told, nor is told what a poll does not find
+            if item in self._pending:
+                self._outcomes[item] = event
+                self._tell(event)
+
+    def heard(self, event: Outcome) -> None:
+        """Another rank has told of its own. What counts is what all agree on; but it knows why. Any thread."""
+        failure = _failure_of(event)
+        if failure is not None:
+            with self._lock:
+                self._reasons[item_of(event)] = failure
+
+    def is_ripe(self, ended: Container[Item], of: Key | str | None = None) -> bool:
+        """Whether all that is pending of a transfer, or of that one alone, is known to have `ended`. Any thread."""
         with self._lock:
-            job = self._jobs.pop(report.job)
-            del self._numbers[id(job)]
-        self._post(CopyDone(job, report.failure, report.settled, report.write_s))
+            some = self._together.values() if of is None else [self._together.get(of, set())]
+            return any(items and all(item in ended for item in items) for items in some)
+
+    def poll(self) -> tuple[Sequence[Item], Tensor]:
+        """What is pending, and int64 `[items, 3]` of it: a `KVPoll`, whether an end is settled, and how long the copy
+        took, negative, in microseconds. The least that any rank says is what the item's own rank says.
+        """
+        with self._lock:
+            values = [
+                _values_of(self._outcomes.get(item)) if rank == self._rank else (_LATER, _LATER, _LATER)
+                for item, rank in self._pending.items()
+            ]
+        return list(self._pending), torch.tensor(values, dtype=torch.int64)
+
+    def agreed(self, items: Sequence[Item], values: Tensor) -> list[Outcome]:
+        """All ranks say of `items`, which `poll` gave, what `values` say: those that have ended are pending no more.
+
+        The outcomes are the same on all ranks, but for the words of failures, which the leader has.
+        """
+        ended: list[Outcome] = []
+        for item, (state, settled, spent_us) in zip(items, values.tolist(), strict=True):
+            if state == KVPoll.TRANSFERRING:
+                continue
+            with self._lock:
+                self._drop(item)
+                own, reason = self._outcomes.pop(item, None), self._reasons.pop(item, LOST)
+            failure = None
+            if state == KVPoll.FAILED:
+                failure = (None if own is None else _failure_of(own)) or reason
+            match item:
+                case str(address), rank:
+                    ended.append(Reached(address, failure, rank))
+                case key, index if index < 0:
+                    ended.append(Notified(key, int(state == KVPoll.FAILED), -1 - index))
+                case key, index:
+                    ended.append(CopyDone(key, index, failure, bool(settled), -spent_us / 1e6))
+        if not self._pending:
+            with self._lock:
+                self._reasons.clear()  # those that came too late
+        return ended
+
+    def _add(self, item: Item, rank: int) -> None:
+        with self._lock:
+            self._pending[item] = rank
+            self._together.setdefault(item[0], set()).add(item)
+
+    def _drop(self, item: Item) -> None:
+        del self._pending[item]
+        left = self._together[item[0]]
+        left.remove(item)
+        if not left:
+            del self._together[item[0]]
+
+    @property
+    def _engine(self) -> CopyEngine:
+        assert self._own is not None, "nobody copies yet"
+        return self._own
+
+
+def item_of(event: Outcome) -> Item:
+    """What it is the outcome of."""
+    match event:
+        case Reached(transport_address=address, rank=rank):
+            return address, rank
+        case Notified(key=key, rank=rank):
+            return key, -1 - rank
+        case CopyDone(key=key, index=index):
+            return key, index
+
+
+def _failure_of(event: Outcome) -> Failure | None:
+    return None if isinstance(event, Notified) else event.failure
+
+
+def _values_of(outcome: Outcome | None) -> tuple[int, int, int]:
+    """What an item's own rank says of it; see `RankCopies.poll`."""
+    match outcome:
+        case None:
+            return KVPoll.TRANSFERRING, 0, 0
+        case Reached(failure=failure):
+            return KVPoll.SUCCESS if failure is None else KVPoll.FAILED, 1, 0
+        case Notified(num_missing=num_missing):
+            return KVPoll.FAILED if num_missing else KVPoll.SUCCESS, 1, 0
+        case CopyDone(failure=failure, settled=settled, write_s=write_s):
+            return KVPoll.SUCCESS if failure is None else KVPoll.FAILED, int(settled), -round(write_s * 1e6)

@@ -1,4 +1,4 @@
-"""Hashes of the pages of every rank, asked for by the leader. Made by the composition root of the leader's process."""
+"""Hashes of the pages of every rank. Made by the composition root of each rank's process."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import itertools
 from collections.abc import Sequence
 
 from pdserve.executor.kv_hasher import KVHasher
-from pdserve.ranks.followers import Followers
-from pdserve.ranks.orders import Digest, pack
+from pdserve.ranks.input_log import InputLog
+from pdserve.ranks.mates import Mates
 from pdserve.transfer.kv_digest import RankDigest
 
 
 class GroupHasher:
-    """Implements `KVHasher` over `own`, the leader's, and those of `followers`. Waits for them: they obey in order."""
+    """Implements `KVHasher` over `own`, this rank's: what all have, in the order of the ranks."""
 
-    def __init__(self, own: KVHasher, followers: Followers) -> None:
+    def __init__(self, own: KVHasher, mates: Mates, log: InputLog) -> None:
         self._own = own
-        self._followers = followers
+        self._mates = mates
+        self._log = log
         self._numbers = itertools.count()
 
     def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
         """See `KVHasher`. Raises RankError when a rank is lost."""
-        number = next(self._numbers)
-        self._followers.order(Digest(number, pack(pages), first, num_tokens))
-        own = self._own.digest(pages, first, num_tokens)
-        return (*own, *self._followers.wait_digests(number))
+        (own,) = self._own.digest(pages, first, num_tokens)
+        found = self._mates.digested(next(self._numbers), own)
+        return self._log.answer(lambda: found)

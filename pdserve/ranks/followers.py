@@ -1,8 +1,7 @@
-"""The leader's door to its followers: orders go out, and what they report is kept until it is asked for.
+"""The leader's door to its followers: what is said to all, and what they report, kept until it is asked for.
 
-Made by the composition root of the leader's process before anything is loaded (`meet_followers`); used by
-`GroupExecutor` and `RankCopies` on the scheduler thread. Reports come in on the link thread. Every wait ends when a
-rank is lost.
+Made by the composition root of the leader's process before anything is loaded (`meet_followers`); used on the scheduler
+thread. Reports come in on the link thread. Every wait ends when a rank is lost.
 """
 
 from __future__ import annotations
@@ -20,40 +19,46 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.errors import PdserveError, RankError
 from pdserve.ranks.links import Links, end_process
 from pdserve.ranks.meeting import Facts, Introduction, rank_names, secret_of
-from pdserve.ranks.orders import (
+from pdserve.ranks.messages import (
     Agreed,
     Alive,
-    CopyReport,
     Digested,
-    NotesReport,
     Offloaded,
-    Order,
     RankFailed,
     RankReady,
-    Report,
     Sized,
     StepDone,
     Stop,
+    ToFollower,
+    ToLeader,
     Trouble,
-    order_codec,
-    report_codec,
+    follower_codec,
+    leader_codec,
 )
 from pdserve.ranks.rendezvous import MEET_TIMEOUT_S
 from pdserve.ranks.watch import LinkTimes, Peer
+from pdserve.transfer.events import CopyDone, Notified, Reached
 from pdserve.transfer.kv_digest import RankDigest
 
 ANSWER_TIMEOUT_S = 600.0
-"""A follower that lives but has not done in this time what it was ordered will never do it."""
+"""A follower that lives but has not done in this time what we have done will never do it."""
 _VERDICT_S = 3.0
 _SLICE_S = 0.5
 _OnLost = Callable[[PdserveError], None]
 
 
 class Followers:
-    """All other ranks of the replica. `peers` are they, `secret` is what they were told; see `meet_followers`."""
+    """All other ranks of the replica, as `Mates` too. `peers` are they, `secret` is what they were told; see
+    `meet_followers`.
+    """
 
     def __init__(
-        self, shape: ParallelShape, links: Links[Order, Report], peers: Sequence[Peer], secret: str, on_lost: _OnLost
+        self,
+        shape: ParallelShape,
+        links: Links[ToFollower, ToLeader],
+        peers: Sequence[Peer],
+        secret: str,
+        on_lost: _OnLost,
     ) -> None:
         assert [peer.rank for peer in peers] == list(range(1, shape.num_ranks))
         self.shape = shape
@@ -63,29 +68,23 @@ class Followers:
         self._changed = threading.Condition()
         self._sized: dict[int, int] = {}
         self._ready: dict[int, RankReady] = {}
-        self._answers: Counter[Report] = Counter()
+        self._answers: Counter[ToLeader] = Counter()
         self._digests: dict[int, dict[int, RankDigest]] = {}
         """By number of the question and rank."""
         self._lost: PdserveError | None = None
-        self._on_copied: Callable[[int, CopyReport | NotesReport], None] | None = None
-        self._on_beat: Callable[[], None] = lambda: None
+        self._on_copied: Callable[[Reached | CopyDone | Notified], None] | None = None
         links.connect(
             peers,
             secret,
             alive=Alive(),
             on_message=self._take,
             on_lost=self._give_up,
-            on_beat=lambda: self._on_beat(),
             last_words=lambda error: Stop(Trouble.of(error)),
         )
 
-    def order(self, order: Order) -> None:
-        """To all, behind all orders before. Never blocks."""
-        self._links.broadcast(order)
-
-    def order_one(self, rank: int, order: Order) -> None:
-        """To one rank, behind all orders before. Never blocks."""
-        self._links.send(rank, order)
+    def tell(self, message: ToFollower) -> None:
+        """To all, behind all that was said before. Never blocks."""
+        self._links.broadcast(message)
 
     def agree(self, num_pages: int) -> int:
         """The most pages that every rank can hold, `num_pages` being ours; tells them. Blocks until all have loaded.
@@ -96,7 +95,7 @@ class Followers:
         """
         self._wait(lambda: len(self._sized) == len(self._peers), "loaded its weights", None)
         agreed = min(num_pages, *self._sized.values())
-        self.order(Agreed(agreed))
+        self.tell(Agreed(agreed))
         return agreed
 
     def wait_ready(self) -> tuple[RankReady, ...]:
@@ -104,34 +103,29 @@ class Followers:
         self._wait(lambda: len(self._ready) == len(self._peers), "become ready", ANSWER_TIMEOUT_S)
         return tuple(self._ready[rank] for rank in self._peers)
 
-    def wait_step(self, step: int) -> None:
-        """Until all ranks of the last stage have computed `step`, and so all others have. Raises RankError."""
-        self._wait_answers(StepDone(step), self.shape.tp_size, f"computed step {step}")
+    def computed(self, step: int) -> None:
+        """See `Mates.computed`: all have when the ranks of the last stage have, and without stages when we have."""
+        if self.shape.pp_size > 1:
+            self._wait_answers(StepDone(step), self.shape.tp_size, f"computed step {step}")
 
-    def wait_offloaded(self, saved: int) -> None:
-        """Until all have copied these pages to host memory. Raises RankError."""
-        self._wait_answers(Offloaded(saved), len(self._peers), "copied pages to host memory")
+    def offloaded(self, number: int) -> None:
+        """See `Mates.offloaded`."""
+        self._wait_answers(Offloaded(number), len(self._peers), "copied pages to host memory")
 
-    def wait_digests(self, number: int) -> list[RankDigest]:
-        """What all have hashed, in the order of their ranks. Raises RankError."""
+    def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
+        """See `Mates.digested`."""
         self._wait(lambda: len(self._digests.get(number, ())) == len(self._peers), "hashed its pages", ANSWER_TIMEOUT_S)
         with self._changed:
-            found = self._digests.pop(number, {})
-        return [found[rank] for rank in self._peers]
+            found = self._digests.pop(number)
+        return (own, *(found[rank] for rank in self._peers))
 
-    def on_copied(self, take: Callable[[int, CopyReport | NotesReport], None]) -> None:
-        """`take` gets every rank's reports on copies, its own and peers', on the link thread. Once, before the first
-        order to copy.
-        """
+    def on_copied(self, take: Callable[[Reached | CopyDone | Notified], None]) -> None:
+        """`take` gets what followers say of copies, theirs and peers', on the link thread. Once, before they begin."""
         assert self._on_copied is None
         self._on_copied = take
 
-    def on_beat(self, do: Callable[[], None]) -> None:
-        """`do` is called about once a second on the link thread. Once."""
-        self._on_beat = do
-
     def blame(self) -> PdserveError | None:
-        """An exchange with other ranks failed here: who is lost, if anybody, as soon as that is known."""
+        """See `Mates.blame`."""
         with self._changed:
             self._changed.wait_for(lambda: self._lost is not None, _VERDICT_S)
             return self._lost
@@ -140,7 +134,7 @@ class Followers:
         """Tell all to end, and why when that was not wanted. May be called again."""
         self._links.close(Stop(None if trouble is None else Trouble.of(trouble)))
 
-    def _wait_answers(self, answer: Report, count: int, what: str) -> None:
+    def _wait_answers(self, answer: ToLeader, count: int, what: str) -> None:
         self._wait(lambda: self._answers[answer] == count, what, ANSWER_TIMEOUT_S)
         with self._changed:
             del self._answers[answer]
@@ -154,14 +148,14 @@ class Followers:
             if self._lost is not None:
                 raise self._lost
 
-    def _take(self, rank: int, report: Report) -> None:
+    def _take(self, rank: int, report: ToLeader) -> None:
         """Link thread."""
         match report:
             case Alive():
                 return
-            case CopyReport() | NotesReport():
-                assert self._on_copied is not None, "a report on copies that nobody ordered"
-                self._on_copied(rank, report)
+            case Reached() | CopyDone() | Notified():
+                assert self._on_copied is not None, "a report on copies where nothing is transferred"
+                self._on_copied(report)
                 return
             case RankFailed(trouble=trouble):
                 self._links.report(rank, trouble.error())
@@ -209,7 +203,7 @@ def meet_followers(
         RankError: a follower did not come in time, or has another token.
     """
     introduction = Introduction(rank_names(shape), 0, store, token, facts or {}, timeout_s)
-    links: Links[Order, Report] = Links(0, host, order_codec(), report_codec(), times)
+    links: Links[ToFollower, ToLeader] = Links(0, host, follower_codec(), leader_codec(), times)
     with contextlib.ExitStack() as stack:
         stack.callback(links.close)
         nonce = uuid.uuid4().hex

@@ -1,188 +1,197 @@
-"""The leader's executor and copy engine: what the scheduler asks of them is done here and on every follower.
-
-Made by the composition root of the leader's process. Every order leaves before the leader obeys it itself, because
-that may be an exchange of tensors with the others.
+"""A follower's door to its leader. Made by the composition root of the follower's process; used on its main thread, but
+for what comes in, on the link thread, and what copy workers report.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
+import logging
 import queue
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+from torch._C._distributed_c10d import Store
 
 from pdserve.base.parallel import Place
-from pdserve.executor.interface import BatchPlan, Executor, HostPages, LayerMarks, StepHandle, StepResult
-from pdserve.executor.row_params import Seeds
-from pdserve.memory.layout import KVLayout
-from pdserve.memory.page_table import PageTable
-from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.sampling import SamplingParams
-from pdserve.ranks.followers import Followers
-from pdserve.ranks.orders import CloseRow, DropHost, Launch, Offload, OpenRow, PlannedRow, Restore, pack
-from pdserve.ranks.pages import PageNews
-from pdserve.ranks.rebalance import Rebalancer
+from pdserve.errors import PdserveError, RankError
+from pdserve.ranks.links import Links, end_process
+from pdserve.ranks.meeting import Facts, Introduction, rank_names, secret_of
+from pdserve.ranks.messages import (
+    Agreed,
+    Alive,
+    Answer,
+    Begin,
+    Digested,
+    Entry,
+    Launched,
+    More,
+    Offloaded,
+    RankFailed,
+    Settled,
+    Sized,
+    StepDone,
+    Stop,
+    ToFollower,
+    ToLeader,
+    Trouble,
+    Turn,
+    follower_codec,
+    leader_codec,
+)
+from pdserve.ranks.rendezvous import MEET_TIMEOUT_S
+from pdserve.ranks.watch import LinkTimes
+from pdserve.transfer.kv_digest import RankDigest
 
-T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+END_TIMEOUT_S = 10.0
+_VERDICT_S = 3.0
+_LEADER = 0
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class GroupPages:
-    """Implements `HostPages`: what the leader has saved, and `saved`, the name that followers know theirs by."""
-
-    saved: int
-    local: HostPages
-    num_bytes: int
+class Stopped(Exception):
+    """The leader has told us to stop, and wanted that. Control flow of a follower's process; nobody else sees it."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _OwnMarks:
-    """Implements `LayerMarks` in numbers of the whole model: the leader has the first stage's layers."""
-
-    local: LayerMarks
-    num_own: int
-
-    def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerMarks.wait`; layers of later stages are no concern of ours."""
-        return self.local.wait(min(num_layers, self.num_own), timeout_s)
-
-
-class GroupExecutor:
-    """Implements `Executor` over `local`, the leader's own, and all followers. `layout` is the whole model's. A
-    `rebalancer` moves experts between steps.
-
-    A step is resolved when every rank has computed it. Without stages the end of our own part says so: each layer ends
-    with an exchange between all ranks, behind what they write. With stages the last one says so itself.
+class Leader:
+    """The leader, as `Mates` too. `on_lost` is called on the link thread when it is gone, or says that the replica is:
+    it should end the process.
     """
 
     def __init__(
         self,
-        local: Executor,
-        table: PageTable,
-        layout: KVLayout,
-        followers: Followers,
-        rebalancer: Rebalancer | None = None,
+        place: Place,
+        store: Store,
+        token: str,
+        *,
+        host: str,
+        facts: Facts | None = None,
+        on_lost: Callable[[PdserveError], None] = end_process,
+        times: LinkTimes | None = None,
+        timeout_s: float = MEET_TIMEOUT_S,
     ) -> None:
-        self._local = local
-        self._layout = layout
-        self._followers = followers
-        self._rebalancer = rebalancer
-        self._news = PageNews(table, layout.page_tokens)
-        self._seeds = Seeds()
-        self._launched: deque[tuple[StepHandle, StepHandle]] = deque()
-        self._ids = itertools.count()
-        self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()
-        shape = followers.shape
-        places = [shape.place(rank) for rank in range(shape.num_ranks)]
-        self._staged = shape.pp_size > 1
-        self._num_own = len(layout.groups[0].layers_of(places[0]))
-        self._page_bytes = sum(_page_bytes(layout, place) for place in places)
-        self.last_resolved: int | None = None
-        """The newest step that every rank has computed."""
-        followers.on_beat(self._let_go)
-
-    @property
-    def layout(self) -> KVLayout:
-        """Geometry of the whole model's pages."""
-        return self._layout
-
-    @property
-    def buffers(self) -> tuple[tuple[int, int], ...]:
-        """See `Executor.buffers`; the leader's."""
-        return self._local.buffers
-
-    def open_row(
-        self,
-        row: int,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
-        sampling: SamplingParams,
-        logprobs: Logprobs | None,
-    ) -> None:
-        """See `Executor.open_row`."""
-        sampling = self._seeds.fix(sampling)
-        self._news.begin(row)
-        self._followers.order(
-            OpenRow(
-                row=row,
-                token_ids=pack(token_ids),
-                num_prompt_tokens=num_prompt_tokens,
-                sampling=sampling,
-                logprobs=logprobs,
+        self._place = place
+        self._said: queue.SimpleQueue[Entry | Begin | Stop] = queue.SimpleQueue()
+        self._agreed: queue.SimpleQueue[int | PdserveError] = queue.SimpleQueue()
+        self._end = on_lost
+        self._lost = threading.Event()
+        self._links: Links[ToLeader, ToFollower] = Links(place.rank, host, leader_codec(), follower_codec(), times)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._links.close)
+            introduction = Introduction(rank_names(place.shape), place.rank, store, token, facts or {}, timeout_s)
+            introduction.publish(self._links.endpoint)
+            peer, nonce = introduction.lookup(_LEADER)
+            self._links.connect(
+                [peer],
+                secret_of(token, nonce),
+                alive=Alive(),
+                on_message=self._take,
+                on_lost=self._give_up,
+                last_words=lambda error: RankFailed(Trouble.of(error)),
             )
-        )
-        self._local.open_row(row, token_ids, num_prompt_tokens, sampling, logprobs)
+            stack.pop_all()
 
-    def close_row(self, row: int) -> None:
-        """See `Executor.close_row`."""
-        self._followers.order(CloseRow(row))
-        self._local.close_row(row)
+    def report(self, report: ToLeader) -> None:
+        """Any thread; never blocks."""
+        self._links.send(_LEADER, report)
 
-    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
-        """See `Executor.launch`. The marks count layers of the whole model, and open for the leader's part of them."""
-        if self._rebalancer is not None:
-            self._guarded(self._rebalancer.before_step)
-        rows = tuple(
-            PlannedRow(row.row, row.start, row.end, row.sample, self._news.take(row.row, row.end)) for row in plan.rows
-        )
-        self._followers.order(Launch(step=plan.step, rows=rows, layer_marks=layer_marks))
-        inner = self._guarded(lambda: self._local.launch(plan, layer_marks=layer_marks))
-        marks = None if inner.marks is None else _OwnMarks(inner.marks, self._num_own)
-        handle = StepHandle(plan, marks, inner.finish)
-        self._launched.append((handle, inner))
-        return handle
-
-    def resolve(self, handle: StepHandle) -> StepResult:
-        """See `Executor.resolve`.
+    def agree(self, num_pages: int) -> int:
+        """The pages that every rank shall have, `num_pages` being the most that we can hold. Blocks.
 
         Raises:
-            RankError: a rank is lost.
+            PdserveError: why the replica ends.
         """
-        outer, inner = self._launched.popleft()
-        assert outer is handle, "steps are resolved once, in the order of their launch"
-        result = self._guarded(lambda: self._local.resolve(inner))
-        if self._staged:
-            self._followers.wait_step(handle.plan.step)
-        self.last_resolved = handle.plan.step
-        return result
+        self.report(Sized(num_pages))
+        match self._agreed.get():
+            case int() as agreed:
+                return agreed
+            case error:
+                raise error
 
-    def offload(self, pages: Sequence[int]) -> HostPages:
-        """See `Executor.offload`. Every rank has its copy when it returns."""
-        saved = next(self._ids)
-        self._followers.order(Offload(saved, pack(pages)))
-        local = self._local.offload(pages)
-        self._followers.wait_offloaded(saved)
-        found = GroupPages(saved, local, len(pages) * self._page_bytes)
-        weakref.finalize(found, self._dropped.put, saved).atexit = False
-        return found
+    def wait_begin(self) -> Begin:
+        """What all begin with. Raises Stopped."""
+        match self._said.get():
+            case Begin() as begin:
+                return begin
+            case Stop():
+                raise Stopped
+            case entry:
+                raise RankError(f"the leader said {type(entry).__name__} before all had begun")
 
-    def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
-        """See `Executor.restore`."""
-        assert isinstance(saved, GroupPages), "pages that another executor saved"
-        self._followers.order(Restore(saved.saved, pack(pages)))
-        self._local.restore(saved.local, pages)
+    def hear(self) -> Entry:
+        """The next entry of the log; waits for it. Raises Stopped."""
+        match self._said.get():
+            case More() | Turn() | Launched() | Settled() | Answer() as entry:
+                return entry
+            case Stop():
+                raise Stopped
+            case Begin():
+                raise RankError("the leader began twice")
 
-    def _let_go(self) -> None:
-        """Followers drop what we have dropped. Link thread: finalizers run anywhere, and must not send."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._followers.order(DropHost(self._dropped.get_nowait()))
+    def wait_stop(self) -> NoReturn:
+        """Our loop has ended, as the leader's has: until it says so, or is gone. Raises Stopped."""
+        while True:
+            self.hear()
 
-    def _guarded(self, compute: Callable[[], T]) -> T:
-        """Where it fails because another rank is lost, that is the error."""
-        try:
-            return compute()
-        except Exception as error:
-            lost = self._followers.blame()
-            if lost is not None:
-                raise lost from error
-            raise
+    def computed(self, step: int) -> None:
+        """See `Mates.computed`: in the last stage the leader waits for us."""
+        if self._place.shape.pp_size > 1 and self._place.is_last_stage:
+            self.report(StepDone(step))
 
+    def offloaded(self, number: int) -> None:
+        """See `Mates.offloaded`."""
+        self.report(Offloaded(number))
 
-def _page_bytes(layout: KVLayout, place: Place) -> int:
-    """Bytes of one page on one rank, over all groups."""
-    return sum(group.page_bytes for group in layout.of_rank(place).groups)
+    def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
+        """See `Mates.digested`."""
+        self.report(Digested(number, own))
+        return (own,)
+
+    def blame(self) -> PdserveError | None:
+        """See `Mates.blame`: the leader knows, and will say it; see `say_why`."""
+        return None
+
+    def say_why(self, error: Exception) -> None:
+        """Our last words. An exchange may have failed because of another rank; then the leader says so, and that
+        counts: it ends the process.
+        """
+        self.report(RankFailed(Trouble.of(error)))
+        self._lost.wait(_VERDICT_S)
+        if not isinstance(error, PdserveError):
+            log.error("rank %d failed", self._place.rank, exc_info=error)
+        self.bound_the_end(Trouble.of(error).error())
+
+    def bound_the_end(self, error: PdserveError) -> None:
+        """What is closed from now on may wait for ranks that are gone."""
+        timer = threading.Timer(END_TIMEOUT_S, end_process, (error,))
+        timer.daemon = True
+        timer.start()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the link; `error` are our last words. Not from the link thread; may be called again."""
+        self._links.close(None if error is None else RankFailed(Trouble.of(error)))
+
+    def _take(self, rank: int, message: ToFollower) -> None:
+        """Link thread."""
+        match message:
+            case Alive():
+                pass
+            case Agreed(num_pages=num_pages):
+                self._agreed.put(num_pages)
+            case Stop(trouble=None):
+                self._links.expect_end()
+                self._agreed.put(RankError("the leader ended before all ranks had loaded"))
+                self._said.put(message)
+            case Stop(trouble=trouble):
+                assert trouble is not None
+                self._links.fail(trouble.error())
+            case _:
+                self._said.put(message)
+
+    def _give_up(self, error: PdserveError) -> None:
+        """Link thread."""
+        self._lost.set()
+        self._agreed.put(error)
+        self._said.put(Stop())
+        self._end(error)

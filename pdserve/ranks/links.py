@@ -24,7 +24,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.errors import ConfigError, ModelError, PdserveError, ProtocolError, RankError
-from pdserve.protocol.codec import MAX_MESSAGE_BYTES, Codec
+from pdserve.protocol.codec import MAX_RANK_BYTES, Codec
 from pdserve.protocol.seal import Seal
 from pdserve.ranks.watch import LinkTimes, Peer, Watch
 
@@ -35,7 +35,7 @@ In = TypeVar("In")
 
 _HEADER = struct.Struct("<IQ")
 """Rank of the sender, and its count of frames to this receiver."""
-_MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 64
+_MAX_FRAME_BYTES = MAX_RANK_BYTES + 64
 _WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _POLL_MS = 100
 _LINGER_MS = 500
@@ -89,9 +89,9 @@ class Links(Generic[Out, In]):
     """One rank's end of the conversation: it sends `Out` and is sent `In`.
 
     Listens from the beginning at `endpoint`; `connect` starts the thread. From then on each message goes to
-    `on_message(rank, message)`, `on_beat()` is called with every heartbeat, and the first loss goes to
-    `on_lost(error)`, once, after `last_words(error)` were sent to all; everything on the thread "ranks". Nothing counts
-    as lost any more once `expect_end` was called.
+    `on_message(rank, message)`, and the first loss goes to `on_lost(error)`, once,
+    after `last_words(error)` were sent to all; everything on the thread "ranks". Nothing counts as lost any more once
+    `expect_end` was called.
 
     Raises:
         ConfigError: nothing can be bound at `host`.
@@ -133,7 +133,6 @@ class Links(Generic[Out, In]):
         alive: Out,
         on_message: Callable[[int, In], None],
         on_lost: Callable[[PdserveError], None],
-        on_beat: Callable[[], None] = lambda: None,
         last_words: Callable[[PdserveError], Out | None] = lambda error: None,
     ) -> None:
         """Begin to talk with `peers`, which listen by now; `alive` is the heartbeat. Once."""
@@ -144,7 +143,6 @@ class Links(Generic[Out, In]):
         self._watch = Watch(peers, self.times, time.monotonic())
         self._alive = self._outgoing.encode(alive)
         self._on_message, self._on_lost, self._last_words = on_message, on_lost, last_words
-        self._on_beat = on_beat
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
 
@@ -212,7 +210,6 @@ class Links(Generic[Out, In]):
             self._look_for_closed(now)
             if now >= beat_at:
                 beat_at = now + self.times.beat_s
-                self._on_beat()
                 for line in self._lines.values():
                     line.send(self._alive)
             lost = self._failing or self._watch.verdict(now)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Annotated
@@ -27,7 +28,7 @@ from pdserve.model.params import WeightSamples
 from pdserve.protocol.codec import Codec
 from pdserve.ranks.links import Links, end_process
 from pdserve.ranks.meeting import Facts, Introduction, secret_of
-from pdserve.ranks.orders import Alive, RankFailed, Trouble
+from pdserve.ranks.messages import Alive, RankFailed, Trouble
 from pdserve.ranks.rendezvous import MEET_TIMEOUT_S
 from pdserve.ranks.watch import LinkTimes, Peer
 
@@ -129,6 +130,10 @@ class Lockstep:
         """Whether all others leave as well, and nobody needs us for a round any more."""
         with self._changed:
             return len(self._left) == self._num_others and self._called <= self._entered
+
+    def ended(self, deadline: float) -> bool:
+        """Whether we may end, or it is too late (`time.monotonic()`) for the others to say so."""
+        return self.may_end or time.monotonic() >= deadline
 
     def blame(self) -> PdserveError | None:
         """An exchange with other ranks failed here: who is lost, if anybody, as soon as that is known."""

@@ -29,6 +29,14 @@ from pdserve.ranks.watch import Peer
 _MAX_BYTES = 16384
 LOOPBACK = "127.0.0.1"
 _REFUSED = "refused"
+_OWN = frozenset(
+    {
+        "model_path", "tokenizer_path", "served_model_name", "init_expert_location", "node_rank", "dist_init_addr",
+        "max_total_tokens", "mem_fraction_static", "disaggregation_host", "disaggregation_ib_device",
+        "disaggregation_bootstrap_port", "disaggregation_transfer_threads",
+    }
+)  # fmt: skip
+"""Flags that each host may have its own of."""
 _SLICE_S = 1.0
 
 
@@ -50,27 +58,16 @@ _CODEC: Codec[Contact] = Codec(Contact, max_bytes=_MAX_BYTES)
 
 
 def facts_of(config: ServerConfig) -> Facts:
-    """What hosts that share a replica must have been started alike in; paths and threads may differ."""
-    model, memory, schedule, disagg = config.model, config.memory, config.schedule, config.disagg
-    facts = {
-        "tp_size": config.parallel.tp_size,
-        "pp_size": config.parallel.pp_size,
-        "dp_size": config.parallel.dp_size,
-        "enable_dp_attention": config.parallel.enable_dp_attention,
-        "nnodes": config.parallel.nnodes,
-        "ep_size": config.parallel.ep_size,
-        "ep_num_redundant_experts": config.parallel.ep_num_redundant_experts,
+    """What hosts that share a replica must have been started alike in, for their schedulers decide by it. Paths,
+    addresses, threads and how much memory there is may differ.
+    """
+    groups = (config.model, config.parallel, config.memory, config.schedule, config.disagg)
+    facts = {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
+    facts = {name: value for name, value in facts.items() if name not in _OWN}
+    facts |= {
         "device": config.kernels.device,
-        "dtype": model.dtype,
-        "context_length": model.context_length,
-        "load_format": model.load_format,
-        "random_seed": model.random_seed,
-        "page_size": memory.page_size,
-        "max_running_requests": schedule.max_running_requests,
-        "disable_overlap_schedule": schedule.disable_overlap_schedule,
-        "disaggregation_mode": disagg.disaggregation_mode,
-        "disaggregation_transfer_backend": disagg.disaggregation_transfer_backend,
         "enable_deterministic_inference": config.kernels.enable_deterministic_inference,
+        "log_kv_target": config.observe.log_kv_target is not None,
     }
     return {"pdserve_version": __version__} | {name: str(value) for name, value in facts.items()}
 

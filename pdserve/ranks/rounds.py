@@ -1,33 +1,32 @@
-"""The executor of a replica that computes every step together with others: each of its steps is one of their rounds.
+"""Steps that something must come before: a round that others are called to, experts that move.
 
-Made by the composition root of a leader's process. A plan without rows is this replica's part of a round that only
-others have work in.
+Made by the composition roots of the ranks' processes. In a round a plan without rows is this replica's part of what
+only others have work in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
+from pdserve.errors import PdserveError
 from pdserve.executor.interface import BatchPlan, Executor, StepHandle, StepResult
 from pdserve.memory.layout import KVLayout
+from pdserve.ranks.input_log import InputLog
 from pdserve.ranks.lockstep import Lockstep
-from pdserve.ranks.rebalance import RoundRebalancer
-
-T = TypeVar("T")
+from pdserve.ranks.mates import guarded
 
 
-class RoundExecutor:
-    """Implements `Executor` over `inner`, that of all ranks of the replica. Steps are numbered from 1, without gaps.
-
-    A `rebalancer` moves experts between rounds.
+class PreparedExecutor:
+    """Implements `Executor` over `inner`. `prepare` is called with the number of each step before it is launched: all
+    that follows may be an exchange with other ranks, which `blame` knows as `Mates.blame` does.
     """
 
-    def __init__(self, inner: Executor, lockstep: Lockstep, rebalancer: RoundRebalancer | None = None) -> None:
+    def __init__(
+        self, inner: Executor, prepare: Callable[[int], None], blame: Callable[[], PdserveError | None]
+    ) -> None:
         self._inner = inner
-        self._lockstep = lockstep
-        self._rebalancer = rebalancer
-        # rows and pages are the replica's own affair
+        self._prepare = prepare
+        self._blame = blame
         self.open_row, self.close_row = inner.open_row, inner.close_row
         self.offload, self.restore = inner.offload, inner.restore
 
@@ -42,26 +41,40 @@ class RoundExecutor:
         return self._inner.buffers
 
     def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
-        """See `Executor.launch`. The others are called first: all that follows may be an exchange with them."""
-        self._lockstep.enter(plan.step)
-        if self._rebalancer is not None:
-            self._guarded(self._rebalancer.before_round)
-        return self._guarded(lambda: self._inner.launch(plan, layer_marks=layer_marks))
+        """See `Executor.launch`. Raises RankError like `resolve`."""
+
+        def launch() -> StepHandle:
+            self._prepare(plan.step)
+            return self._inner.launch(plan, layer_marks=layer_marks)
+
+        return guarded(launch, self._blame)
 
     def resolve(self, handle: StepHandle) -> StepResult:
         """See `Executor.resolve`.
 
         Raises:
-            RankError: a rank of any replica is lost.
+            RankError: another rank is lost.
         """
-        return self._guarded(lambda: self._inner.resolve(handle))
+        return guarded(lambda: self._inner.resolve(handle), self._blame)
 
-    def _guarded(self, compute: Callable[[], T]) -> T:
-        """Where it fails because another replica is lost, that is the error."""
-        try:
-            return compute()
-        except Exception as error:
-            lost = self._lockstep.blame()
-            if lost is not None:
-                raise lost from error
-            raise
+
+class SharedRounds:
+    """What `lockstep` tells the schedulers of all ranks of a replica; None on a follower, which hears it by `log`."""
+
+    def __init__(self, lockstep: Lockstep | None, log: InputLog) -> None:
+        self._lockstep = lockstep
+        self._log = log
+
+    @property
+    def is_behind(self) -> bool:
+        """See `Lockstep.is_behind`."""
+        return self._log.answer(lambda: self._lockstep is not None and self._lockstep.is_behind)
+
+    def leave(self) -> None:
+        """See `Lockstep.leave`."""
+        if self._lockstep is not None:
+            self._lockstep.leave()
+
+    def ended(self, deadline: float) -> bool:
+        """See `Lockstep.ended`."""
+        return self._log.answer(lambda: self._lockstep is not None and self._lockstep.ended(deadline))

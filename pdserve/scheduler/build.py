@@ -10,28 +10,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from pdserve.base.clock import Clock, MonotonicClock
-from pdserve.base.mailbox import Mailbox
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.base.startup_times import SCHEDULER, TRANSFER, StartupTimes, process_age_s
 from pdserve.config import ServerConfig
 from pdserve.errors import ProtocolError
-from pdserve.executor.factory import Built
-from pdserve.memory.kv_memory import KVMemory
 from pdserve.observe.json_lines import JsonLines
 from pdserve.protocol.channel import SchedulerChannel
 from pdserve.protocol.messages import Beat, EngineReady, Shutdown
-from pdserve.scheduler.build_transfer import Fact, Replica, open_transfer
-from pdserve.scheduler.core import Core, Limits, Outbox
+from pdserve.ranks.consensus import Consensus
+from pdserve.ranks.rounds import SharedRounds
+from pdserve.scheduler.assemble import Fact, make_memory, make_scheduler, make_witness
+from pdserve.scheduler.build_transfer import Replica, open_transfer
 from pdserve.scheduler.engine import Engine, open_engine
-from pdserve.scheduler.idle_rounds import IdleRounds, RoundCalled
-from pdserve.scheduler.roles.base import Role
-from pdserve.scheduler.roles.decode import DecodeRole
-from pdserve.scheduler.roles.monolith import MonolithRole
-from pdserve.scheduler.roles.prefill import PrefillRole
-from pdserve.scheduler.scheduler import Event, Scheduler
-from pdserve.scheduler.waiting import WaitingQueue
-from pdserve.scheduler.witness import KVWitness
-from pdserve.transfer.manager import KVManager
+from pdserve.scheduler.idle_rounds import IdleRounds
+from pdserve.scheduler.pulse import Pulse
+from pdserve.scheduler.scheduler import Event, Mail, Scheduler
+from pdserve.scheduler.shared_mail import LeaderMail
+from pdserve.scheduler.witness import WriteLine
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +57,7 @@ def run_scheduler(
         engine = open_engine(config, replica.rendezvous, token, stack, dp_rank=replica.dp_rank, startup=startup)
         built = engine.built
         try:
-            scheduler = build_scheduler(config, engine, channel, mailbox, MonotonicClock(), replica, token, stack)
+            scheduler = build_scheduler(config, engine, channel, mailbox, replica, token, stack)
         except BaseException as error:
             engine.close(error)
             raise
@@ -105,25 +101,16 @@ def build_scheduler(
     engine: Engine,
     channel: SchedulerChannel,
     mailbox: Mailbox[Event],
-    clock: Clock,
     replica: Replica,
     token: str,
     stack: contextlib.ExitStack,
 ) -> Scheduler:
-    """A scheduler over `engine`, with a transfer manager unless the mode is null; `stack` ends threads and sockets."""
+    """The scheduler of a rank that leads, or is alone, with a transfer manager unless the mode is null. The followers
+    begin then; `stack` ends threads and sockets.
+    """
     mode = config.disagg.disaggregation_mode
     built = engine.built
-    num_rows = built.table.num_rows
-    memory = KVMemory(
-        built.layout,
-        built.num_pages,
-        built.table,
-        num_aux=0 if mode == "null" else 2 * num_rows,
-        prefix_cache=_caches_prefixes(config),
-        eviction=config.memory.radix_eviction_policy,
-    )
-    limits = _limits(config, built)
-    core = Core(memory, engine.executor, Outbox(channel.send), clock, limits)
+    memory = make_memory(config, built)
     facts: dict[str, Fact] = {
         "dtype": built.dtype,
         "device": str(built.device),
@@ -133,81 +120,54 @@ def build_scheduler(
         "layout": str(built.layout.fields()),
         "kv_token_bytes": built.layout.token_bytes,
     }
-    waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory)
-    role: Role
-    kv: KVManager | None
-    if mode == "null":
-        role, kv = MonolithRole(core, waiting), None
-    else:
-        num_aux = memory.aux.num_total
+    opened, witness = None, None
+    if mode != "null":
         with engine.startup.part(TRANSFER):
-            kv, more_facts = open_transfer(config, engine, mailbox, clock, num_aux, replica, token, stack)
-        facts |= more_facts
-        witness = _witness(config, engine, facts, stack)
-        role_class = PrefillRole if mode == "prefill" else DecodeRole
-        role = role_class(core, kv, waiting, witness)
-    return Scheduler(
-        role,
-        core,
-        kv,
-        mailbox,
-        max_queued=config.schedule.max_queued_requests,
-        overlap=config.schedule.disable_overlap_schedule is False,
+            opened = open_transfer(config, engine, mailbox, memory.aux.num_total, replica, token, stack)
+        facts |= opened.facts
+        witness = make_witness(config, built, engine.hasher(), facts, _kv_log(config, facts, stack))
+    scheduler = make_scheduler(
+        config,
+        built,
+        engine.executor,
+        memory,
+        None if opened is None else opened.kv,
+        witness,
+        _mail(engine, mailbox, None if opened is None else opened.consensus),
+        engine.clock,
+        channel.send,
         profile_name=f"{mode if mode != 'null' else 'server'}-DP-{replica.dp_rank}",
         facts=facts,
         live_facts=engine.facts,
         idle_rounds=_idle_rounds(engine, mailbox),
+        pulse=Pulse(MonotonicClock()),
     )
+    if engine.group is not None:
+        engine.group.begin(None if opened is None else opened.start)
+    return scheduler
 
 
-def _witness(
-    config: ServerConfig, engine: Engine, facts: Mapping[str, Fact], stack: contextlib.ExitStack
-) -> KVWitness | None:
-    """Who hashes the KV that is sent or arrives, where somebody wants that; `stack` ends its log."""
-    target, verify = config.observe.log_kv_target, config.disagg.disaggregation_enable_kv_checksum
-    if target is None and not verify:
+def _kv_log(config: ServerConfig, facts: Mapping[str, Fact], stack: contextlib.ExitStack) -> WriteLine | None:
+    """Where the hashes of the KV are written to, if anywhere; `stack` closes it."""
+    target = config.observe.log_kv_target
+    if target is None:
         return None
-    layout = engine.built.layout
-    told = {name: facts[name] for name in ("instance", "dp_rank", "dtype", "layout_fingerprint")}
-    told |= {"page_tokens": layout.page_tokens, "page_bytes": layout.token_bytes * layout.page_tokens}
-    write = None
-    if target is not None:
-        lines = JsonLines(target, f"kv-{config.disagg.disaggregation_mode}-{facts['dp_rank']}", "log_kv_target")
-        stack.callback(lines.close)
-        write = lines.write
-    return KVWitness(engine.hasher(), layout.page_tokens, told, write, verify=verify)
+    lines = JsonLines(target, f"kv-{config.disagg.disaggregation_mode}-{facts['dp_rank']}", "log_kv_target")
+    stack.callback(lines.close)
+    return lines.write
+
+
+def _mail(engine: Engine, mailbox: Mailbox[Event], consensus: Consensus | None) -> Mail:
+    """What the loop hears of the world."""
+    return mailbox if engine.group is None else LeaderMail(mailbox, engine.group.log, consensus)
 
 
 def _idle_rounds(engine: Engine, mailbox: Mailbox[Event]) -> IdleRounds | None:
     """Where replicas compute together, their calls wake the loop."""
     if engine.lockstep is None:
         return None
-    engine.lockstep.wake = lambda: mailbox.post(RoundCalled())
-    return IdleRounds(engine.lockstep)
-
-
-def _caches_prefixes(config: ServerConfig) -> bool:
-    """Prefill and monolith keep prefixes unless told not to, decode only when told to."""
-    if config.disagg.disaggregation_mode == "decode":
-        return config.disagg.disaggregation_decode_enable_radix_cache
-    return not config.memory.disable_radix_cache
-
-
-def _limits(config: ServerConfig, built: Built) -> Limits:
-    schedule, disagg = config.schedule, config.disagg
-    chunk = schedule.chunked_prefill_size
-    offload = disagg.disaggregation_decode_enable_offload_kvcache
-    return Limits(
-        chunk_tokens=None if chunk is None or chunk < 0 else chunk,
-        prefill_tokens=schedule.max_prefill_tokens,
-        reserved_decode_tokens=schedule.num_reserved_decode_tokens,
-        conservativeness=schedule.schedule_conservativeness,
-        offload_bytes=int(disagg.disaggregation_decode_offload_gb * 1e9) if offload else 0,
-        layer_groups=disagg.disaggregation_layerwise_groups if disagg.disaggregation_layerwise_transfer else 0,
-        prealloc_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
-        eos_token_ids=frozenset(built.spec.eos_token_ids),
-        num_stages=config.parallel.pp_size,
-    )
+    engine.lockstep.wake = lambda: mailbox.post(Woken())
+    return IdleRounds(engine.lockstep if engine.group is None else SharedRounds(engine.lockstep, engine.group.log))
 
 
 def _ingress(

@@ -5,40 +5,48 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from pdserve.base.clock import Clock, MonotonicClock
 from pdserve.base.startup_times import RANKS, StartupTimes
 from pdserve.config import ServerConfig
-from pdserve.errors import PdserveError, RankError
+from pdserve.errors import ConfigError, PdserveError, RankError
+from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.factory import Built, build_executor, join_replica
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_hasher import KVHasher, PoolHasher
+from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples, fingerprint_of
-from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.digests import GroupHasher
 from pdserve.ranks.followers import Followers, meet_followers
-from pdserve.ranks.leader import GroupExecutor
+from pdserve.ranks.input_log import InputLog, LeaderLog
 from pdserve.ranks.lockstep import Lockstep, meet_leaders
 from pdserve.ranks.meeting import LOOPBACK, facts_of, own_host
-from pdserve.ranks.orders import Order, RankReady
-from pdserve.ranks.rebalance import Rebalancer, RoundRebalancer
+from pdserve.ranks.messages import Begin, RankReady, TransferStart
+from pdserve.ranks.rank_executor import RankExecutor
+from pdserve.ranks.rebalance import Rebalancer, RoundRebalancer, StepRebalancer
 from pdserve.ranks.rendezvous import open_stores
-from pdserve.ranks.rounds import RoundExecutor
-from pdserve.transfer.events import CopyEngine, TransferEvent
+from pdserve.ranks.rounds import PreparedExecutor
 from pdserve.transfer.wire import RankMemory
 
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Group:
-    """The followers, and what they said when they were ready."""
+class Group:
+    """The followers, what they said when they were ready, and what they are told of the world."""
 
-    executor: GroupExecutor
     followers: Followers
     ready: tuple[RankReady, ...]
+    log: LeaderLog
+    parallel: Parallel
+    rebalances: bool
+
+    def begin(self, transfer: TransferStart | None) -> None:
+        """All is ready here: the followers make schedulers of their own."""
+        self.followers.tell(Begin(now=self.log.now(), rebalances=self.rebalances, transfer=transfer))
 
 
 @dataclasses.dataclass
@@ -59,14 +67,14 @@ class _Met:
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """`built` is this rank's own, the first; `executor` is that of all of them.
+    """`built` is this rank's own, the first; `executor` computes in step with the others, which are the `group`.
 
     `lockstep` is there where replicas compute together; `samples` are of the weights of all ranks that do.
     """
 
     built: Built
     executor: Executor
-    group: _Group | None
+    group: Group | None
     lockstep: Lockstep | None = None
     samples: Sequence[WeightSamples] | None = None
     startup: StartupTimes = dataclasses.field(default_factory=StartupTimes)
@@ -80,7 +88,12 @@ class Engine:
     def hasher(self) -> KVHasher:
         """Hashes KV pages of all ranks."""
         own = PoolHasher(self.built.executor.pools, self.built.layout, self.built.executor.place)
-        return own if self.group is None else GroupHasher(own, self.group.followers)
+        return own if self.group is None else GroupHasher(own, self.group.followers, self.group.log)
+
+    @property
+    def clock(self) -> Clock:
+        """The time that the scheduler goes by, which is that of all ranks."""
+        return MonotonicClock() if self.group is None else self.group.log
 
     def facts(self) -> dict[str, float]:
         """For `/get_server_info` and `/metrics`: the start; the first rank's memory, and balance of its experts."""
@@ -97,13 +110,6 @@ class Engine:
     def close(self, error: BaseException | None = None) -> None:
         """Tell the other ranks to end, and why when that was not wanted. May be called again."""
         _Met(None if self.group is None else self.group.followers, self.lockstep).close(error)
-
-    def copies(self, own: CopyEngine, post: Callable[[TransferEvent], None]) -> CopyEngine:
-        """The copy engine of all ranks, `own` being this one's."""
-        if self.group is None:
-            return own
-        executor = self.group.executor
-        return RankCopies(own, self.group.followers, self.group.ready, lambda: executor.last_resolved, post)
 
 
 def _trouble(error: BaseException) -> PdserveError:
@@ -153,7 +159,7 @@ def open_engine(
         stack.callback(built.executor.close)
         stack.callback(met.close)  # before the ranks part: who is told that all ends does not take it for a loss
         with startup.part(RANKS):  # those that load longer than this one
-            engine = dataclasses.replace(_join(config, built, met), startup=startup)
+            engine = dataclasses.replace(_join(config, built, parallel, met), startup=startup)
         log.info("weights of all ranks: %s", engine.weights_fingerprint)
     except BaseException as error:
         met.close(error)
@@ -168,40 +174,55 @@ def _meet_leaders(config: ServerConfig, dp_rank: int, store: Store, token: str) 
     return meet_leaders(num_replicas, dp_rank, leaders, token, host=LOOPBACK, facts=facts_of(config))
 
 
-def _join(config: ServerConfig, built: Built, met: _Met) -> Engine:
+def _join(config: ServerConfig, built: Built, parallel: Parallel, met: _Met) -> Engine:
     """Wait for all ranks, and put their executors together."""
-    executor: Executor = built.executor
-    samples: list[WeightSamples] = [built.executor.weight_samples()]
+    own = built.executor
+    executor: Executor = own
+    samples: list[WeightSamples] = [own.weight_samples()]
     group = None
     lockstep, followers = met.lockstep, met.followers
+    blame = lockstep.blame if followers is None and lockstep is not None else None
+    moves = config.parallel.enable_eplb and own.experts is not None
     if followers is not None:
         ready = followers.wait_ready()
+        _check_facts(built, ready)
         samples += [one.samples for one in ready]
-        rebalancer = None if lockstep is not None else _rebalancer(config, built, followers)
-        of_all = GroupExecutor(built.executor, built.table, built.layout, followers, rebalancer)
-        executor, group = of_all, _Group(of_all, followers, ready)
+        group = Group(followers, ready, LeaderLog(MonotonicClock(), followers.tell), parallel, moves)
+        executor = RankExecutor(own, built.table, built.layout, built.place, followers, group.log)
+        blame = followers.blame
+    if moves and blame is not None:
+        log = None if group is None else group.log
+        executor = PreparedExecutor(executor, make_rebalancer(config, own.experts, log).before_step, blame)
     if lockstep is not None:
         samples += lockstep.share_samples(samples)
-        executor = RoundExecutor(executor, lockstep, _round_rebalancer(config, built, followers))
+        executor = PreparedExecutor(executor, lockstep.enter, lockstep.blame)
     return Engine(built, executor, group, lockstep, tuple(samples))
 
 
-def _rebalancer(config: ServerConfig, built: Built, followers: Followers) -> Rebalancer | None:
-    """What moves experts, where that is asked for; the leader's stage must have some."""
-    experts = built.executor.experts
-    if not config.parallel.enable_eplb or experts is None:
-        return None
-    return Rebalancer(experts, followers.order, config.parallel.eplb_rebalance_num_iterations)
+def rank_facts(built: Built) -> dict[str, str]:
+    """What a rank's scheduler decides by that is not said by flags, but by its own host's checkpoint."""
+    return {
+        "model": built.spec.digest(),
+        "eos_token_ids": str(sorted(built.spec.eos_token_ids)),
+        "context_length": str(built.context_length),
+        "layout": built.layout.fingerprint(),
+    }
 
 
-def _round_rebalancer(config: ServerConfig, built: Built, followers: Followers | None) -> RoundRebalancer | None:
-    """The same where replicas share the experts."""
-    experts = built.executor.experts
-    if not config.parallel.enable_eplb or experts is None:
-        return None
-    order = _nobody if followers is None else followers.order
-    return RoundRebalancer(experts, order, config.parallel.eplb_rebalance_num_iterations)
+def _check_facts(built: Built, ready: Sequence[RankReady]) -> None:
+    """Raises ConfigError: a host has another model."""
+    for rank, one in enumerate(ready, 1):
+        for field, ours in rank_facts(built).items():
+            if one.facts[field] != ours:
+                message = f"rank {rank} has {field} {one.facts[field]}, the first rank {ours}: their checkpoints differ"
+                raise ConfigError(message, field=field)
 
 
-def _nobody(order: Order) -> None:
-    """A replica of one rank has nobody to order."""
+def make_rebalancer(config: ServerConfig, experts: ExpertBalance | None, log: InputLog | None) -> Rebalancer:
+    """What moves experts on a rank whose stage has `experts`; `log` is None where the replica is one rank."""
+    every = config.parallel.eplb_rebalance_num_iterations
+    if config.parallel.num_sharing > 1:
+        assert experts is not None, "replicas that share experts have no stages"
+        return RoundRebalancer(experts, every)
+    assert log is not None, "whole experts lie on several ranks"
+    return StepRebalancer(experts, log, every)

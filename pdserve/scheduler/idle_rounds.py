@@ -5,7 +5,6 @@ Owned by `Scheduler`; made by the composition root where replicas compute togeth
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Protocol
 
@@ -13,11 +12,6 @@ from pdserve.executor.interface import BatchPlan, Executor, run
 
 END_TIMEOUT_S = 4.0
 """A replica that has not been told to stop by then never will be."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RoundCalled:
-    """Posted to wake the loop: another replica is in a round that this one is not in."""
 
 
 class Rounds(Protocol):
@@ -32,9 +26,8 @@ class Rounds(Protocol):
         """We stop; called once."""
         ...
 
-    @property
-    def may_end(self) -> bool:
-        """Whether nobody needs us any more."""
+    def ended(self, deadline: float) -> bool:
+        """Whether nobody needs us any more, or it is too late (`time.monotonic()`) for anybody to say so."""
         ...
 
 
@@ -64,11 +57,11 @@ class IdleRounds:
         """We have stopped after `step`: compute with the others until they stop as well, for a while."""
         self._rounds.leave()
         deadline = time.monotonic() + END_TIMEOUT_S
-        while not self._rounds.may_end and time.monotonic() < deadline:
+        while not self._rounds.ended(deadline):
             mailbox.drain()
             plan = self.plan(step + 1)
             if plan is not None:
                 run(executor, plan)
                 step += 1
-            elif not self._rounds.may_end:
+            elif not self._rounds.ended(deadline):
                 mailbox.wait(max(0.0, deadline - time.monotonic()))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
-from pdserve.base.mailbox import Mailbox
+from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
@@ -33,7 +34,7 @@ from pdserve.protocol.messages import (
     ToScheduler,
 )
 from pdserve.scheduler.core import Core
-from pdserve.scheduler.idle_rounds import IdleRounds, RoundCalled
+from pdserve.scheduler.idle_rounds import IdleRounds
 from pdserve.scheduler.pace import Pace
 from pdserve.scheduler.pulse import Pulse
 from pdserve.scheduler.req import CLIENT_ABORT, GRAMMAR_FAILED, Req, Times
@@ -44,10 +45,22 @@ from pdserve.transfer.wire import prompt_digest
 
 log = logging.getLogger(__name__)
 
-Event = ToScheduler | TransferEvent | RoundCalled
+Event = ToScheduler | TransferEvent | Woken
 _IDLE_WAIT_S = 60.0
 PROBES = "health_probes"
 """The counter of requests that are nobody's; no other counter of requests and tokens has them."""
+
+
+class Mail(Protocol):
+    """Where the loop hears of the world: a `Mailbox`, or what all ranks of a replica hear alike (`shared_mail`)."""
+
+    def drain(self) -> Sequence[Event]:
+        """Take everything there is, oldest first."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until there may be something, at most `timeout_s` seconds."""
+        ...
 
 
 class Scheduler:
@@ -58,7 +71,7 @@ class Scheduler:
         role: Role,
         core: Core,
         kv: KVManager | None,
-        mailbox: Mailbox[Event],
+        mailbox: Mail,
         *,
         max_queued: int | None = None,
         overlap: bool = False,
@@ -66,6 +79,7 @@ class Scheduler:
         facts: Mapping[str, str | int | float | bool | None] | None = None,
         live_facts: Callable[[], Mapping[str, float]] | None = None,
         idle_rounds: IdleRounds | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         self.role = role
         self.core = core
@@ -82,7 +96,7 @@ class Scheduler:
         self._audited = True
         self._found: list[str] = []
         self._pace = Pace(core.clock)
-        self.pulse = Pulse(core.clock)
+        self.pulse = pulse or Pulse(core.clock)
         self._paused = False
         self._profiler = Profiler(profile_name)
         self._stopping = False
@@ -243,7 +257,7 @@ class Scheduler:
                 self.kv.divert(room, prompt_digest(input_ids), replica)
             case Shutdown():
                 self._stopping = True
-            case RoundCalled():
+            case Woken():
                 pass
             case _:
                 assert self.kv is not None, f"{event} without a transfer manager"

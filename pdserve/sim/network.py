@@ -27,6 +27,7 @@ from pdserve.transfer.events import (
     PeerGone,
     PrefillFound,
     PrefillNotFound,
+    Reached,
 )
 from pdserve.transfer.gated import CANCELLED, GATE_TIMEOUT_S, NEVER_WRITTEN, PEER_GONE
 from pdserve.transfer.plan import PageCopy
@@ -131,10 +132,10 @@ class SimCopyEngine:
         """See `CopyEngine`: longer than any delay."""
         return self._net.faults.max_delay_s * 2
 
-    @property
-    def address(self) -> str:
-        """See `CopyEngine`."""
-        return self._endpoint
+    def reach(self, rank: int, transport_address: str) -> bool:
+        """See `CopyEngine`: known some time later."""
+        self._report(Reached(transport_address, None if self._alive(transport_address) else PEER_GONE))
+        return False
 
     def submit(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
@@ -175,21 +176,21 @@ class SimCopyEngine:
             return  # the process is dead, and so are its threads
         if job.cancelled or not self._alive(job.transport_address):
             failure = CANCELLED if job.cancelled else PEER_GONE
-            self._report(CopyDone(job, failure, settled=True, write_s=0.0))
+            self._report(CopyDone.of(job, failure, settled=True, write_s=0.0))
             return
         if job.ready is not None and not job.ready(0.0):
             if self._net.clock.now() < expires_at:
                 soon_s = max(self._net.faults.max_delay_s, 0.001)  # never at once: `deliver` would not end
                 self._net.later(lambda: self._start(job, expires_at), soon_s)
             else:
-                self._report(CopyDone(job, NEVER_WRITTEN, settled=True, write_s=0.0))
+                self._report(CopyDone.of(job, NEVER_WRITTEN, settled=True, write_s=0.0))
             return
         if self._net.rng.random() < self._net.faults.copy_failed:
             for piece, copy in self._copies(job):
                 if self._net.rng.random() < 0.5:
                     self._net.later(lambda piece=piece, copy=copy: self._land(job, piece, copy))  # type: ignore[misc]
             failure = Failure(code="transfer_failed", message="injected")
-            self._report(CopyDone(job, failure, settled=False, write_s=0.0))
+            self._report(CopyDone.of(job, failure, settled=False, write_s=0.0))
             return
         left = self._copies(job)
         self._net.rng.shuffle(left)
@@ -202,7 +203,7 @@ class SimCopyEngine:
         if not left:
             if self.notifies and job.num_bytes:
                 self._notify(job)
-            self._report(CopyDone(job, None, settled=True, write_s=0.0))
+            self._report(CopyDone.of(job, None, settled=True, write_s=0.0))
             return
         piece, copy = left.pop()
         self._land(job, piece, copy)
@@ -234,7 +235,7 @@ class SimCopyEngine:
         for page in range(offset // pool.page_bytes, -(-(offset + num_bytes) // pool.page_bytes)):
             assert not pool.allocator.is_free(page), f"a copy {verb} free page {page} of {base:#x}"
 
-    def _report(self, event: CopyDone | Notified) -> None:
+    def _report(self, event: CopyDone | Notified | Reached) -> None:
         for _ in range(2 if self._net.rng.random() < self._net.faults.repeated else 1):
             self._net.later(lambda: self._net.post(self._endpoint, event))
 

@@ -39,6 +39,7 @@ from pdserve.sim.network import Faults, Pool, SimCopyEngine, SimDirectory, SimNe
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
 from pdserve.transfer.sessions import SessionTimes
+from pdserve.transfer.wire import RankMemory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,7 @@ class Node:
         args = KVArgs(
             instance=instance,
             layout=layout,
-            buffers=self.executor.buffers,
+            ranks=(RankMemory.of(endpoint, self.executor.buffers),),
             aux=aux,
             facts={"model": "hash"},
         )

@@ -89,6 +89,14 @@ class MetadataBuffers:
             top=tuple((int(entry["top_ids"][i]), float(entry["top_logprobs"][i])) for i in range(num_top)),
         )
 
+    def take_out(self, slot: int) -> bytes:
+        """The bytes of a slot."""
+        return bytes(self._slots[slot].tobytes())
+
+    def put_in(self, slot: int, content: bytes) -> None:
+        """Give a slot the bytes of another buffer's."""
+        self._slots[slot] = np.frombuffer(content, self._slots.dtype)[0]
+
     def clear(self, slot: int) -> None:
         """Zero a slot, so that a slot nobody wrote cannot pass for one that was."""
         self._slots[slot] = np.zeros((), dtype=self._slots.dtype)

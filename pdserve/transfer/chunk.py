@@ -7,7 +7,7 @@ goes when.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVLayout
@@ -16,7 +16,8 @@ from pdserve.transfer.plan import PageCopy, plan_feed
 from pdserve.transfer.topology import feeds
 from pdserve.transfer.wire import Hello
 
-MAX_COPIES = 1 << 16
+Way = tuple[int, str]
+"""One of our ranks, and the transport address of one of a peer's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +45,12 @@ class ChunkPlanner:
     kv_bases: tuple[tuple[int, ...], ...]
     aux_base: int
     aux_slot_bytes: int
+
+    def ways(self, peer: Hello) -> tuple[Way, ...]:
+        """Which of our ranks write to which of the peer's."""
+        ends = {(feed.source_rank, feed.destination_rank) for group in self.layout.groups
+                for feed in feeds(group, self.shape, peer.shape)}  # fmt: skip
+        return tuple((rank, peer.ranks[target].transport_address) for rank, target in sorted(ends | {(0, 0)}))
 
     def layer_ranges(self, gates: Gates) -> list[tuple[range, Ready | None]]:
         """Layer ranges of the first group in ascending order, each with its gate; all layers at once without gates."""
@@ -76,9 +83,8 @@ class ChunkPlanner:
                     ends = (feed.source_rank, feed.destination_rank)
                     pieces.setdefault(ends, []).append((base, address, tuple(copies)))
         return [
-            Part(rank, peer.ranks[target_rank].transport_address, portion)
+            Part(rank, peer.ranks[target_rank].transport_address, tuple(found))
             for (rank, target_rank), found in pieces.items()
-            for portion in _portions(found)
         ]
 
     def with_aux(self, parts: Sequence[Part], peer: Hello, source_slot: int, target_slot: int) -> list[Part]:
@@ -92,13 +98,3 @@ class ChunkPlanner:
                 joined = dataclasses.replace(part, pieces=part.pieces + aux.pieces)
                 return [*parts[:index], joined, *parts[index + 1 :]]
         return [*parts, aux]
-
-
-def _portions(pieces: list[Piece]) -> Iterator[tuple[Piece, ...]]:
-    """The same copies in portions of at most `MAX_COPIES`: a job must fit into a message to the rank that runs it."""
-    if sum(len(copies) for _, _, copies in pieces) <= MAX_COPIES:
-        yield tuple(pieces)
-        return
-    for source, destination, copies in pieces:
-        for first in range(0, len(copies), MAX_COPIES):
-            yield ((source, destination, copies[first : first + MAX_COPIES]),)

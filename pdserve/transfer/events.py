@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.wire import Key
@@ -27,12 +29,10 @@ class Ready(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerGate:
-    """The gate of the first `num_layers` layers of the model in step `step`. `wait` is what `LayerMarks.wait` is.
-
-    It says so much because other ranks than ours wait for the same of their own.
+    """The gate of the first `num_layers` layers of the model in a step. `wait` is what `LayerMarks.wait` is: of the
+    layers that this rank has.
     """
 
-    step: int
     num_layers: int
     wait: Callable[[int, float], bool]
 
@@ -47,38 +47,33 @@ Piece = tuple[int, int, tuple[PageCopy, ...]]
 """Source base address, destination base address, and copies between the two pools."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FrameArrived:
+class FrameArrived(msgspec.Struct, frozen=True, tag=True):
     """Bytes came in on the control socket."""
 
     frame: bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefillFound:
+class PrefillFound(msgspec.Struct, frozen=True, tag=True):
     """The bootstrap server at `address` says which replicas serve there: instance and control endpoint of each."""
 
     address: Address
     replicas: tuple[tuple[str, str], ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefillNotFound:
+class PrefillNotFound(msgspec.Struct, frozen=True, tag=True):
     """The bootstrap server at `address` did not give an answer in time."""
 
     address: Address
     failure: Failure
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PeerGone:
+class PeerGone(msgspec.Struct, frozen=True, tag=True):
     """Nobody listens at the peer's endpoint any more: its process is dead, it can write nothing."""
 
     instance: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PeerListens:
+class PeerListens(msgspec.Struct, frozen=True, tag=True):
     """Somebody listens at the peer's endpoint. Its process lives, though it may be busy or stopped."""
 
     instance: str
@@ -103,24 +98,28 @@ class CopyJob:
     ready: Ready | None = None
     cancelled: bool = False
     rank: int = 0
-    """Which of our ranks copies; all but rank 0 are other processes."""
+    """Which of our ranks copies: each is a process of its own."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CopyDone:
-    """`job` has ended: well (`failure` None), or not. `settled`: no byte of it moves any more.
+class CopyDone(msgspec.Struct, frozen=True, tag=True):
+    """Job `index` of `key` has ended: well (`failure` None), or not. `settled`: no byte of it moves any more.
 
     `write_s` is the time in the transport; waiting for a gate is no part of it.
     """
 
-    job: CopyJob
+    key: Key
+    index: int
     failure: Failure | None
     settled: bool
     write_s: float
 
+    @classmethod
+    def of(cls, job: CopyJob, failure: Failure | None, *, settled: bool, write_s: float) -> CopyDone:
+        """How `job` has ended."""
+        return cls(job.key, job.index, failure, settled, write_s)
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Notified:
+
+class Notified(msgspec.Struct, frozen=True, tag=True):
     """How `expect` ended: our rank `rank` has been notified of all writes of `key`, or in good time of all but
     `num_missing`.
     """
@@ -130,11 +129,19 @@ class Notified:
     rank: int = 0
 
 
-TransferEvent = FrameArrived | PrefillFound | PrefillNotFound | PeerGone | PeerListens | CopyDone | Notified
+class Reached(msgspec.Struct, frozen=True, tag=True):
+    """How `reach` ended: our rank `rank` can write to the rank of a peer behind `transport_address`, or why not."""
+
+    transport_address: str
+    failure: Failure | None
+    rank: int = 0
+
+
+TransferEvent = FrameArrived | PrefillFound | PrefillNotFound | PeerGone | PeerListens | CopyDone | Notified | Reached
 
 
 class CopyEngine(Protocol):
-    """Runs copy jobs in the background and posts a `CopyDone` for each. `submit` is called by the scheduler thread."""
+    """Runs copy jobs in the background and posts a `CopyDone` for each. Called by the scheduler thread."""
 
     @property
     def settle_s(self) -> float:
@@ -142,13 +149,14 @@ class CopyEngine(Protocol):
         ...
 
     @property
-    def address(self) -> str:
-        """How peers' transports reach ours."""
-        ...
-
-    @property
     def notifies(self) -> bool:
         """Whether receivers are notified of each copy job that is not empty, and so may `expect` it."""
+        ...
+
+    def reach(self, rank: int, transport_address: str) -> bool:
+        """Whether our rank `rank` can write there. When not, or where nobody can say at once, it connects, and a
+        `Reached` will be posted. Never blocks.
+        """
         ...
 
     def submit(self, job: CopyJob) -> None:

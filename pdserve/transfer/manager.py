@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from pdserve.base.clock import Clock
 from pdserve.base.parallel import ParallelShape
@@ -31,6 +31,7 @@ from pdserve.transfer.events import (
     PeerListens,
     PrefillFound,
     PrefillNotFound,
+    Reached,
     TransferEvent,
 )
 from pdserve.transfer.handles import KVReceiver, KVSender
@@ -50,7 +51,7 @@ FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 class KVArgs:
     """What a replica brings to transfer. `layout` is the whole model's; `facts` must match a peer's.
 
-    `buffers` is `(address, bytes)` of each group's pool at this rank, the first one; `others` are the other ranks.
+    `ranks` are all of the replica's, as `shape` says, the first one first.
     """
 
     instance: str
@@ -60,8 +61,7 @@ class KVArgs:
     dp_attention: bool = False
     decode_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """See `check_hello`."""
-    buffers: Sequence[tuple[int, int]]
-    others: Sequence[RankMemory] = ()
+    ranks: tuple[RankMemory, ...]
     aux: MetadataBuffers
     facts: dict[str, str | int]
     token: str = ""
@@ -95,7 +95,7 @@ class KVManager:
         self._all_fake = fake
         self._clock = clock
         self._engine = engine
-        ranks = (RankMemory(engine.address, tuple(Region(*buffer) for buffer in args.buffers)), *args.others)
+        ranks = args.ranks
         assert len(ranks) == args.shape.num_ranks, (len(ranks), args.shape)
         hello = Hello(
             endpoint=socket.endpoint,
@@ -173,6 +173,8 @@ class KVManager:
         match event:
             case CopyDone():
                 self.send_side.on_copy(event)
+            case Reached():
+                self.send_side.on_reached(event)
             case Notified():
                 self.receive_side.on_notified(event)
             case FrameArrived(frame=frame):

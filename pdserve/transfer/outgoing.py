@@ -144,14 +144,15 @@ class OutgoingKeys:
 
     def copied(self, event: CopyDone) -> Outcome | None:
         """A job has ended. A report that comes again is ignored."""
-        out = self._entries.get(event.job.key)
-        if out is None or out.pending.pop(event.job.index, None) is None:
+        out = self._entries.get(event.key)
+        job = None if out is None else out.pending.pop(event.index, None)
+        if out is None or job is None:
             return None
         out.write_s += event.write_s
         if event.failure is None:
-            self._count(out, event)
+            self._count(out, job, event.write_s)
             return self._finish(out)
-        self._counters["copies_failed"] += not event.job.cancelled
+        self._counters["copies_failed"] += not job.cancelled
         if not event.settled:
             out.settled_at = max(out.settled_at, self._clock.now() + self._engine.settle_s)
             self._settling[out.key] = out
@@ -171,15 +172,14 @@ class OutgoingKeys:
         """KV pages and aux slots that are read for peers, or may be."""
         return sum(len(lease.pages) for out in self for lease in out.leases)
 
-    def _count(self, out: Outgoing, event: CopyDone) -> None:
+    def _count(self, out: Outgoing, job: CopyJob, write_s: float) -> None:
         """A job has ended well."""
-        num_bytes = event.job.num_bytes
-        out.num_bytes += num_bytes
-        out.num_written[event.job.transport_address] += num_bytes > 0
+        out.num_bytes += job.num_bytes
+        out.num_written[job.transport_address] += job.num_bytes > 0
         peer = self._sessions.peer(out.peer)
         if peer is not None:
-            peer.sent.moved(num_bytes, event.write_s, self._clock.now())
-        self._counters["kv_transfer_bytes"] += num_bytes
+            peer.sent.moved(job.num_bytes, write_s, self._clock.now())
+        self._counters["kv_transfer_bytes"] += job.num_bytes
 
     def _finish(self, out: Outgoing) -> Outcome | None:
         """When the last write of a key has ended: say how, and let go of the source pages."""

@@ -34,7 +34,8 @@ class Peer:
     state: PeerState
     last_ping: float
     hello: Hello | None = None
-    addresses: set[Address] = dataclasses.field(default_factory=set)
+    addresses: dict[Address, None] = dataclasses.field(default_factory=dict)
+    """In the order in which they were heard: all ranks of a replica must go through them alike."""
     unacked: dict[int, tuple[float, bytes]] = dataclasses.field(default_factory=dict)
     """seq -> (time to send again, frame)"""
     owed_acks: list[int] = dataclasses.field(default_factory=list)

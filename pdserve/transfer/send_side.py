@@ -22,9 +22,10 @@ from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.chunk import ChunkPlanner, Part
-from pdserve.transfer.events import CopyDone, CopyEngine, Gates, Ready
+from pdserve.transfer.events import CopyDone, CopyEngine, Gates, Reached, Ready
 from pdserve.transfer.outgoing import OutgoingKeys
 from pdserve.transfer.peers import Peer
+from pdserve.transfer.reaching import Reaching
 from pdserve.transfer.room import SendRoom, misfit, shortfall
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.state import TERMINAL, KVPoll
@@ -68,6 +69,9 @@ class SendSide:
         self.outgoing = OutgoingKeys(sessions, engine, clock, counters)
         self.moved: dict[int, None] = {}
         self._unmatched = Unmatched(clock, timeout_s)
+        self._reaching = Reaching(engine, chunks.ways)
+        self._bound: dict[int, SendRoom] = {}
+        """Rooms whose receiver is known, while it is not known whether all our ranks can write to it."""
 
     # ------------------------------------------------------------------ called by senders
 
@@ -152,6 +156,7 @@ class SendSide:
         if self.rooms.get(room.room) is room:
             del self.rooms[room.room]
             self.moved.pop(room.room, None)
+            self._bound.pop(room.room, None)
 
     def divert(self, room: int, digest: str, replica: int) -> None:
         """Another replica of this server has the request of this room and prompt: its receiver is sent there."""
@@ -186,7 +191,10 @@ class SendSide:
             self._refuse(peer, key, wrong)
         elif room.target is None or self._supersedes(room, key):
             room.target = meta
-            room.move(KVPoll.WAITING_FOR_INPUT)
+            if self._reaching.begin(peer):
+                room.move(KVPoll.WAITING_FOR_INPUT)
+            else:
+                self._bound[room.room] = room
         else:
             self._turn_away(peer, key, _failure("room_in_use", f"room {key.room} already sends to another receiver"))
 
@@ -208,6 +216,20 @@ class SendSide:
         else:
             self._sessions.send(peer, self.outgoing.quiesced(key, abort.failure))
 
+    def on_reached(self, event: Reached) -> None:
+        """One of our ranks can write to one of a peer's, or cannot: then nothing is computed for it in vain."""
+        verdict = self._reaching.take(event)
+        if verdict is None:
+            return
+        for room in list(self._bound.values()):
+            if room.target is None or room.target.key.origin != verdict.peer:
+                continue
+            del self._bound[room.room]
+            if verdict.failure is None:
+                room.move(KVPoll.WAITING_FOR_INPUT)
+            else:
+                self.fail(room, verdict.failure)
+
     def on_copy(self, event: CopyDone) -> None:
         """A copy job has ended."""
         outcome = self.outgoing.copied(event)
@@ -228,13 +250,15 @@ class SendSide:
                 self.outgoing.stop(room.target.key, failure)
         if gone:
             self._unmatched.forget_peer(peer.instance)
+            self._reaching.forget(peer.instance)
 
     def tick(self) -> None:
         """Time-outs, and failed writes that have settled. Looks at the oldest rooms only."""
         now = self._clock.now()
         for room in list(itertools.takewhile(lambda r: now - r.opened_at > self._timeout_s, self.rooms.values())):
             if room.state is KVPoll.BOOTSTRAPPING:
-                message = f"no decode server came for room {room.room} within {self._timeout_s:g} s"
+                what = "no decode server came" if room.target is None else "the decode server could not be reached"
+                message = f"{what} for room {room.room} within {self._timeout_s:g} s"
                 self.fail(room, Failure(code="bootstrap_timeout", message=message, status=504))
         self.outgoing.tick()
         for early in self._unmatched.expire():

@@ -128,7 +128,7 @@ class Sessions:
         self._dialled[event.address] = instances
         for instance, endpoint in event.replicas:
             peer = self._peers.get(instance) or self._add(instance, endpoint)
-            peer.addresses.add(event.address)
+            peer.addresses[event.address] = None
             if peer.state is PeerState.READY:
                 notices.append(PeerReady(peer))
             else:

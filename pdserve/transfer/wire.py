@@ -18,6 +18,7 @@ every handler is idempotent. A key names one use of a room for good, so late mes
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -60,6 +61,11 @@ class RankMemory(msgspec.Struct, frozen=True):
 
     transport_address: EngineAddress
     kv_regions: tuple[Region, ...]
+
+    @classmethod
+    def of(cls, transport_address: str, buffers: Iterable[tuple[int, int]]) -> RankMemory:
+        """A rank whose pools are `buffers`, `(address, bytes)` each."""
+        return cls(transport_address, tuple(Region(*buffer) for buffer in buffers))
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -22,7 +22,7 @@ from typing import cast
 
 from pdserve.errors import TransferError
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.events import CopyDone, CopyJob, TransferEvent
+from pdserve.transfer.events import CopyDone, CopyJob, Reached, TransferEvent
 from pdserve.transfer.gated import CANCELLED, PEER_GONE, GatedJobs
 from pdserve.transfer.notifications import Notifications, encode_note
 from pdserve.transfer.transport import Copy, NotifyingTransport, Transport
@@ -42,7 +42,12 @@ class _End:
     failure: Failure
 
 
-Orders = queue.SimpleQueue[CopyJob | _End]
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reach:
+    """Connect, before there is anything to copy."""
+
+
+Orders = queue.SimpleQueue[CopyJob | _Reach | _End]
 
 
 class _Worker:
@@ -93,19 +98,24 @@ class CopyWorkers:
         """See `CopyEngine`."""
         return self._notifying is not None
 
+    def reach(self, rank: int, transport_address: str) -> bool:
+        """See `CopyEngine`."""
+        workers = self._workers(transport_address)
+        if isinstance(workers, Failure):
+            self._post(Reached(transport_address, workers))
+            return False
+        if any(worker.connected for worker in workers):
+            return True
+        workers[0].orders.put(_Reach())
+        return False
+
     def submit(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
-        workers = self._workers_of.setdefault(job.transport_address, [])
-        try:
-            while len(workers) < self._num_writers:
-                workers.append(self._start(job.transport_address))
-        except RuntimeError as error:  # the system has no more threads
-            log.error("no thread to copy to %s with: %s", job.transport_address, error)
-            if not workers:
-                failure = Failure(code="no_threads", message=f"nobody copies: {error}", status=503)
-                self._post(CopyDone(job, failure, settled=True, write_s=0.0))
-                return
-        min(workers, key=_num_left).give(job)
+        workers = self._workers(job.transport_address)
+        if isinstance(workers, Failure):
+            self._post(CopyDone.of(job, workers, settled=True, write_s=0.0))
+        else:
+            min(workers, key=_num_left).give(job)
 
     def cancel(self, job: CopyJob) -> None:
         """See `CopyEngine`: the threads look at `job.cancelled` themselves."""
@@ -137,6 +147,18 @@ class CopyWorkers:
             if thread.is_alive():
                 log.warning("%s still copies after %g s, and is left behind", thread.name, CLOSE_TIMEOUT_S)
 
+    def _workers(self, peer: str) -> Sequence[_Worker] | Failure:
+        """The threads of a rank of a peer, or why there are none."""
+        workers = self._workers_of.setdefault(peer, [])
+        try:
+            while len(workers) < self._num_writers:
+                workers.append(self._start(peer))
+        except RuntimeError as error:  # the system has no more threads
+            log.error("no thread to copy to %s with: %s", peer, error)
+            if not workers:
+                return Failure(code="no_threads", message=f"nobody copies: {error}", status=503)
+        return workers
+
     def _start(self, peer: str) -> _Worker:
         worker = _Worker(peer)
         name = f"kv-copy-{next(self._numbers)}"
@@ -157,6 +179,8 @@ class CopyWorkers:
                     gated.add(job, ready)
                     if not orders.empty():
                         continue  # take in all that came before the gates are asked
+                case _Reach():
+                    self._post(Reached(worker.peer, self._reach(worker)))
                 case _End(failure=failure):
                     self._report_unsent(worker, gated.clear(), failure)
                     self._transport.disconnect(worker.peer)  # once more: it was just being connected, perhaps
@@ -167,9 +191,26 @@ class CopyWorkers:
                 else:
                     self._report_unsent(worker, [job], unsent)
 
+    def _connect(self, worker: _Worker) -> None:
+        if not worker.connected:
+            self._transport.connect(worker.peer)
+            worker.connected = True
+
+    def _reach(self, worker: _Worker) -> Failure | None:
+        """Connect; why that cannot be done."""
+        try:
+            self._connect(worker)
+        except TransferError as error:
+            log.warning("cannot reach %s: %s", worker.peer, error)
+            return Failure.from_error(error)
+        except Exception as error:
+            log.exception("cannot reach %s", worker.peer)
+            return _internal(error)
+        return None
+
     def _report_unsent(self, worker: _Worker, jobs: Sequence[CopyJob], failure: Failure) -> None:
         for job in jobs:
-            self._end(worker, CopyDone(job, failure, settled=True, write_s=0.0))
+            self._end(worker, CopyDone.of(job, failure, settled=True, write_s=0.0))
 
     def _end(self, worker: _Worker, done: CopyDone) -> None:
         worker.num_ended += 1
@@ -177,7 +218,7 @@ class CopyWorkers:
 
     def _run(self, job: CopyJob, worker: _Worker) -> CopyDone:
         if job.cancelled or self._closing.is_set():
-            return CopyDone(job, CANCELLED, settled=True, write_s=0.0)
+            return CopyDone.of(job, CANCELLED, settled=True, write_s=0.0)
         copies = [
             Copy(source + copy.source, destination + copy.destination, copy.num_bytes)
             for source, destination, pieces in job.pieces
@@ -185,9 +226,7 @@ class CopyWorkers:
         ]
         started = time.monotonic()
         try:
-            if not worker.connected:
-                self._transport.connect(worker.peer)
-                worker.connected = True
+            self._connect(worker)
             if self._notifying is not None and job.num_bytes:
                 self._notifying.write_and_notify(job.transport_address, copies, encode_note(job.key, job.index))
             else:
@@ -195,19 +234,24 @@ class CopyWorkers:
         except TransferError as error:
             worker.connected = False  # where it still is, connecting does nothing
             log.warning("copy of %d bytes to %s failed: %s", job.num_bytes, job.transport_address, error)
-            return CopyDone(job, Failure.from_error(error), error.settled, time.monotonic() - started)
+            failure = Failure.from_error(error)
+            return CopyDone.of(job, failure, settled=error.settled, write_s=time.monotonic() - started)
         except Exception as error:
             log.exception("copy of %d bytes to %s failed", job.num_bytes, job.transport_address)
-            failure = Failure(code="internal", message=repr(error), retryable=False, status=500)
-            return CopyDone(job, failure, settled=False, write_s=time.monotonic() - started)
-        return CopyDone(job, None, settled=True, write_s=time.monotonic() - started)
+            return CopyDone.of(job, _internal(error), settled=False, write_s=time.monotonic() - started)
+        return CopyDone.of(job, None, settled=True, write_s=time.monotonic() - started)
+
+
+def _internal(error: Exception) -> Failure:
+    """A bug, or what an engine raises that nobody knows of."""
+    return Failure(code="internal", message=repr(error), retryable=False, status=500)
 
 
 def _num_left(worker: _Worker) -> int:
     return worker.num_left
 
 
-def _next_order(orders: Orders, gated: GatedJobs) -> CopyJob | _End | None:
+def _next_order(orders: Orders, gated: GatedJobs) -> CopyJob | _Reach | _End | None:
     """What to do next; None when a while has passed, or a gate has opened. Blocks for good only with no gated job."""
     if not gated:
         return orders.get()

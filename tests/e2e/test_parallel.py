@@ -66,6 +66,14 @@ def test_replicas_on_both_sides(doubled: Pair, tiny_checkpoint: Callable[[Family
     check_replicas(doubled, tiny_checkpoint("llama"), 2, 2)
 
 
+@pytest.mark.skipif(not is_installed(), reason="nixl is not installed; scripts/setup.sh says how")
+def test_replicas_on_both_sides_over_nixl(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    model = tiny_checkpoint("llama")
+    flags = ("--dp-size", "2", "--max-total-tokens", "16384", "--disaggregation-transfer-backend", "nixl")
+    with running_pair(str(model), "--dtype", "float32", *flags) as pair:
+        check_replicas(pair, model, 2, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
 def test_replicas_on_one_side(prefill: int, decode: int, tiny_checkpoint: Callable[[Family], Path]) -> None:

@@ -67,7 +67,7 @@ def free_source_at_the_end_of_the_request(patch: Patch) -> None:
 
 def count_a_repeated_report(patch: Patch) -> None:
     def counting(self: OutgoingKeys, event: CopyDone) -> Outcome | None:
-        out = self.get(event.job.key)
+        out = self.get(event.key)
         if out is None or not out.pending:
             return None
         out.pending.popitem()
@@ -146,7 +146,7 @@ def free_at_a_promise_without_notifications(patch: Patch) -> None:
 
 NOTHING = Faults()
 ABORTS = Faults(abort=0.03, copy_failed=0.05)
-LATE = Faults(lands_late=True, abort=0.3)
+LATE = Faults(lands_late=True, abort=0.15)
 MUTANTS: list[tuple[Callable[[Patch], None], Faults]] = [
     (swap_two_pages, NOTHING),
     (skip_the_last_layer, NOTHING),

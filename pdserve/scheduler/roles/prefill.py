@@ -96,7 +96,7 @@ class PrefillRole:
         num_layers, num_groups = self._core.memory.layout.groups[0].num_layers, self._core.limits.layer_groups
         ends = sorted({-(-num_layers * (i + 1) // num_groups) for i in range(num_groups)})
         layers = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-        gates = [(group, LayerGate(handle.plan.step, group.stop, marks.wait)) for group in layers]
+        gates = [(group, LayerGate(group.stop, marks.wait)) for group in layers]
         for row in handle.plan.rows:
             req = self.live[row.rid]
             assert req.sender is not None and req.lease is not None

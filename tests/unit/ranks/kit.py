@@ -1,23 +1,26 @@
-"""Replicas in one process: a leader here, and followers that obey in threads, over real sockets on loopback."""
+"""Replicas in one process: a leader here, and followers in threads, over real sockets on loopback."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from torch.distributed import HashStore
 
-from pdserve.base.parallel import ParallelShape
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.parallel import ParallelShape, Place
 from pdserve.errors import PdserveError
 from pdserve.executor.interface import Executor
 from pdserve.memory.page_table import PageTable
-from pdserve.ranks.computing import Computer
-from pdserve.ranks.follower import Leader, reports_steps
 from pdserve.ranks.followers import Followers, meet_followers
-from pdserve.ranks.orders import RankReady
-from pdserve.ranks.steps import StepLog
+from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
+from pdserve.ranks.leader import Leader, Stopped
+from pdserve.ranks.mates import Mates
+from pdserve.ranks.messages import Begin, RankReady
+from pdserve.ranks.rank_executor import RankExecutor
 from pdserve.ranks.watch import LinkTimes
 
 TOKEN = "secret"
@@ -44,18 +47,32 @@ class Losses:
 
 
 class MakeRank(Protocol):
-    """Makes the executor of a follower, and its table."""
+    """Makes a rank's own executor, and its table."""
 
     def __call__(self, rank: int) -> tuple[Executor, PageTable]: ...
 
 
-class FollowerThread:
-    """One follower. `error` is what its computing thread ended with."""
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """What a rank works with: `executor` is in step with the others', `own` is its part."""
 
-    def __init__(self, shape: ParallelShape, rank: int, store: HashStore, make: MakeRank, num_layers: int = 3) -> None:
-        self.place, self._store = shape.place(rank), store
-        self.executor, self.table = make(rank)
-        self.steps = StepLog(range(num_layers))
+    place: Place
+    executor: RankExecutor
+    own: Executor
+    table: PageTable
+    mates: Mates
+    log: InputLog
+
+
+Work = Callable[[Rank], object]
+
+
+class FollowerThread:
+    """One follower, which does `work`. `error` is what that ended with."""
+
+    def __init__(self, shape: ParallelShape, rank: int, store: HashStore, make: MakeRank, work: Work) -> None:
+        self.place, self._store, self._work = shape.place(rank), store, work
+        self.own, self.table = make(rank)
         self.losses = Losses()
         self.error: BaseException | None = None
         self.leader: Leader | None = None
@@ -64,15 +81,17 @@ class FollowerThread:
 
     def _run(self) -> None:
         try:
-            self.leader = Leader(
+            leader = self.leader = Leader(
                 self.place, self._store, TOKEN, host=HOST, on_lost=self.losses, times=TIMES, timeout_s=MEET_S
             )
-            self.leader.agree(100 + self.place.rank)
-            self.leader.report(RankReady(num_pages=101, memory=None, samples={}, settle_s=0.0))
-            self.computer = Computer(
-                self.executor, self.table, self.steps, self.leader.report, reports_steps=reports_steps(self.place)
-            )
-            self.computer.run(self.leader.orders)
+            leader.agree(100 + self.place.rank)
+            leader.report(RankReady(facts={}, memory=None, samples={}, settle_s=0.0))
+            log = FollowerLog(f"rank {self.place.rank}", leader.wait_begin().now, leader.hear)
+            executor = RankExecutor(self.own, self.table, self.own.layout, self.place, leader, log, at_once=True)
+            self._work(Rank(self.place, executor, self.own, self.table, leader, log))
+            leader.wait_stop()
+        except Stopped:
+            pass
         except Exception as error:
             self.error = error
             if self.leader is not None:
@@ -86,20 +105,29 @@ class FollowerThread:
             self.leader.close()
 
 
+def nothing(rank: Rank) -> None:
+    """A follower's work where the leader says nothing."""
+
+
 @contextlib.contextmanager
 def replica(
-    shape: ParallelShape, make: MakeRank, losses: Losses | None = None
-) -> Iterator[tuple[Followers, Sequence[FollowerThread]]]:
-    """A leader's door, and its followers; all are ready."""
+    shape: ParallelShape, make: MakeRank, work: Work = nothing, losses: Losses | None = None
+) -> Iterator[tuple[Rank, Followers, Sequence[FollowerThread]]]:
+    """The leader's rank, its door, and its followers, which have begun."""
     store = HashStore()
-    threads = [FollowerThread(shape, rank, store, make) for rank in range(1, shape.num_ranks)]
+    threads = [FollowerThread(shape, rank, store, make, work) for rank in range(1, shape.num_ranks)]
     followers = meet_followers(
         shape, store, TOKEN, host=HOST, on_lost=losses or Losses(), times=TIMES, timeout_s=MEET_S
     )
     try:
         assert followers.agree(1000) == 101
         assert len(followers.wait_ready()) == len(threads)
-        yield followers, threads
+        own, table = make(0)
+        log = LeaderLog(MonotonicClock(), followers.tell)
+        followers.tell(Begin(now=log.now(), rebalances=False, transfer=None))
+        place = shape.place(0)
+        executor = RankExecutor(own, table, own.layout, place, followers, log)
+        yield Rank(place, executor, own, table, followers, log), followers, threads
     finally:
         followers.close()
         for thread in threads:

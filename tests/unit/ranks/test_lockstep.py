@@ -11,15 +11,14 @@ from contextlib import contextmanager
 import pytest
 from torch.distributed import HashStore
 
-from pdserve.base.mailbox import Mailbox
+from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.errors import ConfigError, ModelError, PdserveError, RankError
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.interface import BatchPlan, Row, StepHandle, StepResult
 from pdserve.ranks.lockstep import Lockstep, meet_leaders
-from pdserve.ranks.orders import Order, Rebalance
 from pdserve.ranks.rebalance import RoundRebalancer
-from pdserve.ranks.rounds import RoundExecutor
-from pdserve.scheduler.idle_rounds import IdleRounds, RoundCalled
+from pdserve.ranks.rounds import PreparedExecutor
+from pdserve.scheduler.idle_rounds import IdleRounds
 from tests.unit.ranks.kit import HOST, MEET_S, TIMES, TOKEN, Losses
 from tests.unit.transfer.waiting import wait_until
 
@@ -75,11 +74,11 @@ class Replica:
     """The scheduler's loop without a scheduler: `work` steps with something to compute, posted one by one."""
 
     def __init__(self, lockstep: Lockstep, barrier: threading.Barrier, *, overlap: bool) -> None:
-        self.mailbox: Mailbox[RoundCalled | int | None] = Mailbox()
-        lockstep.wake = lambda: self.mailbox.post(RoundCalled())
+        self.mailbox: Mailbox[Woken | int | None] = Mailbox()
+        lockstep.wake = lambda: self.mailbox.post(Woken())
         self.inner = Collective(barrier)
         self._idle = IdleRounds(lockstep)
-        self._executor = RoundExecutor(self.inner, lockstep)  # type: ignore[arg-type]
+        self._executor = PreparedExecutor(self.inner, lockstep.enter, lockstep.blame)  # type: ignore[arg-type]
         self._overlap = overlap
         self.num_turns = 0
         self.todo = 0
@@ -217,12 +216,11 @@ class Experts:
     [(6, [(6, "plan"), (9, "place"), (12, "plan")]), (1, [(1, "plan"), (2, "place"), (2, "plan"), (3, "place")])],
 )
 def test_experts_move_by_the_number_of_the_round_alone(interval: int, told: list[tuple[int, str]]) -> None:
-    experts, orders = Experts(), list[Order]()
-    rebalancer = RoundRebalancer(_as_balance(experts), orders.append, interval)
+    experts = Experts()
+    rebalancer = RoundRebalancer(_as_balance(experts), interval)
     for experts.round in range(14 if interval > 1 else 4):
-        rebalancer.before_round()
+        rebalancer.before_step(experts.round + 1)
     assert experts.told[: len(told)] == told
-    assert orders == [Rebalance(do) for _, do in experts.told]  # type: ignore[arg-type]
 
 
 def _as_balance(experts: Experts) -> ExpertBalance:

@@ -19,11 +19,11 @@ from torch.distributed import FileStore, HashStore
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import MemoryConfig, ServerConfig
 from pdserve.errors import ConfigError, PdserveError, RankError
-from pdserve.ranks.follower import Leader
 from pdserve.ranks.followers import Followers, meet_followers
+from pdserve.ranks.leader import Leader
 from pdserve.ranks.links import Links
 from pdserve.ranks.meeting import Facts, facts_of
-from pdserve.ranks.orders import Alive, DropHost, Order, Report, order_codec, report_codec
+from pdserve.ranks.messages import Agreed, Alive, ToFollower, ToLeader, follower_codec, leader_codec
 from pdserve.ranks.watch import LinkTimes, Peer
 from tests.unit.ranks.kit import HOST, TIMES, TOKEN, Losses
 from tests.unit.transfer.waiting import wait_until
@@ -78,7 +78,7 @@ def test_a_killed_rank_is_named_and_the_others_end_too(tmp_path: Path) -> None:
         assert "rank 1" not in str(error)
         assert "rank 2" in ends_with(first, 1), "the leader has told it"
         with pytest.raises(RankError, match="rank 2"):
-            followers.wait_step(1)
+            followers.offloaded(1)
         followers.close()
 
 
@@ -191,8 +191,10 @@ def test_a_follower_that_still_loads_ends_with_its_leader() -> None:
 
 
 def test_a_peer_that_nobody_listens_for_is_lost() -> None:
-    links: Links[Order, Report] = Links(0, HOST, order_codec(), report_codec(), LinkTimes(beat_s=0.05, silent_s=0.5))
-    gone = Links(1, HOST, report_codec(), order_codec(), TIMES)
+    links: Links[ToFollower, ToLeader] = Links(
+        0, HOST, follower_codec(), leader_codec(), LinkTimes(beat_s=0.05, silent_s=0.5)
+    )
+    gone = Links(1, HOST, leader_codec(), follower_codec(), TIMES)
     gone.close()
     losses = Losses()
     links.connect([Peer(1, "rank 1", gone.endpoint)], TOKEN, alive=Alive(), on_message=lambda *_: None, on_lost=losses)
@@ -209,20 +211,20 @@ def test_a_rank_that_never_comes_is_named() -> None:
 
 def test_a_host_that_is_not_ours_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 for other ranks"):
-        Links(0, "192.0.2.1", order_codec(), report_codec())
+        Links(0, "192.0.2.1", follower_codec(), leader_codec())
 
 
 @contextlib.contextmanager
 def talking(
     times: LinkTimes = TIMES,
-) -> Iterator[tuple[Links[Order, Report], Links[Report, Order], list[Order], Losses]]:
+) -> Iterator[tuple[Links[ToFollower, ToLeader], Links[ToLeader, ToFollower], list[ToFollower], Losses]]:
     """Leader and follower, what the follower got, and its losses."""
-    leader: Links[Order, Report] = Links(0, HOST, order_codec(), report_codec(), times)
-    follower: Links[Report, Order] = Links(1, HOST, report_codec(), order_codec(), times)
-    got: list[Order] = []
+    leader: Links[ToFollower, ToLeader] = Links(0, HOST, follower_codec(), leader_codec(), times)
+    follower: Links[ToLeader, ToFollower] = Links(1, HOST, leader_codec(), follower_codec(), times)
+    got: list[ToFollower] = []
     losses = Losses()
 
-    def take(rank: int, order: Order) -> None:
+    def take(rank: int, order: ToFollower) -> None:
         if not isinstance(order, Alive):
             got.append(order)
 
@@ -245,9 +247,9 @@ def test_frames_of_strangers_are_refused_and_orders_keep_their_order() -> None:
         for frame in (b"", b"x", b"y" * 100):
             stranger.send(frame)
         for number in range(500):
-            leader.broadcast(DropHost(number))
+            leader.broadcast(Agreed(number))
         wait_until(lambda: len(got) == 500 and follower.refused == 3, "all orders, and none of the stranger's")
-        assert got == [DropHost(number) for number in range(500)]
+        assert got == [Agreed(number) for number in range(500)]
         assert not losses.errors
         stranger.close(linger=0)
         context.term()
@@ -255,11 +257,11 @@ def test_frames_of_strangers_are_refused_and_orders_keep_their_order() -> None:
 
 def test_a_lost_order_is_not_passed_over() -> None:
     with talking() as (leader, _, got, losses):
-        leader.broadcast(DropHost(1))
+        leader.broadcast(Agreed(1))
         leader._lines[1]._count += 1
-        leader.broadcast(DropHost(2))
+        leader.broadcast(Agreed(2))
         assert "rank 0 failed: its message" in str(losses.wait())
-        assert DropHost(2) not in got
+        assert Agreed(2) not in got
 
 
 def test_a_rank_that_computes_for_long_is_not_silent() -> None:

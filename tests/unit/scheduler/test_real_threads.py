@@ -38,6 +38,7 @@ from pdserve.transfer.events import Address, PeerListens, PrefillFound
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
+from pdserve.transfer.wire import RankMemory
 from pdserve.transfer.workers import CopyWorkers
 
 DEADLINE_S = 60.0
@@ -79,7 +80,12 @@ class Server:
         self.mailbox.attach(self._socket)
         self._workers = CopyWorkers(self._transport, self.mailbox.post, num_threads=2)
         args = KVArgs(
-            instance=mode, layout=executor.layout, buffers=executor.buffers, aux=aux, facts={"model": "hash"}, token="t"
+            instance=mode,
+            layout=executor.layout,
+            ranks=(RankMemory.of(self._workers.address, executor.buffers),),
+            aux=aux,
+            facts={"model": "hash"},
+            token="t",
         )
         kv = KVManager(
             args, self._socket, self._workers, LocalDirectory(served, self.mailbox.post), core.clock, TransferTimes()

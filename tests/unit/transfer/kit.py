@@ -85,15 +85,20 @@ class KitEngine:
     """`CopyEngine` whose jobs end when the test says so."""
 
     settle_s = SETTLE_S
-    address = ""
 
     def __init__(self, notifies: bool = False) -> None:
         self.notifies = notifies
         self.expected: list[tuple[Key, int, int]] = []
         self.notified = False
+        self.reaches = True
+        self.asked: list[tuple[int, str]] = []
         self.jobs: list[CopyJob] = []
         self.cancelled: list[CopyJob] = []
         self.forgotten: list[str] = []
+
+    def reach(self, rank: int, transport_address: str) -> bool:
+        self.asked.append((rank, transport_address))
+        return self.reaches
 
     def submit(self, job: CopyJob) -> None:
         self.jobs.append(job)
@@ -151,7 +156,6 @@ class Side:
         self.endpoint = endpoint or f"{instance}:1"
         self.pages, self.aux_slots = LeasePool(PageAllocator(16)), LeasePool(PageAllocator(4))
         self.socket, self.engine, self.directory = KitSocket(net, self.endpoint), KitEngine(notifies), KitDirectory()
-        self.engine.address = transport_address or instance
         group = dataclasses.replace(
             hash_layout(page_tokens, num_layers).groups[0],
             dtype=dtype,
@@ -159,6 +163,7 @@ class Side:
             num_kv_heads_total=num_heads,
         )
         layout = KVLayout((group,))
+        first = buffer or (1 << 20, 16 * group.of_rank(shape.place(0)).page_bytes)
         args = KVArgs(
             instance=instance,
             layout=layout,
@@ -166,8 +171,7 @@ class Side:
             dp_size=dp_size,
             dp_attention=dp_attention,
             decode_sizes=decode_sizes or {},
-            buffers=(buffer or (1 << 20, 16 * group.of_rank(shape.place(0)).page_bytes),),
-            others=others,
+            ranks=(RankMemory.of(transport_address or instance, [first]), *others),
             aux=MetadataBuffers(4),
             facts=FACTS if facts is None else facts,
             token=token,
@@ -195,7 +199,7 @@ class Side:
         """All submitted jobs end, in the same way."""
         jobs, self.engine.jobs = self.engine.jobs, []
         for job in jobs:
-            self.kv.handle(CopyDone(job, failure, settled, write_s=0.1))
+            self.kv.handle(CopyDone.of(job, failure, settled=settled, write_s=0.1))
 
 
 ALL_FREE = (16, 4)

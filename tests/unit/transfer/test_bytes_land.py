@@ -65,7 +65,7 @@ class Memory:
             for copy in piece
         ]
         self.transport.write(job.transport_address, copies)
-        self.side.kv.handle(CopyDone(job, None, settled=True, write_s=0.0))
+        self.side.kv.handle(CopyDone.of(job, None, settled=True, write_s=0.0))
 
 
 def _cuts(draw: st.DrawFn, end: int, label: str) -> list[range]:

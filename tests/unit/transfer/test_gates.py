@@ -109,10 +109,10 @@ def test_jobs_of_other_peers_and_other_keys_pass_a_closed_gate(rig: Rig) -> None
         (rig.one, 4, None, 1),
     ):
         rig.submit(peer, slot, ready, room)
-    assert {report.job.index for report in rig.ended(4)} == {1, 2, 3, 4}
+    assert {report.index for report in rig.ended(4)} == {1, 2, 3, 4}
     assert rig.arrived(rig.one) == [0, 0, 1, 1, 1, 0, 0, 0]
     gate.event.set()
-    assert [report.job.index for report in rig.ended(1)] == [0]
+    assert [report.index for report in rig.ended(1)] == [0]
     assert rig.arrived(rig.one)[0] == 1
 
 
@@ -122,7 +122,7 @@ def test_gates_may_open_in_any_order(rig: Rig) -> None:
         rig.submit(rig.one, slot, gate)
     for slot in (2, 3, 0, 1):
         gates[slot].event.set()
-        assert [report.job.index for report in rig.ended(1)] == [slot]
+        assert [report.index for report in rig.ended(1)] == [slot]
 
 
 def test_a_cancelled_job_does_not_wait_for_its_gate(rig: Rig) -> None:
@@ -132,11 +132,11 @@ def test_a_cancelled_job_does_not_wait_for_its_gate(rig: Rig) -> None:
     wait_until(lambda: gate.asked_by, "the worker waits")
     cancelled.cancelled = True
     (report,) = rig.ended(1)
-    assert report.job is cancelled and report.settled
+    assert report.index == cancelled.index and report.settled
     assert report.failure is not None and report.failure.code == "cancelled"
     gate.event.set()
     (report,) = rig.ended(1)
-    assert report.job is kept and report.failure is None
+    assert report.index == kept.index and report.failure is None
     assert rig.arrived(rig.one) == [0, 1] + [0] * 6
 
 
@@ -182,11 +182,11 @@ def test_jobs_for_a_forgotten_peer_do_not_wait_for_their_gates(rig: Rig) -> None
     rig.submit(rig.two, 1, gate)
     rig.workers.forget(rig.one)
     (report,) = rig.ended(1)
-    assert report.job.peer == rig.one
+    assert report.key.origin == rig.one
     assert report.failure is not None and report.failure.code == "peer_gone" and report.settled
     gate.event.set()
     (report,) = rig.ended(1)
-    assert report.job.peer == rig.two and report.failure is None
+    assert report.key.origin == rig.two and report.failure is None
 
 
 def test_waiting_for_a_gate_is_no_part_of_the_write_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_many_layers_of_many_keys_all_arrive_once() -> None:
     reports = rig.ended(2 * NUM_SLOTS)
     opener.join(DEADLINE_S)
     assert all(report.failure is None for report in reports)
-    assert len({(report.job.peer, report.job.index) for report in reports}) == 2 * NUM_SLOTS
+    assert len({(report.key.origin, report.index) for report in reports}) == 2 * NUM_SLOTS
     for peer in rig.peers:
         assert rig.arrived(peer) == list(range(1, NUM_SLOTS + 1))
     rig.workers.close()

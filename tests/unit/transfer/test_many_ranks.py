@@ -15,7 +15,6 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVGroup
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.aux import AuxRecord
-from pdserve.transfer.chunk import MAX_COPIES
 from pdserve.transfer.events import CopyDone, CopyJob, LayerGate, PeerGone, PrefillFound
 from pdserve.transfer.receive_side import FOLLOWERS_END_S
 from pdserve.transfer.state import KVPoll
@@ -71,7 +70,7 @@ class Replica:
             for copy in pieces
         ]
         self.transports[job.rank].write(job.transport_address, copies)
-        self.side.kv.handle(CopyDone(job, None, settled=True, write_s=0.0))
+        self.side.kv.handle(CopyDone.of(job, None, settled=True, write_s=0.0))
 
     def run_all(self, rng: random.Random) -> None:
         """All jobs, in any order."""
@@ -121,7 +120,7 @@ def test_every_rank_of_decode_gets_its_bytes(
     receiver.publish(*theirs, cached * PAGE_TOKENS)
     net.pump()
     cut, chunk = rng.randint(1, NUM_LAYERS - 1), rng.randint(1, num_pages)
-    opened = LayerGate(1, cut, lambda num_layers, timeout_s: True)
+    opened = LayerGate(cut, lambda num_layers, timeout_s: True)
     gates = [(range(cut), opened), (range(cut, NUM_LAYERS), opened)]
     sender.send(mine[0], chunk, gates if rng.random() < 0.5 else ())
     sender.send(mine[0], num_pages)
@@ -155,7 +154,7 @@ def test_one_rank_that_fails_fails_all_and_the_slowest_decides_when_it_is_over()
     assert {job.transport_address for job in jobs} == {transport.address() for transport in decode.transports}
     prefill.run(jobs[0])
     failure = Failure(code="transfer_failed", message="rank 2 cannot")
-    prefill.side.kv.handle(CopyDone(jobs[2], failure, settled=True, write_s=0.0))
+    prefill.side.kv.handle(CopyDone.of(jobs[2], failure, settled=True, write_s=0.0))
     net.pump()
     assert sender.poll() is receiver.poll() is KVPoll.FAILED
     assert prefill.side.engine.cancelled == [jobs[1], jobs[3]]
@@ -163,7 +162,7 @@ def test_one_rank_that_fails_fails_all_and_the_slowest_decides_when_it_is_over()
         lease.drop("request")
     assert decode.side.free != ALL_FREE, "two ranks may still write"
     for job in (jobs[1], jobs[3]):
-        prefill.side.kv.handle(CopyDone(job, failure, settled=True, write_s=0.0))
+        prefill.side.kv.handle(CopyDone.of(job, failure, settled=True, write_s=0.0))
     net.pump()
     assert decode.side.free == prefill.side.free == ALL_FREE
 
@@ -242,20 +241,6 @@ def test_a_room_goes_to_the_replica_that_its_number_names() -> None:
         receiver.publish(*decode.leases(1))
         net.pump()
     assert [side.kv.send_side.num_early for side in replicas] == [1, 2, 1]
-
-
-def test_a_prompt_of_very_many_copies_goes_in_portions_that_fit_a_message() -> None:
-    net, hub = Net(), MemoryHub()
-    prefill = Replica(net, hub, "prefill-1", ParallelShape(tp_size=4), random_model(1))
-    decode = Replica(net, hub, "decode-1", ParallelShape(tp_size=2), random_model(2))
-    meet(net, prefill.side, decode.side)
-    planner, hello = prefill.side.kv.send_side._chunks, decode.side.kv.sessions._me
-    pages = list(range(8000))
-    parts = planner.pages(hello, pages, [pages], range(NUM_LAYERS))
-    sizes = [sum(len(copies) for _, _, copies in part.pieces) for part in parts]
-    assert max(sizes) <= MAX_COPIES and sum(sizes) == 4 * len(pages) * NUM_LAYERS * 2
-    assert len(parts) == 4 * -(-len(pages) * NUM_LAYERS * 2 // MAX_COPIES)
-    assert {part.rank for part in parts} == {0, 1, 2, 3}
 
 
 def test_pages_that_a_replica_of_many_ranks_was_given_rest_until_its_other_ranks_have_ended() -> None:

@@ -309,8 +309,8 @@ def test_a_transfer_that_failed_keeps_its_pages_until_what_was_written_is_there(
     pair.sender.send(pair.mine[0], 2)
     pair.sender.send(pair.mine[0], 3)
     well, badly = prefill.engine.jobs
-    prefill.kv.handle(CopyDone(well, None, settled=True, write_s=0.1))
-    prefill.kv.handle(CopyDone(badly, BROKEN, settled=True, write_s=0.1))
+    prefill.kv.handle(CopyDone.of(well, None, settled=True, write_s=0.1))
+    prefill.kv.handle(CopyDone.of(badly, BROKEN, settled=True, write_s=0.1))
     net.pump()
     assert pair.receiver.failure == BROKEN
     pair.drop_requests()

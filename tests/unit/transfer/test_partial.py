@@ -49,7 +49,7 @@ def test_only_pages_that_the_receiver_lacks_are_published_and_sent(num_cached: i
     assert all(lease.held_by("remote") for lease in pair.theirs)
 
     pair.send()
-    base = decode.kv.args.buffers[0][0]
+    base = decode.kv.args.ranks[0].kv_regions[0].address
     written = {
         (copy.destination + i * page_bytes) // page_bytes
         for job in prefill.engine.jobs
@@ -237,11 +237,11 @@ def test_done_waits_for_layers_that_the_aux_slot_overtook() -> None:
     pair.sender.finish(pair.mine[1], AuxRecord(7, 0, 42), TransferStats())
     layers, aux = prefill.engine.jobs[:2], prefill.engine.jobs[2]
     for job in (aux, layers[1]):
-        prefill.kv.handle(CopyDone(job, None, settled=True, write_s=0.0))
+        prefill.kv.handle(CopyDone.of(job, None, settled=True, write_s=0.0))
         net.pump()
         assert pair.sender.poll() is KVPoll.TRANSFERRING and not net.said(Done)
         assert pair.mine[0].held_by("send") and pair.mine[1].held_by("send")
-    prefill.kv.handle(CopyDone(layers[0], None, settled=True, write_s=0.0))
+    prefill.kv.handle(CopyDone.of(layers[0], None, settled=True, write_s=0.0))
     net.pump()
     assert pair.sender.poll() is pair.receiver.poll() is KVPoll.SUCCESS
     pair.drop_requests()
@@ -258,10 +258,10 @@ def test_source_pages_are_held_until_the_last_gated_job_has_ended() -> None:
     pair.drop_requests()
     first, second = prefill.engine.jobs
     assert first.cancelled and second.cancelled
-    prefill.kv.handle(CopyDone(first, CLIENT_LEFT, settled=True, write_s=0.0))
+    prefill.kv.handle(CopyDone.of(first, CLIENT_LEFT, settled=True, write_s=0.0))
     net.pump()
     assert prefill.free == (13, 4) and decode.free == (13, 3), "the second may be running"
-    prefill.kv.handle(CopyDone(second, CLIENT_LEFT, settled=True, write_s=0.0))
+    prefill.kv.handle(CopyDone.of(second, CLIENT_LEFT, settled=True, write_s=0.0))
     net.pump()
     assert_quiet_and_free(prefill, decode)
 

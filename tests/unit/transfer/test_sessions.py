@@ -303,3 +303,16 @@ def test_acks_do_not_wait_for_company_for_ever() -> None:
     (ack,) = _deliver(net)
     assert len(ack.acks) == MAX_ACKS and not decode.kv.sessions.num_unacked
     assert not prefill.kv.sessions.owes_acks
+
+
+def test_rooms_of_one_peer_by_several_names_go_on_in_the_order_in_which_these_were_found() -> None:
+    """On every rank of a replica alike, whatever their hashes."""
+    net = Net()
+    prefill, decode = Side(net, "prefill-1"), Side(net, "decode-1")
+    names = [(f"name-{number}", 1) for number in (3, 1, 4, 5, 9, 2, 6)]
+    receivers = [decode.kv.open_receiver(room, name, "d") for room, name in enumerate(names)]
+    for name in names:
+        found(decode, prefill, name)
+    net.pump()
+    assert all(receiver.poll() is KVPoll.WAITING_FOR_INPUT for receiver in receivers)
+    assert decode.kv.take_moved() == list(range(len(names)))

@@ -13,6 +13,7 @@ from pdserve.transfer import workers as workers_module
 from pdserve.transfer.events import (
     CopyDone,
     CopyJob,
+    Reached,
     TransferEvent,
 )
 from pdserve.transfer.plan import PageCopy
@@ -99,7 +100,7 @@ def test_pieces_become_absolute_copies_and_one_connection(
     for index in range(3):
         workers.submit(_job("peer", index))
     reports = _reports(mailbox, 3)
-    assert [report.job.index for report in reports] == [0, 1, 2], "in order"
+    assert [report.index for report in reports] == [0, 1, 2], "in order"
     assert all(report.failure is None and report.settled for report in reports)
     assert transport.connects == ["peer"]
     assert transport.written[0][1] == [Copy(1016, 5032, 8), Copy(1000, 5000, 8), Copy(2064, 9064, 64)]
@@ -121,11 +122,44 @@ def test_failures_are_reported_as_values_and_the_thread_goes_on(
     workers.submit(_job(address))
     workers.submit(_job("good"))
     workers.submit(_job("well"))
-    reports = {report.job.peer: report for report in _reports(mailbox, 3)}
+    reports = {report.key.origin: report for report in _reports(mailbox, 3)}
     failed = reports[address]
     assert failed.failure is not None
     assert (failed.failure.code, failed.settled, failed.failure.status) == (code, settled, status)
     assert reports["good"].failure is None and reports["well"].failure is None
+
+
+def test_a_peer_is_connected_to_before_there_is_anything_to_copy(
+    workers: CopyWorkers, transport: ScriptedTransport, mailbox: Mailbox[TransferEvent]
+) -> None:
+    assert not workers.reach(0, "peer")
+    assert events_of(mailbox, 1) == [Reached("peer", None)] and transport.connects == ["peer"]
+    assert workers.reach(0, "peer"), "known by now"
+    workers.submit(_job("peer"))
+    assert _reports(mailbox, 1)[0].failure is None and transport.connects == ["peer"]
+    assert not workers.reach(0, "unreachable")
+    (event,) = events_of(mailbox, 1)
+    assert isinstance(event, Reached) and event.failure is not None and event.failure.code == "peer_unreachable"
+    assert not workers.reach(0, "unreachable"), "perhaps by now"
+    events_of(mailbox, 1)
+    workers.forget("peer")
+    assert not workers.reach(0, "peer"), "another process, perhaps"
+    events_of(mailbox, 1)
+
+
+def test_a_bug_in_connecting_is_a_value_too(
+    workers: CopyWorkers,
+    transport: ScriptedTransport,
+    mailbox: Mailbox[TransferEvent],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def connect(address: str) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(transport, "connect", connect)
+    workers.reach(0, "peer")
+    (event,) = events_of(mailbox, 1)
+    assert isinstance(event, Reached) and event.failure is not None and event.failure.code == "internal"
 
 
 def test_a_cancelled_job_is_reported_unwritten(
@@ -151,10 +185,10 @@ def test_peers_that_hang_delay_nobody_else_however_many_they_are(
         workers.submit(_job("first", index + 1))
         workers.submit(_job("later", index))
     reports = _reports(mailbox, 7)
-    assert sorted(report.job.peer for report in reports) == ["first"] * 4 + ["later"] * 3
+    assert sorted(report.key.origin for report in reports) == ["first"] * 4 + ["later"] * 3
     assert all(report.failure is None for report in reports)
     transport.hang.set()
-    assert sorted(report.job.peer for report in _reports(mailbox, 5)) == hanging
+    assert sorted(report.key.origin for report in _reports(mailbox, 5)) == hanging
 
 
 def test_the_threads_of_a_peer_end_when_it_is_forgotten(
@@ -182,7 +216,7 @@ def test_a_transport_with_several_writers_writes_to_one_peer_from_several_thread
     wait_until(lambda: len(transport.written) == 2, "the other one is free, and takes the next job")
     workers.forget("hangs")
     transport.hang.set()
-    assert sorted(report.job.index for report in _reports(mailbox, 2)) == [0, 1]
+    assert sorted(report.index for report in _reports(mailbox, 2)) == [0, 1]
     wait_until(lambda: transport.disconnects == ["hangs"] * 3, "at once, and by each of its threads")
     workers.close()
     assert len({thread for _, _, thread in transport.written}) == 2

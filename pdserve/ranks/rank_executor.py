@@ -1,0 +1,165 @@
+"""The executor of a rank that is one of many: it computes its part of each step, and gives what the leader's gave.
+
+Made by the composition root of each rank's process. Every rank's scheduler makes the same plans in the same order, and
+a step is an exchange of tensors between them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Sequence
+
+from pdserve.base.parallel import Place
+from pdserve.executor.interface import BatchPlan, Executor, HostPages, LayerMarks, StepHandle, StepResult
+from pdserve.memory.layout import KVLayout, pages_for
+from pdserve.memory.page_table import PageTable
+from pdserve.protocol.logprobs import Logprobs
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.ranks.input_log import InputLog
+from pdserve.ranks.mates import Mates, guarded
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _AllRanksPages:
+    """Implements `HostPages`: what this rank has saved. All count the bytes of all, so that they decide alike."""
+
+    own: HostPages
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OwnMarks:
+    """Implements `LayerMarks` in numbers of the whole model: this rank has the layers `own`."""
+
+    marks: LayerMarks
+    own: range
+
+    def wait(self, num_layers: int, timeout_s: float) -> bool:
+        """See `LayerMarks.wait`. Layers of later stages are no concern of ours; of earlier ones only: our first one,
+        before which no earlier step is at work here.
+        """
+        return self.marks.wait(min(max(num_layers - self.own.start, 1), len(self.own)), timeout_s)
+
+
+@dataclasses.dataclass(eq=False)
+class _Step:
+    """A step under way. `result` is there once it is computed here."""
+
+    handle: StepHandle
+    own: StepHandle
+    result: StepResult | None = None
+
+
+class RankExecutor:
+    """Implements `Executor` over `local`, the part of this rank, which is at `place`. `layout` is the whole model's.
+
+    `at_once`: a step is computed while it is launched, so that others need not wait until it is resolved: for followers
+    that compute on the calling thread.
+
+    A step is resolved when every rank has computed it. Without stages the end of our own part says so: each layer ends
+    with an exchange between all ranks, behind what they write. With stages the last one says so itself.
+    """
+
+    def __init__(
+        self,
+        local: Executor,
+        table: PageTable,
+        layout: KVLayout,
+        place: Place,
+        mates: Mates,
+        log: InputLog,
+        *,
+        at_once: bool = False,
+    ) -> None:
+        self._local = local
+        self._table = table
+        self._layout = layout
+        self._mates = mates
+        self._log = log
+        self._at_once = at_once
+        self._under_way: deque[_Step] = deque()
+        self._offloads = itertools.count()
+        self._own_layers = layout.groups[0].layers_of(place)
+        places = [place.shape.place(rank) for rank in range(place.shape.num_ranks)]
+        self._page_bytes = sum(group.page_bytes for each in places for group in layout.of_rank(each).groups)
+        self._num_seen = [0] * table.num_rows
+        """Pages of each row that were in a fingerprint."""
+        self.close_row = local.close_row
+
+    @property
+    def layout(self) -> KVLayout:
+        """Geometry of the whole model's pages."""
+        return self._layout
+
+    @property
+    def buffers(self) -> tuple[tuple[int, int], ...]:
+        """See `Executor.buffers`; this rank's."""
+        return self._local.buffers
+
+    def open_row(
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        logprobs: Logprobs | None,
+    ) -> None:
+        """See `Executor.open_row`: all ranks open the same ones."""
+        self._num_seen[row] = 0
+        self._local.open_row(row, token_ids, num_prompt_tokens, sampling, logprobs)
+
+    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+        """See `Executor.launch`. The marks count layers of the whole model, and open for this rank's part of them.
+
+        Raises:
+            RankError: a rank is lost, or its scheduler has come to another plan.
+        """
+        self._log.launched(plan.step, self._fingerprint(plan))
+        own = guarded(lambda: self._local.launch(plan, layer_marks=layer_marks), self._mates.blame)
+        marks = None if own.marks is None else _OwnMarks(own.marks, self._own_layers)
+        step = _Step(StepHandle(plan, marks, own.finish), own)
+        ahead = any(other.result is None for other in self._under_way)
+        self._under_way.append(step)
+        if self._at_once and marks is None and not ahead:
+            self._compute(step)
+        return step.handle
+
+    def resolve(self, handle: StepHandle) -> StepResult:
+        """See `Executor.resolve`.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        step = self._under_way.popleft()
+        assert step.handle is handle, "steps are resolved once, in the order of their launch"
+        return self._log.settled(step.result or self._compute(step))
+
+    def offload(self, pages: Sequence[int]) -> HostPages:
+        """See `Executor.offload`. Where the leader's returns every rank has its copy."""
+        saved = self._local.offload(pages)
+        self._mates.offloaded(next(self._offloads))
+        return _AllRanksPages(saved, len(pages) * self._page_bytes)
+
+    def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
+        """See `Executor.restore`."""
+        assert isinstance(saved, _AllRanksPages), "pages that another executor saved"
+        self._local.restore(saved.own, pages)
+
+    def _compute(self, step: _Step) -> StepResult:
+        """Wait for our part of it, and tell the others."""
+        step.result = guarded(lambda: self._local.resolve(step.own), self._mates.blame)
+        self._mates.computed(step.handle.plan.step)
+        return step.result
+
+    def _fingerprint(self, plan: BatchPlan) -> int:
+        """Differs between ranks that have planned differently, or given a row another page, now or in earlier steps."""
+        seen: list[int] = [plan.step]
+        for row in plan.rows:
+            seen += (row.row, row.start, row.end, row.sample)
+            before, count = self._num_seen[row.row], pages_for(row.end, self._layout.page_tokens)
+            if count > before:
+                seen += self._table.pages[row.row, before:count].tolist()
+                self._num_seen[row.row] = count
+        return hash(tuple(seen))

@@ -1,0 +1,119 @@
+"""From memory, executor and transfer manager to a scheduler: the same on every rank. Called by `build` and
+`build_follower` at start-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from pdserve.base.clock import Clock
+from pdserve.config import ServerConfig
+from pdserve.executor.factory import Built
+from pdserve.executor.interface import Executor
+from pdserve.executor.kv_hasher import KVHasher
+from pdserve.memory.kv_memory import KVMemory
+from pdserve.protocol.messages import ToApi
+from pdserve.scheduler.core import Core, Limits, Outbox
+from pdserve.scheduler.idle_rounds import IdleRounds
+from pdserve.scheduler.pulse import Pulse
+from pdserve.scheduler.roles.base import Role
+from pdserve.scheduler.roles.decode import DecodeRole
+from pdserve.scheduler.roles.monolith import MonolithRole
+from pdserve.scheduler.roles.prefill import PrefillRole
+from pdserve.scheduler.scheduler import Mail, Scheduler
+from pdserve.scheduler.waiting import WaitingQueue
+from pdserve.scheduler.witness import KVWitness, WriteLine
+from pdserve.transfer.manager import KVManager
+
+Fact = str | int | float | bool | None
+
+
+def make_memory(config: ServerConfig, built: Built) -> KVMemory:
+    """The books of this replica's pages, rows and aux slots."""
+    num_rows = built.table.num_rows
+    return KVMemory(
+        built.layout,
+        built.num_pages,
+        built.table,
+        num_aux=0 if config.disagg.disaggregation_mode == "null" else 2 * num_rows,
+        prefix_cache=_caches_prefixes(config),
+        eviction=config.memory.radix_eviction_policy,
+    )
+
+
+def make_witness(
+    config: ServerConfig, built: Built, hasher: KVHasher, facts: Mapping[str, Fact], write: WriteLine | None
+) -> KVWitness | None:
+    """Who hashes the KV that is sent or arrives, where somebody wants that; `write` takes the lines of the log."""
+    if not (config.observe.log_kv_target is not None or config.disagg.disaggregation_enable_kv_checksum):
+        return None
+    layout = built.layout
+    told = {name: facts[name] for name in ("instance", "dp_rank", "dtype", "layout_fingerprint")}
+    told |= {"page_tokens": layout.page_tokens, "page_bytes": layout.token_bytes * layout.page_tokens}
+    verify = config.disagg.disaggregation_enable_kv_checksum
+    return KVWitness(hasher, layout.page_tokens, told, write, verify=verify)
+
+
+def make_scheduler(
+    config: ServerConfig,
+    built: Built,
+    executor: Executor,
+    memory: KVMemory,
+    kv: KVManager | None,
+    witness: KVWitness | None,
+    mail: Mail,
+    clock: Clock,
+    send: Callable[[ToApi], None],
+    *,
+    profile_name: str,
+    facts: Mapping[str, Fact] | None = None,
+    live_facts: Callable[[], Mapping[str, float]] | None = None,
+    idle_rounds: IdleRounds | None = None,
+    pulse: Pulse | None = None,
+) -> Scheduler:
+    """A scheduler of the role that the mode says; `kv` is None in a monolith."""
+    core = Core(memory, executor, Outbox(send), clock, _limits(config, built))
+    waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory)
+    role: Role
+    if kv is None:
+        role = MonolithRole(core, waiting)
+    else:
+        role_class = PrefillRole if config.disagg.disaggregation_mode == "prefill" else DecodeRole
+        role = role_class(core, kv, waiting, witness)
+    return Scheduler(
+        role,
+        core,
+        kv,
+        mail,
+        max_queued=config.schedule.max_queued_requests,
+        overlap=config.schedule.disable_overlap_schedule is False,
+        profile_name=profile_name,
+        facts=facts,
+        live_facts=live_facts,
+        idle_rounds=idle_rounds,
+        pulse=pulse,
+    )
+
+
+def _caches_prefixes(config: ServerConfig) -> bool:
+    """Prefill and monolith keep prefixes unless told not to, decode only when told to."""
+    if config.disagg.disaggregation_mode == "decode":
+        return config.disagg.disaggregation_decode_enable_radix_cache
+    return not config.memory.disable_radix_cache
+
+
+def _limits(config: ServerConfig, built: Built) -> Limits:
+    schedule, disagg = config.schedule, config.disagg
+    chunk = schedule.chunked_prefill_size
+    offload = disagg.disaggregation_decode_enable_offload_kvcache
+    return Limits(
+        chunk_tokens=None if chunk is None or chunk < 0 else chunk,
+        prefill_tokens=schedule.max_prefill_tokens,
+        reserved_decode_tokens=schedule.num_reserved_decode_tokens,
+        conservativeness=schedule.schedule_conservativeness,
+        offload_bytes=int(disagg.disaggregation_decode_offload_gb * 1e9) if offload else 0,
+        layer_groups=disagg.disaggregation_layerwise_groups if disagg.disaggregation_layerwise_transfer else 0,
+        prealloc_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
+        eos_token_ids=frozenset(built.spec.eos_token_ids),
+        num_stages=config.parallel.pp_size,
+    )

@@ -1,0 +1,44 @@
+"""MIN over ranks that live in one process. Stands for `Parallel.begin_least`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Reductions:
+    """MIN over what all ranks have brought to a round, which ends with the last of them."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.rounds: list[list[tuple[Tensor, Callable[[], None]]]] = []
+        self._counts = [0] * num_ranks
+
+    def begin(self, rank: int, values: Tensor, then: Callable[[], None]) -> Ended:
+        number = self._counts[rank]
+        self._counts[rank] += 1
+        if number == len(self.rounds):
+            self.rounds.append([])
+        members = self.rounds[number]
+        members.append((values, then))
+        if len(members) == self.num_ranks:
+            brought = torch.stack([each for each, _ in members])
+            owned = (brought[:, :, 0] != torch.iinfo(torch.int64).max).sum(0)
+            assert len(owned) and bool((owned == 1).all()), "each thing is one rank's, and there is something"
+            least = brought.amin(0)
+            for each, end in members:
+                each.copy_(least)
+                end()
+        return Ended(members, self.num_ranks)
+
+
+class Ended:
+    """`Arrival` of a round that must be over."""
+
+    def __init__(self, members: list[tuple[Tensor, Callable[[], None]]], count: int) -> None:
+        self._members, self._count = members, count
+
+    def wait(self) -> None:
+        assert len(self._members) == self._count, "a rank would wait for another"

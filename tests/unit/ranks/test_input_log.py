@@ -1,0 +1,148 @@
+"""What the leader sees is what all ranks decide by, in its order; and who reads something else says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+import pytest
+
+from pdserve.base.clock import ManualClock
+from pdserve.base.mailbox import Mailbox, Woken
+from pdserve.errors import RankError
+from pdserve.executor.interface import StepResult
+from pdserve.protocol.messages import AbortRequest, FlushCache, GenerateRequest, StateQuery, StopProfile
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.ranks.consensus import Reduction
+from pdserve.ranks.input_log import PART_BYTES, FollowerLog, LeaderLog, Look
+from pdserve.ranks.messages import Entry, follower_codec
+from pdserve.ranks.rebalance import StepRebalancer
+from pdserve.ranks.shared_aux import SharedMetadata
+from pdserve.scheduler.scheduler import Event
+from pdserve.scheduler.shared_mail import FollowerMail, LeaderMail
+from pdserve.transfer.aux import AuxRecord
+from pdserve.transfer.events import FrameArrived
+
+
+@dataclasses.dataclass
+class Logs:
+    """A leader's and a follower's, with what was said between them."""
+
+    clock: ManualClock
+    said: deque[Entry]
+    leader: LeaderLog
+    follower: FollowerLog
+
+
+@pytest.fixture
+def logs() -> Logs:
+    clock, said = ManualClock(5.0), deque[Entry]()
+    return Logs(clock, said, LeaderLog(clock, said.append), FollowerLog("rank 1", 5.0, said.popleft))
+
+
+def test_all_ranks_have_the_same_time_and_it_moves_with_what_is_said(logs: Logs) -> None:
+    assert logs.leader.now() == logs.follower.now() == 5.0
+    logs.clock.advance(1.0)
+    assert logs.leader.now() == 5.0, "nobody else would know"
+    look = Look([AbortRequest(rid="a")], 2, 3)
+    assert logs.leader.turn(look) is look
+    logs.leader.launched(3, 17)
+    logs.clock.advance(1.0)
+    result = StepResult(3, ())
+    assert logs.leader.settled(result) is result and logs.leader.now() == 7.0
+    assert logs.leader.answer(lambda: True)
+    assert logs.follower.turn(Look(num_pending=3)) == look and logs.follower.now() == 6.0
+    logs.follower.launched(3, 17)
+    assert logs.follower.settled(StepResult(3, ())) == result and logs.follower.now() == 7.0
+    assert logs.follower.answer(lambda: False), "the leader's answer"
+    assert not logs.said
+
+
+def test_a_follower_that_is_elsewhere_says_so(logs: Logs) -> None:
+    logs.leader.answer(lambda: True)
+    with pytest.raises(RankError, match="rank 1 waits for Turn where its leader said Answer: the ranks' schedulers"):
+        logs.follower.turn(Look())
+    for step, seen in ((4, 17), (3, 18)):
+        logs.leader.launched(3, 17)
+        with pytest.raises(RankError, match=f"rank 1 has planned another step {step} than its leader, .* at step 3"):
+            logs.follower.launched(step, seen)
+    logs.leader.settled(StepResult(3, ()))
+    with pytest.raises(RankError, match="rank 1 has computed step 4 where its leader has step 3"):
+        logs.follower.settled(StepResult(4, ()))
+    logs.leader.turn(Look((), Reduction.BEGIN, 2))
+    with pytest.raises(RankError, match="rank 1 has 1 things to agree on where its leader has 2"):
+        logs.follower.turn(Look(num_pending=1))
+
+
+def test_what_came_in_is_told_in_parts_where_it_is_much(logs: Logs) -> None:
+    """Prompts and frames by the thousand, in one turn."""
+    large = [FrameArrived(bytes([number]) * (3 << 20)) for number in range(7)]
+    long = [GenerateRequest(rid=str(n), input_ids=[1] * 500_000, sampling=SamplingParams(seed=1)) for n in range(5)]
+    events = [*large, *long, AbortRequest(rid="0")]
+    logs.leader.turn(Look(events, 0, 0))
+    sizes = [len(follower_codec().encode(entry)) for entry in logs.said]
+    assert len(sizes) > 3 and max(sizes) < PART_BYTES + (1 << 20)
+    assert logs.follower.turn(Look()).events == events and not logs.said
+
+
+def test_questions_to_the_leader_and_what_only_wakes_it_are_its_own_affair(logs: Logs) -> None:
+    mailbox: Mailbox[Event] = Mailbox()
+    leader, follower = LeaderMail(mailbox, logs.leader, None), FollowerMail(logs.follower, None)
+    shared = [FrameArrived(b"x"), FlushCache(query_id="f"), AbortRequest(rid=None)]
+    alone = [StateQuery(query_id="s"), Woken(), StopProfile(query_id="p")]
+    mixed = [alone[0], shared[0], shared[1], alone[1], shared[2], alone[2]]
+    for event in mixed:
+        mailbox.post(event)
+    assert leader.wait(0.0) and list(leader.drain()) == mixed
+    assert follower.wait(0.0) and list(follower.drain()) == shared
+    assert not leader.drain() and not follower.drain(), "an empty turn is one, too: time goes on"
+
+
+def test_a_request_without_a_seed_gets_one_for_all_ranks(logs: Logs) -> None:
+    mailbox: Mailbox[Event] = Mailbox()
+    for rid, seed in (("a", None), ("b", 5), ("c", None)):
+        mailbox.post(GenerateRequest(rid=rid, input_ids=[1], sampling=SamplingParams(seed=seed, stop=("x",))))
+    ours = list(LeaderMail(mailbox, logs.leader, None).drain())
+    assert list(FollowerMail(logs.follower, None).drain()) == ours
+    seeds = [event.sampling.seed for event in ours if isinstance(event, GenerateRequest)]
+    assert seeds[1] == 5 and None not in seeds and seeds[0] != seeds[2]
+
+
+def test_all_ranks_read_what_is_in_the_leader_s_slot(logs: Logs) -> None:
+    ours, theirs = SharedMetadata(3, logs.leader), SharedMetadata(3, logs.follower)
+    record = AuxRecord(room=7, attempt=2, first_token=99, cached_tokens=16, logprob=-0.25, top=((5, -1.0),))
+    ours.write(1, record)
+    assert ours.read(1) == record == theirs.read(1)
+
+
+class Planner:
+    """Stands for `ExpertBalance`: a plan is there when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_planned = False
+        self.told: list[str] = []
+
+    def plan(self) -> None:
+        self.told.append("plan")
+
+    def place(self) -> None:
+        self.told.append("place")
+
+
+def test_experts_move_on_all_ranks_between_the_same_steps(logs: Logs) -> None:
+    """When the leader's plan is there; a follower waits for its own, and a stage without experts keeps count."""
+    ours, theirs = Planner(), Planner()
+    leader = StepRebalancer(ours, logs.leader, 3)  # type: ignore[arg-type]
+    follower = StepRebalancer(theirs, logs.follower, 3)  # type: ignore[arg-type]
+    for step in range(1, 8):
+        ours.is_planned = step == 7
+        for rank in (leader, follower):
+            rank.before_step(step)
+        assert ours.told == theirs.told == ["plan", "place"][: (step >= 4) + (step >= 7)], step
+    assert not logs.said
+    empty = StepRebalancer(None, logs.follower, 3)
+    again = StepRebalancer(ours, logs.leader, 3)  # type: ignore[arg-type]
+    for step in range(1, 7):
+        again.before_step(step)
+        empty.before_step(step)
+    assert not logs.said

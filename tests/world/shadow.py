@@ -1,0 +1,132 @@
+"""Worlds in which every server has a second rank: a scheduler that decides by its leader's log alone.
+
+It copies nothing and computes for nobody; whatever its leader comes to, it must come to as well, turn by turn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from pdserve.base.mailbox import Woken
+from pdserve.base.parallel import ParallelShape
+from pdserve.errors import PdserveError
+from pdserve.ranks.consensus import Consensus
+from pdserve.ranks.copies import RankCopies
+from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
+from pdserve.ranks.messages import Entry, follower_codec
+from pdserve.ranks.rank_executor import RankExecutor
+from pdserve.ranks.shared_aux import SharedMetadata
+from pdserve.scheduler.scheduler import Scheduler
+from pdserve.scheduler.shared_mail import FollowerMail, LeaderMail
+from pdserve.sim.network import Faults, SimNet
+from pdserve.sim.world import Node, World
+from pdserve.transfer.kv_digest import RankDigest
+from tests.unit.ranks.reductions import Ended, Reductions
+
+TWO = ParallelShape(tp_size=2)
+
+
+class Unaided:
+    """`Mates` of a rank that nobody waits for."""
+
+    def computed(self, step: int) -> None: ...
+
+    def offloaded(self, number: int) -> None: ...
+
+    def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
+        return (own,)
+
+    def blame(self) -> PdserveError | None:
+        return None
+
+
+class Ranks:
+    """A server's leader, `node`, and its shadow; takes a scheduler's place in a world."""
+
+    def __init__(self, node: Node, world: ShadowWorld) -> None:
+        self.node, self._world = node, world
+        self._said: deque[bytes] = deque()
+        codec = follower_codec()
+        leader_log = LeaderLog(world.clock, lambda entry: self._said.append(codec.encode(entry)))
+
+        def hear() -> Entry:
+            return codec.decode(self._said.popleft())
+
+        log = FollowerLog("the shadow", leader_log.now(), hear)
+        self.shadow = Node(node.mode, world.shape, SimNet(0, log, Faults()), node.endpoint, node.instance)  # type: ignore[arg-type]
+        self._reductions = Reductions(2)
+        self.leader = node.scheduler
+        for number, side, own_log in ((0, node, leader_log), (1, self.shadow, log)):
+            self._equip(number, side, own_log)
+
+    def step(self) -> bool:
+        """A turn of the leader; the shadow follows now, or some turns later."""
+        computed = self.leader.step()
+        if self._world.rng.random() < 0.7:
+            self.catch_up()
+        return computed
+
+    def catch_up(self) -> None:
+        """All that the leader has done."""
+        while self._said:
+            self.shadow.scheduler.step()
+            self._world.num_turns += 1
+
+    def assert_alike(self) -> None:
+        """The books of both."""
+        self.catch_up()
+        ours, theirs = self.node, self.shadow
+        assert ours.memory.counts() == theirs.memory.counts()
+        assert ours.kv is not None and theirs.kv is not None and ours.kv.counts() == theirs.kv.counts()
+        assert list(ours.scheduler.role.live) == list(theirs.scheduler.role.live)
+        assert ours.executor._table.pages.tolist() == theirs.executor._table.pages.tolist()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.leader, name)
+
+    def _equip(self, number: int, node: Node, log: InputLog) -> None:
+        """Give a node what a rank has in place of what a server of one rank has."""
+        kv, scheduler, core = node.kv, node.scheduler, node.scheduler.core
+        assert kv is not None and isinstance(scheduler, Scheduler)
+        copies = RankCopies(number)
+
+        def wake() -> None:
+            if number == 0:
+                node.mailbox.post(Woken())
+
+        def begin(values: Tensor, then: Callable[[], None]) -> Ended:
+            return self._reductions.begin(number, values, then)
+
+        consensus = Consensus(copies, begin, log, lambda: None, wake, in_step=False)
+        engine = kv._engine
+        engine._report = lambda event: self._world.net.later(lambda: copies.post(event))  # type: ignore[attr-defined]
+        copies.drive(engine, engine.settle_s if number == 0 else self.node.kv._engine.settle_s,  # type: ignore[union-attr]
+                     consensus.heard if number == 0 else lambda event: None)  # fmt: skip
+        side = kv.send_side
+        kv._engine = side.outgoing._engine = side._reaching._engine = copies
+        kv.receive_side._engine = kv.receive_side.published._engine = copies
+        kv.args.aux.__class__ = SharedMetadata
+        kv.args.aux._log = log  # type: ignore[attr-defined]
+        core.executor = RankExecutor(
+            node.executor, node.executor._table, node.executor.layout, TWO.place(0), Unaided(), log
+        )
+        scheduler.mailbox = LeaderMail(node.mailbox, log, consensus) if number == 0 else FollowerMail(log, consensus)
+
+
+class ShadowWorld(World):
+    """`num_turns` is how many turns shadows have followed."""
+
+    num_turns = 0
+
+    def _born(self, mode: str) -> Node:
+        node = super()._born(mode)
+        node.scheduler = Ranks(node, self)  # type: ignore[assignment]
+        return node
+
+    def assert_alike(self) -> None:
+        for node in (self.prefill, self.decode):
+            assert isinstance(node.scheduler, Ranks)
+            node.scheduler.assert_alike()
