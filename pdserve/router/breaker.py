@@ -3,6 +3,7 @@
     CLOSED ── failures without a success between them, within the window ──> OPEN
     OPEN ── time ──> HALF_OPEN: as many requests at a time as successes are still missing
     HALF_OPEN ── successes ──> CLOSED;   HALF_OPEN ── one of its requests fails ──> OPEN
+    any ── its process has ended, and another one is well ──> CLOSED
 
 Time is an argument. Owned by `Worker`; only `admission` calls it: it lets a pair in when both breakers admit it, and
 then enters both, so that a probe is never spent on a pair that the other half's breaker refuses.
@@ -93,6 +94,12 @@ class Breaker:
         """An answer was good to its end: failures before it do not count any more."""
         if self._opened_at is None:
             self._failures.clear()
+
+    def renew(self) -> None:
+        """Another process serves there now: what the one before it failed says nothing of it."""
+        self._opened_at = None
+        self._successes = self._probes = 0
+        self._failures.clear()
 
     def failed(self, held: Pass, now: float) -> None:
         """The worker has failed a request. While it is open, only its probes count."""

@@ -131,6 +131,7 @@ class HealthMonitor:
                 self._mark_dead(worker, f"no answer to {worker.late_checks} health checks")
             return
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            worker.ended = worker.ended or _is_refused(error)
             self._mark_dead(worker, describe(error))
             return
         worker.late_checks = 0
@@ -215,6 +216,9 @@ class HealthMonitor:
         if not worker.healthy:
             log.info("%s %s is up", worker.spec.role, worker.spec.url)
             worker.healthy = True
+            if worker.ended:
+                worker.ended = False
+                worker.breaker.renew()
             self._on_change()
 
     def _mark_dead(self, worker: Worker, reason: str) -> None:
@@ -225,6 +229,11 @@ class HealthMonitor:
             log.warning("%s %s is down: %s", worker.spec.role, worker.spec.url, reason)
             worker.healthy = False
             self._on_change()
+
+
+def _is_refused(error: Exception) -> bool:
+    """Nobody listens there."""
+    return isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError)
 
 
 def parse_load(body: Any, inflight: int, now: float) -> LoadReport | None:

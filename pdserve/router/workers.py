@@ -60,6 +60,8 @@ class Worker:
     report: LoadReport | None = None
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     last_error: str | None = "not checked yet"
+    ended: bool = False
+    """Nobody listened there when it was asked last: its process has ended."""
 
     @property
     def usable(self) -> bool:

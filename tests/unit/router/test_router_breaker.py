@@ -94,7 +94,19 @@ def test_it_never_opens_when_it_is_turned_off() -> None:
     assert breaker.admits(0.0)
 
 
-ACTIONS = st.sampled_from(("enter", "answer", "fail", "complete", "leave", "wait"))
+def test_another_process_begins_with_a_clean_slate() -> None:
+    breaker = opened()
+    probe = breaker.enter(10.0)
+    breaker.renew()
+    assert breaker.admits(10.0)
+    breaker.failed(probe, 10.0)
+    fail(breaker, 10.0)
+    assert breaker.state(10.0) is BreakerState.CLOSED, "failures before it do not count"
+    fail(breaker, 10.0)
+    assert breaker.state(10.0) is BreakerState.OPEN
+
+
+ACTIONS = st.sampled_from(("enter", "answer", "fail", "complete", "leave", "wait", "renew"))
 
 
 @settings(max_examples=80, deadline=None)
@@ -110,6 +122,9 @@ def test_whatever_happens_places_come_back_and_probes_stay_few(actions: list[tup
             inside.append(breaker.enter(now))
         elif action == "complete":
             breaker.completed()
+        elif action == "renew":
+            breaker.renew()
+            assert breaker.state(now) is BreakerState.CLOSED
         elif held is not None and action == "answer":
             inside[inside.index(held)] = breaker.answered(held)
         elif held is not None and action == "fail":

@@ -222,6 +222,27 @@ def test_a_probe_that_fails_opens_it_again_and_one_that_hangs_up_does_not(run_wo
     run_world(scenario)
 
 
+def test_who_comes_back_as_another_process_is_used_at_once_and_who_only_felt_ill_is_not(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p", ok), await world.worker("d", failing, ok)
+        breaker = BreakerConfig(failure_threshold=1, open_s=3600)
+        async with world.router([prefill], [decode], breaker=breaker) as url:
+            assert [await status_of(world, url) for _ in range(2)] == [500, 503]
+            decode.health_status = 503
+            await world.until(lambda: world.healthy_urls(url), lambda urls: decode.url not in urls)
+            decode.health_status = 200
+            await world.until(lambda: world.healthy_urls(url), lambda urls: decode.url in urls)
+            assert await status_of(world, url) == 503, "the same process, for all that is known"
+            port = int(decode.url.rsplit(":", 1)[1])
+            await decode.stop()
+            await world.until(lambda: world.healthy_urls(url), lambda urls: decode.url not in urls)
+            await decode.start(port)
+            await world.until(lambda: world.healthy_urls(url), lambda urls: decode.url in urls)
+            assert await status_of(world, url) == 200
+
+    run_world(scenario)
+
+
 def test_what_is_the_clients_fault_or_a_full_worker_opens_no_breaker(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         async def refuse(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
