@@ -14,7 +14,6 @@ import fcntl
 import logging
 import mmap
 import os
-import threading
 import weakref
 
 log = logging.getLogger(__name__)
@@ -36,24 +35,24 @@ class Segment:
 
 
 class _Segments:
-    """The live segments of this process. An entry goes, and its file is closed, when its mapping is let go of."""
+    """The live segments of this process. An entry goes, and its file is closed, when its mapping is let go of.
+
+    That may be in the middle of `add` or `find`, by the garbage collector and on the same thread: so there is no lock,
+    each touches the dict in one step that is atomic, and `find` looks at a copy.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._by_address: dict[int, Segment] = {}
 
     def add(self, memory: mmap.mmap, segment: Segment) -> None:
-        with self._lock:
-            self._by_address[segment.address] = segment
+        self._by_address[segment.address] = segment
         weakref.finalize(memory, self._drop, segment).atexit = False
 
     def find(self, address: int, num_bytes: int) -> Segment | None:
-        with self._lock:
-            return next((one for one in self._by_address.values() if one.holds(address, num_bytes)), None)
+        return next((one for one in self._by_address.copy().values() if one.holds(address, num_bytes)), None)
 
     def _drop(self, segment: Segment) -> None:
-        with self._lock:
-            del self._by_address[segment.address]
+        del self._by_address[segment.address]
         os.close(segment.descriptor)
 
 

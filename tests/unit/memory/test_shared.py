@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,40 @@ def test_memory_is_found_by_any_range_in_it_and_by_none_beside_it() -> None:
     segment = shared.find(start + 100, 9_900)
     assert segment is not None and (segment.address, segment.num_bytes) == (start, 10_000)
     assert shared.find(start, 10_001) is shared.find(start - 1, 10) is None
+
+
+class Cycle:
+    """Lets go of memory when the garbage collector comes, and not before."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory, self.itself = memory, self
+
+
+def test_memory_may_be_let_go_of_while_other_memory_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same thread, wherever the garbage collector happens to come."""
+    gc.collect()
+    before = descriptors()
+    memory = [shared.allocate(4096) for _ in range(8)]
+    addresses = list(map(shared.address_of, memory))
+    cycles = [Cycle(each) for each in memory[:-1]]
+    holds = shared.Segment.holds
+
+    def collected(segment: shared.Segment, address: int, num_bytes: int) -> bool:
+        gc.collect()
+        return holds(segment, address, num_bytes)
+
+    monkeypatch.setattr(shared.Segment, "holds", collected)
+    found: list[shared.Segment | None] = []
+    asking = threading.Thread(target=lambda: found.append(shared.find(addresses[-1], 4096)), daemon=True)
+    del memory[:-1], cycles
+    asking.start()
+    asking.join(20.0)
+    assert not asking.is_alive(), "it waits for itself"
+    assert found[0] is not None and found[0].address == addresses[-1]
+    monkeypatch.undo()
+    del memory
+    assert not any(shared.find(address, 4096) for address in addresses)
+    assert descriptors() == before
 
 
 def test_a_second_mapping_sees_the_same_bytes() -> None:
