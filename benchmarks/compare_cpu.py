@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import statistics
 import sys
@@ -31,14 +32,26 @@ from benchmarks.bench_serving import Result
 from benchmarks.peers import KINDS, Outcome, System
 
 OURS = "pdserve"
-METRICS = (
-    ("decode_tok_s", "decode tok/s", 0, True),
-    ("ttft_p50_ms", "TTFT p50, ms", 0, False),
-    ("itl_p50_ms", "ITL p50, ms", 1, False),
-    ("itl_p99_ms", "ITL p99, ms", 1, False),
-    ("cpu_ms_token", "CPU ms/token", 2, False),
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A column; `digits` are those behind the point."""
+
+    key: str
+    heading: str
+    digits: int
+    more_is_better: bool = False
+
+
+DECODE = (
+    Metric("decode_tok_s", "decode tok/s", 0, more_is_better=True),
+    Metric("ttft_p50_ms", "TTFT p50, ms", 0),
+    Metric("itl_p50_ms", "ITL p50, ms", 1),
+    Metric("itl_p99_ms", "ITL p99, ms", 1),
+    Metric("cpu_ms_token", "CPU/token, ms", 2),
 )
-"""Key, heading, digits, whether more is better."""
+PREFILL = (Metric("prefill_tok_s", "prefill tok/s", 0, more_is_better=True), Metric("ttft_ms", "TTFT, ms", 0))
 Rounds = dict[tuple[str, int], list[dict[str, float]]]
 """Metrics of each round, by system and streams, or by system and prompt length."""
 
@@ -120,11 +133,7 @@ def measure(args: argparse.Namespace, systems: dict[str, System]) -> tuple[Round
                 flags = load(count, args.input_len, args.output_len, args.seed + 1000 * (index + 1) + count)
                 found = decode_metrics(woken(args, systems, name, flags), flags)
                 decode[name, count].append(found)
-                print(
-                    f"round {index} {count:>3} streams {name:<13}",
-                    {k: round(v, 2) for k, v in found.items()},
-                    flush=True,
-                )
+                tell(f"round {index} {count:>5} streams {name}", found)
         for length in args.prompts:
             for name in order_of(names, index):
                 times = []
@@ -134,11 +143,7 @@ def measure(args: argparse.Namespace, systems: dict[str, System]) -> tuple[Round
                     times.append(outcome.results[0].arrivals_s[0])
                 found = {"prefill_tok_s": length / statistics.median(times), "ttft_ms": statistics.median(times) * 1000}
                 prefill[name, length].append(found)
-                print(
-                    f"round {index} {length:>5} tokens {name:<13}",
-                    {k: round(v, 1) for k, v in found.items()},
-                    flush=True,
-                )
+                tell(f"round {index} {length:>5} tokens  {name}", found)
     return decode, prefill
 
 
@@ -157,33 +162,35 @@ def fewest_events(rounds: Rounds) -> float:
     return min(found["events_per_token"] for measured in rounds.values() for found in measured)
 
 
-def decode_table(rounds: Rounds) -> str:
-    """Medians, and decode tokens/s of the row's peer as a ratio to pdserve's of its precision."""
-    header = ["system", "precision", "streams", *(label for _, label, _, _ in METRICS), "pdserve / it"]
+def table(rounds: Rounds, metrics: Sequence[Metric], size: str) -> str:
+    """Medians with spread; `size` is what the systems are compared at."""
     rows = []
     for name, count in rounds:
-        shown = [report.spread_of(values(rounds, name, count, key)).show(digits) for key, _, digits, _ in METRICS]
-        rows.append([name, KINDS[name].precision, str(count), *shown, ratio(rounds, name, count, "decode_tok_s")])
+        shown = [report.spread_of(values(rounds, name, count, one.key)).show(one.digits) for one in metrics]
+        rows.append([name, KINDS[name].precision, f"{count:,}", *shown])
+    return report.markdown_table(["system", "precision", size, *(one.heading for one in metrics)], rows, num_text=2)
+
+
+def ratio_table(rounds: Rounds, metrics: Sequence[Metric], size: str) -> str:
+    """How many times better pdserve is than each of the others, in each metric."""
+    rows = [
+        [name, KINDS[name].precision, f"{count:,}", *(ratio(rounds, name, count, one) for one in metrics)]
+        for name, count in rounds
+        if name != ours_beside(name) and (ours_beside(name), count) in rounds
+    ]
+    header = ["pdserve beside", "precision", size, *(one.heading.partition(",")[0] for one in metrics)]
     return report.markdown_table(header, rows, num_text=2)
 
 
-def ratio(rounds: Rounds, name: str, size: int, metric: str) -> str:
-    """Ours by the peer's, taken within rounds: ours of 8 bits against 8 and 4 bits, else ours of bf16."""
-    ours = OURS if KINDS[name].precision == "bf16" else f"{OURS} int8"
-    if name == ours or (ours, size) not in rounds:
-        return ""
-    return report.ratios(values(rounds, ours, size, metric), values(rounds, name, size, metric)).show(2, "x")
+def ours_beside(name: str) -> str:
+    """Which of ours a system is compared with: that of 8 bits against 8 and 4 bits, else that of bf16."""
+    return OURS if KINDS[name].precision == "bf16" else f"{OURS} int8"
 
 
-def prefill_table(rounds: Rounds) -> str:
-    """Medians, and ratios of tokens/s."""
-    rows = []
-    for name, length in rounds:
-        speed, ttft = (values(rounds, name, length, key) for key in ("prefill_tok_s", "ttft_ms"))
-        shown = [report.spread_of(speed).show(), report.spread_of(ttft).show()]
-        rows.append([name, KINDS[name].precision, f"{length:,}", *shown, ratio(rounds, name, length, "prefill_tok_s")])
-    header = ["system", "precision", "tokens", "prefill tok/s", "TTFT, ms", "pdserve / it"]
-    return report.markdown_table(header, rows, num_text=2)
+def ratio(rounds: Rounds, name: str, size: int, metric: Metric) -> str:
+    """Within rounds, and above 1 where ours is better: ours by theirs where more is better, else theirs by ours."""
+    both = [values(rounds, one, size, metric.key) for one in (ours_beside(name), name)]
+    return report.ratios(*(both if metric.more_is_better else both[::-1])).show(2, "x")
 
 
 @contextlib.contextmanager
@@ -225,20 +232,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = f"""# pdserve beside its peers on a CPU, {facts["date"]}
 
 SmolLM2-135M-Instruct, {args.threads} threads each, over HTTP (OpenVINO and transformers: called in their processes). \
-Median of {args.rounds} interleaved rounds (least-most). `pdserve / it`: tokens/s of pdserve of the same precision \
-(8 bits for 4 bits, too) by the row's, within rounds; above 1 pdserve is faster.
+Median of {args.rounds} interleaved rounds (least-most). Below each table, how many times better pdserve of the same \
+precision (8 bits for 4 bits, too) is than the row's system, within rounds: its tokens/s by theirs, their times by its.
 
 ## Decode: prompts of {args.input_len} tokens, {args.output_len} tokens out, all streams at once
 
-{decode_table(decode)}
+{table(decode, DECODE, "streams")}
+
+{ratio_table(decode, DECODE, "streams")}
 
 Events by tokens, least of all measurements: {fewest_events(decode):.2f}. A token without text makes none.
 
 ## Prefill: one prompt by itself
 
-{prefill_table(prefill)}
+{table(prefill, PREFILL, "tokens")}
 
-Not installed, so not here: {", ".join(sorted(set(KINDS) - set(here))) or "nothing"}.
+{ratio_table(prefill, PREFILL, "tokens")}
+
+Not in this run: {", ".join(sorted(set(KINDS) - set(names))) or "nothing"}.
 
 {report.footer(facts, own_load=args.threads)}
 """

@@ -58,13 +58,22 @@ def test_every_system_is_first_in_turn() -> None:
     assert all(sorted(compare_cpu.order_of(names, index)) == names for index in range(4))
 
 
-def test_ratios_are_of_equal_precision() -> None:
+def test_ratios_are_of_equal_precision_and_above_1_where_ours_is_better() -> None:
     rounds = {
-        (name, 4): [{"decode_tok_s": speed}]
+        (name, 4): [{"decode_tok_s": speed, "itl_p99_ms": 1000 / speed}]
         for name, speed in (("pdserve", 100.0), ("pdserve int8", 150.0), ("vllm", 50.0), ("llama q4_0", 75.0))
     }
-    ratio = {name: compare_cpu.ratio(rounds, name, 4, "decode_tok_s") for name, _ in rounds}
-    assert ratio == {"pdserve": "", "pdserve int8": "", "vllm": "2.00x", "llama q4_0": "2.00x"}
+    metrics = [one for one in compare_cpu.DECODE if one.key in ("decode_tok_s", "itl_p99_ms")]
+    lines = compare_cpu.ratio_table(rounds, metrics, "streams").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert rows[0] == ["pdserve beside", "precision", "streams", "decode tok/s", "ITL p99"]
+    assert rows[2:] == [["vllm", "bf16", "4", "2.00x", "2.00x"], ["llama q4_0", "4 bit", "4", "2.00x", "2.00x"]]
+
+
+def test_a_table_has_every_system_and_metric() -> None:
+    rounds = {("pdserve", 128): [{"prefill_tok_s": 1000.0, "ttft_ms": 128.0}] * 2}
+    (row,) = compare_cpu.table(rounds, compare_cpu.PREFILL, "tokens").splitlines()[2:]
+    assert [cell.strip() for cell in row.strip("|").split("|")] == ["pdserve", "bf16", "128", "1000", "128"]
 
 
 def test_who_is_not_installed_is_refused_by_name(
