@@ -35,6 +35,7 @@ class Table:
     note: str
     """For people who read the file: whether the cores were quiet."""
     ratios: dict[str, Spread]
+    """Of the medians of several passes."""
 
     @property
     def on_quiet_cores(self) -> bool:
@@ -52,7 +53,7 @@ class Line:
 
     @property
     def verdict(self) -> Verdict:
-        """Fallen or risen: the new median is outside of the stored spread, and further from its median than noise."""
+        """Fallen or risen: the new median is outside of the stored ones, and further from the middle than noise."""
         if self.measured is None:
             return "missing"
         if self.stored is None:

@@ -4,26 +4,31 @@
     python -m benchmarks.regressions --write     # store what is measured, on quiet cores
 
 Kernels stand against the bytes and products that the machine does in the same rounds (`kernels`), decode steps against
-torch's (`bench_cpu_step`), servers against bare steps of as many rows, and 1P1D against a monolith of as many threads.
-The model is SmolLM2-135M. `--only kernels,steps,servers` measures a part, and compares that part.
+torch's (`bench_cpu_step`), servers against bare steps of as many rows or the products that a prompt takes, int8 against
+bf16, and 1P1D against a monolith of as many threads. The model is SmolLM2-135M. `--only kernels,steps,servers` measures
+a part, and compares that part.
+
+Everything is measured in several passes, all of it in each, and of a ratio the medians of the passes are kept: they
+spread as much as the median of another run may, and less than single rounds do.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from benchmarks import bench_cpu_step, kernels, ratio_table, report
-from benchmarks.report import Run, Spread, busy_note, ratios
-from benchmarks.servers import monolith_and_pair
+from benchmarks.report import Run, Spread, busy_note, ratios, spread_of
+from benchmarks.servers import monolith, monolith_and_pair
 from pdserve.base.native import best_level
 from pdserve.model.native.program import Threads
 
@@ -33,6 +38,9 @@ STEP_BATCHES = (1, 16)
 CONTEXT = 256
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 64, 64
 STEPS_A_ROUND = 32
+LONG_PROMPT = 512
+NUM_WEIGHTS = 106_168_320
+"""Of SmolLM2-135M's layers: those that every token of a prompt is multiplied with."""
 
 
 def kernel_ratios(threads: int, rounds: int, clock: Callable[[], float]) -> dict[str, Spread]:
@@ -54,28 +62,31 @@ def step_ratios(rounds: int, clock: Callable[[], float]) -> dict[str, Spread]:
     return found
 
 
+def answer_s(url: str, prompt: Sequence[int], num_tokens: int) -> float:
+    """Seconds until a server has answered `prompt` with so many tokens."""
+    params = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    body = json.dumps({"input_ids": list(prompt), "sampling_params": params}).encode()
+    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+    began = time.perf_counter()
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        assert len(json.load(answer)["output_ids"]) == num_tokens
+    return time.perf_counter() - began
+
+
 def tokens_per_s(url: str) -> float:
     """What `STREAMS` clients together get of one server."""
-
-    def one(stream: int) -> None:
-        body = {
-            "input_ids": [100 + stream * PROMPT_TOKENS + index for index in range(PROMPT_TOKENS)],
-            "sampling_params": {"temperature": 0, "max_new_tokens": OUTPUT_TOKENS, "ignore_eos": True},
-        }
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            assert len(json.load(answer)["output_ids"]) == OUTPUT_TOKENS
-
+    prompts = [range(100 + PROMPT_TOKENS * n, 100 + PROMPT_TOKENS * (n + 1)) for n in range(STREAMS)]
     began = time.perf_counter()
     with ThreadPoolExecutor(STREAMS) as pool:
-        list(pool.map(one, range(STREAMS)))
+        list(pool.map(lambda prompt: answer_s(url, prompt, OUTPUT_TOKENS), prompts))
     return STREAMS * OUTPUT_TOKENS / (time.perf_counter() - began)
 
 
 def server_ratios(threads: int, rounds: int) -> dict[str, Spread]:
-    """A monolith against bare steps, and 1P1D against the monolith, in turns."""
+    """Servers against bare steps and products, and against each other, in turns; the first round warms up."""
     step = bench_cpu_step.step_of("native bf16", STREAMS, PROMPT_TOKENS + OUTPUT_TOKENS // 2)
+    x, y = (torch.randn(kernels.LIMIT_SIZE, kernels.LIMIT_SIZE).bfloat16() for _ in range(2))
+    chance = random.Random(0)
 
     def bare_tokens_per_s() -> float:
         began = time.perf_counter()
@@ -83,24 +94,38 @@ def server_ratios(threads: int, rounds: int) -> dict[str, Spread]:
             step()
         return STREAMS * STEPS_A_ROUND / (time.perf_counter() - began)
 
-    bare: list[float] = []
-    served: dict[str, list[float]] = {}
-    with monolith_and_pair("smollm2", "bfloat16", threads=threads) as urls:
+    def products_s() -> float:
+        """Of all weights with a long prompt, at the rate of one large product."""
+        began = time.perf_counter()
+        x @ y
+        return (time.perf_counter() - began) * LONG_PROMPT * NUM_WEIGHTS / kernels.LIMIT_SIZE**3
+
+    found: dict[str, list[float]] = {}
+    with (
+        monolith_and_pair("smollm2", "bfloat16", threads=threads) as urls,
+        monolith("smollm2", "bfloat16", threads=threads, flags=("--quantization", "int8")) as int8_url,
+    ):
         for turn in range(rounds + 1):
-            speeds = {name: tokens_per_s(url) for name, url in urls.items()}
-            speed = bare_tokens_per_s()
-            if turn:  # the first round warms up
-                bare.append(speed)
-                for name, own in speeds.items():
-                    served.setdefault(name, []).append(own)
+            prompt = [chance.randrange(100, 40_000) for _ in range(LONG_PROMPT)]  # in no cache
+            now = {f"{name} tokens/s": tokens_per_s(url) for name, url in (*urls.items(), ("int8", int8_url))}
+            now |= {f"{name} prompt": 1 / answer_s(url, prompt, 1) for name, url in urls.items()}
+            now |= {"bare tokens/s": bare_tokens_per_s(), "bare prompt": 1 / products_s()}
+            for name, value in now.items() if turn else ():
+                found.setdefault(name, []).append(value)
     return {
-        f"server: monolith, {STREAMS} streams, tokens/s against bare steps": ratios(served["monolith"], bare),
-        f"server: 1P1D, {STREAMS} streams, tokens/s against the monolith": ratios(served["1P1D"], served["monolith"]),
+        f"server: {what}": ratios(found[own], found[other])
+        for what, own, other in (
+            (f"monolith, {STREAMS} streams, tokens/s against bare steps", "monolith tokens/s", "bare tokens/s"),
+            (f"1P1D, {STREAMS} streams, tokens/s against the monolith", "1P1D tokens/s", "monolith tokens/s"),
+            (f"int8, {STREAMS} streams, tokens/s against bf16", "int8 tokens/s", "monolith tokens/s"),
+            (f"monolith, prompt of {LONG_PROMPT}, speed against bare products", "monolith prompt", "bare prompt"),
+            (f"1P1D, prompt of {LONG_PROMPT}, speed against the monolith", "1P1D prompt", "monolith prompt"),
+        )
     }
 
 
 def measure(parts: Sequence[str], threads: int, rounds: int, clock: Callable[[], float]) -> dict[str, Spread]:
-    """All ratios of `parts`."""
+    """All ratios of `parts`, in one pass."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     measures: dict[str, Callable[[], dict[str, Spread]]] = {
@@ -115,6 +140,11 @@ def measure(parts: Sequence[str], threads: int, rounds: int, clock: Callable[[],
     return found
 
 
+def over_passes(passes: Sequence[Mapping[str, Spread]]) -> dict[str, Spread]:
+    """Of the medians of all passes."""
+    return {name: spread_of([one[name].median for one in passes]) for name in passes[0]}
+
+
 def of_parts(table: dict[str, Spread], parts: Sequence[str]) -> dict[str, Spread]:
     """The ratios of some parts."""
     kinds = tuple(f"{part.removesuffix('s')}:" for part in parts)
@@ -126,7 +156,8 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--cpu-threads", type=int, default=torch.get_num_threads())
-    add("--rounds", type=int, default=9)
+    add("--passes", type=int, default=4)
+    add("--rounds", type=int, default=5, help="of a pass")
     add("--clock", choices=list(kernels.CLOCKS), default="wall", help="cpu: on a machine that others use; not servers")
     add("--only", default=",".join(PARTS), metavar="PARTS", help=f"some of {','.join(PARTS)}")
     add("--write", action="store_true", help="store what is measured, instead of comparing")
@@ -146,7 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, then compare or write."""
     args = parse_flags(argv)
     run = Run("regressions", argv, module="regressions")
-    found = measure(args.parts, args.cpu_threads, args.rounds, kernels.CLOCKS[args.clock])
+    clock = kernels.CLOCKS[args.clock]
+    found = over_passes([measure(args.parts, args.cpu_threads, args.rounds, clock) for _ in range(args.passes)])
     facts, host = run.facts(), run.machine
     now = ratio_table.Table(
         date=facts["date"], revision=facts["revision"], command=facts["command"], cpu_model=host["cpu_model"],

@@ -84,6 +84,14 @@ def test_the_exit_status_says_whether_something_fell(
     assert "1 of 2 ratios are worse: step: b" in capsys.readouterr().out
 
 
+def test_what_counts_is_how_far_medians_of_passes_lie_apart() -> None:
+    """One round that somebody else disturbed must not make room for any loss."""
+    passes = [{"a": Spread(2.0, 0.1, 9.0)}, {"a": Spread(1.9, 1.0, 2.0)}, {"a": Spread(2.2, 0.5, 2.3)}]
+    stored = regressions.over_passes(passes)
+    assert stored == {"a": Spread(2.0, 1.9, 2.2)}
+    assert is_worse(compare(stored, {"a": Spread(1.8, 0.1, 9.0)}))
+
+
 @pytest.mark.parametrize("flags", [["--only", "x"], ["--only", "steps", "--write"], ["--table", "nowhere.json"]])
 def test_flags_that_do_not_fit_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
