@@ -255,6 +255,9 @@ class ServingConfig:
         "auto: what its chat template shows; as content when absent",
     )
     max_request_bytes: int = flag(32 << 20, help="largest request body")
+    incremental_streaming_output: bool = flag(
+        False, help="events of /generate streams have what is new, instead of all so far; long answers cost less so"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ hicache-host-memory-fraction hicache-host-memory-mode hicache-io-backend hicache
 hicache-size hicache-storage-backend hicache-storage-backend-extra-config hicache-storage-prefetch-policy
 hicache-storage-prefetch-retry-max-attempts hicache-storage-prefetch-retry-poll-interval hicache-write-policy
 hierarchical-sparse-attention-extra-config hisparse-config http2-initial-connection-window-size
-http2-max-concurrent-streams hybrid-kvcache-ratio image-processor-backend incremental-streaming-output
+http2-max-concurrent-streams hybrid-kvcache-ratio image-processor-backend
 int8-mamba-ckpt-size is-embedding json-model-override-args keep-mm-feature-on-device kt-cpuinfer
 kt-max-deferred-experts-per-token kt-method kt-num-gpu-experts kt-threadpool-count kt-weight-path kv-cache-dtype
 kv-canary kv-canary-real-data kv-canary-sweep-interval kv-events-config language-model-only language-only

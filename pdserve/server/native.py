@@ -1,5 +1,5 @@
-"""`POST /generate`, SGLang's native API: text or token ids, single or batch, whole or as a stream of cumulative
-text.
+"""`POST /generate`, SGLang's native API: text or token ids, single or batch, whole or as a stream whose events have all
+text so far, or with `--incremental-streaming-output` what is new.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ class GenerateCall:
             return self._whole(updates)
 
     def _whole(self, updates: list[Update]) -> Response:
-        results = [self._result(update, self._input_logprobs(update)) for update in updates]
+        results = [self._result(update, update, self._input_logprobs(update)) for update in updates]
         return json_response(results if self.listed else results[0])
 
     async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         totals = [Update(index) for index in range(len(self.intake.requests))]
         inputs: dict[int, dict[str, Any]] = {}
+        incremental = self.context.config.serving.incremental_streaming_output
         async with generation:
             async for update in generation:
                 total = totals[update.index]
@@ -68,7 +69,7 @@ class GenerateCall:
                     continue  # nothing but a part of the prompt's log probabilities
                 if update.index not in inputs:
                     inputs[update.index] = await asyncio.to_thread(self._input_logprobs, total)
-                result = self._result(total, inputs[update.index])
+                result = self._result(total, update if incremental else total, inputs[update.index])
                 yield event({"index": update.index, **result} if self.listed else result)
 
     def _format(self, wish: Logprobs) -> NativeFormat:
@@ -84,21 +85,22 @@ class GenerateCall:
             fields["input_token_logprobs"] = []
         return fields
 
-    def _result(self, update: Update, input_logprobs: dict[str, Any]) -> dict[str, Any]:
-        request = self.intake.requests[update.index]
+    def _result(self, total: Update, shown: Update, input_logprobs: dict[str, Any]) -> dict[str, Any]:
+        """`total` is all there is of a sequence, `shown` the tokens and text that this answer or event has of it."""
+        request = self.intake.requests[total.index]
         meta: dict[str, Any] = {
-            "id": self.intake.names[update.index],
-            "finish_reason": _finish(update),
+            "id": self.intake.names[total.index],
+            "finish_reason": _finish(total),
             "prompt_tokens": len(request.input_ids),
-            "completion_tokens": len(update.token_ids),
-            "cached_tokens": update.cached_tokens,
+            "completion_tokens": len(total.token_ids),
+            "cached_tokens": total.cached_tokens,
             "weight_version": WEIGHT_VERSION,
             "e2e_latency": time.monotonic() - self.started_s,
-            "timing": msgspec.to_builtins(update.timing) if update.timing is not None else {},
+            "timing": msgspec.to_builtins(total.timing) if total.timing is not None else {},
         }
         if request.logprobs is not None:
-            meta |= input_logprobs | self._format(request.logprobs).output(update, request.logprobs.token_ids)
-        return {"text": update.text, "output_ids": update.token_ids, "meta_info": meta}
+            meta |= input_logprobs | self._format(request.logprobs).output(shown, request.logprobs.token_ids)
+        return {"text": shown.text, "output_ids": shown.token_ids, "meta_info": meta}
 
 
 def _finish(update: Update) -> dict[str, Any] | None:

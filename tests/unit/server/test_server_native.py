@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.protocol.messages import FinishReason, RoomAddress
+from pdserve.server import native, streaming
 from pdserve.server.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench, sse, until
 
@@ -41,6 +42,37 @@ async def test_single_and_stream_of_cumulative_text(tokenizer: Tokenizer, ids: I
         assert texts[-1] == TEXT
         assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
         assert "\ufffd" not in answer.text
+
+
+async def test_a_stream_of_what_is_new_makes_the_whole_answer(
+    tokenizer: Tokenizer, ids: Ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[dict[str, Any]] = []
+
+    def event(content: dict[str, Any]) -> bytes:
+        parts.append(content)
+        return streaming.event(content)
+
+    monkeypatch.setattr(native, "event", event)
+    async with bench(tokenizer, incremental_streaming_output=True) as b:
+        b.scheduler.script = lambda request: ids(TEXT)
+        body = {"text": "hi", "return_logprob": True, "sampling_params": {"temperature": 0}}
+        whole = (await b.http.post("/generate", json=body)).json()
+        assert whole["text"] == TEXT and not parts, "an answer that is no stream is whole"
+        b.scheduler.hold = True
+        pending = asyncio.create_task(b.http.post("/generate", json={**body, "stream": True}))
+        await until(lambda: len(parts) > 0)
+        b.scheduler.finish(b.scheduler.requests[-1])
+        sent = sse((await pending).text)
+    assert sent[-1] == "[DONE]" and list(map(json.loads, sent[:-1])) == parts
+    metas = [part["meta_info"] for part in parts]
+    assert len(parts) > 1 and "".join(part["text"] for part in parts) == TEXT
+    assert list(itertools.chain(*(part["output_ids"] for part in parts))) == whole["output_ids"]
+    logprobs = [meta["output_token_logprobs"] for meta in metas]
+    assert list(itertools.chain(*logprobs)) == whole["meta_info"]["output_token_logprobs"]
+    counts = itertools.accumulate(len(part["output_ids"]) for part in parts)
+    assert [meta["completion_tokens"] for meta in metas] == list(counts)
+    assert [meta["finish_reason"] is None for meta in metas] == [True] * (len(parts) - 1) + [False]
 
 
 async def test_batches_keep_their_order_and_may_differ_in_sampling(tokenizer: Tokenizer) -> None:
