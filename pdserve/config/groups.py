@@ -94,8 +94,9 @@ class MemoryConfig:
     max_total_tokens: int | None = flag(None, help="token slots in the KV pool; from free memory when absent")
     mem_fraction_static: float | None = flag(
         None,
-        help="share of memory, in (0, 1): on CUDA for weights and KV pool, 0.88 when absent; on CPU of the RAM that is "
-        "available, for KV pools, a fifth but at most 4 GiB when absent",
+        help="share of memory, in (0, 1): on CUDA for weights and KV pool, 0.88 when absent, and less where steps and "
+        "graphs need more than that leaves; on CPU of the RAM that is available, for KV pools, a fifth but at most "
+        "4 GiB when absent",
     )
     disable_radix_cache: bool = flag(
         False, help="prefill and monolith: do not keep the KV of prompts for later ones that begin alike"
@@ -193,13 +194,14 @@ class KernelConfig:
     attention_backend: AttentionBackend = flag(
         "auto",
         help="implementation of attention over pages; auto: on CUDA flashinfer where it is installed and fits the "
-        "model, else triton; torch elsewhere",
+        "model, else triton; on CPU what --cpu-kernels says; torch: torch's operations everywhere, the reference",
     )
     cuda_graph_max_bs: int | None = flag(
         None,
-        help="largest decode batch that is captured as a CUDA graph; --max-running-requests, at most 256, when absent",
+        help="on CUDA: largest decode batch that is captured as a graph; --max-running-requests, at most 256, when "
+        "absent",
     )
-    disable_cuda_graph: bool = flag(False, help="launch the kernels of every decode step one by one")
+    disable_cuda_graph: bool = flag(False, help="on CUDA: launch the kernels of every decode step one by one")
     cpu_kernels: Literal["auto", "native", "torch"] = flag(
         "auto",
         help="arithmetic of bfloat16 models on CPU: native is pdserve's C++, auto takes it where it was built and "

@@ -27,6 +27,7 @@ from pdserve.executor.kernel_choice import choose_level, make_native
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.pool_size import pool_tokens
 from pdserve.executor.sampler import choose_with_torch
+from pdserve.executor.step_memory import bytes_behind_pool
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.memory.layout import KVLayout, pages_for
@@ -142,6 +143,11 @@ def build_executor(
     num_tokens = pool_tokens(
         config.memory, held, device, context_length=context_length, max_rows=max_rows,
         num_sharing=local.count * config.parallel.dp_size,
+        reserved_bytes=bytes_behind_pool(
+            spec, torch_dtype(dtype).itemsize, chunk=_chunk(config, context_length), max_rows=max_rows,
+            sizes=_captured_sizes(config.kernels, max_rows), max_pages=pages_for(context_length, page_tokens),
+            tp_size=place.shape.tp_size,
+        ) if device.type == "cuda" else 0,
     )  # fmt: skip
     num_pages = num_tokens // page_tokens
     if agree_num_pages is not None:
@@ -164,7 +170,7 @@ def build_executor(
         decode=None if native is None else (native.decode, native.most_at_once),
     )  # fmt: skip
     with startup.part(WARM_UP):
-        _make_ready(executor, config, max_rows)
+        _make_ready(executor, config, max_rows, context_length)
     _LOG.info(
         "%s in %s on %s: %d MB of weights, KV pool of %d tokens in %d pages (%d MB)",
         spec.architectures[0], dtype, device, model.params.num_bytes >> 20,
@@ -173,19 +179,32 @@ def build_executor(
     return Built(executor, table, spec, num_pages, context_length, dtype, device, place)
 
 
-def _make_ready(executor: LocalExecutor, config: ServerConfig, max_rows: int) -> None:
+def _chunk(config: ServerConfig, context_length: int) -> int:
+    """Tokens of the longest prompt, or piece of one, that a step computes."""
+    chunk = config.schedule.chunked_prefill_size or DEFAULT_CHUNK
+    return min(chunk, context_length) if chunk > 0 else context_length
+
+
+def _captured_sizes(kernels: KernelConfig, max_rows: int) -> tuple[int, ...]:
+    """Batch sizes at which decode steps shall be captured, where they can be."""
+    if kernels.disable_cuda_graph:
+        return ()
+    return graph_sizes(min(max_rows, kernels.cuda_graph_max_bs or DEFAULT_MAX_ROWS))
+
+
+def _make_ready(executor: LocalExecutor, config: ServerConfig, max_rows: int, context_length: int) -> None:
     """On CUDA: build kernels, and capture decode steps where nothing speaks against it; says what does."""
     if executor.device.type != "cuda":
         return
     if not executor.can_capture:
         _LOG.info("decode steps are not captured: the model is split over ranks, or attention is torch's")
         return
-    executor.warm_up(config.schedule.chunked_prefill_size or DEFAULT_CHUNK)
-    if config.kernels.disable_cuda_graph:
-        _LOG.info("decode steps are not captured: disable_cuda_graph is set")
+    executor.warm_up(_chunk(config, context_length))
+    sizes = _captured_sizes(config.kernels, max_rows)
+    if sizes:
+        executor.capture_decode(sizes)
     else:
-        most = min(max_rows, config.kernels.cuda_graph_max_bs or DEFAULT_MAX_ROWS)
-        executor.capture_decode(graph_sizes(most))
+        _LOG.info("decode steps are not captured: disable_cuda_graph is set")
 
 
 def _attention(

@@ -24,10 +24,12 @@ def pool_tokens(
     context_length: int,
     max_rows: int,
     num_sharing: int = 1,
+    reserved_bytes: int = 0,
 ) -> int:
     """Token slots of the pool, a multiple of the page size. `layout` is what this rank holds.
 
-    `num_sharing` ranks of the server have this host's RAM in common.
+    `num_sharing` ranks of the server have this host's RAM in common. `reserved_bytes` of a CUDA device are left to what
+    comes after the pool (`step_memory`), whatever fraction is asked for.
 
     `max_total_tokens` when given; else what memory allows, and never more than `max_rows` requests can use.
 
@@ -38,17 +40,21 @@ def pool_tokens(
     wanted = memory.max_total_tokens
     if wanted is None:
         most = max_rows * (-(-context_length // page) * page)
-        wanted = min(_available_bytes(memory.mem_fraction_static, device, num_sharing) // layout.token_bytes, most)
+        wanted = min(
+            _available_bytes(memory.mem_fraction_static, device, num_sharing, reserved_bytes) // layout.token_bytes,
+            most,
+        )
     if wanted < page:
         raise ConfigError(
             f"the KV pool would hold {wanted} tokens, less than one page of {page}; raise max_total_tokens "
-            "or mem_fraction_static, or lower page_size",
+            "or mem_fraction_static, or lower page_size"
+            + (f" ({reserved_bytes >> 20} MB are left to steps and graphs)" if reserved_bytes else ""),
             field="max_total_tokens",
         )
     return wanted // page * page
 
 
-def _available_bytes(fraction: float | None, device: torch.device, num_sharing: int) -> int:
+def _available_bytes(fraction: float | None, device: torch.device, num_sharing: int, reserved: int) -> int:
     """Bytes for the pool.
 
     On CPU a share of what the server takes of this host. On CUDA the fraction is of all memory, and weights already
@@ -61,4 +67,4 @@ def _available_bytes(fraction: float | None, device: torch.device, num_sharing: 
         taken = int(available * fraction) if fraction else min(CPU_CAP_BYTES, int(available * CPU_FRACTION))
         return taken // num_sharing
     free, total = torch.cuda.mem_get_info(device)
-    return max(0, free - int(total * (1.0 - (fraction or CUDA_FRACTION))))
+    return max(0, free - max(reserved, int(total * (1.0 - (fraction or CUDA_FRACTION)))))
