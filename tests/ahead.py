@@ -40,8 +40,10 @@ class Request:
         return [(start, end, end >= length) for start, end in itertools.pairwise(cuts)]
 
 
-def requests() -> list[Request]:
-    """Greedy, seeded, penalised, constrained; some with log-probabilities; some arrive while others compute."""
+def requests(*, grammars: bool = True) -> list[Request]:
+    """Greedy, seeded, penalised; some with log-probabilities; some arrive while others compute. The last two follow
+    grammars, and are left out without `grammars`.
+    """
     kinds = [
         (SamplingParams(temperature=0.0), None),
         (SamplingParams(temperature=1.2, seed=5, top_k=40, logit_bias={7: 3.0}), 2),
@@ -55,6 +57,7 @@ def requests() -> list[Request]:
     return [
         Request(tuple(random_prompt(5 + 9 * i, VOCAB_SIZE, seed=i)), 9 + i, 3 * i, sampling, top)
         for i, (sampling, top) in enumerate(kinds)
+        if grammars or sampling.grammar is None
     ]
 
 

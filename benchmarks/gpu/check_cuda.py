@@ -1,16 +1,19 @@
 """One call on a machine with one GPU: is the CUDA path right, and how far is it from what the device can do?
 
     python -m benchmarks.gpu.check_cuda [--write] [--skip-checks] [--skip-timings] [--models Qwen3-8B ...]
-    TRITON_INTERPRET=1 python -m benchmarks.gpu.check_cuda --tiny          the same program on a CPU, with tiny shapes
+    python -m benchmarks.gpu.check_cuda --tiny          on a CPU, with tiny shapes: does the program work?
 
 First kernels beside torch's at the shapes of real models, then the checks of `executor_checks` and `ahead_checks` for
 tiny models against the CPU: with graphs and without, by each attention backend that is there. Then decode and prefill
 of models of the shapes of Qwen3-0.6B, 8B and 30B-A3B with random weights, with and without graphs and overlap, beside
 the copy bandwidth and the matmul rate of the same device in the same run, and where the time of a decode step goes.
 
-Writes into $OUT when that is set, traces too, else with `--write` into `benchmarks/results/`. Stops measuring after
-`--max-minutes`. Exit status: 0 all checks passed, 1 one failed, 3 there is no CUDA device. Needs torch, triton,
-transformers and pdserve's light packages; flashinfer where it is installed.
+With `--tiny` kernels are run by Triton's interpreter, graphs are work that is done again, and of the checks there are
+those of kernels: for whole models there is nothing to compare with.
+
+Report, figures and traces go into $OUT when that is set, else with `--write` into `benchmarks/results/`. Stops
+measuring after `--max-minutes`. Exit status: 0 all checks passed, 1 one failed, 3 there is no CUDA device. What it
+needs is in `benchmarks/README.md`; flashinfer and llguidance are used where they are installed.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from typing import Any
 
 if __package__ in (None, ""):  # run by its path: `benchmarks`, `pdserve` and `tests` lie in the checkout's root
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if __name__ == "__main__" and "--tiny" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which transformers does
 
 import torch
 
@@ -48,7 +53,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Besides `auto`; flashinfer has no float32."""
 TINY_PLAN = timings.Plan(
-    device="cpu", page_size=4, batches=(2,), context=5, prefills=(6,), num_warm=0, num_timed=2
+    device="cpu", attention_backend="triton", page_size=4, batches=(2,), context=5, prefills=(6,), num_warm=0,
+    num_timed=2,
 )  # fmt: skip
 
 
@@ -136,6 +142,7 @@ def document(facts: dict[str, Any], outcomes: Sequence[Outcome], timed: str) -> 
     """The whole report in Markdown."""
     passed = sum(outcome.error is None for outcome in outcomes)
     lines = [f"- {outcome.name}: {'passed' if outcome.error is None else outcome.error}" for outcome in outcomes]
+    lines += [f"- left out: {what}" for what in facts["left_out"]]
     return f"""# CUDA path on {facts["device"]}, {facts["date"]}
 
 torch {facts["torch"]} (CUDA {facts["cuda"]}), revision {facts["revision"]}, host {facts["machine"]["cpu_model"]}; \
@@ -150,12 +157,14 @@ command: `{facts["command"]}`
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, time, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--write", action="store_true", help="write into benchmarks/results when $OUT is not set")
     parser.add_argument("--skip-checks", action="store_true", help="only the timings")
     parser.add_argument("--skip-timings", action="store_true", help="only the checks")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS), help="those to time")
-    parser.add_argument("--attention-backend", choices=("auto", "torch", *backends()), default="auto", help="to time")
+    parser.add_argument("--attention-backend", choices=("auto", "torch", *backends()), help="to time")
     parser.add_argument("--max-minutes", type=float, default=9.0, help="no measurement begins after so long")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: does the program work?")
     args = parser.parse_args(argv)
@@ -163,8 +172,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("no CUDA device: torch.cuda.is_available() is False; nothing was checked")
         return EXIT_NO_DEVICE
     began = time.monotonic()
-    out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
+    directory = report.RESULTS if args.write else None
+    if os.environ.get("OUT"):
+        directory = Path(os.environ["OUT"])
     facts = facts_of(args.tiny, argv)
+    facts["left_out"] = [] if args.tiny or args.skip_checks else left_out()
     outcomes, timed = [], ""
     if not args.skip_checks:
         with tempfile.TemporaryDirectory() as temporary:
@@ -174,15 +186,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         kernels = time_kernels(args.tiny, results.limits)
         model_timings.time_models(
             TINY_MODELS if args.tiny else {name: MODELS[name] for name in args.models},
-            dataclasses.replace(TINY_PLAN if args.tiny else timings.Plan(), attention_backend=args.attention_backend),
-            results, out=out, has_time=lambda: time.monotonic() - began < 60 * args.max_minutes,
+            plan_of(args.tiny, args.attention_backend), results, out=directory,
+            has_time=lambda: time.monotonic() - began < 60 * args.max_minutes,
         )  # fmt: skip
         timed = model_timings.section(results) + "\n" + kernel_timings.section(kernels)
         facts |= dataclasses.asdict(results) | {"kernels": [dataclasses.asdict(one) for one in kernels]}
     facts["checks"] = [dataclasses.asdict(outcome) for outcome in outcomes]
     text = document(facts, outcomes, timed)
     print("\n" + text)
-    directory = out or (report.RESULTS if args.write else None)
     if directory is not None:
         slug = "-".join(facts["device"].lower().split())
         for path in report.write_results(directory, f"cuda-{slug}", text, facts):
@@ -201,6 +212,17 @@ def facts_of(tiny: bool, argv: Sequence[str] | None) -> dict[str, Any]:
         "command": report.command_line("benchmarks.gpu.check_cuda", argv),
         "machine": report.machine(),
     }
+
+
+def left_out() -> list[str]:
+    """What is not checked here."""
+    return [] if ahead_checks.has_grammars() else ["rows that follow a grammar, for llguidance is not installed"]
+
+
+def plan_of(tiny: bool, backend: AttentionBackend | None) -> timings.Plan:
+    """What is timed, with another attention where one is asked for."""
+    plan = TINY_PLAN if tiny else timings.Plan()
+    return plan if backend is None else dataclasses.replace(plan, attention_backend=backend)
 
 
 def tiny_checks() -> list[Outcome]:

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.gpu.timings import Limits, Plan, Timer, Timing, build_dummy
+from pdserve.errors import PdserveError
 from pdserve.executor.factory import Built
 from pdserve.executor.graphs import EagerCapture, GraphCapture
 
@@ -33,6 +34,15 @@ class Measured:
     graphs: bool
     ahead: bool
     timing: Timing
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """A step that was not timed, and why."""
+
+    model: str
+    step: str
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +65,7 @@ class Results:
 
     limits: Limits
     measured: list[Measured] = dataclasses.field(default_factory=list)
+    skipped: list[Skipped] = dataclasses.field(default_factory=list)
     profiles: list[Profile] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -70,11 +81,13 @@ def time_models(
         with tempfile.TemporaryDirectory() as directory:
             try:
                 built = build_dummy(Path(directory), config, plan)
-            except (torch.OutOfMemoryError, RuntimeError) as error:
+            except (RuntimeError, PdserveError) as error:
                 results.notes.append(f"{name}: not measured, {type(error).__name__}: {str(error)[:200]}")
                 continue
         try:
             _time_model(name, built, plan, results, out, has_time)
+        except torch.OutOfMemoryError as error:
+            results.notes.append(f"{name}: not measured to the end, {str(error)[:200]}")
         finally:
             built.executor.close()
             del built
@@ -89,9 +102,11 @@ def _time_model(
     """One model: without graphs first, for they cannot be taken back."""
     timer = Timer(built, results.limits, plan)
     batches = [batch for batch in plan.batches if timer.fits(batch)]
-    results.notes += [
-        f"{name}: batch {batch} does not fit the KV pool" for batch in plan.batches if batch not in batches
-    ]
+    prompts = [num_tokens for num_tokens in plan.prefills if timer.fits_prompt(num_tokens)]
+    steps = [f"decode {batch}" for batch in plan.batches if batch not in batches]
+    steps += [f"prefill {num_tokens}" for num_tokens in plan.prefills if num_tokens not in prompts]
+    reason = f"KV does not fit the pool of {built.max_total_tokens} tokens"
+    results.skipped += [Skipped(name, step, reason) for step in steps]
 
     def measure(graphs: bool) -> None:
         for batch in batches:
@@ -101,12 +116,14 @@ def _time_model(
                     results.measured.append(Measured(name, graphs, ahead, found))
                     print(line_of(results.measured[-1]), flush=True)
 
-    for num_tokens in plan.prefills:
+    for num_tokens in prompts:
         if has_time():
             results.measured.append(Measured(name, False, False, timer.prefill(num_tokens)))
             print(line_of(results.measured[-1]), flush=True)
     measure(False)
-    if built.executor.can_capture and batches:
+    if not batches:
+        return
+    if built.executor.can_capture:
         built.executor.capture_decode(tuple(batches), GraphCapture() if plan.device == "cuda" else EagerCapture())
         measure(True)
     else:
@@ -130,7 +147,8 @@ def _profile(name: str, timer: Timer, batch: int, out: Path | None) -> Profile:
         if event.device_type.name == "CUDA"
     ]
     if out is not None:
-        profiler.export_chrome_trace(str(out / f"trace-{name}-batch-{batch}.json.gz"))
+        out.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(out / f"{report.today()}-trace-{name}-batch-{batch}.json.gz"))
     return summary(name, batch, kernels)
 
 
@@ -182,6 +200,7 @@ def section(results: Results) -> str:
         ]
         for one in results.measured
     ]
+    body += [[one.model, one.step, "", "", one.reason, "", "", ""] for one in results.skipped]
     parts = [
         "## Random weights in published shapes",
         f"Measured in the same run: copy {results.limits.copy_bytes_s / 1e12:.2f} TB/s (bytes read and written), "

@@ -161,6 +161,10 @@ class Timer:
         """Whether the pool has room for so many rows of decode."""
         return batch * self._pages(self._plan.context + self._plan.num_steps + 1) <= self._built.num_pages
 
+    def fits_prompt(self, num_tokens: int) -> bool:
+        """Whether it has room for a prompt of so many tokens."""
+        return self._pages(num_tokens + 1) <= self._built.num_pages
+
     def decode(self, batch: int, *, ahead: bool) -> Timing:
         """Steps of `batch` rows that each have a context already; with `ahead`, one is in flight while the next comes.
 

@@ -84,12 +84,6 @@ def _device(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choic
     return _set(config, "kernels", "device", device, reason)
 
 
-def _attention_backend(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
-    if config.kernels.attention_backend != "auto" or config.kernels.device == "cuda":
-        return None  # on CUDA it depends on the model
-    return _set(config, "kernels", "attention_backend", "torch", "the one for CPUs")
-
-
 def _served_model_name(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
     if config.model.served_model_name is not None:
         return None
@@ -139,7 +133,6 @@ def _disaggregation_bootstrap_port(config: ServerConfig, machine: Machine) -> tu
 
 STEPS: tuple[Step, ...] = (
     _device,
-    _attention_backend,
     _served_model_name,
     _chunked_prefill_size,
     _disable_overlap_schedule,
@@ -212,8 +205,14 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
         )
     if config.model.quantization is not None:
         kernels = config.kernels
-        other = "--device cuda" if kernels.device == "cuda" else "--cpu-kernels torch"
-        if kernels.device == "cuda" or kernels.cpu_kernels == "torch":
+        other = None
+        if kernels.device == "cuda":
+            other = "--device cuda"
+        elif kernels.cpu_kernels == "torch":
+            other = "--cpu-kernels torch"
+        elif kernels.attention_backend != "auto":
+            other = f"--attention-backend {kernels.attention_backend}"
+        if other is not None:
             raise ConfigError(
                 f"--quantization {config.model.quantization} is for the native CPU kernels, not {other}",
                 field="quantization",
@@ -229,12 +228,12 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
 def _check_attention(kernels: KernelConfig) -> None:
     """What no machine can do; whether the libraries are there and fit the model is seen when it is loaded."""
     asked = kernels.attention_backend
-    if asked not in ("triton", "flashinfer"):
+    if asked == "auto":
         return
     reason = None
-    if kernels.enable_deterministic_inference:
+    if asked != "torch" and kernels.enable_deterministic_inference:
         reason = "--enable-deterministic-inference has an attention of its own"
-    elif kernels.device == "cpu" and not (asked == "triton" and triton_is_interpreted()):
+    elif kernels.device == "cpu" and asked != "torch" and not (asked == "triton" and triton_is_interpreted()):
         reason = "it is for CUDA, but --device is cpu"
     elif kernels.cpu_kernels == "native":
         reason = "--cpu-kernels native has an attention of its own"

@@ -31,6 +31,8 @@ from pdserve.protocol.sampling import SamplingParams
 
 _LOG = logging.getLogger(__name__)
 NUM_THREADS = 4
+_BITS = np.uint8(1) << np.arange(8, dtype=np.uint8)
+"""The bits of a byte of a mask, in order of tokens."""
 
 Arrival = Callable[[], IntArray]
 """Waits for a step's tokens; int64 `[S]` on the host."""
@@ -79,7 +81,7 @@ class StepMasks:
     def apply(self, logits: Tensor) -> Tensor:
         """Forbid in `logits` `[S, V]`, in place, what grammars forbid; int64 `[len(where)]`, 1 where a grammar failed.
 
-        Waits for the masks.
+        Waits for the masks, and so for the tokens of the step before, not for what the device computes since.
         """
         words = np.full((len(self.where), -(-logits.shape[1] // 32)), 0xFFFFFFFF, dtype=np.uint32)
         failed = np.zeros(len(self.where), dtype=np.int64)
@@ -161,8 +163,7 @@ def _forbid(logits: Tensor, where: IntArray, words: MaskWords) -> None:
     """Minus infinity in rows `where` of `logits` for tokens whose bit in `words` is 0; unpacked on the device."""
     index = to_device(where, logits.device)
     packed = to_device(words.astype("<u4", copy=False).view(np.uint8), logits.device)
-    bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=logits.device)
-    allowed = (packed[:, :, None] & bits).flatten(1)[:, : logits.shape[1]]
+    allowed = (packed[:, :, None] & to_device(_BITS, logits.device)).flatten(1)[:, : logits.shape[1]]
     rows = logits.index_select(0, index).masked_fill_(allowed == 0, -torch.inf)
     logits.index_copy_(0, index, rows)
 

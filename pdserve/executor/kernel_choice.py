@@ -31,7 +31,7 @@ def choose_level(
     """
     if kernels.cpu_kernels == "torch":
         reason: str | None = "cpu_kernels is torch"
-    elif kernels.attention_backend not in ("auto", "torch"):
+    elif kernels.attention_backend != "auto":
         reason = f"attention_backend is {kernels.attention_backend}"
     elif kernels.enable_deterministic_inference:
         reason = "enable_deterministic_inference computes with torch"

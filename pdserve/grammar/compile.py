@@ -6,9 +6,6 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
-
 from pdserve.config.groups import GrammarConfig
 from pdserve.errors import GrammarError
 from pdserve.grammar.nesting import check_nesting
@@ -67,6 +64,9 @@ def compile_grammar(grammar: Grammar, rules: JsonRules, vocabulary: Vocabulary) 
 
 
 def _compile(grammar: Grammar, rules: JsonRules, vocabulary: Vocabulary) -> str:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
     match grammar.kind:
         case "json_schema":
             schema = json.loads(grammar.text)

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits
 
 from pdserve.errors import GrammarError
 from pdserve.grammar.vocabulary import Vocabulary
 
-MaskWords = npt.NDArray[np.uint32]
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
 
-LIMITS = LLParserLimits(
-    max_items_in_row=10_000,
-    initial_lexer_fuel=300_000,
-    max_lexer_states=20_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
-"""What bounds time and memory of a grammar, beside the engine's defaults; a lexer state takes 1 to 2 KB."""
+MaskWords = npt.NDArray[np.uint32]
 
 
 class Matcher:
@@ -30,10 +24,12 @@ class Matcher:
         """`source` is what `compile_grammar` gave.
 
         Raises:
-            GrammarError: the engine refuses the grammar, or it is larger than `LIMITS`.
+            GrammarError: the engine refuses the grammar, or it is larger than `_limits` allows.
         """
+        from llguidance import LLMatcher
+
         self._num_words = vocabulary.num_mask_words
-        self._matcher = LLMatcher(vocabulary.tokens, source, log_level=0, limits=LIMITS)
+        self._matcher = LLMatcher(vocabulary.tokens, source, log_level=0, limits=_limits())
         self._check()
 
     def accept(self, token_ids: Sequence[int]) -> None:
@@ -65,3 +61,16 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(self._matcher.get_error().strip() or "the grammar engine failed without a reason")
+
+
+def _limits() -> LLParserLimits:
+    """What bounds time and memory of a grammar, beside the engine's defaults; a lexer state takes 1 to 2 KB."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=10_000,
+        initial_lexer_fuel=300_000,
+        max_lexer_states=20_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llguidance import LLTokenizer
-
 from pdserve.errors import GrammarError
 
 
@@ -20,6 +18,8 @@ class Vocabulary:
         Raises:
             GrammarError: the tokenizer is of a kind whose tokens are no byte strings, or the model has no EOS token.
         """
+        from llguidance import LLTokenizer
+
         if not eos_token_ids:
             raise GrammarError("the model names no EOS token, so that an output could not end where its grammar does")
         eos = list(eos_token_ids)

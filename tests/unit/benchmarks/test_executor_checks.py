@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +16,9 @@ import torch
 from benchmarks.gpu import ahead_checks, check_cuda, model_timings, timings
 from benchmarks.gpu import executor_checks as checks
 from benchmarks.gpu.shapes import TINY_MODELS
+from benchmarks.report import ROOT
+from pdserve.executor.factory import Built
+from tests import ahead
 from tests.tiny import Family
 from tests.unit.model.triton_kit import DEVICE
 
@@ -30,6 +38,16 @@ def test_all_checks_pass_on_cpu(checkpoint: Path) -> None:
     ahead_checks.check_launch_never_waits(checkpoint, "cpu")
     ahead_checks.check_layer_marks(checkpoint, "cpu")
     ahead_checks.check_offload(checkpoint, "cpu", 16)
+
+
+def test_without_the_engine_rows_that_follow_grammars_are_left_out(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check_cuda.left_out() == [] and len(ahead.requests()) == 8
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert check_cuda.left_out() == ["rows that follow a grammar, for llguidance is not installed"]
+    assert len(ahead.requests(grammars=ahead_checks.has_grammars())) == 6
+    ahead_checks.check_ahead(checkpoint, "cpu")
 
 
 def test_a_wrong_token_is_found(checkpoint: Path) -> None:
@@ -72,6 +90,7 @@ def test_steps_of_a_dummy_model_are_timed_and_everything_is_given_back(tmp_path:
     built = timings.build_dummy(tmp_path, TINY_MODELS["tiny-moe"], plan)
     timer = timings.Timer(built, timings.Limits(copy_bytes_s=1e10, matmul_flop_s=1e11), plan)
     assert timer.fits(3) and not timer.fits(10**6)
+    assert timer.fits_prompt(40) and not timer.fits_prompt(10**8)
     found = [timer.decode(3, ahead=False), timer.decode(3, ahead=True), timer.prefill(40)]
     assert [one.tokens for one in found] == [3, 3, 40]
     assert all(0 < one.low_s <= one.median_s <= one.high_s and one.floor_s > 0 for one in found)
@@ -79,6 +98,25 @@ def test_steps_of_a_dummy_model_are_timed_and_everything_is_given_back(tmp_path:
     shape = timer.shape
     assert shape.head_params == 320 * 32 and shape.expert_params == 4 * 3 * 16 * 32
     assert 0 < shape.layer_params < built.executor.weight_bytes // 4 - shape.expert_params
+
+
+def test_steps_whose_kv_does_not_fit_the_pool_are_skipped_and_the_table_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten pages of four tokens are too few for nine rows, and for the longer prompt."""
+    build = timings.build_dummy
+
+    def small_pool(directory: Path, config: dict[str, Any], plan: timings.Plan) -> Built:
+        return dataclasses.replace(build(directory, config, plan), num_pages=10)
+
+    monkeypatch.setattr(model_timings, "build_dummy", small_pool)
+    plan = dataclasses.replace(check_cuda.TINY_PLAN, batches=(1, 9), prefills=(6, 60), attention_backend="torch")
+    results = model_timings.Results(timings.Limits(copy_bytes_s=1e10, matmul_flop_s=1e11))
+    model_timings.time_models({"tiny": TINY_MODELS["tiny"]}, plan, results, out=None, has_time=lambda: True)
+    assert {one.timing.name for one in results.measured} == {"prefill 6", "decode 1"}
+    assert [(one.model, one.step) for one in results.skipped] == [("tiny", "decode 9"), ("tiny", "prefill 60")]
+    table = " ".join(model_timings.section(results).split())
+    assert "decode 9 | | | KV does not fit the pool of 40 tokens | |" in table
 
 
 def test_a_profile_says_how_long_the_device_was_idle() -> None:
@@ -96,13 +134,30 @@ def test_the_whole_program_runs_on_a_cpu_with_tiny_shapes(
     """Kernels in Triton's interpreter, graphs that are run again on the host; the report has every row."""
     assert DEVICE == "cpu"
     monkeypatch.setenv("OUT", str(tmp_path))
-    assert check_cuda.main(["--tiny", "--attention-backend", "triton"]) == 0
+    assert check_cuda.main(["--tiny"]) == 0
     printed = capsys.readouterr().out
     assert "Checks: 3 of 3 passed" in printed
     assert all(f"\n{kernel}" in printed for kernel in ("triton attention, decode", "linear", "experts", "top-p 2"))
     (written,) = tmp_path.glob("*.md")
     rows = [line for line in written.read_text().splitlines() if line.startswith("| tiny")]
     assert len(rows) == 2 * (1 + 2 * 2), "a prefill; a batch with and without graphs and overlap"
+
+
+@pytest.mark.slow
+def test_tiny_shapes_need_no_variable_and_no_engine_of_grammars(tmp_path: Path) -> None:
+    """In a process of its own: what it must do before triton is imported."""
+    program = (
+        "import runpy, sys; sys.modules['llguidance'] = None; "
+        "sys.argv = ['check_cuda', '--tiny', '--skip-timings']; "
+        "runpy.run_module('benchmarks.gpu.check_cuda', run_name='__main__')"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment | {"OUT": str(tmp_path)}, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "Checks: 3 of 3 passed" in ended.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -141,6 +141,7 @@ def test_splits_that_fit_are_taken(words: str) -> None:
         "--device cpu --attention-backend triton",
         "--attention-backend triton --enable-deterministic-inference",
         "--attention-backend flashinfer --cpu-kernels native",
+        "--device cpu --attention-backend torch --cpu-kernels native",
     ],
 )
 def test_attention_that_cannot_be_had_is_refused_by_its_flag(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +151,17 @@ def test_attention_that_cannot_be_had_is_refused_by_its_flag(words: str, monkeyp
     assert caught.value.field == "attention_backend"
 
 
-def test_attention_is_torch_s_on_cpus_and_waits_for_the_model_on_cuda() -> None:
-    assert choices("", CPU)["attention_backend"].value == "torch"
+def test_attention_waits_for_the_model_wherever_it_runs() -> None:
+    assert "attention_backend" not in choices("", CPU)
     assert "attention_backend" not in choices("", GPU)
+
+
+def test_eight_bits_are_not_for_torch_s_attention() -> None:
+    with pytest.raises(ConfigError, match="CPU kernels, not --attention-backend torch") as caught:
+        choices("--quantization int8 --attention-backend torch", CPU)
+    assert caught.value.field == "quantization"
+
+
+def test_flags_of_graphs_are_taken_on_cpus() -> None:
+    """Command lines of SGLang carry them."""
+    assert choices("--cuda-graph-max-bs 8 --disable-cuda-graph", CPU) == choices("", CPU)

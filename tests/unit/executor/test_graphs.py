@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
+from pdserve.executor import factory
 from pdserve.executor.batch_builder import read_plan
 from pdserve.executor.factory import Built, build_executor
 from pdserve.executor.graphs import EagerCapture, GraphCapture, Replay, graph_sizes, is_decode, padded
 from pdserve.executor.interface import BatchPlan, Row
+from pdserve.executor.local import LocalExecutor
 from pdserve.executor.warm_up import spans_of
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.sampling import SamplingParams
@@ -52,6 +55,39 @@ def test_other_steps_are_no_decode_steps(rows: tuple[int, int, bool]) -> None:
     row = table.open([0])
     assert row is not None
     assert not is_decode(read_plan(BatchPlan(0, (Row("r", row, *rows),)), table, 4))
+
+
+class Starting:
+    """Stands in for an executor on CUDA at start-up: remembers what is captured."""
+
+    device = torch.device("cuda")
+    can_capture = True
+    captured: tuple[int, ...] | None = None
+    is_warm = False
+
+    def warm_up(self, chunk: int) -> None:
+        self.is_warm = True
+
+    def capture_decode(self, sizes: tuple[int, ...]) -> None:
+        self.captured = sizes
+
+
+@pytest.mark.parametrize(
+    ("kernels", "max_rows", "captured"),
+    [
+        (KernelConfig(), 24, (1, 2, 4, 8, 16, 24)),
+        (KernelConfig(cuda_graph_max_bs=10), 24, (1, 2, 4, 8, 10)),
+        (KernelConfig(cuda_graph_max_bs=64), 8, (1, 2, 4, 8)),
+        (KernelConfig(cuda_graph_max_bs=8, disable_cuda_graph=True), 24, None),
+    ],
+)
+def test_flags_say_what_is_captured_at_start(
+    kernels: KernelConfig, max_rows: int, captured: tuple[int, ...] | None
+) -> None:
+    executor = Starting()
+    config = ServerConfig(model=ModelConfig(model_path="m"), kernels=kernels)
+    factory._make_ready(cast(LocalExecutor, executor), config, max_rows, 64)
+    assert executor.is_warm and executor.captured == captured
 
 
 class Counted:

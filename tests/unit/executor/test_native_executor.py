@@ -12,7 +12,9 @@ import torch
 
 from pdserve.base import native
 from pdserve.base.parallel import ParallelShape
+from pdserve.config.cli import parse_server_args
 from pdserve.config.groups import KernelConfig, ModelConfig
+from pdserve.config.resolve import Machine, fill_in
 from pdserve.errors import ConfigError
 from pdserve.executor.batch_builder import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, Row
@@ -185,6 +187,7 @@ def test_a_layer_is_packed_as_soon_as_it_is_read(
         (KernelConfig(cpu_kernels="native", enable_deterministic_inference=True), None, torch.bfloat16, "cpu_kernels"),
         (KernelConfig(), "int8", torch.float32, "quantization"),
         (KernelConfig(cpu_kernels="torch"), "int8", torch.bfloat16, "quantization"),
+        (KernelConfig(cpu_kernels="native", attention_backend="torch"), None, torch.bfloat16, "cpu_kernels"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused_by_the_flag_that_asks(
@@ -194,6 +197,17 @@ def test_what_the_kernels_cannot_do_is_refused_by_the_flag_that_asks(
     with pytest.raises(ConfigError) as caught:
         choose_level(kernels, ModelConfig(quantization=quantization), spec, dtype, CPU)
     assert caught.value.field == field
+
+
+@needs_kernels
+def test_whoever_asks_for_torch_s_attention_gets_torch(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    """Also by a server's command line, whose default is the kernels."""
+    path = tiny_checkpoint("llama")
+    for words, is_native in ((), True), (("--attention-backend", "torch"), False):
+        argv = ["--model-path", str(path), "--dtype", "bfloat16", "--device", "cpu", *words]
+        config, _ = fill_in(parse_server_args(argv), Machine(has_cuda=False, num_cores=1))
+        level = choose_level(config.kernels, config.model, read_model_spec(path), torch.bfloat16, CPU)
+        assert (level is not None) == is_native
 
 
 def test_without_the_library_torch_computes(

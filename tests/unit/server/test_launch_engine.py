@@ -89,6 +89,7 @@ def test_too_few_cores_are_refused(flags: str, six_cores: None) -> None:
         ("--device cpu", True),
         ("--device cpu --dtype bfloat16 --cpu-kernels native", True),
         ("--device cpu --cpu-kernels torch", False),
+        ("--device cpu --attention-backend torch", False),
         ("--device cpu --dtype float32", False),
         ("--device cpu --enable-deterministic-inference", False),
         ("--device cuda", False),
