@@ -8,37 +8,72 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_interference, bench_overcommit, bench_overlap_serving, report
+from benchmarks import bench_interference, bench_overcommit, bench_overlap_serving, first_token, report
+from benchmarks import interference_report as interference
 from benchmarks.bench_interference import part_of
+from benchmarks.first_token import FirstToken
 from tests.tiny import VOCAB_SIZE, Family
 
 
 def test_gaps_count_while_all_streams_run_and_prompts_arrive() -> None:
     times = [[1.0, 2.0, 4.0, 7.0, 11.0], [1.5, 3.0, 6.0, 9.0]]
     assert sorted(part_of(times, [], 0.0).gaps_s) == [1.5, 2.0, 3.0, 3.0, 3.0], "from 1.5, when both run, to 9.0"
-    late = part_of(times, [0.5], 3.0)
+    late = part_of(times, [FirstToken(0.5, {})], 3.0)
     assert sorted(late.gaps_s) == [3.0, 3.0, 3.0] and late.duration_s == 6.0
     assert late.metrics()["itl_max_ms"] == 3000.0 and late.metrics()["ttft_p50_ms"] == 500.0
     assert part_of(times, [], 0.0).metrics()["ttft_p50_ms"] is None
 
 
-def test_interference_tables_compare_within_a_round() -> None:
-    def one(scale: float, ttft: float | None) -> dict[str, float | None]:
-        names = [name for name, _, _ in bench_interference.METRICS]
-        return {name: ttft if name.startswith("ttft") else scale for name in names}
+def metrics(itl: float, ttft: float | None) -> dict[str, float | None]:
+    return {name: ttft if name.startswith("ttft") else itl for name, _, _ in interference.METRICS}
 
-    rounds: bench_interference.Rounds = {
-        ("monolith", False): [one(1.0, None)],
-        ("1P1D", False): [one(2.0, None)],
-        ("monolith", True): [one(8.0, 10.0)],
-        ("1P1D", True): [one(4.0, 30.0)],
+
+def test_interference_tables_compare_within_a_round() -> None:
+    rounds: interference.Rounds = {
+        ("monolith", False): [metrics(1.0, None)],
+        ("1P1D", False): [metrics(2.0, None)],
+        ("monolith", True): [metrics(8.0, 10.0)],
+        ("monolith, chunks of 64", True): [metrics(2.0, 60.0)],
+        ("1P1D", True): [metrics(4.0, 30.0)],
     }
-    lines = bench_interference.ratio_table(rounds).splitlines()[2:]
+    lines = interference.ratio_table(rounds).splitlines()[2:]
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert found[0] == ["monolith: with prompts / alone", *["8.00x"] * 4, "", ""]
-    assert found[1] == ["1P1D: with prompts / alone", *["2.00x"] * 4, "", ""]
-    assert found[2] == ["with prompts: 1P1D / monolith", *["0.50x"] * 4, "3.00x", "3.00x"]
-    assert bench_interference.absolute_table(rounds).count("\n") == 5
+    assert found == [
+        ["monolith: with prompts / alone", *["8.00x"] * 4, "", ""],
+        ["1P1D: with prompts / alone", *["2.00x"] * 4, "", ""],
+        ["with prompts: 1P1D / monolith", *["0.50x"] * 4, "3.00x", "3.00x"],
+        ["with prompts: 1P1D / monolith, chunks of 64", *["2.00x"] * 4, "0.50x", "0.50x"],
+    ]
+    assert interference.absolute_table(rounds).count("\n") == 6
+
+
+def test_the_best_chunk_is_named_and_whether_smaller_ones_were_tried() -> None:
+    found = {0: (90.0, 10.0), 64: (40.0, 20.0), 32: (20.0, 40.0), 16: (30.0, 80.0)}
+    rounds: interference.Rounds = {
+        (interference.monolith_name(chunk), True): [metrics(*both)] for chunk, both in found.items()
+    }
+    rounds[interference.PAIR, True] = [metrics(25.0, 30.0)]
+    text = interference.best_chunk(rounds, list(found))
+    assert "for the streams: monolith, chunks of 32: 20.0 ms, prompts' TTFT 40 ms." in text, "16 is worse, 64 too"
+    assert "no longer than 1P1D's: monolith, chunks of 64: 40.0 ms" in text
+    assert "chunks of 32: 20.0 ms, prompts' TTFT 40 ms; no smaller" in interference.best_chunk(rounds, [64, 32])
+    assert "no longer than 1P1D's: none." in interference.best_chunk(rounds, [32])
+
+
+def test_parts_of_the_first_token_add_up_to_what_the_client_waited() -> None:
+    told = {"queue_s": 0.25, "bootstrap_s": None, "prefill_s": 1.0, "first_decode_step_s": 0.5, "kv_bytes": 7}
+    alone = FirstToken(1.5, first_token.parts_of(1.5, told))
+    assert alone.parts_s == {"HTTP, router": 0.25, "bootstrap": 0.0, "queue": 0.25, "prefill": 1.0, "transfer": 0.0}
+    pair = FirstToken(4.0, first_token.parts_of(4.0, told | {"bootstrap_s": 0.5, "transfer_s": 2.0}))
+    assert sum(pair.parts_s.values()) == pair.ttft_s
+    found = {"1P1D": [pair], "monolith": [alone, alone]}
+    *_, row, difference = first_token.table(found, [("1P1D", "monolith")]).splitlines()
+    assert [cell.strip() for cell in row.strip("|").split("|")] == [
+        "monolith", "2", "1500", "1500.0", "250.0", "0.0", "250.0", "1000.0", "0.0"
+    ]  # fmt: skip
+    assert [cell.strip() for cell in difference.strip("|").split("|")] == [
+        "1P1D - monolith", "", "", "+2500.0", "+0.0", "+500.0", "+0.0", "+0.0", "+2000.0"
+    ]  # fmt: skip
 
 
 def test_the_small_pool_is_a_third_of_what_all_need() -> None:
@@ -70,7 +105,7 @@ def test_tiny_runs_of_all_three_write(tiny_checkpoint: Callable[[Family], Path],
     model = ["--model", str(tiny_checkpoint("llama")), "--vocab-size", str(VOCAB_SIZE)]
     common = [*model, "--rounds", "1", "--write", "--results", str(tmp_path)]
     short = ["--prompts", "ids", "--streams", "2", "--prompt-len", "40", "--every", "0.01", "--output-len", "400"]
-    assert bench_interference.main([*common, *short]) == 0
+    assert bench_interference.main([*common, *short, "--idle-prompts", "1", "--chunks", "0", "16"]) == 0
     assert bench_overcommit.main([*common, "--requests", "6", "--input-len", "16", "--output-len", "24"]) == 0
     assert bench_overlap_serving.main([*common, "--streams", "2", "--input-len", "8", "--output-len", "16"]) == 0
     (path,) = tmp_path.glob("*-overcommit.json")

@@ -1,0 +1,132 @@
+"""What `bench_interference` found, as tables: the streams' gaps, what the prompts did to them, and the best chunk."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import first_token, report
+from benchmarks.first_token import FirstToken
+
+PAIR = "1P1D"
+METRICS = (
+    ("itl_p50_ms", "ITL p50, ms", 1),
+    ("itl_p99_ms", "ITL p99, ms", 1),
+    ("itl_max_ms", "ITL max, ms", 0),
+    ("stream_tok_s", "streams' tok/s", 1),
+    ("ttft_p50_ms", "prompts' TTFT p50, ms", 0),
+    ("ttft_max_ms", "max, ms", 0),
+)
+MOST_PROMPTS = 2
+"""None arrives while so many are unfinished: a server that cannot keep up would never get through with them."""
+Rounds = dict[tuple[str, bool], list[dict[str, float | None]]]
+"""For each system, without (False) and with prompts, the metrics of each round."""
+Firsts = dict[str, list[FirstToken]]
+"""The prompts' first tokens of all rounds by system and, in words, what it did beside them."""
+
+
+def monolith_name(chunk: int) -> str:
+    """The system's name for one of `--chunks`."""
+    return f"monolith, chunks of {chunk}" if chunk else "monolith"
+
+
+def half_name(args: argparse.Namespace) -> str:
+    """The monolith that has as many threads as the prefill server."""
+    return f"monolith, {args.threads // 2} of {args.threads} threads"
+
+
+def cell(value: float | None, digits: int) -> str:
+    """A number, or nothing."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def values(found: Sequence[dict[str, float | None]], name: str) -> list[float]:
+    """One metric over the rounds that have it."""
+    return [value for one in found if (value := one[name]) is not None]
+
+
+def absolute_table(rounds: Rounds) -> str:
+    """Medians with their range."""
+    rows = []
+    for (system, prompts), found in rounds.items():
+        columns = [(values(found, name), digits) for name, _, digits in METRICS]
+        cells = [report.spread_of(column).show(digits) if column else "" for column, digits in columns]
+        rows.append([system, "with prompts" if prompts else "alone", *cells])
+    return report.markdown_table(["system", "streams", *(label for _, label, _ in METRICS)], rows, num_text=2)
+
+
+def ratio_table(rounds: Rounds) -> str:
+    """What the prompts do to the streams, and the pair against each monolith while prompts arrive."""
+    both = [system for system, prompts in rounds if not prompts]
+    pairs = [(f"{system}: with prompts / alone", rounds[system, True], rounds[system, False]) for system in both]
+    monoliths = [system for system, prompts in rounds if prompts and system != PAIR]
+    pairs += [(f"with prompts: {PAIR} / {system}", rounds[PAIR, True], rounds[system, True]) for system in monoliths]
+    rows = []
+    for name, ours, theirs in pairs:
+        cells = []
+        for metric, _, _ in METRICS:
+            mine, peer = values(ours, metric), values(theirs, metric)
+            cells.append(report.ratios(mine, peer).show(2, "x") if len(mine) == len(peer) else "")
+        rows.append([name, *cells])
+    return report.markdown_table(["ratio", *(label.partition(",")[0] for _, label, _ in METRICS)], rows)
+
+
+def best_chunk(rounds: Rounds, chunks: Sequence[int]) -> str:
+    """Which chunk serves the streams best, which of those that serve prompts as soon as the pair, and the pair."""
+
+    def median(system: str, metric: str) -> float:
+        return report.spread_of(values(rounds[system, True], metric)).median
+
+    def itl(system: str) -> float:
+        return median(system, "itl_p99_ms")
+
+    def told(system: str) -> str:
+        return f"{system}: {itl(system):.1f} ms, prompts' TTFT {median(system, 'ttft_p50_ms'):,.0f} ms"
+
+    tried = [monolith_name(chunk) for chunk in sorted(chunks, key=lambda chunk: chunk or math.inf)]
+    best = min(tried, key=itl)
+    soon = [system for system in tried if median(system, "ttft_p50_ms") <= median(PAIR, "ttft_p50_ms")]
+    lines = [
+        f"Best monolith for the streams: {told(best)}{'; no smaller chunk was tried' if best == tried[0] else ''}.",
+        f"Best monolith whose prompts wait no longer than {PAIR}'s: {told(min(soon, key=itl)) if soon else 'none'}.",
+        f"{told(PAIR)}.",
+    ]
+    return "By ITL p99 while prompts arrive:\n\n" + "\n".join(f"- {line}" for line in lines)
+
+
+def document(args: argparse.Namespace, facts: dict[str, Any], rounds: Rounds, firsts: Firsts) -> str:
+    """The whole report in Markdown."""
+    half = args.threads // 2
+    notes = [
+        f"Threads: monoliths {args.threads}, prefill and decode {half} each; router and load generator "
+        f"share these cores. More flags of all servers: `{' '.join(args.server_flags) or 'none'}`."
+    ]
+    num_prompts = sum(
+        int(one["num_prompts"] or 0) for (_, prompts), found in rounds.items() if prompts for one in found
+    )
+    idle = [f"idle: {system}" for system in (PAIR, monolith_name(args.chunks[0]), half_name(args))]
+    return f"""# Long prompts beside decoding streams, {facts["date"]}
+
+{args.model}, {args.dtype}: {args.streams} streams of {args.output_len} tokens (prompts of {args.stream_prompt_len}); \
+prompts of {args.prompt_len} tokens, {args.prompt_output_len} out, every {args.every:g} s (at most {MOST_PROMPTS} at a \
+time), {num_prompts} in all. Median of {args.rounds} interleaved rounds (least-most).
+
+{absolute_table(rounds)}
+
+{best_chunk(rounds, args.chunks)}
+
+Ratios of the same round (ITL and TTFT: lower is better):
+
+{ratio_table(rounds)}
+
+## The time to a prompt's first token
+
+As the client sees it: one prompt at a time to idle servers, and those beside the streams. Its mean is the sum of the \
+parts that follow it; where a row is a difference, so is each part.
+
+{first_token.table(firsts, [(idle[0], idle[1]), (idle[0], idle[2])])}
+
+{report.footer(facts, notes, own_load=2)}
+"""
