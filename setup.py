@@ -7,6 +7,7 @@ compiler, or on another architecture, the package is installed without the libra
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from pathlib import Path
 
@@ -27,6 +28,12 @@ FLAGS = ["-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra"]
 LEVEL_FLAGS = ["-O3", "-fno-math-errno", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # gcc 12's own intrinsics
 
 
+def digest() -> str:
+    """Of all that the library is built from, this file among it; a test looks whether the library was built from it."""
+    files = [Path("setup.py"), *sorted(Path("csrc").iterdir())]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 class BuildKernels(build_ext):
     """A plain shared library under a fixed name: it knows nothing of Python and is loaded by ctypes."""
 
@@ -42,7 +49,13 @@ class BuildKernels(build_ext):
         """Each level, what is common to all, and the library of both."""
         if platform.machine() not in ("x86_64", "AMD64"):
             raise CompileError(f"the CPU kernels are for x86-64, not {platform.machine()}")
-        objects = self.compiler.compile(SOURCES, self.build_temp, depends=ext.depends, extra_postargs=[*FLAGS, "-O2"])
+        objects = self.compiler.compile(
+            SOURCES,
+            self.build_temp,
+            macros=[("PDK_SOURCES", f'"{digest()}"')],
+            depends=ext.depends,
+            extra_postargs=[*FLAGS, "-O2"],
+        )
         for level, flags in LEVELS.items():
             objects += self.compiler.compile(
                 [LEVEL_SOURCE],

@@ -71,6 +71,7 @@ int64_t counted(Make&& make) noexcept {
 extern "C" {
 
 int64_t pdk_version(void) { return PDK_VERSION; }
+const char* pdk_sources(void) { return PDK_SOURCES; }
 void pdk_copy(const pdk_move* moves, int64_t count) {
     for (int64_t i = 0; i < count; i++) std::memmove(moves[i].to, moves[i].from, moves[i].bytes);
 }

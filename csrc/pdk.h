@@ -71,6 +71,8 @@ typedef struct {
 } pdk_move;
 
 PDK_API int64_t pdk_version(void);
+/* The digest, in hexadecimal, of the sources that this was built from: see `setup.py`. */
+PDK_API const char* pdk_sources(void);
 /* memmove of each, one after the other. */
 PDK_API void pdk_copy(const pdk_move* moves, int64_t count);
 /* 1 when this machine can run the level "avx512_bf16", "avx512" or "avx2". */

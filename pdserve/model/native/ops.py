@@ -9,6 +9,7 @@ run on the threads that `use` was told, as long as somebody else keeps these, or
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 import weakref
@@ -21,11 +22,13 @@ from torch import Tensor
 
 from pdserve.base.native import best_level
 from pdserve.model.forward_batch import ForwardBatch, HostRows
+from pdserve.model.native.choice import NativeChooser
 from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Program, Threads
 from pdserve.model.native.weights import BLOCK, Packed
 
 _NO_HEADS = HeadShape(layers=1, num_heads=1, num_kv_heads=1, page_tokens=1, dim=2)
 _NO_PAGES = torch.zeros(1, 1, 2, 1, 1, 2, dtype=torch.bfloat16)
+_DRAWN = [("greedy", "?"), ("temperature", "f4"), ("top_k", "i8"), ("top_p", "f4"), ("min_p", "f4")]
 
 
 class _Machine:
@@ -155,6 +158,31 @@ def argmax(logits: Tensor, *, real: bool) -> Tensor:
     source, out = _samples(program, logits.shape[1]), _samples(program, 1, torch.int64)
     program.best(source, out)
     return _run(program, out, (source, logits), dtype=torch.int64)[:, 0]
+
+
+def choose(
+    logits: Tensor, points: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0,
+    min_p: float = 0.0, *, real: bool,
+) -> Tensor:  # fmt: skip
+    """A token drawn for each row, int64 `[N]`: its distribution inverted at `points` `[N]` in [0, 1).
+
+    Drawn from are the `top_k` likeliest, or the fewest that have `top_p` of all probability where these are fewer, as
+    far as they are at least `min_p` times as likely as the likeliest.
+    """
+    _check_rows(logits, "logits")
+    fits = points.shape == logits.shape[:1] and points.is_floating_point()
+    _require(fits, f"points is {points.dtype} {list(points.shape)}, not numbers [{logits.shape[0]}]")
+    _require(0 < temperature < math.inf, f"temperature is {temperature}, not above 0 and finite")
+    _require(top_k is None or top_k >= 1, f"top_k is {top_k}, not at least 1")
+    _require(0 < top_p <= 1 and 0 <= min_p <= 1, f"top_p is {top_p} and min_p {min_p}, not shares")
+    if not real:
+        return logits.new_empty(logits.shape[0], dtype=torch.int64)
+    _require(bool(((points >= 0) & (points < 1)).all()), "points are not in [0, 1)")
+    columns = np.zeros(len(logits), dtype=_DRAWN)
+    filters = {"temperature": temperature, "top_k": top_k or logits.shape[1], "top_p": top_p, "min_p": min_p}
+    for name, value in filters.items():
+        columns[name] = value
+    return NativeChooser(*_machine.parts())(logits.float(), columns, points.double().numpy())
 
 
 def attend(
@@ -297,6 +325,8 @@ SCHEMAS: dict[Callable[..., Any], str] = {
     route: "(Tensor logits, int top_k, bool normalise) -> (Tensor, Tensor)",
     experts: f"(Tensor x, Tensor experts, Tensor weights, {_GATED.format('', '')}) -> Tensor",
     argmax: "(Tensor logits) -> Tensor",
+    choose: "(Tensor logits, Tensor points, float temperature=1.0, int? top_k=None, float top_p=1.0, "
+    "float min_p=0.0) -> Tensor",
     attend: "(Tensor qkv, Tensor(a!) pages, int layer, Tensor starts, Tensor ends, Tensor table, Tensor inverse, "
     "float factor=1.0, Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, int window=0, float softcap=0.0, "
     "Tensor? sinks=None) -> Tensor",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import kernels
+from benchmarks import kernel_cases
 from benchmarks.strip_reader import StripReader
 from tests.unit.model.native_kit import needs_kernels
 
@@ -24,21 +24,22 @@ def test_all_words_are_read_once(monkeypatch: pytest.MonkeyPatch, num_threads: i
     words: list[torch.Tensor] = []
 
     def random_pages(num_pages: int) -> torch.Tensor:
-        shape = (num_pages, kernels.HEADS.layers, 2, kernels.HEADS.num_kv_heads, kernels.HEADS.page_tokens)
-        words.append(torch.randint(1 << 62, (*shape, kernels.HEADS.dim // 4)))
+        heads = kernel_cases.HEADS
+        shape = (num_pages, heads.layers, 2, heads.num_kv_heads, heads.page_tokens, heads.dim // 4)
+        words.append(torch.randint(1 << 62, shape))
         return words[-1].view(torch.bfloat16)
 
-    monkeypatch.setattr(kernels, "pages_of", random_pages)
-    case = kernels.reading_case(StripReader(num_threads), "", 3, 128, by_heads=by_heads)
+    monkeypatch.setattr(kernel_cases, "pages_of", random_pages)
+    case = kernel_cases.reading_case(StripReader(num_threads), "", 3, 128, by_heads=by_heads)
     assert case.num_bytes == words[-1].nbytes
     assert case.call() == np.bitwise_xor.reduce(words[-1].numpy().view(np.uint64), axis=None)
 
 
 def test_too_few_threads_are_an_error() -> None:
     code = (
-        "from benchmarks import kernels\n"
+        "from benchmarks import kernel_cases\n"
         "from benchmarks.strip_reader import StripReader\n"
-        "kernels.reading_case(StripReader(2), '', 1, 128, by_heads=True).call()"
+        "kernel_cases.reading_case(StripReader(2), '', 1, 128, by_heads=True).call()"
     )
     environment = os.environ | {"OMP_THREAD_LIMIT": "1"}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)

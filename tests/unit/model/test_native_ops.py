@@ -27,6 +27,7 @@ from tests.unit.model.native_kit import (
     rounded,
     rounded_weight,
 )
+from tests.unit.model.native_programs import relative
 
 pytestmark = needs_kernels
 OPS = torch.ops.pdserve
@@ -35,16 +36,12 @@ HEADS, KV_HEADS, DIM, PAGE_TOKENS = 4, 2, 16, 8
 FORMATS = pytest.mark.parametrize("format", ["bf16", "int8"])
 
 
-def relative(got: Tensor, wanted: Tensor) -> float:
-    return float((got.float() - wanted).norm() / wanted.norm())
-
-
-def layers(format: Format, count: int) -> tuple[Tensor, Tensor, Packed, Packed]:
+def layers(format: Format, count: int, width: int = WIDTH, inner: int = INNER) -> tuple[Tensor, Tensor, Packed, Packed]:
     """Gate and up, and down of `count` layers, as they are and packed."""
-    wide, deep = (torch.randn(count, 2 * INNER, WIDTH) * 0.2).bfloat16(), torch.randn(count, WIDTH, INNER).bfloat16()
+    wide, deep = (torch.randn(count, 2 * inner, width) * 0.2).bfloat16(), torch.randn(count, width, inner).bfloat16()
     arena = Arena()
-    gate_up = open_packed(arena, format, 2 * INNER, WIDTH, num_parts=2, count=count)
-    down = open_packed(arena, format, WIDTH, INNER, count=count)
+    gate_up = open_packed(arena, format, 2 * inner, width, num_parts=2, count=count)
+    down = open_packed(arena, format, width, inner, count=count)
     for index in range(count):
         gate_up.put(wide[index], index=index)
         down.put(deep[index], index=index)
@@ -78,6 +75,7 @@ def examples() -> dict[str, tuple[object, ...]]:
             x, torch.randint(0, 3, (ROWS, 2)), torch.rand(ROWS, 2), gate_up.data, gate_up.scale, down.data, down.scale,
         ),
         "argmax": (torch.randn(ROWS, 9),),
+        "choose": (torch.randn(ROWS, 9), torch.rand(ROWS), 0.8, 5, 0.9, 0.01),
         "attend": (heads, pages, 1, starts, ends, table, torch.zeros(DIM // 2)),
     }  # fmt: skip
 
@@ -88,7 +86,7 @@ def test_torch_can_trust_what_is_registered(name: str) -> None:
     torch.library.opcheck(getattr(OPS, name), examples()[name])
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "linear", "feed_forward", "route", "experts", "argmax"])
+@pytest.mark.parametrize("name", ["rms_norm", "linear", "feed_forward", "route", "experts", "argmax", "choose"])
 def test_rows_may_lie_anyhow(name: str) -> None:
     """What comes out is contiguous, however what went in lies; torch is told so."""
     first, *others = examples()[name]
@@ -136,37 +134,41 @@ def values(ops: object, name: str, arguments: tuple[object, ...]) -> tuple[Tenso
     return found if isinstance(found, tuple) else (found,)
 
 
+@pytest.mark.parametrize(("rows", "num_in", "num_out"), [(ROWS, WIDTH, 33), (1, 31, 7), (17, 576, 96), (40, 129, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @FORMATS
-def test_linear(format: Format, dtype: torch.dtype) -> None:
+def test_linear(format: Format, dtype: torch.dtype, rows: int, num_in: int, num_out: int) -> None:
     torch.manual_seed(1)
-    weight, bias, x = torch.randn(33, WIDTH).bfloat16(), torch.randn(33), torch.randn(ROWS, WIDTH).to(dtype)
+    weight, bias = torch.randn(num_out, num_in).bfloat16(), torch.randn(num_out)
+    x = torch.randn(rows, num_in).to(dtype)
     packed = pack(Arena(), format, weight, bias)
-    got = OPS.linear(x, packed.data, packed.scale, packed.bias, 33)
+    got = OPS.linear(x, packed.data, packed.scale, packed.bias, num_out)
     assert got.dtype == dtype
     assert relative(got, F.linear(rounded(x.float(), format), rounded_weight(weight, format), bias)) < 0.01
 
 
+@pytest.mark.parametrize(("rows", "width", "inner"), [(ROWS, WIDTH, INNER), (1, 33, 32), (17, 128, 96), (40, 31, 65)])
 @FORMATS
-def test_feed_forward_and_experts(format: Format) -> None:
+def test_feed_forward_and_experts(format: Format, rows: int, width: int, inner: int) -> None:
     torch.manual_seed(2)
-    x = torch.randn(ROWS, WIDTH)
-    wide, deep, gate_up, down = layers(format, 3)
+    x = torch.randn(rows, width)
+    wide, deep, gate_up, down = layers(format, 3, width, inner)
     scales = [None if scale is None else scale[:1] for scale in (gate_up.scale, down.scale)]
     one = OPS.feed_forward(x, gate_up.data[:1], scales[0], None, down.data[:1], scales[1], None)
     assert relative(one, gated(x, wide[0], deep[0], format)) < 0.02
-    chosen, shares = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0], [1, 2]]), torch.rand(ROWS, 2)
+    chosen, shares = torch.rand(rows, 3).argsort(-1)[:, :2], torch.rand(rows, 2)
     mixed = OPS.experts(x, chosen, shares, gate_up.data, gate_up.scale, down.data, down.scale)
     every = torch.stack([gated(x, *pair, format) for pair in zip(wide, deep, strict=True)], 1)
-    wanted = torch.stack([shares[row] @ every[row, chosen[row]] for row in range(ROWS)])
+    wanted = torch.stack([shares[row] @ every[row, chosen[row]] for row in range(rows)])
     assert relative(mixed, wanted) < 0.02
     nothing = OPS.experts(x[:0], chosen[:0], shares[:0], gate_up.data, gate_up.scale, down.data, down.scale)
-    assert nothing.shape == (0, WIDTH)
+    assert nothing.shape == (0, width)
 
 
-def test_norm_routes_and_argmax() -> None:
+@pytest.mark.parametrize(("rows", "width"), [(ROWS, WIDTH), (1, 4), (17, 128), (40, 31), (0, WIDTH)])
+def test_norm_routes_and_argmax(rows: int, width: int) -> None:
     torch.manual_seed(3)
-    x, weight = torch.randn(ROWS, WIDTH), torch.rand(WIDTH)
+    x, weight = torch.randn(rows, width), torch.rand(width)
     torch.testing.assert_close(
         OPS.rms_norm(x, weight, 1e-5), rms(x, weight, 1e-5).bfloat16().float(), atol=1e-3, rtol=0.01
     )
@@ -177,24 +179,45 @@ def test_norm_routes_and_argmax() -> None:
     assert torch.equal(OPS.argmax(x), x.argmax(-1))
 
 
-def test_attend() -> None:
+@pytest.mark.parametrize("rows", [0, 1, 7, 40])
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), [
+    (1.0, None, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, None, 0.8, 0.0), (1.0, None, 1.0, 0.1), (0.9, 20, 0.9, 0.02)
+])  # fmt: skip
+def test_choose(rows: int, temperature: float, top_k: int | None, top_p: float, min_p: float) -> None:
+    torch.manual_seed(5)
+    logits, points = torch.randn(rows, 600) * 2, torch.rand(rows)
+    every = (logits / temperature).softmax(-1)
+    likeliest = every.sort(-1, descending=True)
+    kept = (likeliest.values.cumsum(-1) - likeliest.values < top_p) & (torch.arange(600) < (top_k or 600))
+    kept &= likeliest.values >= min_p * likeliest.values[:, :1]
+    shares = every * torch.zeros_like(kept).scatter(-1, likeliest.indices, kept)
+    below = (shares / shares.sum(-1, keepdim=True)).double().cumsum(-1)
+    wanted = torch.searchsorted(below, points.double()[:, None], right=True)[:, 0]
+    assert torch.equal(OPS.choose(logits, points, temperature, top_k, top_p, min_p), wanted)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page_tokens"),
+    [(HEADS, KV_HEADS, DIM, PAGE_TOKENS), (9, 3, 64, 16), (3, 3, 34, 5), (2, 1, 256, 16), (4, 1, 80, 1)],
+)
+def test_attend(heads: int, kv_heads: int, dim: int, page_tokens: int) -> None:
     """A prompt, a chunk and a row that decodes; K and V are written, and nothing else."""
     torch.manual_seed(4)
     rows = [(0, 20), (5, 12), (17, 18)]
-    batch, num_pages = batch_of(rows, PAGE_TOKENS)
-    kv = torch.full((num_pages, 2, 2, KV_HEADS, PAGE_TOKENS, DIM), float("nan"), dtype=torch.bfloat16)
-    fill_known(kv, batch, PAGE_TOKENS)
-    x = torch.randn(len(batch.positions), HEADS + 2 * KV_HEADS, DIM)
-    inverse, norm = 1e4 ** (-torch.arange(0, DIM, 2) / DIM), torch.rand(DIM) + 0.5
+    batch, num_pages = batch_of(rows, page_tokens)
+    kv = torch.full((num_pages, 2, 2, kv_heads, page_tokens, dim), float("nan"), dtype=torch.bfloat16)
+    fill_known(kv, batch, page_tokens)
+    x = torch.randn(len(batch.positions), heads + 2 * kv_heads, dim)
+    inverse, norm = 1e4 ** (-torch.arange(0, dim, 2) / dim), torch.rand(dim) + 0.5
     mine = kv.clone()
     host = [torch.from_numpy(array) for array in (batch.host.starts, batch.host.ends, batch.host.pages)]
     got = OPS.attend(x.flatten(1), mine, 1, *host, inverse, q_norm=norm, k_norm=norm, eps=1e-6, window=9)
-    q, k, v = (rms(part, norm, 1e-6) for part in (x[:, :HEADS], x[:, HEADS:-KV_HEADS])), None, x[:, -KV_HEADS:]
+    q, k, v = (rms(part, norm, 1e-6) for part in (x[:, :heads], x[:, heads:-kv_heads])), None, x[:, -kv_heads:]
     q, k = (rotated(part, batch.positions, inverse) for part in q)
     kv[batch.write_pages, 1, 0, :, batch.write_slots] = k.bfloat16()
     kv[batch.write_pages, 1, 1, :, batch.write_slots] = v.bfloat16()
     torch.testing.assert_close(mine, kv, atol=0.04, rtol=0.01, equal_nan=True)
-    wanted = attended(q, kv, batch, PAGE_TOKENS, layer=1, window=9, softcap=0.0, sinks=None)
+    wanted = attended(q, kv, batch, page_tokens, layer=1, window=9, softcap=0.0, sinks=None)
     torch.testing.assert_close(got, wanted, atol=0.03, rtol=0.02)
 
 
@@ -228,6 +251,9 @@ def changed(name: str, index: int, change: Callable[[Tensor], object]) -> tuple[
         ("experts", 1, lambda experts: experts.int(), "not int64"),
         ("experts", 2, lambda weights: weights[:, :1], "weights is"),
         ("argmax", 0, lambda logits: logits.long(), "logits is"),
+        ("choose", 0, lambda logits: logits[0], "logits is"),
+        ("choose", 1, lambda points: points[:-1], "points is"),
+        ("choose", 1, lambda points: points + 1.0, "not in"),
         ("attend", 0, lambda qkv: qkv[:-1], "the rows are 5 tokens"),
         ("attend", 0, lambda qkv: qkv[:, :-1], "qkv is"),
         ("attend", 1, lambda pages: pages.float(), "pages is"),
@@ -246,3 +272,18 @@ def test_what_does_not_fit_is_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=named):
         getattr(OPS, name)(*changed(name, index, change))
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"temperature": 0.0}, "temperature is 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"min_p": 1.5}, "min_p 1.5"),
+    ],
+)
+def test_no_token_is_drawn_by_settings_that_make_no_sense(setting: dict[str, float], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        OPS.choose(torch.randn(2, 9), torch.rand(2), **setting)
