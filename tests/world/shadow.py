@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pdserve.base.mailbox import Woken
 from pdserve.base.parallel import ParallelShape
-from pdserve.errors import PdserveError
 from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
@@ -23,24 +22,9 @@ from pdserve.scheduler.scheduler import Scheduler
 from pdserve.scheduler.shared_mail import FollowerMail, LeaderMail
 from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.world import Node, World
-from pdserve.transfer.kv_digest import RankDigest
-from tests.unit.ranks.reductions import Ended, Reductions
+from tests.unit.ranks.reductions import Ended, Reductions, Unaided
 
 TWO = ParallelShape(tp_size=2)
-
-
-class Unaided:
-    """`Mates` of a rank that nobody waits for."""
-
-    def computed(self, step: int) -> None: ...
-
-    def offloaded(self, number: int) -> None: ...
-
-    def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
-        return (own,)
-
-    def blame(self) -> PdserveError | None:
-        return None
 
 
 class Ranks:

@@ -1,4 +1,4 @@
-"""MIN over ranks that live in one process. Stands for `Parallel.begin_least`."""
+"""Stand-ins for other ranks: MIN over ranks that live in one process, for `Parallel.begin_least`; and no other rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from pdserve.errors import PdserveError
+from pdserve.transfer.kv_digest import RankDigest
 
 
 class Reductions:
@@ -42,3 +45,17 @@ class Ended:
 
     def wait(self) -> None:
         assert len(self._members) == self._count, "a rank would wait for another"
+
+
+class Unaided:
+    """`Mates` of a rank that nobody waits for."""
+
+    def computed(self, step: int) -> None: ...
+
+    def offloaded(self, number: int) -> None: ...
+
+    def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
+        return (own,)
+
+    def blame(self) -> PdserveError | None:
+        return None

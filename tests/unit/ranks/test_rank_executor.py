@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.parallel import ParallelShape
-from pdserve.errors import PdserveError, RankError
+from pdserve.errors import RankError
 from pdserve.executor.interface import BatchPlan, Executor, Row, StepHandle, StepResult
 from pdserve.executor.marks import CountedMarks
 from pdserve.memory.page_table import PageTable
@@ -20,8 +20,8 @@ from pdserve.ranks.input_log import LeaderLog
 from pdserve.ranks.messages import Entry, Launched
 from pdserve.ranks.rank_executor import RankExecutor
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
-from pdserve.transfer.kv_digest import RankDigest
 from tests.unit.ranks.kit import Losses, Rank, replica
+from tests.unit.ranks.reductions import Unaided
 from tests.unit.transfer.waiting import wait_until
 
 PAGE_TOKENS, NUM_PAGES, NUM_ROWS, MAX_PAGES = 4, 101, 6, 12
@@ -191,7 +191,7 @@ def test_pages_that_a_row_was_given_in_another_order_are_seen() -> None:
     for pages in ([1, 2, 5], [2, 1, 5], [1, 2, 5]):
         own, table = make_rank()
         entries: list[Entry] = []
-        executor = RankExecutor(own, table, own.layout, ParallelShape(tp_size=2).place(0), _Alone(),
+        executor = RankExecutor(own, table, own.layout, ParallelShape(tp_size=2).place(0), Unaided(),
                                 LeaderLog(ManualClock(), entries.append))  # fmt: skip
         row = table.open(pages)
         assert row is not None
@@ -244,7 +244,7 @@ def test_marks_count_layers_of_the_whole_model() -> None:
     own, table = make(1)
     entries: list[Entry] = []
     log = LeaderLog(ManualClock(), entries.append)
-    executor = RankExecutor(own, table, own.layout, place, _Alone(), log)
+    executor = RankExecutor(own, table, own.layout, place, Unaided(), log)
     marks = executor.launch(BatchPlan(1, ()), layer_marks=True).marks
     assert marks is not None
     opened = lambda: [n for n in (2, 4, 5, 6, 8) if marks.wait(n, 0.0)]  # noqa: E731
@@ -253,17 +253,3 @@ def test_marks_count_layers_of_the_whole_model() -> None:
     assert opened() == [2, 4, 5]
     own_marks[0].on_layer(3)
     assert opened() == [2, 4, 5, 6, 8]
-
-
-class _Alone:
-    """`Mates` of a rank that nobody waits for."""
-
-    def computed(self, step: int) -> None: ...
-
-    def offloaded(self, number: int) -> None: ...
-
-    def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
-        return (own,)
-
-    def blame(self) -> PdserveError | None:
-        return None
