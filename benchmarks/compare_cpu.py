@@ -51,6 +51,8 @@ DECODE = (
     Metric("itl_p99_ms", "ITL p99, ms", 1),
     Metric("cpu_ms_token", "CPU/token, ms", 2),
 )
+NONE = "none"
+"""A rate of streams that never ran together."""
 PREFILL = (Metric("prefill_tok_s", "prefill tok/s", 0, more_is_better=True), Metric("ttft_ms", "TTFT, ms", 0))
 Rounds = dict[tuple[str, int], list[dict[str, float]]]
 """Metrics of each round, by system and streams, or by system and prompt length."""
@@ -166,7 +168,8 @@ def table(rounds: Rounds, metrics: Sequence[Metric], size: str) -> str:
     """Medians with spread; `size` is what the systems are compared at."""
     rows = []
     for name, count in rounds:
-        shown = [report.spread_of(values(rounds, name, count, one.key)).show(one.digits) for one in metrics]
+        columns = [(values(rounds, name, count, one.key), one.digits) for one in metrics]
+        shown = [report.spread_of(column).show(digits) if min(column) > 0 else NONE for column, digits in columns]
         rows.append([name, KINDS[name].precision, f"{count:,}", *shown])
     return report.markdown_table(["system", "precision", size, *(one.heading for one in metrics)], rows, num_text=2)
 
@@ -190,6 +193,8 @@ def ours_beside(name: str) -> str:
 def ratio(rounds: Rounds, name: str, size: int, metric: Metric) -> str:
     """Within rounds, and above 1 where ours is better: ours by theirs where more is better, else theirs by ours."""
     both = [values(rounds, one, size, metric.key) for one in (ours_beside(name), name)]
+    if min(map(min, both)) <= 0:
+        return NONE
     return report.ratios(*(both if metric.more_is_better else both[::-1])).show(2, "x")
 
 

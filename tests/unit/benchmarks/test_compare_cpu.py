@@ -76,6 +76,13 @@ def test_a_table_has_every_system_and_metric() -> None:
     assert [cell.strip() for cell in row.strip("|").split("|")] == ["pdserve", "bf16", "128", "1000", "128"]
 
 
+def test_streams_that_never_ran_together_have_no_rate_and_no_ratio() -> None:
+    rounds = {("pdserve", 64): [{"decode_tok_s": 9.0}] * 2, ("pdserve 1P1D", 64): [{"decode_tok_s": x} for x in (0, 3)]}
+    for table in (compare_cpu.table, compare_cpu.ratio_table):
+        last = table(rounds, compare_cpu.DECODE[:1], "streams").splitlines()[-1]
+        assert [cell.strip() for cell in last.strip("|").split("|")] == ["pdserve 1P1D", "bf16", "64", "none"]
+
+
 def test_who_is_not_installed_is_refused_by_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
