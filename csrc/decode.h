@@ -102,7 +102,8 @@ INLINE F bend(F s, float softcap) { return softcap > 0.0f ? tanh(s * set1(1.0f /
 
 // Scores of HEADS query heads, `wide` apart, with the keys of a run.
 template <int HEADS>
-INLINE void score(const bf16* q, int64_t wide, const bf16* keys, int64_t dim, F* scores) {
+INLINE void score(const bf16* q, int64_t wide, const bf16* keys, int64_t dim, F* scores, Ahead& ahead,
+                  int64_t lines) {
     F some[HEADS][4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
@@ -113,6 +114,7 @@ INLINE void score(const bf16* q, int64_t wide, const bf16* keys, int64_t dim, F*
 #pragma GCC unroll 4
             for (int k = 0; k < 4; k++) s[h][k] = zero();
         for (int64_t c = 0; c < dim; c += 32) {
+            ask(ahead, lines);
             P v[HEADS];
 #pragma GCC unroll 4
             for (int h = 0; h < HEADS; h++) v[h] = pairs(q + h * wide + c);
@@ -142,10 +144,9 @@ INLINE void mix(const Run* runs, int64_t count, const bf16* weights, float* out,
 #pragma GCC unroll 4
         for (int b = 0; b < 2 * BLOCKS; b++) o[h][b] = load(out + h * wide + c + 16 * b);
     for (int64_t r = 0; r < count; r++) {
-        ask(ahead, lines);
         const bf16* values = runs[r].values + c;
-#pragma GCC unroll 8
         for (int k = 0; k < RUN; k += 2) {
+            ask(ahead, lines);
             P v[2 * BLOCKS];
             const bf16 *x = values + k * dim, *y = x + dim;
 #pragma GCC unroll 2
@@ -186,14 +187,14 @@ template <int HEADS>
 static void span(const Attention& a, const Piece& p, const bf16* q, const Run* runs, int64_t t, int64_t count,
                  float* most, float* total, float* out, Ahead& ahead) {
     const int64_t dim = a.pages.dim, wide = padded(dim), end = count * RUN;
-    // What is asked for takes as many lines as what is computed with: `dim` a run. Half of them behind each product.
-    const int64_t heads = (a.group + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE, lines = (dim / 2 + heads - 1) / heads;
+    // As many lines are asked for as are computed with, a few behind each bit of both products: the core waits for no
+    // more than some twenty at a time, and what is computed with would wait behind the others.
+    const int64_t heads = (a.group + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE, lines = (4 + heads - 1) / heads;
     alignas(64) float scores[HEADS * SPAN];
     alignas(64) bf16 weights[HEADS * SPAN];
     for (int64_t r = 0; r < count; r++) {
         F s[HEADS];
-        ask(ahead, lines);
-        score<HEADS>(q, wide, runs[r].keys, dim, s);
+        score<HEADS>(q, wide, runs[r].keys, dim, s, ahead, lines);
         const int64_t low = p.begin - t - r * RUN, high = p.end - t - r * RUN;
 #pragma GCC unroll 4
         for (int h = 0; h < HEADS; h++)
@@ -216,8 +217,8 @@ static void span(const Attention& a, const Piece& p, const bf16* q, const Run* r
             for (int64_t d = 0; d < wide; d += 16) store(out + h * wide + d, load(out + h * wide + d) * set1(keep));
     }
     int64_t c = 0;
-    for (; c + 64 <= dim; c += 64) mix<HEADS, 2>(runs, count, weights, out, c, dim, wide, ahead, lines * 64 / dim);
-    for (; c < dim; c += 32) mix<HEADS, 1>(runs, count, weights, out, c, dim, wide, ahead, lines * 32 / dim);
+    for (; c + 64 <= dim; c += 64) mix<HEADS, 2>(runs, count, weights, out, c, dim, wide, ahead, lines);
+    for (; c < dim; c += 32) mix<HEADS, 1>(runs, count, weights, out, c, dim, wide, ahead, lines);
 }
 
 using SpanOf = void (*)(const Attention&, const Piece&, const bf16*, const Run*, int64_t, int64_t, float*, float*,
