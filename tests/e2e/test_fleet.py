@@ -21,7 +21,7 @@ OPERATOR_S = 60.0
 
 
 class Crowd:
-    """Clients of one run: 30% have little patience, and a third comes late."""
+    """Clients of one run: a third comes late, and 30% have little patience and want more than comes in that time."""
 
     def __init__(self, size: int, seed: int) -> None:
         rng = random.Random(seed)
@@ -30,7 +30,7 @@ class Crowd:
             {
                 "model": "tiny",
                 "messages": [{"role": "user", "content": f"{i}: " + "page " * rng.randint(1, 60)}],
-                "max_tokens": rng.randint(60, 120),
+                "max_tokens": 1000 if i in self.leaving else rng.randint(60, 120),
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
