@@ -5,8 +5,8 @@
     HALF_OPEN ── successes ──> CLOSED;   HALF_OPEN ── one of its requests fails ──> OPEN
     any ── its process has ended, and another one is well ──> CLOSED
 
-Time is an argument. Owned by `Worker`; only `admission` calls it: it lets a pair in when both breakers admit it, and
-then enters both, so that a probe is never spent on a pair that the other half's breaker refuses.
+Time is an argument. Owned by `Worker`. `admission` calls it: it lets a pair in when both breakers admit it, and then
+enters both, so that a probe is never spent on a pair that the other half's breaker refuses. `health` calls `renew`.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Worker:
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     last_error: str | None = "not checked yet"
     ended: bool = False
-    """Nobody listened there when it was asked last: its process has ended."""
+    """Nobody listened there at some time since it was well last: that process has ended."""
 
     @property
     def usable(self) -> bool:
