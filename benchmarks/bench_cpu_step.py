@@ -32,7 +32,7 @@ from pdserve.executor.factory import build_executor
 from pdserve.executor.interface import BatchPlan, Row, run
 from pdserve.protocol.sampling import SamplingParams
 
-PAGE_TOKENS = 16
+PAGE_TOKENS = MemoryConfig().page_size
 SHAPES = MODELS | TINY_MODELS
 VOCAB_SIZE = 4096
 """Of models of random weights: of few layers, the logits would be most of the step."""

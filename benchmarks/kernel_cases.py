@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.strip_reader import StripReader
 from pdserve.base.native import best_level
+from pdserve.config.groups import MemoryConfig
 from pdserve.executor.row_params import RowParams
 from pdserve.memory.shared import allocate_private
 from pdserve.model.forward_batch import ForwardBatch, HostRows
@@ -22,7 +23,8 @@ from pdserve.model.native.program import HeadShape, Program, Threads
 from pdserve.model.native.weights import Arena, Format, open_packed, pack, pack_gated
 from pdserve.protocol.sampling import SamplingParams
 
-HEADS = HeadShape(layers=30, num_heads=9, num_kv_heads=3, page_tokens=16, dim=64)
+HEADS = HeadShape(layers=30, num_heads=9, num_kv_heads=3, page_tokens=MemoryConfig().page_size, dim=64)
+"""SmolLM2-135M's, in pages as servers have them."""
 NO_HEADS = HeadShape(layers=1, num_heads=1, num_kv_heads=1, page_tokens=1, dim=2)
 NUM_OUT, NUM_IN = 3072, 576
 """The largest linear layer of SmolLM2-135M, gate and up, as often as it has layers: together larger than the caches."""

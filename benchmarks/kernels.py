@@ -8,7 +8,7 @@ the kernel reaches is the median over rounds, each with its own limits, so that 
 `place`, `norm`, `route` and `embed` touch lies mostly in the caches, as in a step, where the kernel before has just
 written it: their share of what memory could do may be above 1.
 
-KV lies in pages, strips of 12 KB and less far from each other, which nothing reads as fast as one piece of memory: the
+KV lies in pages, strips of 48 KB far from each other, which nothing reads as fast as one piece of memory: the
 last cases of the table read what decode attention reads, and compute nothing (`strip_reader.cpp`, for which there must
 be a g++).
 """

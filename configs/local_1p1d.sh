@@ -24,7 +24,7 @@ THREADS=$(( $(nproc) / 2 > 0 ? $(nproc) / 2 : 1 ))
 export OMP_NUM_THREADS=$THREADS
 
 # Must be alike on both sides; a difference is refused at the handshake, by the field's name.
-SHARED=(--model-path "$MODEL" --page-size 16 --dtype auto --host "$HOST" --cpu-threads "$THREADS")
+SHARED=(--model-path "$MODEL" --dtype auto --host "$HOST" --cpu-threads "$THREADS")
 
 # Prefill holds prompts for a short time: a small pool will do. Long prompts run in steps of this many tokens.
 "$PYTHON" -m pdserve.launch_server "${SHARED[@]}" --disaggregation-mode prefill --port "$PREFILL_PORT" \

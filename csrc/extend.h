@@ -1,8 +1,8 @@
 // Attention of many queries of one row over its pages: chunks of prompts. See level.cpp.
 //
-// Queries of one KV head, token by token and its heads beside each other, are the rows of two products: with SPAN keys
-// at a time, rearranged from their pages as weights of a linear layer are, and of what softmax makes of that with the
-// values. The softmax goes on from one SPAN to the next (arXiv:2205.14135).
+// Queries of one KV head, token by token and its heads beside each other, are the rows of two products: with the keys of
+// a tile, rearranged from their pages as weights of a linear layer are, and of what softmax makes of that with its
+// values. The softmax goes on from one tile to the next (arXiv:2205.14135).
 #pragma once
 
 struct Scratch {
@@ -17,10 +17,10 @@ INLINE Scratch carve(uint8_t* at, int64_t rows, int64_t wide) {
         at += (bytes + 63) / 64 * 64;
         return p;
     };
-    s.keys = (bf16*)take(SPAN * wide * 2);
-    s.values = (bf16*)take(SPAN * wide * 2);
-    s.weights = (bf16*)take(rows * SPAN * 2);
-    s.scores = (float*)take(rows * SPAN * 4);
+    s.keys = (bf16*)take(TILE_KEYS * wide * 2);
+    s.values = (bf16*)take(TILE_KEYS * wide * 2);
+    s.weights = (bf16*)take(rows * TILE_KEYS * 2);
+    s.scores = (float*)take(rows * TILE_KEYS * 4);
     s.out = (float*)take(rows * wide * 4);
     s.most = (float*)take(rows * 4);
     s.total = (float*)take(rows * 4);
@@ -57,8 +57,8 @@ INLINE void pack(const Attention& a, const Piece& p, int64_t t, int64_t count, c
 // Softmax of one row of scores, of which keys [low, high) are seen; the row's old result is scaled to the new maximum.
 INLINE void soften(const Attention& a, const Scratch& s, int64_t row, int64_t count, int64_t low, int64_t high,
                    int64_t wide) {
-    float* x = s.scores + row * SPAN;
-    bf16* w = s.weights + row * SPAN;
+    float* x = s.scores + row * TILE_KEYS;
+    bf16* w = s.weights + row * TILE_KEYS;
     if (low >= high) {
         memset(w, 0, sizeof(bf16) * count);
         return;
@@ -98,14 +98,14 @@ static void extend(const Attention& a, const Piece& p, uint8_t* scratch) {
     Scratch s = carve(scratch, rows, wide);
     memset(s.out, 0, sizeof(float) * rows * wide);
     for (int64_t r = 0; r < rows; r++) s.most[r] = -INFINITY, s.total[r] = 0.0f;
-    for (int64_t t = p.begin / 32 * 32; t < p.end; t += SPAN) {
-        const int64_t count = p.end - t < SPAN ? padded(p.end - t) : SPAN;
+    for (int64_t t = p.begin / 32 * 32; t < p.end; t += TILE_KEYS) {
+        const int64_t count = p.end - t < TILE_KEYS ? padded(p.end - t) : TILE_KEYS;
         pack(a, p, t, count, s);
-        by_tiles(rows, MAX_ROWS, [&](int64_t r, int64_t n) {
+        by_tiles(rows, MAX_ROWS, [&](int64_t r, int64_t n, int64_t) {
             const int64_t last = position + (r + n - 1) / group + 1 - t, seen = last < count ? padded(last) : count;
             if (last <= 0) return;
             for (int64_t k = 0; k < seen; k += 32)
-                TILES.half[n](s.keys + k * wide, wide, q + r * wide, wide, s.scores + r * SPAN + k, SPAN, 0);
+                TILES.half[0][n](s.keys + k * wide, wide, q + r * wide, wide, s.scores + r * TILE_KEYS + k, TILE_KEYS, 0);
             for (int64_t i = r; i < r + n; i++) {
                 const int64_t at = position + i / group;
                 const int64_t low = a.mask.window > 0 ? at - a.mask.window + 1 - t : -t;
@@ -113,7 +113,7 @@ static void extend(const Attention& a, const Piece& p, uint8_t* scratch) {
                 soften(a, s, i, seen, low > p.begin - t ? low : p.begin - t, high < seen ? high : seen, wide);
             }
             for (int64_t c = 0; c < wide; c += 32)
-                TILES.adding[n](s.values + c * count, seen, s.weights + r * SPAN, SPAN, s.out + r * wide + c, wide, 0);
+                TILES.adding[n](s.values + c * count, seen, s.weights + r * TILE_KEYS, TILE_KEYS, s.out + r * wide + c, wide, 0);
         });
     }
     for (int64_t r = 0; r < rows; r++)

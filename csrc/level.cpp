@@ -22,6 +22,7 @@ namespace PDK_LEVEL {
 #include "tile.h"
 #include "linear.h"
 #include "heads.h"
+#include "runs.h"
 #include "decode.h"
 #include "extend.h"
 

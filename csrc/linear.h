@@ -32,15 +32,31 @@ static void norm_rows(const float* x, int64_t columns, const float* weight, floa
     }
 }
 
-// One tile: `count` rows times `block`, float [count][32], bias included. `ahead`: see tile_half; 0 is nothing.
-INLINE void product(const Weights& w, const Operand& x, int64_t block, int64_t row, int64_t count, int64_t ahead,
+// What a tile asks for while it computes: so many lines for each two that it reads, from so many bytes behind its block.
+struct Ask {
+    int lines;
+    int64_t bytes;
+};
+
+// The next block of weights, while the last two tiles of rows, or the only one, are multiplied with this one: memory is
+// to be busy all the while.
+INLINE Ask ask_by(const Weights& w, int64_t tiles, int64_t left, int64_t next_blocks) {
+    const int64_t block = w.k * BLOCK * (w.format == Format::bf16 ? 2 : 1), from = next_blocks * block;
+    if (tiles == 1) return {2, from};
+    if (left > 2) return {0, 0};
+    return {1, left == 2 ? from : from + block / 2};
+}
+
+// One tile: `count` rows times `block`, float [count][32], bias included.
+INLINE void product(const Weights& w, const Operand& x, int64_t block, int64_t row, int64_t count, const Ask& ask,
                     float* out) {
-    if (w.format == Format::bf16)
-        (ahead ? TILES.last_half : TILES.half)[count]((const bf16*)w.data + block * w.k * BLOCK, w.k,
-                                                      x.half + row * w.k, w.k, out, BLOCK, ahead);
-    else
-        (ahead ? TILES.last_quarter : TILES.quarter)[count](w.data + block * w.k * BLOCK, w.scale + block * BLOCK, w.k,
-                                                            x, row, out, ahead);
+    if (w.format == Format::bf16) {
+        const bf16* at = (const bf16*)w.data + block * w.k * BLOCK;
+        TILES.half[ask.lines][count](at, w.k, x.half + row * w.k, w.k, out, BLOCK, ask.bytes / 2);
+    } else {
+        const uint8_t* at = w.data + block * w.k * BLOCK;
+        TILES.quarter[ask.lines][count](at, w.scale + block * BLOCK, w.k, x, row, out, ask.bytes);
+    }
     if (!w.bias) return;
     F b0 = load(w.bias + block * BLOCK), b1 = load(w.bias + block * BLOCK + 16);
     for (int64_t r = 0; r < count; r++, out += BLOCK) {
@@ -85,17 +101,17 @@ static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t fir
     for (int64_t begin = 0; begin < rows; begin += pass) {
         const int64_t now = rows - begin < pass ? rows - begin : pass;
         for (int64_t block = first; block < last; block++)
-            by_tiles(now, most, [&](int64_t at, int64_t count) {
-                const int64_t row = begin + at, blocks = o.store == Store::swiglu ? 2 : 1;
-                const int64_t ahead = at + count == now ? blocks * w.k * BLOCK : 0;
+            by_tiles(now, most, [&](int64_t at, int64_t count, int64_t left) {
+                const int64_t row = begin + at;
+                const Ask ask = ask_by(w, (now + most - 1) / most, left, o.store == Store::swiglu ? 2 : 1);
                 fetch(o, row, count, block);
                 if (o.store != Store::swiglu) {
-                    product(w, x, block, row, count, ahead, a);
+                    product(w, x, block, row, count, ask, a);
                     put(o, row, count, block, a);
                     return;
                 }
-                product(w, x, 2 * block, row, count, ahead, a);
-                product(w, x, 2 * block + 1, row, count, ahead, b);
+                product(w, x, 2 * block, row, count, ask, a);
+                product(w, x, 2 * block + 1, row, count, ask, b);
                 for (int64_t r = 0; r < count; r++) {
                     const float *g = a + r * BLOCK, *u = b + r * BLOCK;
                     put_block(o.next, row + r, block * BLOCK, silu(load(g)) * load(u), silu(load(g + 16)) * load(u + 16));

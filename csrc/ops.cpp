@@ -66,23 +66,34 @@ void Place::run(Program& p, int thread) {
     p.kernels.place(heads, p.pages_of(layer), p.step.write_pages, p.step.write_slots, first, last);
 }
 
+bool Attend::take(Program& p, int thread, int64_t pieces, int64_t& index) {
+    const int64_t threads = p.pool.size();
+    for (int64_t i = 0; i < threads; i++) {
+        const int64_t from = (thread + i) % threads;
+        index = from + threads * taken[from].count.fetch_add(1);
+        if (index < pieces) return true;
+    }
+    return false;
+}
+
 void Attend::run(Program& p, int thread) {
     Attention a = p.attention_of(layer);
     a.mask = mask;
     a.out = p.floats(out);
     Plan& plan = p.plan_for(mask.window);
+    const auto decodes = [&](const Piece& piece) { return a.ends[piece.row] - a.starts[piece.row] == 1; };
     const int64_t count = static_cast<int64_t>(plan.pieces.size());
     const Piece* expected = nullptr;
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
+    for (int64_t i; take(p, thread, count, i);) {
         const Planned& planned = plan.pieces[i];
-        const bool fresh = expected != &planned.piece;
         Piece piece = planned.piece;
-        if (piece.last - piece.first > 1 || a.ends[piece.row] - a.starts[piece.row] > 1) {
+        if (!decodes(piece)) {
             p.kernels.extend(a, piece, p.scratch[thread]->as<uint8_t>());
             continue;
         }
+        const bool fresh = expected != &planned.piece;
         expected = i + p.pool.size() < count ? &plan.pieces[i + p.pool.size()].piece : nullptr;
-        if (expected && a.ends[expected->row] - a.starts[expected->row] > 1) expected = nullptr;
+        if (expected && !decodes(*expected)) expected = nullptr;
         if (planned.split < 0) {
             p.kernels.decode(a, piece, fresh, expected);
             continue;

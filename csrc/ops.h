@@ -53,14 +53,25 @@ struct Place : Op {
     void run(Program& p, int thread) override;
 };
 
+// The plan's pieces are dealt out to the threads one by one, so that each knows what it computes next; who has no more
+// takes from the others.
 struct Attend : Op {
+    struct alignas(64) Taken {
+        std::atomic<int64_t> count{0};
+    };
     int64_t layer, out;
     Mask mask;
-    std::atomic<int64_t> next{0};
+    std::vector<Taken> taken;  // [threads]: pieces of each that were begun
     Attend(int64_t layer, int64_t out, const Mask& mask) : layer(layer), out(out), mask(mask) {}
     void run(Program& p, int thread) override;
-    void prepare_for(Program&) override { next.store(0); }
+    void prepare_for(Program& p) override {
+        if (taken.empty()) taken = std::vector<Taken>(p.pool.size());
+        for (auto& of : taken) of.count.store(0);
+    }
     bool prepares() const override { return true; }
+
+  private:
+    bool take(Program& p, int thread, int64_t pieces, int64_t& index);
 };
 
 struct Select : Op {

@@ -13,8 +13,6 @@ constexpr int64_t MERGED = 32;     // keys that could be computed while a piece 
 constexpr int64_t MOST_CUTS = 4;   // pieces for each thread that are enough
 constexpr int64_t WIDEST = 256;    // columns of keys that a piece has: what is asked for must stay in the cache
 constexpr int64_t QUERY_ROWS = 192;
-constexpr int64_t KEYS_AT_ONCE = 128;
-constexpr int64_t PARTIAL_HEAD = 16;
 
 // How rows that decode are cut: KV heads of a piece, which lie side by side and are read together, and its longest.
 struct Cut {
@@ -72,7 +70,7 @@ int64_t extend_queries(int64_t group) { return std::max<int64_t>(1, QUERY_ROWS /
 
 int64_t extend_scratch_bytes(int64_t group, int64_t dim) {
     const int64_t rows = extend_queries(group) * group, wide = padded(dim);
-    return 2 * KEYS_AT_ONCE * wide * 2 + rows * (KEYS_AT_ONCE * 6 + wide * 4 + 8) + 64 * 8;
+    return 2 * TILE_KEYS * wide * 2 + rows * (TILE_KEYS * 6 + wide * 4 + 8) + 64 * 8;
 }
 
 void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t dim, int64_t window, int threads) {
@@ -105,8 +103,12 @@ void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t d
                 pieces.push_back({{r, head, heads, 0, 1, begin, end, nullptr}, -1, 0, keys * heads});
                 continue;
             }
+            const auto cut = [&](int64_t i) {
+                const int64_t at = begin + keys * i / count;
+                return i % count ? at / RUN * RUN : at;
+            };
             for (int64_t i = 0; i < count; i++) {
-                const int64_t from = begin + keys * i / count, to = begin + keys * (i + 1) / count;
+                const int64_t from = cut(i), to = cut(i + 1);
                 pieces.push_back({{r, head, heads, 0, 1, from, to, nullptr},
                                   static_cast<int64_t>(splits.size()), i, (to - from) * heads});
             }

@@ -16,11 +16,19 @@ INLINE F exp(F x) {
     p = fma(p, r * r, r + set1(1.0f));
     return scale2(p, n);
 }
+INLINE float exp1(float x) {
+    float lanes[16];
+    store(lanes, exp(set1(x)));
+    return lanes[0];
+}
 INLINE F silu(F x) { return x / (set1(1.0f) + exp(zero() - x)); }
 INLINE F tanh(F x) {
     F e = exp(x + x);  // its argument is clamped, so that this is 1 or -1 far out
     return (e - set1(1.0f)) / (e + set1(1.0f));
 }
+
+// Scores within (-softcap, softcap); 0: as they are.
+INLINE F bend(F s, float softcap) { return softcap > 0.0f ? tanh(s * set1(1.0f / softcap)) * set1(softcap) : s; }
 
 INLINE float inverse_rms(const float* x, int64_t n, float eps) {
     F s = zero();

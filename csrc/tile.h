@@ -4,8 +4,8 @@
 #pragma once
 
 // out[r][0..32) = (ADD: out +) sum over k of x[r][k] * w[k][0..32); w is [k / 2][32][2], rows of x and out are strides
-// apart. AHEAD: what lies `ahead` of each weight is brought into the second-level cache meanwhile.
-template <int R, bool ADD, bool AHEAD>
+// apart. LINES: for each two lines of weights as many are brought into the caches, from `ahead` of `w` on.
+template <int R, bool ADD, int LINES>
 static void tile_half(const bf16* w, int64_t k, const bf16* x, int64_t x_stride, float* out, int64_t out_stride,
                       int64_t ahead) {
     constexpr int DEEP = R == 1 ? 4 : R <= 3 && MAX_ROWS > 2 ? 2 : 1;  // independent sums, to hide latency
@@ -17,10 +17,8 @@ static void tile_half(const bf16* w, int64_t k, const bf16* x, int64_t x_stride,
         for (int u = 0; u < DEEP; u++) {
             const bf16* at = w + (q + 2 * u) * 32;
             P w0 = pairs(at), w1 = pairs(at + 32);
-            if (AHEAD) {
-                __builtin_prefetch(at + ahead, 0, 2);
-                __builtin_prefetch(at + ahead + 32, 0, 2);
-            }
+#pragma GCC unroll 2
+            for (int i = 0; i < LINES; i++) __builtin_prefetch(w + ahead + (q / 2 + u) * 32 * LINES + 32 * i, 0, 3);
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
                 P v = spread(x + r * x_stride + q + 2 * u);
@@ -42,7 +40,7 @@ static void tile_half(const bf16* w, int64_t k, const bf16* x, int64_t x_stride,
 }
 
 // The same of int8 weights, [k / 4][32][4] with 128 added, and rows in groups of 32 with a scale each.
-template <int R, bool AHEAD>
+template <int R, int LINES>
 static void tile_quarter(const uint8_t* w, const float* scale, int64_t k, const Operand& x, int64_t row, float* out,
                          int64_t ahead) {
     const int64_t groups = k / BLOCK;
@@ -57,10 +55,8 @@ static void tile_quarter(const uint8_t* w, const float* scale, int64_t k, const 
         for (int u = 0; u < 8; u++) {
             const uint8_t* at = w + (g * 8 + u) * 128;
             P w0 = pairs(at), w1 = pairs(at + 64);
-            if (AHEAD) {
-                __builtin_prefetch(at + ahead, 0, 2);
-                __builtin_prefetch(at + ahead + 64, 0, 2);
-            }
+#pragma GCC unroll 2
+            for (int i = 0; i < LINES; i++) __builtin_prefetch(w + ahead + (g * 8 + u) * 64 * LINES + 64 * i, 0, 3);
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
                 P v = spread(q + r * k + g * BLOCK + u * 4);
@@ -87,29 +83,31 @@ constexpr int MAX_QUARTER_ROWS = MAX_ROWS < 6 ? MAX_ROWS : 6;  // integer and fl
 using TileHalf = void (*)(const bf16*, int64_t, const bf16*, int64_t, float*, int64_t, int64_t);
 using TileQuarter = void (*)(const uint8_t*, const float*, int64_t, const Operand&, int64_t, float*, int64_t);
 
-// By the number of rows. `last`: the last rows of a block of weights, which bring in the next one.
+// By the number of rows, and LINES before that.
 struct TileTable {
-    TileHalf half[MAX_ROWS + 1] = {}, last_half[MAX_ROWS + 1] = {}, adding[MAX_ROWS + 1] = {};
-    TileQuarter quarter[MAX_QUARTER_ROWS + 1] = {}, last_quarter[MAX_QUARTER_ROWS + 1] = {};
+    TileHalf half[3][MAX_ROWS + 1] = {}, adding[MAX_ROWS + 1] = {};
+    TileQuarter quarter[3][MAX_QUARTER_ROWS + 1] = {};
     constexpr TileTable() { fill<MAX_ROWS>(); }
 
     template <int R>
     constexpr void fill() {
-        half[R] = tile_half<R, false, false>;
-        last_half[R] = tile_half<R, false, true>;
-        adding[R] = tile_half<R, true, false>;
-        if constexpr (R <= MAX_QUARTER_ROWS) quarter[R] = tile_quarter<R, false>, last_quarter[R] = tile_quarter<R, true>;
+        half[0][R] = tile_half<R, false, 0>, half[1][R] = tile_half<R, false, 1>, half[2][R] = tile_half<R, false, 2>;
+        adding[R] = tile_half<R, true, 0>;
+        if constexpr (R <= MAX_QUARTER_ROWS) {
+            quarter[0][R] = tile_quarter<R, 0>, quarter[1][R] = tile_quarter<R, 1>, quarter[2][R] = tile_quarter<R, 2>;
+        }
         if constexpr (R > 1) fill<R - 1>();
     }
 };
 static constexpr TileTable TILES;
 
-// Calls f(row, count) for `rows` cut into as few tiles of up to `most` rows as there can be, of about equal size.
+// Calls f(row, count, tiles that are left with this one) for `rows` cut into as few tiles of up to `most` rows as there can
+// be, of about equal size.
 template <class Call>
 INLINE void by_tiles(int64_t rows, int most, Call&& f) {
     const int64_t tiles = (rows + most - 1) / most;
     for (int64_t i = 0; i < tiles; i++) {
         const int64_t first = rows * i / tiles;
-        f(first, rows * (i + 1) / tiles - first);
+        f(first, rows * (i + 1) / tiles - first, tiles - i);
     }
 }

@@ -102,8 +102,10 @@ class Server:
 
 
 def start_server(model: str, mode: str, *flags: str, name: str | None = None) -> Server:
-    """A server on a free port, one thread, CPU; not waited for."""
+    """A server on a free port, one thread, CPU, pages so small that short prompts have several; not waited for."""
     base = ["--model-path", model, "--port", "0", "--cpu-threads", "1", "--device", "cpu"]
+    if "--page-size" not in flags:
+        base += ["--page-size", "16"]
     if mode != "null":
         base += ["--disaggregation-mode", mode]
     if mode == "prefill" and "--disaggregation-bootstrap-port" not in flags:

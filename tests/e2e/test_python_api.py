@@ -103,7 +103,7 @@ def test_fields_of_both_families_work_on_the_pair(pair: LLM) -> None:
 
 def test_cached_prefixes_can_be_forgotten(mono: LLM, pair: LLM) -> None:
     for llm in (mono, pair):
-        prompt = {"prompt_token_ids": list(range(100, 164))}
+        prompt = {"prompt_token_ids": [*range(100, 164), *range(100, 164)]}
 
         def cached(llm: LLM = llm, prompt: Any = prompt) -> int:
             (output,) = llm.generate(prompt, llm.get_default_sampling_params(), use_tqdm=False)

@@ -69,7 +69,7 @@ def test_help_prints_every_flag_and_exits(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("--page-size", "1"), ("--page-size", "128"), ("--max-total-tokens", "16"), ("--mem-fraction-static", "0.99"),
+        ("--page-size", "1"), ("--page-size", "128"), ("--max-total-tokens", "64"), ("--mem-fraction-static", "0.99"),
         ("--chunked-prefill-size", "1"), ("--chunked-prefill-size", "-1"), ("--port", "0"), ("--port", "65535"),
         ("--max-running-requests", "1"), ("--max-queued-requests", "1"), ("--host", "::1"), ("--host", "node-3.local"),
         ("--context-length", "1"),

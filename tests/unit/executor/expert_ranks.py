@@ -44,7 +44,7 @@ def build(
     config = ServerConfig(
         model=model_config(path, precision),
         parallel=experts,
-        memory=MemoryConfig(max_total_tokens=4096),
+        memory=MemoryConfig(page_size=16, max_total_tokens=4096),
         schedule=ScheduleConfig(disable_overlap_schedule=not overlap),
         kernels=KernelConfig(device="cpu", cpu_threads=1, cpu_kernels="auto" if precision == "auto" else "native"),
     )
@@ -83,7 +83,7 @@ def in_bfloat16(parallel: Parallel, path: Path, vocab_size: int, experts: Parall
     config = ServerConfig(
         model=ModelConfig(model_path=str(path), dtype="bfloat16"),
         parallel=experts,
-        memory=MemoryConfig(max_total_tokens=4096),
+        memory=MemoryConfig(page_size=16, max_total_tokens=4096),
         kernels=KernelConfig(device="cpu", cpu_threads=1, enable_deterministic_inference=True),
     )
     driver = Driver(build_executor(config, max_rows=8, parallel=parallel))

@@ -29,7 +29,7 @@ def outcome(parallel: Parallel, path: Path, vocab_size: int, cpu_kernels: CpuKer
     """Prompts at once, so that there are micro-batches; then in chunks beside rows that decode."""
     config = ServerConfig(
         model=ModelConfig(model_path=str(path), dtype="bfloat16"),
-        memory=MemoryConfig(max_total_tokens=2048),
+        memory=MemoryConfig(page_size=16, max_total_tokens=2048),
         kernels=KernelConfig(device="cpu", cpu_threads=1, cpu_kernels=cpu_kernels),
     )
     driver = Driver(build_executor(config, max_rows=8, parallel=parallel))

@@ -57,7 +57,7 @@ def build(
     config = ServerConfig(
         model=ModelConfig(model_path=str(path), dtype="bfloat16") if deterministic else model_config(path, precision),
         parallel=flags,
-        memory=MemoryConfig(max_total_tokens=4096),
+        memory=MemoryConfig(page_size=16, max_total_tokens=4096),
         schedule=ScheduleConfig(disable_overlap_schedule=not overlap),
         kernels=KernelConfig(
             device="cpu",

@@ -57,7 +57,7 @@ def outcome(parallel: Parallel, path: Path, vocab_size: int, overlap: bool, load
     """Prompts of many lengths at once (so there are micro-batches), chunked, drawn by chance, and one distribution."""
     config = ServerConfig(
         model=ModelConfig(model_path=str(path), load_format=load_format),
-        memory=MemoryConfig(max_total_tokens=16 * NUM_PAGES * (1 + parallel.place.rank)),
+        memory=MemoryConfig(page_size=16, max_total_tokens=16 * NUM_PAGES * (1 + parallel.place.rank)),
         schedule=ScheduleConfig(disable_overlap_schedule=not overlap),
         kernels=KernelConfig(device="cpu", cpu_threads=1),
     )
@@ -146,7 +146,7 @@ def in_bfloat16(parallel: Parallel, path: Path, vocab_size: int) -> list[list[in
     """Greedy tokens of a prompt long enough for micro-batches."""
     config = ServerConfig(
         model=ModelConfig(model_path=str(path), dtype="bfloat16"),
-        memory=MemoryConfig(max_total_tokens=1024),
+        memory=MemoryConfig(page_size=16, max_total_tokens=1024),
         kernels=KernelConfig(device="cpu", cpu_threads=1),
     )
     built = build_executor(config, max_rows=4, parallel=parallel)
@@ -204,7 +204,7 @@ def fixed_logprobs(parallel: Parallel, path: Path, vocab_size: int) -> tuple[lis
     """Deterministic mode: the first tokens' logprobs of prompts that are computed together, and one by one."""
     config = ServerConfig(
         model=ModelConfig(model_path=str(path)),
-        memory=MemoryConfig(max_total_tokens=2048),
+        memory=MemoryConfig(page_size=16, max_total_tokens=2048),
         kernels=KernelConfig(device="cpu", cpu_threads=1, enable_deterministic_inference=True),
     )
     driver = Driver(build_executor(config, max_rows=8, parallel=parallel))
@@ -238,7 +238,7 @@ def in_turns(parallel: Parallel, path: Path, vocab_size: int, launched: Path) ->
     """
     config = ServerConfig(
         model=ModelConfig(model_path=str(path)),
-        memory=MemoryConfig(max_total_tokens=2048),
+        memory=MemoryConfig(page_size=16, max_total_tokens=2048),
         kernels=KernelConfig(device="cpu", cpu_threads=1),
     )
     driver = Driver(build_executor(config, max_rows=4, parallel=parallel))

@@ -178,7 +178,7 @@ def test_torch_computes_no_step_at_once_and_nobody_does_beside_the_scheduler(tin
     assert build(path, dtype="bfloat16", cpu_kernels="torch").executor._at_once is None
     config = ServerConfig(
         model=ModelConfig(model_path=str(path), dtype="bfloat16"),
-        memory=MemoryConfig(max_total_tokens=1024),
+        memory=MemoryConfig(page_size=16, max_total_tokens=1024),
         kernels=KernelConfig(device="cpu", cpu_threads=1),
         schedule=ScheduleConfig(disable_overlap_schedule=False),
     )

@@ -259,7 +259,7 @@ def _differences(path: Path, deterministic: bool, dtype: str) -> tuple[bool, ...
     """Whether each of a few ways of doing the same work gives other bits than the plain way."""
     config = ServerConfig(
         model=ModelConfig(model_path=str(path), dtype=dtype, load_format="dummy"),  # type: ignore[arg-type]
-        memory=MemoryConfig(max_total_tokens=8192),
+        memory=MemoryConfig(page_size=16, max_total_tokens=8192),
         kernels=KernelConfig(device="cpu", cpu_threads=1, enable_deterministic_inference=deterministic),
     )
     driver = Driver(build_executor(config, max_rows=16))

@@ -52,7 +52,7 @@ async def test_facts(tokenizer: Tokenizer) -> None:
             assert (info["served_model_name"], info["model_path"]) == ("tiny", "/models/tiny")
             assert (info["tp_size"], info["dp_size"], info["model_type"]) == (1, 1, "llama")
             assert info["architectures"] == ["LlamaForCausalLM"]
-            assert info["page_size"] == 16
+            assert info["page_size"] == 64
             assert info["memory"]["pages_free"] == 60
             assert info["queues"]["num_prefill_bootstrap_queue_reqs"] == 2
             assert info["memory"]["pages_cached"] == 3

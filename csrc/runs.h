@@ -1,0 +1,43 @@
+// Runs of sixteen tokens, at multiples of sixteen: where their keys and values lie, and asking for them. See level.cpp.
+#pragma once
+
+constexpr int64_t RUN_ROOM = 2 * RUN * MAX_DIM;
+
+// Keys and values of a run of one head, one token behind the other, and the keys to ask for meanwhile, whose values lie
+// as far behind them.
+struct Run {
+    const bf16 *keys, *values, *next;
+};
+
+// Where a token's key lies.
+INLINE const bf16* key_of(const Attention& a, int64_t row, int64_t head, int64_t token) {
+    const int64_t size = a.pages.page_tokens;
+    const bf16* page = a.pages.base + (a.table + row * a.table_stride)[token / size] * a.pages.page_stride;
+    return page + (head * size + token % size) * a.pages.dim;
+}
+
+// Tokens [t, t + RUN) of a head of a piece: where they lie, or, where that is not in one piece, copied to `room`.
+INLINE Run find(const Attention& a, const Piece& p, int64_t head, int64_t t, bf16* room) {
+    const int64_t dim = a.pages.dim;
+    if (a.pages.page_tokens % RUN == 0 && t >= p.begin && t + RUN <= p.end) {
+        const bf16* keys = key_of(a, p.row, head, t);
+        return {keys, keys + a.pages.value_offset, keys};
+    }
+    for (int64_t i = 0; i < RUN; i++) {
+        const bf16* key = key_of(a, p.row, head, t + i < p.begin ? p.begin : t + i >= p.end ? p.end - 1 : t + i);
+        memcpy(room + i * dim, key, sizeof(bf16) * dim);
+        memcpy(room + (RUN + i) * dim, key + a.pages.value_offset, sizeof(bf16) * dim);
+    }
+    return {room, room + RUN * dim, key_of(a, p.row, head, t < p.begin ? p.begin : t)};
+}
+
+// Asks for 64 bytes, for all caches; here and not sooner, where a compiler would put several of them together.
+INLINE void ask(const bf16* at) {
+    asm volatile("" ::: "memory");
+    __builtin_prefetch(at, 0, 3);
+}
+
+// Asks for a run of a head at once.
+INLINE void ask_run(const bf16* at, int64_t dim) {
+    for (int64_t i = 0; i < RUN * dim; i += 32) ask(at + i);
+}
