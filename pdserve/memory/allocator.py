@@ -11,14 +11,21 @@ import numpy as np
 class PageAllocator:
     """Free list over `[0, num_pages)`, first in first out, so that a page rests as long as possible before reuse.
 
-    `on_free` sees pages as they come back (tests poison them).
+    They are handed out in ascending order until all were used once. `on_take` sees pages as they go, `on_free` as they
+    come back (tests poison them).
     """
 
-    def __init__(self, num_pages: int, on_free: Callable[[list[int]], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        on_free: Callable[[list[int]], None] | None = None,
+        on_take: Callable[[list[int]], None] | None = None,
+    ) -> None:
         self.num_pages = num_pages
         self._free = deque(range(num_pages))
         self._is_free = bytearray(b"\1") * num_pages
         self._on_free = on_free
+        self._on_take = on_take
 
     @property
     def num_free(self) -> int:
@@ -40,6 +47,8 @@ class PageAllocator:
         pages = [self._free.popleft() for _ in range(num_pages)]
         for page in pages:
             self._is_free[page] = 0
+        if self._on_take is not None:
+            self._on_take(pages)
         return pages
 
     def give_back(self, pages: Iterable[int]) -> None:

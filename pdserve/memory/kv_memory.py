@@ -17,7 +17,8 @@ class KVMemory:
 
     `num_aux` slots carry first tokens and logprobs between peers. With `prefix_cache`, pages that leases gave to
     `cache` stay after the lease's end for prompts that begin alike, until memory is short: then they go in the order
-    of `eviction`, and `on_free` sees them like any page that comes back. Token ids are int32 bytes (`token_bytes`).
+    of `eviction`, and `on_free` sees them like any page that comes back, as `on_take` sees those that are taken. Token
+    ids are int32 bytes (`token_bytes`).
     """
 
     def __init__(
@@ -28,12 +29,13 @@ class KVMemory:
         num_aux: int,
         on_free: Callable[[list[int]], None] | None = None,
         *,
+        on_take: Callable[[list[int]], None] | None = None,
         prefix_cache: bool = False,
         eviction: Eviction = "lru",
     ) -> None:
         tree = RadixTree(layout.page_tokens, eviction) if prefix_cache else None
         self.layout = layout
-        self.pages = LeasePool(PageAllocator(num_pages, on_free), tree)
+        self.pages = LeasePool(PageAllocator(num_pages, on_free, on_take), tree)
         self.aux = LeasePool(PageAllocator(num_aux))
         self.table = page_table
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 
 from pdserve.base.clock import Clock
@@ -11,7 +12,9 @@ from pdserve.config import ServerConfig
 from pdserve.executor.factory import Built
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_hasher import KVHasher
+from pdserve.memory.commit import TOKENS_AHEAD, CommitAhead
 from pdserve.memory.kv_memory import KVMemory
+from pdserve.memory.layout import pages_for
 from pdserve.protocol.messages import ToApi
 from pdserve.scheduler.core import Core, Limits, Outbox
 from pdserve.scheduler.idle_rounds import IdleRounds
@@ -28,14 +31,20 @@ from pdserve.transfer.manager import KVManager
 Fact = str | int | float | bool | None
 
 
-def make_memory(config: ServerConfig, built: Built) -> KVMemory:
-    """The books of this replica's pages, rows and aux slots."""
+def make_memory(config: ServerConfig, built: Built, stack: contextlib.ExitStack) -> KVMemory:
+    """The books of this replica's pages, rows and aux slots; `stack` ends the thread that commits memory."""
     num_rows = built.table.num_rows
+    commit: CommitAhead | None = None
+    if built.device.type == "cpu":
+        num_ahead = pages_for(TOKENS_AHEAD, built.layout.page_tokens)
+        commit = CommitAhead(built.executor.buffers, built.num_pages, num_ahead)
+        stack.callback(commit.close)
     return KVMemory(
         built.layout,
         built.num_pages,
         built.table,
         num_aux=0 if config.disagg.disaggregation_mode == "null" else 2 * num_rows,
+        on_take=None if commit is None else commit.used,
         prefix_cache=_caches_prefixes(config),
         eviction=config.memory.radix_eviction_policy,
     )

@@ -110,7 +110,7 @@ def build_scheduler(
     """
     mode = config.disagg.disaggregation_mode
     built = engine.built
-    memory = make_memory(config, built)
+    memory = make_memory(config, built, stack)
     facts: dict[str, Fact] = {
         "dtype": built.dtype,
         "device": str(built.device),

@@ -162,7 +162,7 @@ def _make_scheduler(
     """As the leader's is, but for what it is connected to."""
     place = built.place
     inputs = FollowerLog(rank_names(place.shape)[place.rank], begin.now, leader.hear)
-    memory = make_memory(config, built)
+    memory = make_memory(config, built, stack)
     kv, witness, consensus = None, None, None
     if copying is not None:
         start, copies = begin.transfer, copying.copies

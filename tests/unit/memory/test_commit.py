@@ -1,0 +1,75 @@
+"""Which memory is committed, as the system tells it."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import time
+
+import pytest
+
+from pdserve.memory import commit
+from pdserve.memory.commit import CommitAhead
+from pdserve.memory.shared import address_of, allocate, allocate_private
+
+PAGE = 1 << 20
+NUM_PAGES = 24
+
+
+def committed(memory: mmap.mmap, num_pages: int = NUM_PAGES) -> int:
+    """How many pages from the first on are wholly committed."""
+    unit = mmap.PAGESIZE
+    seen = (ctypes.c_ubyte * math.ceil(len(memory) / unit))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(address_of(memory)), ctypes.c_size_t(len(memory)), seen) == 0
+    each = len(memory) // num_pages // unit
+    return next((n for n in range(num_pages) if not all(seen[n * each : (n + 1) * each])), num_pages)
+
+
+def wait_for(memory: mmap.mmap, num_pages: int) -> None:
+    for _ in range(500):
+        if committed(memory) >= num_pages:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{committed(memory)} pages are committed, not {num_pages}")
+
+
+@pytest.mark.parametrize("allocated", [allocate, allocate_private])
+def test_pages_are_committed_before_they_are_used(allocated: type) -> None:
+    memories = [allocated(NUM_PAGES * PAGE) for _ in range(2)]
+    ahead = CommitAhead([(address_of(memory), len(memory)) for memory in memories], NUM_PAGES, 4)
+    try:
+        for memory in memories:
+            wait_for(memory, 4)
+        assert committed(memories[1]) < 8, "with huge pages a little more, but not all"
+        ahead.used([0, 1])
+        ahead.used([9, 3])
+        ahead.used([2])
+        for memory in memories:
+            memory[: 10 * PAGE : mmap.PAGESIZE] = b"\1" * (10 * PAGE // mmap.PAGESIZE)  # commits those that are used
+            wait_for(memory, 14)
+            assert not any(memory[10 * PAGE : 14 * PAGE]), "nothing is written"
+    finally:
+        ahead.close()
+
+
+def test_what_is_left_is_committed_at_last() -> None:
+    memory = allocate_private(NUM_PAGES * PAGE)
+    ahead = CommitAhead([(address_of(memory), len(memory))], NUM_PAGES, 4)
+    try:
+        for page in range(NUM_PAGES):
+            ahead.used([page])
+            wait_for(memory, min(NUM_PAGES, page + 1))
+        wait_for(memory, NUM_PAGES)
+    finally:
+        ahead.close()
+
+
+def test_where_the_system_can_not_pages_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "_POPULATE_WRITE", 9999)
+    memory = allocate_private(NUM_PAGES * PAGE)
+    ahead = CommitAhead([(address_of(memory), len(memory))], NUM_PAGES, 4)
+    ahead.used([1])
+    ahead.close()
+    assert committed(memory) == 0
