@@ -204,6 +204,11 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--chunks", type=int, nargs="+", default=[0, 64, 32, 16, 8], help="a monolith for each; 0: whole prompts")
     add("--threads", type=int, default=2, help="torch threads in all; each server of the pair has half")
     add("--rounds", type=int, default=3)
+    add(
+        "--pin",
+        action="store_true",
+        help="the servers of the pair have cores of their own, and monoliths all (--cpu-pin)",
+    )
     report.add_write_flags(parser, "interference")
     add("server_flags", nargs="*", default=[], help="after --: more flags of the servers")
     args = parser.parse_args(argv)
@@ -220,16 +225,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = report.Run("interference", argv)
     print(bench.machine, flush=True)
     half = args.threads // 2
+    pin = ["--cpu-pin", "auto"] if args.pin else []
     with contextlib.ExitStack() as stack:
         urls = {}
         for chunk in args.chunks:
-            flags = [*args.server_flags, "--chunked-prefill-size", str(chunk or -1)]
+            flags = [*args.server_flags, *pin, "--chunked-prefill-size", str(chunk or -1)]
             urls[monolith_name(chunk)] = stack.enter_context(
                 monolith(args.model, args.dtype, threads=args.threads, flags=flags)
             )
-        whole = [*args.server_flags, "--chunked-prefill-size", "-1"]
+        whole = [*args.server_flags, *pin, "--chunked-prefill-size", "-1"]
         urls[half_name(args)] = stack.enter_context(monolith(args.model, args.dtype, threads=half, flags=whole))
-        pair = local_pair(args.model, args.dtype, threads=half, flags=args.server_flags)
+        pair = local_pair(
+            args.model, args.dtype, threads=half, flags=args.server_flags, cpu_pin="auto" if args.pin else None
+        )
         urls[PAIR] = stack.enter_context(pair)
         rounds, firsts = run_rounds(args, urls)
     facts = bench.facts(

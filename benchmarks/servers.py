@@ -82,10 +82,12 @@ def monolith(model: str, dtype: str, *, threads: int, flags: Sequence[str] = ())
 
 
 @contextlib.contextmanager
-def local_pair(model: str, dtype: str, *, threads: int, flags: Sequence[str] = ()) -> Iterator[str]:
+def local_pair(
+    model: str, dtype: str, *, threads: int, flags: Sequence[str] = (), cpu_pin: str | None = None
+) -> Iterator[str]:
     """URL of the router of a `launch_local` service of 1P1D, whose servers have `threads` threads each.
 
-    `flags` are more flags of `launch_local`; those of one role go to its server only.
+    `flags` are more flags of `launch_local`; those of one role go to its server only. `cpu_pin` is its flag.
     """
     flags = ("--dtype", dtype, "--device", "cpu", *flags)
     with tempfile.TemporaryDirectory(prefix="pdserve-logs-") as log_dir:
@@ -93,6 +95,7 @@ def local_pair(model: str, dtype: str, *, threads: int, flags: Sequence[str] = (
             model_path=model,
             router_port=0,
             cpu_threads=threads,
+            cpu_pin=cpu_pin,
             log_dir=Path(log_dir),
             ready_timeout_s=READY_S,
             server_flags=flags,
