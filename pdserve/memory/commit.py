@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 log = logging.getLogger(__name__)
 
-TOKENS_AHEAD = 16384
+TOKENS_AHEAD = 32768
 """Of pages that are committed though nobody has used them yet."""
 _STEP_BYTES = 2 << 20
 """Committed by one call: a huge page, where there are any."""
