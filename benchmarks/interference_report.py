@@ -99,10 +99,10 @@ def best_chunk(rounds: Rounds, chunks: Sequence[int]) -> str:
 def document(args: argparse.Namespace, facts: dict[str, Any], rounds: Rounds, firsts: Firsts) -> str:
     """The whole report in Markdown."""
     half = args.threads // 2
-    pinned = ", to which they are pinned" if args.pin else ""
+    pinned = ", pinned to cores of their own" if args.pin else ""
     notes = [
-        f"Threads: monoliths {args.threads}, prefill and decode {half} each; router and load generator "
-        f"share these cores{pinned}. More flags of all servers: `{' '.join(args.server_flags) or 'none'}`."
+        f"Threads: monoliths {args.threads}, prefill and decode {half} each{pinned}; router and load generator "
+        f"share these cores. More flags of all servers: `{' '.join(args.server_flags) or 'none'}`."
     ]
     num_prompts = sum(
         int(one["num_prompts"] or 0) for (_, prompts), found in rounds.items() if prompts for one in found

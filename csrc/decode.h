@@ -125,7 +125,7 @@ struct Softmax {
     float sums[MAX_GROUP * 16], keep[MAX_GROUP], ones[MAX_GROUP];
 };
 
-// Scores of `heads` heads with a span become weights. `places`: the span's, of which [low, high) are seen.
+// Scores of `heads` heads, sixteen at most, with a span become weights. `places`: the span's, of which [low, high) are seen.
 static void soften_span(Softmax& s, int64_t head, int64_t heads, int64_t places, int64_t low, int64_t high,
                         float* scores, bf16* weights) {
     const bool plain = low <= 0 && high >= places;
@@ -140,8 +140,7 @@ static void soften_span(Softmax& s, int64_t head, int64_t heads, int64_t places,
         s.keep[h] = s.most[h];
         s.most[h] = top(m);
     }
-    for (int64_t h = head; h < end; h += 16)
-        store_n(s.keep + h, exp(load_n(s.keep + h, end - h) - load_n(s.most + h, end - h)), end - h);
+    store_n(s.keep + head, exp(load_n(s.keep + head, heads) - load_n(s.most + head, heads)), heads);
     for (int64_t h = head; h < end; h++) {
         const F most = set1(s.most[h]);
         F sum = load(s.sums + 16 * h) * set1(s.keep[h]);

@@ -13,7 +13,7 @@ constexpr int64_t BLOCK = 32;  // outputs of a linear layer that are computed to
 constexpr int64_t CHOICE_BLOCK = 512;  // weights of tokens that are summed up together
 constexpr int MAX_GROUP = 64;  // most query heads of one KV head
 constexpr int64_t MAX_DIM = 512;  // largest head
-constexpr int64_t RUN = 16;            // tokens of which decode finds keys and values together
+constexpr int64_t RUN = 16;            // tokens whose keys and values are found together
 constexpr int64_t PARTIAL_HEAD = 16;   // floats before a partial result of decode: maximum, sum
 constexpr int64_t TILE_KEYS = 128;     // keys of one product of extend
 

@@ -28,7 +28,8 @@ int64_t heads_together(int64_t kv_heads, int64_t group, int64_t dim) {
 int64_t cuts_of(int64_t keys, int64_t longest) { return (keys + longest - 1) / longest; }
 
 // After how many keys the last of so many threads ends, where no piece is longer than `longest`; `seen` are the keys of
-// each query, which has `copies` of each piece. Pieces are taken as they come, so `seen` should descend.
+// each query, which has `copies` of each piece. As if pieces were taken as they come, which dealing
+// them out and taking from others come near to; so `seen` should descend.
 int64_t end_of_last(const std::vector<int64_t>& seen, int64_t copies, int64_t longest, int threads) {
     std::vector<int64_t> ends(threads);  // a heap, the thread that ends first on top
     for (const int64_t keys : seen) {

@@ -1,4 +1,4 @@
-// How the attention of one step is cut into pieces, which threads take one after the other. The same for all layers.
+// How the attention of one step is cut into pieces, which are dealt out to threads. The same for all layers.
 #pragma once
 #include <atomic>
 #include <memory>

@@ -23,12 +23,13 @@ INLINE Run find(const Attention& a, const Piece& p, int64_t head, int64_t t, bf1
         const bf16* keys = key_of(a, p.row, head, t);
         return {keys, keys + a.pages.value_offset, keys};
     }
+    const auto nearest = [&](int64_t token) { return token < p.begin ? p.begin : token >= p.end ? p.end - 1 : token; };
     for (int64_t i = 0; i < RUN; i++) {
-        const bf16* key = key_of(a, p.row, head, t + i < p.begin ? p.begin : t + i >= p.end ? p.end - 1 : t + i);
+        const bf16* key = key_of(a, p.row, head, nearest(t + i));
         memcpy(room + i * dim, key, sizeof(bf16) * dim);
         memcpy(room + (RUN + i) * dim, key + a.pages.value_offset, sizeof(bf16) * dim);
     }
-    return {room, room + RUN * dim, key_of(a, p.row, head, t < p.begin ? p.begin : t)};
+    return {room, room + RUN * dim, key_of(a, p.row, head, nearest(t))};
 }
 
 // Asks for 64 bytes, for all caches; here and not sooner, where a compiler would put several of them together.

@@ -12,7 +12,8 @@ from pdserve.memory.layout import KVLayout
 CPU_CAP_BYTES = 4 << 30
 """The most that is taken when no flag asks for more."""
 CPU_FRACTION = 0.2
-"""Share of the available RAM; several servers of one host each take it, and pages cost nothing until touched."""
+"""Share of the available RAM; several servers of one host each take it, of which little is committed before it is used
+(`memory/commit.py`)."""
 CUDA_FRACTION = 0.88
 
 

@@ -4,6 +4,7 @@ zero it, while a step waits. Used at start-up; has a thread of its own.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -15,6 +16,8 @@ log = logging.getLogger(__name__)
 
 TOKENS_AHEAD = 32768
 """Of pages that are committed though nobody has used them yet."""
+MOST_BYTES_AHEAD = 1 << 30
+"""Of a rank's pools, at most, for them."""
 _STEP_BYTES = 2 << 20
 """Committed by one call: a huge page, where there are any."""
 _POPULATE_WRITE = 23
@@ -59,7 +62,9 @@ class CommitAhead:
         self._thread.join()
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        own = threading.get_native_id()
+        with contextlib.suppress(OSError):  # it works as well, but in the way of others
+            os.setpriority(os.PRIO_PROCESS, own, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
         try:
             while self._committed < self._num_pages:
                 self._wanted.wait()

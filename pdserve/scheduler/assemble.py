@@ -12,7 +12,7 @@ from pdserve.config import ServerConfig
 from pdserve.executor.factory import Built
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_hasher import KVHasher
-from pdserve.memory.commit import TOKENS_AHEAD, CommitAhead
+from pdserve.memory.commit import MOST_BYTES_AHEAD, TOKENS_AHEAD, CommitAhead
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.layout import pages_for
 from pdserve.protocol.messages import ToApi
@@ -36,8 +36,10 @@ def make_memory(config: ServerConfig, built: Built, stack: contextlib.ExitStack)
     num_rows = built.table.num_rows
     commit: CommitAhead | None = None
     if built.device.type == "cpu":
-        num_ahead = pages_for(TOKENS_AHEAD, built.layout.page_tokens)
-        commit = CommitAhead(built.executor.buffers, built.num_pages, num_ahead)
+        buffers = built.executor.buffers
+        page_bytes = sum(num_bytes for _, num_bytes in buffers) // built.num_pages
+        num_ahead = min(pages_for(TOKENS_AHEAD, built.layout.page_tokens), MOST_BYTES_AHEAD // page_bytes)
+        commit = CommitAhead(buffers, built.num_pages, num_ahead)
         stack.callback(commit.close)
     return KVMemory(
         built.layout,

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import math
 import mmap
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
+from pdserve.config.groups import ModelConfig, ServerConfig
 from pdserve.memory import commit
 from pdserve.memory.commit import CommitAhead
 from pdserve.memory.shared import address_of, allocate, allocate_private
+from pdserve.scheduler import assemble
+from tests.driver import build
+from tests.tiny import Family
 
 PAGE = 1 << 20
 NUM_PAGES = 24
@@ -66,10 +74,39 @@ def test_what_is_left_is_committed_at_last() -> None:
         ahead.close()
 
 
-def test_where_the_system_can_not_pages_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_system_can_not_pages_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(commit, "_POPULATE_WRITE", 9999)
+    caplog.set_level(logging.INFO, logger=commit.log.name)
     memory = allocate_private(NUM_PAGES * PAGE)
     ahead = CommitAhead([(address_of(memory), len(memory))], NUM_PAGES, 4)
+    for _ in range(500):
+        if caplog.records:
+            break
+        time.sleep(0.01)
     ahead.used([1])
     ahead.close()
+    assert "committed as it is used: Invalid argument" in caplog.text.replace("[Errno 22] ", "")
     assert committed(memory) == 0
+
+
+def test_what_a_server_allocates_is_told(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[[Family], Path]
+) -> None:
+    told: list[list[int]] = []
+
+    class Recorder(CommitAhead):
+        def used(self, pages: Sequence[int]) -> None:
+            told.append(list(pages))
+            super().used(pages)
+
+    monkeypatch.setattr(assemble, "CommitAhead", Recorder)
+    path = tiny_checkpoint("llama")
+    config = ServerConfig(model=ModelConfig(model_path=str(path)))
+    with contextlib.ExitStack() as stack:
+        memory = assemble.make_memory(config, build(path, page_size=16), stack)
+        lease = memory.reserve_tokens(40, "somebody")
+        assert lease is not None
+        assert told == [[0, 1, 2]]
+        lease.drop("request")

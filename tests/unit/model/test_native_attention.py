@@ -25,7 +25,7 @@ HEADS = [
 @FEW
 @given(
     heads=st.sampled_from(HEADS),
-    page_tokens=st.sampled_from([1, 5, 16, 64]),
+    page_tokens=st.sampled_from([1, 5, 8, 16, 48, 64, 128]),
     rows=st.lists(
         st.sampled_from([(0, 1), (0, 2), (0, 40), (17, 18), (255, 256), (300, 301), (130, 150), (1, 90)]),
         min_size=1,
