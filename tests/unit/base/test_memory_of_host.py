@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 from multiprocessing.connection import Connection
@@ -24,7 +25,8 @@ def test_memory_of_this_process_is_what_psutil_says_and_has_kinds() -> None:
     assert use.peak_bytes >= use.anonymous_bytes > 0 and use.file_bytes > 0
     assert use.anonymous_bytes + use.file_bytes <= use.rss_bytes
     before = use.anonymous_bytes
-    block = bytearray(os.urandom(64 << 20))
+    block = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # no memory that was freed before
+    block.write(bytes(64 << 20))
     after = use_of(os.getpid())
     assert after is not None and after.anonymous_bytes - before > (60 << 20)
     assert len(block) and after.cpu_s >= use.cpu_s
