@@ -172,7 +172,9 @@ def rank_main(start: RankStart) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(start.parent_pid)
     if start.cores is not None:
-        pin_process(start.cores)  # before there are threads, for they inherit it
+        pin_process(start.cores)  # before there are threads, for they inherit it, and niceness too
+    if start.config.kernels.device == "cpu":
+        os.nice(start.config.kernels.cpu_nice)
     setup_logging(start.config.observe.log_level, start.name)
     if may_compute_natively(start.config):
         keep_openmp_from_spinning()

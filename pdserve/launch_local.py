@@ -39,6 +39,8 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 OWNED_FLAGS = ("--port", "--host", "--disaggregation-mode", "--disaggregation-bootstrap-port")
 DECODE_CACHE = "--disaggregation-decode-enable-radix-cache"
 LOOPBACK = "127.0.0.1"
+PREFILL_NICENESS = 19
+"""Of prefill's processes that compute: a prompt can wait for a millisecond, tokens on their way to clients can't."""
 
 SERVER_COMMAND = (sys.executable, "-m", "pdserve.launch_server")
 ROUTER_COMMAND = (sys.executable, "-m", "pdserve.launch_router")
@@ -105,7 +107,8 @@ class LocalConfig:
 def server_argv(config: LocalConfig, role: Role, index: int = 0) -> list[str]:
     """Arguments of server `index` of its role after the command that runs it."""
     argv = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", "0", "--disaggregation-mode", role]
-    argv += ["--disaggregation-bootstrap-port", "0"] if role == "prefill" else []
+    if role == "prefill":
+        argv += ["--disaggregation-bootstrap-port", "0", "--cpu-nice", str(PREFILL_NICENESS)]
     own = config.prefill_flags if role == "prefill" else config.decode_flags
     argv += ["--cpu-threads", str(config.threads_per_server), *config.access.server_flags]
     if config.cpu_pin is not None:

@@ -216,6 +216,11 @@ class KernelConfig:
         help="keep the threads that compute on cores of their own, other ones for each rank and replica, and the API "
         "process on what is left: auto, of all that the server may use, or a list of cores, such as 0-3,8",
     )
+    cpu_nice: int = flag(
+        0,
+        help="niceness of the processes that compute on CPU, 0 to 19: how far they give way to others on their cores; "
+        "launch_local gives its prefill servers 19. Without effect on a GPU",
+    )
     enable_deterministic_inference: bool = flag(
         False, help="a request's tokens do not depend on what else is computed, nor on chunks, pages or retraction"
     )

@@ -21,6 +21,7 @@ from pdserve.errors import ConfigError
 
 MAX_PAGE_SIZE = 128
 MAX_THREADS = 1024
+MAX_NICENESS = 19
 MAX_RANKS = 4096
 MAX_GRAPH_ROWS = 4096
 MAX_EXPERTS = 65536
@@ -36,6 +37,7 @@ def check(config: ServerConfig) -> None:
     _check_schedule(config.schedule)
     _check_disagg(config.disagg)
     _between("cpu_threads", config.kernels.cpu_threads, 1, MAX_THREADS)
+    _between("cpu_nice", config.kernels.cpu_nice, 0, MAX_NICENESS)
     if config.kernels.cpu_pin is not None:
         check_cores(config.kernels.cpu_pin)
     _between("cuda_graph_max_bs", config.kernels.cuda_graph_max_bs, 1, MAX_GRAPH_ROWS)

@@ -1,4 +1,6 @@
-"""A real server keeps its threads on the cores that `--cpu-pin` gives them, and refuses cores that it has not."""
+"""A real server keeps its threads on the cores that `--cpu-pin` gives them, and refuses cores that it has not; those
+that compute are as nice as `--cpu-nice` says.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,11 @@ def cores_of(pid: int) -> set[frozenset[int]]:
     """The different sets of cores that the threads of a process may use."""
     tasks = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
     return {frozenset(os.sched_getaffinity(task)) for task in tasks}
+
+
+def niceness_of(pid: int) -> set[int]:
+    """Of the threads of a process."""
+    return {os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir()}
 
 
 def generate(url: str) -> Any:
@@ -68,3 +75,13 @@ def test_helpers_stay_apart_where_threads_take_every_core(
 def test_cores_that_the_server_may_not_use_are_refused(tiny_checkpoint: Callable[[Family], Path]) -> None:
     path = str(tiny_checkpoint("llama"))
     assert_refused(path, ("--cpu-pin", str(max(os.sched_getaffinity(0)) + 1)), "cpu_pin")
+
+
+def test_only_processes_that_compute_give_way(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    asked = min(ours + 5, 19)
+    with running_monolith(str(tiny_checkpoint("llama")), "--cpu-nice", str(asked - ours), "--tp-size", "2") as server:
+        pids = {name: use["pid"] for name, use in server.state()["processes"].items()}
+        assert niceness_of(pids.pop(OWN)) == {ours}
+        for pid in pids.values():
+            assert min(niceness_of(pid)) == asked and len(pids) == 2

@@ -73,6 +73,19 @@ def test_servers_are_pinned_to_cores_that_no_other_has(monkeypatch: pytest.Monke
     assert "--cpu-pin" not in server_argv(LocalConfig(model_path="m"), "decode")
 
 
+def test_prefill_gives_way_to_all_others_unless_told_otherwise() -> None:
+    def niceness(config: LocalConfig, role: Role) -> int:
+        return parse_server_args(server_argv(config, role)).kernels.cpu_nice
+
+    plain = LocalConfig(model_path="m")
+    assert (niceness(plain, "prefill"), niceness(plain, "decode")) == (19, 0)
+    for told in (
+        LocalConfig(model_path="m", prefill_flags=("--cpu-nice", "3"), decode_flags=("--cpu-nice", "2")),
+        LocalConfig(model_path="m", server_flags=("--cpu-nice", "3"), decode_flags=("--cpu-nice=2",)),
+    ):
+        assert (niceness(told, "prefill"), niceness(told, "decode")) == (3, 2)
+
+
 def lines_until_ready(process: subprocess.Popen[str]) -> list[str]:
     assert process.stdout is not None
     lines = []
