@@ -20,8 +20,6 @@ MOST_BYTES_AHEAD = 1 << 30
 """Of a rank's pools, at most, for them."""
 _STEP_BYTES = 2 << 20
 """Committed by one call: a huge page, where there are any."""
-_WAKINGS = 16
-"""Of the thread, while as many pages are used as it commits ahead: little at a time, for it takes a core meanwhile."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, of Linux 5.14; older kernels refuse it."""
 _NICENESS = 10
@@ -54,8 +52,7 @@ class CommitAhead:
         if highest <= self._highest:
             return
         self._highest = highest
-        enough = self._num_ahead - self._num_ahead // _WAKINGS
-        if self._committed < min(self._num_pages, highest + 1 + enough):
+        if self._committed < min(self._num_pages, highest + 1 + self._num_ahead // 2):
             self._wanted.set()
 
     def close(self) -> None:
