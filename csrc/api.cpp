@@ -75,6 +75,10 @@ const char* pdk_sources(void) { return PDK_SOURCES; }
 void pdk_copy(const pdk_move* moves, int64_t count) {
     for (int64_t i = 0; i < count; i++) std::memmove(moves[i].to, moves[i].from, moves[i].bytes);
 }
+void pdk_touch(void* data, int64_t bytes, int64_t page) {
+    uint8_t* first = static_cast<uint8_t*>(data);
+    for (int64_t i = 0; i < bytes; i += page) asm volatile("lock orb $0, %0" : "+m"(first[i]));  // a write of nothing
+}
 int64_t pdk_supports(const char* level) { return kernels_of(level) != nullptr; }
 
 pdk_arena* pdk_arena_open(void) {

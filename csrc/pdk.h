@@ -1,4 +1,4 @@
-/* The C interface of pdserve's CPU kernels. Called by pdserve/model/native only; see its files for how.
+/* The C interface of pdserve's CPU kernels. Called through pdserve/base/native.py; see pdserve/model/native for how.
  *
  * A *program* is a list of operations over buffers of its own, put together once for a model and run once a step, for
  * any number of tokens. Operations name buffers, weights and row counts; what changes from step to step is in pdk_step.
@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 6
+#define PDK_VERSION 7
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, given back together */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
@@ -75,6 +75,8 @@ PDK_API int64_t pdk_version(void);
 PDK_API const char* pdk_sources(void);
 /* memmove of each, one after the other. */
 PDK_API void pdk_copy(const pdk_move* moves, int64_t count);
+/* Has the system put memory behind the bytes from `data`, a multiple of `page`, on. Others may write there meanwhile. */
+PDK_API void pdk_touch(void* data, int64_t bytes, int64_t page);
 /* 1 when this machine can run the level "avx512_bf16", "avx512" or "avx2". */
 PDK_API int64_t pdk_supports(const char* level);
 

@@ -22,7 +22,7 @@ LEVEL_VARIABLE = "PDSERVE_KERNELS_LEVEL"
 LEVELS = ("avx512_bf16", "avx512", "avx2")
 """Best first."""
 FILE = "libpdserve_kernels.so"
-VERSION = 6
+VERSION = 7
 
 
 class Step(Structure):
@@ -71,6 +71,7 @@ _P, _I, _F = c_void_p, c_int64, c_float
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_version": (_I, ()),
     "pdk_copy": (None, (_P, _I)),
+    "pdk_touch": (None, (_P, _I, _I)),
     "pdk_supports": (_I, (c_char_p,)),
     "pdk_arena_open": (_P, ()),
     "pdk_arena_close": (None, (_P,)),

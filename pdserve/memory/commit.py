@@ -10,7 +10,10 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
+
+from pdserve.base.native import Unavailable, library
 
 log = logging.getLogger(__name__)
 
@@ -24,71 +27,97 @@ _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, of Linux 5.14; older kernels refuse it."""
 _NICENESS = 10
 """Of the thread, so that it gives way to those that compute."""
+_QUIET_S = 1.0
+"""Since a page was taken: then nobody is likely to wait."""
 
 
 class CommitAhead:
     """Commits the memory of the pages behind the highest one that was ever used.
 
-    Page allocators hand out pages in ascending order until all were used once. `buffers` are (address, bytes) of pools
-    in memory of the host, each of `num_pages` pages; they must outlive this object, which ends with `close`. Where the
-    system can't commit, nothing is done, and memory is committed as it is used.
+    Page allocators hand out pages in ascending order until all were used once. It has committed the first when it is
+    there; while pages are taken it rests, unless few of them are left. `buffers` are (address, bytes) of pools in
+    memory of the host, each of `num_pages` pages. They must be there until `close`, and are if they are `owner`'s,
+    which is kept until then. Where the system can't commit, nothing is done, and memory is committed as it is used.
     """
 
-    def __init__(self, buffers: Sequence[tuple[int, int]], num_pages: int, num_ahead: int) -> None:
+    def __init__(
+        self, buffers: Sequence[tuple[int, int]], num_pages: int, num_ahead: int, owner: object = None
+    ) -> None:
+        self._owner = owner
         self._buffers = [(address, num_bytes // num_pages) for address, num_bytes in buffers]
         self._num_pages = num_pages
         self._num_ahead = num_ahead
         self._highest = -1
         self._committed = 0
-        self._closing = False
+        self._taken_s = -_QUIET_S
+        self._few = num_ahead // 64
+        self._begun = threading.Event()
+        self._closing = threading.Event()
         self._wanted = threading.Event()
-        self._wanted.set()
         self._thread = threading.Thread(target=self._run, name="kv-commit", daemon=True)
         self._thread.start()
+        self._begun.wait()
 
     def used(self, pages: Sequence[int]) -> None:
         """These are used from now on. Called by the thread that allocates."""
+        self._taken_s = time.monotonic()
         highest = max(pages, default=-1)
         if highest <= self._highest:
             return
         self._highest = highest
-        if self._committed < min(self._num_pages, highest + 1 + self._num_ahead // 2):
+        if not self._reaches(self._num_ahead // 2):
             self._wanted.set()
 
     def close(self) -> None:
         """Commit no more; returns when nothing is being committed."""
-        self._closing = True
+        self._closing.set()
         self._wanted.set()
         self._thread.join()
+        self._owner = None
+
+    def _reaches(self, num_ahead: int) -> bool:
+        """Whether so many pages are committed behind the highest one that was used, or all that there are."""
+        return self._committed >= min(self._num_pages, self._highest + 1 + num_ahead)
 
     def _run(self) -> None:
         own = threading.get_native_id()
         with contextlib.suppress(OSError):  # it works as well, but in the way of others
             os.setpriority(os.PRIO_PROCESS, own, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
         try:
-            while self._committed < self._num_pages:
-                self._wanted.wait()
+            while self._committed < self._num_pages and not self._closing.is_set():
+                if self._reaches(self._num_ahead):
+                    self._wanted.wait()
                 self._wanted.clear()
                 begin = max(self._committed, self._highest + 1)
-                end = min(self._num_pages, self._highest + 1 + self._num_ahead)
+                end = min(self._num_pages, begin + max(1, 2 * self._few), self._highest + 1 + self._num_ahead)
                 for address, page_bytes in self._buffers:
                     self._commit(address + begin * page_bytes, address + end * page_bytes)
-                if self._closing:
-                    return
                 self._committed = max(self._committed, end)
+                self._begun.set()
         except OSError as error:
             log.info("KV memory is committed as it is used: %s", error)
+        finally:
+            self._begun.set()
 
     def _commit(self, begin: int, end: int) -> None:
         for step in range(begin // _STEP_BYTES * _STEP_BYTES, end, _STEP_BYTES):
-            if self._closing:
+            while self._reaches(self._few) and self._taken_s + _QUIET_S > time.monotonic():
+                if self._closing.wait(_QUIET_S / 8):
+                    return
+            if self._closing.is_set():
                 return
             _populate(max(begin, step), min(end, step + _STEP_BYTES))
 
 
 def _populate(begin: int, end: int) -> None:
+    """By the native library where there is one: within `madvise` the process can't map memory or start threads, which
+    take the same lock of the system's.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
     begin = begin // page * page
+    with contextlib.suppress(Unavailable):
+        library().pdk_touch(begin, end - begin, page)
+        return
     if _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _POPULATE_WRITE) == 0:
         return
     number = ctypes.get_errno()

@@ -39,7 +39,7 @@ def make_memory(config: ServerConfig, built: Built, stack: contextlib.ExitStack)
         buffers = built.executor.buffers
         page_bytes = sum(num_bytes for _, num_bytes in buffers) // built.num_pages
         num_ahead = min(pages_for(TOKENS_AHEAD, built.layout.page_tokens), MOST_BYTES_AHEAD // page_bytes)
-        commit = CommitAhead(buffers, built.num_pages, num_ahead)
+        commit = CommitAhead(buffers, built.num_pages, num_ahead, built.executor)
         stack.callback(commit.close)
     return KVMemory(
         built.layout,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.base.native import Unavailable
 from pdserve.config.groups import ModelConfig, ServerConfig
 from pdserve.memory import commit
 from pdserve.memory.commit import CommitAhead
@@ -43,8 +44,17 @@ def wait_for(memory: mmap.mmap, num_pages: int) -> None:
     raise AssertionError(f"{committed(memory)} pages are committed, not {num_pages}")
 
 
+def no_library() -> ctypes.CDLL:
+    raise Unavailable("there is none")
+
+
 @pytest.mark.parametrize("allocated", [allocate, allocate_private])
-def test_pages_are_committed_before_they_are_used(allocated: type) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_pages_are_committed_before_they_are_used(
+    allocated: type, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(commit, "library", no_library)
     memories = [allocated(NUM_PAGES * PAGE) for _ in range(2)]
     ahead = CommitAhead([(address_of(memory), len(memory)) for memory in memories], NUM_PAGES, 4)
     try:
@@ -74,9 +84,24 @@ def test_what_is_left_is_committed_at_last() -> None:
         ahead.close()
 
 
+def test_while_pages_are_taken_only_what_is_needed_soon_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = allocate_private(NUM_PAGES * PAGE)
+    ahead = CommitAhead([(address_of(memory), len(memory))], NUM_PAGES, 16)
+    try:
+        wait_for(memory, 16)
+        monkeypatch.setattr(commit, "_QUIET_S", 1000.0)
+        ahead.used([17])
+        memory[: 18 * PAGE : mmap.PAGESIZE] = b"\1" * (18 * PAGE // mmap.PAGESIZE)
+        ahead.used([17])
+        assert committed(memory) < 22, "16 ahead would be all"
+    finally:
+        ahead.close()
+
+
 def test_where_the_system_can_not_pages_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(commit, "library", no_library)
     monkeypatch.setattr(commit, "_POPULATE_WRITE", 9999)
     caplog.set_level(logging.INFO, logger=commit.log.name)
     memory = allocate_private(NUM_PAGES * PAGE)
