@@ -1,16 +1,18 @@
 """What do long prompts do to the streams beside them? ITL of decoding streams while prompts arrive, monolith and 1P1D.
 
-    python -m benchmarks.bench_interference [--rounds 3] [--chunks 0 64 32 16 8] [--write]
+    python -m benchmarks.bench_interference [--rounds 7] [--chunks 0 64 32 16 8 4] [--write]
 
 Real servers: a monolith with `--threads` threads for each of `--chunks` (its `--chunked-prefill-size`; 0: whole
 prompts), and `launch_local` with one prefill and one decode server that have half of the threads each. All are up for
-the whole run and work in turn. A turn has `--streams` streams, alone (the first monolith and 1P1D) and while a prompt
-of `--prompt-len` tokens arrives every `--every` seconds. ITL is taken over the gaps of all streams, with prompts from
-the first such prompt on.
+the whole run and work in turn, each round in another order, after one that does not count. A turn has `--streams`
+streams, alone (the first monolith and 1P1D) and beside a client that sends prompts of `--prompt-len` tokens, each as
+soon as it has the answer to the one before. ITL is taken over the gaps of all streams in `--seconds` from the first
+such prompt on. Streams start anew in each turn and go on until the client has its last answer.
 
 Each round ends with `--idle-prompts` such prompts one by one to idle servers, of which one more is a monolith with half
 of the threads, as the prefill server has: what 1P1D's prompts wait longer than that one's is what the split costs.
-`first_token` says which parts a first token's time has.
+`first_token` says which parts a first token's time has. Streams and idle prompts of a round are the same for all
+systems, and so should be their tokens: `Tokens` says how many are.
 """
 
 from __future__ import annotations
@@ -31,15 +33,14 @@ import aiohttp
 if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie in the checkout's root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bench_serving, first_token, report
-from benchmarks.bench_serving import Job, Result, percentile
-from benchmarks.first_token import FirstToken
+from benchmarks import bench_serving, report
+from benchmarks.answers import INCREMENTAL, Answer, read_answer
+from benchmarks.bench_serving import percentile
+from benchmarks.first_token import first_token_of
 from benchmarks.interference_report import (
     METRICS,
-    MOST_PROMPTS,
     PAIR,
-    Firsts,
-    Rounds,
+    Found,
     cell,
     document,
     half_name,
@@ -47,27 +48,44 @@ from benchmarks.interference_report import (
 )
 from benchmarks.servers import local_pair, monolith
 
+PAUSE_S = 1.5
+"""Between two turns: what servers do behind requests is over then."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of a turn: gaps of the streams and how long they were taken, in seconds; the prompts' first tokens."""
+    """One part of a turn: what came of streams and prompts, and in which time gaps count, as `time.perf_counter`."""
 
-    gaps_s: list[float]
-    firsts: list[FirstToken]
-    duration_s: float
+    streams: list[Answer]
+    prompts: list[Answer]
+    since_s: float
+    until_s: float
+
+    def gaps_s(self) -> list[float]:
+        """Seconds between two events of a stream, all within the time that counts."""
+        pairs = (pair for stream in self.streams for pair in itertools.pairwise(stream.came_s))
+        return [b - a for a, b in pairs if self.since_s <= a and b <= self.until_s]
 
     def metrics(self) -> dict[str, float | None]:
-        """The table's numbers; None where there were no prompts."""
-        ttfts_s = [first.ttft_s for first in self.firsts]
+        """The table's numbers; None where there were no prompts.
+
+        Raises:
+            RuntimeError: prompts were sent and none of them was answered while gaps counted.
+        """
+        gaps_s, ttfts_s = self.gaps_s(), [prompt.ttft_s for prompt in self.prompts]
+        through = sum(prompt.came_s[-1] <= self.until_s for prompt in self.prompts)
+        if ttfts_s and not through:
+            raise RuntimeError("no prompt was through while gaps counted; raise --seconds")
         return {
-            "itl_p50_ms": percentile(self.gaps_s, 50) * 1e3,
-            "itl_p99_ms": percentile(self.gaps_s, 99) * 1e3,
-            "itl_max_ms": max(self.gaps_s) * 1e3,
-            "stream_tok_s": len(self.gaps_s) / self.duration_s,
+            "itl_p50_ms": percentile(gaps_s, 50) * 1e3,
+            "itl_p99_ms": percentile(gaps_s, 99) * 1e3,
+            "itl_max_ms": max(gaps_s) * 1e3,
+            "stream_tok_s": len(gaps_s) / (self.until_s - self.since_s),
             "ttft_p50_ms": percentile(ttfts_s, 50) * 1e3 if ttfts_s else None,
             "ttft_max_ms": max(ttfts_s) * 1e3 if ttfts_s else None,
-            "num_gaps": len(self.gaps_s),
+            "num_gaps": len(gaps_s),
             "num_prompts": len(ttfts_s),
+            "num_prompts_through": through,
         }
 
 
@@ -75,63 +93,60 @@ async def play(args: argparse.Namespace, url: str, seed: int, *, prompts: bool) 
     """One part on one server.
 
     Raises:
-        RuntimeError: a request failed, or the streams did not run at the same time.
+        RuntimeError: a request failed, or a stream was over too soon.
     """
-    return part_of(*await send_all(args, url, seed, prompts=prompts))
-
-
-def prompt_flags(args: argparse.Namespace, url: str) -> argparse.Namespace:
-    """What `bench_serving` needs to make prompts and send them."""
-    model = ["--prompts", args.prompts, "--tokenizer", args.model, "--vocab-size", str(args.vocab_size)]
-    return bench_serving.parse_flags(["--base-url", url, "--ignore-eos", *model])
-
-
-async def send_all(
-    args: argparse.Namespace, url: str, seed: int, *, prompts: bool
-) -> tuple[list[list[float]], list[FirstToken], float]:
-    """When each stream's tokens came, the first token of each prompt, and when the first of these was sent.
-
-    Raises:
-        RuntimeError: a request failed.
-    """
+    flags = prompt_flags(args)
     rng = random.Random(seed)
-    flags = prompt_flags(args, url)
+    asked = [make_ids(flags, rng, args.stream_prompt_len) for _ in range(args.streams)]
+    streams = [Answer() for _ in asked]
+    answers: list[Answer] = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        async with session.get(flags.root + "/v1/models") as response:
-            flags.model = (await response.json())["data"][0]["id"]
-
-        async def stream() -> tuple[float, Result]:
-            began = time.perf_counter()
-            prompt = bench_serving.make_prompt(flags, rng, args.stream_prompt_len)
-            job = Job(prompt=prompt, output_len=args.output_len, at_s=0.0)
-            result = await bench_serving.run_one(session, flags, job)
-            if result.error is not None:
-                raise RuntimeError(f"{url}: {result.error}")
-            return began, result
-
-        async def arrive() -> FirstToken:
-            return await first_token.ask(session, url, make_ids(flags, rng, args.prompt_len), args.prompt_output_len)
-
-        streams = [asyncio.create_task(stream()) for _ in range(args.streams)]
-        arrivals: list[asyncio.Task[FirstToken]] = []
-        since = 0.0
-        if prompts:
-            await asyncio.sleep(args.every)
-            since = time.perf_counter()
-            while not any(stream.done() for stream in streams):
-                if sum(not arrival.done() for arrival in arrivals) < MOST_PROMPTS:
-                    arrivals.append(asyncio.create_task(arrive()))
-                await asyncio.wait(streams, timeout=args.every, return_when=asyncio.FIRST_COMPLETED)
-        times = [[began + at for at in result.arrivals_s] for began, result in await asyncio.gather(*streams)]
-        return times, await asyncio.gather(*arrivals), since
+        tasks = [
+            asyncio.create_task(read_answer(session, url, prompt, args.output_len, stream))
+            for prompt, stream in zip(asked, streams, strict=True)
+        ]
+        try:
+            while not all(stream.came_s for stream in streams):
+                check_all_run(tasks)
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(args.lead)
+            since_s = time.perf_counter()
+            until_s = since_s + args.seconds
+            while prompts and time.perf_counter() < until_s:
+                answers.append(Answer())
+                await read_answer(
+                    session, url, make_ids(flags, rng, args.prompt_len), args.prompt_output_len, answers[-1]
+                )
+            await asyncio.sleep(max(0.0, until_s - time.perf_counter()))
+            check_all_run(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+    return Part(streams, answers, since_s, until_s)
 
 
-async def ask_alone(args: argparse.Namespace, url: str, seed: int) -> FirstToken:
+def check_all_run(streams: Sequence[asyncio.Task[None]]) -> None:
+    """Raises RuntimeError where one is over, or what it failed with."""
+    for stream in streams:
+        if stream.done():
+            stream.result()
+            raise RuntimeError("a stream was over before the last prompt; raise --output-len or lower --seconds")
+
+
+def prompt_flags(args: argparse.Namespace) -> argparse.Namespace:
+    """What `bench_serving` needs to make prompts."""
+    model = ["--prompts", args.prompts, "--tokenizer", args.model, "--vocab-size", str(args.vocab_size)]
+    return bench_serving.parse_flags(["--base-url", "unused", *model])
+
+
+async def ask_alone(args: argparse.Namespace, url: str, seed: int) -> Answer:
     """One prompt by itself."""
-    flags = prompt_flags(args, url)
+    answer = Answer()
     async with aiohttp.ClientSession() as session:
-        prompt = make_ids(flags, random.Random(f"{seed}/alone"), args.prompt_len)
-        return await first_token.ask(session, url, prompt, args.prompt_output_len)
+        prompt = make_ids(prompt_flags(args), random.Random(f"{seed}/alone"), args.prompt_len)
+        await read_answer(session, url, prompt, args.idle_output_len, answer)
+    return answer
 
 
 def make_ids(flags: argparse.Namespace, rng: random.Random, length: int) -> list[int]:
@@ -141,51 +156,31 @@ def make_ids(flags: argparse.Namespace, rng: random.Random, length: int) -> list
     return prompt
 
 
-def part_of(times: Sequence[Sequence[float]], firsts: list[FirstToken], since: float) -> Part:
-    """Gaps that began at `since` or later, and while all streams ran: once one has ended, steps are cheaper.
-
-    Raises:
-        RuntimeError: there are none.
+def run_rounds(args: argparse.Namespace, urls: dict[str, str]) -> Found:
+    """A round that does not count, and then all systems in turn, in each round in another order; prompts to idle
+    servers behind them. The monolith with half of the threads gets none but these.
     """
-    since = max(since, max(stream[0] for stream in times))
-    until = min(stream[-1] for stream in times)
-    pairs = [pair for stream in times for pair in itertools.pairwise(stream)]
-    gaps = [b - a for a, b in pairs if since <= a and b <= until]
-    if not gaps:
-        raise RuntimeError("the streams were over before the first prompt came; raise --output-len or lower --every")
-    return Part(gaps, firsts, until - since)
-
-
-def run_rounds(args: argparse.Namespace, urls: dict[str, str]) -> tuple[Rounds, Firsts]:
-    """Warm up, then all systems in turn, every other round in reverse order, and the prompts to idle servers.
-
-    The monolith with half of the threads gets none but these.
-    """
-    for url in urls.values():
-        for num_streams, num_tokens in ((args.streams, args.stream_prompt_len), (1, args.prompt_len)):
-            warm = {"streams": num_streams, "stream_prompt_len": num_tokens, "output_len": 16}
-            asyncio.run(send_all(argparse.Namespace(**vars(args) | warm), url, 0, prompts=False))
     first, half = monolith_name(args.chunks[0]), half_name(args)
     systems = [*map(monolith_name, args.chunks), PAIR]
-    turns = [*((system, False) for system in (first, PAIR)), *((system, True) for system in systems)]
-    rounds: Rounds = {turn: [] for turn in turns}
-    firsts: Firsts = {f"idle: {system}": [] for system in (first, half, PAIR)}
-    firsts |= {f"streams: {system}": [] for system in systems}
-    for index in range(args.rounds):
-        for system in systems if index % 2 == 0 else reversed(systems):
+    found = Found.of(systems, [first, PAIR], [first, half, PAIR])
+    for index in range(args.rounds + 1):
+        counts = index > 0
+        for system in random.Random(f"{args.seed}/{index}").sample(systems, len(systems)):
             for prompts in (False, True) if system in (first, PAIR) else (True,):
-                part = asyncio.run(play(args, urls[system], args.seed + index + 1, prompts=prompts))
-                found = part.metrics()
-                rounds[system, prompts].append(found)
-                if prompts:
-                    firsts[f"streams: {system}"] += part.firsts
-                text = "  ".join(f"{label} {cell(found[name], digits)}" for name, label, digits in METRICS)
+                time.sleep(PAUSE_S)
+                part = asyncio.run(play(args, urls[system], args.seed + index, prompts=prompts))
+                metrics = part.metrics()
+                text = "  ".join(f"{label} {cell(metrics[name], digits)}" for name, label, digits in METRICS)
                 print(f"round {index} {system:<22} {'with prompts' if prompts else 'alone':<12} {text}", flush=True)
+                if counts:
+                    found.add(system, metrics, part.streams, [first_token_of(answer) for answer in part.prompts])
         for number in range(args.idle_prompts):
             for system in (first, half, PAIR):
-                seed = args.seed + 1 + index * args.idle_prompts + number
-                firsts[f"idle: {system}"].append(asyncio.run(ask_alone(args, urls[system], seed)))
-    return rounds, firsts
+                time.sleep(PAUSE_S)
+                answer = asyncio.run(ask_alone(args, urls[system], args.seed + index * args.idle_prompts + number))
+                if counts:
+                    found.add_idle(system, answer, first_token_of(answer))
+    return found
 
 
 def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -196,14 +191,16 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompts", choices=("prose", "ids"), default="prose", help=bench_serving.PROMPTS_HELP)
     add("--streams", type=int, default=8)
     add("--stream-prompt-len", type=int, default=32)
-    add("--output-len", type=int, default=300, help="tokens of each stream")
+    add("--output-len", type=int, default=2000, help="tokens of each stream at most: it must outlast the prompts")
+    add("--seconds", type=float, default=5.0, help="in which prompts are sent and gaps count, in each turn")
+    add("--lead", type=float, default=0.5, help="seconds from the last stream's first token to the first prompt")
     add("--prompt-len", type=int, default=1500)
     add("--prompt-output-len", type=int, default=4)
-    add("--every", type=float, default=2.0, help="seconds between prompts; the first comes after as many")
-    add("--idle-prompts", type=int, default=3, help="prompts by themselves to each system, each round")
-    add("--chunks", type=int, nargs="+", default=[0, 64, 32, 16, 8], help="a monolith for each; 0: whole prompts")
+    add("--idle-prompts", type=int, default=1, help="prompts by themselves to each system, each round")
+    add("--idle-output-len", type=int, default=32, help="tokens out of each of these")
+    add("--chunks", type=int, nargs="+", default=[0, 64, 32, 16, 8, 4], help="a monolith for each; 0: whole prompts")
     add("--threads", type=int, default=2, help="torch threads in all; each server of the pair has half")
-    add("--rounds", type=int, default=3)
+    add("--rounds", type=int, default=7)
     add(
         "--pin",
         action="store_true",
@@ -216,6 +213,8 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--streams, --rounds and --idle-prompts must be at least 1, --output-len and --threads 2")
     if args.threads % 2 or min(args.chunks) < 0 or len(set(args.chunks)) < len(args.chunks):
         parser.error("--threads must be even, --chunks 0 or more and each there once")
+    if args.seconds <= 0 or args.lead < 0:
+        parser.error("--seconds must be above 0, --lead not below")
     return args
 
 
@@ -226,26 +225,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(bench.machine, flush=True)
     half = args.threads // 2
     pin = ["--cpu-pin", "auto"] if args.pin else []
+    common = [INCREMENTAL, *args.server_flags]
     with contextlib.ExitStack() as stack:
         urls = {}
         for chunk in args.chunks:
-            flags = [*args.server_flags, *pin, "--chunked-prefill-size", str(chunk or -1)]
+            flags = [*common, *pin, "--chunked-prefill-size", str(chunk or -1)]
             urls[monolith_name(chunk)] = stack.enter_context(
                 monolith(args.model, args.dtype, threads=args.threads, flags=flags)
             )
-        whole = [*args.server_flags, *pin, "--chunked-prefill-size", "-1"]
+        whole = [*common, *pin, "--chunked-prefill-size", "-1"]
         urls[half_name(args)] = stack.enter_context(monolith(args.model, args.dtype, threads=half, flags=whole))
-        pair = local_pair(
-            args.model, args.dtype, threads=half, flags=args.server_flags, cpu_pin="auto" if args.pin else None
-        )
+        pair = local_pair(args.model, args.dtype, threads=half, flags=common, cpu_pin="auto" if args.pin else None)
         urls[PAIR] = stack.enter_context(pair)
-        rounds, firsts = run_rounds(args, urls)
+        found = run_rounds(args, urls)
     facts = bench.facts(
         flags={name: value for name, value in vars(args).items() if name not in ("write", "results")},
-        rounds=[{"system": s, "prompts": prompts, "rounds": found} for (s, prompts), found in rounds.items()],
-        first_tokens={name: [dataclasses.asdict(one) for one in found] for name, found in firsts.items()},
+        **found.facts(),
     )
-    bench.publish(args, document(args, facts, rounds, firsts), facts)
+    bench.publish(args, document(args, facts, found), facts)
     return 0
 
 

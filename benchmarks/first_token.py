@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 
-import aiohttp
-import orjson
-
 from benchmarks import report
-from benchmarks.bench_serving import events, percentile
+from benchmarks.answers import Answer
+from benchmarks.bench_serving import percentile
 
 TOLD = ("bootstrap", "queue", "prefill", "transfer")
 """What servers tell, in the order in which the parts follow each other."""
@@ -31,33 +28,9 @@ class FirstToken:
     parts_s: dict[str, float]
 
 
-async def ask(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], output_len: int) -> FirstToken:
-    """Send token ids to `/generate` and read the stream to its end.
-
-    Raises:
-        RuntimeError: no whole answer came.
-    """
-    sampling = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
-    body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
-    timing: Mapping[str, float | None] = {}
-    ttft_s: float | None = None
-    began = time.perf_counter()
-    async with session.post(f"{url}/generate", data=orjson.dumps(body)) as response:
-        if response.status != 200:
-            raise RuntimeError(f"{url}: status {response.status}: {(await response.text())[:200]}")
-        async for data in events(response):
-            now = time.perf_counter()
-            if data == b"[DONE]":
-                break
-            event = orjson.loads(data)
-            if "error" in event:
-                raise RuntimeError(f"{url}: {event['error']}")
-            timing = event["meta_info"]["timing"]
-            if ttft_s is None and event["output_ids"]:
-                ttft_s = now - began
-    if ttft_s is None:
-        raise RuntimeError(f"{url}: the stream ended without a token")
-    return FirstToken(ttft_s, parts_of(ttft_s, timing))
+def first_token_of(answer: Answer) -> FirstToken:
+    """That of an answer which came whole."""
+    return FirstToken(answer.ttft_s, parts_of(answer.ttft_s, answer.timing))
 
 
 def parts_of(ttft_s: float, timing: Mapping[str, float | None]) -> dict[str, float]:

@@ -1,13 +1,15 @@
-"""What `bench_interference` found, as tables: the streams' gaps, what the prompts did to them, and the best chunk."""
+"""What `bench_interference` found, as tables: the streams' gaps, what prompts did to them, the best chunk, tokens."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import first_token, report
+from benchmarks.answers import Answer, equal_tokens
 from benchmarks.first_token import FirstToken
 
 PAIR = "1P1D"
@@ -19,12 +21,74 @@ METRICS = (
     ("ttft_p50_ms", "prompts' TTFT p50, ms", 0),
     ("ttft_max_ms", "max, ms", 0),
 )
-MOST_PROMPTS = 2
-"""None arrives while so many are unfinished: a server that cannot keep up would never get through with them."""
 Rounds = dict[tuple[str, bool], list[dict[str, float | None]]]
 """For each system, without (False) and with prompts, the metrics of each round."""
 Firsts = dict[str, list[FirstToken]]
 """The prompts' first tokens of all rounds by system and, in words, what it did beside them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """All that was measured. Answers are in the order of rounds, in which all systems had the same requests."""
+
+    rounds: Rounds
+    firsts: Firsts
+    streams: dict[str, list[Answer]]
+    """By system, beside prompts."""
+    idle: dict[str, list[Answer]]
+
+    @classmethod
+    def of(cls, systems: Sequence[str], alone: Sequence[str], idle: Sequence[str]) -> Found:
+        """Nothing yet, of `systems` with prompts, those of `alone` also without, and of `idle` servers."""
+        turns = [*((system, False) for system in alone), *((system, True) for system in systems)]
+        names = [*(f"idle: {system}" for system in idle), *(f"streams: {system}" for system in systems)]
+        return cls(
+            {turn: [] for turn in turns}, {name: [] for name in names}, {name: [] for name in systems},
+            {name: [] for name in idle},
+        )  # fmt: skip
+
+    def add(
+        self, system: str, metrics: dict[str, float | None], streams: list[Answer], firsts: list[FirstToken]
+    ) -> None:
+        """One part of a turn; without prompts `firsts` is empty."""
+        self.rounds[system, bool(firsts)].append(metrics)
+        if firsts:
+            self.firsts[f"streams: {system}"] += firsts
+            self.streams[system] += streams
+
+    def add_idle(self, system: str, answer: Answer, first: FirstToken) -> None:
+        """One prompt to an idle server."""
+        self.firsts[f"idle: {system}"].append(first)
+        self.idle[system].append(answer)
+
+    def facts(self) -> dict[str, Any]:
+        """For the results' JSON: the metrics, first tokens, and which answers of the pair are those of others."""
+        return {
+            "rounds": [
+                {"system": s, "prompts": prompts, "rounds": found} for (s, prompts), found in self.rounds.items()
+            ],
+            "first_tokens": {name: [dataclasses.asdict(one) for one in found] for name, found in self.firsts.items()},
+            "equal": [dataclasses.asdict(one) for one in self.equal()],
+        }
+
+    def equal(self) -> list[Equal]:
+        """The pair's answers against each other system's."""
+        return [
+            Equal(what, system, sum(equal_tokens(answers[PAIR], theirs)), len(theirs))
+            for what, answers in (("prompts to idle servers", self.idle), ("streams beside prompts", self.streams))
+            for system, theirs in answers.items()
+            if system != PAIR
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Equal:
+    """How many of the pair's answers to `what` have the tokens that `system`'s have, as far as both came."""
+
+    what: str
+    system: str
+    num: int
+    of: int
 
 
 def monolith_name(chunk: int) -> str:
@@ -96,23 +160,31 @@ def best_chunk(rounds: Rounds, chunks: Sequence[int]) -> str:
     return "By ITL p99 while prompts arrive:\n\n" + "\n".join(f"- {line}" for line in lines)
 
 
-def document(args: argparse.Namespace, facts: dict[str, Any], rounds: Rounds, firsts: Firsts) -> str:
+def equal_table(found: Found) -> str:
+    """A row for each system."""
+    rows = [[one.what, one.system, str(one.num), str(one.of)] for one in found.equal()]
+    return report.markdown_table(["answers", f"{PAIR} beside", "equal", "of"], rows, num_text=2)
+
+
+def document(args: argparse.Namespace, facts: dict[str, Any], found: Found) -> str:
     """The whole report in Markdown."""
+    rounds = found.rounds
     half = args.threads // 2
     pinned = ", pinned to cores of their own" if args.pin else ""
     notes = [
         f"Threads: monoliths {args.threads}, prefill and decode {half} each{pinned}; router and load generator "
         f"share these cores. More flags of all servers: `{' '.join(args.server_flags) or 'none'}`."
     ]
-    num_prompts = sum(
-        int(one["num_prompts"] or 0) for (_, prompts), found in rounds.items() if prompts for one in found
-    )
+    with_prompts = [metrics for (_, prompts), all_rounds in rounds.items() if prompts for metrics in all_rounds]
+    sent, through, gaps = (values(with_prompts, f"num_{name}") for name in ("prompts", "prompts_through", "gaps"))
     idle = [f"idle: {system}" for system in (PAIR, monolith_name(args.chunks[0]), half_name(args))]
     return f"""# Long prompts beside decoding streams, {facts["date"]}
 
-{args.model}, {args.dtype}: {args.streams} streams of {args.output_len} tokens (prompts of {args.stream_prompt_len}); \
-prompts of {args.prompt_len} tokens, {args.prompt_output_len} out, every {args.every:g} s (at most {MOST_PROMPTS} at a \
-time), {num_prompts} in all. Median of {args.rounds} interleaved rounds (least-most).
+{args.model}, {args.dtype}: {args.streams} streams (prompts of {args.stream_prompt_len}), started anew in each turn; \
+beside them one client that sends prompts of {args.prompt_len} tokens, {args.prompt_output_len} out, each behind the \
+answer to the one before. In each turn gaps count for {args.seconds:g} s: {min(gaps):,.0f} to {max(gaps):,.0f} gaps \
+with prompts, of which {min(sent):.0f} to {max(sent):.0f} were sent and {min(through):.0f} to {max(through):.0f} \
+through meanwhile. Median of {args.rounds} rounds (least-most), each in another order.
 
 {absolute_table(rounds)}
 
@@ -127,7 +199,15 @@ Ratios of the same round (ITL and TTFT: lower is better):
 As the client sees it: one prompt at a time to idle servers, and those beside the streams. Its mean is the sum of the \
 parts that follow it; where a row is a difference, so is each part.
 
-{first_token.table(firsts, [(idle[0], idle[1]), (idle[0], idle[2])])}
+{first_token.table(found.firsts, [(idle[0], idle[1]), (idle[0], idle[2])])}
+
+## Tokens
+
+All greedy, of the same prompts for all systems in each round; of two streams as many tokens as both made. Sums of \
+bf16 are rounded, in an order that follows from the number of threads and of rows computed together, so that a near \
+tie between two tokens may go another way (`--enable-deterministic-inference` is for who needs the same bits):
+
+{equal_table(found)}
 
 {report.footer(facts, notes, own_load=2)}
 """

@@ -2,26 +2,70 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_interference, bench_overcommit, bench_overlap_serving, first_token, report
+from benchmarks import answers, bench_interference, bench_overcommit, bench_overlap_serving, first_token, report
 from benchmarks import interference_report as interference
-from benchmarks.bench_interference import part_of
+from benchmarks.answers import Answer
+from benchmarks.bench_interference import Part
 from benchmarks.first_token import FirstToken
 from tests.tiny import VOCAB_SIZE, Family
 
 
-def test_gaps_count_while_all_streams_run_and_prompts_arrive() -> None:
-    times = [[1.0, 2.0, 4.0, 7.0, 11.0], [1.5, 3.0, 6.0, 9.0]]
-    assert sorted(part_of(times, [], 0.0).gaps_s) == [1.5, 2.0, 3.0, 3.0, 3.0], "from 1.5, when both run, to 9.0"
-    late = part_of(times, [FirstToken(0.5, {})], 3.0)
-    assert sorted(late.gaps_s) == [3.0, 3.0, 3.0] and late.duration_s == 6.0
-    assert late.metrics()["itl_max_ms"] == 3000.0 and late.metrics()["ttft_p50_ms"] == 500.0
-    assert part_of(times, [], 0.0).metrics()["ttft_p50_ms"] is None
+def answer(sent_s: float, *came_s: float, output_ids: Sequence[int] = ()) -> Answer:
+    return Answer(sent_s, list(came_s), list(output_ids))
+
+
+def test_gaps_count_within_the_time_that_prompts_are_sent_in() -> None:
+    streams = [answer(0.0, 1.0, 2.0, 4.0, 7.0, 11.0), answer(0.0, 1.5, 3.0, 6.0, 9.0)]
+    part = Part(streams, [], 1.5, 9.0)
+    assert sorted(part.gaps_s()) == [1.5, 2.0, 3.0, 3.0, 3.0], (
+        "the gap that began before and the one that ended after: no"
+    )
+    assert part.metrics()["ttft_p50_ms"] is None and part.metrics()["itl_max_ms"] == 3000.0
+    prompts = [answer(1.5, 2.0, 8.0), answer(8.0, 9.5, 10.0)]
+    found = Part(streams, prompts, 1.5, 9.0).metrics()
+    assert (found["ttft_p50_ms"], found["ttft_max_ms"]) == (500.0, 1500.0), "the last one, too, of which no gap counts"
+    assert (found["num_prompts"], found["num_prompts_through"], found["num_gaps"]) == (2, 1, 5)
+    assert found["stream_tok_s"] == 5 / 7.5
+    with pytest.raises(RuntimeError, match="no prompt was through"):
+        Part(streams, prompts[1:], 1.5, 9.0).metrics()
+
+
+def test_a_stream_that_is_over_is_an_error() -> None:
+    async def check(*streams: Coroutine[None, None, None]) -> None:
+        tasks = [asyncio.create_task(stream) for stream in streams]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            bench_interference.check_all_run(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def fail() -> None:
+        raise RuntimeError("status 500")
+
+    with pytest.raises(RuntimeError, match="raise --output-len"):
+        asyncio.run(check(asyncio.sleep(0), asyncio.sleep(60)))
+    with pytest.raises(RuntimeError, match="status 500"):
+        asyncio.run(check(fail(), asyncio.sleep(60)))
+
+
+def test_answers_are_equal_as_far_as_both_came() -> None:
+    ours = [answer(0.0, output_ids=ids) for ids in ([1, 2, 3], [1, 2], [1, 9, 3])]
+    theirs = [answer(0.0, output_ids=ids) for ids in ([1, 2], [1, 2, 3], [1, 2])]
+    assert answers.equal_tokens(ours, theirs) == [True, True, False]
+    found = interference.Found.of(["monolith", "1P1D"], ["monolith"], ["1P1D"])
+    found.streams["1P1D"] += ours
+    found.streams["monolith"] += theirs
+    assert [(one.system, one.num, one.of) for one in found.equal()] == [("monolith", 2, 3)]
+    with pytest.raises(ValueError, match="no tokens"):
+        answers.equal_tokens([answer(0.0)], theirs[:1])
 
 
 def metrics(itl: float, ttft: float | None) -> dict[str, float | None]:
@@ -104,8 +148,9 @@ def test_a_busy_machine_is_named() -> None:
 def test_tiny_runs_of_all_three_write(tiny_checkpoint: Callable[[Family], Path], tmp_path: Path) -> None:
     model = ["--model", str(tiny_checkpoint("llama")), "--vocab-size", str(VOCAB_SIZE)]
     common = [*model, "--rounds", "1", "--write", "--results", str(tmp_path)]
-    short = ["--prompts", "ids", "--streams", "2", "--prompt-len", "40", "--every", "0.01", "--output-len", "400"]
-    assert bench_interference.main([*common, *short, "--idle-prompts", "1", "--chunks", "0", "16"]) == 0
+    short = ["--prompts", "ids", "--streams", "2", "--prompt-len", "40", "--lead", "0", "--seconds", "0.4"]
+    streams = ["--output-len", "4000"]
+    assert bench_interference.main([*common, *short, *streams, "--idle-prompts", "1", "--chunks", "0", "16"]) == 0
     assert bench_overcommit.main([*common, "--requests", "6", "--input-len", "16", "--output-len", "24"]) == 0
     assert bench_overlap_serving.main([*common, "--streams", "2", "--input-len", "8", "--output-len", "16"]) == 0
     (path,) = tmp_path.glob("*-overcommit.json")
