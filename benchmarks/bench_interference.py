@@ -192,7 +192,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--streams", type=int, default=8)
     add("--stream-prompt-len", type=int, default=32)
     add("--output-len", type=int, default=2000, help="tokens of each stream at most: it must outlast the prompts")
-    add("--seconds", type=float, default=5.0, help="in which prompts are sent and gaps count, in each turn")
+    add("--seconds", type=float, default=6.0, help="in which prompts are sent and gaps count, in each turn")
     add("--lead", type=float, default=0.5, help="seconds from the last stream's first token to the first prompt")
     add("--prompt-len", type=int, default=1500)
     add("--prompt-output-len", type=int, default=4)

@@ -33,7 +33,7 @@ MIB = 1 << 20
 PARTS = (startup_times.IMPORTS, startup_times.WEIGHTS, startup_times.PACK, startup_times.POOLS)
 TOKENIZER = ("--tokenizer-path", "smollm2")
 POOL_TOKENS = 2048
-"""Of each server's KV pool: memory that is committed ahead of its use is not what is measured here."""
+"""Of each server's KV pool, which is committed ahead of its use: small beside the weights, which are measured here."""
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

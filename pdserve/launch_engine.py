@@ -173,9 +173,9 @@ def rank_main(start: RankStart) -> None:
     die_with_parent(start.parent_pid)
     if start.cores is not None:
         pin_process(start.cores)  # before there are threads, for they inherit it, and niceness too
-    if start.config.kernels.device == "cpu":
-        os.nice(start.config.kernels.cpu_nice)
     setup_logging(start.config.observe.log_level, start.name)
+    if start.config.kernels.device == "cpu":
+        _give_way(start.config.kernels.cpu_nice)
     if may_compute_natively(start.config):
         keep_openmp_from_spinning()
     try:
@@ -191,6 +191,15 @@ def rank_main(start: RankStart) -> None:
     except PdserveError as error:
         log.error("%s", error)
         sys.exit(REFUSED)
+
+
+def _give_way(niceness: int) -> None:
+    """So much more than now; some sandboxes refuse the call."""
+    try:
+        os.nice(niceness)
+    except OSError as error:
+        if niceness:
+            log.warning("--cpu-nice %d is not possible here: %s", niceness, error)
 
 
 def may_compute_natively(config: ServerConfig) -> bool:

@@ -40,7 +40,9 @@ OWNED_FLAGS = ("--port", "--host", "--disaggregation-mode", "--disaggregation-bo
 DECODE_CACHE = "--disaggregation-decode-enable-radix-cache"
 LOOPBACK = "127.0.0.1"
 PREFILL_NICENESS = 19
-"""Of prefill's processes that compute: a prompt can wait for a millisecond, tokens on their way to clients can't."""
+"""Of prefill's processes that compute, where all servers' threads have a core each: a prompt can wait for a moment,
+tokens on their way to clients can't. On fewer cores prefill would hardly ever run beside a busy decode server.
+"""
 
 SERVER_COMMAND = (sys.executable, "-m", "pdserve.launch_server")
 ROUTER_COMMAND = (sys.executable, "-m", "pdserve.launch_router")
@@ -99,6 +101,11 @@ class LocalConfig:
         return self.num_prefill + self.num_decode
 
     @property
+    def prefill_niceness(self) -> int:
+        """`PREFILL_NICENESS`, or 0 where the servers have more threads than there are cores."""
+        return PREFILL_NICENESS if self.threads_per_server * self.num_servers <= len(os.sched_getaffinity(0)) else 0
+
+    @property
     def shares(self) -> list[str]:
         """The cores of each server, prefill first, as `--cpu-pin` has them; none where nothing is pinned."""
         return [] if self.cpu_pin is None else share_cores(self.cpu_pin, self.num_servers)
@@ -108,7 +115,7 @@ def server_argv(config: LocalConfig, role: Role, index: int = 0) -> list[str]:
     """Arguments of server `index` of its role after the command that runs it."""
     argv = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", "0", "--disaggregation-mode", role]
     if role == "prefill":
-        argv += ["--disaggregation-bootstrap-port", "0", "--cpu-nice", str(PREFILL_NICENESS)]
+        argv += ["--disaggregation-bootstrap-port", "0", "--cpu-nice", str(config.prefill_niceness)]
     own = config.prefill_flags if role == "prefill" else config.decode_flags
     argv += ["--cpu-threads", str(config.threads_per_server), *config.access.server_flags]
     if config.cpu_pin is not None:

@@ -115,7 +115,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            process_group=0,
+            process_group=0,  # but the session of ours: the system compares niceness within one
             text=True,
             errors="replace",
         )

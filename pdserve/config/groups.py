@@ -218,8 +218,9 @@ class KernelConfig:
     )
     cpu_nice: int = flag(
         0,
-        help="niceness of the processes that compute on CPU, 0 to 19: how far they give way to others on their cores; "
-        "launch_local gives its prefill servers 19. Without effect on a GPU",
+        help="added to the niceness of the processes that compute on CPU, 0 to 19: how far they give way to others on "
+        "their cores, within one session or cgroup. launch_local gives its prefill servers 19, where there are cores "
+        "for all threads. Without effect on a GPU",
     )
     enable_deterministic_inference: bool = flag(
         False, help="a request's tokens do not depend on what else is computed, nor on chunks, pages or retraction"

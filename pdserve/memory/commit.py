@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -22,7 +23,7 @@ TOKENS_AHEAD = 32768
 MOST_BYTES_AHEAD = 1 << 30
 """Of a rank's pools, at most, for them."""
 _STEP_BYTES = 2 << 20
-"""Committed by one call: a huge page, where there are any."""
+"""Committed at a time, or a page: a huge page, where there are any."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, of Linux 5.14; older kernels refuse it."""
 _NICENESS = 10
@@ -37,7 +38,7 @@ class CommitAhead:
     Page allocators hand out pages in ascending order until all were used once. It has committed the first when it is
     there; while pages are taken it rests, unless few of them are left. `buffers` are (address, bytes) of pools in
     memory of the host, each of `num_pages` pages. They must be there until `close`, and are if they are `owner`'s,
-    which is kept until then. Where the system can't commit, nothing is done, and memory is committed as it is used.
+    which is kept until then. Where `madvise` must do it and the system refuses, memory is committed as it is used.
     """
 
     def __init__(
@@ -45,15 +46,17 @@ class CommitAhead:
     ) -> None:
         self._owner = owner
         self._buffers = [(address, num_bytes // num_pages) for address, num_bytes in buffers]
+        self._step = max(1, _STEP_BYTES // sum(page_bytes for _, page_bytes in self._buffers))
         self._num_pages = num_pages
         self._num_ahead = num_ahead
+        self._few = min(num_ahead, max(2, num_ahead // 64))
         self._highest = -1
         self._committed = 0
-        self._taken_s = -_QUIET_S
-        self._few = num_ahead // 64
+        self._taken_s = -math.inf
+        self._wake_at = num_ahead
         self._begun = threading.Event()
-        self._closing = threading.Event()
-        self._wanted = threading.Event()
+        self._closing = False
+        self._told = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-commit", daemon=True)
         self._thread.start()
         self._begun.wait()
@@ -65,13 +68,13 @@ class CommitAhead:
         if highest <= self._highest:
             return
         self._highest = highest
-        if not self._reaches(self._num_ahead // 2):
-            self._wanted.set()
+        if not self._reaches(self._wake_at):
+            self._told.set()
 
     def close(self) -> None:
         """Commit no more; returns when nothing is being committed."""
-        self._closing.set()
-        self._wanted.set()
+        self._closing = True
+        self._told.set()
         self._thread.join()
         self._owner = None
 
@@ -84,29 +87,34 @@ class CommitAhead:
         with contextlib.suppress(OSError):  # it works as well, but in the way of others
             os.setpriority(os.PRIO_PROCESS, own, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
         try:
-            while self._committed < self._num_pages and not self._closing.is_set():
+            while self._committed < self._num_pages and not self._closing:
                 if self._reaches(self._num_ahead):
-                    self._wanted.wait()
-                self._wanted.clear()
-                begin = max(self._committed, self._highest + 1)
-                end = min(self._num_pages, begin + max(1, 2 * self._few), self._highest + 1 + self._num_ahead)
-                for address, page_bytes in self._buffers:
-                    self._commit(address + begin * page_bytes, address + end * page_bytes)
-                self._committed = max(self._committed, end)
-                self._begun.set()
+                    self._rest(None, self._num_ahead // 2)
+                elif self._reaches(self._few) and (left_s := self._taken_s + _QUIET_S - time.monotonic()) > 0:
+                    self._rest(left_s, self._few)
+                else:
+                    self._commit()
         except OSError as error:
             log.info("KV memory is committed as it is used: %s", error)
         finally:
             self._begun.set()
 
-    def _commit(self, begin: int, end: int) -> None:
-        for step in range(begin // _STEP_BYTES * _STEP_BYTES, end, _STEP_BYTES):
-            while self._reaches(self._few) and self._taken_s + _QUIET_S > time.monotonic():
-                if self._closing.wait(_QUIET_S / 8):
-                    return
-            if self._closing.is_set():
-                return
-            _populate(max(begin, step), min(end, step + _STEP_BYTES))
+    def _rest(self, seconds: float | None, wake_at: int) -> None:
+        """For so long at most, and until fewer than `wake_at` pages are committed ahead."""
+        self._begun.set()
+        self._wake_at = wake_at
+        if self._reaches(wake_at) and not self._closing:
+            self._told.wait(seconds)
+        self._told.clear()
+
+    def _commit(self) -> None:
+        """The next step."""
+        begin = max(self._committed, self._highest + 1)
+        end = min(self._num_pages, begin + self._step, self._highest + 1 + self._num_ahead)
+        for address, page_bytes in self._buffers:
+            _populate(address + begin * page_bytes, address + end * page_bytes)
+        self._committed = end
+        self._begun.set()
 
 
 def _populate(begin: int, end: int) -> None:

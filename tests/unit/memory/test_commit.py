@@ -7,13 +7,14 @@ import ctypes
 import logging
 import math
 import mmap
+import queue
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from pdserve.base.native import Unavailable
+from pdserve.base.native import Unavailable, library
 from pdserve.config.groups import ModelConfig, ServerConfig
 from pdserve.memory import commit
 from pdserve.memory.commit import CommitAhead
@@ -48,16 +49,29 @@ def no_library() -> ctypes.CDLL:
     raise Unavailable("there is none")
 
 
+def has_library() -> bool:
+    try:
+        library()
+    except Unavailable:
+        return False
+    return True
+
+
+needs_library = pytest.mark.skipif(not has_library(), reason="the native library was not built")
+
+
 @pytest.mark.parametrize("allocated", [allocate, allocate_private])
-@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_library), False])
 def test_pages_are_committed_before_they_are_used(
     allocated: type, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(commit, "_QUIET_S", 0.0)
     if not native:
         monkeypatch.setattr(commit, "library", no_library)
     memories = [allocated(NUM_PAGES * PAGE) for _ in range(2)]
     ahead = CommitAhead([(address_of(memory), len(memory)) for memory in memories], NUM_PAGES, 4)
     try:
+        assert all(committed(memory) >= 1 for memory in memories), "the first, when it is there"
         for memory in memories:
             wait_for(memory, 4)
         assert committed(memories[1]) < 8, "with huge pages a little more, but not all"
@@ -72,7 +86,16 @@ def test_pages_are_committed_before_they_are_used(
         ahead.close()
 
 
-def test_what_is_left_is_committed_at_last() -> None:
+@needs_library
+def test_touched_memory_keeps_what_it_has() -> None:
+    memory = allocate_private(PAGE)
+    memory[:] = b"\xa5" * PAGE
+    commit._populate(address_of(memory), address_of(memory) + PAGE)
+    assert memory[:] == b"\xa5" * PAGE
+
+
+def test_what_is_left_is_committed_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "_QUIET_S", 0.0)
     memory = allocate_private(NUM_PAGES * PAGE)
     ahead = CommitAhead([(address_of(memory), len(memory))], NUM_PAGES, 4)
     try:
@@ -84,18 +107,47 @@ def test_what_is_left_is_committed_at_last() -> None:
         ahead.close()
 
 
-def test_while_pages_are_taken_only_what_is_needed_soon_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = allocate_private(NUM_PAGES * PAGE)
-    ahead = CommitAhead([(address_of(memory), len(memory))], NUM_PAGES, 16)
+def test_while_pages_are_taken_it_rests_unless_few_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    populated: list[tuple[int, int]] = []
+    rests: queue.SimpleQueue[tuple[bool, int]] = queue.SimpleQueue()
+
+    class Watched(CommitAhead):
+        def _rest(self, seconds: float | None, wake_at: int) -> None:
+            rests.put((seconds is None, wake_at))
+            super()._rest(seconds, wake_at)
+
+    def populate(begin: int, end: int) -> None:
+        populated.append((begin // PAGE, end // PAGE))
+
+    monkeypatch.setattr(commit, "_populate", populate)
+    monkeypatch.setattr(commit, "_QUIET_S", 1000.0)
+    ahead = Watched([(0, 40 * PAGE)], 40, 16)
+    for_good, until_quiet = (True, 8), (False, 2)
     try:
-        wait_for(memory, 16)
-        monkeypatch.setattr(commit, "_QUIET_S", 1000.0)
-        ahead.used([17])
-        memory[: 18 * PAGE : mmap.PAGESIZE] = b"\1" * (18 * PAGE // mmap.PAGESIZE)
-        ahead.used([17])
-        assert committed(memory) < 22, "16 ahead would be all"
+        assert rests.get(timeout=60) == for_good
+        assert populated == [(page, page + 2) for page in range(0, 16, 2)]
+        ahead.used([3])
+        ahead.used([9])
+        assert rests.get(timeout=60) == until_quiet, "6 are left, fewer than 8"
+        assert len(populated) == 8
+        ahead.used([13])
+        ahead.used([14])
+        assert rests.get(timeout=60) == until_quiet, "1 was left, fewer than 2"
+        assert populated[8:] == [(16, 18)]
+        ahead.used([21])
+        assert rests.get(timeout=60) == until_quiet
+        assert populated[9:] == [(22, 24)], "those that are used are left out"
     finally:
         ahead.close()
+    assert rests.empty()
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_few_pages_ahead_do_not_keep_it_from_starting(num_ahead: int) -> None:
+    memory = allocate_private(NUM_PAGES * PAGE)
+    ahead = CommitAhead([(address_of(memory), len(memory))], NUM_PAGES, num_ahead)
+    ahead.used([2])
+    ahead.close()
 
 
 def test_where_the_system_can_not_pages_are_left_alone(
@@ -106,10 +158,6 @@ def test_where_the_system_can_not_pages_are_left_alone(
     caplog.set_level(logging.INFO, logger=commit.log.name)
     memory = allocate_private(NUM_PAGES * PAGE)
     ahead = CommitAhead([(address_of(memory), len(memory))], NUM_PAGES, 4)
-    for _ in range(500):
-        if caplog.records:
-            break
-        time.sleep(0.01)
     ahead.used([1])
     ahead.close()
     assert "committed as it is used: Invalid argument" in caplog.text.replace("[Errno 22] ", "")

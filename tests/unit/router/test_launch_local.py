@@ -73,12 +73,16 @@ def test_servers_are_pinned_to_cores_that_no_other_has(monkeypatch: pytest.Monke
     assert "--cpu-pin" not in server_argv(LocalConfig(model_path="m"), "decode")
 
 
-def test_prefill_gives_way_to_all_others_unless_told_otherwise() -> None:
+def test_prefill_gives_way_to_all_others_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+
     def niceness(config: LocalConfig, role: Role) -> int:
         return parse_server_args(server_argv(config, role)).kernels.cpu_nice
 
     plain = LocalConfig(model_path="m")
     assert (niceness(plain, "prefill"), niceness(plain, "decode")) == (19, 0)
+    more_threads_than_cores = LocalConfig(model_path="m", num_decode=2)
+    assert niceness(more_threads_than_cores, "prefill") == 0
     for told in (
         LocalConfig(model_path="m", prefill_flags=("--cpu-nice", "3"), decode_flags=("--cpu-nice", "2")),
         LocalConfig(model_path="m", server_flags=("--cpu-nice", "3"), decode_flags=("--cpu-nice=2",)),
