@@ -48,6 +48,8 @@ from benchmarks.interference_report import (
 )
 from benchmarks.servers import local_pair, monolith
 
+POOL_TOKENS = 32768
+"""Of each server's KV pool: all of them, full of prefixes, must go into memory together."""
 PAUSE_S = 1.5
 """Between two turns: what servers do behind requests is over then."""
 
@@ -225,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(bench.machine, flush=True)
     half = args.threads // 2
     pin = ["--cpu-pin", "auto"] if args.pin else []
-    common = [INCREMENTAL, *args.server_flags]
+    common = [INCREMENTAL, "--max-total-tokens", str(POOL_TOKENS), *args.server_flags]
     with contextlib.ExitStack() as stack:
         urls = {}
         for chunk in args.chunks:
