@@ -21,8 +21,8 @@ from benchmarks.report import Run, add_model_flags, add_write_flags, footer, mar
 from benchmarks.servers import monolith_and_pair
 
 NOTES = ("CPU time, not elapsed time: that others use the cores changes little.",)
-SETTLE_S = 3.0
-"""After a request: prefixes are let go of, and collectors of garbage run."""
+SETTLE_S = 10.0
+"""After a request: prefixes are let go of, collectors of garbage run, and memory is committed ahead."""
 
 
 def ask(url: str) -> None:

@@ -93,6 +93,44 @@ def linear_case(threads: Threads, format: Format, num_rows: int, *, gated: bool 
     )  # fmt: skip
 
 
+def layers_case(threads: Threads, format: Format, num_rows: int) -> Case:
+    """All products of all layers, those of heads and of small layers, too."""
+    arena, width, hidden = Arena(), HEADS.num_heads * HEADS.dim, NUM_OUT // 2
+    shapes = (
+        (width + 2 * HEADS.num_kv_heads * HEADS.dim, NUM_IN),
+        (NUM_IN, width),
+        (NUM_OUT, NUM_IN),
+        (NUM_IN, hidden),
+    )
+    program = program_without_heads(threads)
+    sources = {size: program.buffer(size, of_samples=True) for size in (NUM_IN, width, hidden)}
+    outs = [program.buffer(num_out, of_samples=True) for num_out, _ in shapes]
+    for _ in range(HEADS.layers):
+        for (num_out, num_in), out in zip(shapes, outs, strict=True):
+            program.linear(sources[num_in], pack(arena, format, torch.randn(num_out, num_in).bfloat16()), out)
+    program.begin_samples(num_rows)
+    for source in sources.values():
+        program.view(source, num_rows).normal_()
+    size = HEADS.layers * sum(num_out * num_in for num_out, num_in in shapes)
+    return Case(
+        f"layers' linears {format}, {num_rows} rows", size * ITEM_BYTES[format], 2 * num_rows * size,
+        lambda: program.run(0, program.num_ops), products=format,
+    )  # fmt: skip
+
+
+def head_case(threads: Threads, format: Format, num_rows: int) -> Case:
+    """The product that makes logits."""
+    program = program_without_heads(threads)
+    source, out = (program.buffer(size, of_samples=True) for size in (NUM_IN, VOCAB))
+    program.linear(source, pack(Arena(), format, torch.randn(VOCAB, NUM_IN).bfloat16()), out)
+    program.begin_samples(num_rows)
+    program.view(source, num_rows).normal_()
+    return Case(
+        f"head {format}, {num_rows} rows", VOCAB * NUM_IN * ITEM_BYTES[format], 2 * num_rows * VOCAB * NUM_IN,
+        lambda: program.run(0, 1), products=format,
+    )  # fmt: skip
+
+
 def experts_case(threads: Threads, format: Format, num_rows: int) -> Case:
     """One layer's experts of `num_rows` rows, which go anywhere."""
     arena = Arena()

@@ -31,6 +31,8 @@ from benchmarks.kernel_cases import (
     choice_case,
     embed_case,
     experts_case,
+    head_case,
+    layers_case,
     linear_case,
     norm_case,
     place_case,
@@ -67,6 +69,8 @@ def all_cases(threads: Threads) -> list[Case]:
     formats: tuple[Format, ...] = ("bf16", "int8")
     cases = [linear_case(threads, kind, rows) for kind in formats for rows in (1, 16, 64, 512)]
     cases += [linear_case(threads, kind, rows, gated=True) for kind in formats for rows in FEW]
+    cases += [layers_case(threads, kind, rows) for kind in formats for rows in FEW]
+    cases += [head_case(threads, kind, rows) for kind in formats for rows in FEW]
     cases += [experts_case(threads, kind, rows) for kind in formats for rows in FEW]
     cases += [make(threads, rows) for make in (embed_case, norm_case, place_case, route_case) for rows in FEW]
     for rows, tokens in DECODED:
