@@ -222,14 +222,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--output-len", type=int, default=64, help="tokens per answer")
     add("--threads", type=int, default=2)
     add("--seed", type=int, default=0)
-    report.add_write_flags(parser, "cpu-peers")
+    add("--name", help="of the files; default: cpu-peers, or cpu-peers-8bit where all systems have 8 bits or 4")
+    report.add_write_flags(parser, "NAME")
     args = parser.parse_args(argv)
     here = [name for name, kind in KINDS.items() if all(path.exists() for path in kind.needs)]
     names = args.systems or here
     if missing := set(names) - set(here):
         parser.error(f"not installed: {', '.join(sorted(missing))}; scripts/setup_peers.sh does that")
     only_8bit = all(KINDS[name].precision != "bf16" for name in names)
-    bench = report.Run("cpu-peers-8bit" if only_8bit else "cpu-peers", argv, module="compare_cpu")
+    name = args.name or ("cpu-peers-8bit" if only_8bit else "cpu-peers")
+    bench = report.Run(name, argv, module="compare_cpu")
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     with started(names, args.threads) as systems:
         decode, prefill = measure(args, systems)
