@@ -18,6 +18,7 @@ from pdserve.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
+MIXED_SHARE = 4
 MAX_RUNNING_REQUESTS = 256
 BOOTSTRAP_PORT = 8998
 NVIDIA_DRIVER, WSL_DRIVER = "/dev/nvidiactl", "/dev/dxg"
@@ -90,6 +91,13 @@ def _served_model_name(config: ServerConfig, machine: Machine) -> tuple[ServerCo
     return _set(config, "model", "served_model_name", config.model.model_path, "the model path")
 
 
+def _mixed_chunk_size(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
+    if config.schedule.mixed_chunk_size is not None or config.schedule.chunked_prefill_size is not None:
+        return None
+    size = CHUNK_TOKENS[config.kernels.device] // MIXED_SHARE
+    return _set(config, "schedule", "mixed_chunk_size", size, "running streams do not pause for long")
+
+
 def _chunked_prefill_size(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
     if config.schedule.chunked_prefill_size is not None:
         return None
@@ -134,6 +142,7 @@ def _disaggregation_bootstrap_port(config: ServerConfig, machine: Machine) -> tu
 STEPS: tuple[Step, ...] = (
     _device,
     _served_model_name,
+    _mixed_chunk_size,
     _chunked_prefill_size,
     _disable_overlap_schedule,
     _max_running_requests,

@@ -134,6 +134,11 @@ def _check_schedule(schedule: ScheduleConfig) -> None:
             _refuse(field, number, "must be more than 0")
     if schedule.chunked_prefill_size != -1:
         _at_least("chunked_prefill_size", schedule.chunked_prefill_size, 1, "at least 1, or -1 for no chunking")
+    _at_least("mixed_chunk_size", schedule.mixed_chunk_size, 1)
+    if schedule.mixed_chunk_size is not None and schedule.chunked_prefill_size is not None:
+        if schedule.chunked_prefill_size == -1:
+            _refuse("mixed_chunk_size", schedule.mixed_chunk_size, "is for chunks; --chunked-prefill-size -1 has none")
+        _between("mixed_chunk_size", schedule.mixed_chunk_size, 1, schedule.chunked_prefill_size)
 
 
 def _check_disagg(disagg: DisaggConfig) -> None:

@@ -119,6 +119,7 @@ def _limits(config: ServerConfig, built: Built) -> Limits:
     offload = disagg.disaggregation_decode_enable_offload_kvcache
     return Limits(
         chunk_tokens=None if chunk is None or chunk < 0 else chunk,
+        mixed_chunk_tokens=schedule.mixed_chunk_size,
         prefill_tokens=schedule.max_prefill_tokens,
         reserved_decode_tokens=schedule.num_reserved_decode_tokens,
         conservativeness=schedule.schedule_conservativeness,

@@ -34,7 +34,8 @@ class Generating:
 
     def plan(self, step: int) -> BatchPlan | None:
         """Decode rows first, then chunks within the budget."""
-        return plan_of(step, self.running.plan() + self.prefilling.plan())
+        decoding = self.running.plan()
+        return plan_of(step, decoding + self.prefilling.plan(beside_decode=bool(decoding)))
 
     def commit(
         self, live: dict[str, Req], plan: BatchPlan, result: StepResult

@@ -51,6 +51,7 @@ class Shape:
     num_rows: int = 8
     num_aux: int = 6
     chunk_tokens: int | None = 5
+    mixed_chunk_tokens: int | None = None
     prefix_cache: bool = True
     decode_prefix_cache: bool = False
     eviction: EvictionPolicy = "lru"
@@ -109,6 +110,7 @@ class Node:
         )
         limits = Limits(
             chunk_tokens=shape.chunk_tokens,
+            mixed_chunk_tokens=shape.mixed_chunk_tokens,
             reserved_decode_tokens=shape.reserved_decode_tokens,
             offload_bytes=shape.offload_pages * layout.groups[0].page_bytes,
             prealloc_timeout_s=400.0,

@@ -55,6 +55,8 @@ def pressured(seed: int) -> tuple[Shape, list[Prompt]]:
         layer_groups=rng.choice((0, 0, 1, 2, 3)),
         num_stages=rng.choice((1, 1, 1, 2, 3)),
     )
+    if shape.chunk_tokens is not None and seed % 2:
+        shape = dataclasses.replace(shape, mixed_chunk_tokens=seed // 2 % shape.chunk_tokens + 1)
     begins = [_tokens(rng, rng.randint(4, 20)) for _ in range(2)]
     prompts: list[Prompt] = []
     for _ in range(rng.randint(5, 10)):

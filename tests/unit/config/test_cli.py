@@ -92,6 +92,7 @@ def test_what_does_not_parse_is_a_config_error_naming_the_flag(words: str, named
         ("max-running-requests", ["0"]),
         ("max-queued-requests", ["0"]),
         ("chunked-prefill-size", ["0", "-2"]),
+        ("mixed-chunk-size", ["0", "-1"]),
         ("cpu-nice", ["-1", "20"]),
         ("disaggregation-bootstrap-port", ["-1", "65536"]),
         ("disaggregation-host", ["0.0.0.0", "::", "a b", ""]),

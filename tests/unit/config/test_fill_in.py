@@ -33,6 +33,21 @@ def test_the_chunk_follows_a_device_that_was_asked_for() -> None:
     assert choices("--device cpu", GPU)["chunked_prefill_size"].value == 2048
 
 
+def test_steps_that_decode_take_a_quarter_of_the_prompt_tokens_unless_told_how_many() -> None:
+    assert choices("")["mixed_chunk_size"].value == 512
+    assert choices("", GPU)["mixed_chunk_size"].value == 2048
+    for words in ("--chunked-prefill-size 2048", "--chunked-prefill-size -1", "--mixed-chunk-size 100"):
+        assert "mixed_chunk_size" not in choices(words), words
+
+
+@pytest.mark.parametrize("words", ["--chunked-prefill-size 64 --mixed-chunk-size 65", "--mixed-chunk-size 2049",
+                                   "--chunked-prefill-size -1 --mixed-chunk-size 64"])  # fmt: skip
+def test_steps_that_decode_take_no_more_than_others(words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choices(words)
+    assert caught.value.field == "mixed_chunk_size"
+
+
 def test_what_was_given_stays_as_it_is() -> None:
     words = (
         "--device cpu --attention-backend torch --chunked-prefill-size 64 --max-running-requests 3 "

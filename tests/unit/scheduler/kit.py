@@ -51,6 +51,7 @@ class Mono:
         num_pages: int = 16,
         num_rows: int = 2,
         chunk: int | None = 4,
+        mixed: int | None = None,
         max_queued: int | None = None,
         width: int = 16,
         prefix_cache: bool = False,
@@ -69,8 +70,9 @@ class Mono:
             self.executor.layout, num_pages, table, num_aux=0, on_free=self.executor.poison, prefix_cache=prefix_cache
         )
         limits = Limits(
-            chunk_tokens=chunk, offload_bytes=offload_bytes, eos_token_ids=frozenset({EOS}), num_stages=num_stages
-        )
+            chunk_tokens=chunk, mixed_chunk_tokens=mixed, offload_bytes=offload_bytes, eos_token_ids=frozenset({EOS}),
+            num_stages=num_stages,
+        )  # fmt: skip
         self.core = core = Core(self.memory, self.executor, Outbox(self.sent.append), self.clock, limits)
         self.mailbox: Mailbox[Event] = Mailbox()
         self.scheduler = Scheduler(
