@@ -19,8 +19,10 @@ LIBRARY = "libpdserve_kernels.so"
 SOURCES = [f"csrc/{name}.cpp" for name in ("api", "choose", "experts", "ops", "plan", "pool", "program", "weights")]
 LEVEL_SOURCE = "csrc/level.cpp"
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
 LEVELS = {
-    "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
+    "zen4": [*AVX512_BF16, "-DPDK_ZEN4"],
+    "avx512_bf16": AVX512_BF16,
     "avx512": AVX512,
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
 }

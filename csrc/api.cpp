@@ -37,7 +37,10 @@ bool has_avx512_bf16() {
     return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
+bool is_zen4() { return has_avx512_bf16() && __builtin_cpu_is("amdfam19h"); }  // Zen 3, which has no AVX-512, or Zen 4
+
 const Kernels* kernels_of(const std::string& level) {
+    if (level == "zen4" && is_zen4()) return &zen4::kernels;
     if (level == "avx512_bf16" && has_avx512_bf16()) return &avx512_bf16::kernels;
     if (level == "avx512" && has_avx512()) return &avx512::kernels;
     if (level == "avx2" && has_avx2()) return &avx2::kernels;

@@ -51,7 +51,7 @@ static void score_runs(const Attention& a, const bf16* q, const Run* runs, int64
     const int64_t dim = a.pages.dim;
     for (int64_t r = 0; r < count; r++) {
         F s[HEADS];
-        score<HEADS, ASK>(q, padded(dim), runs[r].keys, dim, runs[r].next, s);
+        score<HEADS, ASK>(q, padded(dim), runs[r].keys, dim, runs[r].next_keys, s);
 #pragma GCC unroll 4
         for (int h = 0; h < HEADS; h++) store(scores + h * SPAN + r * RUN, bend(s[h], a.mask.softcap));
     }
@@ -69,7 +69,7 @@ INLINE void mix(const Pages& pages, const Run* runs, int64_t count, const bf16* 
 #pragma GCC unroll 4
         for (int b = 0; b < 2 * BLOCKS; b++) o[h][b] = load(out + h * wide + c + 16 * b) * set1(keep[h]);
     for (int64_t r = 0; r < count; r++) {
-        const bf16 *values = runs[r].values + c, *next = runs[r].next + pages.value_offset + c * RUN;
+        const bf16 *values = runs[r].values + c, *next = runs[r].next_values + c * RUN;
         for (int k = 0; k < RUN; k += 2) {
             P w[HEADS];
             const bf16 *x = values + k * dim, *y = x + dim;
@@ -188,8 +188,8 @@ INLINE void by_pages(const Attention& a, const Piece& p, int64_t t, Call&& f) {
     }
 }
 
-// `fresh`: nobody has asked for its beginning. `then`: what this thread is likely to compute next, or null.
-static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* then) {
+// `fresh`: nobody has asked for its beginning. `then`: what this thread is likely to compute next, or null: `soon`.
+static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* then, const Soon& soon) {
     const int64_t wide = padded(a.pages.dim), group = a.group, heads = p.heads * group;
     const int64_t token = a.offsets[p.row] + p.first;
     alignas(64) float out[MAX_GROUP * MAX_DIM], scores[MAX_GROUP * SPAN];
@@ -212,7 +212,13 @@ static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* 
             for (int64_t r = 0; r < count; r++) {
                 const int64_t i = kv * RUNS + r;
                 runs[i] = find(a, p, p.head + kv, t + r * RUN, room + i * 2 * RUN * a.pages.dim);
-                if (r < more) runs[i].next = key_of(a, next->row, next->head + kv, from + r * RUN);
+                if (r < more) {
+                    runs[i].next_keys = key_of(a, next->row, next->head + kv, from + r * RUN);
+                    runs[i].next_values = runs[i].next_keys + a.pages.value_offset;
+                } else if (!next && soon.at) {
+                    runs[i].next_keys = (const bf16*)soon.at + (kv * count + r) * RUN * a.pages.dim;
+                    runs[i].next_values = runs[i].next_keys + p.heads * count * RUN * a.pages.dim;
+                }
             }
         by_pages(a, p, t, [&](int64_t kv, int64_t r, int64_t n, int64_t h, int64_t at_once, bool first) {
             const bf16* q = a.q + (((p.head + kv) * a.tokens + token) * group + h - kv * group) * wide;

@@ -23,6 +23,12 @@ Weights of_expert(const Weights& w, int64_t expert, int64_t count) {
     return {w.format, blocks, w.k, w.data + items * w.k * item_bytes, w.scale ? w.scale + items : nullptr, nullptr};
 }
 
+// Where the first block of a part lies; `wide`: blocks that count as one.
+Soon block_of(const Weights& w, const Part& part, int64_t count, int64_t wide) {
+    const Weights own = of_expert(w, part.expert, count);
+    return {own.data + wide * part.begin * block_bytes(own)};
+}
+
 int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
@@ -80,7 +86,7 @@ void Experts::sort(Program& p) const {
     }
 }
 
-// Calls call(expert, first row, rows, first block, last block) for this thread's share of all experts that have rows.
+// Calls call(part, the one behind it or null) for this thread's share of all experts that have rows.
 template <class Call>
 void Experts::share_blocks(const Program& p, int thread, int64_t blocks, Call&& call) const {
     const std::vector<int64_t>& starts = p.routed.starts;
@@ -88,12 +94,17 @@ void Experts::share_blocks(const Program& p, int thread, int64_t blocks, Call&& 
     int64_t total = 0, low, high, before = 0;
     for (int64_t e = 0; e < mixture.count; e++) total += cost(e) * blocks;
     p.share(total, thread, low, high);
+    Part last{};  // one whose successor is still looked for, if it has blocks
     for (int64_t e = 0; e < mixture.count; before += cost(e++) * blocks) {
         if (cost(e) == 0) continue;
-        const int64_t first = std::clamp<int64_t>(up(std::max<int64_t>(low - before, 0), cost(e)), 0, blocks);
-        const int64_t last = std::clamp<int64_t>(up(std::max<int64_t>(high - before, 0), cost(e)), 0, blocks);
-        if (first < last) call(e, starts[e], starts[e + 1] - starts[e], first, last);
+        const int64_t begin = std::clamp<int64_t>(up(std::max<int64_t>(low - before, 0), cost(e)), 0, blocks);
+        const int64_t end = std::clamp<int64_t>(up(std::max<int64_t>(high - before, 0), cost(e)), 0, blocks);
+        if (begin == end) continue;
+        const Part part{e, starts[e], starts[e + 1] - starts[e], begin, end};
+        if (last.end) call(last, &part);
+        last = part;
     }
+    if (last.end) call(last, nullptr);
 }
 
 void Experts::run(Program& p, int thread) {
@@ -112,14 +123,18 @@ void Experts::run(Program& p, int thread) {
         p.kernels.prepare(p.floats(source.buffer) + r.tokens[i] * source.width, source.width, source.width, source.norm,
                           source.eps, from(inputs, i), 0, 1);
     p.pool.meet();
-    share_blocks(p, thread, wide.blocks / mixture.count / 2, [&](int64_t e, int64_t row, int64_t n, int64_t a, int64_t b) {
-        const Output to{Store::swiglu, nullptr, deep.k, deep.k, from(gated, row)};
-        p.kernels.linear(of_expert(wide, e, mixture.count), from(inputs, row), n, a, b, to);
+    share_blocks(p, thread, wide.blocks / mixture.count / 2, [&](const Part& part, const Part* then) {
+        const Output to{Store::swiglu, nullptr, deep.k, deep.k, from(gated, part.row)};
+        const Weights w = of_expert(wide, part.expert, mixture.count);
+        const Soon soon = then ? block_of(wide, *then, mixture.count, 2) : Soon{};
+        p.kernels.linear(w, from(inputs, part.row), part.rows, part.begin, part.end, to, soon);
     });
     p.pool.meet();
-    share_blocks(p, thread, deep.blocks / mixture.count, [&](int64_t e, int64_t row, int64_t n, int64_t a, int64_t b) {
-        const Output to{Store::write, outputs + row * width, width, width, {}};
-        p.kernels.linear(of_expert(deep, e, mixture.count), from(gated, row), n, a, b, to);
+    share_blocks(p, thread, deep.blocks / mixture.count, [&](const Part& part, const Part* then) {
+        const Output to{Store::write, outputs + part.row * width, width, width, {}};
+        const Weights w = of_expert(deep, part.expert, mixture.count);
+        const Soon soon = then ? block_of(deep, *then, mixture.count, 1) : Op::soon(p, thread);
+        p.kernels.linear(w, from(gated, part.row), part.rows, part.begin, part.end, to, soon);
     });
     p.pool.meet();
     p.share(tokens(p), thread, first, last);

@@ -21,6 +21,11 @@ struct Mixture {
     int64_t* counts;
 };
 
+// Blocks [begin, end) of an expert's weights, or pairs of them, for all `rows` of its inputs, which begin at `row`.
+struct Part {
+    int64_t expert, row, rows, begin, end;
+};
+
 // Routes are put in the order of their experts; each expert then multiplies all its rows at once.
 struct Experts : Op {
     Source source;
@@ -33,6 +38,7 @@ struct Experts : Op {
     void run(Program& p, int thread) override;
     void prepare_for(Program& p) override;
     bool prepares() const override { return true; }
+    Soon first_read(Program&, int) const override { return {}; }  // that depends on where tokens go
 
   private:
     int64_t tokens(const Program& p) const { return p.count(p.buffers[out].of_samples); }

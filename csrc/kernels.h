@@ -31,6 +31,14 @@ struct Weights {
     float* bias;
 };
 
+// Memory that a thread will read first in the operation behind this one, or null: it is asked for while this one still
+// computes, so that memory is busy while threads meet.
+struct Soon {
+    const uint8_t* at = nullptr;
+};
+
+inline int64_t block_bytes(const Weights& w) { return w.k * BLOCK * (w.format == Format::bf16 ? 2 : 1); }
+
 // Rows that go into products: bf16 [rows][k], or int8 [rows][k] with a scale per group of 32 and, for each group, the
 // sum that the 128 in the weights adds, negated.
 struct Operand {
@@ -104,11 +112,13 @@ struct Kernels {
     void (*norm)(const float* x, int64_t columns, const float* weight, float eps, bf16* out, int64_t first,
                  int64_t last);
     // Rows [0, rows) times blocks [first, last); for swiglu, pairs of blocks.
-    void (*linear)(const Weights& w, const Operand& x, int64_t rows, int64_t first, int64_t last, const Output& out);
+    void (*linear)(const Weights& w, const Operand& x, int64_t rows, int64_t first, int64_t last, const Output& out,
+                   const Soon& soon);
     void (*place)(const Heads& heads, const Pages& pages, const int64_t* write_pages, const int64_t* write_slots,
                   int64_t first, int64_t last);
-    // `then`, or null: a piece of decode that this thread is likely to be given next, `fresh`: this one was no such.
-    void (*decode)(const Attention& a, const Piece& piece, bool fresh, const Piece* then);
+    // `then`, or null: a piece of decode that this thread is likely to be given next, else `soon`. `fresh`: this one was
+    // no such.
+    void (*decode)(const Attention& a, const Piece& piece, bool fresh, const Piece* then, const Soon& soon);
     void (*extend)(const Attention& a, const Piece& piece, uint8_t* scratch);
     void (*merge)(const Attention& a, const Piece& piece, const float* partials, int64_t count);
     int64_t (*argmax)(const float* x, int64_t count);
@@ -128,5 +138,6 @@ int64_t extend_queries(int64_t group);
 namespace avx2 { extern const Kernels kernels; }
 namespace avx512 { extern const Kernels kernels; }
 namespace avx512_bf16 { extern const Kernels kernels; }
+namespace zen4 { extern const Kernels kernels; }
 
 }  // namespace pdk

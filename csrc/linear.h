@@ -38,13 +38,12 @@ struct Ask {
     int64_t bytes;
 };
 
-// The next block of weights, while the last two tiles of rows, or the only one, are multiplied with this one: memory is
-// to be busy all the while.
-INLINE Ask ask_by(const Weights& w, int64_t tiles, int64_t left, int64_t next_blocks) {
-    const int64_t block = w.k * BLOCK * (w.format == Format::bf16 ? 2 : 1), from = next_blocks * block;
+// As many bytes as a block has, from so many behind it on, while the last two tiles of rows, or the only one, are
+// multiplied with it: memory is to be busy all the while.
+INLINE Ask ask_by(const Weights& w, int64_t tiles, int64_t left, int64_t from) {
     if (tiles == 1) return {2, from};
     if (left > 2) return {0, 0};
-    return {1, left == 2 ? from : from + block / 2};
+    return {1, left == 2 ? from : from + block_bytes(w) / 2};
 }
 
 // One tile: `count` rows times `block`, float [count][32], bias included.
@@ -92,18 +91,24 @@ INLINE void put(const Output& o, int64_t row, int64_t count, int64_t block, cons
     }
 }
 
-static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t first, int64_t last, const Output& o) {
+static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t first, int64_t last, const Output& o,
+                   const Soon& soon) {
     alignas(64) float a[MAX_ROWS * BLOCK], b[MAX_ROWS * BLOCK];
     const bool half = w.format == Format::bf16;
+    const int64_t bytes = block_bytes(w), wide = o.store == Store::swiglu ? 2 : 1;
     const int most = half ? MAX_ROWS : MAX_QUARTER_ROWS;
     int64_t pass = ROW_BYTES / (half ? w.k * 2 : w.k) / most * most;
     if (pass < most) pass = most;
     for (int64_t begin = 0; begin < rows; begin += pass) {
         const int64_t now = rows - begin < pass ? rows - begin : pass;
-        for (int64_t block = first; block < last; block++)
+        for (int64_t block = first; block < last; block++) {
+            // What is read behind this block, of which a pair counts as one: the next, the first again, or `soon`.
+            const uint8_t *here = w.data + wide * block * bytes, *next = here + wide * bytes;
+            if (block + 1 == last) next = begin + pass < rows ? w.data + wide * first * bytes : soon.at;
+            else if (now <= FOUND_ROWS) next = nullptr;
             by_tiles(now, most, [&](int64_t at, int64_t count, int64_t left) {
                 const int64_t row = begin + at;
-                const Ask ask = ask_by(w, (now + most - 1) / most, left, o.store == Store::swiglu ? 2 : 1);
+                const Ask ask = next ? ask_by(w, (now + most - 1) / most, left, next - here) : Ask{0, 0};
                 fetch(o, row, count, block);
                 if (o.store != Store::swiglu) {
                     product(w, x, block, row, count, ask, a);
@@ -117,5 +122,6 @@ static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t fir
                     put_block(o.next, row + r, block * BLOCK, silu(load(g)) * load(u), silu(load(g + 16)) * load(u + 16));
                 }
             });
+        }
     }
 }

@@ -43,12 +43,21 @@ void Product::run(Program& p, int thread) {
         if (!alone) p.pool.meet();
     }
     int64_t first, last;
-    const bool swiglu = store == Store::swiglu;
-    p.share(swiglu ? weights.blocks / 2 : weights.blocks, thread, first, last);
+    share(p, thread, first, last);
     Output to{store, nullptr, columns, columns, {}};
-    if (swiglu) to.next = p.gated(format, weights.blocks / 2 * BLOCK);
+    if (store == Store::swiglu) to.next = p.gated(format, weights.blocks / 2 * BLOCK);
     else to.to = p.floats(out);
-    p.kernels.linear(weights, x, rows, first, last, to);
+    p.kernels.linear(weights, x, rows, first, last, to, soon(p, thread));
+}
+
+void Product::share(Program& p, int thread, int64_t& first, int64_t& last) const {
+    p.share(store == Store::swiglu ? weights.blocks / 2 : weights.blocks, thread, first, last);
+}
+
+Soon Product::first_read(Program& p, int thread) const {
+    int64_t first, last;
+    share(p, thread, first, last);
+    return {weights.data + (store == Store::swiglu ? 2 : 1) * first * block_bytes(weights)};
 }
 
 void Norm::run(Program& p, int thread) {
@@ -94,17 +103,28 @@ void Attend::run(Program& p, int thread) {
         const bool fresh = expected != &planned.piece;
         expected = i + p.pool.size() < count ? &plan.pieces[i + p.pool.size()].piece : nullptr;
         if (expected && !decodes(*expected)) expected = nullptr;
+        const Soon then = expected ? Soon{} : soon(p, thread);
         if (planned.split < 0) {
-            p.kernels.decode(a, piece, fresh, expected);
+            p.kernels.decode(a, piece, fresh, expected, then);
             continue;
         }
         const Split& split = plan.splits[planned.split];
         float* all = p.partials.as<float>() + split.first_partial * plan.partial_floats;
         piece.partial = all + planned.part * plan.partial_floats;
-        p.kernels.decode(a, piece, fresh, expected);
+        p.kernels.decode(a, piece, fresh, expected, then);
         const int32_t ended = plan.done[planned.split].fetch_add(1, std::memory_order_acq_rel) + 1;
         if (ended % split.count == 0) p.kernels.merge(a, piece, all, split.count);
     }
+}
+
+Soon Attend::first_read(Program& p, int thread) const {
+    const Plan& plan = p.plan_for(mask.window);
+    if (thread >= static_cast<int64_t>(plan.pieces.size())) return {};
+    const Piece& piece = plan.pieces[thread].piece;
+    const Attention a = p.attention_of(layer);
+    const int64_t page = (a.table + piece.row * a.table_stride)[piece.begin / a.pages.page_tokens];
+    const int64_t head = piece.head * a.pages.page_tokens + piece.begin % a.pages.page_tokens;
+    return {reinterpret_cast<const uint8_t*>(a.pages.base + page * a.pages.page_stride + head * a.pages.dim)};
 }
 
 void Select::run(Program& p, int thread) {

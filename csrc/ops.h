@@ -34,6 +34,10 @@ struct Product : Op {
     Product(const Source& source, const Weights& weights, int64_t columns, int64_t out, Store store, bool of_samples)
         : source(source), weights(weights), columns(columns), out(out), store(store), of_samples(of_samples) {}
     void run(Program& p, int thread) override;
+    Soon first_read(Program& p, int thread) const override;
+
+  private:
+    void share(Program& p, int thread, int64_t& first, int64_t& last) const;  // blocks, or pairs of them
 };
 
 struct Norm : Op {
@@ -64,6 +68,7 @@ struct Attend : Op {
     std::vector<Taken> taken;  // [threads]: pieces of each that were begun
     Attend(int64_t layer, int64_t out, const Mask& mask) : layer(layer), out(out), mask(mask) {}
     void run(Program& p, int thread) override;
+    Soon first_read(Program& p, int thread) const override;
     void prepare_for(Program& p) override {
         if (taken.empty()) taken = std::vector<Taken>(p.pool.size());
         for (auto& of : taken) of.count.store(0);

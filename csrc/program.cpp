@@ -60,6 +60,7 @@ Program::Program(Pool& pool, const Kernels& kernels, const pdk_heads& heads)
 
 int64_t Program::add(std::unique_ptr<Op> op) {
     if (op->prepares()) preparing_.push_back(op.get());
+    if (!ops_.empty()) ops_.back()->next = op.get();
     ops_.push_back(std::move(op));
     return static_cast<int64_t>(ops_.size()) - 1;
 }

@@ -63,6 +63,14 @@ class Op {
     virtual void run(Program& p, int thread) = 0;
     virtual void prepare_for(Program&) {}
     virtual bool prepares() const { return false; }
+    // What this thread's share reads first of what no operation has just written; of an operation that reads no such
+    // memory, what the next one does.
+    virtual Soon first_read(Program& p, int thread) const { return soon(p, thread); }
+
+    Op* next = nullptr;  // the operation behind this one
+
+  protected:
+    Soon soon(Program& p, int thread) const { return next ? next->first_read(p, thread) : Soon{}; }
 };
 
 class Program {

@@ -3,10 +3,9 @@
 
 constexpr int64_t RUN_ROOM = 2 * RUN * MAX_DIM;
 
-// Keys and values of a run of one head, one token behind the other, and the keys to ask for meanwhile, whose values lie
-// as far behind them.
+// Keys and values of a run of one head, one token behind the other, and as much of each to ask for meanwhile.
 struct Run {
-    const bf16 *keys, *values, *next;
+    const bf16 *keys, *values, *next_keys, *next_values;
 };
 
 // Where a token's key lies.
@@ -21,7 +20,7 @@ INLINE Run find(const Attention& a, const Piece& p, int64_t head, int64_t t, bf1
     const int64_t dim = a.pages.dim;
     if (a.pages.page_tokens % RUN == 0 && t >= p.begin && t + RUN <= p.end) {
         const bf16* keys = key_of(a, p.row, head, t);
-        return {keys, keys + a.pages.value_offset, keys};
+        return {keys, keys + a.pages.value_offset, keys, keys + a.pages.value_offset};
     }
     const auto nearest = [&](int64_t token) { return token < p.begin ? p.begin : token >= p.end ? p.end - 1 : token; };
     for (int64_t i = 0; i < RUN; i++) {
@@ -29,13 +28,14 @@ INLINE Run find(const Attention& a, const Piece& p, int64_t head, int64_t t, bf1
         memcpy(room + i * dim, key, sizeof(bf16) * dim);
         memcpy(room + (RUN + i) * dim, key + a.pages.value_offset, sizeof(bf16) * dim);
     }
-    return {room, room + RUN * dim, key_of(a, p.row, head, nearest(t))};
+    const bf16* keys = key_of(a, p.row, head, nearest(t));
+    return {room, room + RUN * dim, keys, keys + a.pages.value_offset};
 }
 
-// Asks for 64 bytes, for all caches; here and not sooner, where a compiler would put several of them together.
+// Asks for 64 bytes; here and not sooner, where a compiler would put several of them together.
 INLINE void ask(const bf16* at) {
     asm volatile("" ::: "memory");
-    __builtin_prefetch(at, 0, 3);
+    __builtin_prefetch(at, 0, NEAREST);
 }
 
 // Asks for a run of a head at once.

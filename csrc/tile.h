@@ -18,7 +18,7 @@ static void tile_half(const bf16* w, int64_t k, const bf16* x, int64_t x_stride,
             const bf16* at = w + (q + 2 * u) * 32;
             P w0 = pairs(at), w1 = pairs(at + 32);
 #pragma GCC unroll 2
-            for (int i = 0; i < LINES; i++) __builtin_prefetch(w + ahead + (q / 2 + u) * 32 * LINES + 32 * i, 0, 3);
+            for (int i = 0; i < LINES; i++) __builtin_prefetch(w + ahead + (q / 2 + u) * 32 * LINES + 32 * i, 0, NEAREST);
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
                 P v = spread(x + r * x_stride + q + 2 * u);
@@ -56,7 +56,7 @@ static void tile_quarter(const uint8_t* w, const float* scale, int64_t k, const 
             const uint8_t* at = w + (g * 8 + u) * 128;
             P w0 = pairs(at), w1 = pairs(at + 64);
 #pragma GCC unroll 2
-            for (int i = 0; i < LINES; i++) __builtin_prefetch(w + ahead + (g * 8 + u) * 64 * LINES + 64 * i, 0, 3);
+            for (int i = 0; i < LINES; i++) __builtin_prefetch(w + ahead + (g * 8 + u) * 64 * LINES + 64 * i, 0, NEAREST);
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
                 P v = spread(q + r * k + g * BLOCK + u * 4);

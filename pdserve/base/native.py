@@ -20,8 +20,8 @@ PATH_VARIABLE = "PDSERVE_KERNELS_LIBRARY"
 """Environment variable: the library to load instead of the one beside this file."""
 LEVEL_VARIABLE = "PDSERVE_KERNELS_LEVEL"
 """Environment variable: the instruction-set level to use, one of LEVELS."""
-LEVELS = ("avx512_bf16", "avx512", "avx2")
-"""Best first."""
+LEVELS = ("zen4", "avx512_bf16", "avx512", "avx2")
+"""Best first. `zen4` is `avx512_bf16` on CPUs with other caches, and runs nowhere else."""
 FILE = "libpdserve_kernels.so"
 VERSION = 7
 
