@@ -31,7 +31,7 @@ INLINE void score(const bf16* q, int64_t wide, const bf16* keys, int64_t dim, co
 #pragma GCC unroll 4
             for (int k = 0; k < 4; k++) {
                 const bf16* at = from + k * dim + c;
-                if (ASK) ask(next + 32 * k);
+                if (ASK) ask_beside(next + 32 * k, at);
                 const P key = c + 32 <= dim ? pairs(at) : pairs_n(at, dim - c);
 #pragma GCC unroll 4
                 for (int h = 0; h < HEADS; h++) s[h][k] = dot2(s[h][k], v[h], key);
@@ -78,12 +78,12 @@ INLINE void mix(const Pages& pages, const Run* runs, int64_t count, const bf16* 
 #pragma GCC unroll 2
             for (int b = 0; b < 2 * BLOCKS; b += 2) {
                 P u, v;
-                if (ASK) ask(next + 32 * b);
+                if (ASK) ask_beside(next + 32 * b, x + 16 * b);
                 if (left >= 32 * BLOCKS) zip(pairs(x + 16 * b), pairs(y + 16 * b), u, v);
                 else zip(pairs_n(x + 16 * b, left - 16 * b), pairs_n(y + 16 * b, left - 16 * b), u, v);
 #pragma GCC unroll 4
                 for (int h = 0; h < HEADS; h++) o[h][b] = dot2(o[h][b], w[h], u);
-                if (ASK) ask(next + 32 * b + 32);
+                if (ASK) ask_beside(next + 32 * b + 32, y + 16 * b);
 #pragma GCC unroll 4
                 for (int h = 0; h < HEADS; h++) o[h][b + 1] = dot2(o[h][b + 1], w[h], v);
             }
