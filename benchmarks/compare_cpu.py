@@ -5,7 +5,8 @@
 
 All systems are up for the whole run, and one works at a time, in an order that changes with the round. Prompts are
 token ids of English prose, the same for all, new pieces each round. Ratios are taken within a round. Before each
-measurement the system has answered a short request.
+measurement all cores are quiet, for some systems spin for seconds behind an answer, and then the system has answered a
+short request.
 
 - Decode at N streams: N prompts of `--input-len` tokens at once, `--output-len` tokens each. `decode tok/s` counts
   tokens from when the last stream has its first one to when the first stream has its last: all N run, and nothing else.
@@ -20,9 +21,12 @@ import dataclasses
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie in the checkout's root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -51,6 +55,8 @@ DECODE = (
     Metric("itl_p99_ms", "ITL p99, ms", 1),
     Metric("cpu_ms_token", "CPU/token, ms", 2),
 )
+QUIET_PERCENT, LOOK_S, PATIENCE_S = 5.0, 0.3, 20.0
+"""A measurement waits until all cores are busy for less than that share of `LOOK_S`; it fails after `PATIENCE_S`."""
 NONE = "none"
 """A rate of streams that never ran together."""
 PREFILL = (Metric("prefill_tok_s", "prefill tok/s", 0, more_is_better=True), Metric("ttft_ms", "TTFT, ms", 0))
@@ -113,10 +119,23 @@ def order_of(names: Sequence[str], index: int) -> list[str]:
     return [*names[first:], *names[:first]]
 
 
-def woken(args: argparse.Namespace, systems: dict[str, System], name: str, flags: argparse.Namespace) -> Outcome:
-    """One measurement, right after a short request that does not count: who idled for minutes has lost its caches, and
-    on some machines the pages of its programs.
+def wait_for_quiet(busy_percent: Callable[[float], float], clock: Callable[[], float] = time.monotonic) -> None:
+    """Until nobody computes. `busy_percent(seconds)`: how busy all cores were in these seconds, which it waits for.
+
+    Raises:
+        RuntimeError: somebody does not stop to.
     """
+    deadline = clock() + PATIENCE_S
+    while (busy := busy_percent(LOOK_S)) > QUIET_PERCENT:
+        if clock() > deadline:
+            raise RuntimeError(f"the cores are busy by {busy:.0f}% though nothing is asked for: end what else computes")
+
+
+def woken(args: argparse.Namespace, systems: dict[str, System], name: str, flags: argparse.Namespace) -> Outcome:
+    """One measurement on quiet cores, right after a short request that does not count: who idled for minutes has lost
+    its caches, and on some machines the pages of its programs.
+    """
+    wait_for_quiet(psutil.cpu_percent)
     run(systems[name], name, load(1, args.input_len, 4, args.seed))
     return run(systems[name], name, flags)
 

@@ -115,8 +115,8 @@ class ScheduleConfig:
     chunked_prefill_size: int | None = flag(None, help="prompt tokens per step; -1 turns chunking off")
     mixed_chunk_size: int | None = flag(
         None,
-        help="prompt tokens per step that also decodes; when absent as many as in others if --chunked-prefill-size is "
-        "given, else a quarter: running streams pause for a shorter time",
+        help="prompt tokens per step beside streams that have had two tokens; when absent as many as in others if "
+        "--chunked-prefill-size is given, else a quarter: streams pause for a shorter time",
     )
     max_prefill_tokens: int = flag(16384, help="prompt tokens per step when chunking is off")
     max_queued_requests: int | None = flag(None, help="waiting requests, beyond free rows, before new ones get 503")

@@ -32,7 +32,7 @@ class Limits:
     """What a step may hold, and how much memory is kept for what runs.
 
     `chunk_tokens` None: prompts are not cut, and a step takes prompts of up to `prefill_tokens` together.
-    `mixed_chunk_tokens` None: a step that also decodes takes as many tokens of prompts as another.
+    `mixed_chunk_tokens` None: a step beside running streams takes as many tokens of prompts as another.
     `offload_bytes` 0: the KV of retracted requests is computed again.
     """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pdserve.executor.interface import BatchPlan, SampledToken, StepResult
+from pdserve.executor.interface import BatchPlan, Row, SampledToken, StepResult
 from pdserve.protocol.messages import FinishReason
 from pdserve.scheduler.core import Core, plan_of
 from pdserve.scheduler.prefilling import Prefilling
@@ -35,7 +35,7 @@ class Generating:
     def plan(self, step: int) -> BatchPlan | None:
         """Decode rows first, then chunks within the budget."""
         decoding = self.running.plan()
-        return plan_of(step, decoding + self.prefilling.plan(beside_decode=bool(decoding)))
+        return plan_of(step, decoding + self.prefilling.plan(beside_streams=self._has_streams(decoding)))
 
     def commit(
         self, live: dict[str, Req], plan: BatchPlan, result: StepResult
@@ -70,6 +70,13 @@ class Generating:
         for req in taken:
             self._core.counters["requests_retracted"] += 1
             self._retract(req)
+
+    def _has_streams(self, decoding: list[Row]) -> bool:
+        """True when somebody waits for more than a second token.
+
+        Who has only just had the first may belong to a burst, the rest of which is then computed in one step.
+        """
+        return any(row.start > self.running.reqs[row.rid].num_prompt for row in decoding)
 
     def _retract(self, req: Req) -> None:
         self._core.retract(req)

@@ -50,19 +50,29 @@ def test_a_second_long_prompt_waits_for_the_first() -> None:
     assert "two" in mono.step()
 
 
-def test_a_step_that_decodes_takes_fewer_tokens_of_prompts() -> None:
+def test_a_step_beside_streams_takes_fewer_tokens_of_prompts() -> None:
     mono = Mono(num_pages=300, num_rows=8, chunk=40, mixed=8, width=200)
     mono.post("long", LONG[:100], max_new_tokens=1)
     assert [mono.step() for _ in range(3)] == [{"long": (0, 40)}, {"long": (40, 80)}, {"long": (80, 100)}]
-    mono.post("first", SHORT[:4], max_new_tokens=4)
-    mono.post("second", LONG[:50], max_new_tokens=1)
+    mono.post("first", SHORT[:4], max_new_tokens=5)
+    mono.post("second", LONG[:90], max_new_tokens=1)
     assert mono.step() == {"first": (0, 4), "second": (0, 36)}, "nobody's stream pauses"
-    assert mono.step() == {"first": (4, 5), "second": (36, 44)}
+    assert mono.step() == {"first": (4, 5), "second": (36, 76)}, "what came together is computed together"
+    assert mono.step() == {"first": (5, 6), "second": (76, 84)}, "a stream of two tokens runs"
     mono.post("short", SHORT[:3], max_new_tokens=1)
-    assert mono.step() == {"first": (5, 6), "second": (44, 50), "short": (0, 2)}
-    assert mono.step() == {"first": (6, 7), "short": (2, 3)}
+    assert mono.step() == {"first": (6, 7), "second": (84, 90), "short": (0, 2)}
+    assert mono.step() == {"first": (7, 8), "short": (2, 3)}
     mono.post("third", LONG[:50], max_new_tokens=1)
     assert mono.step() == {"third": (0, 40)}, "nobody decodes any more"
+
+
+def test_with_overlap_a_stream_runs_from_the_step_that_gives_its_third_token() -> None:
+    mono = Mono(num_pages=300, num_rows=8, chunk=40, mixed=8, width=200, overlap=True)
+    mono.post("first", SHORT[:4], max_new_tokens=5)
+    mono.post("second", LONG[:140], max_new_tokens=1)
+    steps = [mono.step() for _ in range(4)]
+    assert steps[:2] == [{"first": (0, 4), "second": (0, 36)}, {"second": (36, 76)}], "its first token is not yet here"
+    assert steps[2:] == [{"first": (4, 5), "second": (76, 116)}, {"first": (5, 6), "second": (116, 124)}]
 
 
 def test_without_chunks_prompts_are_taken_whole() -> None:
