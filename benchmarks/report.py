@@ -121,13 +121,20 @@ def add_write_flags(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def cpu_model() -> str:
-    """The processor's name."""
+    """The processor's name, and its family and model: virtual machines on different processors may have one name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    facts: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        facts.setdefault(key.strip(), value.strip())
+    if "model name" not in facts:
+        return platform.processor() or platform.machine()
+    if "cpu family" not in facts or "model" not in facts:
+        return facts["model name"]
+    return f"{facts['model name']} (family {facts['cpu family']}, model {facts['model']})"
 
 
 def git_revision() -> str:
