@@ -120,10 +120,10 @@ def add_write_flags(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where to")
 
 
-def cpu_model() -> str:
+def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's name, and its family and model: virtual machines on different processors may have one name."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = info.read_text().splitlines()
     except OSError:
         lines = []
     facts: dict[str, str] = {}

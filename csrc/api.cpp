@@ -37,10 +37,8 @@ bool has_avx512_bf16() {
     return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
-bool is_zen4() { return has_avx512_bf16() && __builtin_cpu_is("amdfam19h"); }  // Zen 3, which has no AVX-512, or Zen 4
-
 const Kernels* kernels_of(const std::string& level) {
-    if (level == "zen4" && is_zen4()) return &zen4::kernels;
+    if (level == "zen4" && has_avx512_bf16()) return &zen4::kernels;
     if (level == "avx512_bf16" && has_avx512_bf16()) return &avx512_bf16::kernels;
     if (level == "avx512" && has_avx512()) return &avx512::kernels;
     if (level == "avx2" && has_avx2()) return &avx2::kernels;
@@ -83,6 +81,10 @@ void pdk_touch(void* data, int64_t bytes, int64_t page) {
     for (int64_t i = 0; i < bytes; i += page) asm volatile("lock orb $0, %0" : "+m"(first[i]));  // a write of nothing
 }
 int64_t pdk_supports(const char* level) { return kernels_of(level) != nullptr; }
+const char* pdk_best_level(void) {
+    if (has_avx512_bf16()) return __builtin_cpu_is("amdfam19h") ? "zen4" : "avx512_bf16";  // Zen 3 has no AVX-512
+    return has_avx512() ? "avx512" : has_avx2() ? "avx2" : nullptr;
+}
 
 pdk_arena* pdk_arena_open(void) {
     return guarded([] { return new pdk_arena(); });

@@ -4,7 +4,8 @@
 // next. The heads of a piece, which lie side by side in a page, take a span together, first all their keys and then all
 // their values: memory is fastest where it is read as it lies. Pages lie scattered, and only asking for them in time
 // hides what it takes to find them: each run asks for the one that is in its place in the next span, as much as is read,
-// as it is read, and never in a burst, which would be waited for, or lost. A place outside a piece stands for its nearest
+// as it is read, and never in a burst, which would be waited for, or lost. The last span asks for what the thread reads
+// first in the operation behind attention. A place outside a piece stands for its nearest
 // token, and its score is masked: memory that no token was written to is never read.
 #pragma once
 

@@ -108,7 +108,7 @@ static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t fir
             else if (now <= FOUND_ROWS) next = nullptr;
             by_tiles(now, most, [&](int64_t at, int64_t count, int64_t left) {
                 const int64_t row = begin + at;
-                const Ask ask = next ? ask_by(w, (now + most - 1) / most, left, next - here) : Ask{0, 0};
+                const Ask ask = next ? ask_by(w, (now + most - 1) / most, left, (intptr_t)next - (intptr_t)here) : Ask{0, 0};
                 fetch(o, row, count, block);
                 if (o.store != Store::swiglu) {
                     product(w, x, block, row, count, ask, a);

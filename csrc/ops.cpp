@@ -55,8 +55,10 @@ void Product::share(Program& p, int thread, int64_t& first, int64_t& last) const
 }
 
 Soon Product::first_read(Program& p, int thread) const {
+    if (p.count(of_samples) == 0) return soon(p, thread);
     int64_t first, last;
     share(p, thread, first, last);
+    if (first == last) return {};
     return {weights.data + (store == Store::swiglu ? 2 : 1) * first * block_bytes(weights)};
 }
 
@@ -103,7 +105,7 @@ void Attend::run(Program& p, int thread) {
         const bool fresh = expected != &planned.piece;
         expected = i + p.pool.size() < count ? &plan.pieces[i + p.pool.size()].piece : nullptr;
         if (expected && !decodes(*expected)) expected = nullptr;
-        const Soon then = expected ? Soon{} : soon(p, thread);
+        const Soon then = i + p.pool.size() < count ? Soon{} : soon(p, thread);
         if (planned.split < 0) {
             p.kernels.decode(a, piece, fresh, expected, then);
             continue;

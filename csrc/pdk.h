@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 7
+#define PDK_VERSION 8
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, given back together */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
@@ -79,6 +79,8 @@ PDK_API void pdk_copy(const pdk_move* moves, int64_t count);
 PDK_API void pdk_touch(void* data, int64_t bytes, int64_t page);
 /* 1 when this machine can run the level "zen4", "avx512_bf16", "avx512" or "avx2". */
 PDK_API int64_t pdk_supports(const char* level);
+/* The level that is fastest on this machine; NULL when it can run none. */
+PDK_API const char* pdk_best_level(void);
 
 PDK_API pdk_arena* pdk_arena_open(void);
 PDK_API void pdk_arena_close(pdk_arena* arena);

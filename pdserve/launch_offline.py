@@ -10,6 +10,7 @@ with its parent.
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sys
 from collections.abc import Sequence
@@ -62,10 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
         setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode])
-        return host(resolve(config))
+        return host(without_streams(config, resolve(config)))
     except PdserveError as error:
         _say(Refusal(message=str(error), field=error.field if isinstance(error, ConfigError) else None))
         return REFUSED
+
+
+def without_streams(given: ServerConfig, resolved: ServerConfig) -> ServerConfig:
+    """`resolved`, but for what it does for streams unless that was asked for: an `LLM` returns whole answers."""
+    schedule = dataclasses.replace(resolved.schedule, mixed_chunk_size=given.schedule.mixed_chunk_size)
+    return dataclasses.replace(resolved, schedule=schedule)
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

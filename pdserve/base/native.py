@@ -21,9 +21,9 @@ PATH_VARIABLE = "PDSERVE_KERNELS_LIBRARY"
 LEVEL_VARIABLE = "PDSERVE_KERNELS_LEVEL"
 """Environment variable: the instruction-set level to use, one of LEVELS."""
 LEVELS = ("zen4", "avx512_bf16", "avx512", "avx2")
-"""Best first. `zen4` is `avx512_bf16` on CPUs with other caches, and runs nowhere else."""
+"""`zen4` is `avx512_bf16` for other caches; the library says which is best for a machine."""
 FILE = "libpdserve_kernels.so"
-VERSION = 7
+VERSION = 8
 
 
 class Step(Structure):
@@ -74,6 +74,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_copy": (None, (_P, _I)),
     "pdk_touch": (None, (_P, _I, _I)),
     "pdk_supports": (_I, (c_char_p,)),
+    "pdk_best_level": (c_char_p, ()),
     "pdk_arena_open": (_P, ()),
     "pdk_arena_close": (None, (_P,)),
     "pdk_arena_bytes": (_I, (_P,)),
@@ -148,7 +149,7 @@ def best_level() -> str:
         if asked not in LEVELS or not supports(asked):
             raise ConfigError(f"{LEVEL_VARIABLE} is {asked!r}, which is not one of {', '.join(LEVELS)} that runs here")
         return asked
-    for level in LEVELS:
-        if supports(level):
-            return level
-    raise Unavailable(f"this CPU has none of {', '.join(LEVELS)}")
+    best: bytes | None = library().pdk_best_level()
+    if best is None:
+        raise Unavailable(f"this CPU has none of {', '.join(LEVELS)}")
+    return best.decode()

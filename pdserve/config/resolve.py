@@ -142,7 +142,7 @@ def _disaggregation_bootstrap_port(config: ServerConfig, machine: Machine) -> tu
 STEPS: tuple[Step, ...] = (
     _device,
     _served_model_name,
-    _mixed_chunk_size,
+    _mixed_chunk_size,  # before the next, which fills in what it asks for
     _chunked_prefill_size,
     _disable_overlap_schedule,
     _max_running_requests,

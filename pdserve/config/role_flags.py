@@ -22,7 +22,7 @@ PREFILL_FIELDS = frozenset(
         "disaggregation_prefill_pp",
     }
 )
-DECODE_FIELDS = frozenset({"num_reserved_decode_tokens"})
+DECODE_FIELDS = frozenset({"num_reserved_decode_tokens", "mixed_chunk_size"})
 DECODE_PREFIX = "disaggregation_decode_"
 """Every other field that begins so is decode's."""
 ROUTER_FIELDS = frozenset({"enable_trace", "otlp_traces_endpoint", "max_request_bytes", "log_level"})

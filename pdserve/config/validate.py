@@ -138,7 +138,9 @@ def _check_schedule(schedule: ScheduleConfig) -> None:
     if schedule.mixed_chunk_size is not None and schedule.chunked_prefill_size is not None:
         if schedule.chunked_prefill_size == -1:
             _refuse("mixed_chunk_size", schedule.mixed_chunk_size, "is for chunks; --chunked-prefill-size -1 has none")
-        _between("mixed_chunk_size", schedule.mixed_chunk_size, 1, schedule.chunked_prefill_size)
+        if schedule.mixed_chunk_size > schedule.chunked_prefill_size:
+            rule = f"must be at most --chunked-prefill-size, {schedule.chunked_prefill_size}"
+            _refuse("mixed_chunk_size", schedule.mixed_chunk_size, rule)
 
 
 def _check_disagg(disagg: DisaggConfig) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pdserve.executor.interface import BatchPlan, Row, SampledToken, StepResult
+from pdserve.executor.interface import BatchPlan, SampledToken, StepResult
 from pdserve.protocol.messages import FinishReason
 from pdserve.scheduler.core import Core, plan_of
 from pdserve.scheduler.prefilling import Prefilling
@@ -34,8 +34,8 @@ class Generating:
 
     def plan(self, step: int) -> BatchPlan | None:
         """Decode rows first, then chunks within the budget."""
-        decoding = self.running.plan()
-        return plan_of(step, decoding + self.prefilling.plan(beside_streams=self._has_streams(decoding)))
+        beside_streams = self._has_streams()
+        return plan_of(step, self.running.plan() + self.prefilling.plan(beside_streams=beside_streams))
 
     def commit(
         self, live: dict[str, Req], plan: BatchPlan, result: StepResult
@@ -71,12 +71,12 @@ class Generating:
             self._core.counters["requests_retracted"] += 1
             self._retract(req)
 
-    def _has_streams(self, decoding: list[Row]) -> bool:
-        """True when somebody waits for more than a second token.
+    def _has_streams(self) -> bool:
+        """True when somebody waits for more than a second token, be it in a step under way.
 
-        Who has only just had the first may belong to a burst, the rest of which is then computed in one step.
+        Who has only just had the first may belong to a burst, whose next step then takes as many as the first.
         """
-        return any(row.start > self.running.reqs[row.rid].num_prompt for row in decoding)
+        return any(req.num_prompt < req.planned < req.num_worst for req in self.running.reqs.values())
 
     def _retract(self, req: Req) -> None:
         self._core.retract(req)

@@ -41,13 +41,13 @@ class Prefilling:
     def plan(self, *, beside_streams: bool = False) -> list[Row]:
         """The next chunks; admits waiting requests while memory, rows and budget last.
 
-        `beside_streams`: the step has rows that decode, whose streams pause while it runs.
+        `beside_streams`: there are some that pause while it runs.
         """
         if not self.active and not len(self.waiting):
             return []
         limits = self._core.limits
         budget = limits.prefill_tokens if limits.chunk_tokens is None else limits.chunk_tokens
-        if beside_streams and limits.mixed_chunk_tokens is not None:
+        if beside_streams and limits.chunk_tokens is not None and limits.mixed_chunk_tokens is not None:
             budget = limits.mixed_chunk_tokens
         rows: list[Row] = []
         long = next((req for req in self.active.values() if _left(req) > budget), None)

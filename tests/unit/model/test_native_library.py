@@ -13,24 +13,31 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.base.native import LEVELS, best_level, library
+from pdserve.base.native import LEVEL_VARIABLE, LEVELS, best_level, library, supports
 
 ROOT = Path(__file__).parents[3]
+CPU_INFO = Path("/proc/cpuinfo").read_text() if platform.system() == "Linux" else ""
 
 
 def can_be_built_and_run() -> bool:
     """Linux on x86-64 with AVX2, and a C++ compiler."""
     if platform.system() != "Linux" or platform.machine() != "x86_64" or shutil.which("c++") is None:
         return False
-    flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+    flags = next(line for line in CPU_INFO.splitlines() if line.startswith("flags"))
     return {"avx2", "fma", "f16c"} <= set(flags.split())
 
 
 pytestmark = pytest.mark.skipif(not can_be_built_and_run(), reason="the kernels cannot be built or run here")
 
 
-def test_the_library_loads_and_has_a_level_for_this_machine() -> None:
-    assert best_level() in LEVELS
+def test_the_library_loads_and_has_a_level_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LEVEL_VARIABLE, raising=False)
+    best = best_level()
+    assert best in LEVELS and supports(best)
+    facts = dict(line.replace("\t", "").split(":", 1) for line in CPU_INFO.split("\n\n")[0].splitlines() if ":" in line)
+    has_bf16 = {"avx512_bf16", "avx512_vnni"} <= set(facts["flags"].split())
+    assert (best == "zen4") is (has_bf16 and facts["vendor_id"].strip() == "AuthenticAMD" and int(facts["cpu family"]) == 25)
+    assert supports("zen4") is supports("avx512_bf16") is has_bf16
 
 
 def test_the_library_is_built_from_the_sources_that_lie_here() -> None:

@@ -249,6 +249,7 @@ ROLES: tuple[Role, Role] = ("prefill", "decode")
         ("--disaggregation-decode-enable-offload-kvcache", False, True),
         ("--disaggregation-decode-offload-gb 1.5", False, True),
         ("--num-reserved-decode-tokens=64", False, True),
+        ("--mixed-chunk-size 64", False, True),
         ("--page-size 64", True, True),
         ("--chunked-prefill-size -1", True, True),
         ("--enable-deterministic-inference", True, True),

@@ -75,6 +75,28 @@ def test_with_overlap_a_stream_runs_from_the_step_that_gives_its_third_token() -
     assert steps[2:] == [{"first": (4, 5), "second": (76, 116)}, {"first": (5, 6), "second": (116, 124)}]
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_with_stages_a_stream_counts_while_another_stage_has_it(late: bool) -> None:
+    mono = Mono(num_pages=300, num_rows=8, chunk=40, mixed=8, width=200, num_stages=2, late=late)
+    mono.post("stream", SHORT[:4], max_new_tokens=40)
+    while len(mono.tokens("stream")) < 3:
+        mono.step()
+    mono.post("long", LONG[:100], max_new_tokens=1)
+    chunks = [end - start for _ in range(20) for start, end in [mono.step().get("long", (0, 0))]]
+    assert sum(chunks) == 100 and max(chunks) == 8
+
+
+def test_a_request_that_comes_back_is_a_stream_at_once() -> None:
+    mono = Mono(num_pages=40, num_rows=8, chunk=40, mixed=8, width=200)
+    mono.post("first", SHORT[:4], max_new_tokens=20)
+    while len(mono.tokens("first")) < 3:
+        mono.step()
+    mono.scheduler.role.retract_all()
+    mono.step()
+    mono.post("long", LONG[:50], max_new_tokens=1)
+    assert mono.step()["long"] == (0, 8)
+
+
 def test_without_chunks_prompts_are_taken_whole() -> None:
     mono = Mono(num_pages=300, num_rows=8, chunk=None, width=200)
     mono.core.limits = type(mono.core.limits)(chunk_tokens=None, prefill_tokens=30)
