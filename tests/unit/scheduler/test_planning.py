@@ -86,6 +86,31 @@ def test_with_stages_a_stream_counts_while_another_stage_has_it(late: bool) -> N
     assert sum(chunks) == 100 and max(chunks) == 8
 
 
+def test_prompts_under_way_share_the_smaller_budget_once_streams_run() -> None:
+    mono = Mono(num_pages=300, num_rows=8, chunk=40, mixed=8, width=200)
+    mono.post("stream", SHORT[:4], max_new_tokens=30)
+    mono.post("one", LONG[:90], max_new_tokens=1)
+    mono.post("two", LONG[200:290], max_new_tokens=1)
+    mono.step(), mono.step()
+    begun = [mono.step() for _ in range(14)]
+    prompt_tokens = [sum(end - start for rid, (start, end) in step.items() if rid != "stream") for step in begun]
+    assert max(prompt_tokens) == 8 and all(step["stream"] for step in begun)
+    mono.run()
+    assert {mono.finish(rid).type for rid in ("stream", "one", "two")} == {"length"} and mono.all_free()
+
+
+def test_a_budget_smaller_than_a_page_still_moves_a_prompt_on() -> None:
+    mono = Mono(num_pages=300, num_rows=8, chunk=40, mixed=3, width=200)
+    mono.post("stream", SHORT[:4], max_new_tokens=30)
+    while len(mono.tokens("stream")) < 3:
+        mono.step()
+    mono.post("long", LONG[:20], max_new_tokens=1)
+    ends = [mono.step().get("long", (0, 0))[1] for _ in range(10)]
+    assert ends == [3, 4, 7, 8, 11, 12, 15, 16, 19, 20]
+    mono.run()
+    assert mono.finish("long").type == "length" and mono.all_free()
+
+
 def test_a_request_that_comes_back_is_a_stream_at_once() -> None:
     mono = Mono(num_pages=40, num_rows=8, chunk=40, mixed=8, width=200)
     mono.post("first", SHORT[:4], max_new_tokens=20)
