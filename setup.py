@@ -27,7 +27,9 @@ LEVELS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
 }
 FLAGS = ["-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra"]
-LEVEL_FLAGS = ["-O3", "-fno-math-errno", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # gcc 12's own intrinsics
+GCC_12 = ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # its own intrinsics
+# What is multiplied and added in one is written so: what a compiler makes of the same lines at two places may differ.
+LEVEL_FLAGS = ["-O3", "-fno-math-errno", "-ffp-contract=off", *GCC_12]
 
 
 def digest() -> str:

@@ -65,7 +65,8 @@ def rows_of(num_rows: int, start: int, end: int) -> tuple[ForwardBatch, int]:
     pages = table[np.repeat(np.arange(num_rows), end - start), positions // HEADS.page_tokens].astype(np.int64)
     offsets = np.arange(num_rows) * (end - start)
     columns = torch.from_numpy(np.stack((positions * 0, positions, pages, positions % HEADS.page_tokens)))
-    host = HostRows(np.full(num_rows, start), np.full(num_rows, end), offsets, table)
+    starts, ends, prompts = (np.full(num_rows, at) for at in (start, end, end if end - start > 1 else 0))
+    host = HostRows(starts, ends, offsets, prompts, table)
     return ForwardBatch(columns, torch.from_numpy(offsets + end - start - 1), host), num_rows * per_row
 
 

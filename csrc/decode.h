@@ -7,6 +7,10 @@
 // as it is read, and never in a burst, which would be waited for, or lost. The last span asks for what the thread reads
 // first in the operation behind attention. A place outside a piece stands for its nearest
 // token, and its score is masked: memory that no token was written to is never read.
+//
+// A query's keys are cut at multiples of SEGMENT tokens. Each segment has a softmax of its own, and their results are
+// added in the order of keys, by whoever computed them: so the bits of a query's result follow from its keys alone, not
+// from how many threads or rows there are, nor from pages.
 #pragma once
 
 constexpr int64_t SPAN = 64;
@@ -119,12 +123,47 @@ struct RunsTable {
 };
 static constexpr RunsTable OF_RUNS;
 
-// Of each query head of a piece: its largest score, sixteen parts of the sum of its weights, and how much less than before
-// the newest span what came earlier weighs. `ones`: not at all.
+// What is known of some keys and each query head of a piece: the largest score, the sum of weights, the weighted values.
+struct Result {
+    float *most, *total, *out;
+};
+INLINE Result result_at(float* at, int64_t heads) {
+    const int64_t head = (heads + 15) / 16 * 16;
+    return {at, at + head, at + 2 * head};
+}
+
+// Adds the result of the keys behind those of `sum`, of `heads` heads `wide` floats apart.
+static void join(const Result& sum, const Result& more, int64_t heads, int64_t wide) {
+    alignas(64) float of_sum[MAX_GROUP], of_more[MAX_GROUP];
+    for (int64_t h = 0, n; h < heads; h += 16) {
+        n = heads - h;
+        F s = load_n(sum.most + h, n), m = load_n(more.most + h, n), most = max(s, m);
+        s = exp(s - most), m = exp(m - most);
+        store_n(sum.most + h, most, n);
+        store_n(sum.total + h, fma(load_n(more.total + h, n), m, load_n(sum.total + h, n) * s), n);
+        store(of_sum + h, s);
+        store(of_more + h, m);
+    }
+    for (int64_t h = 0; h < heads; h++) {
+        const F s = set1(of_sum[h]), m = set1(of_more[h]);
+        for (int64_t d = h * wide; d < h * wide + wide; d += 16)
+            store(sum.out + d, fma(load(more.out + d), m, load(sum.out + d) * s));
+    }
+}
+
+// Of each query head of a segment: its result so far, sixteen parts of the sum of its weights, and how much less than
+// before the newest span what came earlier weighs. `ones`: not at all.
 struct Softmax {
-    alignas(64) float most[MAX_GROUP];
+    Result result;
     float sums[MAX_GROUP * 16], keep[MAX_GROUP], ones[MAX_GROUP];
 };
+
+INLINE void begin_segment(Softmax& s, float* at, int64_t heads, int64_t wide) {
+    s.result = result_at(at, heads);
+    for (int64_t h = 0; h < heads; h++) s.result.most[h] = -INFINITY;
+    memset(s.sums, 0, sizeof(float) * heads * 16);
+    memset(s.result.out, 0, sizeof(float) * heads * wide);
+}
 
 // Scores of `heads` heads, sixteen at most, with a span become weights. `places`: the span's, of which [low, high) are seen.
 static void soften_span(Softmax& s, int64_t head, int64_t heads, int64_t places, int64_t low, int64_t high,
@@ -132,18 +171,18 @@ static void soften_span(Softmax& s, int64_t head, int64_t heads, int64_t places,
     const bool plain = low <= 0 && high >= places;
     const int64_t end = head + heads;
     for (int64_t h = head; h < end; h++) {
-        F m = set1(s.most[h]);
+        F m = set1(s.result.most[h]);
         for (int64_t g = 0; g < places; g += 16) {
             F x = load(scores + h * SPAN + g);
             if (!plain) store(scores + h * SPAN + g, x = within(x, set1(-INFINITY), low - g, high - g));
             m = max(x, m);
         }
-        s.keep[h] = s.most[h];
-        s.most[h] = top(m);
+        s.keep[h] = s.result.most[h];
+        s.result.most[h] = top(m);
     }
-    store_n(s.keep + head, exp(load_n(s.keep + head, heads) - load_n(s.most + head, heads)), heads);
+    store_n(s.keep + head, exp(load_n(s.keep + head, heads) - load_n(s.result.most + head, heads)), heads);
     for (int64_t h = head; h < end; h++) {
-        const F most = set1(s.most[h]);
+        const F most = set1(s.result.most[h]);
         F sum = load(s.sums + 16 * h) * set1(s.keep[h]);
         for (int64_t g = 0; g < places; g += 16) {
             F e = exp(load(scores + h * SPAN + g) - most);
@@ -192,14 +231,15 @@ INLINE void by_pages(const Attention& a, const Piece& p, int64_t t, Call&& f) {
 // `fresh`: nobody has asked for its beginning. `then`: what this thread is likely to compute next, or null: `soon`.
 static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* then, const Soon& soon) {
     const int64_t wide = padded(a.pages.dim), group = a.group, heads = p.heads * group;
-    const int64_t token = a.offsets[p.row] + p.first;
-    alignas(64) float out[MAX_GROUP * MAX_DIM], scores[MAX_GROUP * SPAN];
+    const int64_t token = a.offsets[p.row] + p.first, floats = result_floats(heads, wide);
+    alignas(64) float scores[MAX_GROUP * SPAN], own[MAX_GROUP * (MAX_DIM + 2)], other[MAX_GROUP * (MAX_DIM + 2)];
     alignas(64) bf16 room[RUNS * RUN_ROOM], weights[MAX_GROUP * SPAN];
     Softmax softmax;
     Run runs[MAX_GROUP * RUNS];
-    for (int64_t h = 0; h < heads; h++) softmax.most[h] = -INFINITY, softmax.ones[h] = 1.0f;
-    memset(softmax.sums, 0, sizeof(float) * heads * 16);
-    memset(out, 0, sizeof(float) * heads * wide);
+    for (int64_t h = 0; h < heads; h++) softmax.ones[h] = 1.0f;
+    float* segment = p.partial ? p.partial : own;
+    const Result whole = result_at(segment, heads);
+    begin_segment(softmax, segment, heads, wide);
     if (fresh)  // keys alone: values find their way while these are computed with
         for (int64_t r = 0; r < runs_from(p, first_run(p)); r++)
             for (int64_t kv = 0; kv < p.heads; kv++)
@@ -209,6 +249,10 @@ static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* 
         const Piece* next = t + count * RUN < p.end ? &p : then;
         const int64_t from = next == &p ? t + count * RUN : next ? first_run(*next) : 0;
         const int64_t more = next ? runs_from(*next, from) : 0;
+        if (t > p.begin && t % SEGMENT == 0) {
+            segment = p.apart ? segment + floats : other;
+            begin_segment(softmax, segment, heads, wide);
+        }
         for (int64_t kv = 0; kv < p.heads; kv++)
             for (int64_t r = 0; r < count; r++) {
                 const int64_t i = kv * RUNS + r;
@@ -229,7 +273,7 @@ static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* 
         });
         by_pages(a, p, t, [&](int64_t kv, int64_t r, int64_t n, int64_t h, int64_t at_once, bool first) {
             OF_RUNS.mix[first][at_once](a.pages, runs + kv * RUNS + r, n, weights + h * SPAN + r * RUN,
-                                        (r ? softmax.ones : softmax.keep) + h, out + h * wide);
+                                        (r ? softmax.ones : softmax.keep) + h, softmax.result.out + h * wide);
         });
         for (int64_t r = count; r < more; r++)
             for (int64_t kv = 0; kv < p.heads; kv++) {
@@ -237,37 +281,19 @@ static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* 
                 ask_run(keys, a.pages.dim);
                 ask_run(keys + a.pages.value_offset, a.pages.dim);
             }
+        if (t + count * RUN < p.end && (t + count * RUN) % SEGMENT) continue;
+        for (int64_t h = 0; h < heads; h++) softmax.result.total[h] = sum(load(softmax.sums + 16 * h));
+        if (segment == other) join(whole, softmax.result, heads, wide);
     }
-    for (int64_t h = 0; h < heads; h++) {
-        const float total = sum(load(softmax.sums + 16 * h));
-        if (!p.partial) {
-            finish(a, token, p.head * group + h, softmax.most[h], total, out + h * wide);
-            continue;
-        }
-        float* to = p.partial + h * (PARTIAL_HEAD + wide);
-        to[0] = softmax.most[h], to[1] = total;
-        memcpy(to + PARTIAL_HEAD, out + h * wide, sizeof(float) * wide);
-    }
+    if (p.partial) return;
+    for (int64_t h = 0; h < heads; h++)
+        finish(a, token, p.head * group + h, whole.most[h], whole.total[h], whole.out + h * wide);
 }
 
-// The result of a query from `count` partial ones, which lie one behind the other.
-static void merge(const Attention& a, const Piece& p, const float* partials, int64_t count) {
-    const int64_t wide = padded(a.pages.dim), stride = PARTIAL_HEAD + wide, heads = p.heads * a.group;
-    alignas(64) float out[MAX_DIM];
-    for (int64_t h = 0; h < heads; h++) {
-        float most = -INFINITY, total = 0.0f;
-        for (int64_t i = 0; i < count; i++) {
-            const float m = partials[(i * heads + h) * stride];
-            most = m > most ? m : most;
-        }
-        memset(out, 0, sizeof(float) * wide);
-        for (int64_t i = 0; i < count; i++) {
-            const float* from = partials + (i * heads + h) * stride;
-            const float keep = exp1(from[0] - most);
-            total += from[1] * keep;
-            for (int64_t d = 0; d < wide; d += 16)
-                store(out + d, fma(load(from + PARTIAL_HEAD + d), set1(keep), load(out + d)));
-        }
-        finish(a, a.offsets[p.row] + p.first, p.head * a.group + h, most, total, out);
-    }
+static void merge(const Attention& a, const Piece& p, float* partials, int64_t count) {
+    const int64_t wide = padded(a.pages.dim), heads = p.heads * a.group, floats = result_floats(heads, wide);
+    const Result whole = result_at(partials, heads);
+    for (int64_t i = 1; i < count; i++) join(whole, result_at(partials + i * floats, heads), heads, wide);
+    for (int64_t h = 0; h < heads; h++)
+        finish(a, a.offsets[p.row] + p.first, p.head * a.group + h, whole.most[h], whole.total[h], whole.out + h * wide);
 }

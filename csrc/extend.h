@@ -2,7 +2,8 @@
 //
 // Queries of one KV head, token by token and its heads beside each other, are the rows of two products: with the keys of
 // a tile, rearranged from their pages as weights of a linear layer are, and of what softmax makes of that with its
-// values. The softmax goes on from one tile to the next (arXiv:2205.14135).
+// values. The softmax goes on from one tile to the next (arXiv:2205.14135). Tiles lie at multiples of TILE_KEYS: a query's
+// result has the same bits whatever chunk it is computed in.
 #pragma once
 
 struct Scratch {
@@ -98,7 +99,7 @@ static void extend(const Attention& a, const Piece& p, uint8_t* scratch) {
     Scratch s = carve(scratch, rows, wide);
     memset(s.out, 0, sizeof(float) * rows * wide);
     for (int64_t r = 0; r < rows; r++) s.most[r] = -INFINITY, s.total[r] = 0.0f;
-    for (int64_t t = p.begin / 32 * 32; t < p.end; t += TILE_KEYS) {
+    for (int64_t t = p.begin / TILE_KEYS * TILE_KEYS; t < p.end; t += TILE_KEYS) {
         const int64_t count = p.end - t < TILE_KEYS ? padded(p.end - t) : TILE_KEYS;
         pack(a, p, t, count, s);
         by_tiles(rows, MAX_ROWS, [&](int64_t r, int64_t n, int64_t) {

@@ -14,10 +14,14 @@ constexpr int64_t CHOICE_BLOCK = 512;  // weights of tokens that are summed up t
 constexpr int MAX_GROUP = 64;  // most query heads of one KV head
 constexpr int64_t MAX_DIM = 512;  // largest head
 constexpr int64_t RUN = 16;            // tokens whose keys and values are found together
-constexpr int64_t PARTIAL_HEAD = 16;   // floats before a partial result of decode: maximum, sum
+constexpr int64_t SEGMENT = 128;       // keys that decode makes a softmax of alone, see decode.h
 constexpr int64_t TILE_KEYS = 128;     // keys of one product of extend
 
 inline int64_t padded(int64_t n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
+
+// Floats of what decode knows of so many query heads: the largest score and the sum of weights of each, padded to a
+// multiple of 16, and the weighted values.
+inline int64_t result_floats(int64_t heads, int64_t dim) { return 2 * ((heads + 15) / 16 * 16) + heads * padded(dim); }
 
 enum class Format : int32_t { bf16 = 0, int8 = 1 };
 
@@ -98,11 +102,13 @@ struct Attention {
 };
 
 // One piece of it: queries [first, last) among the row's new tokens, keys [begin, end) of KV heads [head, head + heads).
-// `partial` null: the result is written; else the piece leaves `heads * group` x (maximum, sum, padded dim) there for
-// `merge`. Decode: one query, and `heads * group` is at most MAX_GROUP. Extend: one head, and no partial.
+// `partial` null: the result is written; else the piece leaves it there for `merge`, one of `result_floats` for all of its
+// keys, or with `apart` one for each segment. Decode: one query, and `heads * group` is at most MAX_GROUP. Extend: one
+// head, and no partial.
 struct Piece {
     int64_t row, head, heads, first, last, begin, end;
     float* partial;
+    bool apart;
 };
 
 struct Kernels {
@@ -120,7 +126,8 @@ struct Kernels {
     // no such.
     void (*decode)(const Attention& a, const Piece& piece, bool fresh, const Piece* then, const Soon& soon);
     void (*extend)(const Attention& a, const Piece& piece, uint8_t* scratch);
-    void (*merge)(const Attention& a, const Piece& piece, const float* partials, int64_t count);
+    // The result of a query from `count` partial ones, in the order of keys, which are lost.
+    void (*merge)(const Attention& a, const Piece& piece, float* partials, int64_t count);
     int64_t (*argmax)(const float* x, int64_t count);
     // out = e^((x - most) / temperature), 0 where that is below e^-87; returns their sum.
     double (*weigh)(const float* x, int64_t count, float most, float temperature, float* out);

@@ -92,30 +92,29 @@ void Attend::run(Program& p, int thread) {
     a.mask = mask;
     a.out = p.floats(out);
     Plan& plan = p.plan_for(mask.window);
-    const auto decodes = [&](const Piece& piece) { return a.ends[piece.row] - a.starts[piece.row] == 1; };
     const int64_t count = static_cast<int64_t>(plan.pieces.size());
     const Piece* expected = nullptr;
     for (int64_t i; take(p, thread, count, i);) {
         const Planned& planned = plan.pieces[i];
         Piece piece = planned.piece;
-        if (!decodes(piece)) {
+        if (!planned.decodes) {
             p.kernels.extend(a, piece, p.scratch[thread]->as<uint8_t>());
             continue;
         }
         const bool fresh = expected != &planned.piece;
-        expected = i + p.pool.size() < count ? &plan.pieces[i + p.pool.size()].piece : nullptr;
-        if (expected && !decodes(*expected)) expected = nullptr;
-        const Soon then = i + p.pool.size() < count ? Soon{} : soon(p, thread);
+        const Planned* behind = i + p.pool.size() < count ? &plan.pieces[i + p.pool.size()] : nullptr;
+        expected = behind && behind->decodes ? &behind->piece : nullptr;
+        const Soon then = behind ? Soon{} : soon(p, thread);
         if (planned.split < 0) {
             p.kernels.decode(a, piece, fresh, expected, then);
             continue;
         }
         const Split& split = plan.splits[planned.split];
         float* all = p.partials.as<float>() + split.first_partial * plan.partial_floats;
-        piece.partial = all + planned.part * plan.partial_floats;
+        piece.partial = all + planned.partial * plan.partial_floats;
         p.kernels.decode(a, piece, fresh, expected, then);
         const int32_t ended = plan.done[planned.split].fetch_add(1, std::memory_order_acq_rel) + 1;
-        if (ended % split.count == 0) p.kernels.merge(a, piece, all, split.count);
+        if (ended % split.pieces == 0) p.kernels.merge(a, piece, all, split.partials);
     }
 }
 

@@ -12,18 +12,19 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 8
+#define PDK_VERSION 9
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, given back together */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
 typedef struct pdk_program pdk_program;
 
-/* One step, flattened: `tokens` tokens of `rows` rows, of which `samples` have their logits wanted. */
+/* One step, flattened: `tokens` tokens of `rows` rows, of which `samples` have their logits wanted. The first `prompts`
+   tokens of a row are computed as those of prompts are, those behind as tokens that decode: the bits differ. */
 typedef struct {
     int64_t tokens, samples, rows;
     const int64_t *ids, *positions, *write_pages, *write_slots; /* [tokens] */
     const int64_t* sample_index;                                /* [samples] */
-    const int64_t *starts, *ends, *offsets;                     /* [rows] */
+    const int64_t *starts, *ends, *offsets, *prompts;           /* [rows] */
     const int32_t* table;                                       /* [rows][table_stride] */
     int64_t table_stride;
 } pdk_step;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <numeric>
 
 namespace pdk {
 namespace {
@@ -25,18 +24,35 @@ int64_t heads_together(int64_t kv_heads, int64_t group, int64_t dim) {
     return heads;
 }
 
-int64_t cuts_of(int64_t keys, int64_t longest) { return (keys + longest - 1) / longest; }
+// The keys [begin, end) of a query in pieces of whole segments, of which few are longer than `longest`.
+struct Pieces {
+    int64_t begin, end, count;
+    Pieces(int64_t begin, int64_t end, int64_t longest)
+        : begin(begin), end(end), count(std::min((end - begin + longest - 1) / longest, segments(begin, end))) {}
+    // Where piece i begins, which is where the one before ends.
+    int64_t at(int64_t i) const {
+        return i == 0 ? begin : i == count ? end : (begin / SEGMENT + segments(begin, end) * i / count) * SEGMENT;
+    }
+    static int64_t segments(int64_t begin, int64_t end) { return (end - 1) / SEGMENT - begin / SEGMENT + 1; }
+};
 
-// After how many keys the last of so many threads ends, where no piece is longer than `longest`; `seen` are the keys of
-// each query, which has `copies` of each piece. As if pieces were taken as they come, which dealing
-// them out and taking from others come near to; so `seen` should descend.
-int64_t end_of_last(const std::vector<int64_t>& seen, int64_t copies, int64_t longest, int threads) {
+// Which keys a query sees: [begin, end).
+struct Seen {
+    int64_t begin, end;
+    int64_t keys() const { return end - begin; }
+};
+
+// After how many keys the last of so many threads ends, where queries are cut as `longest` says and have `copies` of each
+// piece. As if pieces were taken as they come, which dealing them out and taking from others come near to; so the keys
+// of `seen` should descend.
+int64_t end_of_last(const std::vector<Seen>& seen, int64_t copies, int64_t longest, int threads) {
     std::vector<int64_t> ends(threads);  // a heap, the thread that ends first on top
-    for (const int64_t keys : seen) {
-        const int64_t count = cuts_of(keys, longest), cost = keys / count + (count > 1 ? MERGED : 0);
-        for (int64_t i = 0; i < count * copies; i++) {
+    for (const Seen& query : seen) {
+        const Pieces cut(query.begin, query.end, longest);
+        for (int64_t i = 0; i < cut.count * copies; i++) {
+            const int64_t piece = i / copies;
             std::pop_heap(ends.begin(), ends.end(), std::greater<>());
-            ends.back() += cost;
+            ends.back() += cut.at(piece + 1) - cut.at(piece) + (cut.count > 1 ? MERGED : 0);
             std::push_heap(ends.begin(), ends.end(), std::greater<>());
         }
     }
@@ -44,8 +60,10 @@ int64_t end_of_last(const std::vector<int64_t>& seen, int64_t copies, int64_t lo
 }
 
 // The cut with which all threads are done soonest.
-Cut best_cut(const std::vector<int64_t>& seen, int64_t kv_heads, int64_t together, int threads) {
-    const int64_t uncut = INT64_MAX / 4, keys = std::accumulate(seen.begin(), seen.end(), int64_t{0});
+Cut best_cut(const std::vector<Seen>& seen, int64_t kv_heads, int64_t together, int threads) {
+    const int64_t uncut = INT64_MAX / 4;
+    int64_t keys = 0;
+    for (const Seen& query : seen) keys += query.keys();
     if (threads == 1 || seen.empty()) return {together, uncut};
     const auto part = [&](int64_t copies, int64_t cuts) {
         return std::max(SHORTEST, (copies * keys - 1) / (cuts * threads) + 1);
@@ -79,42 +97,41 @@ void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t d
     splits.clear();
     partials = 0;
     const auto begin_of = [&](int64_t position) { return window ? std::max<int64_t>(0, position - window + 1) : 0; };
-    std::vector<int64_t> seen;
+    // The pieces of a query that decodes, which differ from `piece` by their keys.
+    const auto add = [&](const Pieces& cut, Piece piece) {
+        const int64_t split = cut.count > 1 ? static_cast<int64_t>(splits.size()) : -1;
+        int64_t count = 0;
+        for (int64_t i = 0; i < cut.count; i++) {
+            piece.begin = cut.at(i), piece.end = cut.at(i + 1), piece.apart = i > 0;
+            pieces.push_back({piece, true, split, count, (piece.end - piece.begin) * piece.heads});
+            count += piece.apart ? Pieces::segments(piece.begin, piece.end) : 1;
+        }
+        if (split < 0) return;
+        splits.push_back({partials, count, cut.count});
+        partials += count;
+    };
+    // The first position of a row whose query decodes.
+    const auto prompt_end = [&](int64_t r) { return std::clamp(step.prompts[r], step.starts[r], step.ends[r]); };
+    std::vector<Seen> seen;
     for (int64_t r = 0; r < step.rows; r++)
-        if (step.ends[r] - step.starts[r] == 1) seen.push_back(step.ends[r] - begin_of(step.starts[r]));
-    std::sort(seen.begin(), seen.end(), std::greater<>());
+        for (int64_t at = prompt_end(r); at < step.ends[r]; at++) seen.push_back({begin_of(at), at + 1});
+    std::sort(seen.begin(), seen.end(), [](const Seen& a, const Seen& b) { return a.keys() > b.keys(); });
     const auto [heads, longest] = best_cut(seen, kv_heads, heads_together(kv_heads, group, dim), threads);
-    partial_floats = heads * group * (PARTIAL_HEAD + padded(dim));
+    partial_floats = result_floats(heads * group, dim);
     const int64_t queries = extend_queries(group);
     for (int64_t r = 0; r < step.rows; r++) {
-        const int64_t start = step.starts[r], end = step.ends[r];
-        if (end - start > 1) {
-            for (int64_t head = 0; head < kv_heads; head++) {
-                for (int64_t first = 0; first < end - start; first += queries) {
-                    const int64_t last = std::min(first + queries, end - start), begin = begin_of(start + first);
-                    const int64_t cost = (last - first) * (start + last - begin);
-                    pieces.push_back({{r, head, 1, first, last, begin, start + last, nullptr}, -1, 0, cost});
-                }
+        const int64_t start = step.starts[r], behind = prompt_end(r) - start;
+        for (int64_t head = 0; head < kv_heads; head++) {
+            for (int64_t first = 0; first < behind; first += queries) {
+                const int64_t last = std::min(first + queries, behind), begin = begin_of(start + first);
+                const int64_t cost = (last - first) * (start + last - begin);
+                pieces.push_back({{r, head, 1, first, last, begin, start + last, nullptr, false}, false, -1, 0, cost});
             }
-            continue;
         }
-        const int64_t begin = begin_of(start), keys = end - begin, count = cuts_of(keys, longest);
-        for (int64_t head = 0; head < kv_heads; head += heads) {
-            if (count == 1) {
-                pieces.push_back({{r, head, heads, 0, 1, begin, end, nullptr}, -1, 0, keys * heads});
-                continue;
-            }
-            const auto cut = [&](int64_t i) {
-                const int64_t at = begin + keys * i / count;
-                return i % count ? at / RUN * RUN : at;
-            };
-            for (int64_t i = 0; i < count; i++) {
-                const int64_t from = cut(i), to = cut(i + 1);
-                pieces.push_back({{r, head, heads, 0, 1, from, to, nullptr},
-                                  static_cast<int64_t>(splits.size()), i, (to - from) * heads});
-            }
-            splits.push_back({partials, count});
-            partials += count;
+        for (int64_t first = behind; first < step.ends[r] - start; first++) {
+            const Pieces cut(begin_of(start + first), start + first + 1, longest);
+            for (int64_t head = 0; head < kv_heads; head += heads)
+                add(cut, {r, head, heads, first, first + 1, 0, 0, nullptr, false});
         }
     }
     std::stable_sort(pieces.begin(), pieces.end(), [](const auto& a, const auto& b) { return a.cost > b.cost; });

@@ -9,15 +9,16 @@
 
 namespace pdk {
 
-// A piece, and the split query whose `part` it is (split -1: none).
+// A piece of decode or extend; and the split query whose partial results it leaves, from `partial` on (split -1: none).
 struct Planned {
     Piece piece;
-    int64_t split, part, cost;
+    bool decodes;
+    int64_t split, partial, cost;
 };
 
-// A query whose keys are shared by `count` pieces; whoever ends the last of them merges their results.
+// A query whose keys are shared by `pieces`; whoever ends the last of them merges their partial results.
 struct Split {
-    int64_t first_partial, count;
+    int64_t first_partial, partials, pieces;
 };
 
 struct Plan {

@@ -1,6 +1,7 @@
 // The innermost loops: a few rows times one block of 32 outputs. Included by level.cpp only.
 //
-// A tile of R rows keeps 2 R accumulators in registers; the weights of the block stream past them once.
+// A tile of R rows keeps 2 R accumulators in registers; the weights of the block stream past them once. Whatever R, each
+// output is summed up in the order of k: a row's result has the same bits in any company.
 #pragma once
 
 // out[r][0..32) = (ADD: out +) sum over k of x[r][k] * w[k][0..32); w is [k / 2][32][2], rows of x and out are strides
@@ -8,34 +9,26 @@
 template <int R, bool ADD, int LINES>
 static void tile_half(const bf16* w, int64_t k, const bf16* x, int64_t x_stride, float* out, int64_t out_stride,
                       int64_t ahead) {
-    constexpr int DEEP = R == 1 ? 4 : R <= 3 && MAX_ROWS > 2 ? 2 : 1;  // independent sums, to hide latency
-    F a[DEEP][R][2];
-    for (auto& deep : a)
-        for (auto& row : deep) row[0] = row[1] = zero();
-    for (int64_t q = 0; q < k; q += 2 * DEEP) {
-#pragma GCC unroll 4
-        for (int u = 0; u < DEEP; u++) {
-            const bf16* at = w + (q + 2 * u) * 32;
-            P w0 = pairs(at), w1 = pairs(at + 32);
+    F a[R][2];
+    for (auto& row : a) row[0] = row[1] = zero();
+    for (int64_t q = 0; q < k; q += 2) {
+        const bf16* at = w + q * 32;
+        P w0 = pairs(at), w1 = pairs(at + 32);
 #pragma GCC unroll 2
-            for (int i = 0; i < LINES; i++) __builtin_prefetch(w + ahead + (q / 2 + u) * 32 * LINES + 32 * i, 0, NEAREST);
+        for (int i = 0; i < LINES; i++) __builtin_prefetch(w + ahead + q / 2 * 32 * LINES + 32 * i, 0, NEAREST);
 #pragma GCC unroll 12
-            for (int r = 0; r < R; r++) {
-                P v = spread(x + r * x_stride + q + 2 * u);
-                a[u][r][0] = dot2(a[u][r][0], v, w0);
-                a[u][r][1] = dot2(a[u][r][1], v, w1);
-            }
+        for (int r = 0; r < R; r++) {
+            P v = spread(x + r * x_stride + q);
+            a[r][0] = dot2(a[r][0], v, w0);
+            a[r][1] = dot2(a[r][1], v, w1);
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
-            F t = a[0][r][j];
-            if (ADD) t = t + load(out + r * out_stride + j * 16);
-#pragma GCC unroll 4
-            for (int u = 1; u < DEEP; u++) t = t + a[u][r][j];
-            store(out + r * out_stride + j * 16, t);
+            float* to = out + r * out_stride + j * 16;
+            store(to, ADD ? a[r][j] + load(to) : a[r][j]);
         }
 }
 

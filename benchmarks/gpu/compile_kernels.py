@@ -175,7 +175,9 @@ def _attend(shape: AttentionShape, spans: list[tuple[int, int]]) -> None:
     starts, ends = (np.array(x, dtype=np.int64) for x in zip(*spans, strict=True))
     counts = ends - starts
     pages = np.zeros((len(spans), -(-int(ends.max()) // shape.page_tokens)), dtype=np.int32)
-    host = HostRows(starts=starts, ends=ends, offsets=np.cumsum(counts) - counts, pages=pages)
+    host = HostRows(
+        starts=starts, ends=ends, offsets=np.cumsum(counts) - counts, prompts=np.zeros_like(starts), pages=pages
+    )
     zeros = torch.zeros(int(counts.sum()), dtype=torch.int64)
     batch = ForwardBatch(zeros.expand(4, -1).contiguous(), zeros, host)
     norm = RMSNorm(torch.empty(shape.head_dim, dtype=dtype), 1e-6, FastKernels())

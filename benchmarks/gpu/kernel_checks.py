@@ -151,7 +151,9 @@ def step_of(
         return made
 
     tokens = torch.zeros(len(spans), max(end for _, end in spans), dtype=torch.int32, device=device)
-    batch = build_batch(read_plan(BatchPlan(0, tuple(rows)), table, shape.page_tokens), tokens)
+    batch = build_batch(
+        read_plan(BatchPlan(0, tuple(rows)), table, np.zeros(table.num_rows, dtype=np.int64), shape.page_tokens), tokens
+    )
     return batch, pool
 
 

@@ -23,7 +23,7 @@ LEVEL_VARIABLE = "PDSERVE_KERNELS_LEVEL"
 LEVELS = ("zen4", "avx512_bf16", "avx512", "avx2")
 """`zen4` is `avx512_bf16` for other caches; the library says which is best for a machine."""
 FILE = "libpdserve_kernels.so"
-VERSION = 8
+VERSION = 9
 
 
 class Step(Structure):
@@ -32,7 +32,7 @@ class Step(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("tokens", "samples", "rows")),
         *((name, c_void_p) for name in ("ids", "positions", "write_pages", "write_slots", "sample_index")),
-        *((name, c_void_p) for name in ("starts", "ends", "offsets", "table")),
+        *((name, c_void_p) for name in ("starts", "ends", "offsets", "prompts", "table")),
         ("table_stride", c_int64),
     )
 

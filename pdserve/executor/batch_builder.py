@@ -33,8 +33,11 @@ class HostBatch:
     rows: HostRows
 
 
-def read_plan(plan: BatchPlan, table: PageTable, page_tokens: int) -> HostBatch:
-    """Flatten `plan`. Everything is a copy: the page table may change as soon as this returns."""
+def read_plan(plan: BatchPlan, table: PageTable, prompts: IntArray, page_tokens: int) -> HostBatch:
+    """Flatten `plan`. `prompts` int64 `[table rows]`: tokens of the prompt of each.
+
+    Everything is a copy: the page table and the rows may change as soon as this returns.
+    """
     facts = np.array([(row.row, row.start, row.end) for row in plan.rows]).T.copy()
     lines, starts, ends = facts
     longest = pages_for(max(row.end for row in plan.rows), page_tokens)
@@ -55,7 +58,7 @@ def read_plan(plan: BatchPlan, table: PageTable, page_tokens: int) -> HostBatch:
         sample_index = (offsets + lengths - 1)[sampled]
     np.divmod(columns[1], page_tokens, out=(columns[2], columns[3]))
     columns[2] = table.pages[columns[0], columns[2]]
-    rows = HostRows(starts, ends, offsets, table.pages[lines, :longest])
+    rows = HostRows(starts, ends, offsets, prompts[lines], table.pages[lines, :longest])
     return HostBatch(columns, sampled, sample_index, lines, rows)
 
 

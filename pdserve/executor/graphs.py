@@ -96,6 +96,7 @@ def padded(host: HostBatch, size: int, *, null_page: int, spare_line: int) -> Ho
         starts=np.concatenate((host.rows.starts, np.zeros(missing, dtype=np.int64))),
         ends=np.concatenate((host.rows.ends, np.ones(missing, dtype=np.int64))),
         offsets=np.arange(size),
+        prompts=np.zeros(size, dtype=np.int64),
         pages=pages,
     )
     everyone = np.arange(size)
@@ -176,7 +177,7 @@ class DecodeGraphs:
         """One size, filled with padding."""
         columns = self._facts[: 4 * size].view(4, size)
         nothing = np.empty(0, dtype=np.int64)
-        no_rows = HostRows(nothing, nothing, nothing, np.empty((0, 1), dtype=np.int32))
+        no_rows = HostRows(nothing, nothing, nothing, nothing, np.empty((0, 1), dtype=np.int32))
         none = HostBatch(np.empty((4, 0), dtype=np.int64), nothing, nothing, nothing, no_rows)
         filled = padded(none, size, null_page=self._null_page, spare_line=self._spare_line)
         fill(columns, filled.columns)

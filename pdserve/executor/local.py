@@ -280,7 +280,8 @@ class LocalExecutor:
         if not plan.rows:
             return _Step(plan, writes, (), np.empty(0, dtype=np.int64), None)
         parts = cut_plan(plan, self.place.shape.pp_size, MIN_TOKENS[self.device.type])
-        batches = tuple(read_plan(part, self._table, self._layout.page_tokens) for part in parts)
+        prompts, page_tokens = self._params.num_prompt, self._layout.page_tokens
+        batches = tuple(read_plan(part, self._table, prompts, page_tokens) for part in parts)
         sampled = batches[0].sampled if len(parts) == 1 else np.flatnonzero([row.sample for row in plan.rows])
         params: StepParams | None = None
         grammars: tuple[RowGrammar | None, ...] = ()

@@ -140,6 +140,11 @@ class RowParams:
         if logprobs is not None and logprobs.prompt_from is not None:
             self.prompts[row] = (num_prompt, logprobs)
 
+    @property
+    def num_prompt(self) -> IntArray:
+        """Prompt tokens of every row, int64 `[num_rows]`."""
+        return self._columns["num_prompt"]
+
     def clear(self, row: int) -> None:
         """The request has left `row`."""
         self._picked = b"", self._columns[:0], False

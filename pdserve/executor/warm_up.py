@@ -55,7 +55,7 @@ def idle_batch(spans: Sequence[Span], *, page_tokens: int, null_page: int, spare
         sampled=np.arange(len(spans)),
         sample_index=offsets + lengths - 1,
         lines=lines,
-        rows=HostRows(starts=starts, ends=ends, offsets=offsets, pages=pages),
+        rows=HostRows(starts=starts, ends=ends, offsets=offsets, prompts=np.zeros_like(starts), pages=pages),
     )
 
 

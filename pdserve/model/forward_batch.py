@@ -17,12 +17,14 @@ class HostRows:
     """The batch's rows on the host, in flat order. All int64 `[num_rows]`, but `pages`.
 
     Row r computes positions `[starts[r], ends[r])`; its first token lies at `offsets[r]` of the flat batch.
+    `prompts[r]` tokens of it are its prompt; kernels whose bits are not those of decode there go by it.
     `pages[r]` is its line of the page table, `[max_pages]` int32; entries beyond its length mean nothing.
     """
 
     starts: IntArray
     ends: IntArray
     offsets: IntArray
+    prompts: IntArray
     pages: npt.NDArray[np.int32]
 
 

@@ -106,7 +106,7 @@ class FlashInferAttention:
         """Attend to the null page by both kinds of kernels. Raises whatever building them does."""
         pages = np.full((1, 1), self._pool.null_page, dtype=np.int32)
         start, end = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
-        rows = HostRows(starts=start, ends=end, offsets=start, pages=pages)
+        rows = HostRows(starts=start, ends=end, offsets=start, prompts=start, pages=pages)
         listed = PageList.of(rows, self._pool.group.page_tokens)
         q = torch.zeros(1, self._num_heads, self._pool.group.head_dim, dtype=self._dtype, device=self._device)
         self.plan_decode(self._decode, listed)

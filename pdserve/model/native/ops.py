@@ -293,7 +293,7 @@ def _batch_of(num_tokens: int, pages: Tensor, starts: Tensor, ends: Tensor, tabl
     positions = np.arange(num_tokens) - offsets[row] + first[row]
     write_pages, write_slots = known[row, positions // page_tokens], positions % page_tokens
     columns = (np.zeros_like(positions), positions, write_pages, write_slots)
-    host = HostRows(first, last, offsets, known.astype(np.int32))
+    host = HostRows(first, last, offsets, np.where(lengths > 1, last, 0), known.astype(np.int32))
     return ForwardBatch(torch.from_numpy(np.stack(columns)), torch.from_numpy(offsets + lengths - 1), host)
 
 

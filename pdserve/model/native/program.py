@@ -259,7 +259,10 @@ class Program:
         columns, samples, host = batch.columns, batch.sample_index, batch.host
         assert columns.is_contiguous() and samples.is_contiguous() and columns.dtype == samples.dtype == torch.int64
         num_tokens, num_samples, first = columns.shape[1], samples.shape[0], columns.data_ptr()
-        rows = [np.ascontiguousarray(array, dtype=np.int64) for array in (host.starts, host.ends, host.offsets)]
+        rows = [
+            np.ascontiguousarray(array, dtype=np.int64)
+            for array in (host.starts, host.ends, host.offsets, host.prompts)
+        ]
         table = np.ascontiguousarray(host.pages, dtype=np.int32)
         step = Step(
             num_tokens, num_samples, len(table), first, first + 8 * num_tokens, first + 16 * num_tokens,

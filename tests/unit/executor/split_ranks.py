@@ -8,6 +8,7 @@ from collections import deque
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
@@ -185,7 +186,7 @@ def marked(parallel: Parallel, path: Path) -> tuple[int, int, list[tuple[int, in
     row = table.open(list(range(12)))
     assert row is not None
     parts = cut_plan(BatchPlan(0, (Row("r", row, 0, 150, True),)), parallel.place.shape.pp_size, MIN_TOKENS["cpu"])
-    batches = [read_plan(part, table, 16) for part in parts]
+    batches = [read_plan(part, table, np.array([150]), 16) for part in parts]
     marks: list[tuple[int, int]] = []
     tokens = torch.arange(150, dtype=torch.int32).view(1, -1)
     with torch.inference_mode():

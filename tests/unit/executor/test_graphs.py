@@ -39,7 +39,7 @@ def test_padding_reads_the_null_page_and_writes_nowhere() -> None:
     table = PageTable(4, 5)
     rows = [table.open([3, 1]), table.open([2])]
     plan = BatchPlan(0, tuple(Row(str(row), row, end - 1, end, True) for row, end in zip(rows, (6, 4), strict=True)))
-    host = read_plan(plan, table, 4)
+    host = read_plan(plan, table, np.zeros(4, dtype=np.int64), 4)
     assert is_decode(host)
     filled = padded(host, 4, null_page=9, spare_line=4)
     assert filled.columns.tolist() == [[*rows, 4, 4], [5, 3, 0, 0], [1, 2, -1, -1], [1, 3, 0, 0]]
@@ -54,7 +54,7 @@ def test_other_steps_are_no_decode_steps(rows: tuple[int, int, bool]) -> None:
     table = PageTable(1, 5)
     row = table.open([0])
     assert row is not None
-    assert not is_decode(read_plan(BatchPlan(0, (Row("r", row, *rows),)), table, 4))
+    assert not is_decode(read_plan(BatchPlan(0, (Row("r", row, *rows),)), table, np.array([4]), 4))
 
 
 class Starting:

@@ -129,7 +129,7 @@ def test_a_layer_is_marked_when_it_is_written_and_the_next_is_not(tiny_checkpoin
     row = driver.open(PROMPT, 48, top_logprobs=0)
     driver.step((row, 0, 16, False))
     plan = BatchPlan(1, (Row("a", row, 16, 32, True),))
-    batch = build_batch(read_plan(plan, built.table, 16), executor._tokens.tensor)
+    batch = build_batch(read_plan(plan, built.table, executor._params.num_prompt, 16), executor._tokens.tensor)
     page, seen = int(built.table.pages[row, 1]), []
 
     def on_layer(layer: int) -> None:

@@ -47,7 +47,15 @@ def batch_of(rows: Sequence[tuple[int, int]], page_tokens: int, *, seed: int = 0
     pages = table[lines, positions // page_tokens].astype(np.int64)
     columns = torch.from_numpy(np.stack((np.zeros_like(positions), positions, pages, positions % page_tokens)))
     samples = torch.from_numpy(offsets + lengths - 1)
-    return ForwardBatch(columns, samples, HostRows(starts, ends, offsets, table)), num_pages
+    return ForwardBatch(
+        columns, samples, HostRows(starts, ends, offsets, np.where(lengths > 1, ends, 0), table)
+    ), num_pages
+
+
+def part_of(batch: ForwardBatch, start: int, end: int, *, prompt: int) -> ForwardBatch:
+    """Positions `[start, end)` of the only row of `batch`, which begins at 0; `prompt` tokens of it are its prompt."""
+    host = HostRows(*(np.array([item]) for item in (start, end, 0, prompt)), batch.host.pages)
+    return ForwardBatch(batch.columns[:, start:end].contiguous(), torch.tensor([end - start - 1]), host)
 
 
 def fill_known(kv: Tensor, batch: ForwardBatch, page_tokens: int) -> None:

@@ -124,7 +124,7 @@ def batch_of(spans: list[tuple[int, int]]) -> ForwardBatch:
     offsets = np.cumsum(ends - starts) - (ends - starts)
     where = [(pages[row, p // PAGE], p % PAGE, p) for row, (s, e) in enumerate(spans) for p in range(s, e)]
     write_pages, slots, positions = (torch.tensor(x, dtype=torch.int64) for x in zip(*where, strict=True))
-    host = HostRows(starts=starts, ends=ends, offsets=offsets, pages=pages)
+    host = HostRows(starts=starts, ends=ends, offsets=offsets, prompts=np.zeros_like(starts), pages=pages)
     return ForwardBatch(torch.stack((positions, positions, write_pages, slots)), torch.arange(len(spans)), host)
 
 

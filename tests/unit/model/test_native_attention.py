@@ -5,13 +5,15 @@ What is not of a row in its pages is NaN, and other memory that must not be read
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.model.native.program import MAX_HEAD_DIM, HeadShape, Program, Threads
-from tests.unit.model.native_kit import attended, batch_of, fill_known, needs_kernels, rms, rotated
+from tests.unit.model.native_kit import attended, batch_of, fill_known, needs_kernels, part_of, rms, rotated
 from tests.unit.model.native_programs import FEW, fenced, levels, poison, put, relative, taken
 
 pytestmark = needs_kernels
@@ -150,3 +152,36 @@ def test_query_heads_share_what_is_loaded(
         p.run(0, p.num_ops)
         wanted = attended(x[:, :num_heads], kv, batch, page_tokens, layer=0, window=window, softcap=0.0, sinks=None)
         torch.testing.assert_close(taken(p, out, tokens), wanted, atol=0.01, rtol=0.02)
+
+
+@levels
+@pytest.mark.parametrize("window", [0, 100, 128])
+@pytest.mark.parametrize("kind", ["prompt", "decoded"])
+def test_chunks_threads_and_pages_leave_every_bit_as_it_is(level: str, window: int, kind: str) -> None:
+    """Queries of one row, all in one step and in several, as tokens of a prompt or as decoded ones."""
+    num_heads, num_kv_heads, dim, total = 6, 2, 80, 420
+    x = torch.randn(total, num_heads + 2 * num_kv_heads, dim)
+    results = []
+    for threads, page_tokens, cuts in (
+        (1, 64, (0, total)),
+        (2, 16, (0, 1, 130, 300, 301, total)),
+        (3, 5, (0, 70, total)),
+    ):
+        whole, num_pages = batch_of([(0, total)], page_tokens)
+        kv = torch.full((num_pages, 1, 2, num_kv_heads, page_tokens, dim), float("nan"), dtype=torch.bfloat16)
+        p = Program(Threads(threads), level, HeadShape(1, num_heads, num_kv_heads, page_tokens, dim), kv)
+        qkv, out = p.buffer(x[0].numel()), p.buffer(num_heads * dim)
+        p.angles(1e4 ** (-torch.arange(0, dim, 2) / dim), 1.0)
+        p.place(qkv, 0, None, None, 0.0)
+        p.attend(0, out, window=window)
+        p.reserve(total + 1, 0)
+        found = []
+        for start, end in itertools.pairwise(cuts):
+            batch = part_of(whole, start, end, prompt=total if kind == "prompt" else 0)
+            p.begin(batch)
+            put(p, qkv, x[start:end].flatten(1))
+            poison(p, out, end - start)
+            p.run(0, p.num_ops)
+            found.append(taken(p, out, end - start).clone())
+        results.append(torch.cat(found))
+    assert all(torch.equal(result, results[0]) for result in results)
