@@ -61,7 +61,7 @@ def step_of(kind: str, batch: int, context: int, shape: Path | None = None) -> C
     for index in range(batch):
         row = built.table.open(order[index * per_row : (index + 1) * per_row])
         assert row is not None, "there are rows and pages for all"
-        built.executor.open_row(row, [TOKEN] * context, context, SamplingParams(temperature=0.0), None)
+        built.executor.open_row(row, [TOKEN] * context, context - 1, SamplingParams(temperature=0.0), None)
         rows.append(Row(str(index), row, context - 1, context, True))
     for pool in built.executor.pools:
         pool.pages.zero_()

@@ -96,7 +96,7 @@ class Side:
             row = built.table.open(range(index * count, (index + 1) * count))
             assert row is not None
             prompt = random_prompt(work.context + work.decode, built.spec.vocab_size, seed=index)
-            built.executor.open_row(row, prompt, len(prompt), GREEDY, None)
+            built.executor.open_row(row, prompt, work.context, GREEDY, None)
             rows.append(row)
         if work.decode:
             times = [self._step(rows, work.context + i, work.context + i + 1) for i in range(work.steps + 1)]
