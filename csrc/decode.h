@@ -4,7 +4,8 @@
 // next. The heads of a piece, which lie side by side in a page, take a span together, first all their keys and then all
 // their values: memory is fastest where it is read as it lies. Pages lie scattered, and only asking for them in time
 // hides what it takes to find them: each run asks for the one that is in its place in the next span, as much as is read,
-// as it is read, and never in a burst, which would be waited for, or lost. The last span asks for what the thread reads
+// as it is read, and never in a burst, which would be waited for, or lost. The softmax between keys and values asks for
+// the values of a span's last run, for memory would rest meanwhile. The last span asks for what the thread reads
 // first in the operation behind attention. A place outside a piece stands for its nearest
 // token, and its score is masked: memory that no token was written to is never read.
 //
@@ -166,14 +167,17 @@ INLINE void begin_segment(Softmax& s, float* at, int64_t heads, int64_t wide) {
 }
 
 // Scores of `heads` heads, sixteen at most, with a span become weights. `places`: the span's, of which [low, high) are seen.
+// Meanwhile `lines` from `next` on are asked for, if that is not null.
 static void soften_span(Softmax& s, int64_t head, int64_t heads, int64_t places, int64_t low, int64_t high,
-                        float* scores, bf16* weights) {
+                        float* scores, bf16* weights, const bf16* next, int64_t lines) {
     const bool plain = low <= 0 && high >= places;
-    const int64_t end = head + heads;
+    const int64_t end = head + heads, turns = heads * places / 16;
+    const int64_t early = next ? lines / (2 * turns) : 0, late = next ? (lines - 1) / turns + 1 - early : 0;
     for (int64_t h = head; h < end; h++) {
         F m = set1(s.result.most[h]);
         for (int64_t g = 0; g < places; g += 16) {
             F x = load(scores + h * SPAN + g);
+            ask_lines(next, early);
             if (!plain) store(scores + h * SPAN + g, x = within(x, set1(-INFINITY), low - g, high - g));
             m = max(x, m);
         }
@@ -186,6 +190,7 @@ static void soften_span(Softmax& s, int64_t head, int64_t heads, int64_t places,
         F sum = load(s.sums + 16 * h) * set1(s.keep[h]);
         for (int64_t g = 0; g < places; g += 16) {
             F e = exp(load(scores + h * SPAN + g) - most);
+            ask_lines(next, late);
             if (!plain) e = within(e, zero(), low - g, high - g);
             sum = sum + e;
             store_half(weights + h * SPAN + g, e);
@@ -236,6 +241,7 @@ static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* 
     alignas(64) bf16 room[RUNS * RUN_ROOM], weights[MAX_GROUP * SPAN];
     Softmax softmax;
     Run runs[MAX_GROUP * RUNS];
+    const bf16* late[MAX_GROUP];
     for (int64_t h = 0; h < heads; h++) softmax.ones[h] = 1.0f;
     float* segment = p.partial ? p.partial : own;
     const Result whole = result_at(segment, heads);
@@ -253,7 +259,7 @@ static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* 
             segment = p.apart ? segment + floats : other;
             begin_segment(softmax, segment, heads, wide);
         }
-        for (int64_t kv = 0; kv < p.heads; kv++)
+        for (int64_t kv = 0; kv < p.heads; kv++) {
             for (int64_t r = 0; r < count; r++) {
                 const int64_t i = kv * RUNS + r;
                 runs[i] = find(a, p, p.head + kv, t + r * RUN, room + i * 2 * RUN * a.pages.dim);
@@ -265,11 +271,16 @@ static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* 
                     runs[i].next_values = runs[i].next_keys + p.heads * count * RUN * a.pages.dim;
                 }
             }
+            Run& last = runs[kv * RUNS + count - 1];
+            late[kv] = last.next_values;
+            last.next_values = last.values;
+        }
         by_pages(a, p, t, [&](int64_t kv, int64_t r, int64_t n, int64_t h, int64_t at_once, bool first) {
             const bf16* q = a.q + (((p.head + kv) * a.tokens + token) * group + h - kv * group) * wide;
             OF_RUNS.score[first][at_once](a, q, runs + kv * RUNS + r, n, scores + h * SPAN + r * RUN);
             if (r + n == count)
-                soften_span(softmax, h, at_once, count * RUN, p.begin - t, p.end - t, scores, weights);
+                soften_span(softmax, h, at_once, count * RUN, p.begin - t, p.end - t, scores, weights,
+                            first ? late[kv] : nullptr, RUN * a.pages.dim / 32);
         });
         by_pages(a, p, t, [&](int64_t kv, int64_t r, int64_t n, int64_t h, int64_t at_once, bool first) {
             OF_RUNS.mix[first][at_once](a.pages, runs + kv * RUNS + r, n, weights + h * SPAN + r * RUN,

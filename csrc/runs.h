@@ -44,6 +44,11 @@ INLINE void ask_beside(const bf16* at, const bf16* now) {
     if (NEAREST < 3) __builtin_prefetch(now + 1024, 0, 3);
 }
 
+// Asks for so many lines and gets behind them.
+INLINE void ask_lines(const bf16*& at, int64_t lines) {
+    for (; lines > 0; lines--, at += 32) ask(at);
+}
+
 // Asks for a run of a head at once.
 INLINE void ask_run(const bf16* at, int64_t dim) {
     for (int64_t i = 0; i < RUN * dim; i += 32) ask(at + i);

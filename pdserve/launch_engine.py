@@ -206,7 +206,6 @@ def may_compute_natively(config: ServerConfig) -> bool:
     """Whether the native CPU kernels, which have threads of their own, may compute the model; else torch's do."""
     kernels, dtype = config.kernels, config.model.dtype
     torch_alone = kernels.cpu_kernels == "torch" or kernels.attention_backend != "auto"
-    torch_alone = torch_alone or kernels.enable_deterministic_inference
     return kernels.device == "cpu" and not torch_alone and dtype in ("auto", "bfloat16")
 
 

@@ -35,6 +35,7 @@ def build(
     quantization: Literal["int8"] | None = None,
     attention_backend: AttentionBackend = "auto",
     disable_cuda_graph: bool = False,
+    deterministic: bool = False,
 ) -> Built:
     """An executor on CPU, with one thread unless told otherwise, or on the CUDA device."""
     return build_executor(
@@ -53,6 +54,7 @@ def build(
                 cpu_kernels=cpu_kernels,
                 attention_backend=attention_backend,
                 disable_cuda_graph=disable_cuda_graph,
+                enable_deterministic_inference=deterministic,
             ),
         ),
         max_rows=max_rows,

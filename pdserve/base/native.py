@@ -137,6 +137,11 @@ def supports(level: str) -> bool:
     return bool(library().pdk_supports(level.encode()))
 
 
+def arithmetic_of(level: str) -> str:
+    """The level whose bits `level` gives."""
+    return "avx512_bf16" if level == "zen4" else level
+
+
 def best_level() -> str:
     """The level to run: the one asked for in the environment, else the best that this machine has.
 

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from pdserve.base.heap import give_back_freed
 from pdserve.base.hf_tokenizer import read_tokenizer_json
+from pdserve.base.native import arithmetic_of
 from pdserve.base.parallel import Place, WidePlace, layers_of
 from pdserve.base.startup_times import PACK, POOLS, WARM_UP, WEIGHTS, StartupTimes
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
@@ -54,7 +55,10 @@ DEFAULT_CHUNK = 2048
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """One rank's executor and what it was sized to. `dtype` is the number format that weights and KV have."""
+    """One rank's executor and what it was sized to. `dtype` is the number format that weights and KV have.
+
+    `arithmetic`: "torch", or the level of the CPU kernels, those that give the same bits by one name.
+    """
 
     executor: LocalExecutor
     table: PageTable
@@ -64,6 +68,7 @@ class Built:
     dtype: str
     device: torch.device
     place: Place
+    arithmetic: str
 
     @property
     def layout(self) -> KVLayout:
@@ -126,10 +131,11 @@ def build_executor(
     context_length = _context_length(config.model.context_length, spec)
     load_format = config.model.load_format
     dtype = resolve_dtype(path, spec, config.model.dtype, load_format=load_format)
-    choice = choose_attention(config.kernels, spec, torch_dtype(dtype), device)
-    if config.kernels.enable_deterministic_inference:
-        _keep_bits(device)
+    fixed = config.kernels.enable_deterministic_inference
     level = choose_level(config.kernels, config.model, spec, torch_dtype(dtype), device)
+    choice = "torch" if level is not None else choose_attention(config.kernels, spec, torch_dtype(dtype), device)
+    if fixed:
+        _keep_bits(device)
     with startup.part(WEIGHTS):
         placement = _placement(config.parallel, spec, parallel, device)
         decoder = empty_model(spec, dtype, device, kernels=make_kernels(choice), parallel=parallel, placement=placement)
@@ -167,7 +173,7 @@ def build_executor(
         model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap,
         grammars=_grammars(config, path, spec, place), tells=tells,
         choose=choose_with_torch if native is None else native.chooser(),
-        decode=None if native is None else (native.decode, native.most_at_once),
+        decode=None if native is None else (native.decode, native.most_at_once), tells_prompts=not fixed,
     )  # fmt: skip
     with startup.part(WARM_UP):
         _make_ready(executor, config, max_rows, context_length)
@@ -176,7 +182,8 @@ def build_executor(
         spec.architectures[0], dtype, device, model.params.num_bytes >> 20,
         num_pages * page_tokens, num_pages, sum(size for _, size in executor.buffers) >> 20,
     )  # fmt: skip
-    return Built(executor, table, spec, num_pages, context_length, dtype, device, place)
+    arithmetic = "torch" if level is None else arithmetic_of(level)
+    return Built(executor, table, spec, num_pages, context_length, dtype, device, place, arithmetic)
 
 
 def _chunk(config: ServerConfig, context_length: int) -> int:

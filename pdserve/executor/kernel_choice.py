@@ -33,8 +33,6 @@ def choose_level(
         reason: str | None = "cpu_kernels is torch"
     elif kernels.attention_backend != "auto":
         reason = f"attention_backend is {kernels.attention_backend}"
-    elif kernels.enable_deterministic_inference:
-        reason = "enable_deterministic_inference computes with torch"
     else:
         reason = cannot_run(spec, dtype, device)
     if reason is None:

@@ -79,6 +79,7 @@ class LocalExecutor:
 
     Where nobody reads the results, with `tells` False, a step is resolved when this rank has computed its part.
     `choose` chooses tokens from logits; `decode` computes steps of up to so many rows in one call, see `AtOnce`.
+    With `tells_prompts` False the model is not told which tokens are of prompts: all are computed as decoded ones are.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class LocalExecutor:
         tells: bool = True,
         choose: Choose = choose_with_torch,
         decode: tuple[Decode, int] | None = None,
+        tells_prompts: bool = True,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -114,6 +116,7 @@ class LocalExecutor:
         self._at_once: AtOnce | None = None
         if decode is not None and device.type == "cpu" and not overlap:
             self._at_once = AtOnce(*decode, self._tokens.tensor.numpy(), table, self._params)
+        self._prompts = self._params.num_prompt if tells_prompts else np.zeros(table.num_rows, dtype=np.int64)
         self._tells = tells
         self._aside: torch.cuda.Stream | None = None
         if device.type == "cuda" and not self.place.is_last_stage:
@@ -280,8 +283,8 @@ class LocalExecutor:
         if not plan.rows:
             return _Step(plan, writes, (), np.empty(0, dtype=np.int64), None)
         parts = cut_plan(plan, self.place.shape.pp_size, MIN_TOKENS[self.device.type])
-        prompts, page_tokens = self._params.num_prompt, self._layout.page_tokens
-        batches = tuple(read_plan(part, self._table, prompts, page_tokens) for part in parts)
+        page_tokens = self._layout.page_tokens
+        batches = tuple(read_plan(part, self._table, self._prompts, page_tokens) for part in parts)
         sampled = batches[0].sampled if len(parts) == 1 else np.flatnonzero([row.sample for row in plan.rows])
         params: StepParams | None = None
         grammars: tuple[RowGrammar | None, ...] = ()

@@ -188,6 +188,7 @@ def _handshake(config: ServerConfig, built: Built, transport: Transport, weights
         "transfer_backend": transport.name,
         "weights": weights,
         "enable_deterministic_inference": int(fixed),
+        "deterministic_arithmetic": built.arithmetic if fixed else "",
         "deterministic_tp_size": parallel.tp_size if fixed else 0,
         "deterministic_ep_size": parallel.ep_size if fixed else 0,
         "deterministic_dp_attention": parallel.num_sharing if fixed else 0,

@@ -1,5 +1,7 @@
-"""`--enable-deterministic-inference`: tokens and log-probabilities of a request are the same bit for bit, alone or
-among others, whatever chunks, pages, cached prefixes and retractions, in one server or in two.
+"""`--enable-deterministic-inference`, and the CPU kernels without it: what a request is told is the same bit for bit.
+
+Tokens and log-probabilities, alone or among others, whatever chunks, pages, cached prefixes and retractions, in one
+server or in two.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import requests
 
 from tests.e2e.harness import Pair, Server, assert_idle, generate_all, generate_batch, running_monolith, running_pair
 from tests.tiny import VOCAB_SIZE, Family
+from tests.unit.model.native_kit import needs_kernels
 
 MODE = "--enable-deterministic-inference"
 OVERLAP = "--no-disable-overlap-schedule"
@@ -81,10 +84,24 @@ def bodies() -> list[dict[str, Any]]:
     return bodies_of(VOCAB_SIZE, NEW_TOKENS)
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((MODE, "--dtype", "float32"), id="torch"),
+        pytest.param((MODE, "--dtype", "bfloat16"), id="kernels", marks=needs_kernels),
+        pytest.param(("--dtype", "bfloat16"), id="kernels-by-default", marks=needs_kernels),
+    ],
+)
+def mode(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The mode, computed by torch or by the CPU kernels; these keep all that is tried here without it, too."""
+    flags: tuple[str, ...] = request.param
+    return flags
+
+
 @pytest.fixture(scope="module")
-def expected(model: str, bodies: list[dict[str, Any]]) -> list[Answer]:
+def expected(model: str, mode: tuple[str, ...], bodies: list[dict[str, Any]]) -> list[Answer]:
     """Each alone on an aggregated server, prompts in one piece, nothing cached; there, too, company changes nothing."""
-    with running_monolith(model, MODE, *ENOUGH, "--chunked-prefill-size", "-1", "--disable-radix-cache") as server:
+    with running_monolith(model, *mode, *ENOUGH, "--chunked-prefill-size", "-1", "--disable-radix-cache") as server:
         answers = [exact(answer) for answer in play_alone(server, bodies)]
         assert len({tuple(tokens) for tokens, _, _ in answers}) == MANY
         assert [exact(answer) for answer in generate_all(server.url, bodies)] == answers
@@ -102,9 +119,9 @@ def expected(model: str, bodies: list[dict[str, Any]]) -> list[Answer]:
     ],
 )
 def test_monoliths_short_of_memory(
-    flags: tuple[str, ...], model: str, bodies: list[dict[str, Any]], expected: list[Answer]
+    flags: tuple[str, ...], model: str, mode: tuple[str, ...], bodies: list[dict[str, Any]], expected: list[Answer]
 ) -> None:
-    with running_monolith(model, MODE, *SHORT, *flags) as server:
+    with running_monolith(model, *mode, *SHORT, *flags) as server:
         check(server, bodies, expected, retracts=True)
 
 
@@ -123,12 +140,13 @@ def test_pairs(
     prefill_flags: tuple[str, ...],
     decode_flags: tuple[str, ...],
     model: str,
+    mode: tuple[str, ...],
     bodies: list[dict[str, Any]],
     expected: list[Answer],
 ) -> None:
     with running_pair(
         model,
-        *(MODE, "--page-size", page_size),
+        *(*mode, "--page-size", page_size),
         prefill_flags=(*ENOUGH, *prefill_flags),
         decode_flags=decode_flags,
     ) as pair:

@@ -78,13 +78,15 @@ def outcome(
     )
 
 
-def in_bfloat16(parallel: Parallel, path: Path, vocab_size: int, experts: ParallelConfig) -> list[list[int]]:
+def in_bfloat16(
+    parallel: Parallel, path: Path, vocab_size: int, experts: ParallelConfig, kernels: Literal["torch", "auto"]
+) -> list[list[int]]:
     """Greedy tokens; deterministic, and computed together and alone: nothing may depend on the batch."""
     config = ServerConfig(
         model=ModelConfig(model_path=str(path), dtype="bfloat16"),
         parallel=experts,
         memory=MemoryConfig(page_size=16, max_total_tokens=4096),
-        kernels=KernelConfig(device="cpu", cpu_threads=1, enable_deterministic_inference=True),
+        kernels=KernelConfig(device="cpu", cpu_threads=1, cpu_kernels=kernels, enable_deterministic_inference=True),
     )
     driver = Driver(build_executor(config, max_rows=8, parallel=parallel))
     prompts = [random_prompt(length, vocab_size) for length in LENGTHS]

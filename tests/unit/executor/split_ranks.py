@@ -201,10 +201,12 @@ def marked(parallel: Parallel, path: Path) -> tuple[int, int, list[tuple[int, in
     return len(batches), model.num_layers, marks
 
 
-def fixed_logprobs(parallel: Parallel, path: Path, vocab_size: int) -> tuple[list[float], list[float]]:
+def fixed_logprobs(
+    parallel: Parallel, path: Path, vocab_size: int, dtype: Literal["float32", "bfloat16"]
+) -> tuple[list[float], list[float]]:
     """Deterministic mode: the first tokens' logprobs of prompts that are computed together, and one by one."""
     config = ServerConfig(
-        model=ModelConfig(model_path=str(path)),
+        model=ModelConfig(model_path=str(path), dtype=dtype),
         memory=MemoryConfig(page_size=16, max_total_tokens=2048),
         kernels=KernelConfig(device="cpu", cpu_threads=1, enable_deterministic_inference=True),
     )

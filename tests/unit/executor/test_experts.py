@@ -61,12 +61,13 @@ def test_experts_without_tokens_cost_nothing_and_change_nothing(gang: Gang, tmp_
         assert all(rank.counts[0][:2]) and not any(rank.counts[0][2:])
 
 
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("name", ["ep2", "ep4, six experts: two of them twice"])
-def test_deterministic_mode_holds_with_experts_on_ranks(name: str, gang: Gang, tmp_path: Path) -> None:
+def test_deterministic_mode_holds_with_experts_on_ranks(name: str, kernels: str, gang: Gang, tmp_path: Path) -> None:
     """In bfloat16, where another order of adding up would show; each rank compares batches, and all ranks agree."""
     shape, experts, _ = CASES[name]
     ranks = gang.run(
-        shape, in_bfloat16, make_tiny("qwen3_moe", tmp_path, seed=11), VOCAB_SIZE, experts, fixed_order=True
+        shape, in_bfloat16, make_tiny("qwen3_moe", tmp_path, seed=11), VOCAB_SIZE, experts, kernels, fixed_order=True
     )
     assert all(rank == ranks[0] for rank in ranks)
 

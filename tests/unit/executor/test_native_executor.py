@@ -184,7 +184,6 @@ def test_a_layer_is_packed_as_soon_as_it_is_read(
     ("kernels", "quantization", "dtype", "field"),
     [
         (KernelConfig(cpu_kernels="native"), None, torch.float32, "cpu_kernels"),
-        (KernelConfig(cpu_kernels="native", enable_deterministic_inference=True), None, torch.bfloat16, "cpu_kernels"),
         (KernelConfig(), "int8", torch.float32, "quantization"),
         (KernelConfig(cpu_kernels="torch"), "int8", torch.bfloat16, "quantization"),
         (KernelConfig(cpu_kernels="native", attention_backend="torch"), None, torch.bfloat16, "cpu_kernels"),

@@ -1,7 +1,8 @@
 """The CPU kernels give a request the same bits in any company, chunk, page size, thread and order of work.
 
-As `test_deterministic.py`: KV bytes of every layer, and log-probabilities. What fails where sums follow the work is
-planted: prompts' tokens that are computed as decoded ones are.
+As `test_deterministic.py`: KV bytes of every layer, and log-probabilities. Only the deterministic mode, which the
+kernels have as well, computes the tokens of prompts as decoded ones: else the bits differ, which shows that the
+comparison can fail.
 """
 
 from __future__ import annotations
@@ -31,13 +32,21 @@ Quantization = Literal["int8"] | None
 KINDS: list[tuple[str, Quantization]] = [("smol", None), ("smol", "int8"), ("qwen3", None), ("qwen3_moe", "int8")]
 
 
-def make(path: Path, quantization: Quantization = None, *, page_size: int = 16, threads: int = 1) -> Driver:
+def make(
+    path: Path,
+    quantization: Quantization = None,
+    *,
+    page_size: int = 16,
+    threads: int = 1,
+    deterministic: bool = False,
+) -> Driver:
     """A driver of the kernels with a fresh pool full of NaN."""
     load_format: Literal["auto", "dummy"] = "auto" if list(path.glob("*.safetensors")) else "dummy"
     return Driver(
         build(
             path, dtype="bfloat16", load_format=load_format, quantization=quantization, page_size=page_size,
             cpu_threads=threads, max_rows=40, cpu_kernels="native", max_total_tokens=1 << 16,
+            deterministic=deterministic,
         )
     )  # fmt: skip
 
@@ -91,16 +100,31 @@ def test_decoded_tokens_computed_again_behind_their_prompt(driver: Driver, expec
     assert again.same_bits(dataclasses.replace(expected, tokens=expected.tokens[computed:]))
 
 
-def test_decoded_tokens_as_a_prompt_have_other_bits(driver: Driver, expected: Answer) -> None:
-    """So that the comparison can fail: a prompt's tokens are not computed in the way that decoded ones are."""
-    known = tuple(token.token_id for token in expected.tokens[:-1])
+def as_a_prompt(driver: Driver, expected: Answer) -> torch.Tensor:
+    """The KV of the prompt and all decoded tokens but the last, as one prompt."""
+    known = [token.token_id for token in expected.tokens[:-1]]
     row = driver.open([*PROMPT, *known], LENGTH + NUM_NEW)
     driver.step((row, 0, LENGTH + len(known), True))
     kv = kv_of(driver.built, row, LENGTH + len(known))
     driver.close(row)
-    prompt = slice(0, LENGTH)
+    return kv
+
+
+def test_decoded_tokens_as_a_prompt_have_other_bits(driver: Driver, expected: Answer) -> None:
+    kv, prompt = as_a_prompt(driver, expected), slice(0, LENGTH)
     assert torch.equal(kv[..., prompt, :], expected.kv[..., prompt, :])
     assert not torch.equal(kv, expected.kv)
+
+
+def test_but_not_in_the_deterministic_mode(kind: tuple[Path, Quantization]) -> None:
+    driver = make(*kind, deterministic=True)
+    plain = answer(driver)
+    assert torch.equal(as_a_prompt(driver, plain), plain.kv)
+    other = make(*kind, deterministic=True, threads=2, page_size=64)
+    for chunk, others in ((LENGTH, 3), (1, 0), (64, 8)):
+        assert answer(other, chunk=chunk, others=others).same_bits(plain)
+    known = tuple(token.token_id for token in plain.tokens[:3])
+    assert answer(other, known=known).same_bits(dataclasses.replace(plain, tokens=plain.tokens[3:]))
 
 
 def test_seeded_sampling_with_filters(driver: Driver) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -113,10 +113,13 @@ def test_ranks_agree_in_bfloat16(gang: Gang, tmp_path: Path) -> None:
     assert all(rank == ranks[0] for rank in ranks) and len(ranks[0][0]) == 12
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["torch", "kernels"])
 @pytest.mark.parametrize("shape", [TP2, TP4, PP2], ids=["tp2", "tp4", "pp2"])
-def test_deterministic_mode_holds_for_each_split(shape: ParallelShape, gang: Gang, tmp_path: Path) -> None:
+def test_deterministic_mode_holds_for_each_split(
+    shape: ParallelShape, dtype: Literal["float32", "bfloat16"], gang: Gang, tmp_path: Path
+) -> None:
     path = make_tiny("llama", tmp_path, num_key_value_heads=4)
-    for together, alone in gang.run(shape, fixed_logprobs, path, VOCAB_SIZE, fixed_order=True):
+    for together, alone in gang.run(shape, fixed_logprobs, path, VOCAB_SIZE, dtype, fixed_order=True):
         assert len(together) == 3 and together == alone
 
 

@@ -91,7 +91,7 @@ def test_too_few_cores_are_refused(flags: str, six_cores: None) -> None:
         ("--device cpu --cpu-kernels torch", False),
         ("--device cpu --attention-backend torch", False),
         ("--device cpu --dtype float32", False),
-        ("--device cpu --enable-deterministic-inference", False),
+        ("--device cpu --enable-deterministic-inference", True),
         ("--device cuda", False),
     ],
 )
