@@ -9,9 +9,9 @@
 // first in the operation behind attention. A place outside a piece stands for its nearest
 // token, and its score is masked: memory that no token was written to is never read.
 //
-// A query's keys are cut at multiples of SEGMENT tokens. Each segment has a softmax of its own, and their results are
-// added in the order of keys, by whoever computed them: so the bits of a query's result follow from its keys alone, not
-// from how many threads or rows there are, nor from pages.
+// A query's keys are cut at multiples of SEGMENT tokens, of twice as many and so on where they are many. Each segment has
+// a softmax of its own, and their results are added in the order of keys, by whoever computed them: so the bits of a
+// query's result follow from its keys alone, not from how many threads or rows there are, nor from pages.
 #pragma once
 
 constexpr int64_t SPAN = 64;
@@ -255,7 +255,7 @@ static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* 
         const Piece* next = t + count * RUN < p.end ? &p : then;
         const int64_t from = next == &p ? t + count * RUN : next ? first_run(*next) : 0;
         const int64_t more = next ? runs_from(*next, from) : 0;
-        if (t > p.begin && t % SEGMENT == 0) {
+        if (t > p.begin && t % p.segment == 0) {
             segment = p.apart ? segment + floats : other;
             begin_segment(softmax, segment, heads, wide);
         }
@@ -292,7 +292,7 @@ static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* 
                 ask_run(keys, a.pages.dim);
                 ask_run(keys + a.pages.value_offset, a.pages.dim);
             }
-        if (t + count * RUN < p.end && (t + count * RUN) % SEGMENT) continue;
+        if (t + count * RUN < p.end && (t + count * RUN) % p.segment) continue;
         for (int64_t h = 0; h < heads; h++) softmax.result.total[h] = sum(load(softmax.sums + 16 * h));
         if (segment == other) join(whole, softmax.result, heads, wide);
     }

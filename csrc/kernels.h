@@ -14,10 +14,19 @@ constexpr int64_t CHOICE_BLOCK = 512;  // weights of tokens that are summed up t
 constexpr int MAX_GROUP = 64;  // most query heads of one KV head
 constexpr int64_t MAX_DIM = 512;  // largest head
 constexpr int64_t RUN = 16;            // tokens whose keys and values are found together
-constexpr int64_t SEGMENT = 128;       // keys that decode makes a softmax of alone, see decode.h
+constexpr int64_t SEGMENT = 128;       // keys that decode makes a softmax of alone, or more: see segment_of
+constexpr int64_t MOST_SEGMENTS = 32;  // of one query, about
 constexpr int64_t TILE_KEYS = 128;     // keys of one product of extend
 
 inline int64_t padded(int64_t n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
+
+// Keys of each segment of a query that sees so many. Results of segments are added by one thread, so there must not be too
+// many; and how many follows from nothing but the query's place.
+inline int64_t segment_of(int64_t keys) {
+    int64_t segment = SEGMENT;
+    while (segment * MOST_SEGMENTS < keys) segment *= 2;
+    return segment;
+}
 
 // Floats of what decode knows of so many query heads: the largest score and the sum of weights of each, padded to a
 // multiple of 16, and the weighted values.
@@ -109,6 +118,7 @@ struct Piece {
     int64_t row, head, heads, first, last, begin, end;
     float* partial;
     bool apart;
+    int64_t segment;  // decode: see segment_of
 };
 
 struct Kernels {

@@ -26,14 +26,15 @@ int64_t heads_together(int64_t kv_heads, int64_t group, int64_t dim) {
 
 // The keys [begin, end) of a query in pieces of whole segments, of which few are longer than `longest`.
 struct Pieces {
-    int64_t begin, end, count;
+    int64_t begin, end, segment, count;
     Pieces(int64_t begin, int64_t end, int64_t longest)
-        : begin(begin), end(end), count(std::min((end - begin + longest - 1) / longest, segments(begin, end))) {}
+        : begin(begin), end(end), segment(segment_of(end - begin)),
+          count(std::min((end - begin + longest - 1) / longest, segments(begin, end))) {}
     // Where piece i begins, which is where the one before ends.
     int64_t at(int64_t i) const {
-        return i == 0 ? begin : i == count ? end : (begin / SEGMENT + segments(begin, end) * i / count) * SEGMENT;
+        return i == 0 ? begin : i == count ? end : (begin / segment + segments(begin, end) * i / count) * segment;
     }
-    static int64_t segments(int64_t begin, int64_t end) { return (end - 1) / SEGMENT - begin / SEGMENT + 1; }
+    int64_t segments(int64_t from, int64_t to) const { return (to - 1) / segment - from / segment + 1; }
 };
 
 // Which keys a query sees: [begin, end).
@@ -103,8 +104,9 @@ void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t d
         int64_t count = 0;
         for (int64_t i = 0; i < cut.count; i++) {
             piece.begin = cut.at(i), piece.end = cut.at(i + 1), piece.apart = i > 0;
+            piece.segment = cut.segment;
             pieces.push_back({piece, true, split, count, (piece.end - piece.begin) * piece.heads});
-            count += piece.apart ? Pieces::segments(piece.begin, piece.end) : 1;
+            count += piece.apart ? cut.segments(piece.begin, piece.end) : 1;
         }
         if (split < 0) return;
         splits.push_back({partials, count, cut.count});
@@ -125,13 +127,14 @@ void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t d
             for (int64_t first = 0; first < behind; first += queries) {
                 const int64_t last = std::min(first + queries, behind), begin = begin_of(start + first);
                 const int64_t cost = (last - first) * (start + last - begin);
-                pieces.push_back({{r, head, 1, first, last, begin, start + last, nullptr, false}, false, -1, 0, cost});
+                const Piece piece{r, head, 1, first, last, begin, start + last, nullptr, false, 0};
+                pieces.push_back({piece, false, -1, 0, cost});
             }
         }
         for (int64_t first = behind; first < step.ends[r] - start; first++) {
             const Pieces cut(begin_of(start + first), start + first + 1, longest);
             for (int64_t head = 0; head < kv_heads; head += heads)
-                add(cut, {r, head, heads, first, first + 1, 0, 0, nullptr, false});
+                add(cut, {r, head, heads, first, first + 1, 0, 0, nullptr, false, 0});
         }
     }
     std::stable_sort(pieces.begin(), pieces.end(), [](const auto& a, const auto& b) { return a.cost > b.cost; });

@@ -47,7 +47,8 @@ pdk_step Decoded::read(const pdk_decoding& rows, int64_t page_tokens) {
         ends[i] = position + 1;
         std::copy(row, row + stride, table_.data() + i * stride);
     }
-    return {n, n, n, ids, rows.positions, pages, slots, every, rows.positions, ends, every, rows.positions, table_.data(), stride};
+    return {n, n, n, ids, rows.positions, pages, slots, every, rows.positions, ends, every, rows.positions,
+            table_.data(), stride};
 }
 
 Program::Program(Pool& pool, const Kernels& kernels, const pdk_heads& heads)

@@ -53,11 +53,14 @@ DEFAULT_CHUNK = 2048
 """Tokens of a chunk to prepare for, where no flag says so."""
 
 
+TORCH = "torch"
+
+
 @dataclasses.dataclass(frozen=True)
 class Built:
     """One rank's executor and what it was sized to. `dtype` is the number format that weights and KV have.
 
-    `arithmetic`: "torch", or the level of the CPU kernels, those that give the same bits by one name.
+    `arithmetic`: TORCH, or the level and the format of the CPU kernels, levels that give the same bits by one name.
     """
 
     executor: LocalExecutor
@@ -182,7 +185,7 @@ def build_executor(
         spec.architectures[0], dtype, device, model.params.num_bytes >> 20,
         num_pages * page_tokens, num_pages, sum(size for _, size in executor.buffers) >> 20,
     )  # fmt: skip
-    arithmetic = "torch" if level is None else arithmetic_of(level)
+    arithmetic = TORCH if level is None else f"{arithmetic_of(level)} {config.model.quantization or dtype}"
     return Built(executor, table, spec, num_pages, context_length, dtype, device, place, arithmetic)
 
 

@@ -184,7 +184,7 @@ class Scorer:
 
     def _look(self, logits: Tensor, some: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What a few positions say: this rank's logits `[c, share]` to the lines of `Scores`."""
-        total = self._over_ranks(logits.logsumexp(-1)).logsumexp(0)
+        total = self._over_ranks(_logsumexp(logits)).logsumexp(0)
         own_logit = self._of_ids(logits, self._targets[some, None])
         ranks = self._over_ranks((logits > own_logit).sum(-1)).sum(0) + 1
         picked = self._of_ids(logits, self._ids[self._owners[some]]) - total[:, None]
@@ -222,3 +222,8 @@ def _widths(wishes: Sequence[Wishes]) -> tuple[int, int, int]:
         max(wish.num_top for wish in wishes),
         max(wish.ids.shape[1] for wish in wishes),
     )
+
+
+def _logsumexp(logits: Tensor) -> Tensor:
+    """Of each row of `[c, n]`. Torch would deal a single one out to its threads, and add in another order."""
+    return (logits if len(logits) > 1 else logits.repeat(2, 1)).logsumexp(-1)[: len(logits)]

@@ -14,7 +14,7 @@ from pdserve.base.startup_times import RANKS, StartupTimes
 from pdserve.config import ServerConfig
 from pdserve.errors import ConfigError, PdserveError, RankError
 from pdserve.executor.expert_balance import ExpertBalance
-from pdserve.executor.factory import Built, build_executor, join_replica
+from pdserve.executor.factory import TORCH, Built, build_executor, join_replica
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_hasher import KVHasher, PoolHasher
 from pdserve.model.parallel import Parallel
@@ -200,21 +200,22 @@ def _join(config: ServerConfig, built: Built, parallel: Parallel, met: _Met) -> 
 
 
 def rank_facts(built: Built) -> dict[str, str]:
-    """What a rank's scheduler decides by that is not said by flags, but by its own host's checkpoint."""
+    """What ranks must have in common that is not said by flags, but by each one's host."""
     return {
         "model": built.spec.digest(),
         "eos_token_ids": str(sorted(built.spec.eos_token_ids)),
         "context_length": str(built.context_length),
         "layout": built.layout.fingerprint(),
+        "cpu_kernels": "torch" if built.arithmetic == TORCH else "native",
     }
 
 
 def _check_facts(built: Built, ready: Sequence[RankReady]) -> None:
-    """Raises ConfigError: a host has another model."""
+    """Raises ConfigError: a host has another model, or no CPU kernels where another has."""
     for rank, one in enumerate(ready, 1):
         for field, ours in rank_facts(built).items():
             if one.facts[field] != ours:
-                message = f"rank {rank} has {field} {one.facts[field]}, the first rank {ours}: their checkpoints differ"
+                message = f"rank {rank} has {field} {one.facts[field]}, the first rank {ours}: their hosts differ"
                 raise ConfigError(message, field=field)
 
 

@@ -157,6 +157,14 @@ def test_pairs(
         assert [exact(answer) for answer in alone] == expected[-FEW:], "alone, from an empty cache"
 
 
+@needs_kernels
+@pytest.mark.parametrize("flags", [("--cpu-kernels", "torch"), ("--quantization", "int8")], ids=["torch", "int8"])
+def test_peers_with_other_kernels_are_refused(flags: tuple[str, ...], model: str) -> None:
+    with running_pair(model, MODE, "--dtype", "bfloat16", decode_flags=flags) as pair:
+        answer = requests.post(f"{pair.url}/generate", json={"input_ids": [5, 6]}, timeout=30)
+        assert answer.status_code == 500 and "deterministic_arithmetic" in answer.text, answer.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_real_model(dtype: str, smollm2_directory: Path) -> None:

@@ -30,7 +30,7 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format of hidden states between stages, and of KV."""
+        """The number format of hidden states between stages."""
         ...
 
     @property

@@ -93,8 +93,8 @@ class NativeDecoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Model.dtype`."""
-        return self._model.dtype
+        """See `Model.dtype`: as they are within a stage, so that it does not matter where one ends."""
+        return torch.float32
 
     @property
     def params(self) -> ParamSlots:
@@ -180,7 +180,7 @@ class NativeDecoder:
             program.run(done, self._body)
             done = self._body
         if self._head is None:
-            return program.view(self._x, num_tokens).to(self.dtype)
+            return program.view(self._x, num_tokens).clone()
         if on_hidden is not None:
             on_hidden(program.view(self._x, num_tokens))
             program.begin(batch)

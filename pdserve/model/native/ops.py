@@ -193,7 +193,8 @@ def attend(
     """Heads normalised and rotated, K and V written to their pages, and attention: `[N, heads * dim]`.
 
     `qkv` `[N, (heads + 2 * kv_heads) * dim]` are the tokens of rows that compute positions `[starts[r], ends[r])`, row
-    behind row; `table[r]` are a row's pages in `pages` bf16 `[pages, layers, 2, kv_heads, tokens, dim]`.
+    behind row; `table[r]` are a row's pages in `pages` bf16 `[pages, layers, 2, kv_heads, tokens, dim]`. A row of one
+    token decodes, and one of more is a piece of a prompt: their bits differ.
     """
     shape = _check_heads(qkv, pages, layer)
     fits = starts.ndim == ends.ndim == 1 and table.ndim == 2 and starts.shape[0] == ends.shape[0] == table.shape[0]

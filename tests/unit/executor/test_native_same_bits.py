@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from pdserve.base import native
-from pdserve.protocol.sampling import SamplingParams
 from tests.driver import Driver, build, random_prompt
 from tests.tiny import VOCAB_SIZE, make_tiny
 from tests.unit.executor.same_bits import LENGTH, NUM_NEW, PROMPT, SEEDED, Answer, answer, kv_of
@@ -144,24 +143,26 @@ def test_on_every_level(level: str, kind: tuple[Path, Quantization], monkeypatch
 LONG = 1_300
 
 
-@pytest.mark.parametrize("threads", [2, 4])
+def beside(prompts: list[list[int]], driver: Driver, num_steps: int) -> torch.Tensor:
+    """The KV of the first prompt and what it decodes in `num_steps`, beside the others."""
+    rows = [driver.open(prompt, LONG + 16) for prompt in prompts]
+    driver.step(*((row, 0, len(prompt), True) for row, prompt in zip(rows, prompts, strict=True)))
+    for i in range(num_steps):
+        ends = [len(prompt) + i for prompt in prompts]
+        driver.step(*((row, end, end + 1, True) for row, end in zip(rows, ends, strict=True)))
+    return kv_of(driver.built, rows[0], len(prompts[0]) + num_steps)
+
+
+@pytest.mark.parametrize("threads", [2, 4, 7])
 def test_long_contexts_however_their_keys_are_shared(threads: int, tmp_path: Path) -> None:
-    """Tokens by the way of one call for a step, and KV: of a long row alone, which is cut, and among many, uncut."""
+    """A long row alone, whose keys are cut for the threads, and among others, where fewer or none are; on one thread
+    nothing is cut. KV of as many steps as there are tokens, and tokens, some steps of which are one call."""
     (tmp_path / "config.json").write_text(json.dumps(SMOL))
     prompts = [random_prompt(length, VOCAB_SIZE) for length in (LONG, 1, 128, 129, 400, 256, 900, 2, 640, 5)]
-    drivers = {count: make(tmp_path, threads=count, page_size=64) for count in (1, threads)}
-    alone = [drivers[1].generate([prompt], 40)[0] for prompt in prompts]
-    together = drivers[threads].generate(prompts, 40)
-    assert together == alone
-    rows = []
-    for count, driver in drivers.items():
-        row = driver.open(prompts[0], LONG + 8, SamplingParams(temperature=0.0))
-        driver.step((row, 0, LONG, True))
-        beside = [] if count == 1 else [driver.open(prompt, 1_000) for prompt in prompts[1:]]
-        if beside:
-            driver.step(*((other, 0, len(prompt), True) for other, prompt in zip(beside, prompts[1:], strict=True)))
-        for i in range(8):
-            others = [(other, len(p) + i, len(p) + i + 1, True) for other, p in zip(beside, prompts[1:], strict=False)]
-            driver.step((row, LONG + i, LONG + i + 1, True), *others)
-        rows.append(kv_of(driver.built, row, LONG + 8))
-    assert torch.equal(*rows)
+    one, several = (make(tmp_path, threads=count, page_size=64) for count in (1, threads))
+    plain = beside(prompts[:1], one, 8)
+    for count in (1, 2, 3, 6, len(prompts)):
+        assert torch.equal(beside(prompts[:count], several, 8), plain)
+    alone = [one.generate([prompt], 40)[0] for prompt in prompts]
+    assert several.generate(prompts, 40) == alone
+    assert [several.generate([prompt], 40)[0] for prompt in prompts[::4]] == alone[::4]

@@ -97,3 +97,17 @@ def test_parts_stay_below_their_bound_and_join_in_any_order() -> None:
         part.check()
     assert join([*reversed(parts), parts[3]], 1, 1001) == whole
     assert join(parts[:-1], 1, 1001) is None
+
+
+def test_a_position_alone_has_the_bits_that_it_has_among_others() -> None:
+    """Also where the vocabulary is so large that torch shares a row among threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for seed in range(40):
+            logits = 5 * torch.randn(3, 49152, generator=torch.Generator().manual_seed(seed))
+            together = prompt_logprobs._logsumexp(logits)
+            torch.testing.assert_close(together, logits.logsumexp(-1))
+            assert torch.equal(together, torch.cat([prompt_logprobs._logsumexp(row[None]) for row in logits]))
+    finally:
+        torch.set_num_threads(threads)

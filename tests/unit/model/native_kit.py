@@ -58,6 +58,13 @@ def part_of(batch: ForwardBatch, start: int, end: int, *, prompt: int) -> Forwar
     return ForwardBatch(batch.columns[:, start:end].contiguous(), torch.tensor([end - start - 1]), host)
 
 
+def rows_of_batch(batch: ForwardBatch, rows: Sequence[int]) -> ForwardBatch:
+    """Some of the rows of `batch`, all of which have one token."""
+    host = batch.host
+    picked = HostRows(host.starts[rows], host.ends[rows], np.arange(len(rows)), host.prompts[rows], host.pages[rows])
+    return ForwardBatch(batch.columns[:, rows].contiguous(), torch.arange(len(rows)), picked)
+
+
 def fill_known(kv: Tensor, batch: ForwardBatch, page_tokens: int) -> None:
     """Random keys and values at all positions before each row's first new one."""
     for line, start in enumerate(batch.host.starts.tolist()):

@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.model.native.program import MAX_HEAD_DIM, HeadShape, Program, Threads
-from tests.unit.model.native_kit import attended, batch_of, fill_known, needs_kernels, part_of, rms, rotated
+from tests.unit.model.native_kit import (
+    attended,
+    batch_of,
+    fill_known,
+    needs_kernels,
+    part_of,
+    rms,
+    rotated,
+    rows_of_batch,
+)
 from tests.unit.model.native_programs import FEW, fenced, levels, poison, put, relative, taken
 
 pytestmark = needs_kernels
@@ -185,3 +194,39 @@ def test_chunks_threads_and_pages_leave_every_bit_as_it_is(level: str, window: i
             found.append(taken(p, out, end - start).clone())
         results.append(torch.cat(found))
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@levels
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "dim"), [(9, 3, 64), (64, 4, 32), (40, 2, 64), (8, 8, 128), (64, 1, 16)]
+)
+def test_keys_that_threads_share_leave_every_bit_as_it_is(
+    level: str, num_heads: int, num_kv_heads: int, dim: int
+) -> None:
+    """One decoded row alone, cut as it suits so many threads, and among others: of all keys, or a window of them that
+    begins anywhere; with soft caps and sinks. Thousands of keys have longer segments."""
+    page_tokens, lengths = 16, (4500, 1300, 129, 700, 128, 2000, 300)
+    whole, num_pages = batch_of([(length - 1, length) for length in lengths], page_tokens)
+    kv = torch.full((num_pages, 1, 2, num_kv_heads, page_tokens, dim), float("nan"), dtype=torch.bfloat16)
+    fill_known(kv, whole, page_tokens)
+    x = torch.randn(len(lengths), num_heads + 2 * num_kv_heads, dim)
+    sinks = torch.randn(num_heads) + 6.0
+    for window, softcap in ((0, 0.0), (777, 0.0), (0, 2.0), (1000, 2.0)):
+        results: list[list[torch.Tensor]] = [[] for _ in lengths]
+        for threads in (1, 2, 3, 4, 8):
+            p = Program(Threads(threads), level, HeadShape(1, num_heads, num_kv_heads, page_tokens, dim), kv)
+            qkv, out = p.buffer(x[0].numel()), p.buffer(num_heads * dim)
+            p.angles(torch.zeros(dim // 2), 1.0)
+            p.place(qkv, 0, None, None, 0.0)
+            p.attend(0, out, window=window, softcap=softcap, sinks=sinks if softcap else None)
+            p.reserve(len(lengths) + 1, 0)
+            for rows in ([0], [1], [0, 2], [1, 4, 3, 0], list(range(len(lengths)))):
+                p.begin(rows_of_batch(whole, rows))
+                put(p, qkv, x[rows].flatten(1))
+                poison(p, out, len(rows))
+                p.run(0, p.num_ops)
+                for row, result in zip(rows, taken(p, out, len(rows)).clone(), strict=True):
+                    results[row].append(result)
+        assert len(results[0]) == 20
+        for found in results:
+            assert all(torch.equal(one, found[0]) for one in found)
