@@ -203,9 +203,9 @@ parts that follow it; where a row is a difference, so is each part.
 
 ## Tokens
 
-All greedy, of the same prompts for all systems in each round; of two streams as many tokens as both made. Sums of \
-bf16 are rounded, in an order that follows from the number of threads and of rows computed together, so that a near \
-tie between two tokens may go another way (`--enable-deterministic-inference` is for who needs the same bits):
+All greedy, of the same prompts for all systems in each round; of two streams as many tokens as both made. The CPU \
+kernels give a request the same bits in any company; torch sums up in an order that follows from the number of rows, so \
+that a near tie between two tokens may go another way:
 
 {equal_table(found)}
 

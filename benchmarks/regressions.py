@@ -1,4 +1,4 @@
-"""Whether something has become slower: ratios measured anew, against those stored in `regressions.json`.
+"""Whether something has become slower: ratios measured anew, against those stored in `regressions-<level>.json`.
 
     python -m benchmarks.regressions             # exit status 1 when a ratio fell by more than its stored spread
     python -m benchmarks.regressions --write     # store what is measured, on quiet cores
@@ -6,7 +6,7 @@
 Kernels stand against the bytes and products that the machine does in the same rounds (`kernels`), decode steps against
 torch's (`bench_cpu_step`), servers against bare steps of as many rows or the products that a prompt takes, int8 against
 bf16, and 1P1D against a monolith of as many threads. The model is SmolLM2-135M. `--only kernels,steps,servers` measures
-a part, and compares that part.
+a part, and compares that part. Each instruction-set level has ratios of its own: they are of other processors.
 
 Everything is measured in several passes, all of it in each, and of a ratio the medians of the passes are kept: they
 spread as much as the median of another run may, and less than single rounds do.
@@ -32,7 +32,6 @@ from benchmarks.servers import monolith, monolith_and_pair
 from pdserve.base.native import best_level
 from pdserve.model.native.program import Threads
 
-STORED = Path(__file__).with_name("regressions.json")
 PARTS = ("kernels", "steps", "servers")
 STEP_BATCHES = (1, 16)
 CONTEXT = 256
@@ -151,6 +150,11 @@ def of_parts(table: dict[str, Spread], parts: Sequence[str]) -> dict[str, Spread
     return {name: spread for name, spread in table.items() if name.startswith(kinds)}
 
 
+def stored_of(level: str) -> Path:
+    """Where the ratios of an instruction-set level are stored."""
+    return Path(__file__).with_name(f"regressions-{level}.json")
+
+
 def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     """All flags. Raises SystemExit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -161,8 +165,9 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--clock", choices=list(kernels.CLOCKS), default="wall", help="cpu: on a machine that others use; not servers")
     add("--only", default=",".join(PARTS), metavar="PARTS", help=f"some of {','.join(PARTS)}")
     add("--write", action="store_true", help="store what is measured, instead of comparing")
-    add("--table", type=Path, default=STORED, help="the stored ratios")
+    add("--table", type=Path, help="the stored ratios (default: those of this machine's instruction-set level)")
     args = parser.parse_args(argv)
+    args.table = args.table or stored_of(best_level())
     args.parts = args.only.split(",")
     if not set(args.parts) <= set(PARTS):
         parser.error(f"--only is {args.only}, but must be some of {','.join(PARTS)}")

@@ -97,3 +97,16 @@ def test_flags_that_do_not_fit_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         regressions.main(flags)
     assert caught.value.code == 2
+
+
+def test_each_level_has_a_table_of_its_own() -> None:
+    assert regressions.stored_of("zen4") != regressions.stored_of("avx2")
+    stored = sorted(regressions.stored_of("*").parent.glob(regressions.stored_of("*").name))
+    assert stored, "some are stored"
+    for path in stored:
+        table = read(path)
+        assert path == regressions.stored_of(table.level) and {name.partition(":")[0] for name in table.ratios} == {
+            "kernel",
+            "step",
+            "server",
+        }
