@@ -204,8 +204,8 @@ parts that follow it; where a row is a difference, so is each part.
 ## Tokens
 
 All greedy, of the same prompts for all systems in each round; of two streams as many tokens as both made. The CPU \
-kernels give a request the same bits in any company; torch sums up in an order that follows from the number of rows, so \
-that a near tie between two tokens may go another way:
+kernels give a request the same bits in any company; torch sums up in an order that follows from the number of rows, \
+so that a near tie between two tokens may go another way:
 
 {equal_table(found)}
 
