@@ -77,7 +77,9 @@ class Side:
         began = time.perf_counter()
         config = ServerConfig(
             model=self._model,
-            memory=MemoryConfig(max_total_tokens=max(BATCHES) * (self._args.context + 64) + 4096),
+            memory=MemoryConfig(
+                max_total_tokens=max(BATCHES) * (max(self._args.context, self._args.prompt) + 64) + 4096
+            ),
             kernels=KernelConfig(cpu_threads=self._args.threads, enable_deterministic_inference=deterministic),
         )
         self._built = build_executor(config, max_rows=max(BATCHES))
