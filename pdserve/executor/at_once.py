@@ -36,7 +36,7 @@ class AtOnce:
     def computation(self, plan: BatchPlan) -> Compute | None:
         """What computes `plan`, at once and not later: it reads the page table. None: not this way."""
         rows = plan.rows
-        if not 0 < len(rows) <= self._most_rows or self._params.prompts:
+        if not 0 < len(rows) <= self._most_rows or self._params.prompt_wishes:
             return None
         for row in rows:
             if not row.sample or row.end - row.start != 1:

@@ -292,7 +292,7 @@ class LocalExecutor:
             lines, ends = sampled_rows(batches)
             params = self._params.pick(lines, ends)
             grammars = self._grammars.pick(params)
-        wanted = self._params.prompts
+        wanted = self._params.prompt_wishes
         if not wanted:
             return _Step(plan, writes, batches, sampled, params, grammars, (None,) * len(batches))
         wishes = tuple(read_wishes(batch, wanted) for batch in batches)

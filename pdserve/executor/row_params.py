@@ -101,7 +101,7 @@ class RowParams:
         self._bans: dict[int, tuple[int, ...]] = {}
         self._biases: dict[int, dict[int, float]] = {}
         self._picks: dict[int, tuple[int, ...]] = {}
-        self.prompts: dict[int, tuple[int, Logprobs]] = {}
+        self.prompt_wishes: dict[int, tuple[int, Logprobs]] = {}
         """Prompt tokens and wish of rows that want log-probabilities of their prompt."""
         self._seeds = Seeds(default_seed)
         self._picked = b"", self._columns[:0], False
@@ -138,7 +138,7 @@ class RowParams:
         if logprobs is not None and tells and logprobs.token_ids:
             self._picks[row] = logprobs.token_ids
         if logprobs is not None and logprobs.prompt_from is not None:
-            self.prompts[row] = (num_prompt, logprobs)
+            self.prompt_wishes[row] = (num_prompt, logprobs)
 
     @property
     def num_prompt(self) -> IntArray:
@@ -151,7 +151,7 @@ class RowParams:
         self._bans.pop(row, None)
         self._biases.pop(row, None)
         self._picks.pop(row, None)
-        self.prompts.pop(row, None)
+        self.prompt_wishes.pop(row, None)
 
     def pick(self, lines: IntArray, positions: IntArray) -> StepParams:
         """The parameters of table rows `lines`, which sample the tokens at `positions`."""

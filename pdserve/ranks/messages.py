@@ -128,7 +128,7 @@ class Sized(msgspec.Struct, frozen=True, tag=True):
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The follower can begin. `memory` is where peers write to it; None where nothing is transferred.
 
-    `facts` must be the leader's, too: what its scheduler decides by and its checkpoint says. `samples` are those of
+    `facts` must be the leader's, too: what no flag says of its checkpoint and its kernels. `samples` are those of
     its weights (`WeightSamples`); `settle_s` is its transport's.
     """
 

@@ -1,4 +1,4 @@
-"""Attention of the deterministic mode: the result at position p of a request depends on q[p] and k, v[0..p] alone.
+"""Attention of the deterministic mode by torch: the result at position p depends on q[p] and k, v[0..p] alone.
 
 Keys are cut into blocks of BLOCK at absolute positions, whatever the page size. All products are of `size` query rows
 with one block, with a `size` that was found to leave no trace (`layers/tiles.py`); more rows, blocks and heads are more

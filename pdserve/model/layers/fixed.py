@@ -1,6 +1,6 @@
-"""Kernels of the deterministic mode: a row's result has the same bits whatever else is in the batch.
+"""Arithmetic of the deterministic mode by torch: a row's result has the same bits whatever else is in the batch.
 
-Made by the executor factory when `enable_deterministic_inference` is set; called by the layers.
+Made by the executor factory when `enable_deterministic_inference` is set and torch computes; called by the layers.
 """
 
 from __future__ import annotations
