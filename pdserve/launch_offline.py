@@ -71,7 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def without_streams(given: ServerConfig, resolved: ServerConfig) -> ServerConfig:
     """`resolved`, but for what it does for streams unless that was asked for: an `LLM` returns whole answers."""
-    schedule = dataclasses.replace(resolved.schedule, mixed_chunk_size=given.schedule.mixed_chunk_size)
+    saturation = given.schedule.prefill_saturation_tokens
+    schedule = dataclasses.replace(
+        resolved.schedule,
+        mixed_chunk_size=given.schedule.mixed_chunk_size,
+        prefill_saturation_tokens=-1 if saturation is None else saturation,
+    )
     return dataclasses.replace(resolved, schedule=schedule)
 
 

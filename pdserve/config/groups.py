@@ -118,6 +118,12 @@ class ScheduleConfig:
         help="prompt tokens per step beside streams that have had two tokens; when absent as many as in others if "
         "--chunked-prefill-size is given, else a quarter: streams pause for a shorter time",
     )
+    prefill_saturation_tokens: int | None = flag(
+        None,
+        help="prompt tokens that keep the processor at its peak: while nobody streams, a step takes no more prompts "
+        "than that, so that those that come at once have their first tokens in turn, each sooner than all together; "
+        "128 on CPU when absent, more with experts; -1, and elsewhere when absent: as many prompts as fit a step",
+    )
     max_prefill_tokens: int = flag(16384, help="prompt tokens per step when chunking is off")
     max_queued_requests: int | None = flag(None, help="waiting requests, beyond free rows, before new ones get 503")
     schedule_policy: SchedulePolicy = flag(

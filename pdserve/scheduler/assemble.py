@@ -28,6 +28,8 @@ from pdserve.scheduler.waiting import WaitingQueue
 from pdserve.scheduler.witness import KVWitness, WriteLine
 from pdserve.transfer.manager import KVManager
 
+SATURATION_TOKENS = 128
+"""Rows that bring a product on CPUs to its peak: more take as long each."""
 Fact = str | int | float | bool | None
 
 
@@ -106,6 +108,17 @@ def make_scheduler(
     )
 
 
+def saturation_tokens(config: ServerConfig, built: Built) -> int | None:
+    """Prompt tokens that keep the processor at its peak, see `Limits`; each expert needs so many, too."""
+    given = config.schedule.prefill_saturation_tokens
+    if given is not None:
+        return given if given > 0 else None
+    if built.device.type != "cpu":
+        return None
+    moe = built.spec.moe
+    return SATURATION_TOKENS if moe is None else -(-SATURATION_TOKENS * moe.num_experts // moe.top_k)
+
+
 def _caches_prefixes(config: ServerConfig) -> bool:
     """Prefill and monolith keep prefixes unless told not to, decode only when told to."""
     if config.disagg.disaggregation_mode == "decode":
@@ -120,6 +133,7 @@ def _limits(config: ServerConfig, built: Built) -> Limits:
     return Limits(
         chunk_tokens=None if chunk is None or chunk < 0 else chunk,
         mixed_chunk_tokens=schedule.mixed_chunk_size,
+        saturation_tokens=saturation_tokens(config, built),
         prefill_tokens=schedule.max_prefill_tokens,
         reserved_decode_tokens=schedule.num_reserved_decode_tokens,
         conservativeness=schedule.schedule_conservativeness,

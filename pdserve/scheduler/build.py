@@ -20,7 +20,7 @@ from pdserve.protocol.channel import SchedulerChannel
 from pdserve.protocol.messages import Beat, EngineReady, Shutdown
 from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.rounds import SharedRounds
-from pdserve.scheduler.assemble import Fact, make_memory, make_scheduler, make_witness
+from pdserve.scheduler.assemble import Fact, make_memory, make_scheduler, make_witness, saturation_tokens
 from pdserve.scheduler.build_transfer import Replica, open_transfer
 from pdserve.scheduler.engine import Engine, open_engine
 from pdserve.scheduler.idle_rounds import IdleRounds
@@ -119,6 +119,7 @@ def build_scheduler(
         "layout_fingerprint": built.layout.fingerprint(),
         "layout": str(built.layout.fields()),
         "kv_token_bytes": built.layout.token_bytes,
+        "prefill_saturation_tokens": saturation_tokens(config, built),
     }
     opened, witness = None, None
     if mode != "null":

@@ -33,11 +33,13 @@ class Limits:
 
     `chunk_tokens` None: prompts are not cut, and a step takes prompts of up to `prefill_tokens` together.
     `mixed_chunk_tokens` None: a step beside running streams takes as many tokens of prompts as another.
+    `saturation_tokens`: prompt tokens that keep the processor at its peak; None: a step takes as many prompts as fit.
     `offload_bytes` 0: the KV of retracted requests is computed again.
     """
 
     chunk_tokens: int | None
     mixed_chunk_tokens: int | None = None
+    saturation_tokens: int | None = None
     prefill_tokens: int = 16384
     reserved_decode_tokens: int = 512
     conservativeness: float = 1.0

@@ -52,6 +52,7 @@ class Shape:
     num_aux: int = 6
     chunk_tokens: int | None = 5
     mixed_chunk_tokens: int | None = None
+    saturation_tokens: int | None = None
     prefix_cache: bool = True
     decode_prefix_cache: bool = False
     eviction: EvictionPolicy = "lru"
@@ -111,6 +112,7 @@ class Node:
         limits = Limits(
             chunk_tokens=shape.chunk_tokens,
             mixed_chunk_tokens=shape.mixed_chunk_tokens,
+            saturation_tokens=shape.saturation_tokens,
             reserved_decode_tokens=shape.reserved_decode_tokens,
             offload_bytes=shape.offload_pages * layout.groups[0].page_bytes,
             prealloc_timeout_s=400.0,
@@ -151,8 +153,9 @@ class Node:
 
     @property
     def idle(self) -> bool:
-        """No request, no transfer, nothing unsaid."""
-        return not self.scheduler.role.live and (self.kv is None or self.kv.quiet)
+        """No request, no step under way, no transfer, nothing unsaid."""
+        settled = self.scheduler.core.settled and not self.scheduler.role.live
+        return settled and (self.kv is None or self.kv.quiet)
 
     def leaks(self) -> dict[str, int]:
         """What is not free although the node is idle; empty when all is well."""

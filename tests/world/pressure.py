@@ -57,6 +57,8 @@ def pressured(seed: int) -> tuple[Shape, list[Prompt]]:
     )
     if shape.chunk_tokens is not None and seed % 2:
         shape = dataclasses.replace(shape, mixed_chunk_tokens=seed // 2 % shape.chunk_tokens + 1)
+    if seed // 4 % 2:
+        shape = dataclasses.replace(shape, saturation_tokens=seed // 8 % 40 + 1)
     begins = [_tokens(rng, rng.randint(4, 20)) for _ in range(2)]
     prompts: list[Prompt] = []
     for _ in range(rng.randint(5, 10)):

@@ -52,6 +52,7 @@ class Mono:
         num_rows: int = 2,
         chunk: int | None = 4,
         mixed: int | None = None,
+        saturation: int | None = None,
         max_queued: int | None = None,
         width: int = 16,
         prefix_cache: bool = False,
@@ -71,7 +72,7 @@ class Mono:
         )
         limits = Limits(
             chunk_tokens=chunk, mixed_chunk_tokens=mixed, offload_bytes=offload_bytes, eos_token_ids=frozenset({EOS}),
-            num_stages=num_stages,
+            saturation_tokens=saturation, num_stages=num_stages,
         )  # fmt: skip
         self.core = core = Core(self.memory, self.executor, Outbox(self.sent.append), self.clock, limits)
         self.mailbox: Mailbox[Event] = Mailbox()

@@ -130,6 +130,32 @@ def test_prefill_computes_one_token_and_decode_gets_the_same_one() -> None:
     assert not world.prefill.leaks() and not world.decode.leaks()
 
 
+@pytest.mark.parametrize(("saturation", "most"), [(None, 4), (5, 1)])
+def test_prefill_computes_no_more_prompts_together_than_keep_it_busy(
+    saturation: int | None, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Shape(num_rows=4, chunk_tokens=40, saturation_tokens=saturation, prefix_cache=False)
+    world = World(3, shape, QUIET)
+    rows: list[int] = []
+    role = world.prefill.scheduler.role
+    plan = role.plan
+
+    def counted(step: int) -> BatchPlan | None:
+        if not rows and role.queues()["num_queue_reqs"] < 4:
+            return None
+        planned = plan(step)
+        rows.extend([] if planned is None else [len(planned.rows)])
+        return planned
+
+    monkeypatch.setattr(role, "plan", counted)
+    for i in range(4):
+        for node in (world.prefill, world.decode):
+            node.mailbox.post(_request(f"r{i}", i))
+    _until(world, lambda: len(world.decode.halves) == 4 and all(h.finish for h in world.decode.halves.values()))
+    assert max(rows) == most and sum(rows) == 4
+    assert {len(half.tokens) for half in world.decode.halves.values()} == {6}
+
+
 def test_the_first_token_leaves_decode_before_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     world = _world()
     decode = world.decode
