@@ -120,9 +120,9 @@ class ScheduleConfig:
     )
     prefill_saturation_tokens: int | None = flag(
         None,
-        help="prompt tokens that keep the processor at its peak: while nobody streams, a step takes no more prompts "
-        "than that, so that those that come at once have their first tokens in turn, each sooner than all together; "
-        "128 on CPU when absent, more with experts; -1, and elsewhere when absent: as many prompts as fit a step",
+        help="prompt tokens that keep the processor at its peak: a step that nobody streams beside is computed in "
+        "parts of about so many, whole prompts in turn, so that first tokens come one after the other, none later than "
+        "all together; 128 on CPU when absent, more with experts; -1, and elsewhere when absent: no parts",
     )
     max_prefill_tokens: int = flag(16384, help="prompt tokens per step when chunking is off")
     max_queued_requests: int | None = flag(None, help="waiting requests, beyond free rows, before new ones get 503")

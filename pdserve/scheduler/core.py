@@ -33,7 +33,7 @@ class Limits:
 
     `chunk_tokens` None: prompts are not cut, and a step takes prompts of up to `prefill_tokens` together.
     `mixed_chunk_tokens` None: a step beside running streams takes as many tokens of prompts as another.
-    `saturation_tokens`: prompt tokens that keep the processor at its peak; None: a step takes as many prompts as fit.
+    `saturation_tokens`: prompt tokens that keep the processor at its peak, see `StepInParts`; None: no parts.
     `offload_bytes` 0: the KV of retracted requests is computed again.
     """
 

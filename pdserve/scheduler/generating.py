@@ -1,9 +1,6 @@
 """The part of a role that generates text: a running batch and prompts on their way into it, in one step.
 
 Monolith and decode role have one each, see `roles/generating_role`.
-
-Prompts that come at once, while nobody streams, are computed in turn (see `prefilling`). Who has had a first token
-waits for the last of them: beside decode rows their steps would be more, and all of them later.
 """
 
 from __future__ import annotations
@@ -13,13 +10,11 @@ from collections.abc import Callable, Iterator
 from pdserve.executor.interface import BatchPlan, SampledToken, StepResult
 from pdserve.protocol.messages import FinishReason
 from pdserve.scheduler.core import Core, plan_of
+from pdserve.scheduler.parts import StepInParts
 from pdserve.scheduler.prefilling import Prefilling
 from pdserve.scheduler.req import Req
 from pdserve.scheduler.running import Running
 from pdserve.scheduler.waiting import WaitingQueue
-
-BURST_STEPS = 2
-"""Steps' worth of prompts that a first token waits for at most: so many hold a burst where all is computed together."""
 
 
 class Generating:
@@ -32,27 +27,19 @@ class Generating:
         self._core = core
         self.running = Running(core, self._retract)
         self.prefilling = Prefilling(core, waiting, headroom_tokens, needs_aux=False)
-        self._burst_at: float | None = None
-        """When the first of a burst had its first token, while it waits for the others."""
-        self._burst_tokens = 0
-        """Tokens of prompts that it has waited for."""
+        self._parts = StepInParts(core.limits.saturation_tokens)
 
     @property
     def must_settle(self) -> bool:
         """See `Role.must_settle`."""
-        return self.running.is_short or self.prefilling.restores
+        return not self._parts and (self.running.is_short or self.prefilling.restores)
 
     def plan(self, step: int) -> BatchPlan | None:
-        """Decode rows first, then chunks within the budget; in a burst its prompts first, then decode rows."""
-        beside_streams = self._has_streams()
-        if not beside_streams and self._burst_goes_on() and (rows := self.prefilling.plan()):
-            self._burst_tokens += sum(row.num_tokens for row in rows)
-            return plan_of(step, rows)
-        self._burst_at, self._burst_tokens = None, 0
-        rows = self.running.plan()
-        if beside_streams or not rows or self._core.limits.saturation_tokens is None:
-            rows += self.prefilling.plan(beside_streams=beside_streams)
-        return plan_of(step, rows)
+        """Decode rows first, then chunks within the budget; in parts where nobody streams."""
+        if not self._parts:
+            streams = self._has_streams()
+            self._parts.put(self.running.plan(), self.prefilling.plan(beside_streams=streams), together=streams)
+        return plan_of(step, self._parts.take())
 
     def commit(
         self, live: dict[str, Req], plan: BatchPlan, result: StepResult
@@ -78,33 +65,22 @@ class Generating:
         """Forget a request, wherever it stands."""
         self.prefilling.remove(req)
         self.running.reqs.pop(req.rid, None)
+        self._parts.drop(req.rid)
 
     def retract_all(self) -> None:
         """All that runs, and prompts under way, wait again without memory. No step may be under way."""
         taken = [*self.running.reqs.values(), *self.prefilling.active.values()]
         self.running.reqs.clear()
         self.prefilling.active.clear()
+        self._parts.clear()
         for req in taken:
             self._core.counters["requests_retracted"] += 1
             self._retract(req)
 
-    def _burst_goes_on(self) -> bool:
-        """True while prompts that were here at the first of their first tokens wait for theirs, and are not too many.
-
-        Only where nobody streams.
-        """
-        limits = self._core.limits
-        if limits.saturation_tokens is None or not self.running.reqs:
-            return False
-        if self._burst_at is None:
-            self._burst_at = self._core.clock.now()
-        most = BURST_STEPS * (limits.chunk_tokens or limits.prefill_tokens)
-        return self._burst_tokens < most and self.prefilling.comes_next(self._burst_at)
-
     def _has_streams(self) -> bool:
         """True when somebody waits for more than a second token, be it in a step under way.
 
-        Who has only just had the first may belong to a burst, whose steps are as large as if nobody ran.
+        Who has only just had the first may belong to a burst, whose next step then takes as many as the first.
         """
         return any(req.num_prompt < req.planned < req.num_worst for req in self.running.reqs.values())
 

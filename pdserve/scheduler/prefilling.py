@@ -7,9 +7,6 @@ active    has a lease over all its known tokens and a row; what started, always 
 A step has a budget of prompt tokens. The oldest active prompt comes first, but one that does not fit the step leaves up
 to half of it to shorter prompts: those that can be finished in it, and then one that is at most half as long as what
 is left of the long one. So a long prompt at most doubles its own time and holds nobody back for all of it.
-
-Prompts that fit a step come in turn, and beside no streams a step takes no more of them than keep the processor at its
-peak (`Limits.saturation_tokens`): together they would take as long, but the first would wait for the last.
 """
 
 from __future__ import annotations
@@ -57,18 +54,17 @@ class Prefilling:
         if long is not None:
             spent = self._short_ones(budget // 2, long, rows)
             self._chunk(long, rows, budget - spent)
-        elif beside_streams or limits.saturation_tokens is None:
-            self._in_turn(budget, budget, rows, whole=limits.chunk_tokens is None)
-        else:
-            self._in_turn(budget, min(budget, limits.saturation_tokens), rows, whole=True)
+            return rows
+        for req in self.active.values():
+            budget -= self._chunk(req, rows, budget)
+        for req in self._candidates():
+            whole = limits.chunk_tokens is None
+            if budget <= 0 or (whole and rows and req.num_known > budget):
+                break
+            if not self._start(req):
+                break
+            budget -= self._chunk(req, rows, _left(req) if whole else budget)
         return rows
-
-    def comes_next(self, until: float) -> bool:
-        """True when the next prompt in turn has had no token yet and arrived at `until` or before."""
-        req = next((req for req in self.active.values() if _left(req) > 0), None)
-        if req is None and len(self.waiting):
-            req = self.waiting[0]
-        return req is not None and not req.output_ids and req.times.arrived <= until
 
     @property
     def restores(self) -> bool:
@@ -107,25 +103,6 @@ class Prefilling:
         assert req.times.started is not None
         req.chunks = [] if req.chunks is None else req.chunks
         req.chunks.append((self._core.clock.now() - req.times.started, end))
-
-    def _in_turn(self, budget: int, most: int, rows: list[Row], *, whole: bool) -> None:
-        """A chunk of the first prompt, within `budget` tokens, and of others while the step has at most `most`; with
-        `whole`, of such alone as end in it.
-        """
-        uncut = self._core.limits.chunk_tokens is None
-        spent = 0
-        for req in self.active.values():
-            room = most - spent if rows else budget
-            if whole and rows and _left(req) > room:
-                return
-            spent += self._chunk(req, rows, room)
-        for req in self._candidates():
-            room = most - spent if rows else budget
-            if room <= 0 or (whole and rows and req.num_known - self._num_cached(req) > room):
-                return
-            if not self._start(req):
-                return
-            spent += self._chunk(req, rows, _left(req) if uncut else room)
 
     def _short_ones(self, budget: int, long: Req, rows: list[Row]) -> int:
         """Chunks of prompts that end within `budget` tokens, and of one that ends long before `long` does; once it has

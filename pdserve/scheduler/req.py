@@ -34,8 +34,8 @@ class Times:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Req:
-    """`computed` tokens of `prompt + output_ids` have KV in the lease's pages, `planned` will have once all launched
-    steps are resolved; `row` while the executor knows the request. `saved` is the KV of the first `computed` tokens
+    """`computed` tokens of `prompt + output_ids` have KV in the lease's pages, `planned` will have once all that is
+    planned is computed; `row` while the executor knows the request. `saved` is the KV of the first `computed` tokens
     while they are in host memory instead.
     """
 

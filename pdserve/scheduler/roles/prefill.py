@@ -20,6 +20,7 @@ from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason, RequestTiming
 from pdserve.scheduler.core import Core, plan_of
 from pdserve.scheduler.fits import check_fits
+from pdserve.scheduler.parts import StepInParts
 from pdserve.scheduler.prefilling import Prefilling
 from pdserve.scheduler.req import Req, finish_for_failure
 from pdserve.scheduler.waiting import WaitingQueue
@@ -43,6 +44,7 @@ class PrefillRole:
         self._kv = kv
         self._bootstrap: dict[str, Req] = {}
         self._prefilling = Prefilling(core, waiting, lambda req: 0.0, needs_aux=True)
+        self._parts = StepInParts(core.limits.saturation_tokens)
         self._inflight: dict[str, Req] = {}
         self._rooms: dict[int, Req] = {}
         self.live: dict[str, Req] = {}
@@ -85,8 +87,10 @@ class PrefillRole:
         return False
 
     def plan(self, step: int) -> BatchPlan | None:
-        """Chunks within the budget."""
-        return plan_of(step, self._prefilling.plan())
+        """Chunks within the budget, in parts."""
+        if not self._parts:
+            self._parts.put([], self._prefilling.plan())
+        return plan_of(step, self._parts.take())
 
     def launched(self, handle: StepHandle) -> None:
         """With layer marks, the pages that this step makes whole leave layer group by layer group."""
@@ -197,6 +201,7 @@ class PrefillRole:
         if self._witness is not None:
             self._witness.forget(req)
         self._prefilling.remove(req)
+        self._parts.drop(req.rid)
         self._bootstrap.pop(req.rid, None)
         self._inflight.pop(req.rid, None)
         del self.live[req.rid]

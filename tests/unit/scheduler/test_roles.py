@@ -130,30 +130,49 @@ def test_prefill_computes_one_token_and_decode_gets_the_same_one() -> None:
     assert not world.prefill.leaks() and not world.decode.leaks()
 
 
-@pytest.mark.parametrize(("saturation", "most"), [(None, 4), (5, 1)])
-def test_prefill_computes_no_more_prompts_together_than_keep_it_busy(
-    saturation: int | None, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = Shape(num_rows=4, chunk_tokens=40, saturation_tokens=saturation, prefix_cache=False)
-    world = World(3, shape, QUIET)
-    rows: list[int] = []
+def _told_plans(world: World, num_waiting: int, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The rids of each of prefill's steps; the first is planned when so many prompts wait."""
+    told: list[list[str]] = []
     role = world.prefill.scheduler.role
     plan = role.plan
 
-    def counted(step: int) -> BatchPlan | None:
-        if not rows and role.queues()["num_queue_reqs"] < 4:
-            return None
-        planned = plan(step)
-        rows.extend([] if planned is None else [len(planned.rows)])
+    def telling(step: int) -> BatchPlan | None:
+        planned = plan(step) if told or role.queues()["num_queue_reqs"] == num_waiting else None
+        told.extend([] if planned is None else [[row.rid for row in planned.rows]])
         return planned
 
-    monkeypatch.setattr(role, "plan", counted)
+    monkeypatch.setattr(role, "plan", telling)
+    return told
+
+
+@pytest.mark.parametrize(("saturation", "sizes"), [(None, [4]), (5, [1, 1, 1, 1]), (10, [2, 2])])
+def test_prefill_hands_over_one_part_of_a_step_after_the_other(
+    saturation: int | None, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Shape(num_rows=4, chunk_tokens=40, saturation_tokens=saturation, prefix_cache=False)
+    world = World(3, shape, QUIET)
+    told = _told_plans(world, 4, monkeypatch)
     for i in range(4):
         for node in (world.prefill, world.decode):
             node.mailbox.post(_request(f"r{i}", i))
     _until(world, lambda: len(world.decode.halves) == 4 and all(h.finish for h in world.decode.halves.values()))
-    assert max(rows) == most and sum(rows) == 4
+    assert [len(rids) for rids in told] == sizes and len({rid for rids in told for rid in rids}) == 4
     assert {len(half.tokens) for half in world.decode.halves.values()} == {6}
+
+
+def test_prefill_computes_nothing_of_who_ends_between_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(3, Shape(num_rows=4, chunk_tokens=40, saturation_tokens=5, prefix_cache=False), QUIET)
+    told = _told_plans(world, 3, monkeypatch)
+    for i in range(3):
+        for node in (world.prefill, world.decode):
+            node.mailbox.post(_request(f"r{i}", i))
+    _until(world, lambda: len(told) == 1)
+    later = [rid for rid in ("r0", "r1", "r2") if rid not in told[0]]
+    for node in (world.prefill, world.decode):
+        node.mailbox.post(AbortRequest(rid=later[0]))
+    _until(world, _idle(world))
+    assert told[1:] == [later[1:]]
+    assert not world.prefill.leaks() and not world.decode.leaks()
 
 
 def test_the_first_token_leaves_decode_before_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:

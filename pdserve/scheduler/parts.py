@@ -1,0 +1,59 @@
+"""A step that is computed in parts, whole prompts in turn: nobody streams, so nobody waits longer for that.
+
+Computed together, the first of some prompts would wait for the last; and from some number of rows on a product is no
+faster for more of them. Owned by a role or by `Generating`, between what plans a step and what launches it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pdserve.executor.interface import Row
+
+
+class StepInParts:
+    """Rows of the step that was planned last and that no part has had yet. False when there are none."""
+
+    def __init__(self, saturation_tokens: int | None) -> None:
+        """See `Limits.saturation_tokens`. A part has half as many at least, for then it is nearly as fast for each."""
+        self._most = saturation_tokens
+        self._together = False
+        self._prompts: deque[Row] = deque()
+        self._decode: list[Row] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._prompts or self._decode)
+
+    def put(self, decode: list[Row], prompts: list[Row], *, together: bool = False) -> None:
+        """The next step, when nothing is left of the last one. `together`: it has no parts."""
+        assert not self
+        self._decode, self._prompts, self._together = decode, deque(prompts), together
+
+    def take(self) -> list[Row]:
+        """The next part: chunks of prompts, in turn; with the last of them the rows that decode, which come first."""
+        part: list[Row] = []
+        taken, left = 0, sum(row.num_tokens for row in self._prompts)
+        while self._prompts and not self._is_full(taken, left):
+            row = self._prompts.popleft()
+            part.append(row)
+            taken, left = taken + row.num_tokens, left - row.num_tokens
+        if self._prompts:
+            return part
+        decode, self._decode = self._decode, []
+        return decode + part
+
+    def drop(self, rid: str) -> None:
+        """A request has ended, or gave way."""
+        self._decode = [row for row in self._decode if row.rid != rid]
+        self._prompts = deque(row for row in self._prompts if row.rid != rid)
+
+    def clear(self) -> None:
+        """All have."""
+        self._decode, self._prompts = [], deque()
+
+    def _is_full(self, taken: int, left: int) -> bool:
+        """True when the next chunk is better off in the next part, behind `taken` tokens in this and with `left`."""
+        if self._most is None or self._together:
+            return False
+        half = -(-self._most // 2)
+        return min(taken, left) >= half and taken + self._prompts[0].num_tokens > self._most
