@@ -135,7 +135,7 @@ def _check_schedule(schedule: ScheduleConfig) -> None:
     if schedule.chunked_prefill_size != -1:
         _at_least("chunked_prefill_size", schedule.chunked_prefill_size, 1, "at least 1, or -1 for no chunking")
     if schedule.prefill_saturation_tokens != -1:
-        _at_least("prefill_saturation_tokens", schedule.prefill_saturation_tokens, 1, "at least 1, or -1 for no limit")
+        _at_least("prefill_saturation_tokens", schedule.prefill_saturation_tokens, 1, "at least 1, or -1 for no parts")
     _at_least("mixed_chunk_size", schedule.mixed_chunk_size, 1)
     if schedule.mixed_chunk_size is not None and schedule.chunked_prefill_size is not None:
         if schedule.chunked_prefill_size == -1:
