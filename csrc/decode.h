@@ -45,10 +45,10 @@ INLINE void score(const bf16* q, int64_t wide, const bf16* keys, int64_t dim, co
             next += 4 * 32;
         }
 #pragma GCC unroll 4
-        for (int h = 0; h < HEADS; h++) some[h][i] = sums_of_four(s[h]);
+        for (int h = 0; h < HEADS; h++) some[h][i] = fold_four(s[h], Add());
     }
 #pragma GCC unroll 4
-    for (int h = 0; h < HEADS; h++) scores[h] = sums_of_sixteen(some[h]);
+    for (int h = 0; h < HEADS; h++) scores[h] = fold_sixteen(some[h], Add());
 }
 
 // Scores of `count` runs, SPAN apart for each head.

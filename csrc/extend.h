@@ -6,6 +6,9 @@
 // result has the same bits whatever chunk it is computed in.
 #pragma once
 
+static_assert(MAX_ROWS <= TILE_ROWS);
+constexpr float LEAST = -1e30f;  // below all scores
+
 struct Scratch {
     bf16 *keys, *values, *weights;
     float *scores, *out, *most, *total;
@@ -20,8 +23,8 @@ INLINE Scratch carve(uint8_t* at, int64_t rows, int64_t wide) {
     };
     s.keys = (bf16*)take(TILE_KEYS * wide * 2);
     s.values = (bf16*)take(TILE_KEYS * wide * 2);
-    s.weights = (bf16*)take(rows * TILE_KEYS * 2);
-    s.scores = (float*)take(rows * TILE_KEYS * 4);
+    s.weights = (bf16*)take(TILE_ROWS * TILE_KEYS * 2);
+    s.scores = (float*)take(TILE_ROWS * TILE_KEYS * 4);
     s.out = (float*)take(rows * wide * 4);
     s.most = (float*)take(rows * 4);
     s.total = (float*)take(rows * 4);
@@ -55,41 +58,87 @@ INLINE void pack(const Attention& a, const Piece& p, int64_t t, int64_t count, c
     }
 }
 
-// Softmax of one row of scores, of which keys [low, high) are seen; the row's old result is scaled to the new maximum.
-INLINE void soften(const Attention& a, const Scratch& s, int64_t row, int64_t count, int64_t low, int64_t high,
-                   int64_t wide) {
-    float* x = s.scores + row * TILE_KEYS;
-    bf16* w = s.weights + row * TILE_KEYS;
-    if (low >= high) {
-        memset(w, 0, sizeof(bf16) * count);
-        return;
+// 2^x of x <= 0, within 3 millionths: weights are rounded to bf16. About 1e-38 below -126.
+INLINE F power2(F x) {
+    x = max(x, set1(-126.0f));
+    F n = round(x), r = x - n;
+    F p = set1(9.582843380e-3f);
+    p = fma(p, r, set1(5.590642563e-2f));
+    p = fma(p, r, set1(2.402409878e-1f));
+    p = fma(p, r, set1(6.931241934e-1f));
+    p = fma(p, r, set1(1.0f));
+    return scale2(p, n);
+}
+
+constexpr float LOG2E = 1.44269504f;
+
+// Keys [low, high) of a tile, which a row sees.
+struct Seen {
+    int64_t low, high;
+    bool all(int64_t count) const { return low <= 0 && high >= count; }
+};
+
+// The greatest of `count` scores, lane by lane; LEAST is written for what is not seen.
+INLINE F greatest(float* x, int64_t count, const Seen& seen, float softcap) {
+    F m = set1(LEAST);
+    if (seen.all(count) && softcap <= 0.0f) {
+#pragma GCC unroll 4
+        for (int64_t g = 0; g < count; g += 16) m = max(load(x + g), m);
+        return m;
     }
-    F m = set1(s.most[row]);
-    const bool plain = low <= 0 && high >= count && a.mask.softcap <= 0.0f;
     for (int64_t g = 0; g < count; g += 16) {
-        F v = load(x + g);
-        if (!plain) {
-            v = within(bend(v, a.mask.softcap), set1(-INFINITY), low - g, high - g);
-            store(x + g, v);
-        }
+        F v = within(bend(load(x + g), softcap), set1(LEAST), seen.low - g, seen.high - g);
+        store(x + g, v);
         m = max(v, m);
     }
-    const float higher = top(m);
-    F total = zero(), shift = set1(higher);
+    return m;
+}
+
+// Weights of `count` scores beside the greatest one, and their sum lane by lane. ALL: all are seen.
+template <bool ALL>
+INLINE F weigh_keys(const float* x, bf16* weights, int64_t count, const Seen& seen, float highest) {
+    F total = zero(), scale = set1(LOG2E), shift = set1(-LOG2E * highest);
+#pragma GCC unroll 4
     for (int64_t g = 0; g < count; g += 16) {
-        F e = exp(load(x + g) - shift);
-        if (!plain) e = within(e, zero(), low - g, high - g);
+        F e = power2(fma(load(x + g), scale, shift));
+        if (!ALL) e = within(e, zero(), seen.low - g, seen.high - g);
         total = total + e;
-        store_half(w + g, e);
+        store_half(weights + g, e);
     }
-    if (higher > s.most[row]) {
-        const float keep = exp1(s.most[row] - higher);
-        s.total[row] *= keep;
-        float* o = s.out + row * wide;
-        for (int64_t d = 0; d < wide; d += 16) store(o + d, load(o + d) * set1(keep));
-        s.most[row] = higher;
+    return total;
+}
+
+// The fold of each of n vectors, a lane each; n up to 16.
+template <class Op>
+INLINE F fold_rows(F* rows, int64_t n, Op op) {
+    for (int64_t i = n; i < 16; i++) rows[i] = zero();
+    F some[4];
+    for (int i = 0; i < 4; i++) some[i] = fold_four(rows + 4 * i, op);
+    return fold_sixteen(some, op);
+}
+
+// Softmax of rows [row, row + n), n up to MAX_ROWS, over `count` scores each; `keep` is what their old results are worth
+// beside the new maxima. Each stage takes all rows, so that no row's fold is waited for.
+template <class See>
+INLINE void soften(const Attention& a, const Scratch& s, int64_t row, int64_t n, int64_t count, const See& see,
+                   float* keep) {
+    float *most = s.most + row, *total = s.total + row;
+    Seen seen[MAX_ROWS];
+    F lanes[TILE_ROWS];
+    alignas(64) float highest[TILE_ROWS];
+    for (int64_t i = 0; i < n; i++)
+        lanes[i] = greatest(s.scores + i * TILE_KEYS, count, seen[i] = see(row + i), a.mask.softcap);
+    F before = load_n(most, n), now = max(before, fold_rows(lanes, n, Most()));
+    store(highest, now);
+    store(keep, power2((before - now) * set1(LOG2E)));
+    for (int64_t i = 0; i < n; i++) {
+        const float* x = s.scores + i * TILE_KEYS;
+        bf16* weights = s.weights + i * TILE_KEYS;
+        lanes[i] = seen[i].all(count) ? weigh_keys<true>(x, weights, count, seen[i], highest[i])
+                                      : weigh_keys<false>(x, weights, count, seen[i], highest[i]);
     }
-    s.total[row] += sum(total);
+    store_n(total, load_n(total, n) * load(keep) + fold_rows(lanes, n, Add()), n);
+    store_n(most, now, n);
 }
 
 static void extend(const Attention& a, const Piece& p, uint8_t* scratch) {
@@ -98,23 +147,23 @@ static void extend(const Attention& a, const Piece& p, uint8_t* scratch) {
     const bf16* q = a.q + (p.head * a.tokens + first) * group * wide;
     Scratch s = carve(scratch, rows, wide);
     memset(s.out, 0, sizeof(float) * rows * wide);
-    for (int64_t r = 0; r < rows; r++) s.most[r] = -INFINITY, s.total[r] = 0.0f;
+    for (int64_t r = 0; r < rows; r++) s.most[r] = LEAST, s.total[r] = 0.0f;
     for (int64_t t = p.begin / TILE_KEYS * TILE_KEYS; t < p.end; t += TILE_KEYS) {
         const int64_t count = p.end - t < TILE_KEYS ? padded(p.end - t) : TILE_KEYS;
         pack(a, p, t, count, s);
         by_tiles(rows, MAX_ROWS, [&](int64_t r, int64_t n, int64_t) {
-            const int64_t last = position + (r + n - 1) / group + 1 - t, seen = last < count ? padded(last) : count;
+            const int64_t last = position + (r + n - 1) / group + 1 - t;  // keys that the tile's last row sees
             if (last <= 0) return;
+            const int64_t seen = last < count ? padded(last) : count, weighed = last < count ? (last + 1) / 2 * 2 : count;
             for (int64_t k = 0; k < seen; k += 32)
-                TILES.half[0][n](s.keys + k * wide, wide, q + r * wide, wide, s.scores + r * TILE_KEYS + k, TILE_KEYS, 0);
-            for (int64_t i = r; i < r + n; i++) {
-                const int64_t at = position + i / group;
-                const int64_t low = a.mask.window > 0 ? at - a.mask.window + 1 - t : -t;
-                const int64_t high = (at + 1 < p.end ? at + 1 : p.end) - t;
-                soften(a, s, i, seen, low > p.begin - t ? low : p.begin - t, high < seen ? high : seen, wide);
-            }
+                TILES.half[0][n](s.keys + k * wide, wide, q + r * wide, wide, s.scores + k, TILE_KEYS, 0);
+            alignas(64) float keep[TILE_ROWS];
+            soften(a, s, r, n, seen, [&](int64_t i) -> Seen {
+                const int64_t at = position + i / group, low = a.mask.window > 0 ? at - a.mask.window + 1 : 0;
+                return {(low > p.begin ? low : p.begin) - t, at + 1 - t};
+            }, keep);
             for (int64_t c = 0; c < wide; c += 32)
-                TILES.adding[n](s.values + c * count, seen, s.weights + r * TILE_KEYS, TILE_KEYS, s.out + r * wide + c, wide, 0);
+                TILES.onto[n](s.values + c * count, weighed, s.weights, TILE_KEYS, s.out + r * wide + c, wide, keep);
         });
     }
     for (int64_t r = 0; r < rows; r++)

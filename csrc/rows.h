@@ -1,6 +1,13 @@
 // Arithmetic along a row: exp, silu, norms, quantization, argmax, weights of tokens. Included by level.cpp only.
 #pragma once
 
+struct Add {
+    __attribute__((always_inline)) F operator()(F a, F b) const { return a + b; }
+};
+struct Most {
+    __attribute__((always_inline)) F operator()(F a, F b) const { return max(a, b); }
+};
+
 // e^x, within 2 units in the last place; about 1e-38 below -87. Cephes' polynomial.
 INLINE F exp(F x) {
     x = min(max(x, set1(-87.3f)), set1(88.0f));

@@ -4,12 +4,10 @@
 // output is summed up in the order of k: a row's result has the same bits in any company.
 #pragma once
 
-// out[r][0..32) = (ADD: out +) sum over k of x[r][k] * w[k][0..32); w is [k / 2][32][2], rows of x and out are strides
-// apart. LINES: for each two lines of weights as many are brought into the caches, from `ahead` of `w` on.
-template <int R, bool ADD, int LINES>
-static void tile_half(const bf16* w, int64_t k, const bf16* x, int64_t x_stride, float* out, int64_t out_stride,
-                      int64_t ahead) {
-    F a[R][2];
+// a[r][0..32) = sum over k of x[r][k] * w[k][0..32); w is [k / 2][32][2], rows of x are x_stride apart. LINES: for each two
+// lines of weights as many are brought into the caches, from `ahead` of `w` on.
+template <int R, int LINES>
+INLINE void dots(const bf16* w, int64_t k, const bf16* x, int64_t x_stride, int64_t ahead, F (&a)[R][2]) {
     for (auto& row : a) row[0] = row[1] = zero();
     for (int64_t q = 0; q < k; q += 2) {
         const bf16* at = w + q * 32;
@@ -23,12 +21,32 @@ static void tile_half(const bf16* w, int64_t k, const bf16* x, int64_t x_stride,
             a[r][1] = dot2(a[r][1], v, w1);
         }
     }
+}
+
+// out[r] = a[r], rows out_stride apart.
+template <int R, int LINES>
+static void tile_half(const bf16* w, int64_t k, const bf16* x, int64_t x_stride, float* out, int64_t out_stride,
+                      int64_t ahead) {
+    F a[R][2];
+    dots<R, LINES>(w, k, x, x_stride, ahead, a);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) store(out + r * out_stride + j * 16, a[r][j]);
+}
+
+// out[r] = keep[r] * out[r] + a[r].
+template <int R>
+static void tile_onto(const bf16* w, int64_t k, const bf16* x, int64_t x_stride, float* out, int64_t out_stride,
+                      const float* keep) {
+    F a[R][2];
+    dots<R, 0>(w, k, x, x_stride, 0, a);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
             float* to = out + r * out_stride + j * 16;
-            store(to, ADD ? a[r][j] + load(to) : a[r][j]);
+            store(to, fma(set1(keep[r]), load(to), a[r][j]));
         }
 }
 
@@ -74,18 +92,20 @@ static void tile_quarter(const uint8_t* w, const float* scale, int64_t k, const 
 constexpr int MAX_QUARTER_ROWS = MAX_ROWS < 6 ? MAX_ROWS : 6;  // integer and float accumulators live at once
 
 using TileHalf = void (*)(const bf16*, int64_t, const bf16*, int64_t, float*, int64_t, int64_t);
+using TileOnto = void (*)(const bf16*, int64_t, const bf16*, int64_t, float*, int64_t, const float*);
 using TileQuarter = void (*)(const uint8_t*, const float*, int64_t, const Operand&, int64_t, float*, int64_t);
 
 // By the number of rows, and LINES before that.
 struct TileTable {
-    TileHalf half[3][MAX_ROWS + 1] = {}, adding[MAX_ROWS + 1] = {};
+    TileHalf half[3][MAX_ROWS + 1] = {};
+    TileOnto onto[MAX_ROWS + 1] = {};
     TileQuarter quarter[3][MAX_QUARTER_ROWS + 1] = {};
     constexpr TileTable() { fill<MAX_ROWS>(); }
 
     template <int R>
     constexpr void fill() {
-        half[0][R] = tile_half<R, false, 0>, half[1][R] = tile_half<R, false, 1>, half[2][R] = tile_half<R, false, 2>;
-        adding[R] = tile_half<R, true, 0>;
+        half[0][R] = tile_half<R, 0>, half[1][R] = tile_half<R, 1>, half[2][R] = tile_half<R, 2>;
+        onto[R] = tile_onto<R>;
         if constexpr (R <= MAX_QUARTER_ROWS) {
             quarter[0][R] = tile_quarter<R, 0>, quarter[1][R] = tile_quarter<R, 1>, quarter[2][R] = tile_quarter<R, 2>;
         }

@@ -151,15 +151,24 @@ INLINE void zip(P x, P y, P& first, P& last) {
     last = l;
 }
 
-INLINE F sums_of_four(const F* r) {
-    __m256 s0 = _mm256_add_ps(r[0].a, r[0].b), s1 = _mm256_add_ps(r[1].a, r[1].b);
-    __m256 s2 = _mm256_add_ps(r[2].a, r[2].b), s3 = _mm256_add_ps(r[3].a, r[3].b);
-    return {_mm256_hadd_ps(_mm256_hadd_ps(s0, s1), _mm256_hadd_ps(s2, s3)), _mm256_setzero_ps()};
+template <class Op>
+INLINE F fold_four(const F* r, Op op) {
+    F s[4];
+    for (int i = 0; i < 4; i++) s[i] = op(r[i], F{r[i].b, r[i].a});  // of which the first half is used, as of all below
+    const auto pair = [&](F x, F y) {
+        return op(F{_mm256_unpacklo_ps(x.a, y.a), y.b}, F{_mm256_unpackhi_ps(x.a, y.a), y.b});
+    };
+    F x = pair(s[0], s[1]), y = pair(s[2], s[3]);
+    return op(F{_mm256_shuffle_ps(x.a, y.a, 0x44), y.b}, F{_mm256_shuffle_ps(x.a, y.a, 0xee), y.b});
 }
-INLINE __m256 sums_of_eight(__m256 x, __m256 y) {
-    return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+template <class Op>
+INLINE F fold_sixteen(const F* c, Op op) {
+    const auto join = [&](int half) {
+        return F{half ? _mm256_permute2f128_ps(c[0].a, c[1].a, 0x31) : _mm256_permute2f128_ps(c[0].a, c[1].a, 0x20),
+                 half ? _mm256_permute2f128_ps(c[2].a, c[3].a, 0x31) : _mm256_permute2f128_ps(c[2].a, c[3].a, 0x20)};
+    };
+    return op(join(0), join(1));
 }
-INLINE F sums_of_sixteen(const F* c) { return {sums_of_eight(c[0].a, c[1].a), sums_of_eight(c[2].a, c[3].a)}; }
 
 INLINE void transpose(P (&x)[16]) {
     int32_t in[16][16], out[16][16];

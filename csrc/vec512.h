@@ -111,18 +111,18 @@ INLINE void zip(P a, P b, P& first, P& last) {
     last.v = _mm512_permutex2var_epi16(a.v, _mm512_add_epi16(even, _mm512_set1_epi16(16)), b.v);
 }
 
-// Partial sums of four vectors; and of four such, in order, the sums of their sixteen vectors.
-INLINE F sums_of_four(const F* r) {
-    __m512 b0 = _mm512_add_ps(_mm512_unpacklo_ps(r[0].v, r[1].v), _mm512_unpackhi_ps(r[0].v, r[1].v));
-    __m512 b1 = _mm512_add_ps(_mm512_unpacklo_ps(r[2].v, r[3].v), _mm512_unpackhi_ps(r[2].v, r[3].v));
-    __m512d l = _mm512_unpacklo_pd(_mm512_castps_pd(b0), _mm512_castps_pd(b1));
-    __m512d h = _mm512_unpackhi_pd(_mm512_castps_pd(b0), _mm512_castps_pd(b1));
-    return {_mm512_add_ps(_mm512_castpd_ps(l), _mm512_castpd_ps(h))};
+// Each of four vectors folded into four lanes; and of four such, in order, their sixteen vectors into a lane each.
+template <class Op>
+INLINE F fold_four(const F* r, Op op) {
+    F x = op(F{_mm512_unpacklo_ps(r[0].v, r[1].v)}, F{_mm512_unpackhi_ps(r[0].v, r[1].v)});
+    F y = op(F{_mm512_unpacklo_ps(r[2].v, r[3].v)}, F{_mm512_unpackhi_ps(r[2].v, r[3].v)});
+    return op(F{_mm512_shuffle_ps(x.v, y.v, 0x44)}, F{_mm512_shuffle_ps(x.v, y.v, 0xee)});
 }
-INLINE F sums_of_sixteen(const F* c) {
-    __m512 d0 = _mm512_add_ps(_mm512_shuffle_f32x4(c[0].v, c[1].v, 0x44), _mm512_shuffle_f32x4(c[0].v, c[1].v, 0xee));
-    __m512 d1 = _mm512_add_ps(_mm512_shuffle_f32x4(c[2].v, c[3].v, 0x44), _mm512_shuffle_f32x4(c[2].v, c[3].v, 0xee));
-    return {_mm512_add_ps(_mm512_shuffle_f32x4(d0, d1, 0x88), _mm512_shuffle_f32x4(d0, d1, 0xdd))};
+template <class Op>
+INLINE F fold_sixteen(const F* c, Op op) {
+    F x = op(F{_mm512_shuffle_f32x4(c[0].v, c[1].v, 0x44)}, F{_mm512_shuffle_f32x4(c[0].v, c[1].v, 0xee)});
+    F y = op(F{_mm512_shuffle_f32x4(c[2].v, c[3].v, 0x44)}, F{_mm512_shuffle_f32x4(c[2].v, c[3].v, 0xee)});
+    return op(F{_mm512_shuffle_f32x4(x.v, y.v, 0x88)}, F{_mm512_shuffle_f32x4(x.v, y.v, 0xdd)});
 }
 
 // Sixteen rows of sixteen 32-bit items, transposed in place.
