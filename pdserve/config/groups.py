@@ -115,13 +115,13 @@ class ScheduleConfig:
     chunked_prefill_size: int | None = flag(None, help="prompt tokens per step; -1 turns chunking off")
     mixed_chunk_size: int | None = flag(
         None,
-        help="prompt tokens per step beside streams that have had two tokens; when absent as many as in others if "
-        "--chunked-prefill-size is given, else a quarter: streams pause for a shorter time",
+        help="prompt tokens per step beside streams, once two steps of a burst without them are done; when absent as "
+        "many as in others if --chunked-prefill-size is given, else a quarter: streams pause for a shorter time",
     )
     prefill_saturation_tokens: int | None = flag(
         None,
-        help="prompt tokens that keep the processor at its peak: a step that nobody streams beside is computed in "
-        "parts of about so many, whole prompts in turn, so that first tokens come one after the other, none later than "
+        help="prompt tokens that keep the processor at its peak: a step is computed in parts of about so many, twice "
+        "as many beside streams, whole prompts in turn, so that first tokens come one after the other, none later than "
         "all together; 128 on CPU when absent, more with experts; -1, and elsewhere when absent: no parts",
     )
     max_prefill_tokens: int = flag(16384, help="prompt tokens per step when chunking is off")

@@ -52,6 +52,17 @@ class Limits:
     num_stages: int = 1
     """Pipeline stages. Each computes a step of its own, so a request is in one step at a time."""
 
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of prompts in a step that nobody streams beside."""
+        return self.prefill_tokens if self.chunk_tokens is None else self.chunk_tokens
+
+    @property
+    def mixed_step_tokens(self) -> int:
+        """And in one that somebody does."""
+        mixed = None if self.chunk_tokens is None else self.mixed_chunk_tokens
+        return self.step_tokens if mixed is None else mixed
+
 
 class Outbox:
     """Outputs of a step, sent as one message."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from pdserve.executor.interface import BatchPlan, SampledToken, StepResult
 from pdserve.protocol.messages import FinishReason
+from pdserve.scheduler.burst import Burst
 from pdserve.scheduler.core import Core, plan_of
 from pdserve.scheduler.parts import StepInParts
 from pdserve.scheduler.prefilling import Prefilling
@@ -27,6 +28,7 @@ class Generating:
         self._core = core
         self.running = Running(core, self._retract)
         self.prefilling = Prefilling(core, waiting, headroom_tokens, needs_aux=False)
+        self._burst = Burst(core.limits)
         self._parts = StepInParts(core.limits.saturation_tokens)
 
     @property
@@ -35,10 +37,17 @@ class Generating:
         return not self._parts and (self.running.is_short or self.prefilling.restores)
 
     def plan(self, step: int) -> BatchPlan | None:
-        """Decode rows first, then chunks within the budget; in parts where nobody streams."""
+        """Decode rows first, then chunks within the budget, in parts."""
         if not self._parts:
-            streams = self._has_streams()
-            self._parts.put(self.running.plan(), self.prefilling.plan(beside_streams=streams), together=streams)
+            if not self._is_awaited():
+                self._burst.refill()
+            beside_streams = self._burst.is_over
+            decode, prompts = self.running.plan(), self.prefilling.plan(self._burst.budget)
+            if prompts:
+                self._burst.take(sum(row.num_tokens for row in prompts))
+            elif decode:
+                self._burst.end()
+            self._parts.put(decode, prompts, beside_streams=beside_streams)
         return plan_of(step, self._parts.take())
 
     def commit(
@@ -56,6 +65,8 @@ class Generating:
                 yield req, token, self.running.commit(req, token)
             elif self.prefilling.committed(req, row.end):
                 assert token is not None
+                if req.output_ids:
+                    self._burst.end()
                 finish = self._core.append(req, token)
                 if finish is None:
                     self.running.add(req)
@@ -77,12 +88,10 @@ class Generating:
             self._core.counters["requests_retracted"] += 1
             self._retract(req)
 
-    def _has_streams(self) -> bool:
-        """True when somebody waits for more than a second token, be it in a step under way.
-
-        Who has only just had the first may belong to a burst, whose next step then takes as many as the first.
-        """
-        return any(req.num_prompt < req.planned < req.num_worst for req in self.running.reqs.values())
+    def _is_awaited(self) -> bool:
+        """True when somebody waits for a token after the first, be it in a step under way."""
+        waits = any(req.planned < req.num_worst for req in self.running.reqs.values())
+        return waits or self.prefilling.ends_under_way
 
     def _retract(self, req: Req) -> None:
         self._core.retract(req)

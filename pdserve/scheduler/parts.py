@@ -1,14 +1,19 @@
-"""A step that is computed in parts, whole prompts in turn: nobody streams, so nobody waits longer for that.
+"""A step that is computed in parts, whole prompts in turn.
 
 Computed together, the first of some prompts would wait for the last; and from some number of rows on a product is no
-faster for more of them. Owned by a role or by `Generating`, between what plans a step and what launches it.
+faster for more of them. But each part reads the head's weights and is launched, so where streams pause meanwhile parts
+are larger. Owned by a role or by `Generating`, between what plans a step and what launches it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from pdserve.executor.interface import Row
+
+STREAMS_SHARE = 2
+"""So many times as large is a part of a step beside streams."""
 
 
 class StepInParts:
@@ -16,18 +21,20 @@ class StepInParts:
 
     def __init__(self, saturation_tokens: int | None) -> None:
         """See `Limits.saturation_tokens`. A part has half as many at least, for then it is nearly as fast for each."""
-        self._most = saturation_tokens
-        self._together = False
+        self._saturation_tokens = saturation_tokens
+        self._most: float = math.inf
         self._prompts: deque[Row] = deque()
         self._decode: list[Row] = []
 
     def __bool__(self) -> bool:
         return bool(self._prompts or self._decode)
 
-    def put(self, decode: list[Row], prompts: list[Row], *, together: bool = False) -> None:
-        """The next step, when nothing is left of the last one. `together`: it has no parts."""
+    def put(self, decode: list[Row], prompts: list[Row], *, beside_streams: bool = False) -> None:
+        """The next step, when nothing is left of the last one."""
         assert not self
-        self._decode, self._prompts, self._together = decode, deque(prompts), together
+        self._decode, self._prompts = decode, deque(prompts)
+        if self._saturation_tokens is not None:
+            self._most = self._saturation_tokens * (STREAMS_SHARE if beside_streams else 1)
 
     def take(self) -> list[Row]:
         """The next part: chunks of prompts, in turn; with the last of them the rows that decode, which come first."""
@@ -53,7 +60,4 @@ class StepInParts:
 
     def _is_full(self, taken: int, left: int) -> bool:
         """True when the next chunk is better off in the next part, behind `taken` tokens in this and with `left`."""
-        if self._most is None or self._together:
-            return False
-        half = -(-self._most // 2)
-        return min(taken, left) >= half and taken + self._prompts[0].num_tokens > self._most
+        return min(taken, left) >= self._most / 2 and taken + self._prompts[0].num_tokens > self._most

@@ -38,17 +38,13 @@ class Prefilling:
         self._waits_for: dict[str, bytes] = {}
         """Waiting requests that would compute what an active one computes: the tokens up to the end of that page."""
 
-    def plan(self, *, beside_streams: bool = False) -> list[Row]:
-        """The next chunks; admits waiting requests while memory, rows and budget last.
-
-        `beside_streams`: there are some that pause while it runs.
+    def plan(self, budget: int) -> list[Row]:
+        """The next chunks, at most `budget` tokens if prompts are cut; admits what waits while that, memory and rows
+        last.
         """
         if not self.active and not len(self.waiting):
             return []
-        limits = self._core.limits
-        budget = limits.prefill_tokens if limits.chunk_tokens is None else limits.chunk_tokens
-        if beside_streams and limits.chunk_tokens is not None and limits.mixed_chunk_tokens is not None:
-            budget = limits.mixed_chunk_tokens
+        whole = self._core.limits.chunk_tokens is None
         rows: list[Row] = []
         long = next((req for req in self.active.values() if _left(req) > budget), None)
         if long is not None:
@@ -58,13 +54,17 @@ class Prefilling:
         for req in self.active.values():
             budget -= self._chunk(req, rows, budget)
         for req in self._candidates():
-            whole = limits.chunk_tokens is None
             if budget <= 0 or (whole and rows and req.num_known > budget):
                 break
             if not self._start(req):
                 break
             budget -= self._chunk(req, rows, _left(req) if whole else budget)
         return rows
+
+    @property
+    def ends_under_way(self) -> bool:
+        """True while a step under way computes the last chunk of a prompt that gets more than one token."""
+        return any(req.num_known == req.planned < req.num_worst for req in self.active.values())
 
     @property
     def restores(self) -> bool:

@@ -89,7 +89,7 @@ class PrefillRole:
     def plan(self, step: int) -> BatchPlan | None:
         """Chunks within the budget, in parts."""
         if not self._parts:
-            self._parts.put([], self._prefilling.plan())
+            self._parts.put([], self._prefilling.plan(self._core.limits.step_tokens))
         return plan_of(step, self._parts.take())
 
     def launched(self, handle: StepHandle) -> None:

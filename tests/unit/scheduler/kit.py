@@ -53,6 +53,7 @@ class Mono:
         chunk: int | None = 4,
         mixed: int | None = None,
         saturation: int | None = None,
+        prefill: int = 16384,
         max_queued: int | None = None,
         width: int = 16,
         prefix_cache: bool = False,
@@ -72,7 +73,7 @@ class Mono:
         )
         limits = Limits(
             chunk_tokens=chunk, mixed_chunk_tokens=mixed, offload_bytes=offload_bytes, eos_token_ids=frozenset({EOS}),
-            saturation_tokens=saturation, num_stages=num_stages,
+            saturation_tokens=saturation, prefill_tokens=prefill, num_stages=num_stages,
         )  # fmt: skip
         self.core = core = Core(self.memory, self.executor, Outbox(self.sent.append), self.clock, limits)
         self.mailbox: Mailbox[Event] = Mailbox()

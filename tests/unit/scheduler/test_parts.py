@@ -1,4 +1,4 @@
-"""Steps that nobody streams beside are computed in parts: whole prompts in turn, what decodes with the last."""
+"""Steps are computed in parts: whole prompts in turn, what decodes with the last."""
 
 from __future__ import annotations
 
@@ -73,11 +73,18 @@ def test_all_parts_have_at_least_half_of_that(seed: int) -> None:
         assert len(part) == 1 or sum(sizes) <= most or min(sum(sizes[:-1]), sizes[-1]) < most / 2
 
 
-def test_without_saturation_and_beside_streams_there_are_no_parts() -> None:
-    for saturation, together in ((None, False), (10, True)):
-        step = StepInParts(saturation)
-        step.put([], rows([20, 20, 20]), together=together)
-        assert len(step.take()) == 3 and not step
+def test_without_saturation_there_are_no_parts() -> None:
+    step = StepInParts(None)
+    step.put([], rows([20, 20, 20]))
+    assert len(step.take()) == 3 and not step
+
+
+def test_beside_streams_parts_are_twice_as_large() -> None:
+    step = StepInParts(10)
+    step.put([], rows([10, 10, 10, 10, 9]), beside_streams=True)
+    assert [len(step.take()) for _ in range(2)] == [2, 3] and not step, "nine are less than half of one"
+    step.put([], rows([10, 10, 10]))
+    assert [len(step.take()) for _ in range(3)] == [1, 1, 1] and not step
 
 
 def test_first_tokens_come_in_turn_and_what_decodes_comes_with_the_last() -> None:
@@ -88,8 +95,9 @@ def test_first_tokens_come_in_turn_and_what_decodes_comes_with_the_last() -> Non
     assert [mono.step() for _ in range(2)] == [{"1": (0, 12)}, {"2": (0, 12)}]
     assert [len(mono.tokens(rid)) for rid in "0123"] == [1, 1, 1, 0]
     assert mono.step() == {"0": (12, 13), "3": (0, 12)}
-    post(mono, "late", 20)
-    assert mono.step() == {"0": (13, 14), "late": (0, 8)} | dict.fromkeys("123", (12, 13)), "the first streams"
+    post(mono, "late", 50)
+    assert mono.step() == {"0": (13, 14), "late": (0, 32)} | dict.fromkeys("123", (12, 13)), "80 are a burst"
+    assert mono.step()["late"] == (32, 40), "then they stream"
     mono.run()
     assert all(len(mono.tokens(rid)) == 6 for rid in "0123") and mono.all_free()
 

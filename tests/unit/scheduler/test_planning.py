@@ -58,7 +58,7 @@ def test_a_step_beside_streams_takes_fewer_tokens_of_prompts() -> None:
     mono.post("second", LONG[:90], max_new_tokens=1)
     assert mono.step() == {"first": (0, 4), "second": (0, 36)}, "nobody's stream pauses"
     assert mono.step() == {"first": (4, 5), "second": (36, 76)}, "what came together is computed together"
-    assert mono.step() == {"first": (5, 6), "second": (76, 84)}, "a stream of two tokens runs"
+    assert mono.step() == {"first": (5, 6), "second": (76, 84)}, "two steps' worth are taken: a stream runs"
     mono.post("short", SHORT[:3], max_new_tokens=1)
     assert mono.step() == {"first": (6, 7), "second": (84, 90), "short": (0, 2)}
     assert mono.step() == {"first": (7, 8), "short": (2, 3)}
@@ -66,13 +66,50 @@ def test_a_step_beside_streams_takes_fewer_tokens_of_prompts() -> None:
     assert mono.step() == {"third": (0, 40)}, "nobody decodes any more"
 
 
-def test_with_overlap_a_stream_runs_from_the_step_that_gives_its_third_token() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("early", [1, 2, 3, 4, 9])
+def test_a_burst_takes_two_steps_worth_however_many_are_there_first(early: int, overlap: bool) -> None:
+    mono = Mono(num_pages=300, num_rows=20, chunk=40, mixed=8, width=200, overlap=overlap)
+    for i in range(9):
+        if i == early:
+            mono.step()
+        mono.post(f"{i}", LONG[i * 12 : i * 12 + 12], max_new_tokens=30)
+    steps = [mono.step() for _ in range(9)]
+    rows = [row for plan in mono.executor.plans for row in plan.rows]
+    assert sum(row.num_tokens for row in rows if row.end <= 12) == 9 * 12
+    sizes = [sum(row.num_tokens for row in plan.rows if row.end <= 12) for plan in mono.executor.plans]
+    burst = sizes[: next(i for i, size in enumerate(sizes) if size == 8)]
+    assert 72 < sum(burst) <= 80 and max(burst) <= 40 and max(sizes[len(burst) :]) == 8
+    assert all(len(step) >= 2 for step in steps)
+
+
+def test_a_burst_ends_with_a_step_that_only_decodes() -> None:
+    mono = Mono(num_pages=300, num_rows=8, chunk=40, mixed=8, width=200)
+    mono.post("first", SHORT[:4], max_new_tokens=5)
+    assert [mono.step() for _ in range(2)] == [{"first": (0, 4)}, {"first": (4, 5)}]
+    mono.post("long", LONG[:50], max_new_tokens=1)
+    assert mono.step() == {"first": (5, 6), "long": (0, 8)}
+
+
+def test_what_a_burst_has_left_is_at_least_a_step_beside_streams() -> None:
+    mono = Mono(num_pages=300, num_rows=8, chunk=40, mixed=8, width=200)
+    mono.post("first", SHORT[:4], max_new_tokens=9)
+    mono.step()
+    mono.post("second", LONG[:28], max_new_tokens=1)
+    assert mono.step() == {"first": (4, 5), "second": (0, 28)}
+    mono.post("third", LONG[100:138], max_new_tokens=1)
+    assert mono.step() == {"first": (5, 6), "third": (0, 38)}
+    mono.post("fourth", LONG[200:230], max_new_tokens=1)
+    assert mono.step() == {"first": (6, 7), "fourth": (0, 8)}, "10 were left"
+
+
+def test_with_overlap_a_first_token_under_way_counts() -> None:
     mono = Mono(num_pages=300, num_rows=8, chunk=40, mixed=8, width=200, overlap=True)
     mono.post("first", SHORT[:4], max_new_tokens=5)
     mono.post("second", LONG[:140], max_new_tokens=1)
     steps = [mono.step() for _ in range(4)]
     assert steps[:2] == [{"first": (0, 4), "second": (0, 36)}, {"second": (36, 76)}], "its first token is not yet here"
-    assert steps[2:] == [{"first": (4, 5), "second": (76, 116)}, {"first": (5, 6), "second": (116, 124)}]
+    assert steps[2:] == [{"first": (4, 5), "second": (76, 84)}, {"first": (5, 6), "second": (84, 92)}]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -123,8 +160,7 @@ def test_a_request_that_comes_back_is_a_stream_at_once() -> None:
 
 
 def test_without_chunks_prompts_are_taken_whole() -> None:
-    mono = Mono(num_pages=300, num_rows=8, chunk=None, width=200)
-    mono.core.limits = type(mono.core.limits)(chunk_tokens=None, prefill_tokens=30)
+    mono = Mono(num_pages=300, num_rows=8, chunk=None, prefill=30, width=200)
     mono.post("long", LONG, max_new_tokens=1)
     mono.post("a", SHORT, max_new_tokens=1)
     mono.post("b", SHORT, max_new_tokens=1)
