@@ -53,6 +53,8 @@ class Case:
     call: Callable[[], object]
     before: Callable[[], object] = lambda: None
     """What a step does once for all its layers: not timed."""
+    wake: Callable[[], object] = lambda: None
+    """Wakes the threads right before: not timed, for a step does so once for all its kernels."""
     products: Format = "bf16"
     """What the products are of."""
 
@@ -73,6 +75,16 @@ def rows_of(num_rows: int, start: int, end: int) -> tuple[ForwardBatch, int]:
 def program_without_heads(threads: Threads) -> Program:
     """One for operations that are not attention's."""
     return Program(threads, best_level(), NO_HEADS, torch.zeros(1, 1, 2, 1, 1, 2, dtype=torch.bfloat16))
+
+
+def waking(threads: Threads) -> Callable[[], object]:
+    """Wakes threads that slept while the limits were measured."""
+    program = program_without_heads(threads)
+    source, out = (program.buffer(NUM_IN, kind, of_samples=True) for kind in (torch.float32, torch.bfloat16))
+    program.norm(source, torch.ones(NUM_IN), 1e-5, out)
+    program.begin_samples(1)
+    program.view(source, 1).zero_()
+    return lambda: program.run(0, program.num_ops)
 
 
 def linear_case(threads: Threads, format: Format, num_rows: int, *, gated: bool = False) -> Case:
@@ -253,9 +265,11 @@ def reading_case(read: StripReader, name: str, num_rows: int, tokens: int, *, by
         (share[:, None, None, :] + parts[:, :, None]).ravel()
         for share in np.array_split(pages, read.num_threads, axis=1)
     ]
+    elsewhere = [np.array([128 * thread]) for thread in range(read.num_threads)]
+    wake = read.call_of(torch.zeros(1, 1, 128 * read.num_threads, dtype=torch.uint8), elsewhere, 128, 1)
     return Case(
         name, kv.nbytes, 0.0,
-        read.call_of(kv, strips, head if by_heads else 2 * HEADS.num_kv_heads * head, HEADS.layers),
+        read.call_of(kv, strips, head if by_heads else 2 * HEADS.num_kv_heads * head, HEADS.layers), wake=wake,
     )  # fmt: skip
 
 

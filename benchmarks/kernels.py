@@ -6,7 +6,8 @@ The limits are torch's: the sum over memory far larger than the caches, and oneD
 or of 8 bits. A kernel's limit is the slower of the two for the bytes and products that it needs; the share of it that
 the kernel reaches is the median over rounds, each with its own limits, so that a busy machine slows both alike. What
 `place`, `norm`, `route` and `embed` touch lies mostly in the caches, as in a step, where the kernel before has just
-written it: their share of what memory could do may be above 1.
+written it: their share of what memory could do may be above 1. Threads are up when a case
+begins, as in a step, which wakes them once for all its kernels.
 
 KV lies in pages, strips of 48 KB far from each other, which nothing reads as fast as one piece of memory: the
 last cases of the table read what decode attention reads, and compute nothing (`strip_reader.cpp`, for which there must
@@ -38,6 +39,7 @@ from benchmarks.kernel_cases import (
     place_case,
     reading_case,
     route_case,
+    waking,
 )
 from benchmarks.report import Spread, markdown_table, spread_of
 from benchmarks.strip_reader import StripReader
@@ -82,7 +84,8 @@ def all_cases(threads: Threads) -> list[Case]:
         ("drawn with top_p 0.9", SamplingParams(seed=0, top_p=0.9)),
     ):
         cases += [choice_case(threads, name, rows, request) for rows in FEW]
-    return cases
+    wake = waking(threads)
+    return [dataclasses.replace(case, wake=wake) for case in cases]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +118,7 @@ def measure(cases: list[Case], rounds: int, clock: Callable[[], float]) -> Measu
             ops_per_s = 2 * LIMIT_SIZE**3 / seconds(products[case.products])
             limits = Limits(LIMIT_BYTES / seconds(memory.sum), ops_per_s)
             case.before()
+            case.wake()
             took = seconds(case.call)
             if turn:
                 own.append(took * 1e3)
