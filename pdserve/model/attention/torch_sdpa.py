@@ -1,12 +1,13 @@
 """Attention through torch's scaled_dot_product_attention, on CPU and CUDA.
 
-Rows with one new token are gathered together, longest with longest, padded and masked. Rows with more are attended one
-by one. What lies in slots that no token of a row has been written to never reaches a result, not even as NaN.
+Rows of few new tokens are gathered together, longest with longest, padded and masked. Rows of many are attended one by
+one. What lies in slots that no token of a row has been written to never reaches a result, not even as NaN.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -17,23 +18,34 @@ from pdserve.memory.layout import pages_for
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.attention.page_gather import PageGather
-from pdserve.model.forward_batch import ForwardBatch, IntArray
+from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
 
 _QUERY_BLOCK = 512
 """Masked queries are attended this many at a time: each block reads no key behind its last query."""
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeGroup:
-    """Rows with one new token each, gathered together: `num_pages` pages a row, of which `length` tokens are used.
+_ALONE = 1 << 14
+"""A row with more new tokens than one is attended by itself when new tokens times tokens are so many: it gains nothing
+from company, and loses by padding.
+"""
+_TOGETHER = 1 << 18
+"""And a group of the others has at most so many of these, padding included."""
 
-    `tokens` `[B]` flat indices; `blocks` `[2 * B * kv_heads * num_pages]` rows of `KVPool.blocks`.
-    `mask` `[B, 1, 1, length]` is true where a row has a token;
-    `junk` are slots of the gathered piece that hold none but are not null pages.
-    Both are None when all rows are `length` long.
+
+@dataclasses.dataclass(frozen=True)
+class RowGroup:
+    """Rows gathered together: `width` new tokens and `num_pages` pages a row, of which `length` tokens are used.
+
+    `tokens` `[B * width]` flat indices; a row with fewer repeats its last. `kept` `[N]` are the places that repeat
+    none, None when none does, and `into` `[N]` their flat indices.
+    `blocks` `[2 * B * kv_heads * num_pages]` rows of `KVPool.blocks`.
+    `mask` `[B, 1, queries of a KV head, length]` is true where a query sees a token; None when each sees all.
+    `junk` are slots of the gathered piece that hold no token but are not null pages; None when there are none.
     """
 
     tokens: Tensor
+    kept: Tensor | None
+    into: Tensor
     num_rows: int
     num_pages: int
     length: int
@@ -44,7 +56,7 @@ class DecodeGroup:
 
 @dataclasses.dataclass(frozen=True)
 class ExtendRow:
-    """One row with `num_tokens` new tokens at flat index `offset`, ending at position `end`.
+    """One row with many, `num_tokens`, new tokens at flat index `offset`, ending at position `end`.
 
     `blocks` and `mask` (`[num_tokens, end]`) are None when the row starts at position 0: its K and V are at hand.
     """
@@ -63,6 +75,7 @@ class TorchAttention:
     def __init__(self, pool: KVPool, num_heads: int, device: torch.device) -> None:
         self._pool = pool
         self._num_heads = num_heads
+        self._queries = num_heads // pool.group.num_kv_heads
         self._device = device
         self._gather = PageGather(pool, device)
 
@@ -72,31 +85,53 @@ class TorchAttention:
     def begin(self, batch: ForwardBatch) -> TorchStep:
         """Gather indices and masks for one step."""
         host = batch.host
-        is_decode = (host.ends - host.starts) == 1
-        decode, extend = np.flatnonzero(is_decode), np.flatnonzero(~is_decode)
-        groups = [self._decode_group(batch, rows) for rows in self._gather.buckets(host.ends, decode)]
-        rows = [self._extend_row(batch, int(row)) for row in extend]
+        widths = host.ends - host.starts
+        alone = (widths > 1) & (widths * host.ends >= _ALONE)
+        kinds = np.where(alone, -1, np.ceil(np.log2(widths)))
+        groups = [
+            self._group(batch, rows)
+            for kind in np.unique(kinds[~alone])
+            for rows in self._together(host, np.flatnonzero(kinds == kind))
+        ]
+        rows = [self._extend_row(batch, int(row)) for row in np.flatnonzero(alone)]
         writes = self._pool.slot_index(batch.write_pages, batch.write_slots)
         return TorchStep(self._pool, self._num_heads, writes, groups, rows)
 
-    def _decode_group(self, batch: ForwardBatch, rows: IntArray) -> DecodeGroup:
+    def _together(self, host: HostRows, rows: IntArray) -> Iterator[IntArray]:
+        """`rows`, with about as many new tokens each, in groups. Those of one token are as many as there are."""
+        for bucket in self._gather.buckets(host.ends, rows):
+            width = int((host.ends - host.starts)[bucket].max())
+            most = len(bucket) if width == 1 else max(1, _TOGETHER // (width * int(host.ends[bucket[-1]])))
+            yield from (bucket[i : i + most] for i in range(0, len(bucket), most))
+
+    def _group(self, batch: ForwardBatch, rows: IntArray) -> RowGroup:
         """Indices for one gather of `rows`, which are sorted by length."""
-        page_tokens = self._pool.group.page_tokens
-        lengths = batch.host.ends[rows]
+        page_tokens, host = self._pool.group.page_tokens, batch.host
+        lengths = host.ends[rows]
         length = int(lengths[-1])
         num_pages = pages_for(length, page_tokens)
-        pages = batch.host.pages[rows, :num_pages].astype(np.int64)
+        pages = host.pages[rows, :num_pages].astype(np.int64)
         row_pages = -(-lengths // page_tokens)
         pages[np.arange(num_pages) >= row_pages[:, None]] = self._pool.null_page
         even = bool(lengths[0] == length)
-        present = np.arange(length) < lengths[:, None]
-        return DecodeGroup(
-            tokens=self._gather.tensor(batch.host.offsets[rows]),
+        widths = lengths - host.starts[rows]
+        new = np.arange(int(widths.max()))
+        within = np.minimum(new, widths[:, None] - 1)
+        tokens = (host.offsets[rows][:, None] + within).ravel()
+        kept = np.flatnonzero(new < widths[:, None])
+        mask = None
+        if len(new) > 1 or not even:
+            last = np.repeat(host.starts[rows][:, None] + within, self._queries if len(new) > 1 else 1, axis=1)
+            mask = self._gather.tensor(np.arange(length) <= last[:, None, :, None])
+        return RowGroup(
+            tokens=self._gather.tensor(tokens),
+            kept=None if len(kept) == len(tokens) else self._gather.tensor(kept),
+            into=self._gather.tensor(tokens[kept]),
             num_rows=len(rows),
             num_pages=num_pages,
             length=length,
             blocks=self._gather.tensor(self._gather.block_index(pages)),
-            mask=None if even else self._gather.tensor(present)[:, None, None, :],
+            mask=mask,
             junk=None if even else self._gather.tensor(self._gather.junk_slots(lengths, row_pages, num_pages)),
         )
 
@@ -118,7 +153,7 @@ class TorchStep:
     """Attention of one step through SDPA."""
 
     def __init__(
-        self, pool: KVPool, num_heads: int, writes: Tensor, groups: list[DecodeGroup], rows: list[ExtendRow]
+        self, pool: KVPool, num_heads: int, writes: Tensor, groups: list[RowGroup], rows: list[ExtendRow]
     ) -> None:
         self._pool = pool
         self._num_heads = num_heads
@@ -134,23 +169,25 @@ class TorchStep:
         self._pool.slots(layer, 1).index_copy_(0, self._writes, v.reshape(-1, head_dim))
         out = torch.empty_like(q)
         for group in self._groups:
-            out.index_copy_(0, group.tokens, self._decode(layer, q, group))
+            out.index_copy_(0, group.into, self._together(layer, q, group))
         for row in self._rows:
             new = slice(row.offset, row.offset + row.num_tokens)
             out[new] = self._extend(layer, q[new], k[new], v[new], row)
         return out.flatten(1)
 
-    def _decode(self, layer: int, q: Tensor, group: DecodeGroup) -> Tensor:
-        """`[B, num_heads, head_dim]`: the query heads of a KV head are treated as its query positions."""
+    def _together(self, layer: int, q: Tensor, group: RowGroup) -> Tensor:
+        """`[N, num_heads, head_dim]`: the query heads of a KV head are treated as its query positions."""
         spec = self._pool.group
         gathered = self._pool.blocks(layer).index_select(0, group.blocks)
         if group.junk is not None:
             gathered.view(-1, spec.head_dim).index_fill_(0, group.junk, 0.0)
         shape = (2, group.num_rows, spec.num_kv_heads, group.num_pages * spec.page_tokens, spec.head_dim)
         k, v = gathered.view(shape)[:, :, :, : group.length]
-        queries = q.index_select(0, group.tokens).view(group.num_rows, spec.num_kv_heads, -1, spec.head_dim)
-        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask)
-        return out.reshape(group.num_rows, self._num_heads, spec.head_dim)
+        heads = (group.num_rows, -1, spec.num_kv_heads, self._num_heads // spec.num_kv_heads, spec.head_dim)
+        queries = q.index_select(0, group.tokens).view(heads).transpose(1, 2)
+        out = F.scaled_dot_product_attention(queries.flatten(2, 3), k, v, attn_mask=group.mask)
+        out = out.reshape(queries.shape).transpose(1, 2).reshape(-1, self._num_heads, spec.head_dim)
+        return out if group.kept is None else out.index_select(0, group.kept)
 
     def _extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, row: ExtendRow) -> Tensor:
         """`[T, num_heads, head_dim]`: the query heads of a KV head are batches, which share K and V unexpanded."""

@@ -1,0 +1,100 @@
+"""Torch's attention over pages beside the definition: rows of one, few and many new tokens, in a pool of NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.model.attention import torch_sdpa
+from pdserve.model.attention.interface import Heads
+from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.torch_sdpa import TorchAttention
+from tests.unit.model.native_kit import batch_of
+
+CPU = torch.device("cpu")
+DIM = 16
+ROWS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60)), min_size=1, max_size=7)
+SHAPES = {"heads": st.sampled_from([(1, 1), (4, 2), (3, 3), (6, 2)]), "page": st.sampled_from([1, 3, 16, 64])}
+
+
+def attended(spans: list[tuple[int, int]], heads: tuple[int, int], page: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """What the backend makes of rows that compute positions `[start, end)`, and the definition, in float64."""
+    torch.manual_seed(seed)
+    batch, num_pages = batch_of(spans, page, seed=seed)
+    group = KVGroup(
+        name="full", kind=GroupKind.FULL, num_layers=2, page_tokens=page, num_kv_heads=heads[1],
+        num_kv_heads_total=heads[1], head_dim=DIM, dtype="float32",
+    )  # fmt: skip
+    pool = KVPool(group, num_pages, CPU)
+    pool.pages.fill_(float("nan"))
+    num_tokens = len(batch.positions)
+    qkv = torch.randn(num_tokens, heads[0] + 2 * heads[1], DIM)
+    expected = []
+    for row, (start, end) in enumerate(spans):
+        keys, values = torch.randn(2, end, heads[1], DIM)
+        for position in range(start):
+            where = int(batch.host.pages[row, position // page])
+            pool.layer(1)[where, :, :, position % page] = torch.stack((keys[position], values[position]))
+        first = int(batch.host.offsets[row])
+        new = qkv[first : first + end - start]
+        keys[start:], values[start:] = new[:, heads[0] : heads[0] + heads[1]], new[:, heads[0] + heads[1] :]
+        q, k, v = (
+            x.double().transpose(0, 1).repeat_interleave(times, 0)
+            for x, times in ((new[:, : heads[0]], 1), (keys, heads[0] // heads[1]), (values, heads[0] // heads[1]))
+        )
+        scores = q @ k.transpose(1, 2) * DIM**-0.5
+        hidden = torch.arange(end) > torch.arange(start, end)[:, None]
+        expected.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1).flatten(1))
+    cos, sin = torch.ones(num_tokens, 1, DIM), torch.zeros(num_tokens, 1, DIM)
+    step = TorchAttention(pool, heads[0], CPU).begin(batch)
+    got = step.attend(1, Heads(qkv, heads[0], heads[1], None, None, cos, sin))
+    assert pool.layer(0)[:num_pages].isnan().all(), "the other layer is not written"
+    return got, torch.cat(expected)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+@given(rows=ROWS, alone=st.sampled_from([1, 400, 1 << 14]), together=st.sampled_from([1, 500, 1 << 18]), **SHAPES)
+def test_it_is_the_definition(
+    rows: list[tuple[int, int]], alone: int, together: int, heads: tuple[int, int], page: int
+) -> None:
+    spans = [(start, start + count) for start, count in rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_sdpa, "_ALONE", alone)
+        patch.setattr(torch_sdpa, "_TOGETHER", together)
+        got, expected = attended(spans, heads, page)
+    torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("spans", "calls"),
+    [
+        ([(0, 8)] * 64, 1),
+        ([(100, 101)] * 64, 1),
+        ([(0, 8)] * 30 + [(50, 57)] * 30, 1),  # of one page, too
+        ([(0, 8)] * 30 + [(50, 60)] * 30, 2),
+        ([(0, 64), (0, 128), (0, 130), (0, 127)], 4),  # two by themselves, the others too different
+        ([(0, 120)] * 40, 3),  # 18 of them at once
+    ],
+)
+def test_rows_of_few_new_tokens_are_attended_together(
+    spans: list[tuple[int, int]], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, ...]] = []
+    sdpa: Any = F.scaled_dot_product_attention
+
+    def counted(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        made.append(tuple(q.shape))
+        found: Tensor = sdpa(q, *args, **kwargs)
+        return found
+
+    monkeypatch.setattr(torch_sdpa.F, "scaled_dot_product_attention", counted)
+    got, expected = attended(spans, (4, 2), 64)
+    torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
+    assert len(made) == calls, made
