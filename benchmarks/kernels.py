@@ -6,8 +6,8 @@ The limits are torch's: the sum over memory far larger than the caches, and oneD
 or of 8 bits. A kernel's limit is the slower of the two for the bytes and products that it needs; the share of it that
 the kernel reaches is the median over rounds, each with its own limits, so that a busy machine slows both alike. What
 `place`, `norm`, `route` and `embed` touch lies mostly in the caches, as in a step, where the kernel before has just
-written it: their share of what memory could do may be above 1. Threads are up when a case
-begins, as in a step, which wakes them once for all its kernels.
+written it: their share of what memory could do may be above 1. Threads are up when a case begins, as in a step, which
+wakes them once for all its kernels.
 
 KV lies in pages, strips of 48 KB far from each other, which nothing reads as fast as one piece of memory: the
 last cases of the table read what decode attention reads, and compute nothing (`strip_reader.cpp`, for which there must

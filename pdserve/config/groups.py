@@ -115,8 +115,9 @@ class ScheduleConfig:
     chunked_prefill_size: int | None = flag(None, help="prompt tokens per step; -1 turns chunking off")
     mixed_chunk_size: int | None = flag(
         None,
-        help="prompt tokens per step beside streams, once two steps of a burst without them are done; when absent as "
-        "many as in others if --chunked-prefill-size is given, else a quarter: streams pause for a shorter time",
+        help="prompt tokens per step beside streams, once a burst has taken two full steps' worth or a step had no "
+        "prompts; when absent as many as in others if --chunked-prefill-size is given, else a quarter: streams pause "
+        "for a shorter time",
     )
     prefill_saturation_tokens: int | None = flag(
         None,

@@ -54,12 +54,12 @@ class Limits:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of prompts in a step that nobody streams beside."""
+        """Tokens of prompts that a full step takes, see `Burst`."""
         return self.prefill_tokens if self.chunk_tokens is None else self.chunk_tokens
 
     @property
     def mixed_step_tokens(self) -> int:
-        """And in one that somebody does."""
+        """And one beside streams."""
         mixed = None if self.chunk_tokens is None else self.mixed_chunk_tokens
         return self.step_tokens if mixed is None else mixed
 

@@ -28,7 +28,7 @@ class Generating:
         self._core = core
         self.running = Running(core, self._retract)
         self.prefilling = Prefilling(core, waiting, headroom_tokens, needs_aux=False)
-        self._burst = Burst(core.limits)
+        self._burst = Burst(core)
         self._parts = StepInParts(core.limits.saturation_tokens)
 
     @property
@@ -39,7 +39,7 @@ class Generating:
     def plan(self, step: int) -> BatchPlan | None:
         """Decode rows first, then chunks within the budget, in parts."""
         if not self._parts:
-            if not self._is_awaited():
+            if not self._somebody_streams():
                 self._burst.refill()
             beside_streams = self._burst.is_over
             decode, prompts = self.running.plan(), self.prefilling.plan(self._burst.budget)
@@ -65,11 +65,11 @@ class Generating:
                 yield req, token, self.running.commit(req, token)
             elif self.prefilling.committed(req, row.end):
                 assert token is not None
-                if req.output_ids:
-                    self._burst.end()
                 finish = self._core.append(req, token)
                 if finish is None:
                     self.running.add(req)
+                    if len(req.output_ids) > 1:
+                        self._burst.end()
                 yield req, token, finish
 
     def remove(self, req: Req) -> None:
@@ -88,8 +88,8 @@ class Generating:
             self._core.counters["requests_retracted"] += 1
             self._retract(req)
 
-    def _is_awaited(self) -> bool:
-        """True when somebody waits for a token after the first, be it in a step under way."""
+    def _somebody_streams(self) -> bool:
+        """True when somebody waits for a token after the first, which itself may be under way."""
         waits = any(req.planned < req.num_worst for req in self.running.reqs.values())
         return waits or self.prefilling.ends_under_way
 

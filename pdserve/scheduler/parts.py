@@ -12,8 +12,8 @@ from collections import deque
 
 from pdserve.executor.interface import Row
 
-STREAMS_SHARE = 2
-"""So many times as large is a part of a step beside streams."""
+TIMES_BESIDE_STREAMS = 2
+"""So many times as large is a part where streams pause."""
 
 
 class StepInParts:
@@ -34,7 +34,7 @@ class StepInParts:
         assert not self
         self._decode, self._prompts = decode, deque(prompts)
         if self._saturation_tokens is not None:
-            self._most = self._saturation_tokens * (STREAMS_SHARE if beside_streams else 1)
+            self._most = self._saturation_tokens * (TIMES_BESIDE_STREAMS if beside_streams else 1)
 
     def take(self) -> list[Row]:
         """The next part: chunks of prompts, in turn; with the last of them the rows that decode, which come first."""

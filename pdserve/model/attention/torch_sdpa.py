@@ -22,8 +22,6 @@ from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
 
 _QUERY_BLOCK = 512
 """Masked queries are attended this many at a time: each block reads no key behind its last query."""
-
-
 _ALONE = 1 << 14
 """A row with more new tokens than one is attended by itself when new tokens times tokens are so many: it gains nothing
 from company, and loses by padding.
@@ -34,12 +32,13 @@ _TOGETHER = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class RowGroup:
-    """Rows gathered together: `width` new tokens and `num_pages` pages a row, of which `length` tokens are used.
+    """B = `num_rows` rows gathered: T new tokens and `num_pages` pages each, of which `length` tokens are used.
 
-    `tokens` `[B * width]` flat indices; a row with fewer repeats its last. `kept` `[N]` are the places that repeat
+    `tokens` `[B * T]` flat indices; a row with fewer repeats its last. `kept` `[N]` are the places that repeat
     none, None when none does, and `into` `[N]` their flat indices.
     `blocks` `[2 * B * kv_heads * num_pages]` rows of `KVPool.blocks`.
-    `mask` `[B, 1, queries of a KV head, length]` is true where a query sees a token; None when each sees all.
+    `mask` `[B, 1, T * query heads of a KV head, length]` is true where a query sees a token, with a 1 in third place
+    where T is 1; None when each sees all.
     `junk` are slots of the gathered piece that hold no token but are not null pages; None when there are none.
     """
 

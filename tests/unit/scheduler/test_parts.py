@@ -102,6 +102,20 @@ def test_first_tokens_come_in_turn_and_what_decodes_comes_with_the_last() -> Non
     assert all(len(mono.tokens(rid)) == 6 for rid in "0123") and mono.all_free()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_beside_streams_two_saturations_are_a_part(overlap: bool) -> None:
+    mono = burst([12], max_new_tokens=30, chunk=80, mixed=60, overlap=overlap)
+    while len(mono.tokens("0")) < 3:
+        mono.step()
+    for rid in "123456":
+        post(mono, rid, 10)
+    assert [set(mono.step()) for _ in range(2)] == [set("12"), set("34")]
+    mono.mailbox.post(AbortRequest(rid="5"))
+    assert set(mono.step()) == set("06")
+    mono.run()
+    assert [len(mono.tokens(rid)) for rid in "0123456"] == [30, 6, 6, 6, 6, 0, 6] and mono.all_free()
+
+
 def test_what_arrives_meanwhile_waits_for_the_next_step() -> None:
     mono = burst([12, 12])
     assert mono.step() == {"0": (0, 12)}
