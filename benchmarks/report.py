@@ -138,10 +138,12 @@ def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def git_revision() -> str:
-    """Short hash of HEAD, "+changes" behind it when tracked files differ; "unknown" outside a checkout."""
+    """Short hash of HEAD, "+changes" behind it when tracked files but results differ; "unknown" outside a checkout."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
-        return head + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        return head + (
+            "+changes" if _git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
