@@ -141,9 +141,8 @@ def git_revision() -> str:
     """Short hash of HEAD, "+changes" behind it when tracked files but results differ; "unknown" outside a checkout."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
-        return head + (
-            "+changes" if _git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results") else ""
-        )
+        changes = _git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")
+        return head + ("+changes" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
