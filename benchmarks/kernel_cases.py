@@ -33,6 +33,10 @@ TOKEN_BYTES = 2 * HEADS.num_kv_heads * HEADS.dim * 2
 """Of the keys and values of a token in one layer."""
 DECODED = ((1, 256), (16, 256), (64, 256), (1, 4096), (16, 1024))
 """Rows and tokens of each."""
+LEAST_READ = 32 << 20
+"""Bytes that attention of rows that decode reads in one call at least: as many as a large cache holds, and so many that
+the call itself, and the code of the first layer, which is in no cache yet, take next to nothing of it, as in a step.
+"""
 VOCAB = 49152
 EXPERTS, TOP_K, EXPERT_OUT, EXPERT_IN = 32, 8, 768, 2048
 """A layer with experts of the size of Qwen3-30B-A3B's, of which it has a quarter."""
@@ -57,6 +61,8 @@ class Case:
     """Wakes the threads right before: not timed, for a step does so once for all its kernels."""
     products: Format = "bf16"
     """What the products are of."""
+    times: int = 1
+    """How often `call` computes it, each time with other memory."""
 
 
 def rows_of(num_rows: int, start: int, end: int) -> tuple[ForwardBatch, int]:
@@ -225,31 +231,34 @@ def place_case(threads: Threads, num_rows: int) -> Case:
     return Case(f"place, {num_rows} rows", num_bytes, 0.0, lambda: program.run(1, program.num_ops))
 
 
-def pages_of(num_pages: int) -> torch.Tensor:
+def pages_of(num_pages: int, num_layers: int = HEADS.layers) -> torch.Tensor:
     """KV of that many pages, where a server keeps it."""
-    shape = (num_pages, HEADS.layers, 2, HEADS.num_kv_heads, HEADS.page_tokens, HEADS.dim)
+    shape = (num_pages, num_layers, 2, HEADS.num_kv_heads, HEADS.page_tokens, HEADS.dim)
     return torch.frombuffer(allocate_private(2 * math.prod(shape)), dtype=torch.bfloat16).fill_(1).view(shape)
 
 
 def attention_case(threads: Threads, name: str, num_rows: int, start: int, end: int) -> Case:
     """All layers' attention of rows that compute `[start, end)`."""
     batch, num_pages = rows_of(num_rows, start, end)
-    kv = pages_of(num_pages).normal_()
-    program = Program(threads, best_level(), HEADS, kv)
+    num_bytes = HEADS.layers * num_rows * end * TOKEN_BYTES
+    times = -(-LEAST_READ // num_bytes) if end - start == 1 else 1
+    heads = dataclasses.replace(HEADS, layers=HEADS.layers * times)
+    kv = pages_of(num_pages, heads.layers).normal_()
+    program = Program(threads, best_level(), heads, kv)
     qkv = program.buffer((HEADS.num_heads + 2 * HEADS.num_kv_heads) * HEADS.dim)
     out = program.buffer(HEADS.num_heads * HEADS.dim)
     program.angles(torch.zeros(HEADS.dim // 2), 1.0)
     program.place(qkv, 0, None, None, 0.0)
     first = program.num_ops
-    for layer in range(HEADS.layers):
+    for layer in range(heads.layers):
         program.attend(layer, out)
     program.begin(batch)
     program.view(qkv, len(batch.positions)).normal_()
     program.run(0, program.num_ops)
     pairs = num_rows * sum(position + 1 for position in range(start, end))
     return Case(
-        name, HEADS.layers * num_rows * end * TOKEN_BYTES, HEADS.layers * pairs * HEADS.num_heads * HEADS.dim * 4,
-        lambda: program.run(first, program.num_ops), lambda: program.begin(batch),
+        name, num_bytes, HEADS.layers * pairs * HEADS.num_heads * HEADS.dim * 4,
+        lambda: program.run(first, program.num_ops), lambda: program.begin(batch), times=times,
     )  # fmt: skip
 
 
@@ -257,7 +266,9 @@ def reading_case(read: StripReader, name: str, num_rows: int, tokens: int, *, by
     """What attention reads, and nothing done with it: head by head, or page by page, where heads lie side by side."""
     batch, num_pages = rows_of(num_rows, tokens - 1, tokens)
     assert batch.host is not None, "rows have pages"
-    kv = pages_of(num_pages)
+    num_bytes = HEADS.layers * num_rows * tokens * TOKEN_BYTES
+    times = -(-LEAST_READ // num_bytes)
+    kv = pages_of(num_pages, HEADS.layers * times)
     head = HEADS.page_tokens * HEADS.dim * kv.itemsize
     parts = np.arange(2 * HEADS.num_kv_heads).reshape(2, -1).T * head if by_heads else np.zeros((1, 1), dtype=np.int64)
     pages = batch.host.pages.astype(np.int64) * kv[0].nbytes
@@ -268,8 +279,9 @@ def reading_case(read: StripReader, name: str, num_rows: int, tokens: int, *, by
     elsewhere = [np.array([128 * thread]) for thread in range(read.num_threads)]
     wake = read.call_of(torch.zeros(1, 1, 128 * read.num_threads, dtype=torch.uint8), elsewhere, 128, 1)
     return Case(
-        name, kv.nbytes, 0.0,
-        read.call_of(kv, strips, head if by_heads else 2 * HEADS.num_kv_heads * head, HEADS.layers), wake=wake,
+        name, num_bytes, 0.0,
+        read.call_of(kv, strips, head if by_heads else 2 * HEADS.num_kv_heads * head, kv.shape[1]),
+        wake=wake, times=times,
     )  # fmt: skip
 
 

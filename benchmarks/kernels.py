@@ -7,7 +7,8 @@ or of 8 bits. A kernel's limit is the slower of the two for the bytes and produc
 the kernel reaches is the median over rounds, each with its own limits, so that a busy machine slows both alike. What
 `place`, `norm`, `route` and `embed` touch lies mostly in the caches, as in a step, where the kernel before has just
 written it: their share of what memory could do may be above 1. Threads are up when a case begins, as in a step, which
-wakes them once for all its kernels.
+wakes them once for all its kernels. Decode attention of few bytes is measured over more layers, and the time given for
+thirty of them: by themselves those take as long as a few calls from Python, of which a step has one for all its kernels.
 
 KV lies in pages, strips of 48 KB far from each other, which nothing reads as fast as one piece of memory: the
 last cases of the table read what decode attention reads, and compute nothing (`strip_reader.cpp`, for which there must
@@ -119,7 +120,7 @@ def measure(cases: list[Case], rounds: int, clock: Callable[[], float]) -> Measu
             limits = Limits(LIMIT_BYTES / seconds(memory.sum), ops_per_s)
             case.before()
             case.wake()
-            took = seconds(case.call)
+            took = seconds(case.call) / case.times
             if turn:
                 own.append(took * 1e3)
                 share.append(limits.seconds(case) / took)

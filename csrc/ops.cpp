@@ -81,6 +81,7 @@ bool Attend::take(Program& p, int thread, int64_t pieces, int64_t& index) {
     const int64_t threads = p.pool.size();
     for (int64_t i = 0; i < threads; i++) {
         const int64_t from = (thread + i) % threads;
+        if (from + threads * taken[from].count.load(std::memory_order_relaxed) >= pieces) continue;
         index = from + threads * taken[from].count.fetch_add(1);
         if (index < pieces) return true;
     }

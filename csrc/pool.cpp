@@ -14,8 +14,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int OFFERS = 200;          // before a thread sleeps: about 50 microseconds
-constexpr int SPINS_PER_OFFER = 20;
+constexpr int OFFERS = 200, OFFERS_IDLE = 50;  // before a thread sleeps: about 200 and 50 microseconds
+constexpr int SPINS_PER_OFFER = 20;  // enough for most barriers, where nobody is late
 constexpr auto LONG = std::chrono::microseconds(1500);
 constexpr auto KEPT = std::chrono::milliseconds(10);
 
@@ -29,11 +29,22 @@ void offer_core() {
     if (after - before > LONG) keeps_until = after + KEPT;
 }
 
-void sleep_on(std::atomic<uint32_t>& word, uint32_t value) {
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
-}
 void wake_all(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+}
+
+// Waits while `word` is `value`: awake for so many offers, then asleep, until somebody wakes those who sleep.
+void wait_while(std::atomic<uint32_t>& word, uint32_t value, int offers, std::atomic<uint32_t>& sleepers) {
+    for (int i = 0; i < offers; i++) {
+        for (int k = 0; k < SPINS_PER_OFFER; k++) {
+            if (word.load(std::memory_order_acquire) != value) return;
+            __builtin_ia32_pause();
+        }
+        offer_core();
+    }
+    sleepers.fetch_add(1);
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+    sleepers.fetch_sub(1);
 }
 
 }  // namespace
@@ -49,7 +60,7 @@ Pool::Pool(int threads, const int64_t* cpus) : threads_(threads) {
 Pool::~Pool() {
     closing_ = true;
     epoch_.fetch_add(1);
-    wake_all(epoch_);
+    rouse();
     for (auto& helper : helpers_) helper.join();
 }
 
@@ -61,13 +72,17 @@ void Pool::pin(int64_t cpu) {
     pthread_setaffinity_np(pthread_self(), sizeof(set), &set);  // a core that is gone is no reason to stop
 }
 
+void Pool::rouse() {
+    if (idle_.load()) wake_all(epoch_);
+}
+
 void Pool::run(void (*work)(void*, int), void* argument) {
     std::lock_guard lock(one_run_);
     if (threads_ == 1) return work(argument, 0);
     work_ = work;
     argument_ = argument;
     epoch_.fetch_add(1);
-    wake_all(epoch_);
+    rouse();
     work(argument, 0);
     meet();
 }
@@ -75,7 +90,7 @@ void Pool::run(void (*work)(void*, int), void* argument) {
 void Pool::serve(int thread) {
     uint32_t seen = 0;
     while (true) {
-        while (epoch_.load(std::memory_order_acquire) == seen) sleep_on(epoch_, seen);
+        while (epoch_.load(std::memory_order_acquire) == seen) wait_while(epoch_, seen, OFFERS_IDLE, idle_);
         seen++;
         if (closing_) return;
         work_(argument_, thread);
@@ -89,19 +104,10 @@ void Pool::meet() {
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(threads_)) {
         arrived_.store(0, std::memory_order_relaxed);
         round_.store(round + 1);
-        if (sleepers_.load()) wake_all(round_);
+        if (late_.load()) wake_all(round_);
         return;
     }
-    for (int i = 0; i < OFFERS; i++) {
-        offer_core();
-        for (int k = 0; k < SPINS_PER_OFFER; k++) {
-            if (round_.load(std::memory_order_acquire) != round) return;
-            __builtin_ia32_pause();
-        }
-    }
-    sleepers_.fetch_add(1);
-    while (round_.load() == round) sleep_on(round_, round);
-    sleepers_.fetch_sub(1);
+    while (round_.load(std::memory_order_acquire) == round) wait_while(round_, round, OFFERS, late_);
 }
 
 }  // namespace pdk

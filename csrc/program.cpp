@@ -91,6 +91,7 @@ void Program::reserve(int64_t tokens, int64_t samples) {
 }
 
 void Program::begin(const pdk_step& now) {
+    pool.rouse();
     step = now;
     reserve(step.tokens, step.samples);
     size_t floats_of_partials = 0;

@@ -23,15 +23,15 @@ pytestmark = [needs_kernels, pytest.mark.skipif(shutil.which("g++") is None, rea
 def test_all_words_are_read_once(monkeypatch: pytest.MonkeyPatch, num_threads: int, by_heads: bool) -> None:
     words: list[torch.Tensor] = []
 
-    def random_pages(num_pages: int) -> torch.Tensor:
+    def random_pages(num_pages: int, num_layers: int) -> torch.Tensor:
         heads = kernel_cases.HEADS
-        shape = (num_pages, heads.layers, 2, heads.num_kv_heads, heads.page_tokens, heads.dim // 4)
+        shape = (num_pages, num_layers, 2, heads.num_kv_heads, heads.page_tokens, heads.dim // 4)
         words.append(torch.randint(1 << 62, shape))
         return words[-1].view(torch.bfloat16)
 
     monkeypatch.setattr(kernel_cases, "pages_of", random_pages)
     case = kernel_cases.reading_case(StripReader(num_threads), "", 3, 128, by_heads=by_heads)
-    assert case.num_bytes == words[-1].nbytes
+    assert case.times * case.num_bytes == words[-1].nbytes
     assert case.call() == np.bitwise_xor.reduce(words[-1].numpy().view(np.uint64), axis=None)
 
 
