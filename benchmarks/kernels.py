@@ -8,7 +8,7 @@ the kernel reaches is the median over rounds, each with its own limits, so that 
 `place`, `norm`, `route` and `embed` touch lies mostly in the caches, as in a step, where the kernel before has just
 written it: their share of what memory could do may be above 1. Threads are up when a case begins, as in a step, which
 wakes them once for all its kernels. Decode attention of few bytes is measured over more layers, and the time given for
-thirty of them: by themselves those take as long as a few calls from Python, of which a step has one for all its kernels.
+thirty of them: the call from Python would count, of which a step has one for all its kernels.
 
 KV lies in pages, strips of 48 KB far from each other, which nothing reads as fast as one piece of memory: the
 last cases of the table read what decode attention reads, and compute nothing (`strip_reader.cpp`, for which there must
