@@ -26,6 +26,7 @@ from typing import Literal
 
 from pdserve.base.cores import cores_of, granted_cores, pin_process
 from pdserve.base.env import control_token, keep_openmp_from_spinning
+from pdserve.base.leaving import ENDING, leave_if_told
 from pdserve.base.log import setup_logging
 from pdserve.base.process import die_with_parent
 from pdserve.base.startup_times import IMPORTS, StartupTimes, process_age_s
@@ -41,7 +42,6 @@ from pdserve.protocol.channel import (
 log = logging.getLogger(__name__)
 
 ROLES: dict[DisaggMode, str] = {"null": "monolith", "prefill": "prefill", "decode": "decode"}
-ENDING = (signal.SIGINT, signal.SIGTERM)
 REFUSED = 2
 """Exit status of a process whose configuration was wrong."""
 LOST = 1
@@ -135,7 +135,8 @@ class Engine:
         return any(process.exitcode == REFUSED for process in self._processes)
 
     def wait(self) -> int:
-        """Until any process ends: 0 when it ended well."""
+        """Until any process ends: 0 when it ended well. Ends at once where `leave_at_signals` noted a signal."""
+        leave_if_told()
         multiprocessing.connection.wait([process.sentinel for process in self._processes])
         for process in self._processes:
             process.join(STOP_S if process.exitcode in (None, 0) else 0)

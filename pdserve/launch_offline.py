@@ -11,21 +11,19 @@ with its parent.
 from __future__ import annotations
 
 import dataclasses
-import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
-from typing import NoReturn
 
 import msgspec
 
 from pdserve.base.env import control_token
+from pdserve.base.leaving import leave_at_signals
 from pdserve.base.log import setup_logging
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.launch_engine import ENDING, REFUSED, ROLES, Engine
+from pdserve.launch_engine import REFUSED, ROLES, Engine
 
 PREFIX = "PDSERVE_ENGINE "
 LOOPBACK = "127.0.0.1"
@@ -58,8 +56,7 @@ def _say(what: Announcement | Refusal) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run an engine until SIGTERM; the exit status is 0, 1 when it died, 2 for a wrong configuration."""
-    for number in ENDING:
-        signal.signal(number, _leave)
+    leave_at_signals()
     try:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
         setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode])
@@ -78,10 +75,6 @@ def without_streams(given: ServerConfig, resolved: ServerConfig) -> ServerConfig
         prefill_saturation_tokens=-1 if saturation is None else saturation,
     )
     return dataclasses.replace(resolved, schedule=schedule)
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(0)
 
 
 def host(config: ServerConfig) -> int:

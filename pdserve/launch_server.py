@@ -11,22 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
 import sys
 import threading
 from collections.abc import Sequence
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from pdserve.base.env import control_token
 from pdserve.base.exposure import url_host, warn_open, warn_unsealed
+from pdserve.base.leaving import leave_at_signals
 from pdserve.base.log import setup_logging
 from pdserve.base.process import Ready, announce_ready
 from pdserve.config import DisaggMode, ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import for_mode, resolve
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.launch_engine import ENDING, REFUSED, ROLES, Engine
+from pdserve.launch_engine import REFUSED, ROLES, Engine
 from pdserve.protocol.channel import ApiChannel, ZmqApiChannel
 from pdserve.protocol.replicas import ReplicatedChannel
 
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a server until a signal; the exit status is 0, 1 when the engine died, 2 for a wrong configuration."""
-    for number in ENDING:  # until the HTTP server takes them over
-        signal.signal(number, _leave)
+    leave_at_signals()  # until the HTTP server takes them over
     try:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
         setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode])
@@ -47,11 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PdserveError as error:
         print(f"pdserve: {error}", file=sys.stderr)
         return REFUSED
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """Not KeyboardInterrupt: where that passes through `exec`, CPython ends with the signal's status, though caught."""
-    raise SystemExit(0)
 
 
 def launch(config: ServerConfig, given: ServerConfig) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import uvicorn
 
+from pdserve.base.leaving import ENDING, leave_if_told
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.server.host import Host, OtherRole
@@ -73,8 +73,9 @@ def _on_signals(server: uvicorn.Server) -> None:
         server.should_exit = True
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ENDING:
         loop.add_signal_handler(number, stop)
+    leave_if_told()  # by one that came before
 
 
 async def serve(

@@ -9,15 +9,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
+from pdserve.base.process import READY_PREFIX
 from tests.tiny import make_tiny
 
 LIMIT_S = 60.0
+
+
+LOSES_A_SIGNAL = """
+import signal, sys, weakref
+import pdserve.{module} as program
+
+def lose_a_signal(*given):
+    class Thing: pass
+    thing = Thing()
+    watched = weakref.ref(thing, lambda _: signal.raise_signal(signal.{signum}))
+    del thing
+    return goes_on(*given)
+
+goes_on, program.{goes_on} = program.{goes_on}, lose_a_signal
+sys.exit(program.main(sys.argv[1:]))
+"""
+"""A program in which the exception of a signal is raised in a weak reference's call-back, and ignored."""
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +50,10 @@ def sockets(tmp_path: Path) -> Iterator[Path]:
         yield Path(directory)
 
 
-def start(sockets: Path, model: str, *flags: str) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "pdserve.launch_server", "--model-path", model, "--cpu-threads", "1", *flags]
+def start(
+    sockets: Path, model: str, *flags: str, program: Sequence[str] = ("-m", "pdserve.launch_server")
+) -> subprocess.Popen[str]:
+    argv = [sys.executable, *program, "--model-path", model, "--cpu-threads", "1", *flags]
     env = os.environ | {"TMPDIR": str(sockets)}
     return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -77,4 +97,20 @@ def test_a_signal_while_it_starts_ends_it_quietly(sockets: Path, model: str, sig
         process.kill()
     assert (process.returncode, said) == (0, "")
     assert not psutil.wait_procs(children, timeout=5.0)[1]
+    assert not list(sockets.iterdir())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("module", "goes_on"), [("launch_server", "launch"), ("launch_offline", "host")])
+def test_a_signal_whose_exception_is_lost_ends_it_as_quietly(
+    sockets: Path, model: str, module: str, goes_on: str, signum: signal.Signals
+) -> None:
+    program = LOSES_A_SIGNAL.format(module=module, goes_on=goes_on, signum=signum.name)
+    process = start(sockets, model, "--log-level", "error", program=("-c", program))
+    try:
+        said, complained = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    assert (process.returncode, complained) == (0, "")
+    assert READY_PREFIX not in said
     assert not list(sockets.iterdir())
