@@ -29,7 +29,7 @@ def sleeps(task: Path) -> bool:
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 @pytest.mark.parametrize("announced", [False, True])
 def test_threads_come_to_each_run_whether_they_are_awake_or_fall_asleep(num_threads: int, announced: bool) -> None:
-    """Who misses a run leaves its rows poisoned, or hangs. `announced`: by a step's beginning."""
+    """Who misses a run leaves its rows zero, or all wait. `announced`: by a step's beginning."""
     p = program(LEVELS_HERE[-1], num_threads)
     source, out = (p.buffer(WIDTH, kind, of_samples=True) for kind in (torch.float32, torch.bfloat16))
     for _ in range(3):
