@@ -98,6 +98,17 @@ class Measured:
     tera_ops_per_s: dict[Format, Spread]
 
 
+def memory_gbytes_per_s(clock: Callable[[], float], rounds: int = 9) -> float:
+    """How fast memory is read as it lies: the median."""
+    memory = torch.ones(LIMIT_BYTES // 8, dtype=torch.int64)
+    rates = []
+    for _ in range(rounds):
+        begun = clock()
+        memory.sum()
+        rates.append(LIMIT_BYTES / (clock() - begun) / 1e9)
+    return spread_of(rates).median
+
+
 def measure(cases: list[Case], rounds: int, clock: Callable[[], float]) -> Measured:
     """All cases in turns; the first turn warms up."""
     memory = torch.ones(LIMIT_BYTES // 8, dtype=torch.int64)

@@ -183,12 +183,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_flags(argv)
     run = Run("regressions", argv, module="regressions")
     clock = kernels.CLOCKS[args.clock]
-    found = over_passes([measure(args.parts, args.cpu_threads, args.rounds, clock) for _ in range(args.passes)])
+    passes, memory = [], []
+    for _ in range(args.passes):
+        passes.append(measure(args.parts, args.cpu_threads, args.rounds, clock))
+        memory.append(kernels.memory_gbytes_per_s(clock))
+    found = over_passes(passes)
     facts, host = run.facts(), run.machine
     now = ratio_table.Table(
         date=facts["date"], revision=facts["revision"], command=facts["command"], cpu_model=host["cpu_model"],
         cpus=host["cpus"], threads=args.cpu_threads, level=best_level(), load_1m=host["load_1m"],
         note=busy_note(host["load_1m"]).strip("*"), ratios=found,
+        memory_gb_per_s=spread_of([round(rate, 1) for rate in memory]),
     )  # fmt: skip
     if args.write:
         ratio_table.write(args.table, now)
