@@ -36,7 +36,7 @@ class Table:
     load_1m: float
     note: str
     """For people who read the file: whether the cores were quiet."""
-    memory_gb_per_s: Spread | None = None
+    memory_gbytes_per_s: Spread | None = None
     """How fast memory was read, once a pass. None in tables that were stored before it was kept."""
     ratios: dict[str, Spread]
     """Of the medians of several passes; last, where `write` puts them."""
@@ -103,8 +103,8 @@ def doubts(stored: Table, now: Table) -> list[str]:
     for which, table in (("stored", stored), ("measured", now)):
         if not table.on_quiet_cores:
             found.append(f"others used the cores when it was {which} (load {table.load_1m:.1f} before)")
-    if stored.memory_gb_per_s and now.memory_gb_per_s:
-        was_fast, is_fast = stored.memory_gb_per_s.median, now.memory_gb_per_s.median
+    if stored.memory_gbytes_per_s and now.memory_gbytes_per_s:
+        was_fast, is_fast = stored.memory_gbytes_per_s.median, now.memory_gbytes_per_s.median
         if abs(is_fast / was_fast - 1) > MEMORY_TOLERANCE:
             found.append(
                 f"memory: stored at {was_fast:.0f} GB/s, measured at {is_fast:.0f}: a kernel's share of the limit falls"

@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         date=facts["date"], revision=facts["revision"], command=facts["command"], cpu_model=host["cpu_model"],
         cpus=host["cpus"], threads=args.cpu_threads, level=best_level(), load_1m=host["load_1m"],
         note=busy_note(host["load_1m"]).strip("*"), ratios=found,
-        memory_gb_per_s=spread_of([round(rate, 1) for rate in memory]),
+        memory_gbytes_per_s=spread_of([round(rate, 1) for rate in memory]),
     )  # fmt: skip
     if args.write:
         ratio_table.write(args.table, now)

@@ -61,11 +61,11 @@ def test_another_machine_and_busy_cores_are_doubts() -> None:
 
 def test_memory_of_another_speed_is_a_doubt() -> None:
     stored, slow, fast = table(), Spread(34.0, 30.0, 36.0), Spread(47.0, 46.0, 59.0)
-    stored = dataclasses.replace(stored, memory_gb_per_s=slow)
-    assert doubts(stored, dataclasses.replace(stored, memory_gb_per_s=Spread(38.0, 30.0, 59.0))) == []
+    stored = dataclasses.replace(stored, memory_gbytes_per_s=slow)
+    assert doubts(stored, dataclasses.replace(stored, memory_gbytes_per_s=Spread(38.0, 30.0, 59.0))) == []
     assert doubts(table(), stored) == [] == doubts(stored, table())
     for was, own, speeds in ((slow, fast, "34 GB/s, measured at 47"), (fast, slow, "47 GB/s, measured at 34")):
-        then, now = (dataclasses.replace(stored, memory_gb_per_s=speed) for speed in (was, own))
+        then, now = (dataclasses.replace(stored, memory_gbytes_per_s=speed) for speed in (was, own))
         (doubt,) = doubts(then, now)
         assert doubt.startswith(f"memory: stored at {speeds}:")
 
@@ -77,12 +77,12 @@ def test_a_table_is_stored_a_ratio_a_line_and_read_back(tmp_path: Path) -> None:
     assert json.loads(text)["ratios"]["b"] == {"median": 1.2346, "low": 1.0, "high": 2.0}
     assert sum('"median"' in line for line in text.splitlines()) == 2
     again = read(tmp_path / "t.json")
-    assert again.memory_gb_per_s is None
+    assert again.memory_gbytes_per_s is None
     assert again.ratios['a "kernel"'] == Spread(0.5, 0.25, 0.75) and again.level == "avx2"
 
 
 def test_the_speed_of_memory_is_stored_and_read_back(tmp_path: Path) -> None:
-    stored = dataclasses.replace(table(a=Spread(1.0, 1.0, 1.0)), memory_gb_per_s=Spread(34.0, 30.0, 36.0))
+    stored = dataclasses.replace(table(a=Spread(1.0, 1.0, 1.0)), memory_gbytes_per_s=Spread(34.0, 30.0, 36.0))
     write(tmp_path / "t.json", stored)
     assert read(tmp_path / "t.json") == stored
 
