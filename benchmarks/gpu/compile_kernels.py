@@ -11,6 +11,7 @@ TRITON_INTERPRET must not be set: there would be nothing to compile.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import re
 import subprocess
@@ -35,6 +36,7 @@ from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.forward_batch import ForwardBatch, HostRows
+from pdserve.model.gpu import decode_attention, elementwise, experts, extend_attention, few_rows, heads, routes
 from pdserve.model.gpu.nucleus import least_of_nucleus
 from pdserve.model.layers.kernels import FastKernels
 from pdserve.model.layers.norm import RMSNorm
@@ -74,7 +76,7 @@ class Compiler:
             name: value for name, value in options.items() if name in kernel.arg_names
         }
         signature, constants, attributes = _specialised(kernel, values)
-        launch = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
+        launch = {name: options[name] for name in ("num_warps", "num_stages", "launch_pdl") if name in options}
         key = f"{kernel.__name__} {signature} {constants} {attributes} {launch}"
         if key in self._seen:
             return
@@ -147,6 +149,13 @@ def launches(compiler: Compiler) -> Iterator[str]:
         kernels.add_norm(x, x, x[0], 1e-6)
         kernels.norm(x, x[0], 1e-6)
         kernels.swiglu(*torch.empty(rows, 2 * inner, dtype=torch.bfloat16).chunk(2, -1))
+    for rows, num_out, num_in in ((1, 6144, 4096), (16, 4096, 12288), (2, 960, 576)):
+        compiler.case = f"{rows} rows from {num_in} to {num_out}"
+        yield compiler.case
+        x, weight = (torch.empty(n, num_in, dtype=torch.bfloat16) for n in (rows, num_out))
+        kernels.linear(x, weight, None)
+        kernels.linear(x, weight, weight[:, 0].contiguous())
+        kernels.gated(x, weight, None)
     compiler.case = "angles, 64 tokens"
     yield compiler.case
     kernels.angles(torch.zeros(64, dtype=torch.int64), torch.empty(64), 1.0, torch.bfloat16)
@@ -197,7 +206,11 @@ def compile_all(capability: int) -> tuple[list[Compiled], list[str]]:
         except Exception as error:
             failed.append(f"{compiler.case}: {kernel.__name__}: {type(error).__name__}: {str(error)[:500]}")
 
-    with mock.patch.object(JITFunction, "run", launched):
+    chained = {"CHAINED": True, "launch_pdl": True} if capability >= 90 else {"CHAINED": False}
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(JITFunction, "run", launched))
+        for module in (decode_attention, elementwise, experts, extend_attention, few_rows, heads, routes):
+            patches.enter_context(mock.patch.object(module, "chaining", lambda device: chained))
         for _ in launches(compiler):
             pass
     limit = SHARED_BYTES[capability]

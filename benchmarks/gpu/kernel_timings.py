@@ -1,6 +1,7 @@
 """Each kernel of a step alone, beside its bytes at the copy's rate or its products at the matmul's, whichever binds.
 
-Called by `check_cuda.py`. Caches are overwritten before every run, as a step's weights and KV do it between two layers.
+Called by `check_cuda.py`. Caches are filled with other data before every run, as by a step's weights and KV between two layers: data that was
+read, for what was written would have to go to memory first.
 """
 
 from __future__ import annotations
@@ -97,10 +98,10 @@ def cases(sizes: Sizes, backends: tuple[AttentionBackend, ...], device: torch.de
 def measure(case: Case, limits: Limits, device: torch.device) -> KernelTiming:
     """The median of some runs, each with cold caches."""
     case.work()
-    flush = torch.empty(_FLUSH_BYTES if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
+    flush = torch.zeros(_FLUSH_BYTES // 4 if device.type == "cuda" else 1, device=device)
     times = []
     for _ in range(_NUM_RUNS if device.type == "cuda" else 1):
-        flush.zero_()
+        flush.sum()
         times.append(_seconds(case.work, device))
     floor = max(case.num_bytes / limits.copy_bytes_s, case.num_flop / limits.matmul_flop_s)
     return KernelTiming(case.name, statistics.median(times), floor)

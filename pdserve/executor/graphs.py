@@ -54,6 +54,17 @@ class Capture(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class _Recorded:
+    """A graph, and the work that it repeats: the graph knows addresses only, the work owns what lies there."""
+
+    graph: torch.cuda.CUDAGraph
+    work: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
 class GraphCapture:
     """Implements `Capture` with CUDA graphs, which share one pool of memory."""
 
@@ -67,7 +78,7 @@ class GraphCapture:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             work()
-        return graph.replay
+        return _Recorded(graph, work)
 
 
 class EagerCapture:

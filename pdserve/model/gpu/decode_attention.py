@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.model.gpu.attention_math import page_rows, scores_of, soften
-from pdserve.model.gpu.runtime import num_cores, power_of_2
+from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2
 
 LOG2_E = 1.4426950408889634
 _WAVES = 4
@@ -71,7 +71,7 @@ def attend_decode(
     if parts > 1:
         partial_out = torch.empty(num_rows, num_heads, parts, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(num_rows, num_heads, parts, dtype=torch.float32, device=q.device)
-    has_cap = mask.softcap > 0
+    has_cap, chained = mask.softcap > 0, chaining(q.device)
     _decode[(num_rows, num_kv_heads, parts)](
         q, out, kv, table, ends, tokens, partial_out, lse, sinks if sinks is not None else ends,
         q.stride(0), out.stride(0), kv.stride(0), kv.stride(1), table.stride(0),
@@ -79,12 +79,13 @@ def attend_decode(
         GROUP=group, PAGE=page_tokens, DIM=dim, BLOCK_DIM=block_dim, BLOCK_HEADS=block_heads,
         BLOCK_KEYS=64 if block_dim <= 128 else 32, PART=_PART_TOKENS,
         HAS_WINDOW=mask.window > 0, HAS_CAP=has_cap, HAS_SINKS=sinks is not None, WHOLE=parts == 1,
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=3, **chained,
     )  # fmt: skip
     if parts > 1:
         _combine[(num_rows, num_heads)](
             partial_out, lse, out, tokens, sinks if sinks is not None else ends, out.stride(0),
             DIM=dim, BLOCK_DIM=block_dim, NUM_PARTS=parts, HAS_SINKS=sinks is not None, num_warps=4,
+            **chained,
         )  # fmt: skip
 
 
@@ -95,8 +96,12 @@ def _decode(
     GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, PART: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WHOLE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row, one KV head with all query heads that share it, one part of its keys."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_parts, num_heads = tl.num_programs(2), tl.num_programs(1) * GROUP
     end = tl.load(ends + row)
@@ -154,8 +159,12 @@ def _decode(
 def _combine(
     partial_out, lse, out, tokens, sinks, out_stride,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row and query head: its parts, weighted."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(tokens + row).to(tl.int64)
     line = (row.to(tl.int64) * tl.num_programs(1) + head) * NUM_PARTS

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.model.gpu.runtime import power_of_2
+from pdserve.model.gpu.runtime import chaining, power_of_2
 
 _BLOCK_GATE = 1024
 
@@ -32,7 +32,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     out: Tensor = torch.empty(num_rows, width, dtype=gate.dtype, device=gate.device)
     if num_rows:
         _swiglu[(num_rows, triton.cdiv(width, _BLOCK_GATE))](
-            gate, up, out, gate.stride(0), up.stride(0), width, BLOCK=_BLOCK_GATE, num_warps=4
+            gate, up, out, gate.stride(0), up.stride(0), width, BLOCK=_BLOCK_GATE, num_warps=4,
+            **chaining(gate.device),
         )
     return out
 
@@ -45,17 +46,24 @@ def _launch_norm(x: Tensor, delta: Tensor, out: Tensor, weight: Tensor, eps: flo
         _rms_norm[(num_rows,)](
             x, delta, out, weight, eps, x.stride(0), delta.stride(0), width,
             BLOCK=block, ADDS=adds, num_warps=min(16, max(1, block // 512)),
+            **chaining(x.device),
         )  # fmt: skip
 
 
 @triton.jit
 def _rms_norm(
-    x, delta, out, weight, eps, x_stride, delta_stride, width, BLOCK: tl.constexpr, ADDS: tl.constexpr
+    x, delta, out, weight, eps, x_stride, delta_stride, width, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < width
+    factors = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     values = tl.load(x + row * x_stride + at, mask=mask, other=0.0)
     dtype = values.dtype
     wide = values.to(tl.float32)
@@ -64,13 +72,16 @@ def _rms_norm(
         wide = wide.to(dtype).to(tl.float32)
         tl.store(x + row * x_stride + at, wide.to(dtype), mask=mask)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
-    scaled = (wide * scale).to(dtype).to(tl.float32) * tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+    scaled = (wide * scale).to(dtype).to(tl.float32) * factors
     tl.store(out + row * width + at, scaled.to(dtype), mask=mask)
 
 
 @triton.jit
-def _swiglu(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr):
+def _swiglu(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """A piece of one row."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width

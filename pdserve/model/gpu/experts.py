@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.model.gpu.routes import MAX_ROWS, order_rows
-from pdserve.model.gpu.runtime import power_of_2
+from pdserve.model.gpu.runtime import chaining, power_of_2
 
 _FEW_ROWS = 16
 """Rows of an expert on average, up to which the weights' bytes are what counts."""
@@ -85,6 +85,7 @@ def expert_rows(x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tens
     options = {
         "EXPERTS": num_experts, "BLOCK_EXPERTS": power_of_2(num_experts), "ROWS": tiling.rows, "OUTS": tiling.outs,
         "DEPTH": tiling.depth, "num_warps": tiling.warps, "num_stages": tiling.stages,
+        **chaining(x.device),
     }  # fmt: skip
     _gate_up[(ranked.num_tiles, triton.cdiv(inner, tiling.outs))](
         x, gate_up, gated, ranked.order, ranked.row_ends, ranked.tile_ends, x.stride(0), num_rows // len(x),
@@ -103,8 +104,9 @@ def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
     block = min(1024, power_of_2(hidden))
     if num_tokens:
         _weigh[(num_tokens, triton.cdiv(hidden, block))](
-            outputs.contiguous(), weights.contiguous(), out, hidden, TOP_K=top_k, BLOCK=block, num_warps=4
-        )
+            outputs.contiguous(), weights.contiguous(), out, hidden, TOP_K=top_k, BLOCK=block, num_warps=4,
+            **chaining(out.device),
+        )  # fmt: skip
     return out
 
 
@@ -125,8 +127,12 @@ def _find(row_ends, tile_ends, tile, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.co
 def _gate_up(
     x, weight, out, order, row_ends, tile_ends, x_stride, share, hidden, inner,
     EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One tile, and some outputs of both halves."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0)
     if tile < tl.load(tile_ends + EXPERTS - 1):
         expert, first = _find(row_ends, tile_ends, tile, EXPERTS, BLOCK_EXPERTS, ROWS)
@@ -156,8 +162,12 @@ def _gate_up(
 def _down(
     x, weight, out, order, row_ends, tile_ends, inner, hidden,
     EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One tile, and some outputs."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0)
     if tile < tl.load(tile_ends + EXPERTS - 1):
         expert, first = _find(row_ends, tile_ends, tile, EXPERTS, BLOCK_EXPERTS, ROWS)
@@ -180,8 +190,11 @@ def _down(
 
 
 @triton.jit
-def _weigh(outputs, weights, out, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _weigh(outputs, weights, out, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """A piece of one token."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < hidden

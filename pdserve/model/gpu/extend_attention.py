@@ -14,7 +14,7 @@ from torch import Tensor
 from pdserve.base.env import triton_is_interpreted
 from pdserve.model.gpu.attention_math import page_rows, scores_of, soften
 from pdserve.model.gpu.decode_attention import LOG2_E, Mask
-from pdserve.model.gpu.runtime import power_of_2
+from pdserve.model.gpu.runtime import chaining, power_of_2
 
 
 def tile_rows(group: int, dim: int, dtype: torch.dtype) -> int:
@@ -62,7 +62,7 @@ def attend_extend(
         GROUP=group, PAGE=page_tokens, DIM=dim, BLOCK_DIM=block_dim, BLOCK_ROWS=block_rows,
         TOKENS=block_rows // group, BLOCK_KEYS=_block_keys(block_dim, q.dtype),
         HAS_WINDOW=mask.window > 0, HAS_CAP=has_cap, HAS_SINKS=sinks is not None,
-        num_warps=8 if block_rows * block_dim >= 128 * 128 else 4, num_stages=2,
+        num_warps=8 if block_rows * block_dim >= 128 * 128 else 4, num_stages=2, **chaining(q.device),
     )  # fmt: skip
 
 
@@ -77,9 +77,12 @@ def _extend(
     q_stride, out_stride, page_stride, value_offset, table_stride, scale, softcap, window,
     GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One tile and one KV head."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     row = tl.load(tiles + 2 * tile)
     new = tl.load(tiles + 2 * tile + 1)

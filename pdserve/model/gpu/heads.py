@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.model.gpu.runtime import power_of_2
+from pdserve.model.gpu.runtime import chaining, power_of_2
 
 _BLOCK_HEADS = 8
 
@@ -44,7 +44,7 @@ def place_heads(
         qkv.stride(0), cos.stride(0), kv.stride(0), kv.stride(1),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, PAGE=page_tokens, DIM=dim,
         BLOCK_HALF=power_of_2(dim // 2), BLOCK_HEADS=_BLOCK_HEADS, HAS_NORM=has_norm,
-        num_warps=2,
+        num_warps=2, **chaining(qkv.device),
     )  # fmt: skip
     return q
 
@@ -54,13 +54,19 @@ def angle_tables(positions: Tensor, inverse: Tensor, factor: float, dtype: torch
     num_tokens, half = len(positions), len(inverse)
     cos, sin = torch.empty(2, num_tokens, 1, 2 * half, dtype=dtype, device=positions.device)
     if num_tokens:
-        _angles[(num_tokens,)](positions, inverse, cos, sin, factor, HALF=half, BLOCK=power_of_2(half), num_warps=1)
+        _angles[(num_tokens,)](
+            positions, inverse, cos, sin, factor, HALF=half, BLOCK=power_of_2(half), num_warps=1,
+            **chaining(positions.device),
+        )  # fmt: skip
     return cos, sin
 
 
 @triton.jit
-def _angles(positions, inverse, cos, sin, factor, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _angles(positions, inverse, cos, sin, factor, HALF: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """One token."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < HALF
@@ -80,8 +86,12 @@ def _place(
     qkv_stride, angle_stride, page_stride, value_offset,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token, as two halves that are rotated into each other."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     half = tl.arange(0, BLOCK_HALF)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.model.gpu.runtime import power_of_2
+from pdserve.model.gpu.runtime import chaining, power_of_2
 
 MAX_ROWS = 8192
 """Every row is compared with every other: beyond, sorting is faster."""
@@ -31,6 +31,7 @@ def route(logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tenso
             logits, experts, weights, logits.stride(0),
             EXPERTS=num_experts, BLOCK=power_of_2(num_experts), TOP_K=top_k, BLOCK_K=power_of_2(top_k),
             NORMALISE=normalise, num_warps=1 if num_experts <= 256 else 4,
+            **chaining(logits.device),
         )  # fmt: skip
     return experts, weights
 
@@ -43,6 +44,7 @@ def order_rows(slots: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor,
     _order[(1 + triton.cdiv(num_rows, _BLOCK_ROWS),)](
         slots, order, row_ends, tile_ends, num_rows, tile_rows,
         EXPERTS=num_experts, BLOCK_EXPERTS=power_of_2(num_experts), BLOCK_ROWS=_BLOCK_ROWS, CHUNK=_CHUNK, num_warps=4,
+        **chaining(device),
     )  # fmt: skip
     return order, row_ends, tile_ends
 
@@ -51,8 +53,12 @@ def order_rows(slots: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor,
 def _route(
     logits, experts, weights, stride,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, NORMALISE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One token."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     is_expert = at < EXPERTS
@@ -80,8 +86,12 @@ def _route(
 def _order(
     slots, order, row_ends, tile_ends, num_rows, tile_rows,
     EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program 0: how many rows each expert has. The others: where some rows stand among all."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     others = tl.arange(0, CHUNK)
     if block == 0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 
@@ -36,6 +37,19 @@ def num_cores(device: torch.device) -> int:
     if device.type != "cuda":
         return _FALLBACK_CORES
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def chaining(device: torch.device) -> dict[str, Any]:
+    """What a launch is given besides its arguments, of which kernels see `CHAINED`.
+
+    On devices that can (compute capability 9.0), a chained kernel comes up while the one before it still runs
+    (programmatic dependent launch). It must touch nothing but weights before its `gdc_wait`, which waits until all
+    kernels before it are done; every kernel has one, so that whoever waits for the last waits for all.
+    """
+    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"CHAINED": False}
+    return {"CHAINED": True, "launch_pdl": True}
 
 
 def power_of_2(number: int) -> int:

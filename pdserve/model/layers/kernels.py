@@ -26,6 +26,10 @@ class Kernels(Protocol):
         """`x @ weight.T + bias`: `[N, in]`, `[out, in]` and `[out]` to `[N, out]`."""
         ...
 
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`swiglu` of the halves of `linear`: `[N, out / 2]`."""
+        ...
+
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """`silu(gate) * up`, all of one shape and dtype."""
         ...
@@ -72,6 +76,11 @@ class TorchKernels(abc.ABC):
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """See `Kernels.swiglu`."""
 
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.gated`."""
+        gate, up = self.linear(x, weight, bias).chunk(2, -1)
+        return self.swiglu(gate, up)
+
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.norm`."""
         wide = x.float()
@@ -106,8 +115,7 @@ class TorchKernels(abc.ABC):
         parts = []
         for slot, part in enumerate(torch.split(rows, sizes)):
             if len(part):
-                gate, up = self.linear(part, gate_up[slot], None).chunk(2, -1)
-                parts.append(self.linear(self.swiglu(gate, up), down[slot], None))
+                parts.append(self.linear(self.gated(part, gate_up[slot], None), down[slot], None))
         return torch.empty_like(rows).index_copy_(0, order, torch.cat(parts))
 
     def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:

@@ -52,5 +52,5 @@ class DenseMLP:
         x = self.wide.gather(x)
         if self.product is not None:
             return self.wide.add_up(self.product(x))
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.wide.add_up(self.down(self._kernels.swiglu(gate, up)))
+        gated = self._kernels.gated(x, self.gate_up.weight, self.gate_up.bias)
+        return self.wide.add_up(self.down(gated))

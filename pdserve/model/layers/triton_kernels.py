@@ -1,4 +1,4 @@
-"""The arithmetic of decoder layers on CUDA: products by cuBLAS, all between them by Triton, one pass each.
+"""The arithmetic of decoder layers on CUDA: products of many rows by cuBLAS, all else by Triton, one pass each.
 
 Made by the executor factory where attention is not torch's; called by the layers.
 """
@@ -8,12 +8,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdserve.model.gpu import elementwise, experts, heads, routes
+from pdserve.model.gpu import elementwise, experts, few_rows, heads, routes
 from pdserve.model.layers.kernels import FastKernels
 
 
 class TritonKernels(FastKernels):
     """Implements `Kernels`."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.linear`."""
+        if few_rows.fits(x, weight):
+            return few_rows.linear(x, weight, bias)
+        return super().linear(x, weight, bias)
+
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.gated`."""
+        if few_rows.fits(x, weight):
+            return few_rows.gated(x, weight, bias)
+        return super().gated(x, weight, bias)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """See `Kernels.swiglu`."""

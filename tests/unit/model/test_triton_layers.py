@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pdserve.base.env import triton_is_interpreted
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.triton_pages import placed
+from pdserve.model.gpu import few_rows
 from pdserve.model.gpu.experts import sort_rows
 from pdserve.model.gpu.routes import MAX_ROWS, order_rows
 from pdserve.model.layers.kernels import FastKernels
@@ -137,3 +139,28 @@ def test_angles_are_torch_s(dim: int, dtype: torch.dtype) -> None:
         expected = FastKernels().angles(where, rotary.inverse, 0.75, dtype)
         for mine, theirs in zip(got, expected, strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-2 if dtype != torch.float32 else 1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16] if triton_is_interpreted() else [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("rows", "num_out", "num_in"), [(1, 128, 256), (16, 130, 80), (3, 34, 1040)])
+def test_products_of_few_rows_are_torch_s(
+    rows: int, num_out: int, num_in: int, with_bias: bool, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(num_out)
+    x = torch.randn(rows, 2 * num_in, generator=generator).to(DEVICE, dtype)[:, :num_in]
+    weight = (torch.randn(num_out, num_in, generator=generator) * num_in**-0.5).to(DEVICE, dtype)
+    bias = torch.randn(num_out, generator=generator).to(DEVICE, dtype) if with_bias else None
+    assert few_rows.fits(x, weight)
+    close(TritonKernels().linear(x, weight, bias), FastKernels().linear(x, weight, bias))
+    close(TritonKernels().gated(x, weight, bias), FastKernels().gated(x, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_in", "dtype"), [(0, 64, torch.bfloat16), (17, 64, torch.bfloat16), (2, 64, torch.float32), (2, 40, torch.bfloat16)]
+)  # fmt: skip
+def test_other_products_are_left_to_the_library(rows: int, num_in: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(rows, num_in, device=DEVICE).to(dtype), torch.randn(6, num_in, device=DEVICE).to(dtype)
+    assert not few_rows.fits(x, weight)
+    close(TritonKernels().linear(x, weight, None), FastKernels().linear(x, weight, None))
+    close(TritonKernels().gated(x, weight, None), FastKernels().gated(x, weight, None))

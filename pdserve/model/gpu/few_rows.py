@@ -1,0 +1,125 @@
+"""Products of few rows, whose time is that of reading the weights: `x @ weight.T`, and both halves of a gate in one.
+
+Called by `layers/triton_kernels.py`. Programs share the outputs, as many as the device has room for at once, so that
+all of its memory's channels are busy to the end. A chained program asks for its first weights before what it
+multiplies is known: while the kernels before it, which are small, are at work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.base.env import triton_is_interpreted
+from pdserve.model.gpu.runtime import chaining, power_of_2
+
+MAX_ROWS = 16
+"""Beyond, the rows are read from the cache more often than the weights from memory, and cuBLAS does better."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Outputs of a program, inputs of a step, and how a program runs; `ahead`: inputs that it asks for beforehand."""
+
+    outs: int
+    depth: int
+    warps: int
+    stages: int
+    ahead: int
+
+
+TILING = Tiling(outs=16, depth=256, warps=4, stages=4, ahead=1024)
+INTERPRETED = Tiling(outs=64, depth=64, warps=4, stages=1, ahead=0)
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear` and `gated` are made for this product."""
+    return 0 < len(x) <= MAX_ROWS and x.dtype.itemsize == 2 and x.stride(1) == 1 and weight.shape[1] % 16 == 0
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias`: `[N, in]`, `[out, in]` and `[out]` to `[N, out]`; see `fits`."""
+    return _launch(x, weight, bias, len(weight), is_gate=False)
+
+
+def gated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`silu(gate) * up`, where both are halves of `linear`: `[N, out / 2]`."""
+    return _launch(x, weight, bias, len(weight) // 2, is_gate=True)
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outs: int, *, is_gate: bool) -> Tensor:
+    num_rows, num_in = x.shape
+    out: Tensor = torch.empty(num_rows, num_outs, dtype=x.dtype, device=x.device)
+    tiling = INTERPRETED if triton_is_interpreted() else TILING
+    _product[(triton.cdiv(num_outs, tiling.outs),)](
+        x, weight, bias if bias is not None else weight, out, num_rows, num_outs, num_in, x.stride(0),
+        ROWS=16, OUTS=tiling.outs, DEPTH=tiling.depth, AHEAD=min(tiling.ahead, power_of_2(num_in + 1) // 2),
+        IS_WHOLE=num_in % tiling.depth == 0, IS_GATE=is_gate, HAS_BIAS=bias is not None,
+        num_warps=tiling.warps, num_stages=tiling.stages, **chaining(x.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _ask_for(rows, AHEAD: tl.constexpr):
+    """Lines of 128 bytes of these rows come into the second-level cache: the first `AHEAD` elements of each."""
+    lines = rows[:, None] + 64 * tl.arange(0, AHEAD // 64)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _product(
+    x, weight, bias, out, num_rows, num_outs, num_in, x_stride,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr, IS_WHOLE: tl.constexpr,
+    IS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of all rows."""
+    outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    is_out = outs < num_outs
+    held = tl.minimum(outs, num_outs - 1).to(tl.int64)
+    of_weight = weight + held * num_in
+    second = num_outs.to(tl.int64) * num_in
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        if AHEAD >= 64:
+            _ask_for(of_weight, AHEAD)
+            if IS_GATE:
+                _ask_for(of_weight + second, AHEAD)
+        tl.extra.cuda.gdc_wait()
+    rows, depths = tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    is_row = rows < num_rows
+    of_x = x + rows[:, None] * x_stride + depths[None, :]
+    of_weight = of_weight[:, None] + depths[None, :]
+    total = tl.zeros((ROWS, OUTS), tl.float32)
+    other = tl.zeros((ROWS, OUTS), tl.float32)
+    for start in range(0, num_in, DEPTH):
+        if IS_WHOLE:
+            inputs = tl.load(of_x + start, mask=is_row[:, None], other=0.0)
+            parts = tl.load(of_weight + start)
+        else:
+            is_deep = (start + depths < num_in)[None, :]
+            inputs = tl.load(of_x + start, mask=is_row[:, None] & is_deep, other=0.0)
+            parts = tl.load(of_weight + start, mask=is_deep, other=0.0)
+        total = tl.dot(inputs, tl.trans(parts), total, input_precision="ieee")
+        if IS_GATE:
+            if IS_WHOLE:
+                more = tl.load(of_weight + second + start)
+            else:
+                more = tl.load(of_weight + second + start, mask=(start + depths < num_in)[None, :], other=0.0)
+            other = tl.dot(inputs, tl.trans(more), other, input_precision="ieee")
+    dtype = out.dtype.element_ty
+    if HAS_BIAS:
+        total += tl.load(bias + held).to(tl.float32)[None, :]
+    if IS_GATE:
+        if HAS_BIAS:
+            other += tl.load(bias + num_outs + held).to(tl.float32)[None, :]
+        wide = total.to(dtype).to(tl.float32)
+        total = (wide * tl.sigmoid(wide)).to(dtype).to(tl.float32) * other.to(dtype).to(tl.float32)
+    at = out + rows[:, None] * num_outs + outs[None, :]
+    tl.store(at, total.to(dtype), mask=is_row[:, None] & is_out[None, :])
