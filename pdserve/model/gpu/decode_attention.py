@@ -20,7 +20,7 @@ LOG2_E = 1.4426950408889634
 _WAVES = 4
 """Programs for each multiprocessor: they wait for memory most of the time."""
 _MAX_PARTS = 64
-_PART_TOKENS = 256
+_PART_TOKENS = 128
 """A part has at least so many keys: below, adding up costs more than it saves."""
 
 
@@ -38,7 +38,7 @@ class Mask:
 
 def num_parts(num_rows: int, num_kv_heads: int, max_tokens: int, device: torch.device) -> int:
     """How many programs share a row's keys: a power of two, for each number is a kernel of its own."""
-    filled = -(-_WAVES * num_cores(device) // max(1, num_rows * num_kv_heads))
+    filled = max(1, _WAVES * num_cores(device) // max(1, num_rows * num_kv_heads))
     return min(_MAX_PARTS, power_of_2(filled), power_of_2(-(-max_tokens // _PART_TOKENS)))
 
 
@@ -100,8 +100,8 @@ def _decode(
 ):  # fmt: skip
     """One row, one KV head with all query heads that share it, one part of its keys."""
     if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_parts, num_heads = tl.num_programs(2), tl.num_programs(1) * GROUP
     end = tl.load(ends + row)
@@ -163,8 +163,8 @@ def _combine(
 ):  # fmt: skip
     """One row and query head: its parts, weighted."""
     if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(tokens + row).to(tl.int64)
     line = (row.to(tl.int64) * tl.num_programs(1) + head) * NUM_PARTS

@@ -56,14 +56,13 @@ def _rms_norm(
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row."""
-    if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < width
     factors = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
     if CHAINED:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     values = tl.load(x + row * x_stride + at, mask=mask, other=0.0)
     dtype = values.dtype
     wide = values.to(tl.float32)
@@ -80,8 +79,8 @@ def _rms_norm(
 def _swiglu(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """A piece of one row."""
     if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width

@@ -131,8 +131,8 @@ def _gate_up(
 ):  # fmt: skip
     """One tile, and some outputs of both halves."""
     if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     if tile < tl.load(tile_ends + EXPERTS - 1):
         expert, first = _find(row_ends, tile_ends, tile, EXPERTS, BLOCK_EXPERTS, ROWS)
@@ -166,8 +166,8 @@ def _down(
 ):  # fmt: skip
     """One tile, and some outputs."""
     if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     if tile < tl.load(tile_ends + EXPERTS - 1):
         expert, first = _find(row_ends, tile_ends, tile, EXPERTS, BLOCK_EXPERTS, ROWS)
@@ -193,8 +193,8 @@ def _down(
 def _weigh(outputs, weights, out, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """A piece of one token."""
     if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < hidden

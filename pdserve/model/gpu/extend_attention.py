@@ -81,8 +81,8 @@ def _extend(
 ):  # fmt: skip
     """One tile and one KV head."""
     if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     row = tl.load(tiles + 2 * tile)
     new = tl.load(tiles + 2 * tile + 1)

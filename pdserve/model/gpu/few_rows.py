@@ -1,8 +1,8 @@
 """Products of few rows, whose time is that of reading the weights: `x @ weight.T`, and both halves of a gate in one.
 
 Called by `layers/triton_kernels.py`. Programs share the outputs, as many as the device has room for at once, so that
-all of its memory's channels are busy to the end. A chained program asks for its first weights before what it
-multiplies is known: while the kernels before it, which are small, are at work.
+all of its memory's channels are busy to the end. The kernel behind comes up when all of them are through: earlier, it
+would take places of which the one that comes then needs its even share.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.base.env import triton_is_interpreted
-from pdserve.model.gpu.runtime import chaining, power_of_2
+from pdserve.model.gpu.runtime import chaining
 
 MAX_ROWS = 16
 """Beyond, the rows are read from the cache more often than the weights from memory, and cuBLAS does better."""
@@ -23,17 +23,25 @@ MAX_ROWS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Outputs of a program, inputs of a step, and how a program runs; `ahead`: inputs that it asks for beforehand."""
+    """Outputs of a program, inputs of a step, and how a program runs."""
 
     outs: int
     depth: int
     warps: int
     stages: int
-    ahead: int
+
+    @staticmethod
+    def of(num_outs: int, *, is_gate: bool) -> Tiling:
+        """For so many outputs; a gate has two halves of them."""
+        if triton_is_interpreted():
+            return Tiling(outs=64, depth=64, warps=4, stages=1)
+        if is_gate or num_outs > _MANY_OUTS:
+            return Tiling(outs=32, depth=128, warps=4, stages=4)
+        return Tiling(outs=16, depth=256, warps=2, stages=4)
 
 
-TILING = Tiling(outs=16, depth=256, warps=4, stages=4, ahead=1024)
-INTERPRETED = Tiling(outs=64, depth=64, warps=4, stages=1, ahead=0)
+_MANY_OUTS = 8192
+"""Up to so many outputs, smaller tiles keep all of the device busy."""
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
@@ -52,32 +60,23 @@ def gated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outs: int, *, is_gate: bool) -> Tensor:
+    """One product."""
     num_rows, num_in = x.shape
     out: Tensor = torch.empty(num_rows, num_outs, dtype=x.dtype, device=x.device)
-    tiling = INTERPRETED if triton_is_interpreted() else TILING
+    tiling = Tiling.of(num_outs, is_gate=is_gate)
     _product[(triton.cdiv(num_outs, tiling.outs),)](
         x, weight, bias if bias is not None else weight, out, num_rows, num_outs, num_in, x.stride(0),
-        ROWS=16, OUTS=tiling.outs, DEPTH=tiling.depth, AHEAD=min(tiling.ahead, power_of_2(num_in + 1) // 2),
-        IS_WHOLE=num_in % tiling.depth == 0, IS_GATE=is_gate, HAS_BIAS=bias is not None,
-        num_warps=tiling.warps, num_stages=tiling.stages, **chaining(x.device),
+        ROWS=16, OUTS=tiling.outs, DEPTH=tiling.depth, IS_WHOLE=num_in % tiling.depth == 0, IS_GATE=is_gate,
+        HAS_BIAS=bias is not None, num_warps=tiling.warps, num_stages=tiling.stages, **chaining(x.device),
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def _ask_for(rows, AHEAD: tl.constexpr):
-    """Lines of 128 bytes of these rows come into the second-level cache: the first `AHEAD` elements of each."""
-    lines = rows[:, None] + 64 * tl.arange(0, AHEAD // 64)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
     x, weight, bias, out, num_rows, num_outs, num_in, x_stride,
-    ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr, IS_WHOLE: tl.constexpr,
-    IS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, CHAINED: tl.constexpr,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, IS_WHOLE: tl.constexpr, IS_GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of all rows."""
     outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
@@ -86,11 +85,6 @@ def _product(
     of_weight = weight + held * num_in
     second = num_outs.to(tl.int64) * num_in
     if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD >= 64:
-            _ask_for(of_weight, AHEAD)
-            if IS_GATE:
-                _ask_for(of_weight + second, AHEAD)
         tl.extra.cuda.gdc_wait()
     rows, depths = tl.arange(0, ROWS), tl.arange(0, DEPTH)
     is_row = rows < num_rows
@@ -113,6 +107,8 @@ def _product(
             else:
                 more = tl.load(of_weight + second + start, mask=(start + depths < num_in)[None, :], other=0.0)
             other = tl.dot(inputs, tl.trans(more), other, input_precision="ieee")
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
     dtype = out.dtype.element_ty
     if HAS_BIAS:
         total += tl.load(bias + held).to(tl.float32)[None, :]

@@ -65,8 +65,8 @@ def angle_tables(positions: Tensor, inverse: Tensor, factor: float, dtype: torch
 def _angles(positions, inverse, cos, sin, factor, HALF: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """One token."""
     if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < HALF
@@ -90,8 +90,8 @@ def _place(
 ):  # fmt: skip
     """Some heads of one token, as two halves that are rotated into each other."""
     if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     half = tl.arange(0, BLOCK_HALF)

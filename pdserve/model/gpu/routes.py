@@ -57,8 +57,8 @@ def _route(
 ):  # fmt: skip
     """One token."""
     if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     is_expert = at < EXPERTS
@@ -90,8 +90,8 @@ def _order(
 ):  # fmt: skip
     """Program 0: how many rows each expert has. The others: where some rows stand among all."""
     if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
     others = tl.arange(0, CHUNK)
     if block == 0:
