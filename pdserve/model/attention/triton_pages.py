@@ -14,7 +14,7 @@ from torch import Tensor
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray, fill, to_device
-from pdserve.model.gpu.decode_attention import attend_decode, num_parts
+from pdserve.model.gpu.decode_attention import Fresh, attend_decode, counters, num_parts
 from pdserve.model.gpu.extend_attention import attend_extend, tile_tokens
 from pdserve.model.gpu.heads import place_heads
 
@@ -23,7 +23,8 @@ from pdserve.model.gpu.heads import place_heads
 class PagedRows:
     """Rows on the device, int32: the first `num_decode` have one new token each, `tiles` cut up the others.
 
-    `table` `[R, P]`; `starts`, `ends`, `offsets` `[R]`; `tiles` `[T, 2]`. `parts`: programs that share a decode row.
+    `table` `[R, P]`; `starts`, `ends`, `offsets` `[R]`; `tiles` `[T, 2]`. `parts`: programs that share a decode row,
+    which count in `through` who is done.
     """
 
     table: Tensor
@@ -33,6 +34,7 @@ class PagedRows:
     tiles: Tensor
     num_decode: int
     parts: int
+    through: Tensor
 
 
 class TritonAttention:
@@ -42,6 +44,7 @@ class TritonAttention:
         self._pool = pool
         self._device = device
         self._layers = [pool.layer(layer) for layer in range(pool.group.num_layers)]
+        self._through = counters(1, pool.group.num_kv_heads, device)
         self._captured: Tensor | None = None
         """The page table of captured steps, of which the smaller sizes have the first lines."""
         self._tile_tokens = tile_tokens(num_heads // pool.group.num_kv_heads, pool.group.head_dim, pool.pages.dtype)
@@ -67,6 +70,7 @@ class TritonAttention:
             tiles=torch.empty(0, 2, dtype=torch.int32, device=self._device),
             num_decode=num_rows,
             parts=self._parts(num_rows, max_pages * self._pool.group.page_tokens),
+            through=self._counters(num_rows),
         )
         return TritonCaptured(self._layers, rows, write_pages, write_slots)
 
@@ -90,6 +94,7 @@ class TritonAttention:
             tiles=on_device[3].view(-1, 2),
             num_decode=num_decode,
             parts=self._parts(num_decode, longest),
+            through=self._counters(num_decode),
         )
 
     def _tiles(self, starts: IntArray, ends: IntArray, first: int) -> IntArray:
@@ -100,6 +105,13 @@ class TritonAttention:
         new = within * self._tile_tokens
         longest_first = np.argsort(-(starts[rows] + new), kind="stable")
         return np.stack((rows, new), 1)[longest_first]
+
+    def _counters(self, num_rows: int) -> Tensor:
+        """Of so many rows, or more. Steps come one behind the other, so that all can have the same."""
+        num_kv_heads = self._pool.group.num_kv_heads
+        if len(self._through) < num_rows * num_kv_heads:
+            self._through = counters(num_rows, num_kv_heads, self._device)
+        return self._through
 
     def _parts(self, num_rows: int, max_tokens: int) -> int:
         """Programs that share a decode row."""
@@ -117,12 +129,17 @@ class TritonStep:
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """See `StepAttention.attend`."""
         rows, kv, num_decode = self._rows, self._layers[layer], self._rows.num_decode
-        q = placed(heads, kv, self._write_pages, self._write_slots)
-        out, scale = torch.empty_like(q), q.shape[2] ** -0.5
+        num_tokens, _, dim = heads.qkv.shape
+        out, scale = heads.qkv.new_empty(num_tokens, heads.num_heads, dim), dim**-0.5
+        q: Tensor | Fresh
+        if len(rows.tiles):
+            q = placed(heads, kv, self._write_pages, self._write_slots)
+        else:
+            q = fresh(heads, self._write_pages, self._write_slots)
         if num_decode:
             ends, tokens = rows.ends[:num_decode], rows.offsets[:num_decode]
-            attend_decode(q, out, kv, rows.table, ends, tokens, scale=scale, parts=rows.parts)
-        if len(rows.tiles):
+            attend_decode(q, out, kv, rows.table, ends, tokens, rows.through, scale=scale, parts=rows.parts)
+        if isinstance(q, Tensor):
             attend_extend(
                 q, out, kv, rows.table, rows.starts, rows.ends, rows.offsets, rows.tiles, scale=scale
             )  # fmt: skip
@@ -137,6 +154,16 @@ class TritonCaptured(TritonStep):
         mine = self._rows
         fill(mine.ends, rows.ends.astype(np.int32))
         fill(mine.table[:, : rows.pages.shape[1]], rows.pages)
+
+
+def fresh(heads: Heads, write_pages: Tensor, write_slots: Tensor) -> Fresh:
+    """The same left to attention."""
+    q_norm, k_norm = heads.q_norm, heads.k_norm
+    return Fresh(
+        heads.qkv, write_pages, write_slots, heads.cos, heads.sin,
+        None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
+        0.0 if q_norm is None else q_norm.eps,
+    )  # fmt: skip
 
 
 def placed(heads: Heads, kv: Tensor, write_pages: Tensor, write_slots: Tensor) -> Tensor:

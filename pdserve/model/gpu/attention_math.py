@@ -40,3 +40,30 @@ def soften(total, top, weight, scores, values):
     total = total * shrink[:, None]
     total = tl.dot(weights.to(values.dtype), values, total, input_precision="ieee")
     return total, higher, weight
+
+
+@triton.jit
+def finished(
+    head_at, norm, angle, cos, sin, eps, mask, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_NORM: tl.constexpr
+):  # fmt: skip
+    """Heads at `head_at` `[M, 1]`, normalised and rotated as `heads._place` does it: `[M, BLOCK_DIM]`.
+
+    `angle`: where the token's line of `cos` and `sin` begins, whose first half has its sign turned. `norm`: weights.
+    """
+    HALF: tl.constexpr = DIM // 2
+    dims = tl.arange(0, BLOCK_DIM)
+    is_dim = dims < DIM
+    across = tl.where(dims < HALF, dims + HALF, dims - HALF)
+    here = tl.load(head_at + dims[None, :], mask=mask, other=0.0)
+    there = tl.load(head_at + across[None, :], mask=mask, other=0.0)
+    dtype = here.dtype
+    x, y = here.to(tl.float32), there.to(tl.float32)
+    if HAS_NORM:
+        rsqrt = (1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + eps))[:, None]
+        of_x = tl.load(norm + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+        of_y = tl.load(norm + across, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+        x = ((x * rsqrt).to(dtype).to(tl.float32) * of_x).to(dtype).to(tl.float32)
+        y = ((y * rsqrt).to(dtype).to(tl.float32) * of_y).to(dtype).to(tl.float32)
+    c = tl.load(cos + angle + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + angle + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    return (x * c + y * s).to(dtype)

@@ -1,7 +1,11 @@
 """Attention of rows with one new token each over pages, read in place; keys split over programs (Flash-Decoding).
 
 Called by `attention/triton_pages.py`. How many parts the keys have is fixed by the shape of a launch, never by the
-lengths of its rows, so that a launch can be captured in a CUDA graph. The parts are added up by a second kernel.
+lengths of its rows, so that a launch can be captured in a CUDA graph. Who is through last with a part adds them up, in
+their order.
+
+In a step of such rows alone the kernel begins with what the q/k/v product gave (`Fresh`): it finishes the query heads
+and the new key itself, and writes key and value into their page.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.model.gpu.attention_math import page_rows, scores_of, soften
+from pdserve.model.gpu.attention_math import finished, page_rows, scores_of, soften
 from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2
 
 LOG2_E = 1.4426950408889634
@@ -36,19 +40,39 @@ class Mask:
     softcap: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Fresh:
+    """What a layer knows of the new tokens before attention; all as for `place_heads`."""
+
+    qkv: Tensor
+    write_pages: Tensor
+    write_slots: Tensor
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+
+
 def num_parts(num_rows: int, num_kv_heads: int, max_tokens: int, device: torch.device) -> int:
     """How many programs share a row's keys: a power of two, for each number is a kernel of its own."""
     filled = max(1, _WAVES * num_cores(device) // max(1, num_rows * num_kv_heads))
     return min(_MAX_PARTS, power_of_2(filled), power_of_2(-(-max_tokens // _PART_TOKENS)))
 
 
+def counters(num_rows: int, num_kv_heads: int, device: torch.device) -> Tensor:
+    """For `attend_decode` of up to `num_rows` rows, which leaves them as they are: launches of one stream share them."""
+    return torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device)
+
+
 def attend_decode(
-    q: Tensor,
+    q: Tensor | Fresh,
     out: Tensor,
     kv: Tensor,
     table: Tensor,
     ends: Tensor,
     tokens: Tensor,
+    through: Tensor,
     *,
     scale: float,
     parts: int,
@@ -59,127 +83,185 @@ def attend_decode(
 
     `q`, `out` `[N, num_heads, D]`, the last two dimensions contiguous; `kv` `[num_pages, 2, num_kv_heads, page_tokens,
     D]`, contiguous but for the pages; `table` int32 `[R, P]`, pages of each row; `ends` int32 `[R]`, positions it has;
-    `tokens` int32 `[R]`, its index in `q` and `out`. `sinks` float32 `[num_heads]`: a logit that takes weight and gives
-    nothing. `parts` is a power of two. A row with an end of 0 gets zeros.
+    `tokens` int32 `[R]`, its index in `q` and `out`; `through`: `counters`. `sinks` float32 `[num_heads]`: a logit that
+    takes weight and gives nothing. `parts` is a power of two. A row with an end of 0 gets zeros; with `Fresh` each has
+    its new token at least.
     """
-    num_rows, (num_heads, dim) = len(ends), q.shape[1:]
+    num_rows, (num_heads, dim) = len(ends), out.shape[1:]
     num_kv_heads, page_tokens = kv.shape[2:4]
     group = num_heads // num_kv_heads
-    block_dim = power_of_2(dim)
-    block_heads = max(16, power_of_2(group))
     partial_out = lse = out
     if parts > 1:
-        partial_out = torch.empty(num_rows, num_heads, parts, dim, dtype=torch.float32, device=q.device)
-        lse = torch.empty(num_rows, num_heads, parts, dtype=torch.float32, device=q.device)
-    has_cap, chained = mask.softcap > 0, chaining(q.device)
+        partial_out = torch.empty(num_rows, num_kv_heads, parts, group, dim, dtype=torch.float32, device=out.device)
+        lse = torch.empty(num_rows, num_kv_heads, parts, group, dtype=torch.float32, device=out.device)
+    has_cap, fresh = mask.softcap > 0, q if isinstance(q, Fresh) else None
+    source = q if isinstance(q, Tensor) else q.qkv
+    block_dim = power_of_2(dim)
+    assert len(through) >= num_rows * num_kv_heads, "one counter for each row and KV head"
     _decode[(num_rows, num_kv_heads, parts)](
-        q, out, kv, table, ends, tokens, partial_out, lse, sinks if sinks is not None else ends,
-        q.stride(0), out.stride(0), kv.stride(0), kv.stride(1), table.stride(0),
+        source, out, kv, table, ends, tokens, partial_out, lse, through, sinks if sinks is not None else ends,
+        *_fresh_arguments(fresh, source),
+        source.stride(0), out.stride(0), kv.stride(0), kv.stride(1), table.stride(0),
         scale if has_cap else scale * LOG2_E, mask.softcap, mask.window,
-        GROUP=group, PAGE=page_tokens, DIM=dim, BLOCK_DIM=block_dim, BLOCK_HEADS=block_heads,
-        BLOCK_KEYS=64 if block_dim <= 128 else 32, PART=_PART_TOKENS,
-        HAS_WINDOW=mask.window > 0, HAS_CAP=has_cap, HAS_SINKS=sinks is not None, WHOLE=parts == 1,
-        num_warps=4, num_stages=3, **chained,
+        GROUP=group, PAGE=page_tokens, DIM=dim, BLOCK_DIM=block_dim, BLOCK_HEADS=max(16, power_of_2(group)),
+        BLOCK_KEYS=TILING.keys if block_dim <= 128 else 32, PART=_PART_TOKENS, NUM_PARTS=parts,
+        HAS_WINDOW=mask.window > 0, HAS_CAP=has_cap, HAS_SINKS=sinks is not None, IS_FRESH=fresh is not None,
+        HAS_NORM=fresh is not None and fresh.q_norm is not None,
+        num_warps=TILING.warps, num_stages=TILING.stages, **chaining(out.device),
     )  # fmt: skip
-    if parts > 1:
-        _combine[(num_rows, num_heads)](
-            partial_out, lse, out, tokens, sinks if sinks is not None else ends, out.stride(0),
-            DIM=dim, BLOCK_DIM=block_dim, NUM_PARTS=parts, HAS_SINKS=sinks is not None, num_warps=4,
-            **chained,
-        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiling:
+    """Keys of one block, and how a program runs."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
+TILING = _Tiling(keys=64, warps=4, stages=3)
+
+
+def _fresh_arguments(fresh: Fresh | None, nothing: Tensor) -> tuple[Tensor | float | int, ...]:
+    """Pages and slots, angles, norms and their epsilon, and the stride of angles."""
+    if fresh is None:
+        return (nothing,) * 6 + (0.0, 0)
+    q_norm, k_norm = (nothing if norm is None else norm for norm in (fresh.q_norm, fresh.k_norm))
+    stride = fresh.cos.stride(0)
+    return fresh.write_pages, fresh.write_slots, fresh.cos, fresh.sin, q_norm, k_norm, fresh.eps, stride
 
 
 @triton.jit(do_not_specialize=["table_stride", "softcap", "window"])
 def _decode(
-    q, out, kv, table, ends, tokens, partial_out, lse, sinks,
+    q, out, kv, table, ends, tokens, partial_out, lse, through, sinks,
+    write_pages, write_slots, cos, sin, q_norm, k_norm, eps, angle_stride,
     q_stride, out_stride, page_stride, value_offset, table_stride, scale, softcap, window,
     GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, PART: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_FRESH: tl.constexpr, HAS_NORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row, one KV head with all query heads that share it, one part of its keys."""
+    row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if CHAINED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_parts, num_heads = tl.num_programs(2), tl.num_programs(1) * GROUP
     end = tl.load(ends + row)
     token = tl.load(tokens + row).to(tl.int64)
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(end - window, 0)
-    share = tl.cdiv(tl.cdiv(end - begin, num_parts), BLOCK_KEYS) * BLOCK_KEYS
-    if not WHOLE:
+    share = tl.cdiv(tl.cdiv(end - begin, NUM_PARTS), BLOCK_KEYS) * BLOCK_KEYS
+    if NUM_PARTS > 1:
         share = tl.maximum(share, PART)
     first = begin + part * share
-    last = tl.minimum(first + share, end)
+    if (first < end) | (part == 0):
+        last = tl.minimum(first + share, end)
+        within = tl.arange(0, BLOCK_HEADS)
+        head = kv_head * GROUP + within
+        dims = tl.arange(0, BLOCK_DIM)
+        is_dim = dims < DIM
+        is_head = within < GROUP
+        cells = is_head[:, None] & is_dim[None, :]
+        of_token = q + token * q_stride
+        stored = last  # keys that lie in pages
+        if IS_FRESH:
+            stored = tl.minimum(last, end - 1)
+            angle = token * angle_stride
+            queries = finished(
+                of_token + head[:, None] * DIM, q_norm, angle, cos, sin, eps, cells, DIM, BLOCK_DIM, HAS_NORM
+            )  # fmt: skip
+        else:
+            queries = tl.load(of_token + head[:, None] * DIM + dims[None, :], mask=cells, other=0.0)
+        total = tl.zeros((BLOCK_HEADS, BLOCK_DIM), tl.float32)
+        top = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
+        weight = tl.zeros((BLOCK_HEADS,), tl.float32)
+        of_head = kv + kv_head * PAGE * DIM
+        line = table + row.to(tl.int64) * table_stride
+        for start in range(first, stored, BLOCK_KEYS):
+            positions = start + tl.arange(0, BLOCK_KEYS)
+            is_seen = positions < stored
+            rows = page_rows(of_head, line, positions, is_seen, page_stride, PAGE, DIM)
+            cells_read = is_seen[:, None] & is_dim[None, :]
+            keys = tl.load(rows[:, None] + dims[None, :], mask=cells_read, other=0.0)
+            values = tl.load(rows[:, None] + value_offset + dims[None, :], mask=cells_read, other=0.0)
+            scores = scores_of(queries, keys, scale, softcap, HAS_CAP)
+            scores = tl.where(is_seen[None, :], scores, float("-inf"))
+            total, top, weight = soften(total, top, weight, scores, values)
+        if IS_FRESH and stored < last:
+            one = tl.arange(0, 1)[:, None]
+            key_at = of_token + (tl.num_programs(1) * GROUP + kv_head) * DIM + one
+            is_one = (one == 0) & is_dim[None, :]
+            key = finished(key_at, k_norm, angle, cos, sin, eps, is_one, DIM, BLOCK_DIM, HAS_NORM)
+            value = tl.load(key_at + tl.num_programs(1) * DIM + dims[None, :], mask=is_one, other=0.0)
+            score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1) * scale
+            if HAS_CAP:
+                score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0) * 1.4426950408889634
+            higher = tl.maximum(top, score)
+            shrink, share_of_new = tl.exp2(top - higher), tl.exp2(score - higher)
+            weight = weight * shrink + share_of_new
+            rounded = share_of_new.to(value.dtype).to(tl.float32)
+            total = total * shrink[:, None] + rounded[:, None] * value.to(tl.float32)
+            top = higher
+            page = tl.load(write_pages + token)
+            to_page = kv + page.to(tl.int64) * page_stride + (kv_head * PAGE + tl.load(write_slots + token)) * DIM
+            is_kept = is_one & (page >= 0)
+            tl.store(to_page + dims[None, :] + one, key, mask=is_kept)
+            tl.store(to_page + value_offset + dims[None, :] + one, value, mask=is_kept)
 
-    within = tl.arange(0, BLOCK_HEADS)
-    head = kv_head * GROUP + within
-    dims = tl.arange(0, BLOCK_DIM)
-    is_dim = dims < DIM
-    is_head = within < GROUP
-    cells = is_head[:, None] & is_dim[None, :]
-    queries = tl.load(q + token * q_stride + head[:, None] * DIM + dims[None, :], mask=cells, other=0.0)
-    total = tl.zeros((BLOCK_HEADS, BLOCK_DIM), tl.float32)
-    top = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
-    weight = tl.zeros((BLOCK_HEADS,), tl.float32)
-    of_head = kv + kv_head * PAGE * DIM
-    line = table + row.to(tl.int64) * table_stride
-    for start in range(first, last, BLOCK_KEYS):
-        positions = start + tl.arange(0, BLOCK_KEYS)
-        is_seen = positions < last
-        rows = page_rows(of_head, line, positions, is_seen, page_stride, PAGE, DIM)
-        cells_read = is_seen[:, None] & is_dim[None, :]
-        keys = tl.load(rows[:, None] + dims[None, :], mask=cells_read, other=0.0)
-        values = tl.load(rows[:, None] + value_offset + dims[None, :], mask=cells_read, other=0.0)
-        scores = scores_of(queries, keys, scale, softcap, HAS_CAP)
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
-        total, top, weight = soften(total, top, weight, scores, values)
-
-    if WHOLE:
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=is_head, other=0.0) * 1.4426950408889634
-            higher = tl.maximum(top, sink)
-            shrink = tl.exp2(top - higher)
-            total = total * shrink[:, None]
-            weight = weight * shrink + tl.exp2(sink - higher)
-        found = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
-        at = out + token * out_stride + head[:, None] * DIM + dims[None, :]
-        tl.store(at, found.to(out.dtype.element_ty), mask=cells)
-    else:
-        line_out = (row.to(tl.int64) * num_heads + head) * num_parts + part
-        known = tl.where(weight > 0.0, weight, 1.0)
-        tl.store(partial_out + line_out[:, None] * DIM + dims[None, :], total / known[:, None], mask=cells)
-        tl.store(lse + line_out, top + tl.log2(known), mask=is_head)
+        is_last = True
+        if NUM_PARTS > 1:
+            pair = row * tl.num_programs(1) + kv_head
+            parts = tl.maximum(tl.cdiv(end - begin, share), 1)
+            known = tl.where(weight > 0.0, weight, 1.0)
+            lines = (pair.to(tl.int64) * NUM_PARTS + part) * GROUP + within
+            tl.store(partial_out + lines[:, None] * DIM + dims[None, :], total / known[:, None], mask=cells)
+            tl.store(lse + lines, top + tl.log2(known), mask=is_head)
+            tl.debug_barrier()  # what all threads have written is there when one of them says so
+            is_last = tl.atomic_add(through + pair, 1) == parts - 1
+            if is_last:
+                tl.store(through + pair, 0)
+                lines = pair.to(tl.int64) * NUM_PARTS * GROUP + within
+                total, top, weight = _added_up(
+                    partial_out, lse, lines, is_head, cells, parts, GROUP, DIM, BLOCK_DIM, BLOCK_HEADS, NUM_PARTS
+                )  # fmt: skip
+        if is_last:
+            if HAS_SINKS:
+                sink = tl.load(sinks + head, mask=is_head, other=0.0) * 1.4426950408889634
+                higher = tl.maximum(top, sink)
+                shrink = tl.exp2(top - higher)
+                total = total * shrink[:, None]
+                weight = weight * shrink + tl.exp2(sink - higher)
+            found = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
+            at = out + token * out_stride + head[:, None] * DIM + dims[None, :]
+            tl.store(at, found.to(out.dtype.element_ty), mask=cells)
 
 
 @triton.jit
-def _combine(
-    partial_out, lse, out, tokens, sinks, out_stride,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    CHAINED: tl.constexpr,
+def _added_up(
+    partial_out, lse, lines, is_head, cells, parts, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One row and query head: its parts, weighted."""
-    if CHAINED:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row, head = tl.program_id(0), tl.program_id(1)
-    token = tl.load(tokens + row).to(tl.int64)
-    line = (row.to(tl.int64) * tl.num_programs(1) + head) * NUM_PARTS
-    parts, dims = tl.arange(0, NUM_PARTS), tl.arange(0, BLOCK_DIM)
-    is_dim = dims < DIM
-    logs = tl.load(lse + line + parts)
-    top = tl.max(logs, 0)
-    if HAS_SINKS:
-        sink = tl.load(sinks + head) * 1.4426950408889634
-        top = tl.maximum(top, sink)
+    """The parts of a row and KV head, as `soften` leaves them. Past the first-level cache: others have written them."""
+    each = tl.arange(0, NUM_PARTS)
+    is_part = is_head[:, None] & (each < parts)[None, :]
+    at = lse + lines[:, None] + each[None, :] * GROUP
+    logs = tl.load(at, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(logs, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(logs - base)
-    total = tl.sum(weights, 0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - base)
-    found = tl.load(partial_out + (line + parts)[:, None] * DIM + dims[None, :], mask=is_dim[None, :], other=0.0)
-    mixed = tl.sum(found * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
-    tl.store(out + token * out_stride + head * DIM + dims, mixed.to(out.dtype.element_ty), mask=is_dim)
+    weight = tl.sum(tl.exp2(logs - base[:, None]), 1)
+    dims = tl.arange(0, BLOCK_DIM)
+    total = tl.zeros((BLOCK_HEADS, BLOCK_DIM), tl.float32)
+    for some in range(0, parts, 4):
+        for within in tl.static_range(4):
+            index = some + within
+            log = tl.load(
+                lse + lines + index * GROUP, mask=is_head & (index < parts), other=float("-inf"), cache_modifier=".cg"
+            )  # fmt: skip
+            found = tl.load(
+                partial_out + (lines + index * GROUP)[:, None] * DIM + dims[None, :],
+                mask=cells & (index < parts), other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            total += found * tl.exp2(log - base)[:, None]
+    return total, top, weight

@@ -32,7 +32,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     out: Tensor = torch.empty(num_rows, width, dtype=gate.dtype, device=gate.device)
     if num_rows:
         _swiglu[(num_rows, triton.cdiv(width, _BLOCK_GATE))](
-            gate, up, out, gate.stride(0), up.stride(0), width, BLOCK=_BLOCK_GATE, num_warps=4,
+            gate,
+            up,
+            out,
+            gate.stride(0),
+            up.stride(0),
+            width,
+            BLOCK=_BLOCK_GATE,
+            num_warps=4,
             **chaining(gate.device),
         )
     return out

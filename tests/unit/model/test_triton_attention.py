@@ -6,7 +6,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from pdserve.model.gpu.decode_attention import Mask, attend_decode, num_parts
+from pdserve.model.gpu.decode_attention import Mask, attend_decode, counters, num_parts
 from pdserve.model.gpu.extend_attention import attend_extend, tile_tokens
 from tests.unit.model.triton_kit import DEVICE, attended, paged
 
@@ -39,9 +39,11 @@ def test_decode_attention_is_the_definition(
     sinks = torch.linspace(-2, 3, heads[0], device=DEVICE) if with_sinks else None
     tokens = torch.arange(len(lengths), 0, -1, dtype=torch.int32, device=DEVICE)
     out = torch.full_like(q, float("nan"))
+    through = counters(len(lengths), heads[1], torch.device(DEVICE))
     attend_decode(
-        q, out, rows.kv, rows.table, rows.ends, tokens, scale=dim**-0.5, parts=parts, mask=mask, sinks=sinks
+        q, out, rows.kv, rows.table, rows.ends, tokens, through, scale=dim**-0.5, parts=parts, mask=mask, sinks=sinks
     )  # fmt: skip
+    assert not through.any(), "counters are as they were"
     assert out[0].isnan().all(), "a token that is no row's"
     for row, token in enumerate(tokens.tolist()):
         expected = attended(
@@ -58,7 +60,17 @@ def test_parts_of_long_rows_are_added_up() -> None:
     tokens = torch.arange(3, dtype=torch.int32, device=DEVICE)
     for parts in (1, 2, 8):
         out = torch.full_like(q, float("nan"))
-        attend_decode(q, out, rows.kv, rows.table, rows.ends, tokens, scale=0.25, parts=parts)
+        attend_decode(
+            q,
+            out,
+            rows.kv,
+            rows.table,
+            rows.ends,
+            tokens,
+            counters(3, 1, torch.device(DEVICE)),
+            scale=0.25,
+            parts=parts,
+        )
         for row in range(3):
             keys, values = rows.keys[row], rows.values[row]
             one = attended(q[row : row + 1], keys, values, lengths[row] - 1, window=0, softcap=0.0, sinks=None)
@@ -71,7 +83,9 @@ def test_a_row_without_positions_gets_zeros() -> None:
     nothing = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     for parts in (1, 2):
         out = torch.full_like(q, float("nan"))
-        attend_decode(q, out, rows.kv, rows.table, nothing, nothing, scale=0.25, parts=parts)
+        attend_decode(
+            q, out, rows.kv, rows.table, nothing, nothing, counters(1, 1, torch.device(DEVICE)), scale=0.25, parts=parts
+        )
         assert (out == 0).all()
 
 
