@@ -34,9 +34,8 @@ NOWHERE = -1
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """What a decode step gives: `logits` float32 `[n, vocab]` and the likeliest tokens, `best` int64 `[n]`.
-
-    Good until the next step.
+    """What a decode step gives: `logits` `[n, vocab]` in the model's dtype, and the likeliest tokens, `best` int64
+    `[n]`, which are in the rows' tokens already. Good until the next step.
     """
 
     logits: Tensor
@@ -148,7 +147,7 @@ class DecodeGraphs:
         self._model, self._tokens = model, tokens
         self._spare_line, self._null_page = spare_line, null_page
         self._facts = torch.zeros(4 * sizes[-1], dtype=torch.int64, device=tokens.device)
-        self._logits = torch.zeros(sizes[-1], model.spec.vocab_size, device=tokens.device)
+        self._logits = torch.zeros(sizes[-1], model.spec.vocab_size, dtype=model.dtype, device=tokens.device)
         self._best = torch.zeros(sizes[-1], dtype=torch.int64, device=tokens.device)
         self._sizes = np.array(sizes)
         began, before = time.monotonic(), _free_bytes(tokens.device)
@@ -178,8 +177,7 @@ class DecodeGraphs:
         """Compute a step of which `size_for` gave `size`; nothing waits for the device."""
         sized = self._sized[size]
         filled = padded(host, size, null_page=self._null_page, spare_line=self._spare_line)
-        fill(sized.columns, filled.columns)
-        sized.attention.fill(filled.rows)
+        fill([(sized.columns, filled.columns), *sized.attention.filling(filled.rows)])
         sized.replay()
         num_rows = len(host.lines)
         return Decoded(self._logits[:num_rows], self._best[:num_rows])
@@ -191,9 +189,8 @@ class DecodeGraphs:
         no_rows = HostRows(nothing, nothing, nothing, nothing, np.empty((0, 1), dtype=np.int32))
         none = HostBatch(np.empty((4, 0), dtype=np.int64), nothing, nothing, nothing, no_rows)
         filled = padded(none, size, null_page=self._null_page, spare_line=self._spare_line)
-        fill(columns, filled.columns)
         attention = backend.capturable(size, max_pages, columns[2], columns[3])
-        attention.fill(filled.rows)
+        fill([(columns, filled.columns), *attention.filling(filled.rows)])
         sample_index = torch.arange(size, device=columns.device)
 
         def work() -> None:
@@ -201,6 +198,7 @@ class DecodeGraphs:
             batch = ForwardBatch(torch.cat((ids[None], columns[1:])), sample_index, filled.rows)
             self._logits[:size].copy_(self._model.forward(batch, attention))
             torch.argmax(self._logits[:size], -1, out=self._best[:size])
+            self._tokens[columns[0], columns[1] + 1] = self._best[:size].int()
 
         return _Sized(columns, attention, capture(work))
 

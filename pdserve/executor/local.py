@@ -326,7 +326,7 @@ class LocalExecutor:
         if step.params is not None and chosen is not None:
             if is_late:
                 self._tokens.put_later(step.params, chosen.token_ids, arrival)
-            else:
+            elif not (self._stage.has_put and step.params.takes_best):
                 self._tokens.put(step.params, chosen.token_ids)
             if masks is not None:
                 masks.sampled(chosen.token_ids)

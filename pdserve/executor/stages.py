@@ -38,6 +38,8 @@ class Stage:
         self.graphs: DecodeGraphs | None = None
         """Captured decode steps, once there are some."""
         self._best: Tensor | None = None
+        self.has_put = False
+        """Whether the likeliest tokens of the step just computed have their places among the rows' tokens already."""
         self._model = model
         self._attention = attention
         self._choose = choose
@@ -52,19 +54,20 @@ class Stage:
         on_layer: Callable[[int], None] | None,
         wishes: Sequence[Wishes | None],
     ) -> Tensor | None:
-        """Compute a step's micro-batches: float32 `[S, vocab]` on the sampling rank, None on the others.
+        """Compute a step's micro-batches: `[S, vocab]`, for `choose`, on the sampling rank, None on the others.
 
         `on_layer(i)` is called once all of them have written the KV of this rank's layer i. `wishes`: of each
         micro-batch, what `prompt_scores` shall tell.
         """
         last = len(batches) - 1
-        self._scores, self._best = [], None
+        self._scores, self._best, self.has_put = [], None, False
         size = None
         if self.graphs is not None and last == 0 and on_layer is None and wishes[0] is None:
             size = self.graphs.size_for(batches[0])
         if self.graphs is not None and size is not None:
             decoded = self.graphs.run(batches[0], size)
             self._best = decoded.best
+            self.has_put = True
             return decoded.logits
         is_last = self._parallel.place.is_last_stage
         outputs = []
@@ -76,7 +79,7 @@ class Stage:
         if not self._parallel.place.is_last_stage or not any(len(host.sampled) for host in batches):
             return None
         part = outputs[0] if last == 0 else torch.cat(outputs)
-        return self._parallel.gather_logits(part, self._model.spec.vocab_size)
+        return self._parallel.gather_logits(part.float(), self._model.spec.vocab_size)
 
     def begin(self, step: int, num_tokens: int) -> None:
         """All ranks begin `step`, in which this replica computes `num_tokens` tokens."""
@@ -96,6 +99,7 @@ class Stage:
         assert logits is not None, "the sampling rank has the logits"
         if self._best is not None and params.takes_best:
             return Sampled(self._best, None, None, None)
+        logits = logits.float()
         if masks is None:
             return sample(logits, params, tokens, self._choose)
         failed, params = masks.apply(logits), params.without_grammar_bans()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +78,20 @@ def to_device(
     return tensor
 
 
-def fill(target: Tensor, array: npt.NDArray[np.int32 | np.int64]) -> None:
-    """Overwrite `target`, a tensor that stays, with an array of its shape and dtype; see `to_device`."""
-    source = torch.from_numpy(np.ascontiguousarray(array))
-    target.copy_(source.pin_memory() if target.device.type == "cuda" else source, non_blocking=True)
+Filling = tuple[Tensor, npt.NDArray[np.int32] | npt.NDArray[np.int64]]
+"""A tensor that stays, and what it becomes: an array of its shape and dtype."""
+
+
+def fill(fillings: Sequence[Filling]) -> None:
+    """Overwrite tensors of one device. What they become travels there in one copy, which does not wait; see `to_device`."""
+    device = fillings[0][0].device
+    if device.type != "cuda":
+        for target, array in fillings:
+            target.copy_(torch.from_numpy(np.ascontiguousarray(array)))
+        return
+    parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for _, array in fillings]
+    packed = to_device(np.concatenate([np.pad(part, (0, -len(part) % 8)) for part in parts]), device)
+    at = 0
+    for (target, _), part in zip(fillings, parts, strict=True):
+        target.copy_(packed[at : at + len(part)].view(target.dtype).view(target.shape))
+        at += len(part) + -len(part) % 8  # each begins where a wide number may

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.kv_pool import KVPool
-from pdserve.model.forward_batch import ForwardBatch, HostRows, to_device
+from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows, to_device
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -188,9 +188,10 @@ class FlashInferCaptured(FlashInferStep):
         super().__init__(layers, planned, write_pages, write_slots)
         self._backend, self._page_tokens = backend, page_tokens
 
-    def fill(self, rows: HostRows) -> None:
-        """See `CapturedAttention.fill`."""
+    def filling(self, rows: HostRows) -> list[Filling]:
+        """See `CapturedAttention.filling`; flashinfer does it itself."""
         self._backend.plan_decode(self._planned, PageList.of(rows, self._page_tokens))
+        return []
 
 
 def _int32(array: npt.NDArray[np.int64]) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pdserve.model.forward_batch import ForwardBatch, HostRows
+from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows
 from pdserve.model.layers.norm import RMSNorm
 from pdserve.model.layers.rotary import rotate
 
@@ -69,8 +69,8 @@ class CapturedAttention(StepAttention, Protocol):
     A token whose page is negative is not written.
     """
 
-    def fill(self, rows: HostRows) -> None:
-        """Say what the next replay computes, as many rows as the size; comes behind the replays before."""
+    def filling(self, rows: HostRows) -> list[Filling]:
+        """What the next replay computes, as many rows as the size: for `fill`, behind the replays before."""
         ...
 
 

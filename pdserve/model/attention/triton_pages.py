@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.kv_pool import KVPool
-from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray, fill, to_device
+from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows, IntArray, to_device
 from pdserve.model.gpu.decode_attention import Fresh, attend_decode, counters, num_parts
 from pdserve.model.gpu.extend_attention import attend_extend, tile_tokens
 from pdserve.model.gpu.heads import place_heads
@@ -149,11 +149,10 @@ class TritonStep:
 class TritonCaptured(TritonStep):
     """Implements `CapturedAttention`: rows whose tensors stay in place."""
 
-    def fill(self, rows: HostRows) -> None:
-        """See `CapturedAttention.fill`."""
+    def filling(self, rows: HostRows) -> list[Filling]:
+        """See `CapturedAttention.filling`."""
         mine = self._rows
-        fill(mine.ends, rows.ends.astype(np.int32))
-        fill(mine.table[:, : rows.pages.shape[1]], rows.pages)
+        return [(mine.ends, rows.ends.astype(np.int32)), (mine.table[:, : rows.pages.shape[1]], rows.pages)]
 
 
 def fresh(heads: Heads, write_pages: Tensor, write_slots: Tensor) -> Fresh:

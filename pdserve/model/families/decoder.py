@@ -136,7 +136,7 @@ class Decoder:
             return x
         if on_hidden is not None:
             on_hidden(x)
-        return self.logits(x.index_select(0, batch.sample_index))
+        return self.head(self.norm(x.index_select(0, batch.sample_index)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Model.logits`."""

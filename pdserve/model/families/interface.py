@@ -74,7 +74,7 @@ class Model(Protocol):
 
         The first stage begins with the tokens, the others with `hidden` `[N, hidden_size]` of the stage before, which
         is overwritten. All but the last return `[N, hidden_size]` for the next. The last returns this rank's part of
-        the logits of the tokens at `batch.sample_index`: float32 `[S, share]`, for `Parallel.gather_logits`. They are
+        the logits of the tokens at `batch.sample_index`: `[S, share]`, in float32 or `dtype`. They are
         good until the next call.
 
         `on_layer(i)` is called once its layer i's KV is written, or its writing enqueued on a device that has a queue.

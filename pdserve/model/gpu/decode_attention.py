@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.model.gpu.attention_math import finished, page_rows, scores_of, soften
+from pdserve.model.gpu.attention_math import ask_for, finished, page_rows, scores_of, soften
 from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2
 
 LOG2_E = 1.4426950408889634
@@ -144,9 +144,10 @@ def _decode(
 ):  # fmt: skip
     """One row, one KV head with all query heads that share it, one part of its keys."""
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if CHAINED:
+    if CHAINED and not IS_FRESH:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # What a step is about was written before its first kernel, and old keys by older steps: none of that waits for the
+    # product that has the new token. `_place` has, where the token is not fresh.
     end = tl.load(ends + row)
     token = tl.load(tokens + row).to(tl.int64)
     begin = 0
@@ -166,8 +167,14 @@ def _decode(
         cells = is_head[:, None] & is_dim[None, :]
         of_token = q + token * q_stride
         stored = last  # keys that lie in pages
+        of_head = kv + kv_head * PAGE * DIM
+        line = table + row.to(tl.int64) * table_stride
         if IS_FRESH:
             stored = tl.minimum(last, end - 1)
+            if CHAINED:
+                ahead = tl.minimum(first + tl.arange(0, BLOCK_KEYS), tl.maximum(stored - 1, 0))
+                ask_for(page_rows(of_head, line, ahead, stored > 0, page_stride, PAGE, DIM), value_offset, DIM)
+                tl.extra.cuda.gdc_wait()
             angle = token * angle_stride
             queries = finished(
                 of_token + head[:, None] * DIM, q_norm, angle, cos, sin, eps, cells, DIM, BLOCK_DIM, HAS_NORM
@@ -177,8 +184,6 @@ def _decode(
         total = tl.zeros((BLOCK_HEADS, BLOCK_DIM), tl.float32)
         top = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
         weight = tl.zeros((BLOCK_HEADS,), tl.float32)
-        of_head = kv + kv_head * PAGE * DIM
-        line = table + row.to(tl.int64) * table_stride
         for start in range(first, stored, BLOCK_KEYS):
             positions = start + tl.arange(0, BLOCK_KEYS)
             is_seen = positions < stored
@@ -189,6 +194,8 @@ def _decode(
             scores = scores_of(queries, keys, scale, softcap, HAS_CAP)
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
             total, top, weight = soften(total, top, weight, scores, values)
+        if CHAINED:
+            tl.extra.cuda.gdc_launch_dependents()
         if IS_FRESH and stored < last:
             one = tl.arange(0, 1)[:, None]
             key_at = of_token + (tl.num_programs(1) * GROUP + kv_head) * DIM + one

@@ -1,7 +1,7 @@
 """Products of few rows, whose time is that of reading the weights: `x @ weight.T`, and both halves of a gate in one.
 
 Called by `layers/triton_kernels.py`. Programs share the outputs, as many as the device has room for at once, so that
-all of its memory's channels are busy to the end. The kernel behind comes up when all of them are through: earlier, it
+all of its memory's channels are busy to the end. Their first weights they load before they wait for the kernels before. The kernel behind comes up when all of them are through: earlier, it
 would take places of which the one that comes then needs its even share.
 """
 
@@ -23,12 +23,13 @@ MAX_ROWS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Outputs of a program, inputs of a step, and how a program runs."""
+    """Outputs of a program, inputs of a step, and how a program runs. `early`: steps whose weights are loaded first."""
 
     outs: int
     depth: int
     warps: int
     stages: int
+    early: int = 1
 
     @staticmethod
     def of(num_outs: int, *, is_gate: bool) -> Tiling:
@@ -66,7 +67,8 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outs: int, *, is
     tiling = Tiling.of(num_outs, is_gate=is_gate)
     _product[(triton.cdiv(num_outs, tiling.outs),)](
         x, weight, bias if bias is not None else weight, out, num_rows, num_outs, num_in, x.stride(0),
-        ROWS=max(16, power_of_2(num_rows)), OUTS=tiling.outs, DEPTH=tiling.depth, IS_WHOLE=num_in % tiling.depth == 0, IS_GATE=is_gate,
+        ROWS=max(16, power_of_2(num_rows)), OUTS=tiling.outs, DEPTH=tiling.depth, IS_WHOLE=num_in % tiling.depth == 0,
+        EARLY=tiling.early if num_in % tiling.depth == 0 and num_in // tiling.depth > tiling.early else 0, IS_GATE=is_gate,
         HAS_BIAS=bias is not None, num_warps=tiling.warps, num_stages=tiling.stages, **chaining(x.device),
     )  # fmt: skip
     return out
@@ -75,7 +77,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outs: int, *, is
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
     x, weight, bias, out, num_rows, num_outs, num_in, x_stride,
-    ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, IS_WHOLE: tl.constexpr, IS_GATE: tl.constexpr,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, IS_WHOLE: tl.constexpr, EARLY: tl.constexpr, IS_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of all rows."""
@@ -84,15 +86,23 @@ def _product(
     held = tl.minimum(outs, num_outs - 1).to(tl.int64)
     of_weight = weight + held * num_in
     second = num_outs.to(tl.int64) * num_in
-    if CHAINED:
-        tl.extra.cuda.gdc_wait()
     rows, depths = tl.arange(0, ROWS), tl.arange(0, DEPTH)
     is_row = rows < num_rows
     of_x = x + rows[:, None] * x_stride + depths[None, :]
     of_weight = of_weight[:, None] + depths[None, :]
+    if EARLY > 0:
+        parts_0 = tl.load(of_weight)
+        if IS_GATE:
+            more_0 = tl.load(of_weight + second)
+    if EARLY > 1:
+        parts_1 = tl.load(of_weight + DEPTH)
+        if IS_GATE:
+            more_1 = tl.load(of_weight + second + DEPTH)
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     total = tl.zeros((ROWS, OUTS), tl.float32)
     other = tl.zeros((ROWS, OUTS), tl.float32)
-    for start in range(0, num_in, DEPTH):
+    for start in range(EARLY * DEPTH, num_in, DEPTH):
         if IS_WHOLE:
             inputs = tl.load(of_x + start, mask=is_row[:, None], other=0.0)
             parts = tl.load(of_weight + start)
@@ -107,6 +117,16 @@ def _product(
             else:
                 more = tl.load(of_weight + second + start, mask=(start + depths < num_in)[None, :], other=0.0)
             other = tl.dot(inputs, tl.trans(more), other, input_precision="ieee")
+    if EARLY > 0:
+        inputs = tl.load(of_x, mask=is_row[:, None], other=0.0)
+        total = tl.dot(inputs, tl.trans(parts_0), total, input_precision="ieee")
+        if IS_GATE:
+            other = tl.dot(inputs, tl.trans(more_0), other, input_precision="ieee")
+    if EARLY > 1:
+        inputs = tl.load(of_x + DEPTH, mask=is_row[:, None], other=0.0)
+        total = tl.dot(inputs, tl.trans(parts_1), total, input_precision="ieee")
+        if IS_GATE:
+            other = tl.dot(inputs, tl.trans(more_1), other, input_precision="ieee")
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
     dtype = out.dtype.element_ty

@@ -160,11 +160,11 @@ def test_a_captured_step_reads_buffers_that_stay() -> None:
     assert wrapper.graph and [len(x) for x in buffers] == [3, 10, 2]
     for spans in ([(3, 4), (8, 9)], [(4, 5), (9, 10)]):
         batch = batch_of(spans)
-        captured.fill(batch.host)
+        captured.filling(batch.host)
         expected = TorchAttention(pool_of(1), HEADS, CPU).begin(batch).attend(1, heads_of(batch))
         fresh = FlashInferAttention(pool_of(1), HEADS, CPU, Library())
         again = fresh.capturable(2, 5, batch.write_pages, batch.write_slots)
-        again.fill(batch.host)
+        again.filling(batch.host)
         torch.testing.assert_close(again.attend(1, heads_of(batch)), expected, atol=1e-5, rtol=1e-5)
         assert all(a is b for a, b in zip(buffers, (wrapper.indptr, wrapper.indices, wrapper.last), strict=True))
     assert wrapper.plans == 2
