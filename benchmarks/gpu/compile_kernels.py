@@ -36,13 +36,24 @@ from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.forward_batch import ForwardBatch, HostRows
-from pdserve.model.gpu import decode_attention, elementwise, experts, extend_attention, few_rows, heads, routes
+from pdserve.model.gpu import (
+    decode_attention,
+    elementwise,
+    experts,
+    extend_attention,
+    few_rows,
+    heads,
+    likeliest,
+    routes,
+)
 from pdserve.model.gpu.nucleus import least_of_nucleus
 from pdserve.model.layers.kernels import FastKernels
 from pdserve.model.layers.norm import RMSNorm
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Shared memory that a program may have, by compute capability."""
+_CORES = 132
+"""Multiprocessors, of the largest."""
 _TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
     torch.uint8: "*u8",
@@ -159,6 +170,10 @@ def launches(compiler: Compiler) -> Iterator[str]:
     compiler.case = "angles, 64 tokens"
     yield compiler.case
     kernels.angles(torch.zeros(64, dtype=torch.int64), torch.empty(64), 1.0, torch.bfloat16)
+    compiler.case = "likeliest, 64 rows"
+    yield compiler.case
+    logits, best = torch.empty(64, 151936, dtype=torch.bfloat16), torch.empty(64, dtype=torch.int64)
+    likeliest.keep_best(logits, logits, best, torch.empty(65, 1024, dtype=torch.int32), best, best)
     compiler.case = "top-p, 64 rows"
     yield compiler.case
     least_of_nucleus(torch.empty(64, 151936), torch.empty(64))
@@ -209,8 +224,10 @@ def compile_all(capability: int) -> tuple[list[Compiled], list[str]]:
     chained = {"CHAINED": True, "launch_pdl": True} if capability >= 90 else {"CHAINED": False}
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", launched))
-        for module in (decode_attention, elementwise, experts, extend_attention, few_rows, heads, routes):
-            patches.enter_context(mock.patch.object(module, "chaining", lambda device: chained))
+        for module in (decode_attention, elementwise, experts, extend_attention, few_rows, heads, likeliest, routes):
+            patches.enter_context(mock.patch.object(module, "chaining", return_value=chained))
+        patches.enter_context(mock.patch.object(few_rows, "num_cores", return_value=_CORES))
+        patches.enter_context(mock.patch.object(few_rows, "shared_bytes", return_value=SHARED_BYTES[capability]))
         for _ in launches(compiler):
             pass
     limit = SHARED_BYTES[capability]

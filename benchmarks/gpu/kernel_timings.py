@@ -1,7 +1,7 @@
 """Each kernel of a step alone, beside its bytes at the copy's rate or its products at the matmul's, whichever binds.
 
-Called by `check_cuda.py`. Caches are filled with other data before every run, as by a step's weights and KV between two layers: data that was
-read, for what was written would have to go to memory first.
+Called by `check_cuda.py`. Caches are filled with other data before every run, as a step's weights and KV do it between
+two layers: by reading, for what is written there would have to go to memory while the kernel runs.
 """
 
 from __future__ import annotations

@@ -137,15 +137,23 @@ def _time_model(
 def _profile(name: str, timer: Timer, batch: int, out: Path | None) -> Profile:
     """Decode steps launched ahead, seen by torch's profiler; its trace is kept in `out`.
 
-    The host's side is left out: to watch it makes the host so slow that the device waits for it.
+    The steps are those that are timed, without the first ones. The host's side is left out: to watch it makes the host
+    so slow that the device waits for it.
     """
     timer.decode_steps(batch, ahead=True)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        timer.decode_steps(batch, ahead=True)
-        torch.cuda.synchronize()
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def before(step: int) -> None:
+        if step == timer.num_warm:
+            torch.cuda.synchronize()
+            profiler.start()
+
+    timer.decode_steps(batch, ahead=True, before=before)
+    torch.cuda.synchronize()
+    profiler.stop()
     kernels = [
         (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
-        for event in profiler.events()
+        for event in profiler.events()  # type: ignore[no-untyped-call]
         if event.device_type.name == "CUDA"
     ]
     if out is not None:

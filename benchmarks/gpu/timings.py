@@ -18,7 +18,7 @@ import torch
 
 from pdserve.config.groups import AttentionBackend, KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.executor.factory import Built, build_executor
-from pdserve.executor.interface import BatchPlan, Row
+from pdserve.executor.interface import BatchPlan, Row, StepHandle
 from pdserve.memory.layout import DTYPE_BYTES, pages_for
 from pdserve.protocol.sampling import SamplingParams
 from tests.driver import random_prompt
@@ -157,6 +157,11 @@ class Timer:
         self.shape = shape_of(built)
         self._vocab = built.spec.vocab_size
 
+    @property
+    def num_warm(self) -> int:
+        """Steps that do not count."""
+        return self._plan.num_warm
+
     def fits(self, batch: int) -> bool:
         """Whether the pool has room for so many rows of decode."""
         return batch * self._pages(self._plan.context + self._plan.num_steps + 1) <= self._built.num_pages
@@ -177,12 +182,14 @@ class Timer:
         floor = decode_floor_s(self._limits, weight_bytes=weights, kv_bytes=kv_bytes)
         return _timing(f"decode {batch}", times[self._plan.num_warm :], floor, batch)
 
-    def decode_steps(self, batch: int, *, ahead: bool) -> list[float]:
-        """Seconds of each step of `decode`."""
+    def decode_steps(
+        self, batch: int, *, ahead: bool, before: Callable[[int], None] | None = None
+    ) -> list[float]:  # fmt: skip
+        """Seconds of each step of `decode`; `before(i)` is called before it is launched."""
         context, num_steps = self._plan.context, self._plan.num_steps
         rows = [self._open(index, context, context + num_steps + 1) for index in range(batch)]
         steps = [[(row, context + step, context + step + 1) for row in rows] for step in range(num_steps)]
-        times = self._run(steps, ahead=ahead)
+        times = self._run(steps, ahead=ahead, before=before)
         self._close(rows)
         return times
 
@@ -207,20 +214,28 @@ class Timer:
         self._built.executor.open_row(row, prompt, num_prompt, GREEDY, None)
         return row
 
-    def _run(self, steps: list[list[tuple[int, int, int]]], *, ahead: bool) -> list[float]:
+    def _run(
+        self, steps: list[list[tuple[int, int, int]]], *, ahead: bool, before: Callable[[int], None] | None = None
+    ) -> list[float]:
         """Seconds of each step."""
         executor = self._built.executor
+
+        def launch(index: int) -> StepHandle:
+            if before is not None:
+                before(index)
+            return executor.launch(plans[index])
+
         plans = [
             BatchPlan(0, tuple(Row(str(row), row, start, end, True) for row, start, end in ranges)) for ranges in steps
         ]
         times = []
         began = time.perf_counter()
-        flying = executor.launch(plans[0]) if ahead else None
-        for index, plan in enumerate(plans):
+        flying = launch(0) if ahead else None
+        for index in range(len(plans)):
             if flying is None:
-                executor.resolve(executor.launch(plan))
+                executor.resolve(launch(index))
             else:
-                following = executor.launch(plans[index + 1]) if index + 1 < len(plans) else None
+                following = launch(index + 1) if index + 1 < len(plans) else None
                 executor.resolve(flying)
                 flying = following
             ended = time.perf_counter()

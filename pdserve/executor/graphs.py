@@ -25,6 +25,7 @@ from pdserve.executor.batch_builder import HostBatch
 from pdserve.model.attention.interface import CapturableBackend, CapturedAttention
 from pdserve.model.families.interface import Model
 from pdserve.model.forward_batch import ForwardBatch, HostRows, fill
+from pdserve.model.gpu import runtime
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_MAX_ROWS = 256
@@ -196,11 +197,22 @@ class DecodeGraphs:
         def work() -> None:
             ids = self._tokens[columns[0], columns[1]].long()
             batch = ForwardBatch(torch.cat((ids[None], columns[1:])), sample_index, filled.rows)
-            self._logits[:size].copy_(self._model.forward(batch, attention))
-            torch.argmax(self._logits[:size], -1, out=self._best[:size])
-            self._tokens[columns[0], columns[1] + 1] = self._best[:size].int()
+            logits = self._model.forward(batch, attention)
+            _keep_best(logits, self._logits[:size], self._best[:size], self._tokens, columns[0], columns[1])
 
         return _Sized(columns, attention, capture(work))
+
+
+def _keep_best(logits: Tensor, kept: Tensor, best: Tensor, tokens: Tensor, lines: Tensor, positions: Tensor) -> None:
+    """See `gpu.likeliest.keep_best`."""
+    if tokens.device.type == "cuda" and runtime.is_installed():
+        from pdserve.model.gpu import likeliest
+
+        likeliest.keep_best(logits, kept, best, tokens, lines, positions)
+        return
+    kept.copy_(logits)
+    torch.argmax(kept, -1, out=best)
+    tokens[lines, positions + 1] = best.int()
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -83,7 +83,7 @@ Filling = tuple[Tensor, npt.NDArray[np.int32] | npt.NDArray[np.int64]]
 
 
 def fill(fillings: Sequence[Filling]) -> None:
-    """Overwrite tensors of one device. What they become travels there in one copy, which does not wait; see `to_device`."""
+    """Overwrite tensors of one device. All that they become travels there in one copy; nothing waits, see `to_device`."""
     device = fillings[0][0].device
     if device.type != "cuda":
         for target, array in fillings:

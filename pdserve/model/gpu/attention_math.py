@@ -18,17 +18,6 @@ def page_rows(kv, table, positions, is_read, page_stride, PAGE: tl.constexpr, DI
 
 
 @triton.jit
-def ask_for(rows, value_offset, DIM: tl.constexpr):
-    """K and V at these pointers come into the second-level cache, in lines of 128 bytes; of 2-byte elements, all."""
-    for line in tl.static_range(0, DIM, 64):
-        for_values = rows + value_offset
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; mov.u32 $0, 0;", "=r,l,l",
-            [rows + line, for_values + line], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def scores_of(q, keys, scale, softcap, HAS_CAP: tl.constexpr):
     """`q` `[M, D]` with `keys` `[N, D]`: float32 `[M, N]`, in log2. `scale` has 1 / ln 2 in it unless HAS_CAP."""
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale

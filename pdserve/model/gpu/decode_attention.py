@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.model.gpu.attention_math import ask_for, finished, page_rows, scores_of, soften
+from pdserve.model.gpu.attention_math import finished, page_rows, scores_of, soften
 from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2
 
 LOG2_E = 1.4426950408889634
@@ -61,7 +61,7 @@ def num_parts(num_rows: int, num_kv_heads: int, max_tokens: int, device: torch.d
 
 
 def counters(num_rows: int, num_kv_heads: int, device: torch.device) -> Tensor:
-    """For `attend_decode` of up to `num_rows` rows, which leaves them as they are: launches of one stream share them."""
+    """For `attend_decode` of up to `num_rows` rows, which leaves them as they were: launches of a stream share them."""
     return torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device)
 
 
@@ -172,8 +172,6 @@ def _decode(
         if IS_FRESH:
             stored = tl.minimum(last, end - 1)
             if CHAINED:
-                ahead = tl.minimum(first + tl.arange(0, BLOCK_KEYS), tl.maximum(stored - 1, 0))
-                ask_for(page_rows(of_head, line, ahead, stored > 0, page_stride, PAGE, DIM), value_offset, DIM)
                 tl.extra.cuda.gdc_wait()
             angle = token * angle_stride
             queries = finished(
@@ -184,6 +182,21 @@ def _decode(
         total = tl.zeros((BLOCK_HEADS, BLOCK_DIM), tl.float32)
         top = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
         weight = tl.zeros((BLOCK_HEADS,), tl.float32)
+        if IS_FRESH and stored < last:  # the new token comes first, for nobody has to wait for it
+            one = tl.arange(0, 1)[:, None]
+            key_at = of_token + (tl.num_programs(1) * GROUP + kv_head) * DIM + one
+            is_one = (one == 0) & is_dim[None, :]
+            page, slot = tl.load(write_pages + token), tl.load(write_slots + token)
+            value = tl.load(key_at + tl.num_programs(1) * DIM + dims[None, :], mask=is_one, other=0.0)
+            key = finished(key_at, k_norm, angle, cos, sin, eps, is_one, DIM, BLOCK_DIM, HAS_NORM)
+            score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1) * scale
+            if HAS_CAP:
+                score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0) * 1.4426950408889634
+            total, top, weight = total + value.to(tl.float32), score, weight + 1.0
+            to_page = kv + page.to(tl.int64) * page_stride + (kv_head * PAGE + slot) * DIM
+            is_kept = is_one & (page >= 0)
+            tl.store(to_page + dims[None, :] + one, key, mask=is_kept)
+            tl.store(to_page + value_offset + dims[None, :] + one, value, mask=is_kept)
         for start in range(first, stored, BLOCK_KEYS):
             positions = start + tl.arange(0, BLOCK_KEYS)
             is_seen = positions < stored
@@ -196,26 +209,6 @@ def _decode(
             total, top, weight = soften(total, top, weight, scores, values)
         if CHAINED:
             tl.extra.cuda.gdc_launch_dependents()
-        if IS_FRESH and stored < last:
-            one = tl.arange(0, 1)[:, None]
-            key_at = of_token + (tl.num_programs(1) * GROUP + kv_head) * DIM + one
-            is_one = (one == 0) & is_dim[None, :]
-            key = finished(key_at, k_norm, angle, cos, sin, eps, is_one, DIM, BLOCK_DIM, HAS_NORM)
-            value = tl.load(key_at + tl.num_programs(1) * DIM + dims[None, :], mask=is_one, other=0.0)
-            score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1) * scale
-            if HAS_CAP:
-                score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0) * 1.4426950408889634
-            higher = tl.maximum(top, score)
-            shrink, share_of_new = tl.exp2(top - higher), tl.exp2(score - higher)
-            weight = weight * shrink + share_of_new
-            rounded = share_of_new.to(value.dtype).to(tl.float32)
-            total = total * shrink[:, None] + rounded[:, None] * value.to(tl.float32)
-            top = higher
-            page = tl.load(write_pages + token)
-            to_page = kv + page.to(tl.int64) * page_stride + (kv_head * PAGE + tl.load(write_slots + token)) * DIM
-            is_kept = is_one & (page >= 0)
-            tl.store(to_page + dims[None, :] + one, key, mask=is_kept)
-            tl.store(to_page + value_offset + dims[None, :] + one, value, mask=is_kept)
 
         is_last = True
         if NUM_PARTS > 1:
@@ -260,8 +253,8 @@ def _added_up(
     weight = tl.sum(tl.exp2(logs - base[:, None]), 1)
     dims = tl.arange(0, BLOCK_DIM)
     total = tl.zeros((BLOCK_HEADS, BLOCK_DIM), tl.float32)
-    for some in range(0, parts, 4):
-        for within in tl.static_range(4):
+    for some in range(0, parts, 16):
+        for within in tl.static_range(min(NUM_PARTS, 16)):
             index = some + within
             log = tl.load(
                 lse + lines + index * GROUP, mask=is_head & (index < parts), other=float("-inf"), cache_modifier=".cg"

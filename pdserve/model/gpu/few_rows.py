@@ -1,7 +1,7 @@
 """Products of few rows, whose time is that of reading the weights: `x @ weight.T`, and both halves of a gate in one.
 
 Called by `layers/triton_kernels.py`. Programs share the outputs, as many as the device has room for at once, so that
-all of its memory's channels are busy to the end. Their first weights they load before they wait for the kernels before. The kernel behind comes up when all of them are through: earlier, it
+all of its memory's channels are busy to the end. The kernel behind comes up when all of them are through: earlier, it
 would take places of which the one that comes then needs its even share.
 """
 
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.base.env import triton_is_interpreted
-from pdserve.model.gpu.runtime import chaining, power_of_2
+from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2, shared_bytes
 
 MAX_ROWS = 16
 """Beyond, the rows are read from the cache more often than the weights from memory, and cuBLAS does better."""
@@ -23,26 +23,29 @@ MAX_ROWS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Outputs of a program, inputs of a step, and how a program runs. `early`: steps whose weights are loaded first."""
+    """Outputs of a program, inputs of a step, and how a program runs."""
 
     outs: int
     depth: int
     warps: int
     stages: int
-    early: int = 1
 
     @staticmethod
-    def of(num_outs: int, *, is_gate: bool) -> Tiling:
+    def of(num_outs: int, device: torch.device, *, is_gate: bool) -> Tiling:
         """For so many outputs; a gate has two halves of them."""
+        cores = num_cores(device)
         if triton_is_interpreted():
             return Tiling(outs=64, depth=64, warps=4, stages=1)
-        if is_gate or num_outs > _MANY_OUTS:
+        if is_gate or num_outs > 3 * 16 * cores:
             return Tiling(outs=32, depth=128, warps=4, stages=4)
-        return Tiling(outs=16, depth=256, warps=2, stages=4)
+        if (
+            16 * cores <= num_outs <= 32 * cores and shared_bytes(device) >= _MUCH_SHARED
+        ):  # one program each, with much under way
+            return Tiling(outs=32, depth=256, warps=4, stages=6)
+        return Tiling(outs=16, depth=256, warps=2, stages=6)
 
 
-_MANY_OUTS = 8192
-"""Up to so many outputs, smaller tiles keep all of the device busy."""
+_MUCH_SHARED = 130 << 10
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
@@ -64,12 +67,12 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outs: int, *, is
     """One product."""
     num_rows, num_in = x.shape
     out: Tensor = torch.empty(num_rows, num_outs, dtype=x.dtype, device=x.device)
-    tiling = Tiling.of(num_outs, is_gate=is_gate)
+    tiling = Tiling.of(num_outs, x.device, is_gate=is_gate)
     _product[(triton.cdiv(num_outs, tiling.outs),)](
         x, weight, bias if bias is not None else weight, out, num_rows, num_outs, num_in, x.stride(0),
-        ROWS=max(16, power_of_2(num_rows)), OUTS=tiling.outs, DEPTH=tiling.depth, IS_WHOLE=num_in % tiling.depth == 0,
-        EARLY=tiling.early if num_in % tiling.depth == 0 and num_in // tiling.depth > tiling.early else 0, IS_GATE=is_gate,
-        HAS_BIAS=bias is not None, num_warps=tiling.warps, num_stages=tiling.stages, **chaining(x.device),
+        ROWS=max(16, power_of_2(num_rows)), OUTS=tiling.outs, DEPTH=tiling.depth, IS_GATE=is_gate,
+        IS_WHOLE=num_in % tiling.depth == 0, HAS_BIAS=bias is not None,
+        num_warps=tiling.warps, num_stages=tiling.stages, **chaining(x.device),
     )  # fmt: skip
     return out
 
@@ -77,7 +80,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outs: int, *, is
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
     x, weight, bias, out, num_rows, num_outs, num_in, x_stride,
-    ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, IS_WHOLE: tl.constexpr, EARLY: tl.constexpr, IS_GATE: tl.constexpr,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, IS_WHOLE: tl.constexpr, IS_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of all rows."""
@@ -90,19 +93,11 @@ def _product(
     is_row = rows < num_rows
     of_x = x + rows[:, None] * x_stride + depths[None, :]
     of_weight = of_weight[:, None] + depths[None, :]
-    if EARLY > 0:
-        parts_0 = tl.load(of_weight)
-        if IS_GATE:
-            more_0 = tl.load(of_weight + second)
-    if EARLY > 1:
-        parts_1 = tl.load(of_weight + DEPTH)
-        if IS_GATE:
-            more_1 = tl.load(of_weight + second + DEPTH)
     if CHAINED:
         tl.extra.cuda.gdc_wait()
     total = tl.zeros((ROWS, OUTS), tl.float32)
     other = tl.zeros((ROWS, OUTS), tl.float32)
-    for start in range(EARLY * DEPTH, num_in, DEPTH):
+    for start in range(0, num_in, DEPTH):
         if IS_WHOLE:
             inputs = tl.load(of_x + start, mask=is_row[:, None], other=0.0)
             parts = tl.load(of_weight + start)
@@ -117,16 +112,6 @@ def _product(
             else:
                 more = tl.load(of_weight + second + start, mask=(start + depths < num_in)[None, :], other=0.0)
             other = tl.dot(inputs, tl.trans(more), other, input_precision="ieee")
-    if EARLY > 0:
-        inputs = tl.load(of_x, mask=is_row[:, None], other=0.0)
-        total = tl.dot(inputs, tl.trans(parts_0), total, input_precision="ieee")
-        if IS_GATE:
-            other = tl.dot(inputs, tl.trans(more_0), other, input_precision="ieee")
-    if EARLY > 1:
-        inputs = tl.load(of_x + DEPTH, mask=is_row[:, None], other=0.0)
-        total = tl.dot(inputs, tl.trans(parts_1), total, input_precision="ieee")
-        if IS_GATE:
-            other = tl.dot(inputs, tl.trans(more_1), other, input_precision="ieee")
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
     dtype = out.dtype.element_ty

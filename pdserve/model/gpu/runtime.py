@@ -14,6 +14,7 @@ import torch
 from pdserve.base.env import triton_is_interpreted
 
 _FALLBACK_CORES = 4
+_FALLBACK_SHARED = 99 << 10
 
 
 @functools.cache
@@ -37,6 +38,16 @@ def num_cores(device: torch.device) -> int:
     if device.type != "cuda":
         return _FALLBACK_CORES
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have; a small device's where kernels are interpreted."""
+    if device.type != "cuda":
+        return _FALLBACK_SHARED
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(torch.cuda._get_device_index(device))["max_shared_mem"])
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.triton_pages import placed
 from pdserve.model.gpu import few_rows
 from pdserve.model.gpu.experts import sort_rows
+from pdserve.model.gpu.likeliest import keep_best
 from pdserve.model.gpu.routes import MAX_ROWS, order_rows
 from pdserve.model.layers.kernels import FastKernels
 from pdserve.model.layers.norm import RMSNorm
@@ -164,3 +165,22 @@ def test_other_products_are_left_to_the_library(rows: int, num_in: int, dtype: t
     assert not few_rows.fits(x, weight)
     close(TritonKernels().linear(x, weight, None), FastKernels().linear(x, weight, None))
     close(TritonKernels().gated(x, weight, None), FastKernels().gated(x, weight, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_likeliest_are_kept_and_put_behind_their_rows(dtype: torch.dtype) -> None:
+    """Rows over several blocks of the vocabulary: the first of equals, in the last block, and nothing but NaN."""
+    vocab = 9000
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)
+    logits[0, [17, 5000]] = 30.0
+    logits[1, vocab - 1] = 30.0
+    logits[2] = float("nan")
+    kept, best = torch.zeros_like(logits), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    tokens = torch.zeros(5, 8, dtype=torch.int32, device=DEVICE)
+    lines, positions = (torch.tensor(x, device=DEVICE) for x in ([4, 0, 2], [3, 0, 6]))
+    keep_best(logits, kept, best, tokens, lines, positions)
+    assert torch.equal(kept.nan_to_num(1.0), logits.nan_to_num(1.0))
+    assert best.tolist()[:2] == [17, vocab - 1] and 0 <= int(best[2]) < vocab
+    expected = torch.zeros(5, 8, dtype=torch.int32, device=DEVICE)
+    expected[lines, positions + 1] = best.int()
+    assert torch.equal(tokens, expected)
