@@ -12,7 +12,7 @@ With `--tiny` kernels are run by Triton's interpreter, graphs are work that is d
 those of kernels: for whole models there is nothing to compare with.
 
 Report, figures and traces go into $OUT when that is set, else with `--write` into `benchmarks/results/`. Stops
-measuring after `--max-minutes`. Exit status: 0 all checks passed, 1 one failed, 3 there is no CUDA device. What it
+checking and measuring after `--max-minutes`. Exit status: 0 all checks passed, 1 one failed, 3 there is no CUDA device. What it
 needs is in `benchmarks/README.md`; flashinfer and llguidance are used where they are installed.
 """
 
@@ -67,10 +67,17 @@ class Outcome:
     seconds: float
 
 
-def run_checks(named: Sequence[tuple[str, Callable[[], object]]]) -> list[Outcome]:
-    """Run all, whatever fails."""
+HasTime = Callable[[], bool]
+
+
+def run_checks(
+    named: Sequence[tuple[str, Callable[[], object]]], has_time: HasTime = lambda: True
+) -> list[Outcome]:  # fmt: skip
+    """Run all, whatever fails, as long as `has_time`: what is left then is no outcome."""
     outcomes = []
     for name, check in named:
+        if not has_time():
+            break
         began, error = time.perf_counter(), None
         try:
             check()
@@ -130,12 +137,18 @@ def backends() -> tuple[AttentionBackend, ...]:
     return ("triton", "flashinfer") if importlib.util.find_spec("flashinfer") else ("triton",)
 
 
-def check_all(directory: Path) -> list[Outcome]:
-    """Every check of every kernel and family."""
-    outcomes = run_checks(kernel_checks.checks(torch.device("cuda"), backends()))
-    for family in FAMILIES:
-        outcomes += run_checks(checks_of(family, make_tiny(family, directory / family), "cuda"))
-    return outcomes
+def check_all(directory: Path, families: Sequence[str], has_time: HasTime) -> tuple[list[Outcome], list[str]]:
+    """Every check of every kernel and of `families`, and what the time was too short for."""
+    named = kernel_checks.checks(torch.device("cuda"), backends())
+    for family in families:
+        if has_time():
+            named += checks_of(family, make_tiny(family, directory / family), "cuda")
+    outcomes = run_checks(named, has_time)
+    names = [name for name, _ in named[len(outcomes) :]]
+    missing = [
+        f"the family {family}" for family in FAMILIES if not any(name.startswith(f"{family}:") for name, _ in named)
+    ]
+    return outcomes, names + missing
 
 
 def document(facts: dict[str, Any], outcomes: Sequence[Outcome], timed: str) -> str:
@@ -165,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip-timings", action="store_true", help="only the checks")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS), help="those to time")
     parser.add_argument("--attention-backend", choices=("auto", "torch", *backends()), help="to time")
-    parser.add_argument("--max-minutes", type=float, default=9.0, help="no measurement begins after so long")
+    parser.add_argument("--max-minutes", type=float, default=9.0, help="no check or measurement begins after so long")
+    parser.add_argument("--families", nargs="*", choices=FAMILIES, default=list(FAMILIES), help="tiny models to check")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: does the program work?")
     args = parser.parse_args(argv)
     if not args.tiny and not torch.cuda.is_available():
@@ -175,19 +189,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory = report.RESULTS if args.write else None
     if os.environ.get("OUT"):
         directory = Path(os.environ["OUT"])
+
+    def has_time() -> bool:
+        return time.monotonic() - began < 60 * args.max_minutes
+
     facts = facts_of(args.tiny, argv)
     facts["left_out"] = [] if args.tiny or args.skip_checks else left_out()
     outcomes, timed = [], ""
     if not args.skip_checks:
         with tempfile.TemporaryDirectory() as temporary:
-            outcomes = tiny_checks() if args.tiny else check_all(Path(temporary))
+            if args.tiny:
+                outcomes = tiny_checks()
+            else:
+                outcomes, missing = check_all(Path(temporary), args.families, has_time)
+                facts["left_out"] += missing
     if not args.skip_timings:
         results = model_timings.Results(limits_of(args.tiny))
         kernels = time_kernels(args.tiny, results.limits)
         model_timings.time_models(
             TINY_MODELS if args.tiny else {name: MODELS[name] for name in args.models},
             plan_of(args.tiny, args.attention_backend), results, out=directory,
-            has_time=lambda: time.monotonic() - began < 60 * args.max_minutes,
+            has_time=has_time,
         )  # fmt: skip
         timed = model_timings.section(results) + "\n" + kernel_timings.section(kernels)
         facts |= dataclasses.asdict(results) | {"kernels": [dataclasses.asdict(one) for one in kernels]}

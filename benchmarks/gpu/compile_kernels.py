@@ -87,7 +87,9 @@ class Compiler:
             name: value for name, value in options.items() if name in kernel.arg_names
         }
         signature, constants, attributes = _specialised(kernel, values)
-        launch = {name: options[name] for name in ("num_warps", "num_stages", "launch_pdl") if name in options}
+        launch = {
+            name: options[name] for name in ("num_warps", "num_stages", "launch_pdl", "maxnreg") if name in options
+        }
         key = f"{kernel.__name__} {signature} {constants} {attributes} {launch}"
         if key in self._seen:
             return
@@ -226,7 +228,8 @@ def compile_all(capability: int) -> tuple[list[Compiled], list[str]]:
         patches.enter_context(mock.patch.object(JITFunction, "run", launched))
         for module in (decode_attention, elementwise, experts, extend_attention, few_rows, heads, likeliest, routes):
             patches.enter_context(mock.patch.object(module, "chaining", return_value=chained))
-        patches.enter_context(mock.patch.object(few_rows, "num_cores", return_value=_CORES))
+        for module in (decode_attention, few_rows):
+            patches.enter_context(mock.patch.object(module, "num_cores", return_value=_CORES))
         patches.enter_context(mock.patch.object(few_rows, "shared_bytes", return_value=SHARED_BYTES[capability]))
         for _ in launches(compiler):
             pass

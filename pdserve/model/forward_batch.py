@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -83,15 +84,29 @@ Filling = tuple[Tensor, npt.NDArray[np.int32] | npt.NDArray[np.int64]]
 
 
 def fill(fillings: Sequence[Filling]) -> None:
-    """Overwrite tensors of one device. All that they become travels there in one copy; nothing waits, see `to_device`."""
+    """Overwrite tensors of one device, in its current stream. Nothing waits; see `to_device`.
+
+    All that they become travels there in one copy, in a stream of its own: while what is in the current one still runs.
+    """
     device = fillings[0][0].device
     if device.type != "cuda":
         for target, array in fillings:
             target.copy_(torch.from_numpy(np.ascontiguousarray(array)))
         return
     parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for _, array in fillings]
-    packed = to_device(np.concatenate([np.pad(part, (0, -len(part) % 8)) for part in parts]), device)
+    stream = _copying(device)
+    with torch.cuda.stream(stream):
+        packed = to_device(np.concatenate([np.pad(part, (0, -len(part) % 8)) for part in parts]), device)
+    current = torch.cuda.current_stream(device)
+    current.wait_stream(stream)
+    packed.record_stream(current)
     at = 0
     for (target, _), part in zip(fillings, parts, strict=True):
         target.copy_(packed[at : at + len(part)].view(target.dtype).view(target.shape))
         at += len(part) + -len(part) % 8  # each begins where a wide number may
+
+
+@functools.cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """The stream of `fill`."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

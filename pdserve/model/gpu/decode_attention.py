@@ -97,6 +97,7 @@ def attend_decode(
     has_cap, fresh = mask.softcap > 0, q if isinstance(q, Fresh) else None
     source = q if isinstance(q, Tensor) else q.qkv
     block_dim = power_of_2(dim)
+    tiling = Tiling.of(num_rows * num_kv_heads * parts, dim, kv.dtype, out.device)
     assert len(through) >= num_rows * num_kv_heads, "one counter for each row and KV head"
     _decode[(num_rows, num_kv_heads, parts)](
         source, out, kv, table, ends, tokens, partial_out, lse, through, sinks if sinks is not None else ends,
@@ -104,23 +105,37 @@ def attend_decode(
         source.stride(0), out.stride(0), kv.stride(0), kv.stride(1), table.stride(0),
         scale if has_cap else scale * LOG2_E, mask.softcap, mask.window,
         GROUP=group, PAGE=page_tokens, DIM=dim, BLOCK_DIM=block_dim, BLOCK_HEADS=max(16, power_of_2(group)),
-        BLOCK_KEYS=TILING.keys if block_dim <= 128 else 32, PART=_PART_TOKENS, NUM_PARTS=parts,
+        BLOCK_KEYS=tiling.keys, PART=_PART_TOKENS, NUM_PARTS=parts,
         HAS_WINDOW=mask.window > 0, HAS_CAP=has_cap, HAS_SINKS=sinks is not None, IS_FRESH=fresh is not None,
+        IS_EARLY=fresh is not None and tiling.early,
         HAS_NORM=fresh is not None and fresh.q_norm is not None,
-        num_warps=TILING.warps, num_stages=TILING.stages, **chaining(out.device),
+        **tiling.options, **chaining(out.device),
     )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tiling:
-    """Keys of one block, and how a program runs."""
+class Tiling:
+    """Keys of one block, and how a program runs. `early`: the first block's are loaded before there is a query."""
 
     keys: int
     warps: int
-    stages: int
+    early: bool = False
+    max_registers: int | None = None
 
+    @staticmethod
+    def of(num_programs: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tiling:
+        """Where there are programs enough, each takes few registers, so that four share a multiprocessor."""
+        if dim > 128:
+            return Tiling(keys=32, warps=4)
+        if num_programs <= num_cores(device):
+            return Tiling(keys=128 if dtype.itemsize == 2 else 64, warps=8, early=True)
+        return Tiling(keys=64, warps=4)
 
-TILING = _Tiling(keys=64, warps=4, stages=3)
+    @property
+    def options(self) -> dict[str, int]:
+        """What the launch is given for it."""
+        options = {"num_warps": self.warps, "num_stages": 3}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
 def _fresh_arguments(fresh: Fresh | None, nothing: Tensor) -> tuple[Tensor | float | int, ...]:
@@ -139,7 +154,7 @@ def _decode(
     q_stride, out_stride, page_stride, value_offset, table_stride, scale, softcap, window,
     GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_FRESH: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_FRESH: tl.constexpr, IS_EARLY: tl.constexpr, HAS_NORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row, one KV head with all query heads that share it, one part of its keys."""
@@ -171,6 +186,12 @@ def _decode(
         line = table + row.to(tl.int64) * table_stride
         if IS_FRESH:
             stored = tl.minimum(last, end - 1)
+            if IS_EARLY:
+                early_seen = first + tl.arange(0, BLOCK_KEYS) < stored
+                early_keys, early_values = _block(
+                    of_head, line, first, early_seen, is_dim, page_stride, value_offset, PAGE, DIM, BLOCK_DIM,
+                    BLOCK_KEYS,
+                )  # fmt: skip
             if CHAINED:
                 tl.extra.cuda.gdc_wait()
             angle = token * angle_stride
@@ -197,13 +218,15 @@ def _decode(
             is_kept = is_one & (page >= 0)
             tl.store(to_page + dims[None, :] + one, key, mask=is_kept)
             tl.store(to_page + value_offset + dims[None, :] + one, value, mask=is_kept)
-        for start in range(first, stored, BLOCK_KEYS):
-            positions = start + tl.arange(0, BLOCK_KEYS)
-            is_seen = positions < stored
-            rows = page_rows(of_head, line, positions, is_seen, page_stride, PAGE, DIM)
-            cells_read = is_seen[:, None] & is_dim[None, :]
-            keys = tl.load(rows[:, None] + dims[None, :], mask=cells_read, other=0.0)
-            values = tl.load(rows[:, None] + value_offset + dims[None, :], mask=cells_read, other=0.0)
+        if IS_EARLY:
+            scores = scores_of(queries, early_keys, scale, softcap, HAS_CAP)
+            scores = tl.where(early_seen[None, :], scores, float("-inf"))
+            total, top, weight = soften(total, top, weight, scores, early_values)
+        for start in range(first + (BLOCK_KEYS if IS_EARLY else 0), stored, BLOCK_KEYS):
+            is_seen = start + tl.arange(0, BLOCK_KEYS) < stored
+            keys, values = _block(
+                of_head, line, start, is_seen, is_dim, page_stride, value_offset, PAGE, DIM, BLOCK_DIM, BLOCK_KEYS
+            )  # fmt: skip
             scores = scores_of(queries, keys, scale, softcap, HAS_CAP)
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
             total, top, weight = soften(total, top, weight, scores, values)
@@ -236,6 +259,18 @@ def _decode(
             found = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
             at = out + token * out_stride + head[:, None] * DIM + dims[None, :]
             tl.store(at, found.to(out.dtype.element_ty), mask=cells)
+
+
+@triton.jit
+def _block(
+    of_head, line, start, is_seen, is_dim, page_stride, value_offset, PAGE: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """K and V from position `start` on, `[BLOCK_KEYS, BLOCK_DIM]` each, zeros where nothing is seen."""
+    rows = page_rows(of_head, line, start + tl.arange(0, BLOCK_KEYS), is_seen, page_stride, PAGE, DIM)
+    at = rows[:, None] + tl.arange(0, BLOCK_DIM)[None, :]
+    cells = is_seen[:, None] & is_dim[None, :]
+    return tl.load(at, mask=cells, other=0.0), tl.load(at + value_offset, mask=cells, other=0.0)
 
 
 @triton.jit

@@ -42,7 +42,7 @@ class Tiling:
             16 * cores <= num_outs <= 32 * cores and shared_bytes(device) >= _MUCH_SHARED
         ):  # one program each, with much under way
             return Tiling(outs=32, depth=256, warps=4, stages=6)
-        return Tiling(outs=16, depth=256, warps=2, stages=6)
+        return Tiling(outs=16, depth=256, warps=2, stages=5)
 
 
 _MUCH_SHARED = 130 << 10

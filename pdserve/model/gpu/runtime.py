@@ -47,7 +47,8 @@ def shared_bytes(device: torch.device) -> int:
         return _FALLBACK_SHARED
     from triton.runtime import driver
 
-    return int(driver.active.utils.get_device_properties(torch.cuda._get_device_index(device))["max_shared_mem"])
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 @functools.cache
