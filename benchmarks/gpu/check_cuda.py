@@ -12,8 +12,8 @@ With `--tiny` kernels are run by Triton's interpreter, graphs are work that is d
 those of kernels: for whole models there is nothing to compare with.
 
 Report, figures and traces go into $OUT when that is set, else with `--write` into `benchmarks/results/`. Stops
-checking and measuring after `--max-minutes`. Exit status: 0 all checks passed, 1 one failed, 3 there is no CUDA device. What it
-needs is in `benchmarks/README.md`; flashinfer and llguidance are used where they are installed.
+checking and measuring after `--max-minutes`. Exit status: 0 all checks passed, 1 one failed, 3 there is no CUDA device.
+What it needs is in `benchmarks/README.md`; flashinfer and llguidance are used where they are installed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from benchmarks.gpu import ahead_checks, kernel_checks, kernel_timings, model_ti
 from benchmarks.gpu import executor_checks as checks
 from benchmarks.gpu.shapes import MODELS, TINY_MODELS
 from pdserve.config.groups import AttentionBackend
-from tests.tiny import FAMILIES, make_tiny
+from tests.tiny import FAMILIES, Family, make_tiny
 
 EXIT_FAILED, EXIT_NO_DEVICE = 1, 3
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -137,7 +137,7 @@ def backends() -> tuple[AttentionBackend, ...]:
     return ("triton", "flashinfer") if importlib.util.find_spec("flashinfer") else ("triton",)
 
 
-def check_all(directory: Path, families: Sequence[str], has_time: HasTime) -> tuple[list[Outcome], list[str]]:
+def check_all(directory: Path, families: Sequence[Family], has_time: HasTime) -> tuple[list[Outcome], list[str]]:
     """Every check of every kernel and of `families`, and what the time was too short for."""
     named = kernel_checks.checks(torch.device("cuda"), backends())
     for family in families:
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         directory = Path(os.environ["OUT"])
 
     def has_time() -> bool:
-        return time.monotonic() - began < 60 * args.max_minutes
+        return bool(time.monotonic() - began < 60 * args.max_minutes)
 
     facts = facts_of(args.tiny, argv)
     facts["left_out"] = [] if args.tiny or args.skip_checks else left_out()

@@ -97,7 +97,7 @@ def attend_decode(
     has_cap, fresh = mask.softcap > 0, q if isinstance(q, Fresh) else None
     source = q if isinstance(q, Tensor) else q.qkv
     block_dim = power_of_2(dim)
-    tiling = Tiling.of(num_rows * num_kv_heads * parts, dim, kv.dtype, out.device)
+    tiling = Tiling.of(num_rows * num_kv_heads, dim, kv.dtype, out.device)
     assert len(through) >= num_rows * num_kv_heads, "one counter for each row and KV head"
     _decode[(num_rows, num_kv_heads, parts)](
         source, out, kv, table, ends, tokens, partial_out, lse, through, sinks if sinks is not None else ends,
@@ -123,12 +123,12 @@ class Tiling:
     max_registers: int | None = None
 
     @staticmethod
-    def of(num_programs: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tiling:
-        """Where there are programs enough, each takes few registers, so that four share a multiprocessor."""
+    def of(num_pairs: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tiling:
+        """For so many pairs of a row and a KV head. Where they are few, it is the time of one program that counts."""
         if dim > 128:
             return Tiling(keys=32, warps=4)
-        if num_programs <= num_cores(device):
-            return Tiling(keys=128 if dtype.itemsize == 2 else 64, warps=8, early=True)
+        if 4 * num_pairs <= num_cores(device):
+            return Tiling(keys=128 if dtype.itemsize == 2 else 64, warps=8, early=True, max_registers=128)
         return Tiling(keys=64, warps=4)
 
     @property
@@ -154,8 +154,8 @@ def _decode(
     q_stride, out_stride, page_stride, value_offset, table_stride, scale, softcap, window,
     GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_FRESH: tl.constexpr, IS_EARLY: tl.constexpr, HAS_NORM: tl.constexpr,
-    CHAINED: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_FRESH: tl.constexpr, IS_EARLY: tl.constexpr,
+    HAS_NORM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row, one KV head with all query heads that share it, one part of its keys."""
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from unittest import mock
+
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from pdserve.model.gpu.decode_attention import Mask, attend_decode, counters, num_parts
+from pdserve.model.gpu.decode_attention import Fresh, Mask, Tiling, attend_decode, counters, num_parts
 from pdserve.model.gpu.extend_attention import attend_extend, tile_tokens
+from pdserve.model.gpu.heads import angle_tables, place_heads
 from tests.unit.model.triton_kit import DEVICE, attended, paged
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -75,6 +79,43 @@ def test_parts_of_long_rows_are_added_up() -> None:
             keys, values = rows.keys[row], rows.values[row]
             one = attended(q[row : row + 1], keys, values, lengths[row] - 1, window=0, softcap=0.0, sinks=None)
             close(out[row : row + 1], one, torch.float32)
+
+
+@QUICK
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3),
+    heads=HEADS, dim=DIMS, page=PAGES, mask=MASKS, dtype=DTYPES, parts=st.sampled_from([1, 2, 8]),
+    with_norm=st.booleans(), early=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_attention_of_fresh_tokens_is_that_of_placed_ones(
+    lengths: list[int], heads: tuple[int, int], dim: int, page: int, mask: Mask, dtype: torch.dtype, parts: int,
+    with_norm: bool, early: bool, seed: int,
+) -> None:  # fmt: skip
+    """Norms, rotation, and K and V in their pages, or nowhere, too."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = paged(lengths, heads[1], dim, page, dtype, seed)
+    num_rows, device = len(lengths), torch.device(DEVICE)
+    qkv = torch.randn(num_rows, heads[0] + 2 * heads[1], dim, generator=generator).to(DEVICE, dtype)
+    at = torch.tensor(lengths, device=DEVICE) - 1
+    pages, slots = rows.table[torch.arange(num_rows, device=DEVICE), at // page].long(), at % page
+    norms = [torch.linspace(low, 1.5, dim, device=DEVICE).to(dtype) if with_norm else None for low in (0.5, 1.0)]
+    cos, sin = angle_tables(at, torch.linspace(1.0, 0.01, dim // 2, device=DEVICE), 1.0, dtype)
+    fresh = Fresh(qkv, pages, slots, cos, sin, norms[0], norms[1], 1e-6)
+    through, tokens = counters(num_rows, heads[1], device), torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
+    theirs, mine = rows.kv.clone(), rows.kv.clone()
+    q = place_heads(qkv, heads[0], theirs, pages, slots, cos, sin, norms[0], norms[1], 1e-6)
+    expected, got = torch.full_like(q, float("nan")), torch.full_like(q, float("nan"))
+    scale = dim**-0.5
+    attend_decode(q, expected, theirs, rows.table, rows.ends, tokens, through, scale=scale, parts=parts, mask=mask)
+    with mock.patch.object(Tiling, "of", return_value=Tiling(keys=32, warps=4, early=early)):
+        attend_decode(fresh, got, mine, rows.table, rows.ends, tokens, through, scale=scale, parts=parts, mask=mask)
+    close(got, expected.double().cpu(), dtype)
+    close(mine.nan_to_num(7.0), theirs.double().nan_to_num(7.0).cpu(), dtype)
+    nowhere = rows.kv.clone()
+    fresh = dataclasses.replace(fresh, write_pages=torch.full_like(pages, -1))
+    attend_decode(fresh, got, nowhere, rows.table, rows.ends, tokens, through, scale=scale, parts=parts, mask=mask)
+    close(got, expected.double().cpu(), dtype)
+    assert torch.equal(nowhere.nan_to_num(7.0), rows.kv.nan_to_num(7.0)) and not through.any()
 
 
 def test_a_row_without_positions_gets_zeros() -> None:

@@ -158,8 +158,9 @@ def test_products_of_few_rows_are_torch_s(
 
 
 @pytest.mark.parametrize(
-    ("rows", "num_in", "dtype"), [(0, 64, torch.bfloat16), (17, 64, torch.bfloat16), (2, 64, torch.float32), (2, 40, torch.bfloat16)]
-)  # fmt: skip
+    ("rows", "num_in", "dtype"),
+    [(0, 64, torch.bfloat16), (17, 64, torch.bfloat16), (2, 64, torch.float32), (2, 40, torch.bfloat16)],
+)
 def test_other_products_are_left_to_the_library(rows: int, num_in: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(rows, num_in, device=DEVICE).to(dtype), torch.randn(6, num_in, device=DEVICE).to(dtype)
     assert not few_rows.fits(x, weight)
