@@ -87,9 +87,7 @@ class Compiler:
             name: value for name, value in options.items() if name in kernel.arg_names
         }
         signature, constants, attributes = _specialised(kernel, values)
-        launch = {
-            name: options[name] for name in ("num_warps", "num_stages", "launch_pdl", "maxnreg") if name in options
-        }
+        launch = {name: options[name] for name in ("num_warps", "num_stages", "launch_pdl") if name in options}
         key = f"{kernel.__name__} {signature} {constants} {attributes} {launch}"
         if key in self._seen:
             return

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import report
@@ -29,7 +28,9 @@ _NUM_RUNS = 15
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is timed. `linears`: name, outputs and inputs; `drawn`: rows that sample by top-p."""
+    """What is timed. `linears`: name, outputs and inputs; `gate`: the one whose halves are a gate; `drawn`: rows that sample
+    by top-p.
+    """
 
     shape: AttentionShape
     decodes: tuple[tuple[int, int], ...]
@@ -42,6 +43,7 @@ class Sizes:
     top_k: int
     vocab: int
     drawn: tuple[int, ...]
+    gate: str = "gate, up"
 
 
 SIZES = Sizes(
@@ -53,8 +55,9 @@ SIZES = Sizes(
     rows=(1, 16, 64, 256, 2048), hidden=2048, inner=768, num_experts=128, top_k=8, vocab=151936, drawn=(1, 64),
 )  # fmt: skip
 TINY_SIZES = Sizes(
-    shape=AttentionShape("tiny", 4, 2, 16, 4, "float32"), decodes=((2, 5),), prefills=(6,), linears=(("qkv", 32, 16),),
-    rows=(2,), hidden=16, inner=8, num_experts=4, top_k=2, vocab=50, drawn=(2,),
+    shape=AttentionShape("tiny", 4, 2, 16, 4, "float32"), decodes=((2, 5),), prefills=(6,),
+    linears=(("qkv", 32, 16), ("gate, up", 32, 16)), rows=(2,), hidden=16, inner=8, num_experts=4, top_k=2, vocab=50,
+    drawn=(2,),
 )  # fmt: skip
 
 
@@ -91,6 +94,9 @@ def cases(sizes: Sizes, backends: tuple[AttentionBackend, ...], device: torch.de
         weight = torch.randn(num_out, num_in, device=device, dtype=dtype)
         for rows in sizes.rows:
             yield _linear(f"{name} {rows}", torch.randn(rows, num_in, device=device, dtype=dtype), weight)
+            if name == sizes.gate:
+                x = torch.randn(rows, num_in, device=device, dtype=dtype)
+                yield _gated(f"{name}, SiLU {rows}", x, weight)
     yield from _experts(sizes, dtype, device)
     yield from _passes(sizes, dtype, device)
 
@@ -151,7 +157,15 @@ def _linear(name: str, x: Tensor, weight: Tensor) -> Case:
     """One product."""
     rows, (num_out, num_in) = len(x), weight.shape
     num_bytes = weight.nbytes + x.nbytes + rows * num_out * x.element_size()
-    return Case(f"linear, {name}", lambda: F.linear(x, weight), num_bytes, 2.0 * rows * num_out * num_in)
+    kernels = make_kernels("triton")
+    return Case(f"linear, {name}", lambda: kernels.linear(x, weight, None), num_bytes, 2.0 * rows * num_out * num_in)
+
+
+def _gated(name: str, x: Tensor, weight: Tensor) -> Case:
+    """The product of both halves of a gate, with what comes of them."""
+    kernels, (num_out, num_in) = make_kernels("triton"), weight.shape
+    num_bytes = weight.nbytes + x.nbytes + len(x) * num_out // 2 * x.element_size()
+    return Case(f"linear, {name}", lambda: kernels.gated(x, weight, None), num_bytes, 2.0 * len(x) * num_out * num_in)
 
 
 def _experts(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:

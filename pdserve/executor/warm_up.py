@@ -1,8 +1,8 @@
 """Steps that compute nothing, run once at start-up: kernels are compiled and libraries opened before the first request.
 
 Called by `LocalExecutor.warm_up` on devices whose kernels are compiled when first used. The steps have every form that
-serving has: a chunk as long as they get, decode rows beside a chunk, many rows, and rows of every length that a kernel
-cuts up in another way. They read the page of zeros and write nowhere.
+serving has: a chunk as long as they get; few rows and many, short ones and long ones, which kernels cut up in other
+ways, alone and beside a chunk. They read the page of zeros and write nowhere.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ Span = tuple[int, int]
 def spans_of(context: int, max_rows: int, chunk: int) -> list[list[Span]]:
     """The rows of each step, for requests of up to `context` tokens."""
     longest = min(context, chunk)
-    lengths = [context]
-    while lengths[-1] > 256:
-        lengths.append(lengths[-1] // 2)
-    return [
-        [(0, longest)],
-        [(0, 1), (0, min(2, longest))],
-        [(0, 1)] * max_rows,
-        *([(length - 1, length)] for length in lengths),
-    ]
+    two = (0, min(2, longest))
+    steps = [[(0, longest)]]
+    for length in (1, context):
+        for count in sorted({min(count, max_rows) for count in (1, 4, 16, 32, max_rows)}):
+            rows = [(length - 1, length)] * count
+            steps += [rows, [*rows[1:], two]]
+    return steps
 
 
 def idle_batch(spans: Sequence[Span], *, page_tokens: int, null_page: int, spare_line: int) -> HostBatch:

@@ -105,22 +105,19 @@ def attend_decode(
         source.stride(0), out.stride(0), kv.stride(0), kv.stride(1), table.stride(0),
         scale if has_cap else scale * LOG2_E, mask.softcap, mask.window,
         GROUP=group, PAGE=page_tokens, DIM=dim, BLOCK_DIM=block_dim, BLOCK_HEADS=max(16, power_of_2(group)),
-        BLOCK_KEYS=tiling.keys, PART=_PART_TOKENS, NUM_PARTS=parts,
+        BLOCK_KEYS=tiling.keys, PART=_PART_TOKENS, MOST_PARTS=_MAX_PARTS, IS_WHOLE=parts == 1,
         HAS_WINDOW=mask.window > 0, HAS_CAP=has_cap, HAS_SINKS=sinks is not None, IS_FRESH=fresh is not None,
-        IS_EARLY=fresh is not None and tiling.early,
         HAS_NORM=fresh is not None and fresh.q_norm is not None,
-        **tiling.options, **chaining(out.device),
+        num_warps=tiling.warps, num_stages=3, **chaining(out.device),
     )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Keys of one block, and how a program runs. `early`: the first block's are loaded before there is a query."""
+    """Keys of one block, and warps of a program."""
 
     keys: int
     warps: int
-    early: bool = False
-    max_registers: int | None = None
 
     @staticmethod
     def of(num_pairs: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tiling:
@@ -128,14 +125,8 @@ class Tiling:
         if dim > 128:
             return Tiling(keys=32, warps=4)
         if 4 * num_pairs <= num_cores(device):
-            return Tiling(keys=128 if dtype.itemsize == 2 else 64, warps=8, early=True, max_registers=128)
+            return Tiling(keys=128 if dtype.itemsize == 2 else 64, warps=8)
         return Tiling(keys=64, warps=4)
-
-    @property
-    def options(self) -> dict[str, int]:
-        """What the launch is given for it."""
-        options = {"num_warps": self.warps, "num_stages": 3}
-        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
 def _fresh_arguments(fresh: Fresh | None, nothing: Tensor) -> tuple[Tensor | float | int, ...]:
@@ -153,23 +144,22 @@ def _decode(
     write_pages, write_slots, cos, sin, q_norm, k_norm, eps, angle_stride,
     q_stride, out_stride, page_stride, value_offset, table_stride, scale, softcap, window,
     GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_FRESH: tl.constexpr, IS_EARLY: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, PART: tl.constexpr, MOST_PARTS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_FRESH: tl.constexpr,
     HAS_NORM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row, one KV head with all query heads that share it, one part of its keys."""
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if CHAINED and not IS_FRESH:
+    most_parts = tl.num_programs(2)
+    if CHAINED:
         tl.extra.cuda.gdc_wait()
-    # What a step is about was written before its first kernel, and old keys by older steps: none of that waits for the
-    # product that has the new token. `_place` has, where the token is not fresh.
     end = tl.load(ends + row)
     token = tl.load(tokens + row).to(tl.int64)
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(end - window, 0)
-    share = tl.cdiv(tl.cdiv(end - begin, NUM_PARTS), BLOCK_KEYS) * BLOCK_KEYS
-    if NUM_PARTS > 1:
+    share = tl.cdiv(tl.cdiv(end - begin, most_parts), BLOCK_KEYS) * BLOCK_KEYS
+    if not IS_WHOLE:
         share = tl.maximum(share, PART)
     first = begin + part * share
     if (first < end) | (part == 0):
@@ -186,14 +176,6 @@ def _decode(
         line = table + row.to(tl.int64) * table_stride
         if IS_FRESH:
             stored = tl.minimum(last, end - 1)
-            if IS_EARLY:
-                early_seen = first + tl.arange(0, BLOCK_KEYS) < stored
-                early_keys, early_values = _block(
-                    of_head, line, first, early_seen, is_dim, page_stride, value_offset, PAGE, DIM, BLOCK_DIM,
-                    BLOCK_KEYS,
-                )  # fmt: skip
-            if CHAINED:
-                tl.extra.cuda.gdc_wait()
             angle = token * angle_stride
             queries = finished(
                 of_token + head[:, None] * DIM, q_norm, angle, cos, sin, eps, cells, DIM, BLOCK_DIM, HAS_NORM
@@ -218,36 +200,34 @@ def _decode(
             is_kept = is_one & (page >= 0)
             tl.store(to_page + dims[None, :] + one, key, mask=is_kept)
             tl.store(to_page + value_offset + dims[None, :] + one, value, mask=is_kept)
-        if IS_EARLY:
-            scores = scores_of(queries, early_keys, scale, softcap, HAS_CAP)
-            scores = tl.where(early_seen[None, :], scores, float("-inf"))
-            total, top, weight = soften(total, top, weight, scores, early_values)
-        for start in range(first + (BLOCK_KEYS if IS_EARLY else 0), stored, BLOCK_KEYS):
-            is_seen = start + tl.arange(0, BLOCK_KEYS) < stored
-            keys, values = _block(
-                of_head, line, start, is_seen, is_dim, page_stride, value_offset, PAGE, DIM, BLOCK_DIM, BLOCK_KEYS
-            )  # fmt: skip
+        for start in range(first, stored, BLOCK_KEYS):
+            positions = start + tl.arange(0, BLOCK_KEYS)
+            is_seen = positions < stored
+            rows = page_rows(of_head, line, positions, is_seen, page_stride, PAGE, DIM)
+            cells_read = is_seen[:, None] & is_dim[None, :]
+            keys = tl.load(rows[:, None] + dims[None, :], mask=cells_read, other=0.0)
+            values = tl.load(rows[:, None] + value_offset + dims[None, :], mask=cells_read, other=0.0)
             scores = scores_of(queries, keys, scale, softcap, HAS_CAP)
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
             total, top, weight = soften(total, top, weight, scores, values)
-        if CHAINED:
+        if CHAINED:  # not before: the product behind is to find all places free
             tl.extra.cuda.gdc_launch_dependents()
 
         is_last = True
-        if NUM_PARTS > 1:
+        if not IS_WHOLE:
             pair = row * tl.num_programs(1) + kv_head
             parts = tl.maximum(tl.cdiv(end - begin, share), 1)
             known = tl.where(weight > 0.0, weight, 1.0)
-            lines = (pair.to(tl.int64) * NUM_PARTS + part) * GROUP + within
+            lines = (pair.to(tl.int64) * most_parts + part) * GROUP + within
             tl.store(partial_out + lines[:, None] * DIM + dims[None, :], total / known[:, None], mask=cells)
             tl.store(lse + lines, top + tl.log2(known), mask=is_head)
             tl.debug_barrier()  # what all threads have written is there when one of them says so
             is_last = tl.atomic_add(through + pair, 1) == parts - 1
             if is_last:
                 tl.store(through + pair, 0)
-                lines = pair.to(tl.int64) * NUM_PARTS * GROUP + within
+                lines = pair.to(tl.int64) * most_parts * GROUP + within
                 total, top, weight = _added_up(
-                    partial_out, lse, lines, is_head, cells, parts, GROUP, DIM, BLOCK_DIM, BLOCK_HEADS, NUM_PARTS
+                    partial_out, lse, lines, is_head, cells, parts, GROUP, DIM, BLOCK_DIM, BLOCK_HEADS, MOST_PARTS
                 )  # fmt: skip
         if is_last:
             if HAS_SINKS:
@@ -262,24 +242,12 @@ def _decode(
 
 
 @triton.jit
-def _block(
-    of_head, line, start, is_seen, is_dim, page_stride, value_offset, PAGE: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-):  # fmt: skip
-    """K and V from position `start` on, `[BLOCK_KEYS, BLOCK_DIM]` each, zeros where nothing is seen."""
-    rows = page_rows(of_head, line, start + tl.arange(0, BLOCK_KEYS), is_seen, page_stride, PAGE, DIM)
-    at = rows[:, None] + tl.arange(0, BLOCK_DIM)[None, :]
-    cells = is_seen[:, None] & is_dim[None, :]
-    return tl.load(at, mask=cells, other=0.0), tl.load(at + value_offset, mask=cells, other=0.0)
-
-
-@triton.jit
 def _added_up(
     partial_out, lse, lines, is_head, cells, parts, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, NUM_PARTS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, MOST_PARTS: tl.constexpr,
 ):  # fmt: skip
     """The parts of a row and KV head, as `soften` leaves them. Past the first-level cache: others have written them."""
-    each = tl.arange(0, NUM_PARTS)
+    each = tl.arange(0, MOST_PARTS)
     is_part = is_head[:, None] & (each < parts)[None, :]
     at = lse + lines[:, None] + each[None, :] * GROUP
     logs = tl.load(at, mask=is_part, other=float("-inf"), cache_modifier=".cg")
@@ -289,7 +257,7 @@ def _added_up(
     dims = tl.arange(0, BLOCK_DIM)
     total = tl.zeros((BLOCK_HEADS, BLOCK_DIM), tl.float32)
     for some in range(0, parts, 16):
-        for within in tl.static_range(min(NUM_PARTS, 16)):
+        for within in tl.static_range(16):
             index = some + within
             log = tl.load(
                 lse + lines + index * GROUP, mask=is_head & (index < parts), other=float("-inf"), cache_modifier=".cg"

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.base.env import triton_is_interpreted
-from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2, shared_bytes
+from pdserve.model.gpu.runtime import chaining, num_cores, shared_bytes
 
 MAX_ROWS = 16
 """Beyond, the rows are read from the cache more often than the weights from memory, and cuBLAS does better."""
@@ -70,7 +70,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outs: int, *, is
     tiling = Tiling.of(num_outs, x.device, is_gate=is_gate)
     _product[(triton.cdiv(num_outs, tiling.outs),)](
         x, weight, bias if bias is not None else weight, out, num_rows, num_outs, num_in, x.stride(0),
-        ROWS=max(16, power_of_2(num_rows)), OUTS=tiling.outs, DEPTH=tiling.depth, IS_GATE=is_gate,
+        ROWS=MAX_ROWS, OUTS=tiling.outs, DEPTH=tiling.depth, IS_GATE=is_gate,
         IS_WHOLE=num_in % tiling.depth == 0, HAS_BIAS=bias is not None,
         num_warps=tiling.warps, num_stages=tiling.stages, **chaining(x.device),
     )  # fmt: skip

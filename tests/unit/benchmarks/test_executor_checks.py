@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import ahead_checks, check_cuda, model_timings, timings
+from benchmarks.gpu import ahead_checks, check_cuda, model_timings, tilings, timings
 from benchmarks.gpu import executor_checks as checks
 from benchmarks.gpu.shapes import TINY_MODELS
 from benchmarks.report import ROOT
 from pdserve.executor.factory import Built
+from pdserve.model.gpu.decode_attention import Tiling as Attention
 from tests import ahead
 from tests.tiny import Family
 from tests.unit.model.triton_kit import DEVICE
@@ -141,6 +142,16 @@ def test_the_whole_program_runs_on_a_cpu_with_tiny_shapes(
     (written,) = tmp_path.glob("*.md")
     rows = [line for line in written.read_text().splitlines() if line.startswith("| tiny")]
     assert len(rows) == 2 * (1 + 2 * 2), "a prefill; a batch with and without graphs and overlap"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_other_tilings_are_timed_and_the_kernels_own_are_back_behind_them(capsys: pytest.CaptureFixture[str]) -> None:
+    own = Attention.of(1, 16, torch.float32, torch.device("cpu"))
+    tilings.try_out()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == list(tilings.alternatives())
+    assert all("1: " in line and "| 2: " in line for line in lines)
+    assert Attention.of(1, 16, torch.float32, torch.device("cpu")) == own
 
 
 @pytest.mark.slow

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -108,11 +111,13 @@ class Counted:
         return counted
 
 
-def built(checkpoint: Path, *, overlap: bool = False) -> Built:
+def built(
+    checkpoint: Path, *, overlap: bool = False, dtype: Literal["float32", "float16"] = "float32"
+) -> Built:  # fmt: skip
     """A small executor by Triton."""
     return build_executor(
         ServerConfig(
-            model=ModelConfig(model_path=str(checkpoint), dtype="float32", context_length=64),
+            model=ModelConfig(model_path=str(checkpoint), dtype=dtype, context_length=64),
             memory=MemoryConfig(page_size=8, max_total_tokens=512),
             schedule=ScheduleConfig(disable_overlap_schedule=not overlap),
             kernels=KernelConfig(
@@ -143,11 +148,15 @@ def test_tokens_by_replays_are_those_of_launched_kernels(checkpoint: Path) -> No
     assert not null_page.any(), "padding was written to the null page"
 
 
-def test_what_is_sampled_from_a_replay_is_what_is_sampled_otherwise(checkpoint: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_is_sampled_from_a_replay_is_what_is_sampled_otherwise(
+    checkpoint: Path, dtype: Literal["float32", "float16"]
+) -> None:
+    """And is what the next step goes on with: the likeliest, which a replay puts in place, is another."""
     sampling = SamplingParams(temperature=1.2, seed=4, top_k=20, repetition_penalty=1.3, logit_bias={5: 2.0})
     found = []
     for captures in (False, True):
-        one = built(checkpoint)
+        one = built(checkpoint, dtype=dtype)
         if captures:
             one.executor.capture_decode((2,), Counted())
         driver = Driver(one)
@@ -183,11 +192,31 @@ def test_steps_launched_ahead_use_the_tokens_of_replays(checkpoint: Path) -> Non
 
 def test_warming_up_has_every_form_of_step_and_leaves_no_trace(checkpoint: Path) -> None:
     forms = spans_of(2000, 4, 512)
-    assert forms[:3] == [[(0, 512)], [(0, 1), (0, 2)], [(0, 1)] * 4]
-    assert [span for (span,) in forms[3:]] == [(end - 1, end) for end in (2000, 1000, 500, 250)]
+    short, long = (0, 1), (1999, 2000)
+    assert forms[:5] == [[(0, 512)], [short], [(0, 2)], [short] * 4, [*[short] * 3, (0, 2)]]
+    assert forms[5:] == [[long], [(0, 2)], [long] * 4, [*[long] * 3, (0, 2)]]
     one = built(checkpoint)
     pool = one.executor.pools[0]
     pool.pages.fill_(float("nan"))
     one.executor.warm_up(8)
     assert pool.pages.isnan().all(), "a page was written"
     assert not pool.layer(0)[-1].any(), "the null page was written"
+
+
+def test_a_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows addresses; what lies there belongs to the work that was captured."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    for name in ("CUDAGraph", "graph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    tensor = torch.zeros(3)
+    alive = weakref.ref(tensor)
+
+    def work(tensor: torch.Tensor = tensor) -> None:
+        tensor.add_(1)
+
+    replay = GraphCapture()(work)
+    del tensor, work
+    gc.collect()
+    assert alive() is not None
+    replay()
+    cast(mock.MagicMock, torch.cuda.CUDAGraph).return_value.replay.assert_called_once_with()

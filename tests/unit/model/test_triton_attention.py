@@ -85,11 +85,11 @@ def test_parts_of_long_rows_are_added_up() -> None:
 @given(
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3),
     heads=HEADS, dim=DIMS, page=PAGES, mask=MASKS, dtype=DTYPES, parts=st.sampled_from([1, 2, 8]),
-    with_norm=st.booleans(), early=st.booleans(), seed=st.integers(0, 99),
+    with_norm=st.booleans(), keys=st.sampled_from([16, 64]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_attention_of_fresh_tokens_is_that_of_placed_ones(
     lengths: list[int], heads: tuple[int, int], dim: int, page: int, mask: Mask, dtype: torch.dtype, parts: int,
-    with_norm: bool, early: bool, seed: int,
+    with_norm: bool, keys: int, seed: int,
 ) -> None:  # fmt: skip
     """Norms, rotation, and K and V in their pages, or nowhere, too."""
     generator = torch.Generator().manual_seed(seed)
@@ -107,7 +107,7 @@ def test_attention_of_fresh_tokens_is_that_of_placed_ones(
     expected, got = torch.full_like(q, float("nan")), torch.full_like(q, float("nan"))
     scale = dim**-0.5
     attend_decode(q, expected, theirs, rows.table, rows.ends, tokens, through, scale=scale, parts=parts, mask=mask)
-    with mock.patch.object(Tiling, "of", return_value=Tiling(keys=32, warps=4, early=early)):
+    with mock.patch.object(Tiling, "of", return_value=Tiling(keys=keys, warps=4)):
         attend_decode(fresh, got, mine, rows.table, rows.ends, tokens, through, scale=scale, parts=parts, mask=mask)
     close(got, expected.double().cpu(), dtype)
     close(mine.nan_to_num(7.0), theirs.double().nan_to_num(7.0).cpu(), dtype)

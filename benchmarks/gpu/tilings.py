@@ -1,0 +1,125 @@
+"""Decode of the 8B shape under other choices than the kernels' own: where a device of another kind may want them.
+
+    python -m benchmarks.gpu.tilings [--batches 1 16 64] [--only NAME ...]
+
+Each alternative is captured and timed with overlap, as in `check_cuda`, beside the same floor; the choice as it is
+comes first and last, for what lies between its two figures is noise. Prints, writes nothing. A minute on one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.gpu.check_cuda import EXIT_NO_DEVICE
+from benchmarks.gpu.shapes import MODELS, TINY_MODELS
+from benchmarks.gpu.timings import Limits, Plan, Timer, build_dummy, measure_limits
+from pdserve.executor.graphs import Capture, EagerCapture, GraphCapture
+from pdserve.model.gpu import decode_attention, few_rows
+from pdserve.model.gpu.decode_attention import Tiling as Attention
+from pdserve.model.gpu.few_rows import Tiling as Product
+
+Change = tuple[Any, str, Any]
+"""An object, and what one of its attributes is to be."""
+
+
+def _attention(keys: int, warps: int) -> Change:
+    return Attention, "of", lambda *args: Attention(keys, warps)
+
+
+def _products(change: Callable[[Product], Product | None]) -> Change:
+    """Other tilings where `change` gives one."""
+    chosen = Product.of
+
+    def of(num_outs: int, device: torch.device, *, is_gate: bool) -> Product:
+        mine = chosen(num_outs, device, is_gate=is_gate)
+        return change(mine) or mine
+
+    return Product, "of", of
+
+
+def alternatives() -> dict[str, list[Change]]:
+    """By name."""
+    return {
+        "as it is": [],
+        "attention: 64 keys, 4 warps": [_attention(64, 4)],
+        "attention: 32 keys, 4 warps": [_attention(32, 4)],
+        "attention: 128 keys, 8 warps": [_attention(128, 8)],
+        "attention: parts of 64 keys": [(decode_attention, "_PART_TOKENS", 64)],
+        "attention: parts of 256 keys": [(decode_attention, "_PART_TOKENS", 256)],
+        "attention: 8 programs a multiprocessor": [(decode_attention, "_WAVES", 8)],
+        "products: all by cuBLAS": [(few_rows, "MAX_ROWS", 0)],
+        "products: 3 stages": [_products(lambda mine: Product(mine.outs, mine.depth, mine.warps, 3))],
+        "products: 4 stages": [_products(lambda mine: Product(mine.outs, mine.depth, mine.warps, 4))],
+        "products: 16 outputs a program": [_products(lambda mine: Product(16, 256, 2, 5))],
+        "products: 32 outputs a program": [_products(lambda mine: Product(32, 128, 4, 4))],
+        "as it is, again": [],
+    }
+
+
+@contextlib.contextmanager
+def changed(changes: Sequence[Change]) -> Iterator[None]:
+    """Within, things are as `changes` say."""
+    with contextlib.ExitStack() as stack:
+        for target, name, value in changes:
+            is_function = isinstance(target, type)
+            stack.enter_context(mock.patch.object(target, name, staticmethod(value) if is_function else value))
+        yield
+
+
+def measure(
+    config: dict[str, Any], plan: Plan, limits: Limits, named: dict[str, list[Change]], capture: Callable[[], Capture]
+) -> None:
+    """Build the model once, and capture and time it under each alternative."""
+    with tempfile.TemporaryDirectory() as directory:
+        built = build_dummy(Path(directory), config, plan)
+    timer, width = Timer(built, limits, plan), max(len(name) for name in named)
+    for name, changes in named.items():
+        with changed(changes):
+            built.executor.capture_decode(plan.batches, capture())
+            timings = [timer.decode(batch, ahead=True) for batch in plan.batches]
+        shown = (
+            f"{batch}: {one.median_s * 1e3:.3f} ms ({one.low_s * 1e3:.3f}-{one.high_s * 1e3:.3f}), "
+            f"{one.floor_s / one.median_s:.1%} of the limit"
+            for batch, one in zip(plan.batches, timings, strict=True)
+        )
+        print(f"{name:<{width}}  {' | '.join(shown)}", flush=True)
+    built.executor.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--only", nargs="*", choices=alternatives(), help="of the alternatives")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("no CUDA device: torch.cuda.is_available() is False; nothing was measured")
+        return EXIT_NO_DEVICE
+    named = {name: changes for name, changes in alternatives().items() if args.only is None or name in args.only}
+    plan = Plan(batches=tuple(sorted(args.batches)))
+    limits = measure_limits(torch.device("cuda"))
+    print(f"{torch.cuda.get_device_name()}: copy {limits.copy_bytes_s / 1e12:.2f} TB/s")
+    measure(MODELS["Qwen3-8B"], plan, limits, named, GraphCapture)
+    return 0
+
+
+def try_out() -> None:
+    """The same on a CPU, at a tiny shape, by Triton's interpreter."""
+    plan = Plan(
+        device="cpu", attention_backend="triton", page_size=4, batches=(1, 2), context=5, prefills=(6,), num_warm=0,
+        num_timed=2,
+    )  # fmt: skip
+    measure(TINY_MODELS["tiny"], plan, Limits(1e9, 1e9), alternatives(), EagerCapture)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
