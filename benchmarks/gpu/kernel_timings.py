@@ -28,8 +28,9 @@ _NUM_RUNS = 15
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is timed. `linears`: name, outputs and inputs; `gate`: the one whose halves are a gate; `drawn`: rows that sample
-    by top-p.
+    """What is timed. `linears`: name, outputs and inputs; `gate`: the one whose halves are a gate.
+
+    `drawn`: rows that sample by top-p.
     """
 
     shape: AttentionShape
