@@ -19,8 +19,10 @@ What it needs is in `benchmarks/README.md`; flashinfer and llguidance are used w
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import importlib.util
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -137,18 +139,34 @@ def backends() -> tuple[AttentionBackend, ...]:
     return ("triton", "flashinfer") if importlib.util.find_spec("flashinfer") else ("triton",)
 
 
-def check_all(directory: Path, families: Sequence[Family], has_time: HasTime) -> tuple[list[Outcome], list[str]]:
-    """Every check of every kernel and of `families`, and what the time was too short for."""
-    named = kernel_checks.checks(torch.device("cuda"), backends())
-    for family in families:
-        if has_time():
-            named += checks_of(family, make_tiny(family, directory / family), "cuda")
-    outcomes = run_checks(named, has_time)
-    names = [name for name, _ in named[len(outcomes) :]]
-    missing = [
-        f"the family {family}" for family in FAMILIES if not any(name.startswith(f"{family}:") for name, _ in named)
-    ]
-    return outcomes, names + missing
+def check_kernels(deadline: float) -> tuple[list[Outcome], list[str]]:
+    """Every check of every kernel, until `time.monotonic()` is there; and what there was no time for."""
+    return _run_until(kernel_checks.checks(torch.device("cuda"), backends()), deadline)
+
+
+def check_family(family: Family, deadline: float) -> tuple[list[Outcome], list[str]]:
+    """The same of a tiny model."""
+    with tempfile.TemporaryDirectory() as directory:
+        return _run_until(checks_of(family, make_tiny(family, Path(directory)), "cuda"), deadline)
+
+
+def _run_until(
+    named: Sequence[tuple[str, Callable[[], object]]], deadline: float
+) -> tuple[list[Outcome], list[str]]:  # fmt: skip
+    outcomes = run_checks(named, lambda: time.monotonic() < deadline)
+    return outcomes, [name for name, _ in named[len(outcomes) :]]
+
+
+def check_all(families: Sequence[Family], deadline: float) -> tuple[list[Outcome], list[str]]:
+    """Kernels and `families`, each in a process of its own, for most of the time kernels are being compiled."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1 + len(families), mp_context=context) as pool:
+        jobs = [pool.submit(check_kernels, deadline)]
+        jobs += [pool.submit(check_family, family, deadline) for family in families]
+        found = [job.result() for job in jobs]
+    missing = [name for _, names in found for name in names]
+    missing += [f"the family {family}" for family in FAMILIES if family not in families]
+    return [outcome for outcomes, _ in found for outcome in outcomes], missing
 
 
 def document(facts: dict[str, Any], outcomes: Sequence[Outcome], timed: str) -> str:
@@ -197,12 +215,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts["left_out"] = [] if args.tiny or args.skip_checks else left_out()
     outcomes, timed = [], ""
     if not args.skip_checks:
-        with tempfile.TemporaryDirectory() as temporary:
-            if args.tiny:
-                outcomes = tiny_checks()
-            else:
-                outcomes, missing = check_all(Path(temporary), args.families, has_time)
-                facts["left_out"] += missing
+        if args.tiny:
+            outcomes = tiny_checks()
+        else:
+            outcomes, missing = check_all(args.families, began + 60 * args.max_minutes)
+            facts["left_out"] += missing
     if not args.skip_timings:
         results = model_timings.Results(limits_of(args.tiny))
         kernels = time_kernels(args.tiny, results.limits)

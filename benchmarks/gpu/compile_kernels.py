@@ -167,6 +167,9 @@ def launches(compiler: Compiler) -> Iterator[str]:
         kernels.linear(x, weight, None)
         kernels.linear(x, weight, weight[:, 0].contiguous())
         kernels.gated(x, weight, None)
+    compiler.case = "gate, 64 rows"
+    yield compiler.case
+    few_rows.gated(torch.empty(64, 4096, dtype=torch.bfloat16), torch.empty(24576, 4096, dtype=torch.bfloat16), None)
     compiler.case = "angles, 64 tokens"
     yield compiler.case
     kernels.angles(torch.zeros(64, dtype=torch.int64), torch.empty(64), 1.0, torch.bfloat16)

@@ -35,15 +35,27 @@ def _attention(keys: int, warps: int) -> Change:
     return Attention, "of", lambda *args: Attention(keys, warps)
 
 
-def _products(change: Callable[[Product], Product | None]) -> Change:
-    """Other tilings where `change` gives one."""
+def _products(change: Callable[[Product], Product]) -> Change:
+    """Other tilings of products of few rows."""
     chosen = Product.of
 
-    def of(num_outs: int, device: torch.device, *, is_gate: bool) -> Product:
-        mine = chosen(num_outs, device, is_gate=is_gate)
-        return change(mine) or mine
+    def of(num_rows: int, num_outs: int, device: torch.device, *, is_gate: bool) -> Product:
+        mine = chosen(num_rows, num_outs, device, is_gate=is_gate)
+        return mine if num_rows > few_rows.MAX_ROWS else change(mine)
 
     return Product, "of", of
+
+
+def _gates(outs: int, depth: int, warps: int, stages: int) -> list[Change]:
+    """Gates of up to 64 rows by our own kernel."""
+    chosen = Product.of
+
+    def of(num_rows: int, num_outs: int, device: torch.device, *, is_gate: bool) -> Product:
+        if num_rows > few_rows.MAX_ROWS:
+            return Product(outs, depth, warps, stages)
+        return chosen(num_rows, num_outs, device, is_gate=is_gate)
+
+    return [(few_rows, "MAX_GATED_ROWS", 64), (Product, "of", of)]
 
 
 def alternatives() -> dict[str, list[Change]]:
@@ -56,7 +68,11 @@ def alternatives() -> dict[str, list[Change]]:
         "attention: parts of 64 keys": [(decode_attention, "_PART_TOKENS", 64)],
         "attention: parts of 256 keys": [(decode_attention, "_PART_TOKENS", 256)],
         "attention: 8 programs a multiprocessor": [(decode_attention, "_WAVES", 8)],
-        "products: all by cuBLAS": [(few_rows, "MAX_ROWS", 0)],
+        "gates up to 64: 64 x 64, 4 warps, 4 stages": _gates(64, 64, 4, 4),
+        "gates up to 64: 64 x 64, 8 warps, 4 stages": _gates(64, 64, 8, 4),
+        "gates up to 64: 64 x 128, 4 warps, 3 stages": _gates(64, 128, 4, 3),
+        "gates up to 64: 64 x 128, 8 warps, 4 stages": _gates(64, 128, 8, 4),
+        "products: all by cuBLAS": [(few_rows, "MAX_ROWS", 0), (few_rows, "MAX_GATED_ROWS", 0)],
         "products: 3 stages": [_products(lambda mine: Product(mine.outs, mine.depth, mine.warps, 3))],
         "products: 4 stages": [_products(lambda mine: Product(mine.outs, mine.depth, mine.warps, 4))],
         "products: 16 outputs a program": [_products(lambda mine: Product(16, 256, 2, 5))],

@@ -15,10 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.base.env import triton_is_interpreted
-from pdserve.model.gpu.runtime import chaining, num_cores, shared_bytes
+from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2, shared_bytes
 
 MAX_ROWS = 16
 """Beyond, the rows are read from the cache more often than the weights from memory, and cuBLAS does better."""
+MAX_GATED_ROWS = 16
+"""The same for both halves of a gate, whose programs read the rows once for twice as many weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +33,13 @@ class Tiling:
     stages: int
 
     @staticmethod
-    def of(num_outs: int, device: torch.device, *, is_gate: bool) -> Tiling:
-        """For so many outputs; a gate has two halves of them."""
+    def of(num_rows: int, num_outs: int, device: torch.device, *, is_gate: bool) -> Tiling:
+        """For so many rows and outputs; a gate has two halves of them."""
         cores = num_cores(device)
         if triton_is_interpreted():
             return Tiling(outs=64, depth=64, warps=4, stages=1)
+        if num_rows > _LEAST_ROWS:  # the more outputs, the less often the rows are read
+            return Tiling(outs=64, depth=64, warps=4, stages=4)
         if is_gate or num_outs > 3 * 16 * cores:
             return Tiling(outs=32, depth=128, warps=4, stages=4)
         if (
@@ -45,12 +49,19 @@ class Tiling:
         return Tiling(outs=16, depth=256, warps=2, stages=5)
 
 
+_LEAST_ROWS = 16
+"""Rows that the tensor cores take at least."""
 _MUCH_SHARED = 130 << 10
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` and `gated` are made for this product."""
-    return 0 < len(x) <= MAX_ROWS and x.dtype.itemsize == 2 and x.stride(1) == 1 and weight.shape[1] % 16 == 0
+def fits(x: Tensor, weight: Tensor, *, is_gate: bool = False) -> bool:
+    """Whether `linear`, or `gated`, is made for this product."""
+    return (
+        0 < len(x) <= (MAX_GATED_ROWS if is_gate else MAX_ROWS)
+        and x.dtype.itemsize == 2
+        and x.stride(1) == 1
+        and weight.shape[1] % 16 == 0
+    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,10 +78,10 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outs: int, *, is
     """One product."""
     num_rows, num_in = x.shape
     out: Tensor = torch.empty(num_rows, num_outs, dtype=x.dtype, device=x.device)
-    tiling = Tiling.of(num_outs, x.device, is_gate=is_gate)
+    tiling = Tiling.of(num_rows, num_outs, x.device, is_gate=is_gate)
     _product[(triton.cdiv(num_outs, tiling.outs),)](
         x, weight, bias if bias is not None else weight, out, num_rows, num_outs, num_in, x.stride(0),
-        ROWS=MAX_ROWS, OUTS=tiling.outs, DEPTH=tiling.depth, IS_GATE=is_gate,
+        ROWS=max(_LEAST_ROWS, power_of_2(num_rows)), OUTS=tiling.outs, DEPTH=tiling.depth, IS_GATE=is_gate,
         IS_WHOLE=num_in % tiling.depth == 0, HAS_BIAS=bias is not None,
         num_warps=tiling.warps, num_stages=tiling.stages, **chaining(x.device),
     )  # fmt: skip

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,14 @@ def test_a_failed_check_is_reported_and_the_rest_goes_on() -> None:
         ("bad", "AssertionError: tokens differ"),
         ("good", None),
     ]
+
+
+def test_what_there_was_no_time_for_is_named() -> None:
+    """By every process that checks, and by the one that was not asked to."""
+    outcomes, missing = check_cuda.check_all(("llama",), time.monotonic() - 1.0)
+    assert outcomes == []
+    assert "triton attention, Qwen3-8B, decode" in missing and "llama: a launch never waits" in missing
+    assert missing[-3:] == ["the family qwen2", "the family qwen3", "the family qwen3_moe"]
 
 
 def test_the_floors_count_bytes_and_operations() -> None:

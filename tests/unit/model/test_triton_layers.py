@@ -157,6 +157,12 @@ def test_products_of_few_rows_are_torch_s(
     close(TritonKernels().gated(x, weight, bias), FastKernels().gated(x, weight, bias))
 
 
+def test_a_gate_of_more_rows_is_torch_s() -> None:
+    """What it takes to have gates of up to 64 rows by our own kernel."""
+    x, weight = torch.randn(40, 96, device=DEVICE).half(), (torch.randn(60, 96, device=DEVICE) * 0.1).half()
+    close(few_rows.gated(x, weight, None), FastKernels().gated(x, weight, None))
+
+
 @pytest.mark.parametrize(
     ("rows", "num_in", "dtype"),
     [(0, 64, torch.bfloat16), (17, 64, torch.bfloat16), (2, 64, torch.float32), (2, 40, torch.bfloat16)],
