@@ -20,7 +20,9 @@ def test_every_kernel_compiles_and_fits(capability: str) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for kernel in (
         "_decode",
-        "_combine",
+        "_product",
+        "_peaks",
+        "_best",
         "_extend",
         "_place",
         "_rms_norm",
