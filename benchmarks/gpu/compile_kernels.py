@@ -101,7 +101,10 @@ class Compiler:
 
 
 def _specialised(kernel: JITFunction, values: dict[str, Any]) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
-    """Types, constants and attributes as Triton's launcher finds them: ones are constants, 16s are known."""
+    """Types, constants and attributes as Triton's launcher finds them: ones are constants, 16s are known.
+
+    Tensors are taken to begin at 16 bytes.
+    """
     signature: dict[str, str] = {}
     constants: dict[Any, Any] = {}
     attributes: dict[Any, Any] = {}
@@ -114,7 +117,7 @@ def _specialised(kernel: JITFunction, values: dict[str, Any]) -> tuple[dict[str,
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor):
             signature[param.name] = _TYPES[value.dtype]
-            aligned = True
+            aligned = not param.do_not_specialize_on_alignment
         elif isinstance(value, float):
             signature[param.name] = "fp32"
         else:

@@ -1,8 +1,8 @@
 """Steps that compute nothing, run once at start-up: kernels are compiled and libraries opened before the first request.
 
 Called by `LocalExecutor.warm_up` on devices whose kernels are compiled when first used. The steps have every form that
-serving has: a chunk as long as they get; few rows and many, short ones and long ones, which kernels cut up in other
-ways, alone and beside a chunk. They read the page of zeros and write nowhere.
+serving has: a chunk as long as they get, beside as many rows as there are; few rows and many, short ones and long
+ones, which kernels cut up in other ways, alone and beside a chunk. They read the page of zeros and write nowhere.
 """
 
 from __future__ import annotations
@@ -25,17 +25,25 @@ from pdserve.model.forward_batch import HostRows
 _LOG = logging.getLogger(__name__)
 Span = tuple[int, int]
 """Positions `[start, end)` of a row."""
+_COUNTS = (1, 2, 4, 16, 32, 64)
+"""Rows of a step. Decode attention tells few, some and many pairs of a row and a KV head apart (`Tiling`, `num_parts`).
+The most "some" are eight times the least: whatever the number of heads, a count is among them, and so is one less,
+which is what a chunk leaves of it.
+"""
 
 
 def spans_of(context: int, max_rows: int, chunk: int) -> list[list[Span]]:
-    """The rows of each step, for requests of up to `context` tokens."""
-    longest = min(context, chunk)
-    two = (0, min(2, longest))
-    steps = [[(0, longest)]]
-    for length in (1, context):
-        for count in sorted({min(count, max_rows) for count in (1, 4, 16, 32, max_rows)}):
-            rows = [(length - 1, length)] * count
-            steps += [rows, [*rows[1:], two]]
+    """The rows of each step, for requests of up to `context` tokens.
+
+    One long row is enough: into how many parts rows are cut up is said by the longest of them.
+    """
+    short, long = (0, 1), (context - 1, context)
+    longest, two = (0, min(context, chunk)), (0, min(2, context, chunk))
+    steps = [[*[short] * (max_rows - 1), longest]]
+    for first in (short, long):
+        for count in sorted({min(count, max_rows) for count in (*_COUNTS, max_rows)}):
+            rows = [first, *[short] * (count - 1)]
+            steps += [rows, [*rows[:-1], two]]
     return steps
 
 

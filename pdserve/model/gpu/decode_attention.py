@@ -138,7 +138,10 @@ def _fresh_arguments(fresh: Fresh | None, nothing: Tensor) -> tuple[Tensor | flo
     return fresh.write_pages, fresh.write_slots, fresh.cos, fresh.sin, q_norm, k_norm, fresh.eps, stride
 
 
-@triton.jit(do_not_specialize=["table_stride", "softcap", "window"])
+@triton.jit(
+    do_not_specialize=["table_stride", "softcap", "window"],
+    do_not_specialize_on_alignment=["write_pages", "write_slots"],  # see `heads._place`
+)
 def _decode(
     q, out, kv, table, ends, tokens, partial_out, lse, through, sinks,
     write_pages, write_slots, cos, sin, q_norm, k_norm, eps, angle_stride,

@@ -20,7 +20,9 @@ from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2, shared_by
 MAX_ROWS = 16
 """Beyond, the rows are read from the cache more often than the weights from memory, and cuBLAS does better."""
 MAX_GATED_ROWS = 16
-"""The same for both halves of a gate, whose programs read the rows once for twice as many weights."""
+"""The same for both halves of a gate, whose programs read the rows once for twice as many weights. Above 16
+each power of two up to it is a kernel: start-up builds those of up to as many tokens as a server has rows, and would
+need short chunks for the others (`warm_up.spans_of`)."""
 
 
 @dataclasses.dataclass(frozen=True)

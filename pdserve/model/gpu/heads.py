@@ -61,7 +61,7 @@ def angle_tables(positions: Tensor, inverse: Tensor, factor: float, dtype: torch
     return cos, sin
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # see `_place`
 def _angles(positions, inverse, cos, sin, factor, HALF: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """One token."""
     if CHAINED:
@@ -80,7 +80,8 @@ def _angles(positions, inverse, cos, sin, factor, HALF: tl.constexpr, BLOCK: tl.
     tl.store(sin + line + HALF, s.to(dtype), mask=mask)
 
 
-@triton.jit
+# Pages and slots are lines of `ForwardBatch.columns`: how many tokens there are decides whether they begin at 16 bytes.
+@triton.jit(do_not_specialize_on_alignment=["write_pages", "write_slots"])
 def _place(
     qkv, q, kv, write_pages, write_slots, cos, sin, q_norm, k_norm, eps,
     qkv_stride, angle_stride, page_stride, value_offset,

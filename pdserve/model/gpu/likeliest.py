@@ -54,7 +54,7 @@ def _peaks(
     tl.store(places + row * tl.num_programs(1) + block, place)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["lines", "positions"])  # see `heads._place`
 def _best(
     peaks, places, best, tokens, lines, positions, token_stride, blocks, vocab, BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,

@@ -1,0 +1,132 @@
+"""What start-up runs has Triton compile every form of its kernels that steps of serving launch. Nothing is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from pdserve.executor.batch_builder import build_batch
+from pdserve.executor.warm_up import Span, idle_batch, warm_up
+from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.triton_pages import TritonAttention
+from pdserve.model.families.decoder import Decoder, kv_layout
+from pdserve.model.gpu import decode_attention
+from pdserve.model.layers.triton_kernels import TritonKernels
+from pdserve.model.loader import read_spec
+from tests.tiny import Family
+from tests.unit.model.triton_kit import DEVICE
+
+CONTEXT, CHUNK, PAGE_TOKENS = 300, 64, 16
+NUM_EXPERTS = 8
+"""So many that a chunk has small tiles yet, and a chunk with a row beside it large ones."""
+NUM_STEPS = 60
+
+
+class Launches:
+    """Takes the place of launches: `forms` grows by what Triton would look a compiled kernel up by."""
+
+    def __init__(self) -> None:
+        self.forms: set[str] = set()
+        self._binders: dict[str, Callable[..., Any]] = {}
+
+    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        """What a kernel's `run` is called with."""
+        name = kernel.fn.__name__
+        if name not in self._binders:
+            compiled = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
+            backend = CUDABackend(GPUTarget("cuda", 90, 32))
+            self._binders[name] = create_function_from_signature(compiled.signature, compiled.params, backend)
+        values, specialisation, others = self._binders[name](*args, **options)
+        self.forms.add(f"{name} {dict(zip(values, specialisation, strict=True))} {others}")
+        if name == "_route":
+            values["experts"].zero_()  # they are counted, by torch
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    recorder = Launches()
+
+    def run(kernel: Any, *args: Any, **options: Any) -> None:
+        recorder.run(kernel, *args, **options)
+
+    monkeypatch.setattr(type(decode_attention._decode), "run", run)
+    return recorder
+
+
+class Serving:
+    """A model of uninitialised weights over a pool of nothing."""
+
+    def __init__(self, checkpoint: Path, kv_heads: int) -> None:
+        device, spec = torch.device(DEVICE), read_spec(checkpoint)
+        spec = dataclasses.replace(spec, num_layers=1, num_heads=2 * kv_heads, num_kv_heads=kv_heads)
+        if spec.moe is not None:
+            spec = dataclasses.replace(spec, moe=dataclasses.replace(spec.moe, num_experts=NUM_EXPERTS))
+        self._model = Decoder(spec, torch.float16, device, TritonKernels())
+        self._pool = KVPool(kv_layout(spec, PAGE_TOKENS, "float16").groups[0], 1, device)
+        self._attention = TritonAttention(self._pool, spec.num_heads, device)
+        self._tokens = torch.zeros(1, CONTEXT + 1, dtype=torch.int32, device=device)
+
+    def warm_up(self, max_rows: int) -> None:
+        warm_up(
+            self._model, self._attention, self._tokens, page_tokens=PAGE_TOKENS, null_page=self._pool.null_page,
+            max_rows=max_rows, chunk=CHUNK,
+        )  # fmt: skip
+
+    def step(self, spans: Sequence[Span], num_samples: int) -> None:
+        host = idle_batch(spans, page_tokens=PAGE_TOKENS, null_page=self._pool.null_page, spare_line=0)
+        host = dataclasses.replace(host, sample_index=host.sample_index[:num_samples])
+        batch = build_batch(host, self._tokens)
+        self._model.forward(batch, self._attention.begin(batch))
+
+
+def mixed(rng: random.Random, max_rows: int) -> list[Span]:
+    """Rows that decode, few as often as many, and chunks of up to CHUNK tokens together; either may be missing."""
+    num_chunks = rng.choice((0, 1, 1, 2, 3))
+    most = max(max_rows - num_chunks, 0)
+    num_decode = rng.choice((0, min(1, most), min(round(2 ** rng.uniform(0, 10)), most), most))
+    ends = [rng.randint(1, rng.choice((100, CONTEXT))) for _ in range(num_decode)]
+    chunks = []
+    for _ in range(min(num_chunks, max_rows)):
+        start, length = rng.randint(0, CONTEXT - CHUNK), rng.randint(1, CHUNK // 3)
+        chunks.append((start, start + length))
+    if len(chunks) == 1 and rng.random() < 0.5:
+        chunks = [(0, CHUNK)]
+    return [*((end - 1, end) for end in ends), *chunks] or [(0, CHUNK)]
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_heads", "cores", "max_rows"),
+    [
+        ("llama", 1, 132, 300),
+        ("llama", 1, 148, 7),
+        ("llama", 2, 132, 256),
+        ("qwen3", 8, 132, 27),
+        ("qwen3", 8, 108, 256),
+        ("qwen3", 16, 132, 64),
+        ("qwen3_moe", 4, 132, 50),
+        ("qwen3_moe", 32, 78, 1),
+    ],
+)
+def test_no_step_has_a_kernel_that_start_up_did_not_build(
+    tiny_checkpoint: Callable[[Family], Path], launches: Launches, monkeypatch: pytest.MonkeyPatch, family: Family,
+    kv_heads: int, cores: int, max_rows: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(decode_attention, "num_cores", lambda device: cores)
+    serving, rng = Serving(tiny_checkpoint(family), kv_heads), random.Random(max_rows)
+    serving.warm_up(max_rows)
+    built = set(launches.forms)
+    assert any(form.startswith("_decode") for form in built) and any(form.startswith("_extend") for form in built)
+    for _ in range(NUM_STEPS):
+        spans = mixed(rng, max_rows)
+        serving.step(spans, rng.randint(0, len(spans)))
+        late = launches.forms - built
+        assert not late, f"compiled by {spans[:3]}... of {len(spans)} rows: {late}"
