@@ -21,6 +21,7 @@ LEVEL_SOURCE = "csrc/level.cpp"
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
 LEVELS = {
+    "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DPDK_AMX"],
     "zen4": [*AVX512_BF16, "-DPDK_ZEN4"],
     "avx512_bf16": AVX512_BF16,
     "avx512": AVX512,

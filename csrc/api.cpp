@@ -1,4 +1,7 @@
 // The C interface (pdk.h) over the classes, and the choice of kernels for this machine. No exception leaves it.
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstring>
 #include <exception>
@@ -37,7 +40,19 @@ bool has_avx512_bf16() {
     return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
+
+// Tiles are registers that the system keeps for those only who ask; one that is too old knows of none.
+bool has_amx() {
+    static const bool got = [] {
+        constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM
+        return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+               syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+    }();
+    return got && has_avx512_bf16();
+}
+
 const Kernels* kernels_of(const std::string& level) {
+    if (level == "amx" && has_amx()) return &amx::kernels;
     if (level == "zen4" && has_avx512_bf16()) return &zen4::kernels;
     if (level == "avx512_bf16" && has_avx512_bf16()) return &avx512_bf16::kernels;
     if (level == "avx512" && has_avx512()) return &avx512::kernels;
@@ -82,6 +97,7 @@ void pdk_touch(void* data, int64_t bytes, int64_t page) {
 }
 int64_t pdk_supports(const char* level) { return kernels_of(level) != nullptr; }
 const char* pdk_best_level(void) {
+    if (has_amx()) return "amx";
     if (has_avx512_bf16()) return __builtin_cpu_is("amdfam19h") ? "zen4" : "avx512_bf16";  // Zen 3 has no AVX-512
     return has_avx512() ? "avx512" : has_avx2() ? "avx2" : nullptr;
 }

@@ -228,7 +228,7 @@ INLINE void by_pages(const Attention& a, const Piece& p, int64_t t, Call&& f) {
         n = size % RUN ? 1 : (size - (t + r * RUN) % size) / RUN;
         if (n > count - r) n = count - r;
         for (int64_t kv = 0; kv < p.heads; kv++)
-            by_tiles(a.group, HEADS_AT_ONCE,
+            by_tiles(a.group, HEADS_AT_ONCE, true,
                      [&](int64_t h, int64_t at_once, int64_t) { f(kv, r, n, kv * a.group + h, at_once, h == 0); });
     }
 }

@@ -6,7 +6,7 @@
 // result has the same bits whatever chunk it is computed in.
 #pragma once
 
-static_assert(MAX_ROWS <= TILE_ROWS);
+static_assert(MAX_QUERY_ROWS <= TILE_ROWS);
 constexpr float LEAST = -1e30f;  // below all scores
 
 struct Scratch {
@@ -117,13 +117,13 @@ INLINE F fold_rows(F* rows, int64_t n, Op op) {
     return fold_sixteen(some, op);
 }
 
-// Softmax of rows [row, row + n), n up to MAX_ROWS, over `count` scores each; `keep` is what their old results are worth
+// Softmax of rows [row, row + n), n up to TILE_ROWS, over `count` scores each; `keep` is what their old results are worth
 // beside the new maxima. Each stage takes all rows, so that no row's fold is waited for.
 template <class See>
 INLINE void soften(const Attention& a, const Scratch& s, int64_t row, int64_t n, int64_t count, const See& see,
                    float* keep) {
     float *most = s.most + row, *total = s.total + row;
-    Seen seen[MAX_ROWS];
+    Seen seen[TILE_ROWS];
     F lanes[TILE_ROWS];
     alignas(64) float highest[TILE_ROWS];
     for (int64_t i = 0; i < n; i++)
@@ -146,24 +146,23 @@ static void extend(const Attention& a, const Piece& p, uint8_t* scratch) {
     const int64_t first = a.offsets[p.row] + p.first, position = a.starts[p.row] + p.first;
     const bf16* q = a.q + (p.head * a.tokens + first) * group * wide;
     Scratch s = carve(scratch, rows, wide);
+    const QueryMultiplier multiplier((rows - 1) / ((rows - 1) / MAX_QUERY_ROWS + 1) + 1);  // of the largest tile
     memset(s.out, 0, sizeof(float) * rows * wide);
     for (int64_t r = 0; r < rows; r++) s.most[r] = LEAST, s.total[r] = 0.0f;
     for (int64_t t = p.begin / TILE_KEYS * TILE_KEYS; t < p.end; t += TILE_KEYS) {
         const int64_t count = p.end - t < TILE_KEYS ? padded(p.end - t) : TILE_KEYS;
         pack(a, p, t, count, s);
-        by_tiles(rows, MAX_ROWS, [&](int64_t r, int64_t n, int64_t) {
+        by_tiles(rows, MAX_QUERY_ROWS, true, [&](int64_t r, int64_t n, int64_t) {
             const int64_t last = position + (r + n - 1) / group + 1 - t;  // keys that the tile's last row sees
             if (last <= 0) return;
             const int64_t seen = last < count ? padded(last) : count, weighed = last < count ? (last + 1) / 2 * 2 : count;
-            for (int64_t k = 0; k < seen; k += 32)
-                TILES.half[0][n](s.keys + k * wide, wide, q + r * wide, wide, s.scores + k, TILE_KEYS, 0);
+            multiplier.score(s.keys, wide, seen, q + r * wide, n, s.scores);
             alignas(64) float keep[TILE_ROWS];
             soften(a, s, r, n, seen, [&](int64_t i) -> Seen {
                 const int64_t at = position + i / group, low = a.mask.window > 0 ? at - a.mask.window + 1 : 0;
                 return {(low > p.begin ? low : p.begin) - t, at + 1 - t};
             }, keep);
-            for (int64_t c = 0; c < wide; c += 32)
-                TILES.onto[n](s.values + c * count, weighed, s.weights, TILE_KEYS, s.out + r * wide + c, wide, keep);
+            multiplier.mix(s.values, count, weighed, s.weights, n, s.out + r * wide, wide, keep);
         });
     }
     for (int64_t r = 0; r < rows; r++)

@@ -17,8 +17,10 @@ namespace PDK_LEVEL {
 // FOUND_ROWS: while so few rows are multiplied the CPU finds the next block of weights by itself. Zen 4's first-level
 // cache waits for few lines at a time: with what comes from memory it has none left for what lies in the second. On Zen 5
 // decode attention needs it.
-#ifdef PDK_ZEN4
+#if defined(PDK_ZEN4)
 constexpr int NEAREST = 2, FOUND_ROWS = 4;
+#elif defined(PDK_AMX)
+constexpr int NEAREST = 2, FOUND_ROWS = 0;
 #else
 constexpr int NEAREST = 3, FOUND_ROWS = 0;
 #endif
@@ -30,6 +32,9 @@ constexpr int NEAREST = 3, FOUND_ROWS = 0;
 #endif
 #include "rows.h"
 #include "tile.h"
+#ifdef PDK_AMX
+#include "amx.h"
+#endif
 #include "linear.h"
 #include "heads.h"
 #include "runs.h"

@@ -1,8 +1,6 @@
 // Linear layers on packed weights, and what makes their inputs. Included by level.cpp only.
 #pragma once
 
-constexpr int64_t ROW_BYTES = 256 << 10;  // rows of one pass over the weights: they stay in the second-level cache
-
 // Rows [first, last) of x, normalised when there is a norm, as inputs of products.
 static void prepare(const float* x, int64_t stride, int64_t columns, const float* norm, float eps, const Operand& out,
                     int64_t first, int64_t last) {
@@ -32,36 +30,12 @@ static void norm_rows(const float* x, int64_t columns, const float* weight, floa
     }
 }
 
-// What a tile asks for while it computes: so many lines for each two that it reads, from so many bytes behind its block.
-struct Ask {
-    int lines;
-    int64_t bytes;
-};
-
 // As many bytes as a block has, from so many behind it on, while the last two tiles of rows, or the only one, are
 // multiplied with it: memory is to be busy all the while.
 INLINE Ask ask_by(const Weights& w, int64_t tiles, int64_t left, int64_t from) {
     if (tiles == 1) return {2, from};
     if (left > 2) return {0, 0};
     return {1, left == 2 ? from : from + block_bytes(w) / 2};
-}
-
-// One tile: `count` rows times `block`, float [count][32], bias included.
-INLINE void product(const Weights& w, const Operand& x, int64_t block, int64_t row, int64_t count, const Ask& ask,
-                    float* out) {
-    if (w.format == Format::bf16) {
-        const bf16* at = (const bf16*)w.data + block * w.k * BLOCK;
-        TILES.half[ask.lines][count](at, w.k, x.half + row * w.k, w.k, out, BLOCK, ask.bytes / 2);
-    } else {
-        const uint8_t* at = w.data + block * w.k * BLOCK;
-        TILES.quarter[ask.lines][count](at, w.scale + block * BLOCK, w.k, x, row, out, ask.bytes);
-    }
-    if (!w.bias) return;
-    F b0 = load(w.bias + block * BLOCK), b1 = load(w.bias + block * BLOCK + 16);
-    for (int64_t r = 0; r < count; r++, out += BLOCK) {
-        store(out, load(out) + b0);
-        store(out + 16, load(out + 16) + b1);
-    }
 }
 
 // Brings in the lines that a tile will write: they are in no near cache, and would be waited for.
@@ -79,49 +53,81 @@ INLINE void fetch(const Output& o, int64_t row, int64_t count, int64_t block) {
     }
 }
 
-INLINE void put(const Output& o, int64_t row, int64_t count, int64_t block, const float* from) {
-    const int64_t left = o.columns - block * BLOCK;
-    for (int64_t r = 0; r < count; r++, from += BLOCK) {
-        float* to = o.to + (row + r) * o.stride + block * BLOCK;
-        for (int64_t c = 0; c < 32 && c < left; c += 16) {
-            F v = load(from + c);
-            if (o.store == Store::add) v = v + load_n(to + c, left - c);
-            store_n(to + c, v, left - c);
+// Products of a tile, float [rows][32] at `a`, or of gate and up at `a` and `b`, and what is still to be done with them.
+struct Rest {
+    const Weights& w;
+    const Output& o;
+    const float *a = nullptr, *b = nullptr;
+    int64_t block = 0, row = 0, rows = 0;
+    int64_t each = 0;  // rows that are done while a step of the next tile is multiplied
+
+    void finish(int64_t most) {
+        const int64_t n = most < rows ? most : rows;
+        if (o.store == Store::swiglu) gate(n);
+        else if (o.store == Store::add) put<true>(n);
+        else put<false>(n);
+        a += n * BLOCK, b += n * BLOCK, row += n, rows -= n;
+    }
+    void finish() { finish(rows); }
+
+  private:
+    template <bool ADD>
+    void put(int64_t n) const {
+        const int64_t left = o.columns - block * BLOCK;
+        const float* from = a;
+        float* to = o.to + row * o.stride + block * BLOCK;
+        for (int64_t r = 0; r < n; r++, from += BLOCK, to += o.stride)
+            for (int64_t c = 0; c < 32 && c < left; c += 16) {
+                F v = load(from + c);
+                if (w.bias) v = v + load(w.bias + block * BLOCK + c);
+                if (ADD) v = v + load_n(to + c, left - c);
+                store_n(to + c, v, left - c);
+            }
+    }
+    void gate(int64_t n) const {
+        const float* bias = w.bias ? w.bias + 2 * block * BLOCK : nullptr;
+        for (int64_t r = 0; r < n; r++) {
+            F made[2];
+            for (int64_t i = 0; i < 2; i++) {
+                F g = load(a + r * BLOCK + 16 * i), u = load(b + r * BLOCK + 16 * i);
+                if (bias) g = g + load(bias + 16 * i), u = u + load(bias + BLOCK + 16 * i);
+                made[i] = silu(g) * u;
+            }
+            put_block(o.next, row + r, block * BLOCK, made[0], made[1]);
         }
     }
-}
+};
 
 static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t first, int64_t last, const Output& o,
                    const Soon& soon) {
-    alignas(64) float a[MAX_ROWS * BLOCK], b[MAX_ROWS * BLOCK];
-    const bool half = w.format == Format::bf16;
-    const int64_t bytes = block_bytes(w), wide = o.store == Store::swiglu ? 2 : 1;
-    const int most = half ? MAX_ROWS : MAX_QUARTER_ROWS;
-    int64_t pass = ROW_BYTES / (half ? w.k * 2 : w.k) / most * most;
+    alignas(64) float room[2][2][ROOM_ROWS * BLOCK];
+    const Multiplier multiplier(w.format, rows);
+    const int64_t bytes = block_bytes(w), wide = o.store == Store::swiglu ? 2 : 1, most = multiplier.most;
+    int64_t pass = ROW_BYTES / (w.format == Format::bf16 ? w.k * 2 : w.k) / most * most;
     if (pass < most) pass = most;
-    for (int64_t begin = 0; begin < rows; begin += pass) {
+    Rest rest{w, o};
+    const bool overlaps = multiplier.overlaps && wide == 2;  // there is enough to do
+    if (overlaps) rest.each = (most - 1) / (wide * w.k / BLOCK) + 1;
+    for (int64_t begin = 0, turn = 0; begin < rows; begin += pass) {
         const int64_t now = rows - begin < pass ? rows - begin : pass;
         for (int64_t block = first; block < last; block++) {
             // What is read behind this block, of which a pair counts as one: the next, the first again, or `soon`.
             const uint8_t *here = w.data + wide * block * bytes, *next = here + wide * bytes;
             if (block + 1 == last) next = begin + pass < rows ? w.data + wide * first * bytes : soon.at;
             else if (now <= FOUND_ROWS) next = nullptr;
-            by_tiles(now, most, [&](int64_t at, int64_t count, int64_t left) {
+            by_tiles(now, most, multiplier.equal, [&](int64_t at, int64_t count, int64_t left) {
                 const int64_t row = begin + at;
                 const Ask ask = next ? ask_by(w, (now + most - 1) / most, left, (intptr_t)next - (intptr_t)here) : Ask{0, 0};
                 fetch(o, row, count, block);
-                if (o.store != Store::swiglu) {
-                    product(w, x, block, row, count, ask, a);
-                    put(o, row, count, block, a);
-                    return;
-                }
-                product(w, x, 2 * block, row, count, ask, a);
-                product(w, x, 2 * block + 1, row, count, ask, b);
-                for (int64_t r = 0; r < count; r++) {
-                    const float *g = a + r * BLOCK, *u = b + r * BLOCK;
-                    put_block(o.next, row + r, block * BLOCK, silu(load(g)) * load(u), silu(load(g + 16)) * load(u + 16));
-                }
+                turn ^= 1;
+                const float* made[2];
+                for (int64_t i = 0; i < wide; i++)
+                    made[i] = multiplier.times(w, wide * block + i, x, row, count, ask, room[turn][i], rest);
+                rest.finish();
+                rest.a = made[0], rest.b = made[wide - 1], rest.block = block, rest.row = row, rest.rows = count;
+                if (!overlaps) rest.finish();
             });
         }
     }
+    rest.finish();
 }

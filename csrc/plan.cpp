@@ -90,7 +90,7 @@ int64_t extend_queries(int64_t group) { return std::max<int64_t>(1, QUERY_ROWS /
 
 int64_t extend_scratch_bytes(int64_t group, int64_t dim) {
     const int64_t rows = extend_queries(group) * group, wide = padded(dim);
-    return 2 * TILE_KEYS * wide * 2 + TILE_ROWS * TILE_KEYS * 6 + rows * (wide * 4 + 8) + 64 * 8;
+    return 2 * MOST_TILE_KEYS * wide * 2 + TILE_ROWS * MOST_TILE_KEYS * 6 + rows * (wide * 4 + 8) + 64 * 8;
 }
 
 void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t dim, int64_t window, int threads) {

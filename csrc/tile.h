@@ -1,4 +1,4 @@
-// The innermost loops: a few rows times one block of 32 outputs. Included by level.cpp only.
+// The innermost loops: a few rows times one block of 32 outputs. Included by level.cpp only. See amx.h for others.
 //
 // A tile of R rows keeps 2 R accumulators in registers; the weights of the block stream past them once. Whatever R, each
 // output is summed up in the order of k: a row's result has the same bits in any company.
@@ -89,6 +89,12 @@ static void tile_quarter(const uint8_t* w, const float* scale, int64_t k, const 
     }
 }
 
+// What a product asks for while it computes: so many lines for each two that it reads, from so many bytes behind its block.
+struct Ask {
+    int lines;
+    int64_t bytes;
+};
+
 constexpr int MAX_QUARTER_ROWS = MAX_ROWS < 6 ? MAX_ROWS : 6;  // integer and float accumulators live at once
 
 using TileHalf = void (*)(const bf16*, int64_t, const bf16*, int64_t, float*, int64_t, int64_t);
@@ -115,12 +121,56 @@ struct TileTable {
 static constexpr TileTable TILES;
 
 // Calls f(row, count, tiles that are left with this one) for `rows` cut into as few tiles of up to `most` rows as there can
-// be, of about equal size.
+// be: of about equal size, or else full ones but for the last.
 template <class Call>
-INLINE void by_tiles(int64_t rows, int most, Call&& f) {
+INLINE void by_tiles(int64_t rows, int64_t most, bool equal, Call&& f) {
     const int64_t tiles = (rows + most - 1) / most;
     for (int64_t i = 0; i < tiles; i++) {
-        const int64_t first = rows * i / tiles;
-        f(first, rows * (i + 1) / tiles - first, tiles - i);
+        const int64_t first = equal ? rows * i / tiles : i * most;
+        const int64_t end = i + 1 == tiles ? rows : equal ? rows * (i + 1) / tiles : first + most;
+        f(first, end - first, tiles - i);
     }
 }
+
+#ifndef PDK_AMX
+constexpr int64_t ROW_BYTES = 256 << 10;  // rows of one pass over the weights: they stay in the second-level cache
+constexpr int64_t ROOM_ROWS = MAX_ROWS;
+constexpr int64_t TILE_KEYS = MOST_TILE_KEYS, MAX_QUERY_ROWS = MAX_ROWS;  // keys and queries of one product of extend
+
+struct Rest;  // see linear.h
+
+// What multiplies so many rows with weights of a format: up to `most` of them at a time, tiles of `equal` size or full ones.
+// overlaps: while it does, it sees to what was left to do with the products before.
+struct Multiplier {
+    const int64_t most;
+    static constexpr bool equal = true, overlaps = false;
+
+    Multiplier(Format format, int64_t) : most(format == Format::bf16 ? MAX_ROWS : MAX_QUARTER_ROWS) {}
+
+    // Rows [row, row + count) of x times a block: float [count][32], somewhere in `room`, of ROOM_ROWS rows.
+    float* times(const Weights& w, int64_t block, const Operand& x, int64_t row, int64_t count, const Ask& ask,
+                 float* room, Rest&) const {
+        const uint8_t* at = w.data + block * block_bytes(w);
+        if (w.format == Format::int8)
+            TILES.quarter[ask.lines][count](at, w.scale + block * BLOCK, w.k, x, row, room, ask.bytes);
+        else TILES.half[ask.lines][count]((const bf16*)at, w.k, x.half + row * w.k, w.k, room, BLOCK, ask.bytes / 2);
+        return room;
+    }
+};
+
+// What extend multiplies tiles of up to so many queries with.
+struct QueryMultiplier {
+    explicit QueryMultiplier(int64_t) {}
+
+    // scores [n][TILE_KEYS] of queries [n][wide] with the first `seen` keys of a tile.
+    void score(const bf16* keys, int64_t wide, int64_t seen, const bf16* q, int64_t n, float* scores) const {
+        for (int64_t k = 0; k < seen; k += BLOCK) TILES.half[0][n](keys + k * wide, wide, q, wide, scores + k, TILE_KEYS, 0);
+    }
+    // out[r] = keep[r] * out[r] + weights[r] [TILE_KEYS] times the first `seen` of `count` values [wide].
+    void mix(const bf16* values, int64_t count, int64_t seen, const bf16* weights, int64_t n, float* out, int64_t wide,
+             const float* keep) const {
+        for (int64_t c = 0; c < wide; c += BLOCK)
+            TILES.onto[n](values + c * count, seen, weights, TILE_KEYS, out + c, wide, keep);
+    }
+};
+#endif

@@ -20,8 +20,8 @@ PATH_VARIABLE = "PDSERVE_KERNELS_LIBRARY"
 """Environment variable: the library to load instead of the one beside this file."""
 LEVEL_VARIABLE = "PDSERVE_KERNELS_LEVEL"
 """Environment variable: the instruction-set level to use, one of LEVELS."""
-LEVELS = ("zen4", "avx512_bf16", "avx512", "avx2")
-"""`zen4` is `avx512_bf16` for other caches; the library says which is best for a machine."""
+LEVELS = ("amx", "zen4", "avx512_bf16", "avx512", "avx2")
+"""`amx` is `avx512_bf16` with products of tiles, `zen4` the same for other caches; the library says which is best."""
 FILE = "libpdserve_kernels.so"
 VERSION = 9
 

@@ -35,8 +35,11 @@ def test_the_library_loads_and_has_a_level_for_this_machine(monkeypatch: pytest.
     best = best_level()
     assert best in LEVELS and supports(best)
     facts = dict(line.replace("\t", "").split(":", 1) for line in CPU_INFO.split("\n\n")[0].splitlines() if ":" in line)
-    has_bf16 = {"avx512_bf16", "avx512_vnni"} <= set(facts["flags"].split())
+    flags = set(facts["flags"].split())
+    has_bf16 = {"avx512_bf16", "avx512_vnni"} <= flags
+    has_amx = has_bf16 and {"amx_tile", "amx_bf16"} <= flags
     is_zen4 = has_bf16 and facts["vendor_id"].strip() == "AuthenticAMD" and int(facts["cpu family"]) == 25
+    assert (best == "amx") is supports("amx") is has_amx
     assert (best == "zen4") is is_zen4
     assert supports("zen4") is supports("avx512_bf16") is has_bf16
 

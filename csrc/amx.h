@@ -1,0 +1,182 @@
+// Products by AMX: tiles of up to 16 rows of 64 bytes, multiplied 16 x 16 x 32 bf16 at a time. Included by level.cpp only.
+//
+// Packed weights are such tiles already: every second 64 bytes of a block are pairs of inputs for 16 outputs. Whatever
+// rows a tile has, each output is summed up in the order of k: a row's result has the same bits in any company.
+#pragma once
+
+constexpr int64_t TILE = 16;            // rows of a tile, and its 32-bit columns
+constexpr int64_t DEEP = 32;            // inputs that a multiplication takes
+constexpr int64_t STEP = DEEP * BLOCK;  // weights of a block that it takes
+
+// How large tiles are, while one lives: tiles 0 to 4, four of sums and one of inputs, have `rows` rows, the others 16.
+class Tiles {
+  public:
+    explicit Tiles(int64_t rows) : used_(rows > 0) {
+        if (!used_) return;
+        struct alignas(64) {
+            uint8_t palette = 1, start = 0, unused[14] = {};
+            uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {};
+        } shapes;
+        for (int i = 0; i < 8; i++) shapes.rows[i] = i < 5 ? (uint8_t)rows : TILE;
+        asm volatile("" ::"r"(&shapes) : "memory");  // the intrinsic reads all of it, but says so of its beginning only
+        _tile_loadconfig(&shapes);
+    }
+    ~Tiles() {
+        if (used_) _tile_release();
+    }
+    Tiles(const Tiles&) = delete;
+
+  private:
+    const bool used_;
+};
+
+// Asks for LINES / 2 of the bytes that a step of weights has, from `at` on, and gets behind them.
+template <int LINES>
+INLINE void ask_step(const bf16*& at) {
+#pragma GCC unroll 32
+    for (int i = 0; i < 16 * LINES; i++) __builtin_prefetch(at + 32 * i, 0, NEAREST);
+    at += LINES * (STEP / 2);
+}
+
+// out[r] = sum over k of x[r][k] * w[k][0..32), of the rows that tiles were made for; x_stride in items, out_stride too.
+// BLOCKS: so many blocks of weights, `w_stride` items apart; their outputs are beside each other. Before each step
+// meanwhile() is called: arithmetic that goes on while tiles are multiplied.
+template <int BLOCKS, int LINES, class Work>
+INLINE void one_tile(const bf16* w, int64_t w_stride, int64_t k, const bf16* x, int64_t x_stride, float* out,
+                     int64_t out_stride, int64_t ahead, Work&& meanwhile) {
+    const bf16 *next = w + ahead, *other = next + w_stride;
+    asm volatile("" ::: "memory");  // loads of tiles do not tell that they read memory
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t c = 0; c < k; c += DEEP, w += STEP) {
+        meanwhile();
+        _tile_loadd(4, x + c, x_stride * 2);
+        _tile_loadd(5, w, 128);
+        _tile_loadd(6, w + 32, 128);
+        ask_step<LINES>(next);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_dpbf16ps(1, 4, 6);
+        if (BLOCKS == 2) {
+            _tile_loadd(7, w + w_stride, 128);
+            _tile_loadd(5, w + w_stride + 32, 128);
+            ask_step<LINES>(other);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_dpbf16ps(3, 4, 5);
+        }
+    }
+    _tile_stored(0, out, out_stride * 4);
+    _tile_stored(1, out + TILE, out_stride * 4);
+    if (BLOCKS == 2) {
+        _tile_stored(2, out + BLOCK, out_stride * 4);
+        _tile_stored(3, out + BLOCK + TILE, out_stride * 4);
+    }
+}
+
+// The same of one block and of two tiles of 16 rows, which begin at x and at y.
+template <int LINES, class Work>
+INLINE void two_tiles(const bf16* w, int64_t k, const bf16* x, const bf16* y, int64_t x_stride, float* of_x, float* of_y,
+                      int64_t ahead, Work&& meanwhile) {
+    const bf16* next = w + ahead;
+    asm volatile("" ::: "memory");
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t c = 0; c < k; c += DEEP, w += STEP) {
+        meanwhile();
+        _tile_loadd(6, w, 128);
+        _tile_loadd(4, x + c, x_stride * 2);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, w + 32, 128);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, y + c, x_stride * 2);
+        ask_step<LINES>(next);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(2, of_y, BLOCK * 4);
+    _tile_stored(3, of_y + TILE, BLOCK * 4);
+    _tile_stored(0, of_x, BLOCK * 4);
+    _tile_stored(1, of_x + TILE, BLOCK * 4);
+}
+
+constexpr int64_t ROW_BYTES = 1 << 20, ROOM_ROWS = 2 * TILE;  // see tile.h
+constexpr int64_t TILE_KEYS = 64, MAX_QUERY_ROWS = TILE;      // with more keys a tile's work falls out of the first cache
+
+// As in tile.h. The last tile ends with the last row, and may begin with some that the one before has, too. int8 is
+// multiplied without tiles: its inputs have a scale for each 32, and taking sums out of a tile takes as long as it saves.
+class Multiplier {
+  public:
+    const int64_t most;
+    const bool equal, overlaps;
+
+    Multiplier(Format format, int64_t rows)
+        : most(format == Format::bf16 ? 2 * TILE : MAX_QUARTER_ROWS), equal(format == Format::int8),
+          overlaps(!equal), size_(rows < TILE ? rows : TILE), tiles_(equal ? 0 : size_) {}
+
+    template <class Rest>
+    float* times(const Weights& w, int64_t block, const Operand& x, int64_t row, int64_t count, const Ask& ask,
+                 float* room, Rest& rest) const {
+        const uint8_t* at = w.data + block * block_bytes(w);
+        if (w.format == Format::int8) {
+            TILES.quarter[ask.lines][count](at, w.scale + block * BLOCK, w.k, x, row, room, ask.bytes);
+            return room;
+        }
+        const bf16 *half = (const bf16*)at, *from = x.half + row * w.k;
+        if (ask.lines == 0) return times_half<0>(half, w.k, from, count, 0, room, rest);
+        if (ask.lines == 1) return times_half<1>(half, w.k, from, count, ask.bytes / 2, room, rest);
+        return times_half<2>(half, w.k, from, count, ask.bytes / 2, room, rest);
+    }
+
+  private:
+    template <int LINES, class Rest>
+    float* times_half(const bf16* w, int64_t k, const bf16* x, int64_t count, int64_t ahead, float* room, Rest& rest) const {
+        const int64_t last = count - size_;  // where the last tile begins
+        const auto meanwhile = [&] { rest.finish(rest.each); };
+        if (count > TILE) {
+            two_tiles<LINES>(w, k, x, x + last * k, k, room, room + last * BLOCK, ahead, meanwhile);
+            return room;
+        }
+        one_tile<1, LINES>(w, 0, k, x + last * k, k, room, BLOCK, ahead, meanwhile);
+        return room - last * BLOCK;
+    }
+
+    const int64_t size_;  // rows of a tile
+    const Tiles tiles_;
+};
+
+// As in tile.h, of tiles of `rows` rows at most. Behind n rows one more may be read, and scores of it be written.
+class QueryMultiplier {
+  public:
+    explicit QueryMultiplier(int64_t rows) : tiles_(rows) {}
+
+    void score(const bf16* keys, int64_t wide, int64_t seen, const bf16* q, int64_t, float* scores) const {
+        for (int64_t k = 0; k < seen; k += 2 * BLOCK)
+            times(keys + k * wide, seen - k, wide, wide, q, wide, scores + k, TILE_KEYS);
+    }
+    void mix(const bf16* values, int64_t count, int64_t seen, const bf16* weights, int64_t n, float* out, int64_t wide,
+             const float* keep) const {
+        alignas(64) float part[TILE * 2 * BLOCK];
+        for (int64_t c = 0; c < wide; c += 2 * BLOCK) {
+            times(values + c * count, wide - c, count, padded(seen), weights, TILE_KEYS, part, 2 * BLOCK);
+            for (int64_t r = 0; r < n; r++)
+                for (int64_t d = 0; d < 2 * BLOCK && d < wide - c; d += 16) {
+                    float* to = out + r * wide + c + d;
+                    store(to, fma(set1(keep[r]), load(to), load(part + r * 2 * BLOCK + d)));
+                }
+        }
+    }
+
+  private:
+    // Up to two blocks of k inputs each, the first `used` of which are multiplied, or one where no more `columns` are left.
+    static void times(const bf16* w, int64_t columns, int64_t k, int64_t used, const bf16* x, int64_t x_stride, float* out,
+                      int64_t out_stride) {
+        const auto idle = [] {};
+        if (columns > BLOCK) one_tile<2, 0>(w, BLOCK * k, used, x, x_stride, out, out_stride, 0, idle);
+        else one_tile<1, 0>(w, BLOCK * k, used, x, x_stride, out, out_stride, 0, idle);
+    }
+    const Tiles tiles_;
+};
