@@ -31,38 +31,27 @@ class Tiles {
     const bool used_;
 };
 
-// Asks for LINES / 2 of the bytes that a step of weights has, from `at` on, and gets behind them.
-template <int LINES>
-INLINE void ask_step(const bf16*& at) {
-#pragma GCC unroll 32
-    for (int i = 0; i < 16 * LINES; i++) __builtin_prefetch(at + 32 * i, 0, NEAREST);
-    at += LINES * (STEP / 2);
-}
-
 // out[r] = sum over k of x[r][k] * w[k][0..32), of the rows that tiles were made for; x_stride in items, out_stride too.
-// BLOCKS: so many blocks of weights, `w_stride` items apart; their outputs are beside each other. Before each step
-// meanwhile() is called: arithmetic that goes on while tiles are multiplied.
-template <int BLOCKS, int LINES, class Work>
+// BLOCKS: so many blocks of weights, `w_stride` items apart; their outputs are beside each other. In each step meanwhile()
+// is called: what goes on while tiles are multiplied.
+template <int BLOCKS, class Work>
 INLINE void one_tile(const bf16* w, int64_t w_stride, int64_t k, const bf16* x, int64_t x_stride, float* out,
-                     int64_t out_stride, int64_t ahead, Work&& meanwhile) {
-    const bf16 *next = w + ahead, *other = next + w_stride;
+                     int64_t out_stride, Work&& meanwhile) {
     asm volatile("" ::: "memory");  // loads of tiles do not tell that they read memory
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t c = 0; c < k; c += DEEP, w += STEP) {
-        meanwhile();
         _tile_loadd(4, x + c, x_stride * 2);
         _tile_loadd(5, w, 128);
         _tile_loadd(6, w + 32, 128);
-        ask_step<LINES>(next);
+        meanwhile();
         _tile_dpbf16ps(0, 4, 5);
         _tile_dpbf16ps(1, 4, 6);
         if (BLOCKS == 2) {
             _tile_loadd(7, w + w_stride, 128);
             _tile_loadd(5, w + w_stride + 32, 128);
-            ask_step<LINES>(other);
             _tile_dpbf16ps(2, 4, 7);
             _tile_dpbf16ps(3, 4, 5);
         }
@@ -76,24 +65,22 @@ INLINE void one_tile(const bf16* w, int64_t w_stride, int64_t k, const bf16* x, 
 }
 
 // The same of one block and of two tiles of 16 rows, which begin at x and at y.
-template <int LINES, class Work>
+template <class Work>
 INLINE void two_tiles(const bf16* w, int64_t k, const bf16* x, const bf16* y, int64_t x_stride, float* of_x, float* of_y,
-                      int64_t ahead, Work&& meanwhile) {
-    const bf16* next = w + ahead;
+                      Work&& meanwhile) {
     asm volatile("" ::: "memory");
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t c = 0; c < k; c += DEEP, w += STEP) {
-        meanwhile();
         _tile_loadd(6, w, 128);
         _tile_loadd(4, x + c, x_stride * 2);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, w + 32, 128);
         _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(5, y + c, x_stride * 2);
-        ask_step<LINES>(next);
+        meanwhile();
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
@@ -125,25 +112,28 @@ class Multiplier {
             TILES.quarter[ask.lines][count](at, w.scale + block * BLOCK, w.k, x, row, room, ask.bytes);
             return room;
         }
-        const bf16 *half = (const bf16*)at, *from = x.half + row * w.k;
-        if (ask.lines == 0) return times_half<0>(half, w.k, from, count, 0, room, rest);
-        if (ask.lines == 1) return times_half<1>(half, w.k, from, count, ask.bytes / 2, room, rest);
-        return times_half<2>(half, w.k, from, count, ask.bytes / 2, room, rest);
-    }
-
-  private:
-    template <int LINES, class Rest>
-    float* times_half(const bf16* w, int64_t k, const bf16* x, int64_t count, int64_t ahead, float* room, Rest& rest) const {
-        const int64_t last = count - size_;  // where the last tile begins
-        const auto meanwhile = [&] { rest.finish(rest.each); };
+        const bf16 *half = (const bf16*)at, *from = x.half + row * w.k, *next = half + ask.bytes / 2;
+        const int64_t k = w.k, last = count - size_;  // where the last tile begins
+        const auto meanwhile = [&] {
+            rest.finish(rest.each);
+            for (int i = 0; i < ask.lines; i++, next += 32) __builtin_prefetch(next, 0, NEAREST);
+        };
         if (count > TILE) {
-            two_tiles<LINES>(w, k, x, x + last * k, k, room, room + last * BLOCK, ahead, meanwhile);
+            two_tiles(half, k, from, from + last * k, k, room, room + last * BLOCK, meanwhile);
             return room;
         }
-        one_tile<1, LINES>(w, 0, k, x + last * k, k, room, BLOCK, ahead, meanwhile);
+        one_tile<1>(half, 0, k, from + last * k, k, room, BLOCK, meanwhile);
         return room - last * BLOCK;
     }
 
+    // As many bytes as a block has, from so many behind it on, evenly while all tiles of rows are multiplied with it.
+    Ask ask(const Weights& w, int64_t tiles, int64_t left, int64_t from) const {
+        if (w.format == Format::int8) return ask_by_last(w, tiles, left, from);
+        const int64_t lines = (DEEP - 1) / tiles + 1;  // a step's weights are as many lines as they are deep
+        return {(int)lines, from + (tiles - left) * lines * (w.k / DEEP) * 64};
+    }
+
+  private:
     const int64_t size_;  // rows of a tile
     const Tiles tiles_;
 };
@@ -175,8 +165,8 @@ class QueryMultiplier {
     static void times(const bf16* w, int64_t columns, int64_t k, int64_t used, const bf16* x, int64_t x_stride, float* out,
                       int64_t out_stride) {
         const auto idle = [] {};
-        if (columns > BLOCK) one_tile<2, 0>(w, BLOCK * k, used, x, x_stride, out, out_stride, 0, idle);
-        else one_tile<1, 0>(w, BLOCK * k, used, x, x_stride, out, out_stride, 0, idle);
+        if (columns > BLOCK) one_tile<2>(w, BLOCK * k, used, x, x_stride, out, out_stride, idle);
+        else one_tile<1>(w, BLOCK * k, used, x, x_stride, out, out_stride, idle);
     }
     const Tiles tiles_;
 };

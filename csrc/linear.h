@@ -30,14 +30,6 @@ static void norm_rows(const float* x, int64_t columns, const float* weight, floa
     }
 }
 
-// As many bytes as a block has, from so many behind it on, while the last two tiles of rows, or the only one, are
-// multiplied with it: memory is to be busy all the while.
-INLINE Ask ask_by(const Weights& w, int64_t tiles, int64_t left, int64_t from) {
-    if (tiles == 1) return {2, from};
-    if (left > 2) return {0, 0};
-    return {1, left == 2 ? from : from + block_bytes(w) / 2};
-}
-
 // Brings in the lines that a tile will write: they are in no near cache, and would be waited for.
 INLINE void fetch(const Output& o, int64_t row, int64_t count, int64_t block) {
     for (int64_t r = row; r < row + count; r++) {
@@ -117,7 +109,7 @@ static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t fir
             else if (now <= FOUND_ROWS) next = nullptr;
             by_tiles(now, most, multiplier.equal, [&](int64_t at, int64_t count, int64_t left) {
                 const int64_t row = begin + at;
-                const Ask ask = next ? ask_by(w, (now + most - 1) / most, left, (intptr_t)next - (intptr_t)here) : Ask{0, 0};
+                const Ask ask = next ? multiplier.ask(w, (now + most - 1) / most, left, (intptr_t)next - (intptr_t)here) : Ask{0, 0};
                 fetch(o, row, count, block);
                 turn ^= 1;
                 const float* made[2];

@@ -89,11 +89,20 @@ static void tile_quarter(const uint8_t* w, const float* scale, int64_t k, const 
     }
 }
 
-// What a product asks for while it computes: so many lines for each two that it reads, from so many bytes behind its block.
+// What a product asks for while it computes: so many lines for each two that it reads (with AMX, for each 32), from so many
+// bytes behind its block on.
 struct Ask {
     int lines;
     int64_t bytes;
 };
+
+// As many bytes as a block has, from so many behind it on, while the last two tiles of rows, or the only one, are
+// multiplied with it: memory is to be busy all the while. `left`: of so many tiles, with this one.
+INLINE Ask ask_by_last(const Weights& w, int64_t tiles, int64_t left, int64_t from) {
+    if (tiles == 1) return {2, from};
+    if (left > 2) return {0, 0};
+    return {1, left == 2 ? from : from + block_bytes(w) / 2};
+}
 
 constexpr int MAX_QUARTER_ROWS = MAX_ROWS < 6 ? MAX_ROWS : 6;  // integer and float accumulators live at once
 
@@ -146,6 +155,8 @@ struct Multiplier {
     static constexpr bool equal = true, overlaps = false;
 
     Multiplier(Format format, int64_t) : most(format == Format::bf16 ? MAX_ROWS : MAX_QUARTER_ROWS) {}
+
+    static Ask ask(const Weights& w, int64_t tiles, int64_t left, int64_t from) { return ask_by_last(w, tiles, left, from); }
 
     // Rows [row, row + count) of x times a block: float [count][32], somewhere in `room`, of ROOM_ROWS rows.
     float* times(const Weights& w, int64_t block, const Operand& x, int64_t row, int64_t count, const Ask& ask,
