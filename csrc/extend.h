@@ -81,11 +81,6 @@ struct Seen {
 // The greatest of `count` scores, lane by lane; LEAST is written for what is not seen.
 INLINE F greatest(float* x, int64_t count, const Seen& seen, float softcap) {
     F m = set1(LEAST);
-    if (seen.all(count) && softcap <= 0.0f) {
-#pragma GCC unroll 4
-        for (int64_t g = 0; g < count; g += 16) m = max(load(x + g), m);
-        return m;
-    }
     for (int64_t g = 0; g < count; g += 16) {
         F v = within(bend(load(x + g), softcap), set1(LEAST), seen.low - g, seen.high - g);
         store(x + g, v);
@@ -93,12 +88,19 @@ INLINE F greatest(float* x, int64_t count, const Seen& seen, float softcap) {
     }
     return m;
 }
+// The same of all keys of a tile.
+INLINE F greatest(const float* x) {
+    F m = load(x);
+#pragma GCC unroll 8
+    for (int64_t g = 16; g < TILE_KEYS; g += 16) m = max(load(x + g), m);
+    return m;
+}
 
 // Weights of `count` scores beside the greatest one, and their sum lane by lane. ALL: all are seen.
 template <bool ALL>
 INLINE F weigh_keys(const float* x, bf16* weights, int64_t count, const Seen& seen, float highest) {
     F total = zero(), scale = set1(LOG2E), shift = set1(-LOG2E * highest);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int64_t g = 0; g < count; g += 16) {
         F e = power2(fma(load(x + g), scale, shift));
         if (!ALL) e = within(e, zero(), seen.low - g, seen.high - g);
@@ -118,24 +120,25 @@ INLINE F fold_rows(F* rows, int64_t n, Op op) {
 }
 
 // Softmax of rows [row, row + n), n up to TILE_ROWS, over `count` scores each; `keep` is what their old results are worth
-// beside the new maxima. Each stage takes all rows, so that no row's fold is waited for.
-template <class See>
-INLINE void soften(const Attention& a, const Scratch& s, int64_t row, int64_t n, int64_t count, const See& see,
-                   float* keep) {
+// beside the new maxima. Each stage takes all rows, so that no row's fold is waited for. PLAIN: of all keys of a tile, all
+// of which are seen as they are; else `see` tells what a row sees.
+template <bool PLAIN, class See>
+INLINE void soften(const Scratch& s, int64_t row, int64_t n, int64_t count, float softcap, const See& see, float* keep) {
     float *most = s.most + row, *total = s.total + row;
     Seen seen[TILE_ROWS];
     F lanes[TILE_ROWS];
     alignas(64) float highest[TILE_ROWS];
-    for (int64_t i = 0; i < n; i++)
-        lanes[i] = greatest(s.scores + i * TILE_KEYS, count, seen[i] = see(row + i), a.mask.softcap);
+    for (int64_t i = 0; i < n; i++) {
+        float* x = s.scores + i * TILE_KEYS;
+        lanes[i] = PLAIN ? greatest(x) : greatest(x, count, seen[i] = see(row + i), softcap);
+    }
     F before = load_n(most, n), now = max(before, fold_rows(lanes, n, Most()));
     store(highest, now);
     store(keep, power2((before - now) * set1(LOG2E)));
     for (int64_t i = 0; i < n; i++) {
         const float* x = s.scores + i * TILE_KEYS;
         bf16* weights = s.weights + i * TILE_KEYS;
-        lanes[i] = seen[i].all(count) ? weigh_keys<true>(x, weights, count, seen[i], highest[i])
-                                      : weigh_keys<false>(x, weights, count, seen[i], highest[i]);
+        lanes[i] = weigh_keys<PLAIN>(x, weights, PLAIN ? TILE_KEYS : count, seen[i], highest[i]);
     }
     store_n(total, load_n(total, n) * load(keep) + fold_rows(lanes, n, Add()), n);
     store_n(most, now, n);
@@ -158,10 +161,13 @@ static void extend(const Attention& a, const Piece& p, uint8_t* scratch) {
             const int64_t seen = last < count ? padded(last) : count, weighed = last < count ? (last + 1) / 2 * 2 : count;
             multiplier.score(s.keys, wide, seen, q + r * wide, n, s.scores);
             alignas(64) float keep[TILE_ROWS];
-            soften(a, s, r, n, seen, [&](int64_t i) -> Seen {
+            const auto see = [&](int64_t i) -> Seen {
                 const int64_t at = position + i / group, low = a.mask.window > 0 ? at - a.mask.window + 1 : 0;
                 return {(low > p.begin ? low : p.begin) - t, at + 1 - t};
-            }, keep);
+            };
+            const bool plain = count == TILE_KEYS && see(r).high >= count && see(r + n - 1).low <= 0 && a.mask.softcap <= 0.0f;
+            if (plain) soften<true>(s, r, n, count, 0.0f, see, keep);
+            else soften<false>(s, r, n, seen, a.mask.softcap, see, keep);
             multiplier.mix(s.values, count, weighed, s.weights, n, s.out + r * wide, wide, keep);
         });
     }

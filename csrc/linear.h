@@ -109,7 +109,8 @@ static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t fir
             else if (now <= FOUND_ROWS) next = nullptr;
             by_tiles(now, most, multiplier.equal, [&](int64_t at, int64_t count, int64_t left) {
                 const int64_t row = begin + at;
-                const Ask ask = next ? multiplier.ask(w, (now + most - 1) / most, left, (intptr_t)next - (intptr_t)here) : Ask{0, 0};
+                const int64_t tiles = (now + most - 1) / most;
+                const Ask ask = next ? multiplier.ask(w, tiles, left, (intptr_t)next - (intptr_t)here) : Ask{0, 0};
                 fetch(o, row, count, block);
                 turn ^= 1;
                 const float* made[2];

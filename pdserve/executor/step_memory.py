@@ -27,10 +27,10 @@ def bytes_behind_pool(
     max_pages: int,
     tp_size: int = 1,
 ) -> int:
-    """Of all: steps of `chunk` tokens and `max_rows` samples, and decode steps captured at batch `sizes`."""
+    """Of all: steps of `chunk` tokens of prompts beside `max_rows` rows, and decode steps captured at batch `sizes`."""
     return (
         LIBRARIES_BYTES
-        + step_bytes(spec, item_bytes, chunk, max_rows, tp_size)
+        + step_bytes(spec, item_bytes, chunk + max_rows, max_rows, tp_size)
         + graph_bytes(spec, item_bytes, sizes, max_pages, tp_size)
     )
 
