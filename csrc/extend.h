@@ -75,7 +75,6 @@ constexpr float LOG2E = 1.44269504f;
 // Keys [low, high) of a tile, which a row sees.
 struct Seen {
     int64_t low, high;
-    bool all(int64_t count) const { return low <= 0 && high >= count; }
 };
 
 // The greatest of `count` scores, lane by lane; LEAST is written for what is not seen.
@@ -88,11 +87,12 @@ INLINE F greatest(float* x, int64_t count, const Seen& seen, float softcap) {
     }
     return m;
 }
-// The same of all keys of a tile.
+
+// The same of all keys of a tile. A NaN is passed over here, too.
 INLINE F greatest(const float* x) {
-    F m = load(x);
+    F m = set1(LEAST);
 #pragma GCC unroll 8
-    for (int64_t g = 16; g < TILE_KEYS; g += 16) m = max(load(x + g), m);
+    for (int64_t g = 0; g < TILE_KEYS; g += 16) m = max(load(x + g), m);
     return m;
 }
 
