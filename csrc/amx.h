@@ -31,10 +31,18 @@ class Tiles {
     const bool used_;
 };
 
+// Loads a tile, which is not needed soon again when it is `passing`: then it takes no place from what is. The intrinsics
+// are macros, which want the tile's number.
+#define LOAD_TILE(passing, index, from, stride)                 \
+    do {                                                        \
+        if (passing) _tile_stream_loadd(index, (from), stride); \
+        else _tile_loadd(index, (from), stride);                \
+    } while (0)
+
 // out[r] = sum over k of x[r][k] * w[k][0..32), of the rows that tiles were made for; x_stride in items, out_stride too.
-// BLOCKS: so many blocks of weights, `w_stride` items apart; their outputs are beside each other. In each step meanwhile()
-// is called: what goes on while tiles are multiplied.
-template <int BLOCKS, class Work>
+// BLOCKS: so many blocks of weights, `w_stride` items apart; their outputs are beside each other. PASSING: weights are. In
+// each step meanwhile() is called: what goes on while tiles are multiplied.
+template <int BLOCKS, bool PASSING, class Work>
 INLINE void one_tile(const bf16* w, int64_t w_stride, int64_t k, const bf16* x, int64_t x_stride, float* out,
                      int64_t out_stride, Work&& meanwhile) {
     asm volatile("" ::: "memory");  // loads of tiles do not tell that they read memory
@@ -44,14 +52,14 @@ INLINE void one_tile(const bf16* w, int64_t w_stride, int64_t k, const bf16* x, 
     _tile_zero(3);
     for (int64_t c = 0; c < k; c += DEEP, w += STEP) {
         _tile_loadd(4, x + c, x_stride * 2);
-        _tile_loadd(5, w, 128);
-        _tile_loadd(6, w + 32, 128);
+        LOAD_TILE(PASSING, 5, w, 128);
+        LOAD_TILE(PASSING, 6, w + 32, 128);
         meanwhile();
         _tile_dpbf16ps(0, 4, 5);
         _tile_dpbf16ps(1, 4, 6);
         if (BLOCKS == 2) {
-            _tile_loadd(7, w + w_stride, 128);
-            _tile_loadd(5, w + w_stride + 32, 128);
+            LOAD_TILE(PASSING, 7, w + w_stride, 128);
+            LOAD_TILE(PASSING, 5, w + w_stride + 32, 128);
             _tile_dpbf16ps(2, 4, 7);
             _tile_dpbf16ps(3, 4, 5);
         }
@@ -64,78 +72,80 @@ INLINE void one_tile(const bf16* w, int64_t w_stride, int64_t k, const bf16* x, 
     }
 }
 
-// The same of one block and of two tiles of 16 rows, which begin at x and at y.
-template <class Work>
-INLINE void two_tiles(const bf16* w, int64_t k, const bf16* x, const bf16* y, int64_t x_stride, float* of_x, float* of_y,
+// The same of one block and of two tiles of 16 rows, which begin at x and `apart` rows further. PASSING: weights, or else
+// x.
+template <bool PASSING, class Work>
+INLINE void two_tiles(const bf16* w, int64_t k, const bf16* x, int64_t apart, float* out, int64_t out_stride,
                       Work&& meanwhile) {
+    const bf16* y = x + apart * k;
+    float* of_y = out + apart * out_stride;
     asm volatile("" ::: "memory");
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t c = 0; c < k; c += DEEP, w += STEP) {
-        _tile_loadd(6, w, 128);
-        _tile_loadd(4, x + c, x_stride * 2);
+        LOAD_TILE(PASSING, 6, w, 128);
+        LOAD_TILE(!PASSING, 4, x + c, k * 2);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + 32, 128);
+        LOAD_TILE(PASSING, 7, w + 32, 128);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, y + c, x_stride * 2);
+        LOAD_TILE(!PASSING, 5, y + c, k * 2);
         meanwhile();
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(2, of_y, BLOCK * 4);
-    _tile_stored(3, of_y + TILE, BLOCK * 4);
-    _tile_stored(0, of_x, BLOCK * 4);
-    _tile_stored(1, of_x + TILE, BLOCK * 4);
+    _tile_stored(2, of_y, out_stride * 4);
+    _tile_stored(3, of_y + TILE, out_stride * 4);
+    _tile_stored(0, out, out_stride * 4);
+    _tile_stored(1, out + TILE, out_stride * 4);
 }
 
 constexpr int64_t ROW_BYTES = 1 << 20, ROOM_ROWS = 2 * TILE;  // see tile.h
 constexpr int64_t TILE_KEYS = 64, MAX_QUERY_ROWS = TILE;      // with more keys a tile's work falls out of the first cache
+constexpr int64_t NEAR_BYTES = 40 << 10;                      // of weights, which stay in the first cache beside passing rows
 
 // As in tile.h. The last tile ends with the last row, and may begin with some that the one before has, too. int8 is
 // multiplied without tiles: its inputs have a scale for each 32, and taking sums out of a tile takes as long as it saves.
 class Multiplier {
   public:
     const int64_t most;
-    const bool equal, overlaps;
+    const bool tiles;
 
     Multiplier(Format format, int64_t rows)
-        : most(format == Format::bf16 ? 2 * TILE : MAX_QUARTER_ROWS), equal(format == Format::int8),
-          overlaps(!equal), size_(rows < TILE ? rows : TILE), tiles_(equal ? 0 : size_) {}
+        : most(format == Format::bf16 ? 2 * TILE : MAX_QUARTER_ROWS), tiles(format == Format::bf16),
+          size_(rows < TILE ? rows : TILE), shapes_(tiles ? size_ : 0) {}
 
-    template <class Rest>
-    float* times(const Weights& w, int64_t block, const Operand& x, int64_t row, int64_t count, const Ask& ask,
-                 float* room, Rest& rest) const {
+    template <class Beside>
+    void times(const Weights& w, int64_t block, const Operand& x, int64_t row, int64_t count, const Ask& ask, float* out,
+               int64_t stride, Beside& beside) const {
         const uint8_t* at = w.data + block * block_bytes(w);
-        if (w.format == Format::int8) {
-            TILES.quarter[ask.lines][count](at, w.scale + block * BLOCK, w.k, x, row, room, ask.bytes);
-            return room;
+        if (!tiles) {
+            TILES.quarter[ask.lines][count](at, w.scale + block * BLOCK, w.k, x, row, out, ask.bytes);
+            return;
         }
         const bf16 *half = (const bf16*)at, *from = x.half + row * w.k, *next = half + ask.bytes / 2;
-        const int64_t k = w.k, last = count - size_;  // where the last tile begins
+        const int64_t last = count - size_;  // where the last tile begins
         const auto meanwhile = [&] {
-            rest.finish(rest.each);
+            beside.step();
             for (int i = 0; i < ask.lines; i++, next += 32) __builtin_prefetch(next, 0, NEAREST);
         };
-        if (count > TILE) {
-            two_tiles(half, k, from, from + last * k, k, room, room + last * BLOCK, meanwhile);
-            return room;
-        }
-        one_tile<1>(half, 0, k, from + last * k, k, room, BLOCK, meanwhile);
-        return room - last * BLOCK;
+        if (count <= TILE)
+            one_tile<1, true>(half, 0, w.k, from + last * w.k, w.k, out + last * stride, stride, meanwhile);
+        else if (block_bytes(w) > NEAR_BYTES) two_tiles<true>(half, w.k, from, last, out, stride, meanwhile);
+        else two_tiles<false>(half, w.k, from, last, out, stride, meanwhile);
     }
 
     // As many bytes as a block has, from so many behind it on, evenly while all tiles of rows are multiplied with it.
-    Ask ask(const Weights& w, int64_t tiles, int64_t left, int64_t from) const {
-        if (w.format == Format::int8) return ask_by_last(w, tiles, left, from);
-        const int64_t lines = (DEEP - 1) / tiles + 1;  // a step's weights are as many lines as they are deep
-        return {(int)lines, from + (tiles - left) * lines * (w.k / DEEP) * 64};
+    Ask ask(const Weights& w, int64_t count, int64_t left, int64_t from) const {
+        if (!tiles) return ask_by_last(w, count, left, from);
+        const int64_t lines = (DEEP - 1) / count + 1;  // a step's weights are as many lines as they are deep
+        return {(int)lines, from + (count - left) * lines * (w.k / DEEP) * 64};
     }
 
   private:
     const int64_t size_;  // rows of a tile
-    const Tiles tiles_;
+    const Tiles shapes_;
 };
 
 // As in tile.h, of tiles of `rows` rows at most. Behind n rows one more may be read, and scores of it be written.
@@ -165,8 +175,8 @@ class QueryMultiplier {
     static void times(const bf16* w, int64_t columns, int64_t k, int64_t used, const bf16* x, int64_t x_stride, float* out,
                       int64_t out_stride) {
         const auto idle = [] {};
-        if (columns > BLOCK) one_tile<2>(w, BLOCK * k, used, x, x_stride, out, out_stride, idle);
-        else one_tile<1>(w, BLOCK * k, used, x, x_stride, out, out_stride, idle);
+        if (columns > BLOCK) one_tile<2, false>(w, BLOCK * k, used, x, x_stride, out, out_stride, idle);
+        else one_tile<1, false>(w, BLOCK * k, used, x, x_stride, out, out_stride, idle);
     }
     const Tiles tiles_;
 };

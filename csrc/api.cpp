@@ -111,9 +111,9 @@ int64_t pdk_arena_bytes(const pdk_arena* arena) { return arena->bytes(); }
 void* pdk_arena_take(pdk_arena* arena, int64_t bytes) {
     return guarded([&] { return arena->take(static_cast<size_t>(bytes)); });
 }
-void pdk_weights_put(const pdk_weights* w, int64_t block, int64_t step, const void* from, int64_t rows, int64_t inputs,
-                     int64_t stride, const float* bias) {
-    put_rows(weights_of(*w), block, step, static_cast<const bf16*>(from), rows, inputs, stride, bias);
+void pdk_weights_put(const pdk_weights* w, int64_t block, int64_t part, int64_t parts, const void* from, int64_t rows,
+                     int64_t inputs, int64_t stride, const float* bias) {
+    put_rows(weights_of(*w), block, part, parts, static_cast<const bf16*>(from), rows, inputs, stride, bias);
 }
 
 pdk_pool* pdk_pool_open(int64_t threads, const int64_t* cpus) {

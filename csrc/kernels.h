@@ -66,8 +66,8 @@ struct Operand {
 
 enum class Store : int32_t { write = 0, add = 1, swiglu = 2 };
 
-// What becomes of a product. `write`, `add`: float [rows][columns], rows `stride` apart. `swiglu`: blocks of
-// the weights are gate, up, gate, up...; their product is the operand `next`.
+// What becomes of a product. `write`, `add`: float [rows][columns], rows `stride` apart. `swiglu`: of the
+// weights each block has 16 outputs of gate and 16 of up, and there are pairs of blocks; what is made of them is `next`.
 struct Output {
     Store store;
     float* to;

@@ -30,97 +30,125 @@ static void norm_rows(const float* x, int64_t columns, const float* weight, floa
     }
 }
 
-// Brings in the lines that a tile will write: they are in no near cache, and would be waited for.
-INLINE void fetch(const Output& o, int64_t row, int64_t count, int64_t block) {
-    for (int64_t r = row; r < row + count; r++) {
-        if (o.store != Store::swiglu) {
-            const float* to = o.to + r * o.stride + block * BLOCK;
-            __builtin_prefetch(to, 1);
-            __builtin_prefetch(to + 16, 1);
-        } else if (o.next.format == Format::bf16) {
-            __builtin_prefetch(o.next.half + r * o.next.k + block * BLOCK, 1);
-        } else {
-            __builtin_prefetch(o.next.quarter + r * o.next.k + block * BLOCK, 1);
-        }
-    }
-}
-
-// Products of a tile, float [rows][32] at `a`, or of gate and up at `a` and `b`, and what is still to be done with them.
+// Products of a tile, float [rows][32] at `from`, and what is still to be done with them: rows [row, row + rows) of
+// `block`. Of a gated product 16 columns are gate and 16 up, and with `pair` those of the block behind it lie in `second`.
 struct Rest {
     const Weights& w;
     const Output& o;
-    const float *a = nullptr, *b = nullptr;
+    const bool pair;
+    const float *from = nullptr, *second = nullptr;
     int64_t block = 0, row = 0, rows = 0;
-    int64_t each = 0;  // rows that are done while a step of the next tile is multiplied
 
     void finish(int64_t most) {
         const int64_t n = most < rows ? most : rows;
         if (o.store == Store::swiglu) gate(n);
         else if (o.store == Store::add) put<true>(n);
         else put<false>(n);
-        a += n * BLOCK, b += n * BLOCK, row += n, rows -= n;
+        from += n * BLOCK, second += n * BLOCK, row += n, rows -= n;
     }
-    void finish() { finish(rows); }
 
   private:
     template <bool ADD>
     void put(int64_t n) const {
         const int64_t left = o.columns - block * BLOCK;
-        const float* from = a;
+        const float* a = from;
         float* to = o.to + row * o.stride + block * BLOCK;
-        for (int64_t r = 0; r < n; r++, from += BLOCK, to += o.stride)
+        for (int64_t r = 0; r < n; r++, a += BLOCK, to += o.stride)
             for (int64_t c = 0; c < 32 && c < left; c += 16) {
-                F v = load(from + c);
+                F v = load(a + c);
                 if (w.bias) v = v + load(w.bias + block * BLOCK + c);
                 if (ADD) v = v + load_n(to + c, left - c);
                 store_n(to + c, v, left - c);
             }
     }
+    F gated(const float* a, const float* bias) const {
+        F g = load(a), u = load(a + 16);
+        if (bias) g = g + load(bias), u = u + load(bias + 16);
+        return silu(g) * u;
+    }
     void gate(int64_t n) const {
-        const float* bias = w.bias ? w.bias + 2 * block * BLOCK : nullptr;
+        const float* bias = w.bias ? w.bias + block * BLOCK : nullptr;
         for (int64_t r = 0; r < n; r++) {
-            F made[2];
-            for (int64_t i = 0; i < 2; i++) {
-                F g = load(a + r * BLOCK + 16 * i), u = load(b + r * BLOCK + 16 * i);
-                if (bias) g = g + load(bias + 16 * i), u = u + load(bias + BLOCK + 16 * i);
-                made[i] = silu(g) * u;
-            }
-            put_block(o.next, row + r, block * BLOCK, made[0], made[1]);
+            const F made = gated(from + r * BLOCK, bias);
+            if (pair) put_block(o.next, row + r, block * 16, made, gated(second + r * BLOCK, bias ? bias + BLOCK : bias));
+            else store_half(o.next.half + (row + r) * o.next.k + block * 16, made);
         }
+    }
+};
+
+// Brings in the lines that a tile will write: they are in no near cache, and would be waited for.
+struct Fetch {
+    const Output& o;
+    int64_t block = 0, row = 0, rows = 0;
+
+    void go(int64_t most) {
+        const int64_t end = row + (most < rows ? most : rows);
+        for (rows -= end - row; row < end; row++) {
+            if (o.store != Store::swiglu) {
+                const float* to = o.to + row * o.stride + block * BLOCK;
+                __builtin_prefetch(to, 1);
+                __builtin_prefetch(to + 16, 1);
+            } else if (o.next.format == Format::bf16) {
+                __builtin_prefetch(o.next.half + row * o.next.k + block * 16, 1);
+            } else {
+                __builtin_prefetch(o.next.quarter + row * o.next.k + block * 16, 1);
+            }
+        }
+    }
+};
+
+// What is done beside a tile's product, in each of its steps: with the products before, and for its own.
+struct Beside {
+    Rest rest;
+    Fetch fetch;
+    int64_t each_rest, each_fetch;
+
+    void step() {
+        fetch.go(each_fetch);
+        rest.finish(each_rest);
     }
 };
 
 static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t first, int64_t last, const Output& o,
                    const Soon& soon) {
-    alignas(64) float room[2][2][ROOM_ROWS * BLOCK];
+    alignas(64) float room[2][2][(TILE_ROWS + ROOM_ROWS) * BLOCK];
     const Multiplier multiplier(w.format, rows);
-    const int64_t bytes = block_bytes(w), wide = o.store == Store::swiglu ? 2 : 1, most = multiplier.most;
+    const bool gated = o.store == Store::swiglu, pair = gated && !multiplier.tiles;
+    const int64_t bytes = block_bytes(w), wide = pair ? 2 : 1, most = multiplier.most;
+    if (gated) first *= 2, last *= 2;
     int64_t pass = ROW_BYTES / (w.format == Format::bf16 ? w.k * 2 : w.k) / most * most;
     if (pass < most) pass = most;
-    Rest rest{w, o};
-    const bool overlaps = multiplier.overlaps && wide == 2;  // there is enough to do
-    if (overlaps) rest.each = (most - 1) / (wide * w.k / BLOCK) + 1;
+    const bool overlaps = multiplier.tiles && gated;  // there is enough to do
+    const int64_t each = (most - 1) / (w.k / BLOCK) + 1;
+    Beside beside{{w, o, pair}, {o}, overlaps ? each : 0, each};
+    Rest& rest = beside.rest;
     for (int64_t begin = 0, turn = 0; begin < rows; begin += pass) {
         const int64_t now = rows - begin < pass ? rows - begin : pass;
-        for (int64_t block = first; block < last; block++) {
-            // What is read behind this block, of which a pair counts as one: the next, the first again, or `soon`.
-            const uint8_t *here = w.data + wide * block * bytes, *next = here + wide * bytes;
-            if (block + 1 == last) next = begin + pass < rows ? w.data + wide * first * bytes : soon.at;
+        for (int64_t block = first; block < last; block += wide) {
+            const bool direct = multiplier.tiles && o.store == Store::write && !w.bias && (block + 1) * BLOCK <= o.columns;
+            // What is read behind this block, or pair of them: the next, the first again, or `soon`.
+            const uint8_t *here = w.data + block * bytes, *next = here + wide * bytes;
+            if (block + wide == last) next = begin + pass < rows ? w.data + first * bytes : soon.at;
             else if (now <= FOUND_ROWS) next = nullptr;
-            by_tiles(now, most, multiplier.equal, [&](int64_t at, int64_t count, int64_t left) {
+            by_tiles(now, most, !multiplier.tiles, [&](int64_t at, int64_t count, int64_t left) {
                 const int64_t row = begin + at;
                 const int64_t tiles = (now + most - 1) / most;
                 const Ask ask = next ? multiplier.ask(w, tiles, left, (intptr_t)next - (intptr_t)here) : Ask{0, 0};
-                fetch(o, row, count, block);
+                beside.fetch.block = block, beside.fetch.row = row, beside.fetch.rows = count;
+                if (!multiplier.tiles) beside.fetch.go(count);
+                if (direct) {
+                    multiplier.times(w, block, x, row, count, ask, o.to + row * o.stride + block * BLOCK, o.stride, beside);
+                    return;
+                }
                 turn ^= 1;
-                const float* made[2];
-                for (int64_t i = 0; i < wide; i++)
-                    made[i] = multiplier.times(w, wide * block + i, x, row, count, ask, room[turn][i], rest);
-                rest.finish();
-                rest.a = made[0], rest.b = made[wide - 1], rest.block = block, rest.row = row, rest.rows = count;
-                if (!overlaps) rest.finish();
+                float *made = room[turn][0] + TILE_ROWS * BLOCK, *second = room[turn][1] + TILE_ROWS * BLOCK;
+                multiplier.times(w, block, x, row, count, ask, made, BLOCK, beside);
+                if (pair) multiplier.times(w, block + 1, x, row, count, ask, second, BLOCK, beside);
+                rest.finish(rest.rows);
+                rest.from = made, rest.second = second, rest.block = block, rest.row = row, rest.rows = count;
+                if (!overlaps) rest.finish(count);
             });
         }
     }
-    rest.finish();
+    rest.finish(rest.rows);
 }

@@ -91,10 +91,11 @@ PDK_API int64_t pdk_arena_bytes(const pdk_arena* arena);
 /* `bytes` zero bytes in huge pages, where the system has them. */
 PDK_API void* pdk_arena_take(pdk_arena* arena, int64_t bytes);
 
-/* `rows` rows of bf16 [rows][inputs], `stride` apart, to blocks `block`, `block + step`, ...; `bias` float or NULL. What
-   is given no row is left as it is: 0, or 128 for int8. */
-PDK_API void pdk_weights_put(const pdk_weights* w, int64_t block, int64_t step, const void* from, int64_t rows,
-                             int64_t inputs, int64_t stride, const float* bias);
+/* `rows` rows of bf16 [rows][inputs], `stride` apart, to the blocks from `block` on; `bias` float or NULL. Of `parts`
+   parts (1, 2, 4...) each block has 32 / parts outputs each, those of `part` behind those of the parts before. What is
+   given no row is left as it is: 0, or 128 for int8. */
+PDK_API void pdk_weights_put(const pdk_weights* w, int64_t block, int64_t part, int64_t parts, const void* from,
+                             int64_t rows, int64_t inputs, int64_t stride, const float* bias);
 
 /* `cpus`: the core of each thread but the caller's, or NULL for any. */
 PDK_API pdk_pool* pdk_pool_open(int64_t threads, const int64_t* cpus);
@@ -120,7 +121,7 @@ PDK_API int64_t pdk_op_angles(pdk_program* p, const float* inverse, float factor
 /* Inputs are `in`, normalised when `norm` is not NULL; or with in = -1 what `pdk_op_gated` left. add: out += */
 PDK_API int64_t pdk_op_linear(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w,
                               int64_t columns, int64_t out, int64_t add, int64_t of_samples);
-/* silu(gate) * up of blocks that take turns in `w`; kept for the next linear. */
+/* silu(gate) * up of the two parts of `w`; kept for the next linear. */
 PDK_API int64_t pdk_op_gated(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w);
 PDK_API int64_t pdk_op_norm(pdk_program* p, int64_t in, const float* norm, float eps, int64_t out_bf16);
 /* Q, K, V of buffer `qkv`: norms of heads (or NULL), rotation, K and V into the pages of `layer`. */
@@ -134,7 +135,7 @@ PDK_API int64_t pdk_op_route(pdk_program* p, int64_t logits, int64_t top_k, int6
                              int64_t weights);
 /* out = (with add +=) what the `experts` of a token make of its row of `in`, normalised when `norm` is not NULL, times
    their `weights`: down(silu(gate) * up). `gate_up` and `down` have `num_experts` experts one behind the other, each of
-   the former with blocks of gate and up that take turns. `counts` [num_experts] or NULL: tokens that each was given. */
+   the former with gate and up as its parts. `counts` [num_experts] or NULL: tokens that each was given. */
 PDK_API int64_t pdk_op_experts(pdk_program* p, int64_t in, const float* norm, float eps, int64_t experts,
                                int64_t weights, int64_t num_experts, const pdk_weights* gate_up,
                                const pdk_weights* down, int64_t* counts, int64_t out, int64_t add);

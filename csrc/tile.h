@@ -146,26 +146,25 @@ constexpr int64_t ROW_BYTES = 256 << 10;  // rows of one pass over the weights: 
 constexpr int64_t ROOM_ROWS = MAX_ROWS;
 constexpr int64_t TILE_KEYS = MOST_TILE_KEYS, MAX_QUERY_ROWS = MAX_ROWS;  // keys and queries of one product of extend
 
-struct Rest;  // see linear.h
-
-// What multiplies so many rows with weights of a format: up to `most` of them at a time, tiles of `equal` size or full ones.
-// overlaps: while it does, it sees to what was left to do with the products before.
+// What multiplies so many rows with weights of a format, up to `most` of them at a time. `tiles`: in full tiles, beside
+// whose products other things are done; else in parts of equal size.
 struct Multiplier {
     const int64_t most;
-    static constexpr bool equal = true, overlaps = false;
+    static constexpr bool tiles = false;
 
     Multiplier(Format format, int64_t) : most(format == Format::bf16 ? MAX_ROWS : MAX_QUARTER_ROWS) {}
 
-    static Ask ask(const Weights& w, int64_t tiles, int64_t left, int64_t from) { return ask_by_last(w, tiles, left, from); }
+    static Ask ask(const Weights& w, int64_t count, int64_t left, int64_t from) { return ask_by_last(w, count, left, from); }
 
-    // Rows [row, row + count) of x times a block: float [count][32], somewhere in `room`, of ROOM_ROWS rows.
-    float* times(const Weights& w, int64_t block, const Operand& x, int64_t row, int64_t count, const Ask& ask,
-                 float* room, Rest&) const {
+    // out = rows [row, row + count) of x times a block: float [count][32], `stride` apart. Rows before them may get theirs
+    // again, or in a room, which has TILE_ROWS in front, anything.
+    template <class Beside>
+    void times(const Weights& w, int64_t block, const Operand& x, int64_t row, int64_t count, const Ask& ask, float* out,
+               int64_t stride, Beside&) const {
         const uint8_t* at = w.data + block * block_bytes(w);
         if (w.format == Format::int8)
-            TILES.quarter[ask.lines][count](at, w.scale + block * BLOCK, w.k, x, row, room, ask.bytes);
-        else TILES.half[ask.lines][count]((const bf16*)at, w.k, x.half + row * w.k, w.k, room, BLOCK, ask.bytes / 2);
-        return room;
+            TILES.quarter[ask.lines][count](at, w.scale + block * BLOCK, w.k, x, row, out, ask.bytes);
+        else TILES.half[ask.lines][count]((const bf16*)at, w.k, x.half + row * w.k, w.k, out, stride, ask.bytes / 2);
     }
 };
 

@@ -61,10 +61,11 @@ void* Arena::take(size_t bytes) {
     return got;
 }
 
-void put_rows(const Weights& w, int64_t block, int64_t step, const bf16* from, int64_t rows, int64_t inputs, int64_t stride,
-              const float* bias) {
+void put_rows(const Weights& w, int64_t block, int64_t part, int64_t parts, const bf16* from, int64_t rows, int64_t inputs,
+              int64_t stride, const float* bias) {
+    const int64_t each = BLOCK / parts;
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t at = block + r / BLOCK * step, lane = r % BLOCK;
+        const int64_t at = block + r / each, lane = part * each + r % each;
         (w.format == Format::bf16 ? put_half : put_quarter)(w, at, lane, from + r * stride, inputs);
         if (bias) w.bias[at * BLOCK + lane] = bias[r];
     }

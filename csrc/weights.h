@@ -30,7 +30,8 @@ class Arena {
     int64_t taken_ = 0;
 };
 
-void put_rows(const Weights& w, int64_t block, int64_t step, const bf16* from, int64_t rows, int64_t inputs,
+// Rows of a part of the layer that begins at `block`; each of its blocks has as many outputs of each of the `parts`.
+void put_rows(const Weights& w, int64_t block, int64_t part, int64_t parts, const bf16* from, int64_t rows, int64_t inputs,
               int64_t stride, const float* bias);
 
 }  // namespace pdk

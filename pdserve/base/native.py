@@ -79,7 +79,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_arena_close": (None, (_P,)),
     "pdk_arena_bytes": (_I, (_P,)),
     "pdk_arena_take": (_P, (_P, _I)),
-    "pdk_weights_put": (None, (POINTER(Weights), _I, _I, _P, _I, _I, _I, _P)),
+    "pdk_weights_put": (None, (POINTER(Weights), _I, _I, _I, _P, _I, _I, _I, _P)),
     "pdk_pool_open": (_P, (_I, POINTER(c_int64))),
     "pdk_pool_close": (None, (_P,)),
     "pdk_choose_bytes": (_I, (_P, _I)),

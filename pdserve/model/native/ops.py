@@ -101,7 +101,7 @@ def feed_forward(
     x: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_bias: Tensor | None, down: Tensor,
     down_scale: Tensor | None, down_bias: Tensor | None, *, real: bool,
 ) -> Tensor:  # fmt: skip
-    """`down(silu(gate) * up)` of `[N, width]`: blocks of gate and up take turns."""
+    """`down(silu(gate) * up)` of `[N, width]`: each block of `gate_up` has 16 outputs of both."""
     width, inner = _check_gated(x, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
     _require(gate_up.shape[0] == 1, f"gate_up is {gate_up.shape[0]} layers")
     if not real:

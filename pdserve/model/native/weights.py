@@ -61,7 +61,8 @@ class Packed:
 
     `data` is bf16 `[count, blocks, k / 2, 32, 2]` or, of 8 bits, uint8 `[count, blocks, k / 4, 32, 4]` with `scale`
     float32 `[count, blocks * 32]`; `bias` is float32 of that shape. `k` are the inputs, filled up to a multiple of 32.
-    Of `num_parts` equal parts of a layer, which lie one behind the other in weights and biases, blocks take turns.
+    Of `num_parts` equal parts of a layer, which lie one behind the other in weights and biases, each block has as many
+    outputs, part by part.
     """
 
     data: Tensor
@@ -100,10 +101,10 @@ class Packed:
         )
         rows = weight.contiguous()
         wide = None if bias is None else bias.float().contiguous()
-        each, first = self.num_out // self.num_parts, index * self.data.shape[1]
+        each, block = self.num_out // self.num_parts, index * self.data.shape[1]
         for part in range(self.num_parts):
             library().pdk_weights_put(
-                ctypes.byref(self.pointers), first + part, self.num_parts, rows[part * each :].data_ptr(), each,
+                ctypes.byref(self.pointers), block, part, self.num_parts, rows[part * each :].data_ptr(), each,
                 self.num_in, self.num_in, None if wide is None else wide[part * each :].data_ptr(),
             )  # fmt: skip
 
@@ -137,7 +138,7 @@ def open_packed(
 
 
 def pack(arena: Arena, format: Format, weight: Tensor, bias: Tensor | None = None, *, num_parts: int = 1) -> Packed:
-    """`weight` bf16 `[out, in]` and `bias` `[out]`, in equal parts whose blocks take turns."""
+    """`weight` bf16 `[out, in]` and `bias` `[out]`, in equal parts, of which each block has as many outputs."""
     packed = open_packed(arena, format, *weight.shape, has_bias=bias is not None, num_parts=num_parts)
     packed.put(weight, bias)
     return packed
