@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 9
+#define PDK_VERSION 10
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, given back together */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */

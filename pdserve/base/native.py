@@ -23,7 +23,7 @@ LEVEL_VARIABLE = "PDSERVE_KERNELS_LEVEL"
 LEVELS = ("amx", "zen4", "avx512_bf16", "avx512", "avx2")
 """`amx` is `avx512_bf16` with products of tiles, `zen4` the same for other caches; the library says which is best."""
 FILE = "libpdserve_kernels.so"
-VERSION = 9
+VERSION = 10
 
 
 class Step(Structure):

@@ -123,7 +123,8 @@ class ScheduleConfig:
         None,
         help="prompt tokens that keep the processor at its peak: a step is computed in parts of about so many, twice "
         "as many beside streams, whole prompts in turn, so that first tokens come one after the other, none later than "
-        "all together; 128 on CPU when absent, more with experts; -1, and elsewhere when absent: no parts",
+        "all together; 128 on CPU when absent, 256 in bfloat16 with AMX, more with experts; -1, and elsewhere when "
+        "absent: no parts",
     )
     max_prefill_tokens: int = flag(16384, help="prompt tokens per step when chunking is off")
     max_queued_requests: int | None = flag(None, help="waiting requests, beyond free rows, before new ones get 503")

@@ -30,6 +30,10 @@ from pdserve.transfer.manager import KVManager
 
 SATURATION_TOKENS = 128
 """Rows that bring a product on CPUs to its peak: more take as long each."""
+SATURATION_TOKENS_OF_TILES = 256
+"""The same where products are made by AMX, which takes longer to read weights than to multiply fewer rows."""
+TILED = "amx bfloat16"
+"""See `Built.arithmetic`."""
 Fact = str | int | float | bool | None
 
 
@@ -115,8 +119,9 @@ def saturation_tokens(config: ServerConfig, built: Built) -> int | None:
         return given if given > 0 else None
     if built.device.type != "cpu":
         return None
+    peak = SATURATION_TOKENS_OF_TILES if built.arithmetic == TILED else SATURATION_TOKENS
     moe = built.spec.moe
-    return SATURATION_TOKENS if moe is None else -(-SATURATION_TOKENS * moe.num_experts // moe.top_k)
+    return peak if moe is None else -(-peak * moe.num_experts // moe.top_k)
 
 
 def _caches_prefixes(config: ServerConfig) -> bool:

@@ -25,6 +25,8 @@ def test_each_expert_needs_as_many_as_a_dense_layer(
     built = build(tiny_checkpoint(family))
     config = parse_server_args(["--model-path", "m"])
     assert saturation_tokens(config, built) == tokens
+    for arithmetic, times in (("amx bfloat16", 2), ("amx int8", 1), ("avx512_bf16 bfloat16", 1)):
+        assert saturation_tokens(config, dataclasses.replace(built, arithmetic=arithmetic)) == times * tokens
     assert saturation_tokens(config, dataclasses.replace(built, device=torch.device("cuda"))) is None
     for words, asked in ((f"{FLAG} 7", 7), (f"{FLAG} -1", None)):
         assert saturation_tokens(parse_server_args(["--model-path", "m", *words.split()]), built) == asked
