@@ -163,16 +163,16 @@ def launches(compiler: Compiler) -> Iterator[str]:
         kernels.add_norm(x, x, x[0], 1e-6)
         kernels.norm(x, x[0], 1e-6)
         kernels.swiglu(*torch.empty(rows, 2 * inner, dtype=torch.bfloat16).chunk(2, -1))
-    for rows, num_out, num_in in ((1, 6144, 4096), (16, 4096, 12288), (2, 960, 576)):
+    for rows, num_out, num_in in (
+        (1, 6144, 4096), (16, 4096, 12288), (2, 960, 576), (1, 151936, 4096),
+        (64, 6144, 4096), (32, 4096, 12288), (17, 960, 576), (64, 151936, 4096),
+    ):  # fmt: skip
         compiler.case = f"{rows} rows from {num_in} to {num_out}"
         yield compiler.case
         x, weight = (torch.empty(n, num_in, dtype=torch.bfloat16) for n in (rows, num_out))
         kernels.linear(x, weight, None)
         kernels.linear(x, weight, weight[:, 0].contiguous())
         kernels.gated(x, weight, None)
-    compiler.case = "gate, 64 rows"
-    yield compiler.case
-    few_rows.gated(torch.empty(64, 4096, dtype=torch.bfloat16), torch.empty(24576, 4096, dtype=torch.bfloat16), None)
     compiler.case = "angles, 64 tokens"
     yield compiler.case
     kernels.angles(torch.zeros(64, dtype=torch.int64), torch.empty(64), 1.0, torch.bfloat16)

@@ -23,7 +23,7 @@ from pdserve.executor.graphs import EagerCapture, GraphCapture
 
 NUM_NAMED = 14
 """Kernels that a profile's table names."""
-PROFILED_BATCHES = (1, 64)
+PROFILED_BATCHES = (1, 16, 64)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""Decode of the 8B shape under other choices than the kernels' own: where a device of another kind may want them.
+"""Decode of the 8B shape under other choices than attention's own: where a device of another kind may want them.
 
     python -m benchmarks.gpu.tilings [--batches 1 16 64] [--only NAME ...]
 
 Each alternative is captured and timed with overlap, as in `check_cuda`, beside the same floor; the choice as it is
 comes first and last, for what lies between its two figures is noise. Prints, writes nothing. A minute on one GPU.
+Tilings of products: `products.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from benchmarks.gpu.timings import Limits, Plan, Timer, build_dummy, measure_lim
 from pdserve.executor.graphs import Capture, EagerCapture, GraphCapture
 from pdserve.model.gpu import decode_attention, few_rows
 from pdserve.model.gpu.decode_attention import Tiling as Attention
-from pdserve.model.gpu.few_rows import Tiling as Product
 
 Change = tuple[Any, str, Any]
 """An object, and what one of its attributes is to be."""
@@ -33,29 +33,6 @@ Change = tuple[Any, str, Any]
 
 def _attention(keys: int, warps: int) -> Change:
     return Attention, "of", lambda *args: Attention(keys, warps)
-
-
-def _products(change: Callable[[Product], Product]) -> Change:
-    """Other tilings of products of few rows."""
-    chosen = Product.of
-
-    def of(num_rows: int, num_outs: int, device: torch.device, *, is_gate: bool) -> Product:
-        mine = chosen(num_rows, num_outs, device, is_gate=is_gate)
-        return mine if num_rows > few_rows.MAX_ROWS else change(mine)
-
-    return Product, "of", of
-
-
-def _gates(outs: int, depth: int, warps: int, stages: int) -> list[Change]:
-    """Gates of up to 64 rows by our own kernel."""
-    chosen = Product.of
-
-    def of(num_rows: int, num_outs: int, device: torch.device, *, is_gate: bool) -> Product:
-        if num_rows > few_rows.MAX_ROWS:
-            return Product(outs, depth, warps, stages)
-        return chosen(num_rows, num_outs, device, is_gate=is_gate)
-
-    return [(few_rows, "MAX_GATED_ROWS", 64), (Product, "of", of)]
 
 
 def alternatives() -> dict[str, list[Change]]:
@@ -68,15 +45,7 @@ def alternatives() -> dict[str, list[Change]]:
         "attention: parts of 64 keys": [(decode_attention, "_PART_TOKENS", 64)],
         "attention: parts of 256 keys": [(decode_attention, "_PART_TOKENS", 256)],
         "attention: 8 programs a multiprocessor": [(decode_attention, "_WAVES", 8)],
-        "gates up to 64: 64 x 64, 4 warps, 4 stages": _gates(64, 64, 4, 4),
-        "gates up to 64: 64 x 64, 8 warps, 4 stages": _gates(64, 64, 8, 4),
-        "gates up to 64: 64 x 128, 4 warps, 3 stages": _gates(64, 128, 4, 3),
-        "gates up to 64: 64 x 128, 8 warps, 4 stages": _gates(64, 128, 8, 4),
-        "products: all by cuBLAS": [(few_rows, "MAX_ROWS", 0), (few_rows, "MAX_GATED_ROWS", 0)],
-        "products: 3 stages": [_products(lambda mine: Product(mine.outs, mine.depth, mine.warps, 3))],
-        "products: 4 stages": [_products(lambda mine: Product(mine.outs, mine.depth, mine.warps, 4))],
-        "products: 16 outputs a program": [_products(lambda mine: Product(16, 256, 2, 5))],
-        "products: 32 outputs a program": [_products(lambda mine: Product(32, 128, 4, 4))],
+        "products: all by cuBLAS": [(few_rows, "MAX_ROWS", 0)],
         "as it is, again": [],
     }
 

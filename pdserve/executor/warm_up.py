@@ -30,6 +30,8 @@ _COUNTS = (1, 2, 4, 16, 32, 64)
 The most "some" are eight times the least: whatever the number of heads, a count is among them, and so is one less,
 which is what a chunk leaves of it.
 """
+_FEW_TOKENS = 64
+"""So many have products of their own (`gpu/few_rows.py`), and a server of few rows meets them in short chunks only."""
 
 
 def spans_of(context: int, max_rows: int, chunk: int) -> list[list[Span]]:
@@ -39,7 +41,7 @@ def spans_of(context: int, max_rows: int, chunk: int) -> list[list[Span]]:
     """
     short, long = (0, 1), (context - 1, context)
     longest, two = (0, min(context, chunk)), (0, min(2, context, chunk))
-    steps = [[*[short] * (max_rows - 1), longest]]
+    steps = [[*[short] * (max_rows - 1), longest], [(0, min(_FEW_TOKENS, context, chunk))]]
     for first in (short, long):
         for count in sorted({min(count, max_rows) for count in (*_COUNTS, max_rows)}):
             rows = [first, *[short] * (count - 1)]

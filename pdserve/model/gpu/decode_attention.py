@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.model.gpu.attention_math import finished, page_rows, scores_of, soften
+from pdserve.model.gpu.attention_math import ask_ahead, finished, page_rows, scores_of, soften
 from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2
 
 LOG2_E = 1.4426950408889634
@@ -154,8 +154,6 @@ def _decode(
     """One row, one KV head with all query heads that share it, one part of its keys."""
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     most_parts = tl.num_programs(2)
-    if CHAINED:
-        tl.extra.cuda.gdc_wait()
     end = tl.load(ends + row)
     token = tl.load(tokens + row).to(tl.int64)
     begin = 0
@@ -165,6 +163,13 @@ def _decode(
     if not IS_WHOLE:
         share = tl.maximum(share, PART)
     first = begin + part * share
+    if CHAINED:  # ends and pages were there before the kernel whose heads are awaited, and so were most keys
+        if first < end:
+            ask_ahead(
+                kv + kv_head * PAGE * DIM, table + row.to(tl.int64) * table_stride, first, end, page_stride,
+                value_offset, BLOCK_KEYS, PAGE, DIM,
+            )  # fmt: skip
+        tl.extra.cuda.gdc_wait()
     if (first < end) | (part == 0):
         last = tl.minimum(first + share, end)
         within = tl.arange(0, BLOCK_HEADS)

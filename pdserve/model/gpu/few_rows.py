@@ -15,14 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.base.env import triton_is_interpreted
-from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2, shared_bytes
+from pdserve.model.gpu.runtime import chaining, num_cores, shared_bytes
 
-MAX_ROWS = 16
+MAX_ROWS = 64
 """Beyond, the rows are read from the cache more often than the weights from memory, and cuBLAS does better."""
-MAX_GATED_ROWS = 16
-"""The same for both halves of a gate, whose programs read the rows once for twice as many weights. Above 16
-each power of two up to it is a kernel: start-up builds those of up to as many tokens as a server has rows, and would
-need short chunks for the others (`warm_up.spans_of`)."""
+_FEWEST_ROWS = 16
+"""Rows that the tensor cores take at least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,34 +34,34 @@ class Tiling:
 
     @staticmethod
     def of(num_rows: int, num_outs: int, device: torch.device, *, is_gate: bool) -> Tiling:
-        """For so many rows and outputs; a gate has two halves of them."""
-        cores = num_cores(device)
+        """For so many rows and outputs; a gate has two halves of them. `benchmarks/gpu/products.py` times others."""
         if triton_is_interpreted():
             return Tiling(outs=64, depth=64, warps=4, stages=1)
-        if num_rows > _LEAST_ROWS:  # the more outputs, the less often the rows are read
-            return Tiling(outs=64, depth=64, warps=4, stages=4)
-        if is_gate or num_outs > 3 * 16 * cores:
-            return Tiling(outs=32, depth=128, warps=4, stages=4)
-        if (
-            16 * cores <= num_outs <= 32 * cores and shared_bytes(device) >= _MUCH_SHARED
-        ):  # one program each, with much under way
-            return Tiling(outs=32, depth=256, warps=4, stages=6)
-        return Tiling(outs=16, depth=256, warps=2, stages=5)
+        cores = num_cores(device)
+        if is_gate:
+            few, many = Tiling(32, 128, 4, 4), Tiling(32, 64, 4, 4)
+        elif num_outs > 48 * cores:  # the more outputs, the less often the rows are read
+            few, many = Tiling(32, 256, 4, 6), Tiling(128, 128, 8, 3)
+        elif num_outs > 32 * cores:
+            few, many = Tiling(32, 128, 4, 5), Tiling(64, 128, 4, 5)
+        elif num_outs >= 16 * cores:  # one program each, with much under way
+            few, many = Tiling(32, 128, 4, 7), Tiling(32, 128, 4, 7)
+        else:
+            few, many = Tiling(16, 256, 4, 6), Tiling(16, 256, 4, 4)
+        rows = padded(num_rows)
+        tiling = few if rows == _FEWEST_ROWS else many
+        step_bytes = 2 * tiling.depth * (rows + tiling.outs * (1 + is_gate))
+        return dataclasses.replace(tiling, stages=min(tiling.stages, shared_bytes(device) // step_bytes))
 
 
-_LEAST_ROWS = 16
-"""Rows that the tensor cores take at least."""
-_MUCH_SHARED = 130 << 10
+def padded(num_rows: int) -> int:
+    """Rows as they are computed: two kernels are enough, for it is the weights that take the time."""
+    return _FEWEST_ROWS if num_rows <= _FEWEST_ROWS else MAX_ROWS
 
 
-def fits(x: Tensor, weight: Tensor, *, is_gate: bool = False) -> bool:
+def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear`, or `gated`, is made for this product."""
-    return (
-        0 < len(x) <= (MAX_GATED_ROWS if is_gate else MAX_ROWS)
-        and x.dtype.itemsize == 2
-        and x.stride(1) == 1
-        and weight.shape[1] % 16 == 0
-    )
+    return 0 < len(x) <= MAX_ROWS and x.dtype.itemsize == 2 and x.stride(1) == 1 and weight.shape[1] % 16 == 0
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -83,7 +81,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outs: int, *, is
     tiling = Tiling.of(num_rows, num_outs, x.device, is_gate=is_gate)
     _product[(triton.cdiv(num_outs, tiling.outs),)](
         x, weight, bias if bias is not None else weight, out, num_rows, num_outs, num_in, x.stride(0),
-        ROWS=max(_LEAST_ROWS, power_of_2(num_rows)), OUTS=tiling.outs, DEPTH=tiling.depth, IS_GATE=is_gate,
+        ROWS=padded(num_rows), OUTS=tiling.outs, DEPTH=tiling.depth, IS_GATE=is_gate,
         IS_WHOLE=num_in % tiling.depth == 0, HAS_BIAS=bias is not None,
         num_warps=tiling.warps, num_stages=tiling.stages, **chaining(x.device),
     )  # fmt: skip
@@ -108,6 +106,8 @@ def _product(
     of_weight = of_weight[:, None] + depths[None, :]
     if CHAINED:
         tl.extra.cuda.gdc_wait()
+        if not IS_GATE:
+            tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros((ROWS, OUTS), tl.float32)
     other = tl.zeros((ROWS, OUTS), tl.float32)
     for start in range(0, num_in, DEPTH):
@@ -125,7 +125,7 @@ def _product(
             else:
                 more = tl.load(of_weight + second + start, mask=(start + depths < num_in)[None, :], other=0.0)
             other = tl.dot(inputs, tl.trans(more), other, input_precision="ieee")
-    if CHAINED:
+    if CHAINED and IS_GATE:
         tl.extra.cuda.gdc_launch_dependents()
     dtype = out.dtype.element_ty
     if HAS_BIAS:

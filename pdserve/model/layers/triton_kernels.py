@@ -23,7 +23,7 @@ class TritonKernels(FastKernels):
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.gated`."""
-        if few_rows.fits(x, weight, is_gate=True):
+        if few_rows.fits(x, weight):
             return few_rows.gated(x, weight, bias)
         return super().gated(x, weight, bias)
 

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import ahead_checks, check_cuda, model_timings, tilings, timings
+from benchmarks.gpu import ahead_checks, check_cuda, model_timings, products, tilings, timings
 from benchmarks.gpu import executor_checks as checks
 from benchmarks.gpu.shapes import TINY_MODELS
 from benchmarks.report import ROOT
 from pdserve.executor.factory import Built
+from pdserve.model.gpu import few_rows
 from pdserve.model.gpu.decode_attention import Tiling as Attention
 from tests import ahead
 from tests.tiny import Family
@@ -161,6 +162,25 @@ def test_other_tilings_are_timed_and_the_kernels_own_are_back_behind_them(capsys
     assert [line.split("  ")[0] for line in lines] == list(tilings.alternatives())
     assert all("1: " in line and "| 2: " in line for line in lines)
     assert Attention.of(1, 16, torch.float32, torch.device("cpu")) == own
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_products_are_timed_by_every_tiling_beside_torch_s(capsys: pytest.CaptureFixture[str]) -> None:
+    products.try_out()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10 and sum("(its own)" in line for line in lines) == 2
+    errors = [float(line.split("error ")[1].split()[0]) for line in lines if "error" in line]
+    assert len(errors) == 8 and max(errors) < 2e-3
+    assert few_rows.Tiling.of(2, 48, torch.device("cpu"), is_gate=False).outs == 64
+
+
+def test_products_have_tilings_that_fit_the_device() -> None:
+    """For the devices at hand: the shared memory of a multiprocessor holds a program, the programs fill them."""
+    for product in products.PRODUCTS.values():
+        for rows in (1, 64):
+            for shared in (99 << 10, 227 << 10):
+                found = list(products.candidates(product, rows, 132, shared))
+                assert found and len(set(found)) == len(found)
 
 
 @pytest.mark.slow

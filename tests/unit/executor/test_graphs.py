@@ -193,8 +193,8 @@ def test_steps_launched_ahead_use_the_tokens_of_replays(checkpoint: Path) -> Non
 def test_warming_up_has_every_form_of_step_and_leaves_no_trace(checkpoint: Path) -> None:
     forms = spans_of(2000, 4, 512)
     short, long = (0, 1), (1999, 2000)
-    assert forms[0] == [*[short] * 3, (0, 512)], "the fullest"
-    for first, some in ((short, forms[1:7]), (long, forms[7:])):
+    assert forms[:2] == [[*[short] * 3, (0, 512)], [(0, 64)]], "the fullest, and a short chunk"
+    for first, some in ((short, forms[2:8]), (long, forms[8:])):
         assert some[::2] == [[first], [first, short], [first, *[short] * 3]]
         assert some[1::2] == [[(0, 2)], [first, (0, 2)], [first, *[short] * 2, (0, 2)]]
     one = built(checkpoint)

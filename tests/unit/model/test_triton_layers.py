@@ -144,7 +144,9 @@ def test_angles_are_torch_s(dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16] if triton_is_interpreted() else [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("rows", "num_out", "num_in"), [(1, 128, 256), (16, 130, 80), (3, 34, 1040)])
+@pytest.mark.parametrize(
+    ("rows", "num_out", "num_in"), [(1, 128, 256), (16, 130, 80), (3, 34, 1040), (17, 130, 80), (64, 60, 96)]
+)
 def test_products_of_few_rows_are_torch_s(
     rows: int, num_out: int, num_in: int, with_bias: bool, dtype: torch.dtype
 ) -> None:
@@ -157,15 +159,9 @@ def test_products_of_few_rows_are_torch_s(
     close(TritonKernels().gated(x, weight, bias), FastKernels().gated(x, weight, bias))
 
 
-def test_a_gate_of_more_rows_is_torch_s() -> None:
-    """What it takes to have gates of up to 64 rows by our own kernel."""
-    x, weight = torch.randn(40, 96, device=DEVICE).half(), (torch.randn(60, 96, device=DEVICE) * 0.1).half()
-    close(few_rows.gated(x, weight, None), FastKernels().gated(x, weight, None))
-
-
 @pytest.mark.parametrize(
     ("rows", "num_in", "dtype"),
-    [(0, 64, torch.bfloat16), (17, 64, torch.bfloat16), (2, 64, torch.float32), (2, 40, torch.bfloat16)],
+    [(0, 64, torch.bfloat16), (65, 64, torch.bfloat16), (2, 64, torch.float32), (2, 40, torch.bfloat16)],
 )
 def test_other_products_are_left_to_the_library(rows: int, num_in: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(rows, num_in, device=DEVICE).to(dtype), torch.randn(6, num_in, device=DEVICE).to(dtype)
