@@ -12,7 +12,8 @@ With `--tiny` kernels are run by Triton's interpreter, graphs are work that is d
 those of kernels: for whole models there is nothing to compare with.
 
 Report, figures and traces go into $OUT when that is set, else with `--write` into `benchmarks/results/`. Stops
-checking after half of `--max-minutes`, and measuring after all of them. Exit status: 0 all checks passed, 1 one failed, 3 there is no CUDA device.
+checking after half of `--max-minutes`, and measuring after all of them. Exit status: 0 all checks passed, 1 one failed,
+3 there is no CUDA device.
 What it needs is in `benchmarks/README.md`; flashinfer and llguidance are used where they are installed.
 """
 

@@ -21,16 +21,21 @@ def page_rows(kv, table, positions, is_read, page_stride, PAGE: tl.constexpr, DI
 def ask_ahead(
     kv, table, start, end, page_stride, value_offset, BLOCK_KEYS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """Bring keys and values from `start` on into the second-level cache; nothing waits for them."""
-    positions = start + tl.arange(0, BLOCK_KEYS)
-    rows = page_rows(kv, table, tl.minimum(positions, end - 1), positions >= 0, page_stride, PAGE, DIM)
-    num_bytes = tl.full((BLOCK_KEYS,), DIM * kv.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
-    for which in tl.static_range(2):
-        lines = (rows + which * value_offset).to(tl.int64, bitcast=True)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [lines, num_bytes], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+    """Bring keys and values from `start` on into the second-level cache; nothing waits for them.
+
+    Where a row of them is no multiple of 16 bytes, the device has no way to ask for it.
+    """
+    ROW_BYTES: tl.constexpr = DIM * kv.dtype.element_ty.primitive_bitwidth // 8
+    if ROW_BYTES % 16 == 0:
+        positions = tl.minimum(start + tl.arange(0, BLOCK_KEYS), end - 1)
+        rows = page_rows(kv, table, positions, positions >= 0, page_stride, PAGE, DIM)
+        num_bytes = tl.full((BLOCK_KEYS,), ROW_BYTES, tl.int32)
+        for which in tl.static_range(2):
+            lines = (rows + which * value_offset).to(tl.int64, bitcast=True)
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [lines, num_bytes],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
 
 
 @triton.jit
