@@ -1,7 +1,8 @@
 // Products by AMX: tiles of up to 16 rows of 64 bytes, multiplied 16 x 16 x 32 bf16 at a time. Included by level.cpp only.
 //
 // Packed weights are such tiles already: every second 64 bytes of a block are pairs of inputs for 16 outputs. Whatever
-// rows a tile has, each output is summed up in the order of k: a row's result has the same bits in any company.
+// rows a tile has, each output is summed up in an order that follows from k alone: a row's result has the same bits in
+// any company.
 #pragma once
 
 constexpr int64_t TILE = 16;            // rows of a tile, and its 32-bit columns

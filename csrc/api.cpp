@@ -40,7 +40,6 @@ bool has_avx512_bf16() {
     return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
-
 // Tiles are registers that the system keeps for those only who ask; one that is too old knows of none.
 bool has_amx() {
     static const bool got = [] {

@@ -16,7 +16,7 @@ constexpr int64_t MAX_DIM = 512;  // largest head
 constexpr int64_t RUN = 16;            // tokens whose keys and values are found together
 constexpr int64_t SEGMENT = 128;       // keys that decode makes a softmax of alone, or more: see segment_of
 constexpr int64_t MOST_SEGMENTS = 32;  // of one query, about
-constexpr int64_t MOST_TILE_KEYS = 128;  // keys of one product of extend
+constexpr int64_t MOST_TILE_KEYS = 128;  // at most, of one product of extend
 constexpr int64_t TILE_ROWS = 16;        // rows that it has at most
 
 inline int64_t padded(int64_t n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }

@@ -78,7 +78,8 @@ PDK_API const char* pdk_sources(void);
 PDK_API void pdk_copy(const pdk_move* moves, int64_t count);
 /* Has the system put memory behind the bytes from `data`, a multiple of `page`, on. Others may write there meanwhile. */
 PDK_API void pdk_touch(void* data, int64_t bytes, int64_t page);
-/* 1 when this machine can run the level "amx", "zen4", "avx512_bf16", "avx512" or "avx2". */
+/* 1 when this machine can run the level "amx", "zen4", "avx512_bf16", "avx512" or "avx2". Asks the system for the
+   registers of "amx", for the whole process, where the machine has them; pdk_best_level does, too. */
 PDK_API int64_t pdk_supports(const char* level);
 /* The level that is fastest on this machine; NULL when it can run none. */
 PDK_API const char* pdk_best_level(void);

@@ -21,7 +21,8 @@ PATH_VARIABLE = "PDSERVE_KERNELS_LIBRARY"
 LEVEL_VARIABLE = "PDSERVE_KERNELS_LEVEL"
 """Environment variable: the instruction-set level to use, one of LEVELS."""
 LEVELS = ("amx", "zen4", "avx512_bf16", "avx512", "avx2")
-"""`amx` is `avx512_bf16` with products of tiles, `zen4` the same for other caches; the library says which is best."""
+"""`amx` is `avx512_bf16` with products of tiles, `zen4` is `avx512_bf16` for other caches; the library says which is
+best."""
 FILE = "libpdserve_kernels.so"
 VERSION = 10
 
