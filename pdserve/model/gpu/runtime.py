@@ -56,8 +56,9 @@ def chaining(device: torch.device) -> dict[str, Any]:
     """What a launch is given besides its arguments, of which kernels see `CHAINED`.
 
     On devices that can (compute capability 9.0), a chained kernel comes up while the one before it still runs
-    (programmatic dependent launch). It must touch nothing but weights before its `gdc_wait`, which waits until all
-    kernels before it are done; every kernel has one, so that whoever waits for the last waits for all.
+    (programmatic dependent launch). Its `gdc_wait` waits until all kernels before it are done. Every kernel has one and
+    lets none up before it: so whoever waits for the last waits for all, and what was there before the last one may be
+    read without waiting.
     """
     if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) < (9, 0):
         return {"CHAINED": False}
