@@ -24,10 +24,12 @@ from pdserve.transfer.events import (
     CopyJob,
     FrameArrived,
     Notified,
+    PeerFenced,
     PeerGone,
     PrefillFound,
     PrefillNotFound,
     Reached,
+    ReceiverOpened,
 )
 from pdserve.transfer.gated import CANCELLED, GATE_TIMEOUT_S, NEVER_WRITTEN, PEER_GONE
 from pdserve.transfer.plan import PageCopy
@@ -70,6 +72,8 @@ class SimNet:
         self.served: dict[Address, tuple[str, str]] = {}
         self.pools: dict[int, Pool] = {}
         self.engines: dict[str, SimCopyEngine] = {}
+        self.endpoints: dict[str, str] = {}
+        """Where each instance is or was."""
 
     def later(self, action: Callable[[], None], max_delay_s: float | None = None, *, min_delay_s: float = 0.0) -> None:
         """Run `action` after a random delay."""
@@ -116,13 +120,27 @@ class SimCopyEngine:
     """`CopyEngine` whose bytes move copy by copy at random moments, from what is in the source at that moment.
 
     A job with a closed gate is looked at again after random delays. Notifications come some time after their bytes.
+    With `fences` a fence ends what a sender writes; else only the death of its process does, as with `shm`.
     """
 
-    def __init__(self, net: SimNet, endpoint: str, alive: Callable[[str], bool], *, notifies: bool = False) -> None:
+    fence_settle_s = 0.0
+
+    def __init__(
+        self,
+        net: SimNet,
+        endpoint: str,
+        alive: Callable[[str], bool],
+        *,
+        notifies: bool = False,
+        fences: bool = True,
+    ) -> None:
         self.notifies = notifies
         self._net = net
         self._endpoint = endpoint
-        self._alive = alive
+        self._process_lives = alive
+        self._fences = fences
+        self._receivers: set[str] = set()
+        """Addresses that peers can write to."""
         self._notes: dict[Key, set[int]] = defaultdict(set)
         self._expected: dict[Key, int] = {}
         net.engines[endpoint] = self
@@ -148,6 +166,26 @@ class SimCopyEngine:
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`."""
 
+    def open_receiver(self, rank: int, peer: str) -> None:
+        """See `CopyEngine`."""
+        address = f"{self._endpoint}/{peer}"
+        self._receivers.add(address)
+        self._report(ReceiverOpened(peer, address, None))
+
+    def fence(self, rank: int, peer: str) -> None:
+        """See `CopyEngine`."""
+        endpoint = self._net.endpoints[peer.partition("#")[0]]
+        fenced = self._fences or not self._process_lives(endpoint)
+        if fenced:
+            self._receivers.discard(f"{self._endpoint}/{peer}")
+        self._report(PeerFenced(peer, fenced))
+
+    def _alive(self, address: str) -> bool:
+        """Whether bytes can land at the receiving engine behind `address`."""
+        endpoint = address.partition("/")[0]
+        engine = self._net.engines.get(endpoint)
+        return self._process_lives(endpoint) and engine is not None and address in engine._receivers
+
     def expect(self, key: Key, rank: int, count: int) -> bool:
         """See `CopyEngine`."""
         assert key not in self._expected, "expected twice"
@@ -172,7 +210,7 @@ class SimCopyEngine:
             self._report(Notified(key, count - len(self._notes[key])))
 
     def _start(self, job: CopyJob, expires_at: float) -> None:
-        if not self._alive(self._endpoint):
+        if not self._process_lives(self._endpoint):
             return  # the process is dead, and so are its threads
         if job.cancelled or not self._alive(job.transport_address):
             failure = CANCELLED if job.cancelled else PEER_GONE
@@ -210,22 +248,24 @@ class SimCopyEngine:
         self._net.later(lambda: self._next(job, left))
 
     def _notify(self, job: CopyJob) -> None:
-        net, peer = self._net, self._net.engines[job.transport_address]
+        net, peer = self._net, self._net.engines[job.transport_address.partition("/")[0]]
         if net.rng.random() >= net.faults.note_lost:
             behind_s = net.faults.max_delay_s if net.faults.lands_late else 0.0
             net.later(lambda: peer._notified(job.key, job.index), min_delay_s=behind_s)
 
     def _land(self, job: CopyJob, piece: int, copy: PageCopy) -> None:
-        if self._alive(job.transport_address) and self._alive(self._endpoint):
+        if self._alive(job.transport_address) and self._process_lives(self._endpoint):
             source, destination, _ = job.pieces[piece]
             self._check(source, copy.source, copy.num_bytes, "reads")
             read = ctypes.string_at(source + copy.source, copy.num_bytes)
             if self._net.faults.lands_late and self.notifies:
-                self._net.later(lambda: self._put(destination, copy.destination, read))
+                self._net.later(lambda: self._put(job, destination, copy.destination, read))
             else:
-                self._put(destination, copy.destination, read)
+                self._put(job, destination, copy.destination, read)
 
-    def _put(self, base: int, offset: int, read: bytes) -> None:
+    def _put(self, job: CopyJob, base: int, offset: int, read: bytes) -> None:
+        if not self._alive(job.transport_address):
+            return
         self._check(base, offset, len(read), "writes")
         ctypes.memmove(base + offset, read, len(read))
 
@@ -235,7 +275,7 @@ class SimCopyEngine:
         for page in range(offset // pool.page_bytes, -(-(offset + num_bytes) // pool.page_bytes)):
             assert not pool.allocator.is_free(page), f"a copy {verb} free page {page} of {base:#x}"
 
-    def _report(self, event: CopyDone | Notified | Reached) -> None:
+    def _report(self, event: CopyDone | Notified | Reached | ReceiverOpened | PeerFenced) -> None:
         for _ in range(2 if self._net.rng.random() < self._net.faults.repeated else 1):
             self._net.later(lambda: self._net.post(self._endpoint, event))
 

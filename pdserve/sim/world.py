@@ -66,6 +66,8 @@ class Shape:
     layer_groups: int = 0
     notifies: bool = False
     """The transport tells the receiver of writes."""
+    fences: bool = True
+    """The transport can end what a peer writes; else only the death of the peer's process does."""
     num_stages: int = 1
     """Steps under way at once, as where a model is split into so many stages."""
 
@@ -127,6 +129,7 @@ class Node:
             self.scheduler = Scheduler(MonolithRole(core, waiting), core, None, self.mailbox, overlap=shape.overlap)
             return
         net.mailboxes[endpoint] = self.mailbox
+        net.endpoints[instance] = endpoint
         aux = MetadataBuffers(shape.num_aux)
         pool, group = self.executor.buffers[0][0], layout.groups[0]
         net.pools[pool] = Pool(group.page_bytes, self.memory.pages.allocator)
@@ -137,11 +140,12 @@ class Node:
             ranks=(RankMemory.of(endpoint, self.executor.buffers),),
             aux=aux,
             facts={"model": "hash"},
+            secret=instance,
         )
         self.kv = KVManager(
             args,
             SimSocket(net, endpoint),
-            SimCopyEngine(net, endpoint, lambda e: e in net.mailboxes, notifies=shape.notifies),
+            SimCopyEngine(net, endpoint, lambda e: e in net.mailboxes, notifies=shape.notifies, fences=shape.fences),
             SimDirectory(net, endpoint),
             net.clock,
             TransferTimes(

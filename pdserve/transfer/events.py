@@ -68,7 +68,10 @@ class PrefillNotFound(msgspec.Struct, frozen=True, tag=True):
 
 
 class PeerGone(msgspec.Struct, frozen=True, tag=True):
-    """Nobody listens at the peer's endpoint any more: its process is dead, it can write nothing."""
+    """The connection to the peer's endpoint was refused: no process listens there.
+
+    The session ends. It is no proof that the process is dead: its pages are free only once it is fenced.
+    """
 
     instance: str
 
@@ -137,7 +140,35 @@ class Reached(msgspec.Struct, frozen=True, tag=True):
     rank: int = 0
 
 
-TransferEvent = FrameArrived | PrefillFound | PrefillNotFound | PeerGone | PeerListens | CopyDone | Notified | Reached
+class ReceiverOpened(msgspec.Struct, frozen=True, tag=True):
+    """How `open_receiver` ended at our rank `rank`: the address that `peer` alone may be told, or why there is none."""
+
+    peer: str
+    transport_address: str
+    failure: Failure | None
+    rank: int = 0
+
+
+class PeerFenced(msgspec.Struct, frozen=True, tag=True):
+    """How `fence` ended at our rank `rank`. `fenced`: nothing of `peer`'s lands there any more; else it may."""
+
+    peer: str
+    fenced: bool
+    rank: int = 0
+
+
+TransferEvent = (
+    FrameArrived
+    | PrefillFound
+    | PrefillNotFound
+    | PeerGone
+    | PeerListens
+    | CopyDone
+    | Notified
+    | Reached
+    | ReceiverOpened
+    | PeerFenced
+)
 
 
 class CopyEngine(Protocol):
@@ -175,6 +206,22 @@ class CopyEngine(Protocol):
         """Whether our rank `rank` has been notified of `count` writes of `key`. When not, or where nobody can say at
         once, a `Notified` will be posted. Once a key and rank.
         """
+        ...
+
+    @property
+    def fence_settle_s(self) -> float:
+        """Seconds after `PeerFenced` until nothing of that peer's can land. 0.0 where that was measured."""
+        ...
+
+    def open_receiver(self, rank: int, peer: str) -> None:
+        """Have our rank `rank` open a receiving engine for `peer`; posts `ReceiverOpened`. Never blocks.
+
+        `peer` names one session with a peer: a later session has another name.
+        """
+        ...
+
+    def fence(self, rank: int, peer: str) -> None:
+        """Have nothing of `peer`'s land at our rank `rank` any more; posts `PeerFenced`. Never blocks."""
         ...
 
 

@@ -27,19 +27,33 @@ from pdserve.transfer.events import (
     Directory,
     FrameArrived,
     Notified,
+    PeerFenced,
     PeerGone,
     PeerListens,
     PrefillFound,
     PrefillNotFound,
     Reached,
+    ReceiverOpened,
     TransferEvent,
 )
 from pdserve.transfer.handles import KVReceiver, KVSender
-from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerReady, PeerState
+from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerReady, PeerState, SenderQuiesced
 from pdserve.transfer.receive_side import ReceiveSide
+from pdserve.transfer.receivers import Receivers
 from pdserve.transfer.send_side import SendSide
 from pdserve.transfer.sessions import Sessions, SessionTimes
-from pdserve.transfer.wire import Abort, Done, Ended, Hello, Meta, RankMemory, Region, Told, Wire
+from pdserve.transfer.wire import (
+    CONTROL_VERSION,
+    Abort,
+    Done,
+    Ended,
+    Hello,
+    Meta,
+    RankMemory,
+    Region,
+    Told,
+    Wire,
+)
 
 __all__ = ["FAKE_BOOTSTRAP_HOST", "KVArgs", "KVManager", "KVReceiver", "KVSender", "TransferTimes"]
 
@@ -51,7 +65,8 @@ FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 class KVArgs:
     """What a replica brings to transfer. `layout` is the whole model's; `facts` must match a peer's.
 
-    `ranks` are all of the replica's, as `shape` says, the first one first.
+    `ranks` are all of the replica's, as `shape` says, the first one first. Their transport addresses are filled in for
+    each session. `secret` is the same on all of them, and known to no other process.
     """
 
     instance: str
@@ -65,6 +80,7 @@ class KVArgs:
     aux: MetadataBuffers
     facts: dict[str, str | int]
     token: str = ""
+    secret: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +115,7 @@ class KVManager:
         assert len(ranks) == args.shape.num_ranks, (len(ranks), args.shape)
         hello = Hello(
             endpoint=socket.endpoint,
-            facts=args.layout.fields() | {"aux_slot_bytes": args.aux.slot_bytes} | args.facts,
+            facts=_facts(args),
             tp_size=args.shape.tp_size,
             pp_size=args.shape.pp_size,
             dp_size=args.dp_size,
@@ -109,6 +125,7 @@ class KVManager:
             aux_slot_bytes=args.aux.slot_bytes,
             answer=False,
         )
+        self.receivers = Receivers(engine, clock, args.shape.num_ranks)
         self.sessions = Sessions(
             args.instance,
             hello,
@@ -118,6 +135,9 @@ class KVManager:
             clock,
             times.sessions,
             self.counters,
+            self.receivers,
+            lambda session: self.send_side.outgoing.writes_in(session),
+            args.secret,
             args.decode_sizes,
         )
         self.send_side = SendSide(
@@ -183,14 +203,21 @@ class KVManager:
                 self._apply(self.sessions.found(event))
             case PrefillNotFound():
                 self._apply(self.sessions.not_found(event))
+            case ReceiverOpened():
+                self._apply(self.sessions.receiver_opened(event))
+            case PeerFenced():
+                self._free(self.receivers.fenced(event))
             case PeerGone(instance=instance):
                 self._apply(self.sessions.gone(instance))
+            case PeerHandshakeFailed(endpoint=endpoint):
+                self._apply(self.sessions.handshake_failed(endpoint))
             case PeerListens(instance=instance):
                 self.sessions.listens(instance)
 
     def tick(self) -> None:
         """Once a step: heartbeats, repeats, time-outs."""
         self._apply(self.sessions.tick())
+        self._free(self.receivers.tick())
         self.send_side.tick()
         self.receive_side.tick()
 
@@ -230,6 +257,7 @@ class KVManager:
             "keys_early": self.send_side.num_early,
             "pages_held_remote": self.receive_side.num_remote_pages,
             "pages_held_send": self.send_side.outgoing.num_held_pages,
+            "senders_unfenced": self.receivers.num_fencing,
             "control_unacked": self.sessions.num_unacked,
         }
 
@@ -251,6 +279,20 @@ class KVManager:
             for peer in self.sessions
         ]
 
+    def declare_dead(self, instance: str) -> bool:
+        """An operator says that the process of a peer is dead: what it was given is free at once. False: not known."""
+        receivers = self.sessions.receivers_of(instance)
+        known = self.sessions.peer(instance) is not None or bool(receivers)
+        self._apply(self.sessions.gone(instance))
+        for receiver in receivers:
+            self.receivers.forget(receiver)
+            self.receive_side.on_fenced(receiver)
+        return known
+
+    def _free(self, receivers: list[str]) -> None:
+        for receiver in receivers:
+            self.receive_side.on_fenced(receiver)
+
     def _is_fake(self, host: str) -> bool:
         return self._all_fake or host == FAKE_BOOTSTRAP_HOST
 
@@ -263,11 +305,16 @@ class KVManager:
                     self.receive_side.on_dial_failed(address, failure)
                 case PeerLost(peer=peer, failure=failure, gone=gone):
                     self.counters["peers_lost"] += 1
-                    self.receive_side.on_peer_lost(peer, failure, gone)
+                    self.receive_side.on_peer_lost(peer, failure)
                     self.send_side.on_peer_lost(peer, failure, gone)
                     if gone and peer.hello is not None:
                         for rank in peer.hello.ranks:
-                            self._engine.forget(rank.transport_address)
+                            if rank.transport_address:
+                                self._engine.forget(rank.transport_address)
+                case SenderQuiesced(receiver=receiver):
+                    if not self._engine.notifies:  # else bytes that were taken from the sender may still come
+                        self.receivers.forget(receiver)
+                        self.receive_side.on_fenced(receiver)
                 case Message(peer=peer, body=body):
                     match body:
                         case Meta():
@@ -282,3 +329,9 @@ class KVManager:
                         case Ended():
                             if self.receive_side.sends(peer, body.key):
                                 self.receive_side.on_ended(body)
+
+
+def _facts(args: KVArgs) -> dict[str, str | int]:
+    """What must be equal at a peer, in the order in which it is compared."""
+    layout = args.layout.fields() | {"aux_slot_bytes": args.aux.slot_bytes}
+    return {"control_version": CONTROL_VERSION} | layout | args.facts

@@ -30,6 +30,8 @@ class Outgoing:
 
     key: Key
     peer: str
+    session: int
+    """In which the receiver's pages were published; how the key ended is said in that one only."""
     leases: list[Lease] = dataclasses.field(default_factory=list)
     pending: dict[int, CopyJob] = dataclasses.field(default_factory=dict)
     num_jobs: int = 0
@@ -107,7 +109,7 @@ class OutgoingKeys:
         """Queue the copies of `part`, which read from pages of `leases`: held until the key's last job has ended."""
         out = self._entries.get(key)
         if out is None:
-            out = self._entries[key] = Outgoing(key, peer.instance)
+            out = self._entries[key] = Outgoing(key, peer.instance, peer.session)
         for lease in leases:
             if not lease.held_by("send"):
                 lease.hold("send")
@@ -120,8 +122,10 @@ class OutgoingKeys:
         self._engine.submit(job)
 
     def say(self, key: Key, body: Ended | Done | Told) -> None:
-        """To the receiver of `key`, if there is a session with it."""
-        peer = self._sessions.peer(key.origin)
+        """To the receiver of `key`, if there is a session with it: where anything was written, the one of that time."""
+        peer, out = self._sessions.peer(key.origin), self._entries.get(key)
+        if out is not None:
+            peer = self._receiver_of(out)
         if peer is not None and peer.hello is not None and peer.state is not PeerState.REFUSED:
             self._sessions.send(peer, body)
 
@@ -167,6 +171,10 @@ class OutgoingKeys:
         for out in list(self._settling.values()):
             self._finish(out)
 
+    def writes_in(self, session: int) -> bool:
+        """Whether anything may still be written to pages that were published in that session."""
+        return any(out.session == session for out in self._entries.values())
+
     @property
     def num_held_pages(self) -> int:
         """KV pages and aux slots that are read for peers, or may be."""
@@ -191,18 +199,28 @@ class OutgoingKeys:
         self._settling.pop(out.key, None)
         for lease in out.leases:
             lease.drop("send")
-        peer = self._sessions.peer(out.peer)
+        peer = self._receiver_of(out)
         notified = self._notified(out, peer)
         self.closed.add(out.key, notified)
         if peer is not None:
             peer.sent.ended(well=out.failure is None)
         if out.failure is not None:
-            self.say(out.key, self.quiesced(out.key, out.failure))
+            if peer is not None:
+                self._sessions.send(peer, self.quiesced(out.key, out.failure))
             return None
         stats = self._stats(out)
         self._counters["transfers_done"] += 1
-        self.say(out.key, Done(key=out.key, stats=stats, num_told=out.num_told, notified=notified))
+        if peer is not None:
+            done = Done(key=out.key, stats=stats, num_told=out.num_told, notified=notified)
+            self._sessions.send(peer, done)
         return Outcome(out.key, stats)
+
+    def _receiver_of(self, out: Outgoing) -> Peer | None:
+        """The receiver of a key, while the session in which it published its pages lasts."""
+        peer = self._sessions.peer(out.peer)
+        if peer is None or peer.session != out.session or peer.hello is None or peer.state is PeerState.REFUSED:
+            return None
+        return peer
 
     def _notified(self, out: Outgoing, peer: Peer | None) -> tuple[int, ...]:
         """See `Done`."""

@@ -33,6 +33,13 @@ class Peer:
     endpoint: str
     state: PeerState
     last_ping: float
+    epoch: int
+    session: int
+    """See `Hello`."""
+    receiver: str | None = None
+    """The name of our receiving engines for this session; None where the peer dialled us."""
+    greeting: Hello | None = None
+    """What we say in the handshake, once our receiving engines are open; None where the peer dialled us."""
     hello: Hello | None = None
     addresses: dict[Address, None] = dataclasses.field(default_factory=dict)
     """In the order in which they were heard: all ranks of a replica must go through them alike."""
@@ -70,7 +77,7 @@ class DialFailed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeerLost:
-    """`peer` no longer answers; `gone` when its process is known to be dead."""
+    """`peer` no longer answers; `gone` when the session has ended. It may still write until it is fenced."""
 
     peer: Peer
     failure: Failure
@@ -85,7 +92,14 @@ class Message:
     body: RoomMessage
 
 
-Notice = PeerReady | DialFailed | PeerLost | Message
+@dataclasses.dataclass(frozen=True, slots=True)
+class SenderQuiesced:
+    """The sender of the ended session that had the receiving engines `receiver` has promised to write no more."""
+
+    receiver: str
+
+
+Notice = PeerReady | DialFailed | PeerLost | SenderQuiesced | Message
 
 
 def check_hello(ours: Hello, theirs: Hello, decode_sizes: Mapping[str, int]) -> None:

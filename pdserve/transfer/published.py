@@ -1,8 +1,8 @@
 """Pages whose addresses a peer knows, by key: kept until nothing can be written there, whatever became of the request.
 
 They have the hold `remote`. It drops when the sender has said its last word of the key (Done, or a quiesced Ended) and
-all that it had written is there; or when the sender's process is known to be dead, or a write is missing, and what may
-be in flight has drained.
+all that it had written is there; when the session with the sender has ended and is fenced (`receivers`); or when a
+write is missing, and what may be in flight has drained.
 
 Whether it is there is said by the engine of each rank, where engines notify. Called by `ReceiveSide`.
 """
@@ -25,14 +25,16 @@ class Published:
 
     key: Key
     peer: str
-    """Whom they were given to; nobody else can say how the key ended."""
+    """Whom they were given to; no other process can say how the key ended."""
+    receiver: str | None
+    """Our receiving engines of the session; its fence ends what the peer writes."""
     leases: tuple[Lease, ...]
     num_pages: int
     """KV pages and aux slots that the peer was told; a lease may have more, which it must not touch."""
     cached_tokens: int = 0
     """Of the Meta."""
     fenced_at: float | None = None
-    """The time from which nothing is in flight any more; None: not known."""
+    """The time from which nothing of a write that was not notified is in flight any more; None: not known."""
     word: Done | Ended | None = None
     """The sender's last: it writes no more."""
     at_ranks: list[KVPoll] = dataclasses.field(default_factory=list)
@@ -107,11 +109,10 @@ class PublishedPages:
         entry.at_ranks[event.rank] = KVPoll.FAILED if event.num_missing else KVPoll.SUCCESS
         return self._ending(entry)
 
-    def peer_gone(self, peer: str, settle_s: float) -> None:
-        """The process of `peer` is dead; what it had in flight comes within `settle_s` seconds or never."""
-        for entry in self._entries.values():
-            if entry.peer == peer and entry.fenced_at is None:
-                self._fence(entry, settle_s)
+    def fenced(self, receiver: str) -> None:
+        """Nothing can land any more of what was published in the session with these receiving engines."""
+        for entry in [entry for entry in self._entries.values() if entry.receiver == receiver]:
+            self.release(entry.key)
 
     def tick(self) -> None:
         """Let go of pages whose last bytes have drained."""

@@ -20,9 +20,6 @@ from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta, Told, TransferStats
 
-FOLLOWERS_END_S = 15.0
-"""By when the other ranks of a dead leader have ended: they miss its heartbeat for 10 s, and copy no more then."""
-
 
 class ReceiveSide:
     """All rooms that this process receives for. Called by `KVManager` and `KVReceiver`."""
@@ -41,7 +38,6 @@ class ReceiveSide:
     ) -> None:
         self._instance = instance
         self._sessions = sessions
-        self._engine = engine
         self._clock = clock
         self._bootstrap_timeout_s = bootstrap_timeout_s
         self._waiting_timeout_s = waiting_timeout_s
@@ -108,7 +104,7 @@ class ReceiveSide:
         self._expecting[room.room] = room
         pages = tuple(tuple(lease.pages[num_cached:]) for lease in leases)
         num_told = sum(map(len, pages)) + len(aux.pages)
-        self.published.add(Published(room.key, peer.instance, (*leases, aux), num_told, cached_tokens))
+        self.published.add(Published(room.key, peer.instance, peer.receiver, (*leases, aux), num_told, cached_tokens))
         meta = Meta(
             key=room.key,
             cached_tokens=cached_tokens,
@@ -183,16 +179,15 @@ class ReceiveSide:
         if ended.quiesced:
             self._conclude(self.published.end(ended))
 
-    def on_peer_lost(self, peer: Peer, failure: Failure, gone: bool) -> None:
-        """The sender's process is silent (it may still write) or dead (it cannot)."""
+    def on_peer_lost(self, peer: Peer, failure: Failure) -> None:
+        """The sender is silent, or the session with it has ended. It may still write."""
         for room in self.rooms.values():
             if room.peer == peer.instance:
                 self.fail(room, failure)
-        if gone:
-            settle_s = self._engine.settle_s
-            if peer.hello is not None and len(peer.hello.ranks) > 1:
-                settle_s += FOLLOWERS_END_S  # we know of its leader only
-            self.published.peer_gone(peer.instance, settle_s)
+
+    def on_fenced(self, receiver: str) -> None:
+        """Nothing can land any more of what was published in the session with these receiving engines."""
+        self.published.fenced(receiver)
 
     def tick(self) -> None:
         """Time-outs, and pages of dead peers whose last bytes have drained. Looks at the oldest rooms only."""

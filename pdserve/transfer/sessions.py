@@ -1,49 +1,72 @@
-"""Peers: handshake, at-least-once delivery, heartbeats, and the difference between a silent peer and a dead one.
+"""Sessions with peers: handshake, at-least-once delivery, heartbeats, and their end.
 
     unknown -> CONNECTING -> READY <-> SILENT          a SILENT peer may come back, and may still write
-                    |           \\______/ -> gone      a gone peer cannot write: its leases are fenced
+                    |           \\______/ -> ended     the peer is told by a Reset; what it may still write is fenced
                     -> REFUSED
 
-Owned by `KVManager`; scheduler thread only. Results come back as `Notice` values for the manager to act on.
+A session ends when the peer's port refuses a connection, when the peer is silent for too long, when another process
+answers for its endpoint, when the peer says so, or when an operator does. None of these proves that the peer writes no
+more: its pages are free once `Receivers` has fenced it, or once it has promised quiet. A peer that was taken for gone
+and lives opens a new session, with a greater epoch.
+
+Owned by `KVManager`; scheduler thread only. Results come back as `Notice` values for the manager to act on. On the
+ranks of one replica all of it runs alike, so nothing here is drawn at random: see `_mint`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from pdserve.base.clock import Clock
 from pdserve.errors import HandshakeError, ProtocolError
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.events import Address, ControlSocket, Directory, PrefillFound, PrefillNotFound
-from pdserve.transfer.peers import DialFailed, Message, Notice, Peer, PeerLost, PeerReady, PeerState, check_hello
-from pdserve.transfer.wire import MAX_ACKS, Ack, Body, Hello, Packet, Ping, Pong, Refusal, Wire
+from pdserve.transfer.events import Address, ControlSocket, Directory, PrefillFound, PrefillNotFound, ReceiverOpened
+from pdserve.transfer.peers import (
+    DialFailed,
+    Message,
+    Notice,
+    Peer,
+    PeerLost,
+    PeerReady,
+    PeerState,
+    SenderQuiesced,
+    check_hello,
+)
+from pdserve.transfer.receivers import Receivers
+from pdserve.transfer.strangers import Strangers
+from pdserve.transfer.wire import MAX_ACKS, Ack, Body, Hello, Packet, Ping, Pong, Refusal, Reset, Wire
 
 log = logging.getLogger(__name__)
 
 BUSY_FACTOR = 10
 """A peer that answers no ping but still listens may be in a long step: it gets this many times the misses."""
-MAX_GONE = 1024
 ACK_DELAY_S = 0.02
-"""How long an ack waits for a packet that it can ride on: less to send, and nobody is woken in the middle of a copy."""
+"""How long an ack waits for a packet that it can ride on, so that no peer is woken in the middle of a copy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SessionTimes:
-    """Seconds."""
+    """Seconds. A session ends after its peer was silent for `silent_timeout_s`."""
 
     heartbeat_s: float = 2.0
     misses: int = 3
     resend_s: float = 1.0
+    silent_timeout_s: float = 30.0
 
 
 class Sessions:
-    """All peers of this process. `me` is what we say in a handshake; `decode_sizes`: see `check_hello`."""
+    """All peers of this process. `me` is what we say in a handshake; `decode_sizes`: see `check_hello`.
+
+    `secret` is known to our ranks only. `writes_in` says whether we may still write to pages that were published to us
+    in the session with that number.
+    """
 
     def __init__(
         self,
@@ -55,6 +78,9 @@ class Sessions:
         clock: Clock,
         times: SessionTimes,
         counters: Counter[str],
+        receivers: Receivers,
+        writes_in: Callable[[int], bool],
+        secret: str,
         decode_sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.instance = instance
@@ -66,13 +92,16 @@ class Sessions:
         self._clock = clock
         self._times = times
         self._counters = counters
+        self._receivers = receivers
+        self._secret = hashlib.blake2b(secret.encode(), digest_size=32).digest()
         self._peers: dict[str, Peer] = {}
         self.last_refusal: str | None = None
         """The newest handshake that one side refused: peer, field and reason, for `/get_server_info`."""
         self._dialled: dict[Address, tuple[str, ...]] = {}
         """Instances behind an address; empty while the directory is being asked."""
         self._seq = itertools.count(1)
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._epoch = itertools.count(1)
+        self._strangers = Strangers(instance, wire, socket, clock, self._nonce, writes_in, quiet_s=times.resend_s)
 
     # ------------------------------------------------------------------ asking for peers
 
@@ -105,13 +134,13 @@ class Sessions:
         return any(peer.owed_acks for peer in self._peers.values())
 
     def send(self, peer: Peer, body: Body) -> None:
-        """Deliver `body` at least once, unless the peer dies first."""
+        """Deliver `body` at least once, unless the session ends first."""
         seq = next(self._seq)
         frame = self._send_packet(peer, seq, body)
         peer.unacked[seq] = (self._clock.now() + self._times.resend_s, frame)
 
     def flush(self) -> None:
-        """Send all acks that wait for company. Before a step is computed, which takes who knows how long."""
+        """Send all acks that wait for a packet to ride on. Called before a step, whose length is not known."""
         for peer in self._peers.values():
             if peer.owed_acks:
                 self._send_packet(peer, 0, Ack())
@@ -119,7 +148,7 @@ class Sessions:
     # ------------------------------------------------------------------ what comes in
 
     def found(self, event: PrefillFound) -> list[Notice]:
-        """The directory knows who serves at an address: shake hands, or use the sessions there are."""
+        """The directory knows which replicas serve at an address: shake hands, or use the sessions there are."""
         notices: list[Notice] = []
         instances = tuple(instance for instance, _ in event.replicas)
         for old in list(self._peers.values()):
@@ -127,14 +156,37 @@ class Sessions:
                 notices += self.gone(old.instance)
         self._dialled[event.address] = instances
         for instance, endpoint in event.replicas:
-            peer = self._peers.get(instance) or self._add(instance, endpoint)
+            peer = self._peers.get(instance)
+            if peer is not None and peer.state is PeerState.REFUSED:
+                self._drop(peer)
+                peer = None
+            if peer is None:
+                peer = self._dial_peer(instance, endpoint)
             peer.addresses[event.address] = None
             if peer.state is PeerState.READY:
                 notices.append(PeerReady(peer))
-            else:
+            elif peer.greeting is not None and peer.state is not PeerState.CONNECTING:
                 peer.state, peer.num_missed, peer.listened_at = PeerState.CONNECTING, 0, 0
-                self.send(peer, self._me)
+                self.send(peer, peer.greeting)
         return notices
+
+    def receiver_opened(self, event: ReceiverOpened) -> list[Notice]:
+        """Our ranks can receive in a session, so its Hello goes out; or they cannot, and the session ends."""
+        opened = self._receivers.opened(event)
+        if opened is None:
+            return []
+        peer = next((it for it in self._peers.values() if it.receiver == opened.name), None)
+        assert peer is not None, "the receiver of an ended session is fenced"
+        if opened.failure is not None:
+            notices = self._undial(peer, opened.failure)
+            return [*self._end(peer, opened.failure, tell=False), *notices]
+        ranks = tuple(
+            msgspec.structs.replace(rank, transport_address=address)
+            for rank, address in zip(self._me.ranks, opened.addresses, strict=True)
+        )
+        peer.greeting = msgspec.structs.replace(self._me, ranks=ranks, epoch=peer.epoch, session=peer.session)
+        self.send(peer, peer.greeting)
+        return []
 
     def not_found(self, event: PrefillNotFound) -> list[Notice]:
         """The directory gave up on an address."""
@@ -142,25 +194,39 @@ class Sessions:
         return [DialFailed(event.address, event.failure)]
 
     def arrived(self, frame: bytes) -> list[Notice]:
-        """A frame from the network; junk is counted and dropped."""
+        """A frame from the network; one that does not decode is counted and dropped."""
         try:
             packet = self._wire.decode(frame)
         except ProtocolError as error:
             self._counters["control_frames_refused"] += 1
             count = self._counters["control_frames_refused"]
-            if count & (count - 1) == 0:  # whoever floods the port must not flood the log
+            if count & (count - 1) == 0:  # a flood of frames must not flood the log
                 log.warning("control frame refused (%d so far): %s", count, error)
             return []
         if packet.receiver != self.instance:
             self._counters["control_frames_misaddressed"] += 1
             return []
+        match packet.body:
+            case Hello():
+                return self._hello(packet, packet.body)
+            case Reset():
+                return self._reset(packet, packet.body)
+            case Ping(nonce=nonce, endpoint=endpoint) if nonce:
+                peer = self._peers.get(packet.sender)
+                if peer is not None and peer.endpoint == endpoint:  # we are where our Hello to this peer says
+                    self._strangers.repeat(packet.sender, endpoint, nonce)
+                return []
+            case Pong(nonce=nonce) if nonce:
+                self._strangers.repeated(packet.sender, nonce)
+                return []
         peer = self._peers.get(packet.sender)
-        if peer is not None:
-            for seq in packet.acks:
-                peer.unacked.pop(seq, None)
-        if isinstance(packet.body, Hello):
-            return self._hello(packet, packet.body)
-        if peer is None or (peer.hello is None and not isinstance(packet.body, Ack | Ping | Pong | Refusal)):
+        if peer is None or peer.session != packet.session:
+            self._counters["control_frames_unexpected"] += 1
+            self._strangers.reset_sender(packet, packet.body.endpoint if isinstance(packet.body, Ping) else "")
+            return []
+        for seq in packet.acks:
+            peer.unacked.pop(seq, None)
+        if peer.hello is None and not isinstance(packet.body, Ack | Ping | Pong | Refusal):
             self._counters["control_frames_unexpected"] += 1
             return []
         notices = self._heard(peer)
@@ -178,20 +244,35 @@ class Sessions:
                 return [*notices, Message(peer, body)]
 
     def gone(self, instance: str) -> list[Notice]:
-        """The process of a peer is known to be dead."""
+        """A connection to the peer was refused, or another process answers for it: the session ends."""
         peer = self._peers.get(instance)
         if peer is None:
             return []
-        self._forget(peer)
-        self._gone[instance] = None
-        if len(self._gone) > MAX_GONE:
-            self._gone.popitem(last=False)
         failure = Failure(code="peer_gone", message=f"peer {peer.endpoint} is gone", origin=peer.endpoint)
-        self._undial(peer, failure)  # who still waits for a session asks the bootstrap server again
-        return [PeerLost(peer, failure, gone=True)]
+        return self._end(peer, failure)
+
+    def handshake_failed(self, endpoint: str) -> list[Notice]:
+        """The encrypted connection to `endpoint` could not be made. Sessions that were there before go on."""
+        notices: list[Notice] = []
+        for peer in list(self._peers.values()):
+            if peer.endpoint != endpoint or peer.state is not PeerState.CONNECTING:
+                continue
+            message = f"the server at {endpoint} has another PDSERVE_CONTROL_TOKEN"
+            failure = Failure(code="handshake_refused", message=message, origin=endpoint, retryable=False, status=500)
+            self.last_refusal = f"{endpoint}: {message}"
+            self._counters["handshakes_refused"] += 1
+            dials = self._undial(peer, failure)
+            notices += [*self._end(peer, failure), *dials]
+        return notices
+
+    def receivers_of(self, instance: str) -> list[str]:
+        """Our receiving engines for what `instance` writes, or may still write."""
+        peer = self._peers.get(instance)
+        now = [peer.receiver] if peer is not None and peer.receiver is not None else []
+        return now + [name for name in self._strangers.receivers_of(instance) if self._receivers.is_fencing(name)]
 
     def listens(self, instance: str) -> None:
-        """Somebody listens at the peer's endpoint: it may be busy rather than dead."""
+        """A process listens at the peer's endpoint: the peer may be busy rather than dead."""
         peer = self._peers.get(instance)
         if peer is not None:
             peer.listened_at = peer.num_missed
@@ -208,34 +289,69 @@ class Sessions:
                 continue
             peer.last_ping = now
             if peer.state is PeerState.REFUSED:
-                self._forget(peer)
+                self._drop(peer)
+            elif peer.state is PeerState.SILENT and now - peer.silent_at >= self._times.silent_timeout_s:
+                message = f"peer {peer.endpoint} has been silent for {now - peer.silent_at:.0f} s"
+                notices += self._end(peer, Failure(code="peer_silent", message=message, origin=peer.endpoint))
             else:
                 notices += self._ping(peer)
+        if self._receivers.num_fencing:
+            self._strangers.remind(self._receivers.is_fencing, self._times.heartbeat_s)
+        if self._strangers.busy:
+            used = (peer.endpoint for peer in self._peers.values())
+            self._strangers.close_sockets(2 * self._times.heartbeat_s, lambda: used)
         return notices
 
     def next_timer_s(self) -> float | None:
-        """Seconds until `tick` has something to do; None when there are no peers."""
-        return min(self._times.heartbeat_s, self._times.resend_s) if self._peers else None
+        """Seconds until `tick` has something to do; None when there are no peers and no ended session to see off."""
+        busy = self._peers or self._strangers.busy or self._receivers.num_fencing
+        return min(self._times.heartbeat_s, self._times.resend_s) if busy else None
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ handshake
 
-    def _add(self, instance: str, endpoint: str) -> Peer:
+    def _dial_peer(self, instance: str, endpoint: str) -> Peer:
+        """A new session with a prefill server: our ranks open engines for it first."""
+        epoch = next(self._epoch)
+        peer = self._add(instance, endpoint, epoch, self._mint(instance, epoch))
+        peer.receiver = f"{instance}#{epoch}"
+        self._receivers.open(peer.receiver)
+        return peer
+
+    def _mint(self, instance: str, number: int) -> int:
+        """A number of 63 bits that only our ranks and, once it was told, the peer know. Never 0."""
+        digest = hashlib.blake2b(f"{instance}#{number}".encode(), key=self._secret, digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1 or 1
+
+    def _nonce(self, purpose: str) -> int:
+        return self._mint(purpose, next(self._seq))
+
+    def _newest_epoch(self, instance: str) -> int:
+        """The greatest epoch that a session with `instance` has had."""
+        peer = self._peers.get(instance)
+        return max(self._strangers.newest_epoch(instance), 0 if peer is None else peer.epoch)
+
+    def _add(self, instance: str, endpoint: str, epoch: int, session: int) -> Peer:
         now = self._clock.now()
-        peer = Peer(instance, endpoint, PeerState.CONNECTING, last_ping=now, heard_at=now)
+        peer = Peer(instance, endpoint, PeerState.CONNECTING, last_ping=now, epoch=epoch, session=session, heard_at=now)
         self._peers[instance] = peer
         return peer
 
     def _hello(self, packet: Packet, hello: Hello) -> list[Notice]:
         notices: list[Notice] = []
         peer = self._peers.get(packet.sender)
-        if peer is None:
-            if hello.answer:
+        if peer is None or peer.session != hello.session:
+            if hello.answer or hello.epoch <= self._newest_epoch(packet.sender):
+                self._counters["hellos_replayed"] += 1
+                self._strangers.reset_sender(packet, hello.endpoint)
                 return []
-            for old in [old for old in self._peers.values() if old.endpoint == hello.endpoint]:
-                if packet.sender in self._gone:
-                    return []  # said before its successor came
-                notices += self.gone(old.instance)
-            peer = self._add(packet.sender, hello.endpoint)
+            if not self._owns_endpoint(packet.sender, hello.endpoint):
+                return []
+            for old in [old for old in self._peers.values() if old.endpoint == hello.endpoint or old is peer]:
+                failure = Failure(code="peer_gone", message=f"peer {old.endpoint} began anew", origin=old.endpoint)
+                notices += self._end(old, failure)
+            peer = self._add(packet.sender, hello.endpoint, hello.epoch, hello.session)
+        for seq in packet.acks:
+            peer.unacked.pop(seq, None)
         notices += self._heard(peer)
         self._owe_ack(peer, packet.seq)
         try:
@@ -246,20 +362,21 @@ class Sessions:
         first = peer.hello is None
         peer.hello = hello
         if not hello.answer:
-            self.send(peer, msgspec.structs.replace(self._me, answer=True))
+            self.send(peer, self._answer_to(hello))
         if first or peer.state is not PeerState.READY:
             peer.state = PeerState.READY
             notices.append(PeerReady(peer))
         return notices
 
-    def _heard(self, peer: Peer) -> list[Notice]:
-        peer.num_missed = peer.listened_at = 0
-        peer.heard_at = self._clock.now()
-        if peer.state is PeerState.SILENT:
-            peer.state = PeerState.READY if peer.hello is not None else PeerState.CONNECTING
-            if peer.state is PeerState.READY:
-                return [PeerReady(peer)]
-        return []
+    def _answer_to(self, hello: Hello) -> Hello:
+        """Our Hello without addresses: the side that answers sends only."""
+        ranks = tuple(msgspec.structs.replace(rank, transport_address="") for rank in self._me.ranks)
+        return msgspec.structs.replace(self._me, ranks=ranks, answer=True, epoch=hello.epoch, session=hello.session)
+
+    def _owns_endpoint(self, instance: str, endpoint: str) -> bool:
+        """Whether a new process may take the place of the one that we know at `endpoint`."""
+        known = any(peer.endpoint == endpoint and peer.instance != instance for peer in self._peers.values())
+        return not known or self._strangers.owns(instance, endpoint)
 
     def _refused(self, peer: Peer, field: str, message: str) -> list[Notice]:
         """One of us refused the other. The peer stays for one heartbeat more, so that it hears so for certain."""
@@ -273,11 +390,54 @@ class Sessions:
         )
         return self._undial(peer, failure)
 
+    # ------------------------------------------------------------------ the end of sessions
+
+    def _end(self, peer: Peer, failure: Failure, *, tell: bool = True) -> list[Notice]:
+        """End the session with `peer`, and tell the peer, which may live after all."""
+        self._drop(peer)
+        if tell:
+            self._strangers.reset(peer.instance, peer.endpoint, peer.session, answer=False)
+        self._undial(peer, failure)  # rooms that still wait for a session ask the bootstrap server again
+        return [PeerLost(peer, failure, gone=True)]
+
+    def _drop(self, peer: Peer) -> None:
+        """Forget `peer` but for the session's number. Its receiver is fenced."""
+        del self._peers[peer.instance]
+        self._strangers.ended(peer)
+        if peer.receiver is not None:
+            self._receivers.fence(peer.receiver)
+
+    def _reset(self, packet: Packet, reset: Reset) -> list[Notice]:
+        """The other side has no session of this number, or has ended it."""
+        notices: list[Notice] = []
+        peer = self._peers.get(packet.sender)
+        if peer is not None and peer.session == packet.session:
+            failure = Failure(code="peer_gone", message=f"peer {peer.endpoint} ended the session", origin=peer.endpoint)
+            notices += self._end(peer, failure, tell=False)
+        ended = self._strangers.session(packet.sender, packet.session)
+        if ended is not None and ended.receiver is not None and reset.quiesced:
+            notices.append(SenderQuiesced(ended.receiver))
+        if not reset.answer:
+            self._strangers.reset_sender(packet, reset.endpoint, limited=False)
+        return notices
+
+    # ------------------------------------------------------------------ heartbeats and delivery
+
+    def _heard(self, peer: Peer) -> list[Notice]:
+        peer.num_missed = peer.listened_at = 0
+        peer.heard_at = self._clock.now()
+        if peer.state is PeerState.SILENT:
+            peer.state = PeerState.READY if peer.hello is not None else PeerState.CONNECTING
+            if peer.state is PeerState.READY:
+                return [PeerReady(peer)]
+        return []
+
     def _ping(self, peer: Peer) -> list[Notice]:
-        """A heartbeat to `peer`; is it silent?"""
+        """A heartbeat to `peer`; is it silent? One that is being greeted hears the Hello again instead."""
         if peer.num_missed:
             self._directory.probe(peer.instance, peer.endpoint)
-        self._send_packet(peer, 0, Ping())
+        if peer.hello is not None:
+            self._send_packet(peer, 0, Ping(endpoint=self._socket.endpoint))
         misses, patience = peer.num_missed, self._times.misses
         peer.num_missed += 1
         listens = misses - peer.listened_at < patience and misses < patience * BUSY_FACTOR
@@ -291,16 +451,12 @@ class Sessions:
         return [PeerLost(peer, failure, gone=False), *(dials if connecting else ())]
 
     def _undial(self, peer: Peer, failure: Failure) -> list[Notice]:
-        """Have the addresses of `peer` looked up again next time; who waits there now is told."""
+        """Have the addresses of `peer` looked up again next time; rooms that wait there now are told."""
         addresses = [address for address in peer.addresses if peer.instance in self._dialled.get(address, ())]
         for address in addresses:
             del self._dialled[address]
         peer.addresses.clear()
         return [DialFailed(address, failure) for address in addresses]
-
-    def _forget(self, peer: Peer) -> None:
-        del self._peers[peer.instance]
-        self._socket.forget(peer.endpoint)
 
     def _resend(self, peer: Peer, now: float) -> None:
         for seq, (due, frame) in list(peer.unacked.items()):
@@ -311,7 +467,9 @@ class Sessions:
     def _send_packet(self, peer: Peer, seq: int, body: Body) -> bytes:
         """Send it once, with the acks that we owe; returns the frame. `seq` 0: it wants no ack itself."""
         acks, peer.owed_acks = tuple(peer.owed_acks), []
-        packet = Packet(sender=self.instance, receiver=peer.instance, seq=seq, body=body, acks=acks)
+        packet = Packet(
+            sender=self.instance, receiver=peer.instance, session=peer.session, seq=seq, body=body, acks=acks
+        )
         frame = self._wire.encode(packet)
         self._socket.send(peer.endpoint, frame)
         return frame

@@ -9,10 +9,11 @@
       | <------------------------ Done(key) |   every byte has landed; believed when the engine has notified so, too
       | Abort(key) -----------------------> |   stop
       | <-------------- Ended(key, failure) |   prefill gave up; `quiesced`: no byte will come any more
-      | <-------- Ping, Pong, Ack --------> |   any direction; every packet carries acks
+      | <---- Ping, Pong, Ack, Reset -----> |   any direction; every packet carries acks
 
-All but Ack, Ping and Pong are delivered at least once (`sessions` repeats them until acked), in any order;
-every handler is idempotent. A key names one use of a room for good, so late messages cannot hit a later use.
+All but Ack, Ping, Pong and Reset are delivered at least once (`sessions` repeats them until acked), in any order;
+every handler is idempotent. A key names one use of a room for good, so late messages cannot hit a later use. A packet
+names its session, so a message of a session that has ended cannot act on a later one.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.seal import Seal
 
+CONTROL_VERSION = 2
+"""Of these messages and of how sessions use them; a fact of the handshake."""
 MAX_FRAME_BYTES = 8 << 20
 MAX_ACKS = 1024
 
@@ -72,11 +75,17 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Who the sender is. `facts` must be equal on both sides, field by field.
 
     `ranks` are those of a replica split as `tp_size` and `pp_size` say, in the order of their numbers; the aux slots
-    are at the first one. The server has `dp_size` such replicas, which with `dp_attention` have its tensor ranks
+    are at the first one. The transport addresses in `ranks` are for this peer alone; an answer has none, since its
+    sender receives nothing. The server has `dp_size` such replicas, which with `dp_attention` have its tensor ranks
     together.
+
+    The dialling side mints `session`, a secret of the two, and `epoch`, which only grows: an older Hello is a replay.
+    An answer repeats both.
     """
 
     endpoint: Name
+    epoch: Count = 0
+    session: Count = 0
     facts: dict[Name, Name | int]
     tp_size: Size = 1
     pp_size: Size = 1
@@ -171,28 +180,50 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Are you there?"""
+    """A heartbeat: answered with a Pong, or with a Reset to `endpoint` where the session is not known.
+
+    With a `nonce` above 0 it belongs to no session: it asks whether the receiver is the process at that endpoint.
+    """
+
+    nonce: Count = 0
+    endpoint: Name = ""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """Yes."""
+    """The answer to a Ping."""
+
+    nonce: Count = 0
+
+
+class Reset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The sender has no session with the number of this packet, or has ended it; `endpoint` is the sender's.
+
+    `quiesced`: the sender writes nothing into pages that were published to it in that session, now or later.
+    `answer`: it answers a packet of that session, so that it is not answered itself.
+    """
+
+    endpoint: Name
+    quiesced: bool
+    answer: bool
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
     """Nothing but the `acks` of its packet."""
 
 
-Body = Hello | Refusal | Meta | Told | Done | Ended | Abort | Ping | Pong | Ack
+Body = Hello | Refusal | Meta | Told | Done | Ended | Abort | Ping | Pong | Ack | Reset
 
 
 class Packet(msgspec.Struct, frozen=True, kw_only=True):
     """One message between two instances; `receiver` guards against a new process behind an old address.
 
+    `session`: the number that the Hello of this session has; a packet of another one is not for this session.
     `acks`: packets with these numbers have arrived from the receiver. They ride on whatever is sent next.
     """
 
     sender: Name
     receiver: Name
+    session: Count = 0
     seq: Count
     body: Body
     acks: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_ACKS)] = ()

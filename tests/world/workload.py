@@ -24,6 +24,7 @@ def workload(seed: int) -> tuple[Shape, list[Prompt]]:
         num_aux=rng.choice((2, 6)),
         chunk_tokens=rng.choice((None, 1, 3, 5, 9)),
         notifies=seed % 2 == 1,
+        fences=seed % 4 != 2,
     )
     prompts: list[Prompt] = []
     for _ in range(rng.randint(4, 20)):

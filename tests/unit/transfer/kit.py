@@ -13,7 +13,16 @@ from pdserve.memory.lease import Lease, LeasePool
 from pdserve.protocol.failure import Failure
 from pdserve.sim.hash_lm import hash_layout
 from pdserve.transfer.aux import AuxRecord, MetadataBuffers
-from pdserve.transfer.events import Address, CopyDone, CopyJob, FrameArrived, PrefillFound
+from pdserve.transfer.events import (
+    Address,
+    CopyDone,
+    CopyJob,
+    FrameArrived,
+    PeerFenced,
+    PrefillFound,
+    ReceiverOpened,
+    TransferEvent,
+)
 from pdserve.transfer.manager import KVArgs, KVManager, KVReceiver, KVSender, TransferTimes
 from pdserve.transfer.sessions import SessionTimes
 from pdserve.transfer.wire import Body, Key, Packet, RankMemory, TransferStats, Wire
@@ -35,18 +44,28 @@ class Net:
         self.frames: list[tuple[str, bytes]] = []
         self.seen: list[Packet] = []
         self.sides: dict[str, Side] = {}
+        self.everybody: list[Side] = []
         self.drop: Callable[[Packet], bool] = lambda packet: False
 
     def pump(self) -> None:
         """Deliver until nothing moves, and all acks are out."""
         wire = Wire(TOKEN)
-        while self.frames or self._acks():
+        while self._engines() or self.frames or self._acks():
+            if not self.frames:
+                continue
             endpoint, frame = self.frames.pop(0)
             packet = wire.decode(frame)
             self.seen.append(packet)
             side = self.sides.get(endpoint)
             if side is not None and not self.drop(packet):
                 side.kv.handle(FrameArrived(frame))
+
+    def _engines(self) -> bool:
+        """What engines have to report of receivers is handled."""
+        reports = [(side, side.engine.events.pop(0)) for side in self.everybody if side.engine.events]
+        for side, event in reports:
+            side.kv.handle(event)
+        return bool(reports)
 
     def _acks(self) -> bool:
         for side in list(self.sides.values()):
@@ -86,8 +105,15 @@ class KitEngine:
 
     settle_s = SETTLE_S
 
-    def __init__(self, notifies: bool = False) -> None:
+    def __init__(self, notifies: bool = False, addresses: Sequence[str] = ()) -> None:
         self.notifies = notifies
+        self.fence_settle_s = 0.0
+        self.fences = True
+        """What fences end with."""
+        self.fenced: list[tuple[int, str]] = []
+        self.events: list[TransferEvent] = []
+        """Reports that `Net.pump` delivers."""
+        self._addresses = addresses
         self.expected: list[tuple[Key, int, int]] = []
         self.notified = False
         self.reaches = True
@@ -108,6 +134,13 @@ class KitEngine:
 
     def forget(self, transport_address: str) -> None:
         self.forgotten.append(transport_address)
+
+    def open_receiver(self, rank: int, peer: str) -> None:
+        self.events.append(ReceiverOpened(peer, self._addresses[rank], None, rank))
+
+    def fence(self, rank: int, peer: str) -> None:
+        self.fenced.append((rank, peer))
+        self.events.append(PeerFenced(peer, self.fences, rank))
 
     def expect(self, key: Key, rank: int, count: int) -> bool:
         self.expected.append((key, rank, count))
@@ -155,7 +188,7 @@ class Side:
         self.net, self.instance = net, instance
         self.endpoint = endpoint or f"{instance}:1"
         self.pages, self.aux_slots = LeasePool(PageAllocator(16)), LeasePool(PageAllocator(4))
-        self.socket, self.engine, self.directory = KitSocket(net, self.endpoint), KitEngine(notifies), KitDirectory()
+        self.socket, self.directory = KitSocket(net, self.endpoint), KitDirectory()
         group = dataclasses.replace(
             hash_layout(page_tokens, num_layers).groups[0],
             dtype=dtype,
@@ -164,6 +197,8 @@ class Side:
         )
         layout = KVLayout((group,))
         first = buffer or (1 << 20, 16 * group.of_rank(shape.place(0)).page_bytes)
+        ranks = (RankMemory.of(transport_address or instance, [first]), *others)
+        self.engine = KitEngine(notifies, [rank.transport_address for rank in ranks])
         args = KVArgs(
             instance=instance,
             layout=layout,
@@ -171,10 +206,11 @@ class Side:
             dp_size=dp_size,
             dp_attention=dp_attention,
             decode_sizes=decode_sizes or {},
-            ranks=(RankMemory.of(transport_address or instance, [first]), *others),
+            ranks=ranks,
             aux=MetadataBuffers(4),
             facts=FACTS if facts is None else facts,
             token=token,
+            secret=instance,
         )
         times = TransferTimes(
             bootstrap_timeout_s=BOOTSTRAP_S,
@@ -183,6 +219,7 @@ class Side:
         )
         self.kv = KVManager(args, self.socket, self.engine, self.directory, net.clock, times)
         net.sides[self.endpoint] = self
+        net.everybody.append(self)
 
     @property
     def free(self) -> tuple[int, int]:
@@ -260,7 +297,11 @@ def assert_quiet_and_free(*sides: Side) -> None:
         assert side.kv.quiet and side.free == ALL_FREE, (side.instance, side.kv.counts(), side.free)
 
 
-def say(net: Net, sender: str, to: Side, body: Body) -> None:
-    """Somebody who knows the token says something."""
-    to.kv.handle(FrameArrived(Wire(TOKEN).encode(Packet(sender=sender, receiver=to.instance, seq=1 << 40, body=body))))
+def say(net: Net, sender: str, to: Side, body: Body, *, session: int | None = None) -> None:
+    """A process that knows the token says something; in the session that `to` has with it unless told otherwise."""
+    if session is None:
+        peer = to.kv.sessions.peer(sender)
+        session = 0 if peer is None else peer.session
+    packet = Packet(sender=sender, receiver=to.instance, session=session, seq=1 << 40, body=body)
+    to.kv.handle(FrameArrived(Wire(TOKEN).encode(packet)))
     net.pump()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdserve.transfer.events import FrameArrived, PeerGone
+from pdserve.transfer.sessions import SessionTimes
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Abort, Done, Ended, Meta, Packet, TransferStats, Wire
 from tests.unit.transfer.kit import (
@@ -134,32 +137,87 @@ def test_kv_that_does_not_come_in_time_fails_with_504_and_stays_held() -> None:
     assert_quiet_and_free(prefill, decode)
 
 
-def test_pages_given_to_a_dead_prefill_server_are_fenced_first() -> None:
+@pytest.mark.parametrize("settle_s", [0.0, SETTLE_S])
+def test_pages_given_to_a_prefill_server_whose_port_refuses_are_fenced_first(settle_s: float) -> None:
     net, prefill, decode = meet()
+    decode.engine.fence_settle_s = settle_s
     pair = Pair(net, prefill, decode)
     pair.sender.send(pair.mine[0], 3)
     del net.sides[prefill.endpoint]
     decode.kv.handle(PeerGone("prefill-1"))
     assert pair.receiver.failure is not None and pair.receiver.failure.code == "peer_gone"
     pair.drop_requests()
-    net.pass_time(SETTLE_S - 1)
-    assert decode.free == (13, 3)
-    net.pass_time(2)
+    assert decode.engine.fenced == [(0, "prefill-1#1")] and decode.free == (13, 3), "the fence has not been reported"
+    net.pump()
+    if settle_s:
+        net.pass_time(settle_s - 1)
+        assert decode.free == (13, 3)
+        net.pass_time(2)
     assert_quiet_and_free(decode)
 
 
-def test_pages_given_to_a_silent_prefill_server_stay_held_until_it_speaks() -> None:
+def test_without_a_fence_pages_are_held_until_the_process_is_known_to_be_dead() -> None:
+    net, prefill, decode = meet()
+    decode.engine.fences = False
+    pair = Pair(net, prefill, decode)
+    del net.sides[prefill.endpoint]
+    decode.kv.handle(PeerGone("prefill-1"))
+    pair.drop_requests()
+    net.pass_time(100)
+    assert decode.free == (13, 3) and decode.kv.counts()["senders_unfenced"] == 1
+    decode.engine.fences = True  # `shm`: the process has ended
+    net.pass_time(3)
+    assert_quiet_and_free(decode)
+
+
+def test_without_a_fence_the_sender_s_promise_frees_the_pages() -> None:
+    """Prefill lives after all. It is told that the session has ended, and promises quiet once its copy has ended."""
+    net, prefill, decode = meet()
+    decode.engine.fences = False
+    pair = Pair(net, prefill, decode)
+    pair.sender.send(pair.mine[0], 3)
+    decode.kv.handle(PeerGone("prefill-1"))
+    net.pass_time(10)
+    assert pair.sender.failure is not None and pair.sender.failure.code == "peer_gone"
+    pair.drop_requests()
+    net.pass_time(10)
+    assert decode.free == (13, 3), "the copy still runs"
+    prefill.end_jobs(BROKEN)
+    net.pass_time(10)
+    assert_quiet_and_free(prefill, decode)
+
+
+def test_an_operator_s_word_frees_what_a_peer_holds() -> None:
+    net, prefill, decode = meet()
+    decode.engine.fences = False
+    pair = Pair(net, prefill, decode)
+    del net.sides[prefill.endpoint]
+    decode.kv.handle(PeerGone("prefill-1"))
+    pair.drop_requests()
+    net.pass_time(100)
+    assert decode.free == (13, 3)
+    assert decode.kv.declare_dead("prefill-1") and not decode.kv.declare_dead("prefill-2")
+    net.pump()
+    assert_quiet_and_free(decode)
+
+
+def test_a_silent_prefill_server_is_fenced_after_a_while() -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
     del net.sides[prefill.endpoint]
     net.pass_time(5 * HEARTBEAT_S)
     assert pair.receiver.failure is not None and pair.receiver.failure.code == "peer_silent"
     pair.drop_requests()
-    net.pass_time(50)
     assert decode.free == (13, 3), "it may still write"
+    net.pass_time(SessionTimes().silent_timeout_s)
+    assert decode.engine.fenced and decode.free == ALL_FREE
     net.sides[prefill.endpoint] = prefill
     net.pass_time(10)
     assert_quiet_and_free(prefill, decode)
+    receiver = decode.kv.open_receiver(8, ADDRESS, "d")
+    found(decode, prefill)
+    net.pump()
+    assert receiver.poll() is KVPoll.WAITING_FOR_INPUT, "it is taken back, in a new session"
 
 
 def test_source_pages_for_a_dead_decode_server_are_held_until_the_copy_ended() -> None:

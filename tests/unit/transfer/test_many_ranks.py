@@ -16,7 +16,6 @@ from pdserve.memory.layout import KVGroup
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import CopyDone, CopyJob, LayerGate, PeerGone, PrefillFound
-from pdserve.transfer.receive_side import FOLLOWERS_END_S
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
@@ -243,10 +242,10 @@ def test_a_room_goes_to_the_replica_that_its_number_names() -> None:
     assert [side.kv.send_side.num_early for side in replicas] == [1, 2, 1]
 
 
-def test_pages_that_a_replica_of_many_ranks_was_given_rest_until_its_other_ranks_have_ended() -> None:
+def test_pages_are_free_when_every_rank_of_ours_is_fenced() -> None:
     net, hub = Net(), MemoryHub()
-    prefill = Replica(net, hub, "prefill-1", ParallelShape(tp_size=2), random_model(1))
-    decode = Replica(net, hub, "decode-1", ParallelShape(), random_model(2))
+    prefill = Replica(net, hub, "prefill-1", ParallelShape(), random_model(1))
+    decode = Replica(net, hub, "decode-1", ParallelShape(tp_size=2), random_model(2))
     meet(net, prefill.side, decode.side)
     receiver = decode.side.kv.open_receiver(7, ADDRESS, "d")
     theirs = decode.side.leases()
@@ -255,9 +254,13 @@ def test_pages_that_a_replica_of_many_ranks_was_given_rest_until_its_other_ranks
     receiver.close()
     for lease in theirs:
         lease.drop("request")
-    net.pass_time(SETTLE_S + FOLLOWERS_END_S - 1.0)
+    assert decode.side.engine.fenced == [(0, "prefill-1#1"), (1, "prefill-1#1")]
+    first, second = decode.side.engine.events
+    decode.side.engine.events.clear()
+    decode.side.kv.handle(second)
+    decode.side.kv.handle(second)
     assert decode.side.free != ALL_FREE
-    net.pass_time(2.0)
+    decode.side.kv.handle(first)
     assert decode.side.free == ALL_FREE
 
 

@@ -334,8 +334,9 @@ def test_a_sender_that_dies_before_the_notes_have_come_fails_the_room_and_frees_
     decode.kv.handle(Notified(pair.receiver._room.key, 0))  # nobody knows of it any more
 
 
-def test_a_missing_note_does_not_shorten_the_rest_of_a_dead_sender_s_pages() -> None:
+def test_pages_of_a_missing_note_rest_also_where_the_sender_has_gone_and_no_fence_ends_it() -> None:
     net, prefill, decode, pair = sent()
+    decode.engine.fences = False
     decode.kv.handle(PeerGone("prefill-1"))
     net.sides.pop(prefill.endpoint)
     pair.receiver.close()

@@ -167,7 +167,9 @@ def test_metadata_that_does_not_fit_the_prompt_is_refused_by_name(
         aux_slot=0,
         prompt_digest="d",
     )
-    packet = Packet(sender="decode-1", receiver=prefill.instance, seq=1 << 40, body=meta)
+    peer = prefill.kv.sessions.peer("decode-1")
+    assert peer is not None
+    packet = Packet(sender="decode-1", receiver=prefill.instance, session=peer.session, seq=1 << 40, body=meta)
     sender = None if early else prefill.kv.open_sender(7, ADDRESS[0], "d", num_tokens=11)
     prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(packet)))
     sender = sender or prefill.kv.open_sender(7, ADDRESS[0], "d", num_tokens=11)

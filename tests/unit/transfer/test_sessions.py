@@ -5,17 +5,54 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdserve.errors import HandshakeError
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.aux import AuxRecord
-from pdserve.transfer.events import FrameArrived, PeerGone, PeerListens, PrefillNotFound
+from pdserve.transfer.events import (
+    FrameArrived,
+    PeerGone,
+    PeerHandshakeFailed,
+    PeerListens,
+    PrefillNotFound,
+    ReceiverOpened,
+)
 from pdserve.transfer.peers import PeerState, check_facts
 from pdserve.transfer.sessions import ACK_DELAY_S
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import MAX_ACKS, Ack, Done, Hello, Key, Meta, Packet, Refusal, TransferStats, Wire
-from tests.unit.transfer.kit import ADDRESS, FACTS, HEARTBEAT_S, MISSES, TOKEN, Net, Side, found, meet
+from pdserve.transfer.wire import (
+    MAX_ACKS,
+    Abort,
+    Ack,
+    Done,
+    Ended,
+    Hello,
+    Key,
+    Meta,
+    Packet,
+    Ping,
+    Pong,
+    Refusal,
+    Reset,
+    TransferStats,
+    Wire,
+)
+from tests.unit.transfer.kit import (
+    ADDRESS,
+    FACTS,
+    HEARTBEAT_S,
+    MISSES,
+    TOKEN,
+    Net,
+    Pair,
+    Side,
+    assert_quiet_and_free,
+    found,
+    meet,
+    say,
+)
 
 SILENCE_S = HEARTBEAT_S * (MISSES + 1) + 1
 
@@ -71,6 +108,7 @@ def test_a_refused_peer_is_forgotten_and_may_try_again() -> None:
         assert receiver.poll() is KVPoll.FAILED
         receiver.close()
         net.pass_time(2 * HEARTBEAT_S)
+    net.pass_time(3 * HEARTBEAT_S)
     for side, other in ((prefill, decode), (decode, prefill)):
         assert _state(side, other.instance) is None
         assert other.endpoint in side.socket.forgotten, "its socket must be closed"
@@ -196,11 +234,21 @@ def test_a_dead_peer_is_forgotten_with_its_socket_and_its_transport() -> None:
     net, prefill, decode = meet()
     decode.kv.handle(PeerGone("prefill-1"))
     assert _state(decode, "prefill-1") is None
-    assert decode.socket.forgotten == [prefill.endpoint]
-    assert decode.engine.forgotten == ["prefill-1"]
+    assert decode.engine.fenced == [(0, "prefill-1#1")]
     decode.kv.handle(PeerGone("prefill-1"))
     assert decode.kv.counters["peers_lost"] == 1
-    net.pump()
+    del net.sides[prefill.endpoint]
+    net.pass_time(3 * HEARTBEAT_S)
+    assert decode.socket.forgotten == [prefill.endpoint]
+
+
+def test_a_dead_receiver_s_transport_is_forgotten() -> None:
+    net, prefill, decode = meet()
+    del net.sides[decode.endpoint]
+    prefill.kv.handle(PeerGone("decode-1"))
+    assert prefill.engine.forgotten == ["decode-1"] and not prefill.engine.fenced
+    net.pass_time(3 * HEARTBEAT_S)
+    assert prefill.socket.forgotten == [decode.endpoint]
 
 
 def test_a_new_instance_at_the_old_bootstrap_address_means_the_old_is_gone() -> None:
@@ -223,11 +271,139 @@ def test_a_new_instance_behind_an_old_endpoint_means_the_old_is_gone_and_not_the
     reborn = Side(net, "decode-2", endpoint=decode.endpoint)
     reborn.kv.sessions.dial(ADDRESS)
     found(reborn, prefill)
-    net.pump()
+    net.pass_time(3)
     assert _state(prefill, "decode-1") is None and _state(prefill, "decode-2") is PeerState.READY
     prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(hello)))
     assert _state(prefill, "decode-2") is PeerState.READY, "a late word of the dead must not kill its successor"
     assert _state(prefill, "decode-1") is None
+
+
+def _hello_of(net: Net, side: Side) -> Hello:
+    return next(p.body for p in net.seen if p.sender == side.instance and isinstance(p.body, Hello))
+
+
+def test_a_stranger_with_another_s_endpoint_changes_nothing() -> None:
+    """It knows the token. It does not receive what is sent to that endpoint, so it cannot repeat the nonce."""
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    forged = msgspec.structs.replace(_hello_of(net, decode), session=5)
+    for number in range(300):
+        for _ in range(2):
+            say(net, f"usurper-{number}", prefill, forged, session=5)
+            say(net, f"usurper-{number}", prefill, Pong(nonce=number + 1), session=0)
+    net.pass_time(2 * SILENCE_S)
+    assert _state(prefill, "decode-1") is _state(decode, "prefill-1") is PeerState.READY
+    assert [peer.instance for peer in prefill.kv.sessions] == ["decode-1"]
+    assert prefill.kv.counters["peers_lost"] == 0
+    pair.send()
+    prefill.end_jobs()
+    net.pump()
+    assert pair.receiver.poll() is KVPoll.SUCCESS
+
+
+def test_a_peer_cannot_speak_for_another_without_the_number_of_its_session() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    key = pair.receiver._room.key
+    failure = Failure(code="forged", message="")
+    for session in (0, 1):
+        say(net, "prefill-1", decode, Done(key=key, stats=TransferStats()), session=session)
+        say(net, "prefill-1", decode, Ended(key=key, failure=failure, quiesced=True), session=session)
+        say(net, "prefill-1", decode, Reset(endpoint="", quiesced=True, answer=True), session=session)
+        say(net, "decode-1", prefill, Abort(key=key, failure=failure, prompt_digest="d"), session=session)
+    assert pair.receiver.poll() is pair.sender.poll() is KVPoll.WAITING_FOR_INPUT
+    assert decode.free == (13, 3)
+
+
+def test_a_peer_that_was_taken_for_gone_ends_its_session_too_and_is_taken_back() -> None:
+    for victim in ("prefill", "decode"):
+        net, prefill, decode = meet()
+        pair = Pair(net, prefill, decode)
+        believer, other = (prefill, decode) if victim == "decode" else (decode, prefill)
+        believer.kv.handle(PeerGone(other.instance))
+        net.pump()
+        for half in (pair.receiver, pair.sender):
+            assert half.failure is not None and half.failure.code == "peer_gone"
+        pair.drop_requests()
+        net.pass_time(3)
+        assert _state(prefill, "decode-1") is _state(decode, "prefill-1") is None
+        assert_quiet_and_free(prefill, decode)
+        receiver = decode.kv.open_receiver(8, ADDRESS, "d")
+        found(decode, prefill)
+        net.pump()
+        assert receiver.poll() is KVPoll.WAITING_FOR_INPUT
+        assert _state(prefill, "decode-1") is PeerState.READY
+
+
+def test_a_lost_reset_is_made_up_for_by_the_next_heartbeat() -> None:
+    net, prefill, decode = meet()
+    net.drop = lambda packet: isinstance(packet.body, Reset)
+    prefill.kv.handle(PeerGone("decode-1"))
+    net.pump()
+    net.drop = lambda packet: False
+    assert _state(decode, "prefill-1") is PeerState.READY
+    net.pass_time(2 * HEARTBEAT_S)
+    assert _state(decode, "prefill-1") is None
+
+
+def test_messages_of_a_session_that_has_ended_do_not_reach_the_next_one() -> None:
+    """A Meta that was on its way names pages that are somebody else's by now."""
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    (meta,) = [p for p in net.seen if isinstance(p.body, Meta)]
+    hello = next(p for p in net.seen if p.sender == "decode-1" and isinstance(p.body, Hello))
+    pair.sender.close()
+    decode.kv.handle(PeerGone("prefill-1"))
+    net.pump()
+    decode.kv.open_receiver(8, ADDRESS, "d")
+    found(decode, prefill)
+    net.pump()
+    again = prefill.kv.open_sender(7, ADDRESS[0], "d", num_tokens=12)
+    for packet in (hello, meta, hello, meta):
+        prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(packet)))
+        net.pump()
+    assert again.poll() is KVPoll.BOOTSTRAPPING and prefill.kv.send_side.num_early == 0
+    assert prefill.kv.counters["hellos_replayed"] == 2
+    peer = prefill.kv.sessions.peer("decode-1")
+    assert peer is not None and peer.state is PeerState.READY and peer.epoch == 2
+
+
+def test_a_heartbeat_of_an_unknown_process_is_answered_with_a_reset_now_and_then() -> None:
+    net = Net()
+    prefill = Side(net, "prefill-1")
+    for _ in range(50):
+        say(net, "unknown-1", prefill, Ping(endpoint="unknown:1"), session=9)
+    assert [p.session for p in net.seen if isinstance(p.body, Reset)] == [9]
+    net.pass_time(3 * HEARTBEAT_S)
+    assert prefill.socket.forgotten == ["unknown:1"] and prefill.kv.quiet
+
+
+def test_another_control_token_at_a_known_address_fails_who_waits_by_name() -> None:
+    net = Net()
+    prefill, decode = Side(net, "prefill-1"), Side(net, "decode-1")
+    net.drop = lambda packet: True
+    receiver = decode.kv.open_receiver(1, ADDRESS, "d")
+    found(decode, prefill)
+    net.pump()
+    decode.kv.sessions.handshake_failed("elsewhere:1")
+    assert receiver.poll() is KVPoll.BOOTSTRAPPING
+    decode.kv.handle(PeerHandshakeFailed(prefill.endpoint))
+    assert receiver.failure is not None and receiver.failure.code == "handshake_refused"
+    assert "PDSERVE_CONTROL_TOKEN" in receiver.failure.message and not receiver.failure.retryable
+
+
+def test_receiving_engines_that_do_not_start_fail_the_rooms_that_wait_for_them() -> None:
+    net = Net()
+    prefill, decode = Side(net, "prefill-1"), Side(net, "decode-1")
+    receiver = decode.kv.open_receiver(1, ADDRESS, "d")
+    found(decode, prefill)
+    decode.engine.events.clear()
+    failure = Failure(code="engine_failed", message="no memory can be registered")
+    decode.kv.handle(ReceiverOpened("prefill-1#1", "", failure))
+    assert receiver.failure == failure and _state(decode, "prefill-1") is None
+    assert decode.engine.fenced == [(0, "prefill-1#1")]
+    net.pump()
+    assert decode.kv.quiet and not net.said(Hello)
 
 
 def test_two_names_of_one_prefill_server_both_work_and_both_are_looked_up_again_after_its_death() -> None:

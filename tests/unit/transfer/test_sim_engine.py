@@ -30,6 +30,10 @@ class Rig:
         self.mailbox: Mailbox[Event] = Mailbox()
         self.net.mailboxes |= {"prefill:0": self.mailbox, "decode:0": Mailbox()}
         self.engine = SimCopyEngine(self.net, "prefill:0", lambda endpoint: endpoint in self.net.mailboxes)
+        self.receiver = SimCopyEngine(self.net, "decode:0", lambda endpoint: endpoint in self.net.mailboxes)
+        self.net.endpoints["prefill-0"] = "prefill:0"
+        self.receiver.open_receiver(0, "prefill-0#1")
+        self.net.deliver()
         self.source = np.full(PAGE_BYTES, 7, dtype=np.uint8)
         self.target = np.zeros(PAGE_BYTES, dtype=np.uint8)
         for memory in (self.source, self.target):
@@ -40,7 +44,7 @@ class Rig:
     def submit(self, ready: Ready | None) -> CopyJob:
         """Copy the page."""
         piece = (self.source.ctypes.data, self.target.ctypes.data, (PageCopy(0, 0, PAGE_BYTES),))
-        job = CopyJob(Key(1, 1, "decode-0"), 0, "decode-0", "decode:0", (piece,), PAGE_BYTES, ready)
+        job = CopyJob(Key(1, 1, "decode-0"), 0, "decode-0", "decode:0/prefill-0#1", (piece,), PAGE_BYTES, ready)
         self.engine.submit(job)
         return job
 

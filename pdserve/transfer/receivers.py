@@ -1,0 +1,130 @@
+"""Receiving engines, one for each session with a sender, and the fences that end them. Scheduler thread only.
+
+    open   ─> every rank opens an engine for the session   ─> opened: the addresses go into our Hello
+    fence  ─> every rank destroys that engine              ─> fenced: nothing of that session can land any more
+
+A rank that cannot say that nothing lands any more (`shm`, while the sender's process lives) is asked again. Owned by
+`KVManager`; `Sessions` opens, the manager fences when a session has ended, and `ReceiveSide` frees what is fenced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pdserve.base.clock import Clock
+from pdserve.protocol.failure import Failure
+from pdserve.transfer.events import CopyEngine, PeerFenced, ReceiverOpened
+
+RETRY_S = 1.0
+"""From a rank's answer that it cannot say, until it is asked again."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Receiver:
+    """The engines of one session, by rank."""
+
+    addresses: dict[int, str] = dataclasses.field(default_factory=dict)
+    fence_begun_at: float | None = None
+    asked: set[int] = dataclasses.field(default_factory=set)
+    """Ranks whose answer to the fence is awaited."""
+    again: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Ranks that could not say, and when to ask them again."""
+    free_at: float | None = None
+    """From when on nothing can land; None: some rank is not fenced."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opened:
+    """All ranks have answered for the session `name`: the address of each, or why one has none."""
+
+    name: str
+    addresses: tuple[str, ...]
+    failure: Failure | None = None
+
+
+class Receivers:
+    """All sessions' receiving engines. A name is used for one session only."""
+
+    def __init__(self, engine: CopyEngine, clock: Clock, num_ranks: int) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._num_ranks = num_ranks
+        self._receivers: dict[str, _Receiver] = {}
+
+    def open(self, name: str) -> None:
+        """Have every rank open an engine for session `name`; `opened` tells when all have."""
+        assert name not in self._receivers, name
+        self._receivers[name] = _Receiver()
+        for rank in range(self._num_ranks):
+            self._engine.open_receiver(rank, name)
+
+    def opened(self, event: ReceiverOpened) -> Opened | None:
+        """One rank has an engine, or has none. A report that comes again, or for an ended session, is ignored."""
+        receiver = self._receivers.get(event.peer)
+        if receiver is None or receiver.fence_begun_at is not None or event.rank in receiver.addresses:
+            return None
+        if event.failure is not None:
+            return Opened(event.peer, (), event.failure)
+        receiver.addresses[event.rank] = event.transport_address
+        if len(receiver.addresses) < self._num_ranks:
+            return None
+        return Opened(event.peer, tuple(receiver.addresses[rank] for rank in range(self._num_ranks)))
+
+    def fence(self, name: str) -> None:
+        """Have every rank end what session `name` writes. A fence that has begun, and unknown names, are ignored."""
+        receiver = self._receivers.get(name)
+        if receiver is None or receiver.fence_begun_at is not None:
+            return
+        receiver.fence_begun_at = self._clock.now()
+        receiver.asked = set(range(self._num_ranks))
+        for rank in range(self._num_ranks):
+            self._engine.fence(rank, name)
+
+    def fenced(self, event: PeerFenced) -> list[str]:
+        """A rank has answered a fence; the sessions of which nothing can land any more."""
+        receiver = self._receivers.get(event.peer)
+        if receiver is None or event.rank not in receiver.asked:
+            return []
+        receiver.asked.remove(event.rank)
+        now = self._clock.now()
+        if not event.fenced:
+            receiver.again[event.rank] = now + RETRY_S
+        elif not receiver.asked and not receiver.again:
+            receiver.free_at = now + self._engine.fence_settle_s
+        return self._take_free(now)
+
+    def tick(self) -> list[str]:
+        """Ask ranks again that could not say; the sessions of which nothing can land any more."""
+        now = self._clock.now()
+        for name, receiver in self._receivers.items():
+            for rank in [rank for rank, at in receiver.again.items() if now >= at]:
+                del receiver.again[rank]
+                receiver.asked.add(rank)
+                self._engine.fence(rank, name)
+        return self._take_free(now)
+
+    def forget(self, name: str) -> None:
+        """The sender has promised to write no more, or an operator says so: the fence is awaited no longer."""
+        self._receivers.pop(name, None)
+
+    def is_fencing(self, name: str) -> bool:
+        """True from `fence` until nothing of that session can land any more."""
+        receiver = self._receivers.get(name)
+        return receiver is not None and receiver.fence_begun_at is not None
+
+    @property
+    def num_fencing(self) -> int:
+        """Sessions that have ended and whose senders may still write."""
+        return sum(receiver.fence_begun_at is not None for receiver in self._receivers.values())
+
+    @property
+    def oldest_fence_s(self) -> float | None:
+        """Seconds since the oldest fence that has not ended was begun; None where there is none."""
+        begun = [it.fence_begun_at for it in self._receivers.values() if it.fence_begun_at is not None]
+        return max(0.0, self._clock.now() - min(begun)) if begun else None
+
+    def _take_free(self, now: float) -> list[str]:
+        free = [name for name, it in self._receivers.items() if it.free_at is not None and now >= it.free_at]
+        for name in free:
+            del self._receivers[name]
+        return free

@@ -1,0 +1,175 @@
+"""What is said to processes with which there is no session: resets of sessions that have ended, and challenges.
+
+    a packet of an unknown session    ─> Reset: its sender ends that session, too
+    a session that has ended here     ─> Reset, and again while what its sender may write is not fenced
+    a new process at a known endpoint ─> Ping(nonce) there; its Hello is taken once it has repeated the nonce
+
+Owned by `Sessions`; scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from pdserve.base.clock import Clock
+from pdserve.transfer.events import ControlSocket
+from pdserve.transfer.peers import Peer
+from pdserve.transfer.wire import Body, Packet, Ping, Pong, Reset, Wire
+
+T = TypeVar("T")
+
+MAX_REMEMBERED = 1024
+"""Ended sessions, instances and endpoints: the newest are kept."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndedSession:
+    """A session that was. `receiver`: the name of our receiving engines for it; None where we were the sender."""
+
+    instance: str
+    session: int
+    endpoint: str
+    receiver: str | None
+
+
+class Strangers:
+    """Sends to processes that are no peers; remembers ended sessions.
+
+    `mint` makes a nonce that the ranks of this replica agree on. `writes_in`: see `Sessions`. `quiet_s` is the time
+    between two unasked words to the same endpoint.
+    """
+
+    def __init__(
+        self,
+        instance: str,
+        wire: Wire,
+        socket: ControlSocket,
+        clock: Clock,
+        mint: Callable[[str], int],
+        writes_in: Callable[[int], bool],
+        quiet_s: float,
+    ) -> None:
+        self._instance = instance
+        self._wire = wire
+        self._socket = socket
+        self._clock = clock
+        self._mint = mint
+        self._writes_in = writes_in
+        self._quiet_s = quiet_s
+        self._ended: OrderedDict[tuple[str, int], EndedSession] = OrderedDict()
+        self._epochs: OrderedDict[str, int] = OrderedDict()
+        """The newest epoch of each instance whose sessions have ended."""
+        self._nonces: OrderedDict[str, int] = OrderedDict()
+        """What a new process at a known endpoint must repeat, by its instance id."""
+        self._proved: OrderedDict[str, None] = OrderedDict()
+        """Instances that have repeated it, until their Hello is taken."""
+        self._said_at: OrderedDict[str, float] = OrderedDict()
+        """When a word last went to an endpoint. What is open to it is closed some time later."""
+
+    # ------------------------------------------------------------------ ended sessions
+
+    def ended(self, peer: Peer) -> None:
+        """The session with `peer` has ended."""
+        key = (peer.instance, peer.session)
+        _remember(self._ended, key, EndedSession(peer.instance, peer.session, peer.endpoint, peer.receiver))
+        _remember(self._epochs, peer.instance, max(peer.epoch, self._epochs.get(peer.instance, 0)))
+        _remember(self._said_at, peer.endpoint, self._clock.now())
+
+    def session(self, instance: str, number: int) -> EndedSession | None:
+        """The ended session of that instance and number, while it is remembered."""
+        return self._ended.get((instance, number))
+
+    def receivers_of(self, instance: str) -> list[str]:
+        """The receiving engines of ended sessions with `instance`."""
+        ended = self._ended.values()
+        return [it.receiver for it in ended if it.instance == instance and it.receiver is not None]
+
+    def newest_epoch(self, instance: str) -> int:
+        """The greatest epoch that an ended session of `instance` had; 0 where none is remembered."""
+        return self._epochs.get(instance, 0)
+
+    def reset(self, instance: str, endpoint: str, session: int, *, answer: bool) -> None:
+        """Say that there is no such session here, and whether we may still write in it."""
+        body = Reset(endpoint=self._socket.endpoint, quiesced=not self._writes_in(session), answer=answer)
+        self._send(instance, endpoint, session, body)
+
+    def reset_sender(self, packet: Packet, endpoint: str, *, limited: bool = True) -> None:
+        """Answer a packet of a session that is not known, where it is known how to reach its sender: at the endpoint of
+        the ended session, else at `endpoint`. `limited`: at most one word each `quiet_s`.
+        """
+        ended = self.session(packet.sender, packet.session)
+        endpoint = endpoint if ended is None else ended.endpoint
+        last = self._said_at.get(endpoint)
+        if endpoint and not (limited and last is not None and self._clock.now() - last < self._quiet_s):
+            self.reset(packet.sender, endpoint, packet.session, answer=True)
+
+    def remind(self, is_fencing: Callable[[str], bool], interval_s: float) -> None:
+        """Say again to senders that are not fenced yet that their session has ended: they may promise quiet."""
+        now = self._clock.now()
+        for ended in self._ended.values():
+            last = self._said_at.get(ended.endpoint)
+            if ended.receiver is None or not is_fencing(ended.receiver):
+                continue
+            if last is None or now - last >= interval_s:
+                self.reset(ended.instance, ended.endpoint, ended.session, answer=False)
+
+    # ------------------------------------------------------------------ challenges
+
+    def owns(self, instance: str, endpoint: str) -> bool:
+        """Whether `instance` has shown that it is the process at `endpoint`. If not, it is challenged there.
+
+        The former process drops what is not addressed to it, and so does any other.
+        """
+        if instance in self._proved:
+            del self._proved[instance], self._nonces[instance]
+            return True
+        if instance not in self._nonces:
+            _remember(self._nonces, instance, self._mint(f"challenge {instance}"))
+        self._send(instance, endpoint, 0, Ping(nonce=self._nonces[instance], endpoint=self._socket.endpoint))
+        return False
+
+    def repeated(self, instance: str, nonce: int) -> None:
+        """`instance` has answered a challenge."""
+        if self._nonces.get(instance) == nonce:
+            _remember(self._proved, instance, None)
+
+    def repeat(self, instance: str, endpoint: str, nonce: int) -> None:
+        """Answer a challenge of the peer `instance`."""
+        self._send(instance, endpoint, 0, Pong(nonce=nonce))
+
+    # ------------------------------------------------------------------ sockets
+
+    def close_sockets(self, linger_s: float, used: Callable[[], Iterator[str]]) -> None:
+        """Close what is open to endpoints that are not `used`, `linger_s` after the last word."""
+        now = self._clock.now()
+        late = [it for it, at in self._said_at.items() if now - at >= linger_s]
+        kept = set(used()) if late else set()
+        for endpoint in late:
+            del self._said_at[endpoint]
+            if endpoint not in kept:
+                self._socket.forget(endpoint)
+
+    @property
+    def busy(self) -> bool:
+        """True while something is open to processes that are no peers."""
+        return bool(self._said_at)
+
+    def _send(self, instance: str, endpoint: str, session: int, body: Body) -> None:
+        """Send `body` once. It is not acknowledged."""
+        _remember(self._said_at, endpoint, self._clock.now())
+        packet = Packet(sender=self._instance, receiver=instance, session=session, seq=0, body=body)
+        self._socket.send(endpoint, self._wire.encode(packet))
+
+
+K = TypeVar("K")
+
+
+def _remember(into: OrderedDict[K, T], key: K, value: T) -> None:
+    """Keep the newest `MAX_REMEMBERED`."""
+    into.pop(key, None)
+    into[key] = value
+    if len(into) > MAX_REMEMBERED:
+        into.popitem(last=False)
