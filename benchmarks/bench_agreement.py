@@ -90,7 +90,7 @@ def reduce_until_agreed(
 class TimedCopies:
     """`CopyEngine` of a rank whose copies end when `ends_at` says so."""
 
-    settle_s, notifies = 0.0, False
+    settle_s, fence_settle_s, notifies = 0.0, 0.0, False
 
     def __init__(self, rank: int, began: float, transfers: int, post: Callable[[CopyDone], None]) -> None:
         self._args = (rank, began, transfers, post)
@@ -114,6 +114,12 @@ class TimedCopies:
     def expect(self, key: Key, rank: int, count: int) -> bool:
         """See `CopyEngine`."""
         raise AssertionError("it notifies of nothing")
+
+    def open_receiver(self, rank: int, peer: str) -> None:
+        """See `CopyEngine`."""
+
+    def fence(self, rank: int, peer: str) -> None:
+        """See `CopyEngine`."""
 
     def _run(self) -> None:
         rank, began, transfers, post = self._args

@@ -11,6 +11,7 @@ import itertools
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox
@@ -34,7 +35,7 @@ from pdserve.sim.cost_model import CostModel, CostModelExecutor
 from pdserve.sim.hash_lm import hash_layout
 from pdserve.sim.network import Faults, SimNet, SimSocket
 from pdserve.transfer.aux import MetadataBuffers
-from pdserve.transfer.events import Address, CopyJob, PrefillFound
+from pdserve.transfer.events import Address, CopyJob, PrefillFound, ReceiverOpened
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST, KVArgs, KVManager, TransferTimes
 from pdserve.transfer.sessions import SessionTimes
 from pdserve.transfer.wire import Key, RankMemory
@@ -161,7 +162,9 @@ class HeldEngine:
     """`CopyEngine` whose copies never end."""
 
     address: str
+    post: Callable[[ReceiverOpened], None]
     settle_s: float = 0.0
+    fence_settle_s: float = 0.0
     notifies: bool = False
 
     def reach(self, rank: int, transport_address: str) -> bool:
@@ -179,6 +182,13 @@ class HeldEngine:
         """See `CopyEngine`."""
 
     def forget(self, transport_address: str) -> None:
+        """See `CopyEngine`."""
+
+    def open_receiver(self, rank: int, peer: str) -> None:
+        """See `CopyEngine`."""
+        self.post(ReceiverOpened(peer, self.address, None, rank))
+
+    def fence(self, rank: int, peer: str) -> None:
         """See `CopyEngine`."""
 
 
@@ -271,9 +281,10 @@ class CostedServer:
                 ranks=(RankMemory.of(mode, executor.buffers),),
                 aux=MetadataBuffers(num_aux),
                 facts={"model": ""},
+                secret=mode,
             ),
             SimSocket(net, mode),
-            HeldEngine(mode),
+            HeldEngine(mode, self.mailbox.post),
             OneDirectory(net, mode),
             net.clock,
             TransferTimes(bootstrap_timeout_s=NEVER_S, waiting_timeout_s=NEVER_S, sessions=times),

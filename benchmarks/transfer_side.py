@@ -140,9 +140,10 @@ class Side:
         args = KVArgs(
             instance=self.instance,
             layout=layout,
-            ranks=(RankMemory.of(workers.address, [(self.region.address, self.region.num_bytes)]),),
+            ranks=(RankMemory.of("", [(self.region.address, self.region.num_bytes)]),),
             aux=aux,
             facts={"transfer_backend": backend},
+            secret=self.instance,
         )
         times = TransferTimes(sessions=SessionTimes(heartbeat_s=3600.0))  # the halves stand still between runs
         directory = KnownDirectory(self.mailbox.post, replica)

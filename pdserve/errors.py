@@ -8,6 +8,7 @@ PdserveError
 ├── TransferError          a KV transfer failed; carries a `Failure`-like code and whether a retry helps
 │   └── HandshakeError     a peer differs from us; carries the name of the field
 ├── ProtocolError          bytes from a socket are not a message of ours
+├── ProofError             a proof of the control token is missing, wrong, too old or used before
 ├── EngineDeadError        the scheduler process is gone
 └── RankError              a rank of the replica is lost, or did not come
 
@@ -90,6 +91,10 @@ class HandshakeError(TransferError):
 
 class ProtocolError(PdserveError):
     """Bytes from a socket do not decode to a message, are too large, or fail authentication."""
+
+
+class ProofError(PdserveError):
+    """A proof of the control token is missing, wrong, too old or used before."""
 
 
 class EngineDeadError(PdserveError):

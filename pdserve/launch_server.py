@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pdserve.base.env import control_token
-from pdserve.base.exposure import url_host, warn_open, warn_unsealed
+from pdserve.base.exposure import url_host, warn_open, warn_unsealed, warn_weak
 from pdserve.base.leaving import leave_at_signals
 from pdserve.base.log import setup_logging
 from pdserve.base.process import Ready, announce_ready
@@ -194,6 +194,8 @@ def join(config: ServerConfig) -> int:
 def _warn(config: ServerConfig) -> None:
     """Of what others can reach."""
     warn_open(config.serving.host, has_key=config.access.api_key is not None)
+    if config.disagg.disaggregation_mode != "null":
+        warn_weak(control_token())
     if config.disagg.disaggregation_mode != "null" and not control_token():
         warn_unsealed(config.serving.host, config.disagg.disaggregation_host or config.serving.host)
 

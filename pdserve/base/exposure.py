@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import logging
 
+from pdserve.base.proof import MIN_TOKEN_CHARS, is_weak
+
 log = logging.getLogger(__name__)
 
 
@@ -33,6 +35,17 @@ def warn_unsealed(*hosts: str) -> None:
             "%s can be reached from outside, and PDSERVE_CONTROL_TOKEN is not set: whoever reaches the control or the "
             "bootstrap port there can come as a peer. Set the same secret on all servers",
             host,
+        )
+
+
+def warn_weak(token: str) -> None:
+    """Say that a short control token can be guessed by one who watches the network."""
+    if is_weak(token):
+        log.warning(
+            "PDSERVE_CONTROL_TOKEN has %d characters: who sees the servers talk can guess it offline. Take %d or more, "
+            "such as openssl rand -hex 32 gives",
+            len(token),
+            MIN_TOKEN_CHARS,
         )
 
 

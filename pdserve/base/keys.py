@@ -28,6 +28,7 @@ COMMANDS = frozenset(
         "/abort_request",
         "/pause_generation",
         "/continue_generation",
+        "/declare_peer_dead",
         "/start_profile",
         "/stop_profile",
         "/pd_role_switch",

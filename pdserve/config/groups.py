@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from pdserve.base.host_patterns import HostPatterns, parse_host_patterns
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.fields import flag
@@ -163,12 +164,20 @@ class DisaggConfig:
     disaggregation_host: str | None = flag(
         None, help="address peers reach this server's transfer ports at; host when absent"
     )
+    disaggregation_allowed_prefill: str | None = flag(
+        None,
+        help="on decode: the only addresses that a request's bootstrap_host and bootstrap_port may name: hosts, "
+        "*.domains and networks, each with or without :port, with commas between them; any when absent",
+    )
     disaggregation_bootstrap_timeout_s: float = flag(300.0, help="seconds a request waits for its peer")
     disaggregation_waiting_timeout_s: float = flag(
         300.0, help="seconds decode waits for the KV after it gave its pages"
     )
     disaggregation_heartbeat_interval_s: float = flag(2.0, help="seconds between heartbeats to a peer")
     disaggregation_heartbeat_misses: int = flag(3, help="missed heartbeats after which a peer is taken for dead")
+    disaggregation_silent_peer_timeout_s: float = flag(
+        30.0, help="seconds after which the session with a silent peer ends and decode fences what that peer writes"
+    )
     disaggregation_transfer_threads: int = flag(
         2, help="threads of a rank that copy pages to one rank of a peer, at most; transports want one or two"
     )
@@ -195,6 +204,13 @@ class DisaggConfig:
         None, help="on prefill: its own pp_size, as SGLang has it given; found out when absent"
     )
     disaggregation_decode_offload_gb: float = flag(4.0, help="host memory for the KV of retracted requests, in GB")
+
+    @property
+    def allowed_prefill(self) -> HostPatterns | None:
+        """The only bootstrap servers that decode asks; None: any."""
+        if self.disaggregation_allowed_prefill is None:
+            return None
+        return parse_host_patterns("--disaggregation-allowed-prefill", self.disaggregation_allowed_prefill)
 
     @property
     def may_share_memory(self) -> bool:

@@ -157,6 +157,7 @@ MODES: Mapping[str, tuple[DisaggMode, ...]] = {
     "disaggregation_prefill_pp": ("prefill",),
     "disaggregation_decode_enable_radix_cache": ("decode",),
     "disaggregation_decode_enable_offload_kvcache": ("decode", "null"),
+    "disaggregation_allowed_prefill": ("decode", "prefill"),  # which may become a decode server
 }
 """Fields of `DisaggConfig` that mean something in these modes only, and are refused in others."""
 

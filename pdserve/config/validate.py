@@ -7,6 +7,7 @@ import math
 import re
 
 from pdserve.base.cores import check_cores
+from pdserve.base.host_patterns import parse_host_patterns
 from pdserve.config.groups import (
     DisaggConfig,
     GrammarConfig,
@@ -161,11 +162,14 @@ def _check_disagg(disagg: DisaggConfig) -> None:
         ("disaggregation_bootstrap_timeout_s", disagg.disaggregation_bootstrap_timeout_s),
         ("disaggregation_waiting_timeout_s", disagg.disaggregation_waiting_timeout_s),
         ("disaggregation_heartbeat_interval_s", disagg.disaggregation_heartbeat_interval_s),
+        ("disaggregation_silent_peer_timeout_s", disagg.disaggregation_silent_peer_timeout_s),
     ):
         if not (math.isfinite(seconds) and seconds > 0):
             _refuse(field, seconds, "must be more than 0 seconds")
     _between("disaggregation_heartbeat_misses", disagg.disaggregation_heartbeat_misses, 1, 1000)
     _between("disaggregation_transfer_threads", disagg.disaggregation_transfer_threads, 1, MAX_THREADS)
+    if disagg.disaggregation_allowed_prefill is not None:
+        parse_host_patterns("--disaggregation-allowed-prefill", disagg.disaggregation_allowed_prefill)
     if disagg.disaggregation_host is not None:
         _check_host("disaggregation_host", disagg.disaggregation_host)
         if disagg.disaggregation_host in ("0.0.0.0", "::"):

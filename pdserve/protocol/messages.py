@@ -111,11 +111,18 @@ class StopProfile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     query_id: str
 
 
+class DeclarePeerDead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An operator says that the process `instance` of a peer is dead: it writes no more, so its pages are free."""
+
+    query_id: str
+    instance: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stop the scheduler."""
 
 
-Command = FlushCache | PauseGeneration | ContinueGeneration | StartProfile | StopProfile
+Command = FlushCache | PauseGeneration | ContinueGeneration | StartProfile | StopProfile | DeclarePeerDead
 """Answered with a `CommandReply`."""
 ToScheduler = GenerateRequest | AbortRequest | Divert | Command | StateQuery | Shutdown
 

@@ -83,13 +83,17 @@ Entry = More | Turn | Launched | Settled | Answer
 
 
 class TransferStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a transfer manager like the leader's is made with. `ranks` are all of the replica's, the leader's first."""
+    """What a transfer manager like the leader's is made with. `ranks` are all of the replica's, the leader's first.
+
+    `secret`: see `KVArgs`.
+    """
 
     instance: str
     endpoint: str
     handshake: dict[str, str | int]
     ranks: tuple[RankMemory, ...]
     settle_s: float
+    secret: str
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -136,7 +136,7 @@ def _serve(
     leader.report(
         RankReady(
             facts=rank_facts(built),
-            memory=None if copying is None else RankMemory.of(copying.workers.address, built.executor.buffers),
+            memory=None if copying is None else RankMemory.of("", built.executor.buffers),
             samples=built.executor.weight_samples(),
             settle_s=0.0 if copying is None else copying.workers.settle_s,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 import uuid
 from collections.abc import Callable, Sequence
 
@@ -24,7 +25,8 @@ from pdserve.scheduler.assemble import Fact
 from pdserve.scheduler.engine import Engine
 from pdserve.scheduler.scheduler import Event
 from pdserve.transfer.aux import MetadataBuffers
-from pdserve.transfer.bootstrap import ReplicaRoute, register_route
+from pdserve.transfer.bootstrap_client import register_route
+from pdserve.transfer.bootstrap_routes import ReplicaRoute
 from pdserve.transfer.control import ZmqControlSocket
 from pdserve.transfer.directory import HttpDirectory
 from pdserve.transfer.events import ControlSocket, CopyEngine, Directory, TransferEvent
@@ -72,20 +74,21 @@ def open_transfer(
     """The transfer manager on real sockets and a real transport; a prefill replica registers its route."""
     built, group = engine.built, engine.group
     aux = MetadataBuffers(num_aux) if group is None else SharedMetadata(num_aux, group.log)
-    transport, workers, copies, consensus = _open_copies(config, engine, mailbox, aux, stack)
+    transport, copies, consensus = _open_copies(config, engine, mailbox, aux, stack)
     host = transfer_host(config)
-    socket = ZmqControlSocket(host)
+    socket = ZmqControlSocket(host, token)
     stack.callback(socket.close)
     mailbox.attach(socket)
-    directory = HttpDirectory(mailbox.post, token)
+    directory = HttpDirectory(mailbox.post, token, allowed=config.disagg.allowed_prefill)
     stack.callback(directory.close)
-    own = RankMemory.of(workers.address, built.executor.buffers)
+    own = RankMemory.of("", built.executor.buffers)
     start = TransferStart(
         instance=uuid.uuid4().hex,
         endpoint=socket.endpoint,
         handshake=_handshake(config, built, transport, engine.weights_fingerprint),
         ranks=(own, *engine.others),
         settle_s=copies.settle_s,
+        secret=secrets.token_hex(32),
     )
     kv = make_manager(config, built, start, aux, socket, copies, directory, engine.clock, token, transport)
     if replica.bootstrap_port is not None:
@@ -101,12 +104,12 @@ def open_transfer(
 
 def _open_copies(
     config: ServerConfig, engine: Engine, mailbox: Mailbox[Event], aux: MetadataBuffers, stack: contextlib.ExitStack
-) -> tuple[Transport, CopyWorkers, CopyEngine, Consensus | None]:
-    """This rank's transport and workers, and the copy engine that the transfer manager has."""
+) -> tuple[Transport, CopyEngine, Consensus | None]:
+    """This rank's transport, and the copy engine that the transfer manager has."""
     built, group = engine.built, engine.group
     if group is None:
         transport, workers = open_workers(config, built, mailbox.post, stack, [aux.buffer])
-        return transport, workers, workers, None
+        return transport, workers, None
     copies = RankCopies(0)
     transport, workers = open_workers(config, built, copies.post, stack, [aux.buffer])
     consensus = make_consensus(copies, group.parallel, group.log, group.followers, lambda: mailbox.post(Woken()))
@@ -114,7 +117,7 @@ def _open_copies(
     settle_s = max(workers.settle_s, *(each.settle_s for each in group.ready))
     copies.drive(workers, settle_s, consensus.heard)
     group.followers.on_copied(consensus.heard)
-    return transport, workers, copies, consensus
+    return transport, copies, consensus
 
 
 def make_consensus(
@@ -168,12 +171,15 @@ def make_manager(
         aux=aux,
         facts=start.handshake,
         token=token,
+        secret=start.secret,
     )
     times = TransferTimes(
         bootstrap_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
         waiting_timeout_s=disagg.disaggregation_waiting_timeout_s,
         sessions=SessionTimes(
-            heartbeat_s=disagg.disaggregation_heartbeat_interval_s, misses=disagg.disaggregation_heartbeat_misses
+            heartbeat_s=disagg.disaggregation_heartbeat_interval_s,
+            misses=disagg.disaggregation_heartbeat_misses,
+            silent_timeout_s=disagg.disaggregation_silent_peer_timeout_s,
         ),
     )
     return KVManager(args, socket, copies, directory, clock, times, fake=not transport.facts.moves_bytes)

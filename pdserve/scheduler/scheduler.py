@@ -17,6 +17,7 @@ from pdserve.protocol.messages import (
     Command,
     CommandReply,
     ContinueGeneration,
+    DeclarePeerDead,
     Divert,
     EngineState,
     FinishReason,
@@ -249,7 +250,14 @@ class Scheduler:
                 if audit:
                     self._record(self.audit())
                 self.core.outbox.send(StateReply(query_id=query_id, state=self.state()))
-            case FlushCache() | PauseGeneration() | ContinueGeneration() | StartProfile() | StopProfile():
+            case (
+                FlushCache()
+                | PauseGeneration()
+                | ContinueGeneration()
+                | StartProfile()
+                | StopProfile()
+                | DeclarePeerDead()
+            ):
                 ok, message = self._obey(event)
                 self.core.outbox.send(CommandReply(query_id=event.query_id, ok=ok, message=message))
             case Divert(room=room, input_ids=input_ids, replica=replica):
@@ -311,6 +319,10 @@ class Scheduler:
                 return self._profiler.start(command)
             case StopProfile():
                 return self._profiler.stop()
+            case DeclarePeerDead(instance=instance):
+                if self.kv is None or not self.kv.declare_dead(instance):
+                    return False, f"there is no peer {instance!r}"
+                return True, f"the session with {instance} has ended, and what it could write to is free"
 
     def _pause(self, mode: PauseMode) -> tuple[bool, str]:
         self._paused = True

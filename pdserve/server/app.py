@@ -35,6 +35,7 @@ from pdserve.server.schemas import (
     DetokenizeBody,
     GenerateBody,
     PauseBody,
+    PeerBody,
     ProfileBody,
     RoleSwitchBody,
     TokenizeBody,
@@ -55,6 +56,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/abort_request": AbortBody,
     "/pause_generation": PauseBody,
     "/continue_generation": CommandBody,
+    "/declare_peer_dead": PeerBody,
     "/start_profile": ProfileBody,
     "/stop_profile": CommandBody,
     "/pd_role_switch": RoleSwitchBody,
@@ -226,6 +228,10 @@ def _add_commands(app: FastAPI, context: ServerContext, door: Door, changer: Rol
     @app.post("/continue_generation", response_model=None)
     async def continue_generation(request: Request) -> Response:
         return await commands.continue_generation(context, request)
+
+    @app.post("/declare_peer_dead", response_model=None)
+    async def declare_peer_dead(request: Request) -> Response:
+        return await commands.declare_peer_dead(context, request)
 
     @app.get("/start_profile", response_model=None)
     @app.post("/start_profile", response_model=None)

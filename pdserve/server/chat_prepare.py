@@ -65,8 +65,17 @@ async def prepare_chat(context: ServerContext, body: ChatBody, ask: Ask, field: 
         body.skip_special_tokens = False
     sampling = openai_sampling(body, ask, len(input_ids), limits, field, grammar)
     spec = PromptSpec(input_ids, sampling, logprobs)
-    dp_size = context.config.parallel.dp_size
-    return PreparedChat(make_intake([spec], n, body, context.mode, stream=bool(body.stream), dp_size=dp_size), plan)
+    config = context.config
+    intake = make_intake(
+        [spec],
+        n,
+        body,
+        context.mode,
+        stream=bool(body.stream),
+        dp_size=config.parallel.dp_size,
+        allowed_prefill=config.disagg.allowed_prefill,
+    )
+    return PreparedChat(intake, plan)
 
 
 async def chat_prompt(context: ServerContext, body: ChatBody, tools: ToolPlan, field: str) -> str:

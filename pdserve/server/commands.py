@@ -18,6 +18,7 @@ from pdserve.errors import RequestError
 from pdserve.protocol.messages import (
     CommandReply,
     ContinueGeneration,
+    DeclarePeerDead,
     EngineState,
     PauseGeneration,
     StartProfile,
@@ -26,7 +27,7 @@ from pdserve.protocol.messages import (
 from pdserve.server.context import ServerContext
 from pdserve.server.health import STATE_TIMEOUT_S
 from pdserve.server.json_http import convert, json_response, read_json_object
-from pdserve.server.schemas import PauseBody, ProfileBody
+from pdserve.server.schemas import PauseBody, PeerBody, ProfileBody
 
 COMMAND_TIMEOUT_S = 60.0
 """A command waits for the step under way, and writing a profile takes a while."""
@@ -47,6 +48,16 @@ async def continue_generation(context: ServerContext, request: Request) -> Respo
     """Go on."""
     await _body(context, request)
     reply = await context.client.command(lambda i: ContinueGeneration(query_id=i), COMMAND_TIMEOUT_S)
+    return json_response({"status": "ok", "message": reply.message})
+
+
+async def declare_peer_dead(context: ServerContext, request: Request) -> Response:
+    """End the session with a peer, and free what it could write to. Only true words are safe: see docs/security.md."""
+    body = convert(await read_json_object(request, context.max_body_bytes), PeerBody)
+    order = DeclarePeerDead(query_id="", instance=body.instance)
+    reply = await context.client.command(lambda i: msgspec.structs.replace(order, query_id=i), COMMAND_TIMEOUT_S)
+    if not reply.ok:
+        raise RequestError(reply.message, field="instance", status=404, code="no_such_peer")
     return json_response({"status": "ok", "message": reply.message})
 
 

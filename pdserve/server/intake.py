@@ -11,11 +11,12 @@ import dataclasses
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
+from pdserve.base.host_patterns import HostPatterns, is_host
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.protocol.logprobs import Logprobs
@@ -181,10 +182,13 @@ def _spread(value: Any, field: str, num_prompts: int, n: int, kind: type) -> lis
     return [entry for entry in scalar_or_list(value, num_prompts, field, kind) for _ in range(n)]
 
 
-def rooms_of(body: Addressed, mode: DisaggMode, num_prompts: int, n: int) -> list[RoomAddress] | list[None]:
+def rooms_of(
+    body: Addressed, mode: DisaggMode, num_prompts: int, n: int, allowed: HostPatterns | None = None
+) -> list[RoomAddress] | list[None]:
     """Where each sequence meets its other half; Nones on a server that does both halves itself.
 
-    `body` has `bootstrap_host`, `bootstrap_port`, `bootstrap_room`: scalars or lists.
+    `body` has `bootstrap_host`, `bootstrap_port`, `bootstrap_room`: scalars or lists. `allowed`: the only addresses
+    that a request to a decode server may name.
 
     Raises:
         RequestError: 400 naming the field that is missing or wrong.
@@ -204,8 +208,20 @@ def rooms_of(body: Addressed, mode: DisaggMode, num_prompts: int, n: int) -> lis
     for port in ports:
         if port is not None and not 1 <= port <= 65535:
             raise RequestError(f"bootstrap_port must be in [1, 65535], got {port}", field="bootstrap_port")
+    if mode == "decode":
+        _check_prefill_addresses(set(zip(hosts, ports, strict=True)), allowed)
     trio = zip(hosts, ports, rooms, strict=True)
     return [RoomAddress(host=host or "", port=port, room=room) for host, port, room in trio]
+
+
+def _check_prefill_addresses(addresses: Iterable[tuple[str, int | None]], allowed: HostPatterns | None) -> None:
+    """Refuse what cannot be a host, or is not `allowed`. Raises RequestError: 400 naming `bootstrap_host`."""
+    for host, port in addresses:
+        if not is_host(host):
+            raise RequestError(f"bootstrap_host is no host: {host[:100]!r}", field="bootstrap_host")
+        if allowed is not None and not allowed.allow(host, port or 0):
+            message = f"bootstrap_host {host}:{port} is not listed by --disaggregation-allowed-prefill of this server"
+            raise RequestError(message, field="bootstrap_host")
 
 
 def _names(rid: Any, num_prompts: int) -> list[str]:
@@ -244,7 +260,14 @@ def check_num_sequences(prompts: Sequence[PromptSpec], n: int) -> None:
 
 
 def make_intake(
-    prompts: Sequence[PromptSpec], n: int, body: Addressed, mode: DisaggMode, *, stream: bool, dp_size: int = 1
+    prompts: Sequence[PromptSpec],
+    n: int,
+    body: Addressed,
+    mode: DisaggMode,
+    *,
+    stream: bool,
+    dp_size: int = 1,
+    allowed_prefill: HostPatterns | None = None,
 ) -> Intake:
     """All requests of a body whose prompts are checked; `body` has the bootstrap trio, `rid`, priority.
 
@@ -259,7 +282,7 @@ def make_intake(
         message = f"data_parallel_rank must be in [0, {dp_size}), the replicas of this server, got {rank}"
         raise RequestError(message, field="data_parallel_rank")
     check_num_sequences(prompts, n)
-    rooms = rooms_of(body, mode, len(prompts), n)
+    rooms = rooms_of(body, mode, len(prompts), n, allowed_prefill)
     names = [name for name in _names(body.rid, len(prompts)) for _ in range(n)]
     arrival_s = time.time()
     requests = [

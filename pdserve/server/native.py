@@ -199,8 +199,16 @@ async def generate(context: ServerContext, request: Request) -> Response:
     listed = batch or n > 1
     wishes = native_wishes(body, prompts, limits.vocab_size, listed=listed)
     specs = _specs(prompts, samplings, grammars, wishes, limits, names)
-    stream = bool(body.stream)
+    stream, config = bool(body.stream), context.config
     with NativeNames(field, "sampling_params").inside():
-        intake = make_intake(specs, n, body, context.mode, stream=stream, dp_size=context.config.parallel.dp_size)
+        intake = make_intake(
+            specs,
+            n,
+            body,
+            context.mode,
+            stream=stream,
+            dp_size=config.parallel.dp_size,
+            allowed_prefill=config.disagg.allowed_prefill,
+        )
     call = GenerateCall(context, intake, listed, stream, bool(body.return_text_in_logprobs), started_s)
     return await call.answer(request)

@@ -168,7 +168,14 @@ async def completions(context: ServerContext, request: Request) -> Response:
         PromptSpec(p.input_ids, openai_sampling(body, ask, len(p.input_ids), limits, p.field, grammar), wish)
         for p in prompts
     ]
+    config = context.config
     intake = make_intake(
-        specs, made, body, context.mode, stream=bool(body.stream), dp_size=context.config.parallel.dp_size
+        specs,
+        made,
+        body,
+        context.mode,
+        stream=bool(body.stream),
+        dp_size=config.parallel.dp_size,
+        allowed_prefill=config.disagg.allowed_prefill,
     )
     return await CompletionCall(context, body, intake, prompts, num_choices).answer(request)

@@ -241,6 +241,12 @@ class PauseBody(msgspec.Struct):
     mode: Literal["abort", "retract", "in_place"] | None = None
 
 
+class PeerBody(msgspec.Struct):
+    """`POST /declare_peer_dead`. `instance`: as in `/observe`."""
+
+    instance: str
+
+
 class ProfileBody(msgspec.Struct):
     """`POST /start_profile`."""
 

@@ -1,4 +1,7 @@
-"""What a bootstrap server keeps and is asked: the routes to the replicas of a prefill server. Pure; see `bootstrap`."""
+"""What a bootstrap server keeps and is asked: the routes to the replicas of a prefill server.
+
+Pure; used by `bootstrap` and `bootstrap_client`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Annotated
 import msgspec
 
 ANY = "-1"
+MAX_BODY_BYTES = 256 << 10
+"""Of a route, both ways."""
 Count = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=4095)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
@@ -19,6 +24,13 @@ RANK_QUERY = {
     "pp_rank": ("target_pp_rank",),
     "cp_rank": ("prefill_cp_rank",),
 }
+
+
+class ChallengeAnswer(msgspec.Struct, frozen=True):
+    """What a bootstrap server proves itself with: see `base.proof.ChallengeVerifier.challenge`."""
+
+    nonce: Annotated[str, msgspec.Meta(max_length=128)]
+    proof: Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class ReplicaRoute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

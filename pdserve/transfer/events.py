@@ -82,6 +82,21 @@ class PeerListens(msgspec.Struct, frozen=True, tag=True):
     instance: str
 
 
+class PeerHandshakeFailed(msgspec.Struct, frozen=True, tag=True):
+    """The encrypted connection to `endpoint` could not be made: the process there has another control token.
+
+    Told again for as long as it goes on. A process that is no pdserve server looks the same.
+    """
+
+    endpoint: str
+
+
+class HandshakesFailed(msgspec.Struct, frozen=True, tag=True):
+    """So many connections at the control port, or from here to peers, failed in their handshake since the last time."""
+
+    count: int
+
+
 @dataclasses.dataclass(slots=True)
 class CopyJob:
     """One batch of copies from one of our ranks to one of a peer's.
@@ -163,6 +178,8 @@ TransferEvent = (
     | PrefillNotFound
     | PeerGone
     | PeerListens
+    | PeerHandshakeFailed
+    | HandshakesFailed
     | CopyDone
     | Notified
     | Reached

@@ -26,9 +26,11 @@ from pdserve.transfer.events import (
     CopyEngine,
     Directory,
     FrameArrived,
+    HandshakesFailed,
     Notified,
     PeerFenced,
     PeerGone,
+    PeerHandshakeFailed,
     PeerListens,
     PrefillFound,
     PrefillNotFound,
@@ -213,6 +215,8 @@ class KVManager:
                 self._apply(self.sessions.handshake_failed(endpoint))
             case PeerListens(instance=instance):
                 self.sessions.listens(instance)
+            case HandshakesFailed(count=count):
+                self.counters["control_handshakes_failed"] += count
 
     def tick(self) -> None:
         """Once a step: heartbeats, repeats, time-outs."""

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from pdserve.base.clients import ClientLimit, client_address, parse_networks
-from pdserve.base.exposure import reachable, url_host, warn_open, warn_unsealed
+from pdserve.base.exposure import reachable, url_host, warn_open, warn_unsealed, warn_weak
 from pdserve.base.keys import Keys, check_keys
 from pdserve.errors import ConfigError, RequestError
 
@@ -96,8 +96,12 @@ def test_everyone_is_warned_of_doors_that_stand_open(caplog: pytest.LogCaptureFi
         warn_open("127.0.0.1", has_key=False)
         warn_open("0.0.0.0", has_key=True)
         warn_unsealed("127.0.0.1", "::1")
+        warn_weak("")
+        warn_weak("x" * 16)
         assert not caplog.records
         warn_open("0.0.0.0", has_key=False)
         warn_unsealed("127.0.0.1", "10.0.0.1", "10.0.0.1")
+        warn_weak("hunter2")
+        assert "7 characters" in (text := caplog.records.pop().message) and "hunter2" not in text
     assert ["PDSERVE_API_KEY" in one.message for one in caplog.records] == [True, False]
     assert [url_host(host) for host in ("0.0.0.0", "::", "fe80::1", "h")] == ["127.0.0.1", "[::1]", "[fe80::1]", "h"]

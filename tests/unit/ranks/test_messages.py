@@ -72,7 +72,12 @@ def test_what_is_said_comes_out_as_it_went_in() -> None:
             now=0.5,
             rebalances=True,
             transfer=TransferStart(
-                instance="i", endpoint="h:1", handshake={"a": 1, "b": "c"}, ranks=(MEMORY,), settle_s=1.5
+                instance="i",
+                endpoint="h:1",
+                handshake={"a": 1, "b": "c"},
+                ranks=(MEMORY,),
+                settle_s=1.5,
+                secret="s",
             ),
         ),
         Stop(),

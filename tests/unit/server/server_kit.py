@@ -26,6 +26,7 @@ from pdserve.protocol.messages import (
     Command,
     CommandReply,
     ContinueGeneration,
+    DeclarePeerDead,
     EngineReady,
     EngineState,
     FinishReason,
@@ -151,7 +152,7 @@ class ScriptedScheduler:
                     self.num_flushes += 1
                     text = "requests are running" if self.busy else "flushed"
                     self._channel.send(CommandReply(query_id=message.query_id, ok=not self.busy, message=text))
-                case PauseGeneration() | ContinueGeneration() | StartProfile() | StopProfile():
+                case PauseGeneration() | ContinueGeneration() | StartProfile() | StopProfile() | DeclarePeerDead():
                     self.commands.append(message)
                     self._channel.send(CommandReply(query_id=message.query_id, ok=not self.busy, message="obeyed"))
                 case Shutdown():

@@ -45,6 +45,7 @@ GOOD: dict[str, list[dict[str, Any]]] = {
     "/detokenize": [{"tokens": [5]}, {"tokens": [[5], [6, 7]]}],
     "/abort_request": [{"rid": "x"}, {"abort_all": True}],
     "/pause_generation": [{"mode": "retract"}],
+    "/declare_peer_dead": [{"instance": "0123abcd"}],
     "/start_profile": [{"num_steps": 1, "activities": ["CPU"]}],
 }
 """Bodies that the server takes; the document must not forbid them."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import pdserve
-from pdserve.protocol.messages import ContinueGeneration, PauseGeneration, StartProfile, StopProfile
+from pdserve.protocol.messages import ContinueGeneration, DeclarePeerDead, PauseGeneration, StartProfile, StopProfile
 from pdserve.server.tokenizer import Tokenizer
 from tests.unit.server.server_kit import CONTEXT, bench
 
@@ -27,6 +27,17 @@ async def test_pause_and_continue(tokenizer: Tokenizer) -> None:
         assert modes == ["abort", "abort", "retract", "in_place"] and isinstance(last, ContinueGeneration)
         answer = await b.http.post("/pause_generation", json={"mode": "later"})
         assert answer.status_code == 400 and answer.json()["param"] == "mode"
+
+
+async def test_a_peer_is_declared_dead_by_its_instance(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        assert (await b.http.post("/declare_peer_dead", json={"instance": "i"})).status_code == 200
+        (command,) = b.scheduler.commands
+        assert isinstance(command, DeclarePeerDead) and command.instance == "i"
+        b.scheduler.busy = True  # it knows no such peer
+        answer = await b.http.post("/declare_peer_dead", json={"instance": "j"})
+        assert answer.status_code == 404 and answer.json()["param"] == "instance"
+        assert (await b.http.post("/declare_peer_dead", json={})).status_code == 400
 
 
 async def test_profiles(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
 import requests
 
+from pdserve.base.proof import PROOF_HEADER
 from pdserve.errors import ConfigError, TransferError
-from pdserve.transfer.bootstrap import BootstrapServer, ReplicaRoute, fetch_facts, fetch_replica, register_route
+from pdserve.transfer.bootstrap import BootstrapServer
+from pdserve.transfer.bootstrap_client import BootstrapError, fetch_facts, fetch_replica, register_route
+from pdserve.transfer.bootstrap_routes import ReplicaRoute
 
 HOST = "127.0.0.1"
 SECRET = "a-secret-for-this-test"
+OTHER_SECRET = "a-secret-of-others"
 
 
 def route(**changes: Any) -> ReplicaRoute:
@@ -160,22 +166,105 @@ def test_a_query_that_is_no_rank_is_400_and_names_the_parameter(server: Bootstra
     assert "target_pp_rank" in answer.json()["error"]["message"]
 
 
-def test_a_token_is_asked_of_everybody_but_the_health_check() -> None:
-    server = BootstrapServer(HOST, 0, token=SECRET)
+@pytest.fixture
+def guarded() -> Iterator[BootstrapServer]:
+    running = BootstrapServer(HOST, 0, token=SECRET)
+    yield running
+    running.close()
+
+
+def test_a_token_is_asked_of_everybody_but_the_health_check(guarded: BootstrapServer) -> None:
+    for token in ("", OTHER_SECRET):
+        with pytest.raises(BootstrapError, match="another control token") as caught:
+            register_route(HOST, guarded.port, route(), token)
+        assert not caught.value.retryable
+    register_route(HOST, guarded.port, route(), SECRET)
+    with pytest.raises(BootstrapError, match="proof of another control token"):
+        fetch_facts(HOST, guarded.port)
+    assert fetch_facts(HOST, guarded.port, SECRET).server == "first"
+    assert fetch_replica(HOST, guarded.port, SECRET) == route()
+    assert get(guarded, "/health").status_code == 200
+    assert guarded.rejected == 3
+
+
+def test_a_proven_refusal_is_told_by_its_kind(guarded: BootstrapServer) -> None:
+    with pytest.raises(BootstrapError, match="not ready") as caught:
+        fetch_replica(HOST, guarded.port, SECRET)
+    assert caught.value.retryable
+    with pytest.raises(BootstrapError, match="dp_rank"):
+        register_route(HOST, guarded.port, route(dp_rank=3), SECRET)
+    register_route(HOST, guarded.port, route(), SECRET)
+    with pytest.raises(BootstrapError, match="404") as caught:
+        fetch_replica(HOST, guarded.port, SECRET, dp_rank=3)
+    assert not caught.value.retryable
+
+
+def test_the_token_itself_opens_nothing(guarded: BootstrapServer) -> None:
+    for headers in ({"Authorization": f"Bearer {SECRET}"}, {PROOF_HEADER: SECRET}, {PROOF_HEADER: "c1 " + "0" * 300}):
+        url = f"http://{HOST}:{guarded.port}/route"
+        assert requests.get(url, headers=headers, timeout=5).status_code == 401
+        assert requests.put(url, headers=headers, data=msgspec.json.encode(route()), timeout=5).status_code == 401
+    assert get(guarded, "/health").status_code == 503
+
+
+def test_a_token_at_one_end_only_or_another_one_is_told_in_the_log_of_the_server(
+    guarded: BootstrapServer, server: BootstrapServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(BootstrapError, match="has no control token"):
+        fetch_replica(HOST, server.port, SECRET)
+    assert "this server has no control token" in caplog.text
+    with pytest.raises(BootstrapError):
+        fetch_replica(HOST, guarded.port, OTHER_SECRET)
+    assert "the client says that its control token is another one" in caplog.text
+    with pytest.raises(BootstrapError):
+        fetch_replica(HOST, guarded.port)
+    assert "a proof of the control token is missing" in caplog.text
+    assert SECRET not in caplog.text
+
+
+def test_a_recorded_exchange_and_a_changed_one_are_worth_nothing(guarded: BootstrapServer) -> None:
+    register_route(HOST, guarded.port, route(), SECRET)
+    relay = Relay(guarded.port)
     try:
-        for token in ("", "wrong"):
-            with pytest.raises(TransferError, match="401") as caught:
-                register_route(HOST, server.port, route(), token)
-            assert not caught.value.retryable
-        register_route(HOST, server.port, route(), SECRET)
-        with pytest.raises(TransferError, match="401"):
-            fetch_facts(HOST, server.port)
-        assert fetch_facts(HOST, server.port, SECRET).server == "first"
-        assert fetch_replica(HOST, server.port, SECRET) == route()
-        assert get(server, "/health").status_code == 200
-        assert server.rejected == 3
+        assert fetch_replica(HOST, relay.port, SECRET) == route()  # a wire is no danger
+        recorded = next(request for request in relay.requests if b"/route" in request)
+        assert SECRET.encode() not in b"".join(relay.requests)
+        with socket.create_connection((HOST, guarded.port), timeout=5) as replay:
+            replay.sendall(recorded)
+            assert replay.recv(100).startswith(b"HTTP/1.1 401")
+        relay.change = lambda answer: answer.replace(b'"port":4321', b'"port":6666')
+        with pytest.raises(BootstrapError, match="not proven"):
+            fetch_replica(HOST, relay.port, SECRET)
     finally:
-        server.close()
+        relay.close()
+
+
+class Relay:
+    """Passes requests on to the server at `port`, and answers back through `change`."""
+
+    def __init__(self, port: int) -> None:
+        self.requests: list[bytes] = []
+        self.change: Callable[[bytes], bytes] = lambda answer: answer
+        self._to = port
+        self._listener = socket.create_server((HOST, 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError), client, socket.create_connection((HOST, self._to), timeout=5) as server:
+            while request := client.recv(65536):
+                self.requests.append(request)
+                server.sendall(request)
+                client.sendall(self.change(server.recv(65536)))
 
 
 def test_a_taken_port_is_a_config_error() -> None:

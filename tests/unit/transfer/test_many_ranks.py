@@ -20,7 +20,7 @@ from pdserve.transfer.state import KVPoll
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from pdserve.transfer.wire import RankMemory, Region, TransferStats
-from tests.unit.transfer.kit import ADDRESS, ALL_FREE, BOOTSTRAP_S, CLIENT_LEFT, FACTS, SETTLE_S, Net, Side, found
+from tests.unit.transfer.kit import ADDRESS, ALL_FREE, BOOTSTRAP_S, CLIENT_LEFT, FACTS, Net, Side, found
 from tests.unit.transfer.kit import meet as meet_one
 
 NUM_HEADS, NUM_LAYERS, PAGE_TOKENS, NUM_PAGES = 4, 5, 2, 16

@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.errors import HandshakeError
 from pdserve.protocol.failure import Failure
+from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import (
     FrameArrived,
@@ -36,6 +37,7 @@ from pdserve.transfer.wire import (
     Pong,
     Refusal,
     Reset,
+    Told,
     TransferStats,
     Wire,
 )
@@ -315,6 +317,36 @@ def test_a_peer_cannot_speak_for_another_without_the_number_of_its_session() -> 
     assert decode.free == (13, 3)
 
 
+def test_a_peer_with_the_token_and_another_s_page_numbers_changes_nothing() -> None:
+    """It has sessions of its own with both servers, and says of another's key whatever there is to say."""
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    say(net, "thief-1", prefill, msgspec.structs.replace(_hello_of(net, decode), endpoint="thief-1:1", session=77))
+    say(net, "thief-1", decode, msgspec.structs.replace(_hello_of(net, decode), endpoint="thief-1:1", session=78))
+    (meta,) = [p.body for p in net.seen if isinstance(p.body, Meta)]
+    failure = Failure(code="forged", message="")
+    for key in (meta.key, msgspec.structs.replace(meta.key, attempt=99)):
+        for to in (prefill, decode):
+            say(net, "thief-1", to, msgspec.structs.replace(meta, key=key))
+            say(net, "thief-1", to, Abort(key=key, failure=failure, prompt_digest="d"))
+            say(net, "thief-1", to, Done(key=key, stats=TransferStats()))
+            say(net, "thief-1", to, Ended(key=key, failure=failure, quiesced=True))
+            say(net, "thief-1", to, Told(key=key, index=0, part=PromptLogprobs(start=0, own=b"", ranks=b"")))
+    pages = tuple(range(16))
+    stolen = msgspec.structs.replace(meta, key=Key(meta.key.room, 5, "thief-1"), pages=(pages,))
+    say(net, "thief-1", prefill, stolen)
+    assert isinstance(net.said(Ended)[-1], Ended), "the room is bound to the peer that came first"
+    assert pair.receiver.poll() is pair.sender.poll() is KVPoll.WAITING_FOR_INPUT
+    pair.send()
+    assert {job.transport_address for job in prefill.engine.jobs} == {"decode-1"}
+    prefill.end_jobs()
+    net.pump()
+    assert pair.receiver.poll() is pair.sender.poll() is KVPoll.SUCCESS
+    pair.drop_requests()
+    net.pass_time(60)
+    assert_quiet_and_free(prefill, decode)
+
+
 def test_a_peer_that_was_taken_for_gone_ends_its_session_too_and_is_taken_back() -> None:
     for victim in ("prefill", "decode"):
         net, prefill, decode = meet()
@@ -402,6 +434,7 @@ def test_receiving_engines_that_do_not_start_fail_the_rooms_that_wait_for_them()
     decode.kv.handle(ReceiverOpened("prefill-1#1", "", failure))
     assert receiver.failure == failure and _state(decode, "prefill-1") is None
     assert decode.engine.fenced == [(0, "prefill-1#1")]
+    receiver.close()
     net.pump()
     assert decode.kv.quiet and not net.said(Hello)
 

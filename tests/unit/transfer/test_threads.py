@@ -18,7 +18,9 @@ from pdserve.transfer.control import ZmqControlSocket
 from pdserve.transfer.directory import HttpDirectory
 from pdserve.transfer.events import (
     FrameArrived,
+    HandshakesFailed,
     PeerGone,
+    PeerHandshakeFailed,
     PeerListens,
     PrefillFound,
     PrefillNotFound,
@@ -43,6 +45,7 @@ class Member:
         self.socket = ZmqControlSocket("127.0.0.1")
         self.mailbox.attach(self.socket)
         self.counters: Counter[str] = Counter()
+        self.told: list[TransferEvent] = []
         hello = Hello(
             endpoint=self.socket.endpoint,
             facts={"page_size": 16},
@@ -58,8 +61,11 @@ class Member:
 
     def turn(self) -> None:
         for event in self.mailbox.drain():
-            assert isinstance(event, FrameArrived)
-            self.sessions.arrived(event.frame)
+            if isinstance(event, FrameArrived):
+                self.sessions.arrived(event.frame)
+            else:
+                assert isinstance(event, HandshakesFailed | PeerHandshakeFailed)
+                self.told.append(event)
         self.sessions.tick()
 
 

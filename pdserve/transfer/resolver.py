@@ -1,0 +1,86 @@
+"""Names to addresses in threads of a lane's own, so that a name server that hangs holds up that lane alone.
+
+`getaddrinfo` cannot be stopped: a thread that hangs keeps its place until it ends, though the look-up that began it has
+given up long before. Used by `lookups` (as aiohttp's resolver) and `probes`, on the directory's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+Found = Sequence[tuple[int, int, int, str, Any]]
+"""What `getaddrinfo` returns."""
+
+
+class LaneResolver(AbstractResolver):
+    """At most `max_threads` names are looked up at a time; more wait. Event loop only."""
+
+    def __init__(self, max_threads: int) -> None:
+        self._places = asyncio.Semaphore(max_threads)
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """aiohttp's: all stream addresses of `host`."""
+        results: list[ResolveResult] = []
+        for kind, _, protocol, _, address in await self._look_up(host, port, family):
+            results.append(
+                ResolveResult(
+                    hostname=host,
+                    host=str(address[0]),
+                    port=int(address[1]),
+                    family=kind,
+                    proto=protocol,
+                    flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+                )
+            )
+        return results
+
+    async def first(self, host: str, port: int) -> tuple[int, Any]:
+        """Family and socket address of the first address of `host`. Without a thread where `host` is an address.
+
+        Raises:
+            OSError: there is none.
+        """
+        try:
+            found: Found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        except socket.gaierror:
+            found = await self._look_up(host, port, socket.AF_UNSPEC)
+        family, _, _, _, address = found[0]
+        return family, address
+
+    async def close(self) -> None:
+        """aiohttp's: a look-up has ended. Others use this resolver still."""
+
+    async def _look_up(self, host: str, port: int, family: int) -> Found:
+        await self._places.acquire()
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[Found] = loop.create_future()
+
+        def tell(result: Found | Exception) -> None:
+            self._places.release()
+            if found.cancelled():
+                return
+            if isinstance(result, Exception):
+                found.set_exception(result)
+            else:
+                found.set_result(result)
+
+        def run() -> None:
+            result: Found | Exception
+            try:
+                result = socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+            except Exception as error:  # UnicodeError, too: names come from strangers
+                result = error
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(tell, result)
+
+        threading.Thread(target=run, name="kv-names", daemon=True).start()
+        return await found
