@@ -38,7 +38,11 @@ async def serve(config: RouterConfig) -> None:
     tls = server_tls(config.tls)
     warn_open(config.host, has_key=config.access.api_key is not None)
     runner = web.AppRunner(
-        make_app(config), handler_cancellation=True, access_log=None, shutdown_timeout=config.shutdown_timeout_s
+        make_app(config),
+        handler_cancellation=True,
+        auto_decompress=False,
+        access_log=None,
+        shutdown_timeout=config.shutdown_timeout_s,
     )
     await runner.setup()
     try:

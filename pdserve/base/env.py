@@ -14,6 +14,8 @@ TRITON_INTERPRET = "TRITON_INTERPRET"
 """Triton's own."""
 
 
+TOKENIZERS_PARALLELISM = "TOKENIZERS_PARALLELISM"
+"""The tokenizers library's own."""
 OPENMP_WAIT = "OMP_WAIT_POLICY"
 """OpenMP's own."""
 
@@ -25,6 +27,11 @@ def keep_openmp_from_spinning() -> None:
     before torch is imported.
     """
     os.environ.setdefault(OPENMP_WAIT, "passive")
+
+
+def tokenize_in_the_calling_thread() -> None:
+    """Batches of texts start no threads of the tokenizer's own, unless the user wants them. Before it is first used."""
+    os.environ.setdefault(TOKENIZERS_PARALLELISM, "false")
 
 
 def triton_is_interpreted() -> bool:

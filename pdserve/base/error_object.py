@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+MAX_MESSAGE_CHARS = 2000
+MAX_PARAM_CHARS = 256
 _TYPES = {404: "not_found_error", 409: "conflict_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
@@ -15,7 +17,13 @@ def openai_type(status: int) -> str:
 
 
 def error_object(message: str, status: int, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of an error answer; `param` names the request field at fault, `code` is a word for machines."""
+    """The body of an error answer; `param` names the request field at fault, `code` is a word for machines.
+
+    Messages may quote what the client sent: they are cut.
+    """
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = f"{message[:MAX_MESSAGE_CHARS]}..."
+    param = None if param is None else param[:MAX_PARAM_CHARS]
     kind = openai_type(status)
     return {
         "error": {"message": message, "type": kind, "param": param, "code": code},

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pdserve.base.env import tokenize_in_the_calling_thread
 from pdserve.errors import ConfigError
 
 COMPLETE_CLASSES = frozenset(
@@ -21,6 +22,7 @@ def open_hf_tokenizer(directory: str | Path) -> Any | None:
     Raises:
         ConfigError: the tokenizer cannot be read.
     """
+    tokenize_in_the_calling_thread()
     path = Path(directory)
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         return None

@@ -1,4 +1,4 @@
-"""KV pages in host memory: what `LocalExecutor.offload` and `restore` copy, byte by byte.
+"""KV pages in host memory: what `LocalExecutor.offload` and `restore` copy, byte by byte; and pages that are cleared.
 
 Called within the runner's order, so behind all launched steps. Pinned on CUDA, in pieces: the device needs no room for
 more than one piece, and torch's cache of pinned memory, which rounds to powers of two, serves them again and again.
@@ -48,6 +48,14 @@ def load(pools: Sequence[KVPool], saved: SavedPages, pages: Sequence[int]) -> No
             index = _index(pages[first : first + len(piece)], rows.device)
             rows.index_copy_(0, index, piece.to(rows.device, non_blocking=True))
             first += len(piece)
+
+
+@torch.inference_mode()
+def zero(pools: Sequence[KVPool], pages: Sequence[int]) -> None:
+    """Clear `pages` of every pool. On CUDA in the current stream."""
+    for pool in pools:
+        rows = _rows(pool)
+        rows.index_fill_(0, _index(pages, rows.device), 0)
 
 
 def _save_pieces(pool: KVPool, pages: Sequence[int]) -> Iterator[Tensor]:

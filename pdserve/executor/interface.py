@@ -154,6 +154,10 @@ class Executor(Protocol):
         """Copy saved KV into `pages`, as many as were saved; the host copy may then be dropped."""
         ...
 
+    def zero(self, pages: Sequence[int]) -> None:
+        """Clear the KV of `pages`, which no launched step uses: later steps read zeros there."""
+        ...
+
     def close_row(self, row: int) -> None:
         """The request has left `row`."""
         ...

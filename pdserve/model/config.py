@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.errors import ModelError
-from pdserve.model.rope import RopeSpec, read_rope
+from pdserve.model.rope import RopeSpec, positive, read_rope
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -21,6 +21,18 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+MAX_COUNT = 1 << 24
+MAX_COUNTS = {
+    "num_hidden_layers": 4096,
+    "num_attention_heads": 65536,
+    "num_key_value_heads": 65536,
+    "head_dim": 65536,
+    "hidden_size": 1 << 20,
+    "num_experts": 65536,
+    "num_local_experts": 65536,
+    "max_position_embeddings": 1 << 31,
+}
+"""Far beyond any model: what is larger is damage, and is refused before memory is taken for it. Others: `MAX_COUNT`."""
 DTYPES = ("bfloat16", "float16", "float32")
 _DEFAULT_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768}
 
@@ -105,7 +117,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any], *, where: str) -> ModelSpec:
-    """The spec that HF-named `config` and `generation` dictionaries describe; `where` is named in errors."""
+    """The spec that HF-named `config` and `generation` dictionaries describe; `where` is named in errors.
+
+    Raises:
+        ModelError: naming the field that is missing, of a wrong type or size, or not supported.
+    """
+    try:
+        return _spec(config, generation, where)
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ModelError(f"{where}: a field of the config has the wrong type: {error}") from error
+
+
+def _spec(config: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelSpec:
     model_type, architectures = _architecture(config, where)
     _refuse_unsupported(config, where)
     hidden, heads = _count(config, "hidden_size", where), _count(config, "num_attention_heads", where)
@@ -126,7 +149,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any], *
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=positive(config.get("rms_norm_eps"), "rms_norm_eps", where, 1e-6),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=True if model_type == "qwen2" else attention_bias,
         o_bias=False if model_type == "qwen2" else attention_bias,
@@ -134,7 +157,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any], *
         qk_norm=model_type in ("qwen3", "qwen3_moe"),
         rope=read_rope(config, max_positions, where),
         max_positions=max_positions,
-        eos_token_ids=_token_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
+        eos_token_ids=_token_ids(where, config.get("eos_token_id"), generation.get("eos_token_id")),
         dtype=_dtype(config, where),
         moe=_moe(config, where) if model_type == "qwen3_moe" else None,
     )
@@ -197,14 +220,19 @@ def _count(config: Mapping[str, Any], key: str, where: str, *, default: int | No
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"{where}: {key} is {value!r}, expected a positive integer")
+    most = MAX_COUNTS.get(key, MAX_COUNT)
+    if value > most:
+        raise ModelError(f"{where}: {key} is {value}, more than the {most} that are supported")
     return value
 
 
-def _token_ids(*values: int | Iterable[int] | None) -> tuple[int, ...]:
+def _token_ids(where: str, *values: int | Iterable[int] | None) -> tuple[int, ...]:
     """All ids in `values` (ints, lists of ints, or None), each once, in order."""
     ids: dict[int, None] = {}
     for value in values:
         for token in (value,) if isinstance(value, int) else (value or ()):
+            if not isinstance(token, int) or not 0 <= token < MAX_COUNT:
+                raise ModelError(f"{where}: eos_token_id has {token!r}, expected token ids")
             ids[int(token)] = None
     return tuple(ids)
 

@@ -68,7 +68,7 @@ def open_gguf(path: Path) -> GGUFReader:
         return GGUFReader(path)
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist") from None
-    except (OSError, ValueError, IndexError, KeyError) as error:
+    except (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
         raise ModelError(f"{path} is not a readable gguf file: {error}") from error
 
 

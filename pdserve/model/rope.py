@@ -14,6 +14,8 @@ from pdserve.errors import ModelError
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 _ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
+MAX_NUMBER = 1e30
+"""No field of a config that is no count is as large."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,39 +42,46 @@ def read_rope(config: Mapping[str, Any], max_positions: int, where: str) -> Rope
     """The variant in an HF config, by its new (`rope_parameters`) or old (`rope_theta`, `rope_scaling`) names.
 
     Raises:
-        ModelError: a variant or a partial rotation that is not supported, or a missing number.
+        ModelError: a variant or a partial rotation that is not supported, or a number that is missing or none.
     """
     old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     params: dict[str, Any] = {**new, **old}
     kind = _rope_type(params, where)
     partial = params.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial is not None and float(partial) != 1.0:
+    if partial is not None and partial != 1:
         raise ModelError(f"{where}: partial_rotary_factor {partial} is not supported")
-    theta = float(params.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    theta = positive(params.get("rope_theta") or config.get("rope_theta"), "rope_theta", where, 10000.0)
     if kind == "default":
         return RopeSpec(theta=theta)
-    original = int(
-        config.get("original_max_position_embeddings")
-        or params.get("original_max_position_embeddings")
-        or max_positions
-    )
+    length = "original_max_position_embeddings"
+    original = int(positive(config.get(length) or params.get(length), length, where, max_positions))
     needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
     missing = [] if kind == "yarn" else [key for key in needed if params.get(key) is None]
     if missing:
         raise ModelError(f"{where}: rope_type {kind!r} needs {', '.join(missing)}")
-    factor = float(params.get("factor") or max_positions / original)
+    factor = positive(params.get("factor"), "factor", where, max_positions / max(1, original))
     return RopeSpec(
         type=kind,
         theta=theta,
         factor=factor,
         original_max_positions=original,
-        low_freq_factor=float(params.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(params.get("high_freq_factor") or 4.0),
-        beta_fast=float(params.get("beta_fast") or 32.0),
-        beta_slow=float(params.get("beta_slow") or 1.0),
+        low_freq_factor=positive(params.get("low_freq_factor"), "low_freq_factor", where, 1.0),
+        high_freq_factor=positive(params.get("high_freq_factor"), "high_freq_factor", where, 4.0),
+        beta_fast=positive(params.get("beta_fast"), "beta_fast", where, 32.0),
+        beta_slow=positive(params.get("beta_slow"), "beta_slow", where, 1.0),
         truncate=bool(params.get("truncate", True)),
-        attention_factor=yarn_attention_factor(factor, params) if kind == "yarn" else 1.0,
+        attention_factor=positive(yarn_attention_factor(factor, params), "attention_factor", where)
+        if kind == "yarn"
+        else 1.0,
     )
+
+
+def positive(value: Any, name: str, where: str, default: float = 1.0) -> float:
+    """A number above 0 that is not infinite, `default` for None and 0. Raises ModelError naming it."""
+    value = value or default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_NUMBER:
+        raise ModelError(f"{where}: {name} is {value!r}, expected a positive number")
+    return float(value)
 
 
 def _rope_type(params: Mapping[str, Any], where: str) -> RopeType:

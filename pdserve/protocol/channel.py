@@ -18,15 +18,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import os
 import queue
 import shutil
-import tempfile
 import threading
 from typing import Protocol
 
 import zmq
 
+from pdserve.base.run_folders import make_run_folder
 from pdserve.errors import EngineDeadError
 from pdserve.protocol.codec import Codec
 from pdserve.protocol.messages import Beat, ToApi, ToScheduler
@@ -99,11 +98,7 @@ class ChannelAddress:
 
 def create_channel_address() -> ChannelAddress:
     """Make the private directory. Called by the process that starts the others, which also removes it."""
-    directory = tempfile.mkdtemp(prefix="pdserve-")
-    if len(directory) > MAX_IPC_PATH - len("/to_scheduler"):
-        os.rmdir(directory)
-        directory = tempfile.mkdtemp(prefix="pdserve-", dir="/tmp")
-    return ChannelAddress(directory)
+    return ChannelAddress(make_run_folder(MAX_IPC_PATH - len("/to_scheduler")))
 
 
 def remove_channel_address(address: ChannelAddress) -> None:

@@ -14,6 +14,8 @@ from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import SamplingParams
 
 MAX_ROOM = (1 << 63) - 1
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+"""A request whose bootstrap host is this moves no bytes: warm-up and health probes (SGLang's convention)."""
 
 
 class RoomAddress(msgspec.Struct, frozen=True, kw_only=True):

@@ -147,6 +147,10 @@ class RankExecutor:
         assert isinstance(saved, _AllRanksPages), "pages that another executor saved"
         self._local.restore(saved.own, pages)
 
+    def zero(self, pages: Sequence[int]) -> None:
+        """See `Executor.zero`: this rank's part, as every rank does."""
+        self._local.zero(pages)
+
     def _compute(self, step: _Step) -> StepResult:
         """Wait for our part of it, and tell the others."""
         step.result = guarded(lambda: self._local.resolve(step.own), self._mates.blame)

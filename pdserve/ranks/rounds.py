@@ -28,7 +28,7 @@ class PreparedExecutor:
         self._prepare = prepare
         self._blame = blame
         self.open_row, self.close_row = inner.open_row, inner.close_row
-        self.offload, self.restore = inner.offload, inner.restore
+        self.offload, self.restore, self.zero = inner.offload, inner.restore, inner.zero
 
     @property
     def layout(self) -> KVLayout:

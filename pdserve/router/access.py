@@ -15,8 +15,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from aiohttp import web
 
 from pdserve.base.clients import ClientLimit, client_address
+from pdserve.base.http_rules import (
+    BODY_TIMEOUT_S,
+    CHANGING,
+    MAX_VALUES,
+    BodyBudget,
+    BodyHold,
+    Refusal,
+    framing_refusal,
+    has_too_many_values,
+    page_refusal,
+)
 from pdserve.base.keys import COMMANDS
-from pdserve.base.origins import from_elsewhere
 from pdserve.errors import RequestError
 from pdserve.router.access_config import AccessConfig
 from pdserve.router.errors_http import error_response
@@ -32,6 +42,8 @@ ADMIN_PATHS = COMMANDS | {"/add_worker", "/remove_worker"}
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID = web.RequestKey("request_id", str)
+BODY = web.RequestKey("body", bytes)
+"""The whole body of the request."""
 SAFE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 PREFLIGHT_SECONDS = "600"
 MAX_QUOTINGS = 4
@@ -43,8 +55,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Access:
     """The rules of one router."""
 
-    def __init__(self, config: AccessConfig) -> None:
+    def __init__(self, config: AccessConfig, max_body_bytes: int) -> None:
         self._config = config
+        self._max_body_bytes = max_body_bytes
+        self._bodies = BodyBudget(max_body_bytes)
         self._keys = config.keys
         self._proxies = config.proxies
         self._limit = ClientLimit(config.max_concurrent_requests_per_client)
@@ -61,19 +75,66 @@ class Access:
 
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = request_id(request.headers, self._config.request_id_headers)
+        framing = framing_refusal(request.raw_headers, len(request.raw_path))
+        if framing is not None:
+            response = _refused(framing)
+            response.force_close()
+            return response
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
             return self._preflight(request)
         if has_dots(request.raw_path):
             return error_response(404, f"{request.method}: a path has no . or .. segments here", "not_found")
         if not self._may(request):
-            headers = {"WWW-Authenticate": "Bearer"}
-            return error_response(
-                401, "this needs a valid API key as Authorization: Bearer KEY", "invalid_api_key", headers
-            )
-        origins = self._config.cors_allowed_origins
-        if is_admin(request.method, request.path) and not self._keys.some and from_elsewhere(request.headers, origins):
-            text = "web pages of other origins may not do this; --cors-allowed-origins names those that may"
-            return error_response(403, text, "origin_not_allowed")
+            refusal = Refusal(401, "this needs a valid API key as Authorization: Bearer KEY", "invalid_api_key")
+            return _refused(refusal, {"WWW-Authenticate": "Bearer"})
+        page = page_refusal(
+            request.method,
+            request.headers,
+            self._config.cors_allowed_origins,
+            command=is_admin(request.method, request.path),
+            has_keys=self._keys.some,
+        )
+        if page is not None:
+            return _refused(page)
+        hold = self._bodies.open()
+        try:
+            return await self._with_body(request, handler, hold)
+        finally:
+            hold.close()
+
+    async def _with_body(self, request: web.Request, handler: Handler, hold: BodyHold) -> web.StreamResponse:
+        """Read the body, for the handler to find it at `BODY`."""
+        request[BODY] = b""
+        if request.method in CHANGING:
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    request[BODY] = await self._read(request, hold)
+            except TimeoutError:
+                return error_response(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", "body_timeout")
+            except RequestError as error:
+                headers = None if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+                return error_response(error.status, error.message, error.code, headers)
+            if has_too_many_values(request[BODY]):
+                return error_response(400, f"the body has more than {MAX_VALUES} values", "invalid_request")
+        return await self._handled(request, handler)
+
+    async def _read(self, request: web.Request, hold: BodyHold) -> bytes:
+        too_large = RequestError(
+            f"the body is larger than {self._max_body_bytes} bytes", status=413, code="request_too_large"
+        )
+        if (request.content_length or 0) > self._max_body_bytes:
+            raise too_large
+        parts: list[bytes] = []
+        size = 0
+        async for part in request.content.iter_any():
+            size += len(part)
+            if size > self._max_body_bytes:
+                raise too_large
+            hold.add(len(part))
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _handled(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await self._limited(request, handler)
         except web.HTTPException as error:
@@ -141,6 +202,10 @@ class Access:
             if self._allows(request):
                 response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
                 response.headers["Access-Control-Expose-Headers"] = REQUEST_ID_HEADER
+
+
+def _refused(refusal: Refusal, headers: Mapping[str, str] | None = None) -> web.Response:
+    return error_response(refusal.status, refusal.message, refusal.code, headers)
 
 
 def has_dots(raw_path: str) -> bool:

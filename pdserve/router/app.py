@@ -18,7 +18,7 @@ from aiohttp import web
 
 import pdserve
 from pdserve.observe.tracing import open_tracing
-from pdserve.router.access import REQUEST_ID, REQUEST_ID_HEADER, Access
+from pdserve.router.access import BODY, REQUEST_ID, REQUEST_ID_HEADER, Access
 from pdserve.router.admission import Admission
 from pdserve.router.config import RouterConfig
 from pdserve.router.dispatch import Call, Dispatcher
@@ -52,12 +52,14 @@ COMMANDS = ("/flush_cache", "/pause_generation", "/continue_generation", "/start
 FORWARDED = (*GENERATING, *ASKED, *ASKED_WITH_BODY, *COMMANDS, "/flush_cache", "/abort_request")
 """What workers are sent as it comes, or nearly so."""
 TICK_S = 1.0
+EXPLAINED_BYTES = 1 << 20
+"""Longer bodies are not read again to name the field that is no JSON."""
 
 
 def explain_not_json(data: bytes, error: orjson.JSONDecodeError) -> str:
     """Why `data` is refused. NaN and Infinity, which Python clients write though JSON lacks them, by their field."""
     try:
-        field = _non_finite(json.loads(data))
+        field = _non_finite(json.loads(data)) if len(data) <= EXPLAINED_BYTES else None
     except (ValueError, RecursionError):
         field = None
     return f"the body is not JSON: {error}" if field is None else f"{field} must be a finite number"
@@ -140,14 +142,11 @@ class RouterApp:
 
     async def _generate(self, request: web.Request, begun: float, trace: CallTrace | None) -> web.StreamResponse:
         deadline = begun + self._config.request_timeout_s
+        data = request[BODY]
         try:
-            data = await request.read()
             body = orjson.loads(data)
         except orjson.JSONDecodeError as error:
             return error_response(400, explain_not_json(data, error), "invalid_request")
-        except web.HTTPRequestEntityTooLarge:
-            text = f"the body is larger than {self._config.max_request_bytes} bytes"
-            return error_response(413, text, "request_too_large")
         if not isinstance(body, dict):
             return error_response(400, f"the body must be a JSON object, got {type(body).__name__}", "invalid_request")
         headers = forwarded_headers(request.headers, request.remote)
@@ -168,7 +167,7 @@ class RouterApp:
     async def abort(self, request: web.Request) -> web.Response:
         """Those that wait here are refused, and every worker is told."""
         try:
-            body = orjson.loads(await request.read() or b"{}")
+            body = orjson.loads(request[BODY] or b"{}")
         except orjson.JSONDecodeError as error:
             return error_response(400, f"the body is not JSON: {error}", "invalid_request")
         if isinstance(body, dict):
@@ -242,7 +241,7 @@ class RouterApp:
 def make_app(config: RouterConfig) -> web.Application:
     """The aiohttp application; workers are watched from its start-up to its clean-up."""
     app = web.Application(client_max_size=config.max_request_bytes)
-    Access(config.access).install(app)
+    Access(config.access, config.max_request_bytes).install(app)
     session = make_session(config)
     router = RouterApp(config, session)
     app.add_routes(router.routes())

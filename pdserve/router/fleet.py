@@ -13,7 +13,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from pdserve.base.error_object import error_object
-from pdserve.router.access import is_admin
+from pdserve.router.access import BODY, is_admin
 from pdserve.router.config import Role, RouterConfig
 from pdserve.router.errors_http import RETRY_AFTER, error_response, json_response
 from pdserve.router.health import HealthMonitor
@@ -38,7 +38,7 @@ class Fleet:
 
     async def proxy(self, request: web.Request) -> web.Response:
         """Answered by one living worker, decode first (its answers are the client's)."""
-        body = await request.read()
+        body = request[BODY]
         for worker in self._preferred():
             found = await self._call(request, worker, body)
             if found is not None:
@@ -102,7 +102,7 @@ class Fleet:
 
     async def fan_out(self, request: web.Request) -> web.Response:
         """Pass a request on to every living worker; 200 when all said 200, else the worst status."""
-        body = await request.read()
+        body = request[BODY]
         workers = self._alive()
         if not workers:
             return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)

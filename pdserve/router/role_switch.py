@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from pdserve.router.access import BODY
 from pdserve.router.config import Role, RouterConfig
 from pdserve.router.errors_http import error_response
 from pdserve.router.health import HealthMonitor
@@ -61,7 +62,7 @@ class RoleSwitch:
     async def post(self, request: web.Request) -> web.Response:
         """A prefill worker becomes a decode worker, or the other way round. Answers when it is done."""
         try:
-            body = parse_body(await request.read(), SwitchBody)
+            body = parse_body(request[BODY], SwitchBody)
             role, drain_s = self._role(body), _drain_s(body)
         except BadBody as error:
             return error_response(400, str(error), "invalid_request", param=error.field)

@@ -16,8 +16,8 @@ COMPLETIONS_PATH = "/v1/completions"
 GENERATE_PATH = "/generate"
 RESPONSES_PATH = "/v1/responses"
 GENERATING = (CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH)
-MAX_SEQUENCES = 1 << 20
-"""No worker takes a larger n; beyond it the body is refused there, and the room need not leave space."""
+MAX_SEQUENCES = 8192
+"""No worker takes a larger n or more prompts; beyond it the body is refused there, whatever its rooms."""
 
 
 def batch_size(path: str, body: dict[str, Any]) -> int | None:
@@ -35,7 +35,7 @@ def batch_size(path: str, body: dict[str, Any]) -> int | None:
     else:
         prompts = body.get("text") if body.get("input_ids") is None else body["input_ids"]
     if isinstance(prompts, list) and prompts and isinstance(prompts[0], (str, list)):
-        return len(prompts)
+        return len(prompts) if len(prompts) <= MAX_SEQUENCES else None
     return None
 
 

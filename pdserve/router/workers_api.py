@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 
 from pdserve.errors import ConfigError
+from pdserve.router.access import BODY
 from pdserve.router.config import Role, RouterConfig, WorkerSpec, parse_worker_url
 from pdserve.router.errors_http import error_response, json_response
 from pdserve.router.workers import Registry, Worker
@@ -109,7 +110,7 @@ class WorkersApi:
     async def add(self, request: web.Request) -> web.Response:
         """202: known from now on, used as soon as it is healthy."""
         try:
-            body = parse_body(await request.read(), AddBody)
+            body = parse_body(request[BODY], AddBody)
         except BadBody as error:
             return error_response(400, str(error), "invalid_request", param=error.field)
         return self._add(body)
@@ -132,7 +133,7 @@ class WorkersApi:
         if worker is None:
             return _not_found(request)
         try:
-            body = parse_body(await request.read(), ChangeBody)
+            body = parse_body(request[BODY], ChangeBody)
         except BadBody as error:
             return error_response(400, str(error), "invalid_request", param=error.field)
         (self._registry.drain if body.draining else self._registry.resume)(worker)

@@ -6,15 +6,19 @@ tell nothing of requests. `COMMANDS` need the admin key where there is one.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+
 from fastapi import FastAPI
+from fastapi.responses import Response
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.base.clients import ClientLimit, client_address
 from pdserve.base.error_object import error_object
+from pdserve.base.http_rules import BODY_TIMEOUT_S, BodyBudget, BodyHold, Refusal, framing_refusal, page_refusal
 from pdserve.base.keys import COMMANDS
-from pdserve.base.origins import from_elsewhere
 from pdserve.config.access_group import AccessConfig
 from pdserve.errors import RequestError
 from pdserve.server.calls import GENERATING
@@ -25,12 +29,11 @@ PUBLIC = frozenset({"/health", "/health_generate", "/ready", "/readiness", "/met
 SECURITY_HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 """Answers are data of one client: no browser shall guess at them, nobody between shall keep them."""
 PREFLIGHT_S = 600
-ELSEWHERE = "web pages of other origins may not do this; --cors-allowed-origins names those that may"
 
 
-def install(app: FastAPI, config: AccessConfig) -> None:
+def install(app: FastAPI, config: AccessConfig, max_body_bytes: int) -> None:
     """Put the rules around all that `app` has so far."""
-    app.add_middleware(AccessMiddleware, config=config)
+    app.add_middleware(AccessMiddleware, config=config, bodies=BodyBudget(max_body_bytes))
     if config.origins:
         app.add_middleware(
             CORSMiddleware,
@@ -45,8 +48,9 @@ def install(app: FastAPI, config: AccessConfig) -> None:
 class AccessMiddleware:
     """ASGI: refuses who may not ask, and who asks too much at a time."""
 
-    def __init__(self, app: ASGIApp, config: AccessConfig) -> None:
+    def __init__(self, app: ASGIApp, config: AccessConfig, bodies: BodyBudget) -> None:
         self._app = app
+        self._bodies = bodies
         self._keys = config.keys
         self._proxies = config.proxies
         self._origins = config.origins
@@ -63,18 +67,29 @@ class AccessMiddleware:
                 MutableHeaders(scope=message).update(SECURITY_HEADERS)
             await send(message)
 
-        path, headers = scope["path"], Headers(scope=scope)
-        if path not in PUBLIC and not self._keys.may(headers.get("authorization"), command=path in COMMANDS):
+        headers = Headers(scope=scope)
+        framing = framing_refusal(scope["headers"], len(scope["raw_path"]) + len(scope["query_string"]))
+        if framing is not None:
+            await _refused(framing, {"Connection": "close"})(scope, receive, marked)
+            return
+        path, command = scope["path"], scope["path"] in COMMANDS
+        if path not in PUBLIC and not self._keys.may(headers.get("authorization"), command=command):
             text = "this needs a valid API key as Authorization: Bearer KEY"
-            body = error_object(text, 401, code="invalid_api_key")
-            await json_response(body, status=401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, marked)
-        elif path in COMMANDS and not self._keys.some and from_elsewhere(headers, self._origins):
-            body = error_object(ELSEWHERE, 403, code="origin_not_allowed")
-            await json_response(body, status=403)(scope, receive, marked)
-        elif path not in GENERATING:
-            await self._app(scope, receive, marked)
-        else:
-            await self._limited(scope, receive, marked, self._client(scope, headers))
+            refusal = Refusal(401, text, "invalid_api_key")
+            await _refused(refusal, {"WWW-Authenticate": "Bearer"})(scope, receive, marked)
+            return
+        page = page_refusal(scope["method"], headers, self._origins, command=command, has_keys=self._keys.some)
+        if page is not None:
+            await _refused(page)(scope, receive, marked)
+            return
+        hold = self._bodies.open()
+        try:
+            if path in GENERATING:
+                await self._limited(scope, _counted(receive, hold), marked, self._client(scope, headers))
+            else:
+                await self._app(scope, _counted(receive, hold), marked)
+        finally:
+            hold.close()
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send, client: str) -> None:
         try:
@@ -93,3 +108,30 @@ class AccessMiddleware:
         peer = scope["client"]
         forwarded = headers.getlist("x-forwarded-for")
         return "unknown" if peer is None else client_address(peer[0], forwarded, self._proxies)
+
+
+def _refused(refusal: Refusal, headers: Mapping[str, str] | None = None) -> Response:
+    body = error_object(refusal.message, refusal.status, code=refusal.code)
+    return json_response(body, status=refusal.status, headers=headers)
+
+
+def _counted(receive: Receive, hold: BodyHold) -> Receive:
+    """`receive` of a body that must be whole in time, and for which there must be room."""
+    deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+    is_whole = False
+
+    async def counted() -> Message:
+        nonlocal is_whole
+        if is_whole:
+            return await receive()
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError as error:
+            text = f"the body did not come within {BODY_TIMEOUT_S:g} s"
+            raise RequestError(text, status=408, code="body_timeout") from error
+        is_whole = not message.get("more_body", False)
+        hold.add(len(message.get("body", b"")))
+        return message
+
+    return counted

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 
 import pdserve
 from pdserve.config.groups import DisaggMode, ServerConfig
@@ -115,13 +116,14 @@ def create_app(
     context = ServerContext(config, client, tokenizer, metrics, int(time.time()), grammars, registered, formats)
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)  # in the middle of its body
     _add_generation(app, context)
     _add_health_and_facts(app, context, door)
     _add_commands(app, context, door, changer)
     openapi.install(app, INPUTS, with_keys=config.access.keys.some)
     observer = observing.install(app, context)
     app.add_middleware(DoorMiddleware, door=door)
-    access.install(app, config.access)
+    access.install(app, config.access, context.max_body_bytes)
     return app
 
 

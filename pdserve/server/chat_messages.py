@@ -6,9 +6,50 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from pdserve.errors import RequestError
 from pdserve.server.chat_template import TemplateFacts
-from pdserve.server.schemas import ChatMessage, ContentPart, FunctionCall, ToolCall
+from pdserve.server.schemas import ChatBody, ChatMessage, ContentPart, FunctionCall, ToolCall
+
+MAX_MESSAGES = 4096
+"""A template takes some 80 us for each, and holds Python's lock."""
+MAX_PARTS = 16384
+MAX_SHOWN_BYTES = 1 << 20
+"""Of tools, documents, and variables: what templates write into the prompt as JSON."""
+
+
+def check_chat_size(body: ChatBody, field: str) -> None:
+    """Refuse what takes a template too long to render. Called before anything else is made of the messages.
+
+    Raises:
+        RequestError: 400 naming `field`, which the messages came in, or `tools`, `documents`, `chat_template_kwargs`.
+    """
+    check_num_messages(body.messages, field)
+    num_parts = sum(
+        len(message.tool_calls or ()) + (len(message.content) if isinstance(message.content, list) else 0)
+        for message in body.messages
+    )
+    if num_parts > MAX_PARTS:
+        message = f"{field} hold {num_parts} parts and tool calls, at most {MAX_PARTS} are taken"
+        raise RequestError(message, field=field)
+    for name in ("tools", "documents", "chat_template_kwargs"):
+        value = getattr(body, name)
+        size = len(msgspec.json.encode(value)) if value else 0
+        if size > MAX_SHOWN_BYTES:
+            message = f"{name} has {size} bytes of JSON, at most {MAX_SHOWN_BYTES} are taken"
+            raise RequestError(message, field=name)
+
+
+def check_num_messages(messages: Sequence[Any], field: str) -> None:
+    """Refuse too many messages, or what is to become messages.
+
+    Raises:
+        RequestError: 400 naming `field`.
+    """
+    if len(messages) > MAX_MESSAGES:
+        message = f"{field} holds {len(messages)} messages, at most {MAX_MESSAGES} are taken"
+        raise RequestError(message, field=field)
 
 
 def template_messages(messages: Sequence[ChatMessage], facts: TemplateFacts, field: str) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from pdserve.errors import RequestError
-from pdserve.server.chat_messages import final_text, template_messages
+from pdserve.server.chat_messages import check_chat_size, final_text, template_messages
 from pdserve.server.chat_reader import ReadPlan
 from pdserve.server.chat_tools import ToolPlan, plan_tools
 from pdserve.server.constraints import Constraint, openai_constraint
@@ -16,11 +16,10 @@ from pdserve.server.intake import (
     PromptSpec,
     check_token_ids,
     check_top_logprobs,
-    make_intake,
     openai_logprobs,
 )
 from pdserve.server.openai_common import check_prompt_logprobs
-from pdserve.server.sampling_fields import Ask, count_n, openai_sampling
+from pdserve.server.sampling_fields import Ask, check_listed, check_prompt_fits, count_n, openai_sampling
 from pdserve.server.schemas import ChatBody
 from pdserve.server.thought_grammar import after_thoughts
 from pdserve.server.tokenizer import Tokenizer
@@ -51,13 +50,18 @@ async def prepare_chat(context: ServerContext, body: ChatBody, ask: Ask, field: 
     context.check_model(body.model)
     if not body.messages:
         raise RequestError(f"{field} must not be empty", field=field)
+    check_chat_size(body, field)
     n = count_n(body.n)
+    check_listed([body], n)
     logprobs = openai_logprobs(_top_logprobs(body), check_prompt_logprobs(body))
     tools = plan_tools(body, context.formats.tools)
     prompt = await chat_prompt(context, body, tools, field)
-    input_ids = await context.require_tokenizer(field).encode(prompt, field=field, add_special_tokens=False)
+    input_ids = await context.require_tokenizer(field).encode(
+        prompt, field=field, add_special_tokens=False, most_tokens=limits.most_prompt_tokens
+    )
     if not input_ids:
         raise RequestError(f"{field} make an empty prompt", field=field)
+    check_prompt_fits(len(input_ids), limits, field)
     check_token_ids(input_ids, limits.vocab_size, field)
     plan = _read_plan(context, body, tools, prompt)
     grammar = await context.take_grammar(_constraint(context, body, tools, plan))
@@ -65,17 +69,7 @@ async def prepare_chat(context: ServerContext, body: ChatBody, ask: Ask, field: 
         body.skip_special_tokens = False
     sampling = openai_sampling(body, ask, len(input_ids), limits, field, grammar)
     spec = PromptSpec(input_ids, sampling, logprobs)
-    config = context.config
-    intake = make_intake(
-        [spec],
-        n,
-        body,
-        context.mode,
-        stream=bool(body.stream),
-        dp_size=config.parallel.dp_size,
-        allowed_prefill=config.disagg.allowed_prefill,
-    )
-    return PreparedChat(intake, plan)
+    return PreparedChat(context.intake([spec], n, body, field, stream=bool(body.stream)), plan)
 
 
 async def chat_prompt(context: ServerContext, body: ChatBody, tools: ToolPlan, field: str) -> str:

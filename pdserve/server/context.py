@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pdserve
 from pdserve.config.groups import DisaggMode, ServerConfig
@@ -14,7 +14,16 @@ from pdserve.protocol.grammar import Grammar
 from pdserve.server.chat_formats import ChatFormats
 from pdserve.server.constraints import Constraint, GrammarCheck
 from pdserve.server.engine_client import EngineClient
-from pdserve.server.sampling_fields import Limits
+from pdserve.server.intake import (
+    Addressed,
+    Intake,
+    PromptSpec,
+    check_size,
+    check_token_ids,
+    make_intake,
+    prompt_field,
+)
+from pdserve.server.sampling_fields import Limits, check_prompt_fits
 from pdserve.server.tokenizer import Tokenizer
 
 ANY_MODEL = ("", "default", "unknown")
@@ -54,6 +63,48 @@ class ServerContext:
     def max_body_bytes(self) -> int:
         """Largest request body."""
         return self.config.serving.max_request_bytes
+
+    async def token_ids(self, given: Sequence[str | list[int]], field: str, *, batch: bool) -> list[list[int]]:
+        """Token ids of the prompts in `field`, all texts or all ids, checked; see `as_prompts`.
+
+        Raises:
+            RequestError: 400 naming the prompt that is empty, too long, or has tokens that the model lacks.
+        """
+        limits = self.limits()
+
+        def name(index: int) -> str:
+            return prompt_field(field, index, batch=batch)
+
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        lists = [prompt for prompt in given if isinstance(prompt, list)]
+        if texts:
+            most, in_all = limits.most_prompt_tokens, limits.most_body_tokens
+            lists = await self.require_tokenizer(field).encode_all(texts, name, most_tokens=most, most_in_all=in_all)
+        for i, ids in enumerate(lists):
+            if not ids:
+                raise RequestError(f"{name(i)} must not be empty", field=name(i))
+            check_prompt_fits(len(ids), limits, name(i))
+            check_token_ids(ids, limits.vocab_size, name(i))
+        return lists
+
+    def intake(self, prompts: Sequence[PromptSpec], n: int, body: Addressed, field: str, *, stream: bool) -> Intake:
+        """`make_intake` on this server, of a body whose prompts came in `field`. Clients may name the fake bootstrap
+        host where no KV is moved at all.
+
+        Raises:
+            RequestError: 400 naming the field.
+        """
+        check_size(prompts, n, self.limits().most_body_tokens, field)
+        return make_intake(
+            prompts,
+            n,
+            body,
+            self.mode,
+            stream=stream,
+            dp_size=self.config.parallel.dp_size,
+            allowed_prefill=self.config.disagg.allowed_prefill,
+            fake_rooms=self.config.disagg.disaggregation_transfer_backend == "fake",
+        )
 
     def limits(self) -> Limits:
         """What bounds a request.

@@ -24,7 +24,7 @@ from fastapi.responses import Response
 
 from pdserve.base.roles import ROLE_HEADER
 from pdserve.errors import RequestError
-from pdserve.protocol.messages import MAX_ROOM, GenerateRequest, PeerLoad, RoomAddress
+from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, MAX_ROOM, GenerateRequest, PeerLoad, RoomAddress
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.server.context import ServerContext
 from pdserve.server.door import Door
@@ -39,8 +39,6 @@ SECOND_LOOK_S = 1.5
 """So long we wait for a beat before we call a scheduler silent: perhaps it is we who were held up."""
 PARTNER_MEMORY_S = 60.0
 """A partner that is silent for longer is no reason not to be ready."""
-FAKE_BOOTSTRAP_HOST = "2.2.2.2"
-"""A request with this bootstrap host moves no bytes: it warms up or probes one server of a pair alone."""
 
 
 async def health(context: ServerContext, door: Door) -> Response:

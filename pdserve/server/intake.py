@@ -20,7 +20,7 @@ from pdserve.base.host_patterns import HostPatterns, is_host
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.messages import MAX_ROOM, GenerateRequest, RoomAddress
+from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, MAX_ROOM, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.server.json_http import scalar_or_list
 
@@ -29,6 +29,8 @@ MAX_SEQUENCES = 8192
 """Of one body: prompts times `n`."""
 MAX_PATTERN_SEQUENCES = 256
 """Of one body: stop patterns times sequences. Each may cost `stop_regex.SLOW_S` of everybody's time."""
+MAX_SENT_CHARS = 1 << 26
+"""Of one body: characters of grammars, each counted for every sequence that it is sent along with."""
 MAX_RID_CHARS = 256
 MAX_TOP_LOGPROBS = 20
 
@@ -160,7 +162,7 @@ def _expand_rooms(room: Any, num_prompts: int, n: int) -> list[int]:
     """
     field = "bootstrap_room"
     rooms = room if isinstance(room, list) else None
-    for value in [room] if rooms is None else rooms:
+    for value in [room] if rooms is None else rooms[: num_prompts * n]:
         if type(value) is not int or not 0 <= value <= MAX_ROOM:
             raise RequestError(f"{field} must be an integer in [0, {MAX_ROOM}], got {value!r}", field=field)
     if rooms is None:
@@ -183,12 +185,19 @@ def _spread(value: Any, field: str, num_prompts: int, n: int, kind: type) -> lis
 
 
 def rooms_of(
-    body: Addressed, mode: DisaggMode, num_prompts: int, n: int, allowed: HostPatterns | None = None
+    body: Addressed,
+    mode: DisaggMode,
+    num_prompts: int,
+    n: int,
+    allowed: HostPatterns | None = None,
+    *,
+    fake_rooms: bool = False,
 ) -> list[RoomAddress] | list[None]:
     """Where each sequence meets its other half; Nones on a server that does both halves itself.
 
     `body` has `bootstrap_host`, `bootstrap_port`, `bootstrap_room`: scalars or lists. `allowed`: the only addresses
-    that a request to a decode server may name.
+    that a request to a decode server may name. `fake_rooms`: a client may name `FAKE_BOOTSTRAP_HOST`, as this server
+    moves no bytes for anyone.
 
     Raises:
         RequestError: 400 naming the field that is missing or wrong.
@@ -205,6 +214,9 @@ def rooms_of(
     ports = _spread(body.bootstrap_port, "bootstrap_port", num_prompts, n, int)
     if mode == "decode" and any(not host for host in hosts):
         raise RequestError("bootstrap_host is missing: decode must know its prefill server", field="bootstrap_host")
+    if FAKE_BOOTSTRAP_HOST in hosts and not fake_rooms:
+        message = f"bootstrap_host {FAKE_BOOTSTRAP_HOST} needs --disaggregation-transfer-backend fake on this server"
+        raise RequestError(message, field="bootstrap_host")
     for port in ports:
         if port is not None and not 1 <= port <= 65535:
             raise RequestError(f"bootstrap_port must be in [1, 65535], got {port}", field="bootstrap_port")
@@ -259,6 +271,24 @@ def check_num_sequences(prompts: Sequence[PromptSpec], n: int) -> None:
         raise RequestError(f"stop_regex: {message}", field="stop_regex")
 
 
+def check_size(prompts: Sequence[PromptSpec], n: int, most_tokens: int, field: str) -> None:
+    """Refuse bodies of more than `most_tokens` prompt tokens, or with too much to send along with each sequence.
+
+    `field`: what the client calls its prompts.
+
+    Raises:
+        RequestError: 400 naming `field` or `n`.
+    """
+    num_tokens = sum(len(prompt.input_ids) for prompt in prompts)
+    if num_tokens * n > most_tokens:
+        message = f"{num_tokens} prompt tokens with n={n} are more than {most_tokens}"
+        raise RequestError(f"{field}: {message}", field=field if n == 1 else "n")
+    grammars = [prompt.sampling.grammar for prompt in prompts]
+    if n * sum(len(grammar.text) for grammar in grammars if grammar is not None) > MAX_SENT_CHARS:
+        message = f"a grammar for each of {len(prompts) * n} sequences is more than {MAX_SENT_CHARS} characters"
+        raise RequestError(message, field="n" if n > 1 else field)
+
+
 def make_intake(
     prompts: Sequence[PromptSpec],
     n: int,
@@ -268,8 +298,11 @@ def make_intake(
     stream: bool,
     dp_size: int = 1,
     allowed_prefill: HostPatterns | None = None,
+    fake_rooms: bool = False,
 ) -> Intake:
     """All requests of a body whose prompts are checked; `body` has the bootstrap trio, `rid`, priority.
+
+    `fake_rooms`: see `rooms_of`.
 
     Each request has an id of its own on the wire, which is never used again, so that late outputs of an aborted request
     cannot reach another one that the client gave the same `rid`.
@@ -282,7 +315,7 @@ def make_intake(
         message = f"data_parallel_rank must be in [0, {dp_size}), the replicas of this server, got {rank}"
         raise RequestError(message, field="data_parallel_rank")
     check_num_sequences(prompts, n)
-    rooms = rooms_of(body, mode, len(prompts), n, allowed_prefill)
+    rooms = rooms_of(body, mode, len(prompts), n, allowed_prefill, fake_rooms=fake_rooms)
     names = [name for name in _names(body.rid, len(prompts)) for _ in range(n)]
     arrival_s = time.time()
     requests = [

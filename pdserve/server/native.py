@@ -20,11 +20,11 @@ from pdserve.protocol.logprobs import Logprobs
 from pdserve.server.constraints import native_constraint
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import Generation, Update
-from pdserve.server.intake import Intake, PromptSpec, as_prompts, check_token_ids, make_intake, prompt_field
+from pdserve.server.intake import Intake, PromptSpec, as_prompts, prompt_field
 from pdserve.server.json_http import convert, json_response, read_json_object, refuse_unsupported, scalar_or_list
 from pdserve.server.logprob_format import LARGE, NativeFormat, prompt_tokens
 from pdserve.server.native_logprobs import native_wishes
-from pdserve.server.sampling_fields import Limits, NativeNames, count_n, native_sampling
+from pdserve.server.sampling_fields import Limits, NativeNames, check_listed, count_n, native_sampling
 from pdserve.server.schemas import UNSUPPORTED_NATIVE, UNSUPPORTED_NATIVE_SAMPLING, GenerateBody, NativeSampling
 from pdserve.server.streaming import collect, event, stream_response, until_disconnect
 
@@ -121,32 +121,27 @@ def _finish(update: Update) -> dict[str, Any] | None:
             }
 
 
-async def _prompts(context: ServerContext, body: GenerateBody, vocab_size: int) -> tuple[list[list[int]], str, bool]:
+async def _prompts(context: ServerContext, body: GenerateBody) -> tuple[list[list[int]], str, bool]:
     """Token ids of every prompt, the name of the field they came in, and whether they came as a batch."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("exactly one of text and input_ids must be given", field="text")
     field = "text" if body.text is not None else "input_ids"
     value = body.text if body.text is not None else body.input_ids
     prompts, batch = as_prompts(value, field, allow_text=field == "text", allow_ids=field == "input_ids")
-    encoded = []
-    for i, prompt in enumerate(prompts):
-        where = prompt_field(field, i, batch=batch)
-        ids = prompt if isinstance(prompt, list) else await context.require_tokenizer(field).encode(prompt, field=where)
-        if not ids:
-            raise RequestError(f"{where} must not be empty", field=where)
-        check_token_ids(ids, vocab_size, where)
-        encoded.append(ids)
-    return encoded, field, batch
+    return await context.token_ids(prompts, field, batch=batch), field, batch
 
 
 def _samplings(value: Any, names: list[NativeNames]) -> list[NativeSampling]:
     """`sampling_params` of every prompt: one object for all, or a list."""
     given = scalar_or_list({} if value is None else value, len(names), "sampling_params", dict)
-    found = []
-    for entry, name in zip(given, names, strict=True):
-        allowed = refuse_unsupported(entry or {}, UNSUPPORTED_NATIVE_SAMPLING, prefix=name.sampling)
-        found.append(convert(allowed, NativeSampling, prefix=name.sampling))
-    return found
+    if not isinstance(value, list):
+        return [_sampling(given[0], names[0])] * len(names)
+    return [_sampling(entry, name) for entry, name in zip(given, names, strict=True)]
+
+
+def _sampling(entry: dict[str, Any] | None, name: NativeNames) -> NativeSampling:
+    allowed = refuse_unsupported(entry or {}, UNSUPPORTED_NATIVE_SAMPLING, prefix=name.sampling)
+    return convert(allowed, NativeSampling, prefix=name.sampling)
 
 
 def _count_n(samplings: list[NativeSampling], names: list[NativeNames]) -> int:
@@ -184,31 +179,25 @@ async def generate(context: ServerContext, request: Request) -> Response:
     limits = context.limits()
     body = convert(refuse_unsupported(raw, UNSUPPORTED_NATIVE), GenerateBody)
     context.check_model(body.model)
-    prompts, field, batch = await _prompts(context, body, limits.vocab_size)
+    prompts, field, batch = await _prompts(context, body)
     several = isinstance(body.sampling_params, list)
     names = [
         NativeNames(prompt_field(field, i, batch=batch), prompt_field("sampling_params", i, batch=several))
         for i in range(len(prompts))
     ]
     samplings = _samplings(body.sampling_params, names)
+    n = _count_n(samplings, names)
+    with names[0].inside():
+        check_listed(samplings, len(samplings) * n)
     grammars = [
         await context.take_grammar(native_constraint(sampling, name.sampling))
         for sampling, name in zip(samplings, names, strict=True)
     ]
-    n = _count_n(samplings, names)
     listed = batch or n > 1
     wishes = native_wishes(body, prompts, limits.vocab_size, listed=listed)
     specs = _specs(prompts, samplings, grammars, wishes, limits, names)
     stream, config = bool(body.stream), context.config
     with NativeNames(field, "sampling_params").inside():
-        intake = make_intake(
-            specs,
-            n,
-            body,
-            context.mode,
-            stream=stream,
-            dp_size=config.parallel.dp_size,
-            allowed_prefill=config.disagg.allowed_prefill,
-        )
+        intake = context.intake(specs, n, body, field, stream=stream)
     call = GenerateCall(context, intake, listed, stream, bool(body.return_text_in_logprobs), started_s)
     return await call.answer(request)

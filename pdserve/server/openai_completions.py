@@ -17,9 +17,7 @@ from pdserve.server.intake import (
     Intake,
     PromptSpec,
     as_prompts,
-    check_token_ids,
     check_top_logprobs,
-    make_intake,
     openai_logprobs,
     prompt_field,
 )
@@ -31,7 +29,7 @@ from pdserve.server.logprob_format import (
     tokens_length,
 )
 from pdserve.server.openai_common import OpenAICall, check_prompt_logprobs
-from pdserve.server.sampling_fields import COMPLETION_TOKENS, MAX_N, Ask, count_n, openai_sampling
+from pdserve.server.sampling_fields import COMPLETION_TOKENS, MAX_N, Ask, check_listed, count_n, openai_sampling
 from pdserve.server.schemas import UNSUPPORTED_COMPLETION, CompletionBody
 
 
@@ -108,20 +106,11 @@ def _mean_logprob(update: Update) -> float:
     return sum(line.logprob for line in update.logprobs) / max(1, len(update.logprobs))
 
 
-async def _prompt(
-    context: ServerContext, prompt: str | list[int], vocab_size: int, field: str, *, echo: bool
-) -> Prompt:
-    """`prompt`, which errors call `field`."""
+def _text(context: ServerContext, prompt: str | list[int]) -> str:
+    """The text of `prompt`, to be echoed."""
     if isinstance(prompt, str):
-        text, input_ids = prompt, await context.require_tokenizer("prompt").encode(prompt, field=field)
-    else:
-        text, input_ids = "", prompt
-    if not input_ids:
-        raise RequestError(f"{field} must not be empty", field=field)
-    check_token_ids(input_ids, vocab_size, field)
-    if echo and isinstance(prompt, list) and context.tokenizer is not None:
-        text = context.tokenizer.decode(input_ids, skip_special=False)
-    return Prompt(input_ids, text, field)
+        return prompt
+    return "" if context.tokenizer is None else context.tokenizer.decode(prompt, skip_special=False)
 
 
 def _count_made(body: CompletionBody, num_choices: int) -> int:
@@ -157,25 +146,18 @@ async def completions(context: ServerContext, request: Request) -> Response:
     given, batch = as_prompts(body.prompt, "prompt", allow_text=True, allow_ids=True)
     num_choices = count_n(body.n)
     made = _count_made(body, num_choices)
+    check_listed([body], len(given) * made)
     wish = _wish(body, ranked=made > num_choices)
     grammar = await context.take_grammar(openai_constraint(body))
     ask = Ask(body.max_tokens, COMPLETION_TOKENS, "max_tokens")
+    lists = await context.token_ids(given, "prompt", batch=batch)
     prompts = [
-        await _prompt(context, prompt, limits.vocab_size, prompt_field("prompt", i, batch=batch), echo=bool(body.echo))
-        for i, prompt in enumerate(given)
+        Prompt(ids, _text(context, prompt) if body.echo else "", prompt_field("prompt", i, batch=batch))
+        for i, (ids, prompt) in enumerate(zip(lists, given, strict=True))
     ]
     specs = [
         PromptSpec(p.input_ids, openai_sampling(body, ask, len(p.input_ids), limits, p.field, grammar), wish)
         for p in prompts
     ]
-    config = context.config
-    intake = make_intake(
-        specs,
-        made,
-        body,
-        context.mode,
-        stream=bool(body.stream),
-        dp_size=config.parallel.dp_size,
-        allowed_prefill=config.disagg.allowed_prefill,
-    )
+    intake = context.intake(specs, made, body, "prompt", stream=bool(body.stream))
     return await CompletionCall(context, body, intake, prompts, num_choices).answer(request)

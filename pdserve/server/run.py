@@ -14,6 +14,7 @@ from pathlib import Path
 
 import uvicorn
 
+from pdserve.base.http_rules import MAX_HEADER_BYTES, MAX_TARGET_BYTES
 from pdserve.base.leaving import ENDING, leave_if_told
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
@@ -56,6 +57,7 @@ def _settings(app: Host, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES + MAX_TARGET_BYTES,
         timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=75,
     )

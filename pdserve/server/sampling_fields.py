@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from pdserve.config.groups import DisaggMode
@@ -12,7 +12,7 @@ from pdserve.errors import RequestError
 from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import EngineReady
 from pdserve.protocol.sampling import TOP_K_ALL, SamplingParams, validate_sampling
-from pdserve.server.schemas import NativeSampling, OpenAIBody
+from pdserve.server.schemas import NativeSampling, OpenAIBody, SharedSampling
 from pdserve.server.stop_regex import check_pattern
 
 V = TypeVar("V")
@@ -21,6 +21,12 @@ MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_PATTERNS = 8
 MAX_STOP_CHARS = 1024
+MAX_LOGIT_BIAS = 4096
+MAX_LISTED = 1 << 18
+"""Entries of `logit_bias`, and of `stop_token_ids`, over all sequences of a body."""
+MAX_BODY_TOKENS = 1 << 20
+BODY_PROMPTS = 8
+"""A body may have `MAX_BODY_TOKENS` of prompts, and in any case so many of the longest ones."""
 MAX_CHAT_TOKENS = 2048
 """A chat that names no limit gets this many tokens, or what fits into the context if that is less."""
 NATIVE_TOKENS = 128
@@ -40,6 +46,21 @@ class Limits:
     def of(cls, ready: EngineReady, mode: DisaggMode) -> Limits:
         """The limits that the scheduler announced."""
         return cls(mode, ready.vocab_size, ready.context_length, ready.max_total_tokens)
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a sequence, prompt and output together."""
+        return min(self.context_length, self.max_total_tokens)
+
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Most tokens of a prompt, which leaves room for one more."""
+        return self.capacity - 1
+
+    @property
+    def most_body_tokens(self) -> int:
+        """Most prompt tokens that one body asks to be computed: of all its prompts, each as often as it is answered."""
+        return max(MAX_BODY_TOKENS, BODY_PROMPTS * self.capacity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +100,21 @@ class NativeNames:
             raise RequestError(message, field=field, status=error.status, code=error.code) from error
 
 
+def check_prompt_fits(num_prompt: int, limits: Limits, prompt_field: str) -> None:
+    """Refuse a prompt that leaves no room for a token.
+
+    Raises:
+        RequestError: 400 naming the prompt.
+    """
+    if num_prompt > limits.most_prompt_tokens:
+        raise RequestError(
+            f"{prompt_field} has {num_prompt} tokens; at most {limits.most_prompt_tokens} fit "
+            f"(context {limits.context_length}, KV pool {limits.max_total_tokens})",
+            field=prompt_field,
+            code="context_length_exceeded",
+        )
+
+
 def fit_max_tokens(num_prompt: int, ask: Ask, min_tokens: int, limits: Limits, prompt_field: str) -> int:
     """Tokens to generate for a prompt of `num_prompt` tokens; a default shrinks to what fits, a wish does not.
 
@@ -87,15 +123,8 @@ def fit_max_tokens(num_prompt: int, ask: Ask, min_tokens: int, limits: Limits, p
     Raises:
         RequestError: 400 naming the prompt or the client's limit.
     """
-    capacity = min(limits.context_length, limits.max_total_tokens)
-    if num_prompt >= capacity:
-        raise RequestError(
-            f"{prompt_field} has {num_prompt} tokens; at most {capacity - 1} fit "
-            f"(context {limits.context_length}, KV pool {limits.max_total_tokens})",
-            field=prompt_field,
-            code="context_length_exceeded",
-        )
-    longest = limits.context_length if limits.mode == "prefill" else capacity
+    check_prompt_fits(num_prompt, limits, prompt_field)
+    longest = limits.context_length if limits.mode == "prefill" else limits.capacity
     if ask.tokens is None:
         return min(max(ask.default, min_tokens), longest - num_prompt)
     if ask.tokens < ask.least:
@@ -123,6 +152,21 @@ def count_n(n: int | None) -> int:
     return n
 
 
+def check_listed(fields: Sequence[SharedSampling], num_sequences: int) -> None:
+    """Refuse lists that are too long together: every sequence takes along its `logit_bias` and `stop_token_ids`.
+
+    `fields` has one entry for all sequences, or one for each of equally large groups of them.
+
+    Raises:
+        RequestError: 400 naming the field.
+    """
+    for name in ("logit_bias", "stop_token_ids"):
+        num_entries = sum(len(getattr(each, name) or ()) for each in fields) * num_sequences // len(fields)
+        if num_entries > MAX_LISTED:
+            message = f"{name} of {num_sequences} sequences has {num_entries} entries, at most {MAX_LISTED} are taken"
+            raise RequestError(message, field=name)
+
+
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_CHARS for text in stops):
@@ -145,9 +189,12 @@ def _stop_regexes(patterns: str | list[str] | None) -> tuple[str, ...]:
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     if not bias:
         return None
+    if len(bias) > MAX_LOGIT_BIAS:
+        message = f"logit_bias has {len(bias)} tokens, at most {MAX_LOGIT_BIAS} are taken"
+        raise RequestError(message, field="logit_bias")
     try:
         return {int(token): value for token, value in bias.items()}
-    except ValueError as error:
+    except ValueError as error:  # of digits, there may be too many to read
         raise RequestError(f"logit_bias keys must be token ids: {error}", field="logit_bias") from error
 
 

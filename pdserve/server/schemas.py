@@ -26,6 +26,8 @@ from pdserve.server.field_types import (
     ToolChoice,
 )
 
+MAX_STOP_TOKEN_IDS = 1024
+
 Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 """Higher runs first; the same for all prompts of a body."""
 
@@ -57,7 +59,7 @@ class SharedSampling(msgspec.Struct):
     presence_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     stop_regex: str | list[str] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

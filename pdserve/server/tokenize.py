@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
 from pdserve.errors import RequestError
+from pdserve.server.chat_messages import check_chat_size
 from pdserve.server.chat_prepare import chat_prompt
 from pdserve.server.chat_tools import plan_tools
 from pdserve.server.context import ServerContext
@@ -39,7 +41,7 @@ async def tokenize(context: ServerContext, request: Request) -> Response:
     }
     if body.return_token_strs:
         tokenizer = context.require_tokenizer("return_token_strs")
-        answer["token_strs"] = [[tokenizer.token_text(token_id) for token_id in ids] for ids in lists]
+        answer["token_strs"] = await tokenizer.texts_of_tokens(lists)
     if not isinstance(body.prompt, list):
         answer |= {name: answer[name][0] for name in ("tokens", "count", "token_strs") if name in answer}
     return json_response(answer)
@@ -56,13 +58,14 @@ async def detokenize(context: ServerContext, request: Request) -> Response:
     vocab_size = context.client.require_ready().vocab_size
     tokenizer = context.require_tokenizer("tokens")
     listed = isinstance(body.tokens, list) and bool(body.tokens) and isinstance(body.tokens[0], list)
-    texts = []
-    for i, ids in enumerate(body.tokens if listed else [body.tokens]):
+    lists = body.tokens if listed else [body.tokens]
+    _check_count(lists, "tokens")
+    for i, ids in enumerate(lists):
         field = prompt_field("tokens", i, batch=listed)
         if not isinstance(ids, list):
             raise RequestError(f"{field} must be a list of token ids", field=field)
         check_token_ids(ids, vocab_size, field)
-        texts.append(tokenizer.decode(ids, skip_special=body.skip_special_tokens is not False))
+    texts = await tokenizer.decode_all(lists, skip_special=body.skip_special_tokens is not False)
     text = texts if listed else texts[0]
     return json_response({"text": text, "prompt": text})
 
@@ -70,8 +73,7 @@ async def detokenize(context: ServerContext, request: Request) -> Response:
 def _texts(prompt: Any) -> list[str]:
     listed = isinstance(prompt, list)
     texts = prompt if listed else [prompt]
-    if len(texts) > MAX_PROMPTS:
-        raise RequestError(f"prompt holds {len(texts)} texts, at most {MAX_PROMPTS} are taken", field="prompt")
+    _check_count(texts, "prompt")
     for i, text in enumerate(texts):
         field = prompt_field("prompt", i, batch=listed)
         if not isinstance(text, str):
@@ -79,19 +81,28 @@ def _texts(prompt: Any) -> list[str]:
     return texts
 
 
+def _check_count(given: Sequence[Any], field: str) -> None:
+    if len(given) > MAX_PROMPTS:
+        raise RequestError(f"{field} holds {len(given)} of them, at most {MAX_PROMPTS} are taken", field=field)
+
+
 async def _encode_all(context: ServerContext, prompt: Any, add_special_tokens: bool) -> list[list[int]]:
     tokenizer, listed = context.require_tokenizer("prompt"), isinstance(prompt, list)
-    return [
-        await tokenizer.encode(
-            text, field=prompt_field("prompt", i, batch=listed), add_special_tokens=add_special_tokens
-        )
-        for i, text in enumerate(_texts(prompt))
-    ]
+    most = context.limits().most_body_tokens
+    return await tokenizer.encode_all(
+        _texts(prompt),
+        lambda i: prompt_field("prompt", i, batch=listed),
+        add_special_tokens=add_special_tokens,
+        most_tokens=most,
+        most_in_all=most,
+    )
 
 
 async def _encode_chat(context: ServerContext, body: ChatBody, add_special_tokens: bool) -> list[int]:
     if not body.messages:
         raise RequestError("messages must not be empty", field="messages")
+    check_chat_size(body, "messages")
     text = await chat_prompt(context, body, plan_tools(body, context.formats.tools), "messages")
     tokenizer = context.require_tokenizer("messages")
-    return await tokenizer.encode(text, field="messages", add_special_tokens=add_special_tokens)
+    most = context.limits().most_body_tokens
+    return await tokenizer.encode(text, field="messages", add_special_tokens=add_special_tokens, most_tokens=most)

@@ -1,14 +1,13 @@
 """Text to token ids and chat messages to prompts; makes the decoders for the way back.
 
-Owned by the API process; wraps the Hugging Face tokenizer of a model directory. Long texts are encoded in a worker
-thread, so that one large prompt does not stop the streams of all others.
+Owned by the API process; wraps the Hugging Face tokenizer of a model directory. Long texts are worked at in threads of
+`TextWorkers`, so that one large prompt does not stop the streams of all others.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +15,15 @@ from pdserve.base.hf_tokenizer import open_hf_tokenizer
 from pdserve.errors import RequestError
 from pdserve.server.chat_template import ChatTemplates, read_template
 from pdserve.server.detokenizer import ByteDecoder, StreamDecoder, TextDecoder
+from pdserve.server.text_workers import TextBound, TextWorkers, byte_alphabet
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
-LONG_TEXT_CHARS = 8192
-"""Longer texts are encoded off the event loop; this much takes a few milliseconds."""
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte, inverted: bytes that print stand for themselves, others follow 255."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in set(printable))
-    alphabet.update({chr(256 + i): byte for i, byte in enumerate(others)})
-    return alphabet
+CHARS_OF_TOKEN = 4
+"""In most texts; a token takes about as long to decode as its characters to encode."""
+MESSAGE_CHARS = 256
+"""A message of a chat takes a template about as long as so many characters take the tokenizer."""
 
 
 def _decoder_kinds(spec: Any) -> list[str]:
@@ -53,7 +46,7 @@ class TokenBytes:
         self._byte_level = kinds == ["ByteLevel"]
         self.strips_first_space = kinds == ["Replace", "ByteFallback", "Fuse", "Strip"]
         self.exact = self._byte_level or kinds[:2] == ["Replace", "ByteFallback"]
-        self._alphabet = _byte_alphabet()
+        self._alphabet = byte_alphabet()
         self._backend = backend
         self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._known: dict[int, bytes] = {}
@@ -93,26 +86,64 @@ class Tokenizer:
         self._backend.no_padding()
         self.chat = ChatTemplates(hf_tokenizer, chat_template)
         self._bytes = TokenBytes(self._backend)
+        self._bound = TextBound(self._backend)
+        self._workers = TextWorkers()
 
     def as_json(self) -> str:
         """Everything about the tokens as text, in the form of a tokenizer.json."""
         return str(self._backend.to_str())
 
-    async def encode(self, text: str, *, field: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`.
+    async def encode(
+        self, text: str, *, field: str, add_special_tokens: bool = True, most_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of `text`; see `encode_all`.
 
         Raises:
-            RequestError: 400 naming `field`, when the text cannot be encoded.
+            RequestError: 400 naming `field`.
         """
-        if len(text) <= LONG_TEXT_CHARS:
-            return self._encode(text, field, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, field, add_special_tokens)
+        (ids,) = await self.encode_all(
+            [text], lambda _: field, add_special_tokens=add_special_tokens, most_tokens=most_tokens
+        )
+        return ids
 
-    def _encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
+    async def encode_all(
+        self,
+        texts: Sequence[str],
+        field: Callable[[int], str],
+        *,
+        add_special_tokens: bool = True,
+        most_tokens: int | None = None,
+        most_in_all: int | None = None,
+    ) -> list[list[int]]:
+        """Token ids of `texts`, of which errors call number i `field(i)`.
+
+        `most_tokens`: a text that is known to have more may be refused before it is tokenized. `most_in_all`: all have
+        no more together; None: no bound.
+
+        Raises:
+            RequestError: 400 naming the field of a text that cannot be encoded, or is too long.
+        """
+
+        def encode_in_order() -> list[list[int]]:
+            ids: list[list[int]] = []
+            total = 0
+            for i, text in enumerate(texts):
+                ids.append(self._encode(text, field(i), add_special_tokens, most_tokens))
+                total += len(ids[-1])
+                if most_in_all is not None and total > most_in_all:
+                    raise _too_long(f"{field(i)} and what comes before it have {total} tokens", field(i), most_in_all)
+            return ids
+
+        return await self._workers.run(sum(map(len, texts)), encode_in_order)
+
+    def _encode(self, text: str, field: str, add_special_tokens: bool, most_tokens: int | None = None) -> list[int]:
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if most_tokens is not None and self._bound.exceeds(text, most_tokens):
+                raise _too_long(f"{field} has {len(text)} characters, too many", field, most_tokens)
+            encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except UnicodeEncodeError as error:
             raise RequestError(f"{field} is not valid Unicode text: {error}", field=field) from error
+        return encoding.ids
 
     async def render_chat(
         self, messages: Sequence[Mapping[str, Any]], template: str, options: Mapping[str, Any]
@@ -122,10 +153,19 @@ class Tokenizer:
         Raises:
             RequestError: 400 naming `messages`, when the template refuses them.
         """
-        size = sum(len(str(message.get("content", ""))) for message in messages)
-        if size <= LONG_TEXT_CHARS:
-            return self.chat.render(template, messages, options)
-        return await asyncio.to_thread(self.chat.render, template, messages, options)
+        size = sum(len(str(message.get("content", ""))) for message in messages) + MESSAGE_CHARS * len(messages)
+        size += sum(len(str(value)) for value in options.values())
+        return await self._workers.run(size, lambda: self.chat.render(template, messages, options))
+
+    async def decode_all(self, lists: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
+        """Text of each list of token ids, which this tokenizer need not have."""
+        size = CHARS_OF_TOKEN * sum(map(len, lists))
+        return await self._workers.run(size, lambda: [self.decode(ids, skip_special=skip_special) for ids in lists])
+
+    async def texts_of_tokens(self, lists: Sequence[Sequence[int]]) -> list[list[str]]:
+        """`token_text` of each token of each list."""
+        size = CHARS_OF_TOKEN * sum(map(len, lists))
+        return await self._workers.run(size, lambda: [[self.token_text(token) for token in ids] for ids in lists])
 
     def require_template(self, *, tools: bool = False) -> str:
         """The chat template, for a request with or without tools.
@@ -163,6 +203,11 @@ class Tokenizer:
         """Text of a whole sequence, as a stream of it would give."""
         decoder = self.text_decoder(skip_special=skip_special)
         return "".join(decoder.push(token_id) for token_id in token_ids)
+
+
+def _too_long(what: str, field: str, most_tokens: int) -> RequestError:
+    message = f"{what}; at most {most_tokens} tokens fit"
+    return RequestError(message, field=field, code="context_length_exceeded")
 
 
 def load_tokenizer(directory: str | Path, chat_template: str | None = None) -> Tokenizer | None:

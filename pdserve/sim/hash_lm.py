@@ -122,6 +122,10 @@ class HashExecutor:
         assert isinstance(saved, _Saved)
         self.pool[list(pages)] = saved.content
 
+    def zero(self, pages: Sequence[int]) -> None:
+        """See `Executor`."""
+        self.pool[list(pages)] = 0
+
     def compute(self, row: Row, pages: npt.NDArray[np.int32]) -> tuple[SampledToken | None, PromptLogprobs | None]:
         """One row of a step. `pages` are its page-table line at the launch."""
         tokens = self._tokens[row.row]

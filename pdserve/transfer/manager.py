@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pdserve.base.clock import Clock
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVLayout
-from pdserve.protocol.messages import PeerLoad
+from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, PeerLoad
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.chunk import ChunkPlanner
 from pdserve.transfer.events import (
@@ -58,9 +58,6 @@ from pdserve.transfer.wire import (
 )
 
 __all__ = ["FAKE_BOOTSTRAP_HOST", "KVArgs", "KVManager", "KVReceiver", "KVSender", "TransferTimes"]
-
-FAKE_BOOTSTRAP_HOST = "2.2.2.2"
-"""A request whose bootstrap host is this moves no bytes: warm-up and health probes (SGLang's convention)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

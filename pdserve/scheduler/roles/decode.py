@@ -154,6 +154,8 @@ class DecodeRole(GeneratingRole):
         req.times.published = self._core.clock.now()
         num_cached = lease.num_prefix_pages * memory.layout.page_tokens
         self._core.counters["decode_cached_tokens"] += num_cached
+        if req.receiver.is_fake:
+            self._core.executor.zero(lease.pages[lease.num_prefix_pages :])
         req.receiver.publish(lease, aux, num_cached)
         reserve.add(req)
         del self._prealloc[req.rid]

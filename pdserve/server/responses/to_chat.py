@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from pdserve.errors import RequestError
+from pdserve.server.chat_messages import check_num_messages
 from pdserve.server.json_http import convert
 from pdserve.server.responses.schemas import (
     CallItem,
@@ -102,6 +103,7 @@ def _messages(body: ResponsesBody) -> list[ChatMessage]:
     if isinstance(given, str):
         made = [ChatMessage(role="user", content=given)]
     elif isinstance(given, list):
+        check_num_messages(given, "input")
         made = _from_items(given)
     else:
         raise RequestError(f"input must be a string or a list, got {type(given).__name__}", field="input")

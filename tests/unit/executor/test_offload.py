@@ -67,6 +67,17 @@ def test_every_byte_comes_back_into_other_pages_of_every_group(
         assert torch.equal(page_bytes(pool), expected)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_only_the_named_pages_are_cleared(dtype: str) -> None:
+    pools = [random_pool(dtype), random_pool(dtype, page_tokens=1)]
+    expected = [page_bytes(pool) for pool in pools]
+    for content in expected:
+        content[[3, 0, 19]] = 0
+    host_pages.zero(pools, [3, 0, 19])
+    host_pages.zero(pools, [])
+    assert all(torch.equal(page_bytes(pool), content) for pool, content in zip(pools, expected, strict=True))
+
+
 def test_no_pages_take_no_memory() -> None:
     pool = random_pool("float32")
     before = page_bytes(pool)

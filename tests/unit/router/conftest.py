@@ -175,7 +175,10 @@ class World:
             "health": HealthConfig(interval_s=check_interval_s, load_interval_s=0.05),
         }
         runner = web.AppRunner(
-            make_app(RouterConfig(**settings | options)), handler_cancellation=True, shutdown_timeout=0.1
+            make_app(RouterConfig(**settings | options)),
+            handler_cancellation=True,
+            auto_decompress=False,
+            shutdown_timeout=0.1,
         )
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -21,6 +21,7 @@ from pdserve.router.app import make_app
 from pdserve.router.config import Role, RouterConfig, WorkerSpec
 from pdserve.router.flags import config_from, make_parser
 from pdserve.router.tls import server_tls, worker_tls
+from tests.hostile_http import POST, REFUSED, SIZED, error_of, send
 from tests.unit.router.streams import begin_stream
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
@@ -335,5 +336,21 @@ def test_what_is_not_allowed_is_named_so(run_world: RunWorld) -> None:
         ):
             assert response.status == 405
             assert (await response.json())["error"]["code"] == "method_not_allowed"
+
+    run_world(scenario)
+
+
+def test_each_hostile_request_gets_its_status(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d")
+        async with world.router([prefill], [decode]) as url:
+            port = int(url.rpartition(":")[2])
+            for name, (data, status, code) in REFUSED.items():
+                found, answer = await send(port, data)
+                assert found == status, (name, answer[:500])
+                assert code is None or error_of(answer)["code"] == code, name
+                assert answer.count(b"HTTP/1.") == 1, (name, "one request has one answer")
+            assert not prefill.bodies and not decode.bodies
+            assert (await send(port, POST + SIZED))[0] == 200, "curl sends a form's type, and programs none"
 
     run_world(scenario)

@@ -229,7 +229,10 @@ def test_plain_workers_get_the_body_without_a_room(run_world: RunWorld) -> None:
 def test_deep_nesting_is_a_400(run_world: RunWorld, body: str) -> None:
     async def scenario(world: Any) -> None:
         prefill, decode = await world.worker("p"), await world.worker("d")
-        async with world.router([prefill], [decode]) as url, world.session.post(url + GENERATE, data=body) as response:
+        async with (
+            world.router([prefill], [decode]) as url,
+            world.session.post(url + GENERATE, data=body.encode()) as response,
+        ):
             assert response.status == 400
         assert not prefill.bodies and not decode.bodies
 

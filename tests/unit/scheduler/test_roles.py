@@ -207,6 +207,19 @@ def test_what_a_fake_transfer_brought_is_never_cached(offload_pages: int) -> Non
     assert decode.memory.counts()["pages_cached"] == 0 and not decode.leaks()
 
 
+def test_a_fake_room_reads_nothing_of_what_its_pages_held() -> None:
+    answers = []
+    for old in (3, 200):
+        world = _world()
+        decode = world.decode
+        decode.executor.pool[:] = old
+        room = RoomAddress(host="2.2.2.2", port=1, room=1)
+        decode.mailbox.post(msgspec.structs.replace(_request("r0", 1), room=room))
+        _until(world, lambda node=decode: "r0" in node.halves and node.halves["r0"].finish is not None, decode)
+        answers.append(decode.halves["r0"].tokens)
+    assert answers[0] == answers[1] and len(answers[0]) == 6
+
+
 def test_decode_ends_a_request_that_waits_too_long_for_memory() -> None:
     world = _world(num_pages=6)
     lease = world.decode.memory.reserve_tokens(24, "somebody else")

@@ -17,7 +17,15 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pdserve.config.access_group import AccessConfig
-from pdserve.config.groups import DisaggConfig, DisaggMode, ModelConfig, ObserveConfig, ServerConfig, ServingConfig
+from pdserve.config.groups import (
+    DisaggConfig,
+    DisaggMode,
+    ModelConfig,
+    ObserveConfig,
+    ServerConfig,
+    ServingConfig,
+    TransferBackend,
+)
 from pdserve.errors import EngineDeadError
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
@@ -264,13 +272,14 @@ def make_config(
     *,
     observe: Mapping[str, Any] | None = None,
     access: AccessConfig = OPEN,
+    backend: TransferBackend = "mooncake",
     **serving: Any,
 ) -> ServerConfig:
     return ServerConfig(
         access=access,
         observe=ObserveConfig(**(observe or {})),
         model=ModelConfig(model_path="/models/tiny", served_model_name="tiny"),
-        disagg=DisaggConfig(disaggregation_mode=mode),
+        disagg=DisaggConfig(disaggregation_mode=mode, disaggregation_transfer_backend=backend),
         serving=ServingConfig(port=0, **serving),
     )
 
@@ -284,10 +293,11 @@ async def bench(
     registered: Callable[[], bool] = lambda: True,
     observe: Mapping[str, Any] | None = None,
     access: AccessConfig = OPEN,
+    backend: TransferBackend = "mooncake",
     **serving: Any,
 ) -> AsyncIterator[Bench]:
     """A running server; at its end no stream is left in it."""
-    config = make_config(mode, observe=observe, access=access, **serving)
+    config = make_config(mode, observe=observe, access=access, backend=backend, **serving)
     api, low = memory_channel_pair()
     scheduler = ScriptedScheduler(low)
     metrics = make_metrics(config)

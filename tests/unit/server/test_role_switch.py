@@ -29,7 +29,7 @@ from tests.unit.server.server_kit import ScriptedScheduler, bench, make_config, 
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 PATH = "/pd_role_switch"
-PROMPT = {"input_ids": [5, 6], "bootstrap_host": "2.2.2.2", "bootstrap_room": 7}
+PROMPT = {"input_ids": [5, 6], "bootstrap_host": "10.0.0.1", "bootstrap_room": 7}
 
 
 class Engines:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
 
+from pdserve.base import http_rules
 from pdserve.base.keys import COMMANDS
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.errors import ConfigError
+from pdserve.server import access
 from pdserve.server.access import PUBLIC
 from pdserve.server.app import BODIES
 from pdserve.server.calls import GENERATING
@@ -161,7 +164,11 @@ async def test_without_a_key_no_page_of_another_origin_gives_commands(tokenizer:
                 assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
             for headers in [*own, image | {"Origin": "http://here"}]:
                 assert (await b.http.request(method, path, headers=headers)).status_code == 200
-        assert (await b.http.post("/generate", json=GENERATE, headers=form)).status_code == 200
+        for path in ("/generate", "/v1/completions", "/tokenize", "/detokenize", "/nowhere"):
+            for headers in (image, form):
+                assert (await b.http.post(path, json=GENERATE, headers=headers)).status_code == 403
+        for headers in [*own, image | {"Origin": "http://here"}]:
+            assert (await b.http.post("/generate", json=GENERATE, headers=headers)).status_code == 200
 
 
 async def test_answers_are_neither_guessed_at_nor_kept(tokenizer: Tokenizer) -> None:
@@ -190,3 +197,29 @@ async def test_all_generating_paths_have_bodies() -> None:
 async def test_wrong_flags_are_refused_by_name(argv: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_server_args(argv)
+
+
+async def test_large_bodies_have_a_budget_and_a_deadline(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_rules, "LARGE_BODIES", 1)
+    async with bench(tokenizer, max_request_bytes=3 << 20) as b:
+        b.scheduler.hold = True
+        large = {"text": "hi", "ignored": "x" * (2 << 20)}
+        first = asyncio.create_task(b.http.post("/generate", json=large))
+        await until(lambda: b.client.num_live == 1)
+        answer = await b.http.post("/generate", json=large)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_large_bodies")
+        assert answer.headers["Retry-After"] == "1"
+        b.scheduler.hold = False
+        assert (await b.http.post("/generate", json=GENERATE)).status_code == 200, "small ones go on"
+        await b.http.post("/abort_request", json={"abort_all": True})
+        await first
+        assert (await b.http.post("/generate", json=large)).status_code == 200
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(30.0)
+
+    monkeypatch.setattr(access, "BODY_TIMEOUT_S", 0.1)
+    async with bench(tokenizer) as b:
+        answer = await b.http.post("/generate", content=endless())
+        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "body_timeout")

@@ -6,6 +6,11 @@ from typing import Any
 
 import pytest
 
+from pdserve.errors import RequestError
+from pdserve.protocol.grammar import Grammar
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.server.intake import PromptSpec, check_size
+from pdserve.server.sampling_fields import Limits
 from pdserve.server.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
 
@@ -112,6 +117,27 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {**PROMPT, "stop": ["a"] * 100}, "stop"),
     (COMPLETIONS, {**PROMPT, "stop_token_ids": [320]}, "stop_token_ids"),
     (COMPLETIONS, {**PROMPT, "logit_bias": {"x": 1}}, "logit_bias"),
+    (COMPLETIONS, {**PROMPT, "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    (COMPLETIONS, {**PROMPT, "logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": ["hi"] * 200, "n": 10, "logit_bias": {str(i): 1 for i in range(300)}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": ["hi"] * 200, "n": 10, "stop_token_ids": [5] * 300}, "stop_token_ids"),
+    (COMPLETIONS, {**PROMPT, "stop_token_ids": [5] * 1025}, "stop_token_ids"),
+    (COMPLETIONS, {"prompt": "a b " * 500_000}, "prompt"),
+    (COMPLETIONS, {"prompt": ["hi", "a b " * 500_000]}, "prompt[1]"),
+    (GENERATE, {"text": "a b " * 500_000}, "text"),
+    (GENERATE, {"input_ids": [5] * 500_000}, "input_ids"),
+    (CHAT, {"messages": [{"role": "user", "content": "a b " * 500_000}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}] * 4097}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 16385}]}, "messages"),
+    (CHAT, {**MESSAGES, "chat_template_kwargs": {"x": "y" * (1 << 20)}}, "chat_template_kwargs"),
+    (CHAT, {**MESSAGES, "documents": [{"x": "y" * (1 << 20)}]}, "documents"),
+    ("/v1/responses", {"input": [{"role": "user", "content": "x"}] * 4097}, "input"),
+    ("/v1/responses", {"input": "a b " * 500_000}, "input"),
+    ("/tokenize", {"prompt": "a b " * 700_000}, "prompt"),
+    ("/tokenize", {"prompt": ["a b " * 1000] * 300}, "prompt[262]"),
+    ("/tokenize", {"prompt": ["a"] * 4097}, "prompt"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x"}] * 4097}, "messages"),
+    ("/detokenize", {"tokens": [[5]] * 4097}, "tokens"),
     (COMPLETIONS, {**PROMPT, "logit_bias": {"999": 1}}, "logit_bias"),
     (COMPLETIONS, {**PROMPT, "logprobs": -1}, "logprobs"),
     (COMPLETIONS, {**PROMPT, "echo": "yes"}, "echo"),
@@ -259,3 +285,25 @@ async def test_unknown_paths_and_methods_have_the_same_form(tokenizer: Tokenizer
         assert (await b.http.get("/nothing")).json()["error"]["type"] == "not_found_error"
         answer = await b.http.get(COMPLETIONS)
         assert (answer.status_code, answer.json()["code"]) == (405, 405)
+
+
+async def test_what_one_body_asks_for_in_all_is_bounded() -> None:
+    limits = Limits("null", 320, 4096, 1 << 20)
+    assert (limits.most_prompt_tokens, limits.most_body_tokens) == (4095, 1 << 20)
+    assert Limits("null", 320, 1 << 20, 1 << 19).most_body_tokens == 8 << 19
+    grammar = Grammar(kind="regex", text="a" * 200_000)
+    prompts = [PromptSpec([5] * 1024, SamplingParams(grammar=grammar))] * 4
+    check_size(prompts, 64, limits.most_body_tokens, "prompt")
+    with pytest.raises(RequestError, match="more than 1048576") as refused:
+        check_size(prompts, 257, limits.most_body_tokens, "prompt")
+    assert refused.value.field == "n"
+    with pytest.raises(RequestError, match="characters") as refused:
+        check_size(prompts, 128, limits.most_body_tokens, "prompt")
+    assert refused.value.field == "n"
+
+
+async def test_an_error_does_not_say_back_all_that_was_sent(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        for body in ({**PROMPT, "model": "m" * 100_000}, {"prompt": [5, "x" * 100_000]}, {"prompt": [5, "x"] * 50_000}):
+            answer = await b.http.post(COMPLETIONS, json=body)
+            assert answer.status_code in (400, 404) and len(answer.content) < 10_000

@@ -194,6 +194,8 @@ async def test_rooms_of_the_three_endpoints(tokenizer: Tokenizer) -> None:
         ({"bootstrap_room": 7}, "bootstrap_host"),
         ({"bootstrap_host": 5, "bootstrap_room": 7}, "bootstrap_host"),
         ({"bootstrap_host": ["a", "b", "c"], "bootstrap_room": 7}, "bootstrap_host"),
+        ({"bootstrap_host": "2.2.2.2", "bootstrap_room": 7}, "bootstrap_host"),
+        ({"bootstrap_host": ["a", "2.2.2.2"], "bootstrap_room": 7}, "bootstrap_host"),
         ({"bootstrap_host": "a", "bootstrap_port": 70000, "bootstrap_room": 7}, "bootstrap_port"),
         ({"bootstrap_host": "a", "bootstrap_port": "x", "bootstrap_room": 7}, "bootstrap_port"),
     ],
@@ -206,6 +208,12 @@ async def test_bad_bootstrap_fields_are_named(tokenizer: Tokenizer, fields: dict
             assert answer.json()["error"]["param"] == param
             assert param in answer.json()["message"]
         assert b.scheduler.requests == []
+
+
+async def test_a_client_may_name_the_fake_host_where_nothing_is_transferred(tokenizer: Tokenizer) -> None:
+    body = {"input_ids": [5, 6], "bootstrap_host": "2.2.2.2", "bootstrap_room": 7}
+    async with bench(tokenizer, "decode", backend="fake") as b:
+        assert (await b.http.post("/generate", json=body)).status_code == 200
 
 
 async def test_a_monolith_ignores_bootstrap_fields(tokenizer: Tokenizer) -> None:

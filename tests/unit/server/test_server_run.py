@@ -20,6 +20,7 @@ from pdserve.protocol.messages import FinishReason
 from pdserve.server.life import Backend
 from pdserve.server.run import run_api, serve
 from pdserve.server.tokenizer import Tokenizer, load_tokenizer
+from tests.hostile_http import POST, REFUSED, SIZED, error_of, send
 from tests.unit.server.server_kit import ScriptedScheduler, make_config, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
@@ -176,6 +177,18 @@ async def test_an_orderly_end_tells_the_scheduler(tokenizer: Tokenizer) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(asyncio.shield(server.task), 15.0) == 0
         await until(lambda: server.scheduler.shutdown)
+
+
+async def test_each_hostile_request_gets_its_status(tokenizer: Tokenizer) -> None:
+    async with running(tokenizer) as server:
+        port = int(server.url.rpartition(":")[2])
+        for name, (data, status, code) in REFUSED.items():
+            found, answer = await send(port, data)
+            assert found == status or (name == "a long path" and found == 414), (name, answer[:500])
+            assert code is None or error_of(answer)["code"] == code, name
+            assert answer.count(b"HTTP/1.") == 1, (name, "one request has one answer")
+        assert server.scheduler.requests == []
+        assert (await send(port, POST + SIZED))[0] == 200, "curl sends a form's type, and programs none"
 
 
 async def test_an_http2_preface_is_refused_at_once(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,99 @@
+"""Texts that are too long are refused without tokenizing all of them, and never a text that fits."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from pdserve.server import text_workers
+from pdserve.server.text_workers import LONG_CHARS, SHORT_CHARS, TextBound, TextWorkers
+from pdserve.server.tokenizer import Tokenizer
+
+
+def byte_level(*, with_all_bytes: bool = True, normalizer: normalizers.Normalizer | None = None) -> RustTokenizer:
+    rust = RustTokenizer(models.BPE())
+    if normalizer is not None:
+        rust.normalizer = normalizer
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) if with_all_bytes else []
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    rust.train_from_iterator(["hello world   the quick brown fox        jumps " * 3] * 10, trainer)
+    return rust
+
+
+WORDS = [
+    "hello",
+    " world",
+    "        ",
+    " the",
+    "quick",
+    "\n",
+    "é",
+    "e\u0301",
+    "漢",
+    "🙂",
+    "a",
+    "b ",
+    "\x04",
+    "1",
+    "xyzxyz",
+]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "lossy", "composing"])
+def test_no_text_that_fits_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_workers, "PIECE_CHARS", 40)
+    normalizer = normalizers.NFC() if kind == "composing" else None
+    backend = byte_level(with_all_bytes=kind != "lossy", normalizer=normalizer)
+    bound, rng = TextBound(backend), random.Random(5)
+    assert (bound.chars_per_token > bound.longest_token) == (kind != "bytes")
+    refused = 0
+    for _ in range(300):
+        text = "".join(rng.choices(WORDS, k=rng.randrange(1, 300))) * rng.randrange(1, 4)
+        num_tokens = len(backend.encode(text).ids)
+        assert not bound.exceeds(text, num_tokens), text
+        refused += bound.exceeds(text, num_tokens // 3)
+    assert refused > 100, "texts of three times as many tokens are refused, if they are long"
+
+
+def test_a_text_far_too_long_is_not_looked_at() -> None:
+    bound = TextBound(byte_level())
+    assert bound.exceeds("a" * (bound.chars_per_token * 1000 + 150_000), 1000)
+    assert bound.exceeds("a b " * 100_000, 1000)
+    assert not bound.exceeds("a b " * 500, 1000)
+
+
+@pytest.mark.asyncio
+async def test_long_texts_wait_for_each_other_and_short_ones_for_none() -> None:
+    workers, release = TextWorkers(), threading.Event()
+    running: list[int] = []
+    most = [0]
+
+    def work(number: int) -> int:
+        running.append(number)
+        most[0] = max(most[0], len(running))
+        release.wait(20.0)
+        running.remove(number)
+        return number
+
+    long = [asyncio.create_task(workers.run(LONG_CHARS + 1, lambda i=i: work(i))) for i in range(3)]
+    while not running:
+        await asyncio.sleep(0.01)
+    assert await workers.run(SHORT_CHARS, lambda: "at once") == "at once"
+    assert await workers.run(SHORT_CHARS + 1, lambda: "beside them") == "beside them"
+    release.set()
+    assert await asyncio.gather(*long) == [0, 1, 2] and most[0] == 1
+
+
+@pytest.mark.asyncio
+async def test_ids_are_those_of_the_whole_text(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_workers, "PIECE_CHARS", 50)
+    text = "hello the quick brown " * 1000
+    ids = await tokenizer.encode(text, field="prompt", most_tokens=len(text))
+    assert ids == tokenizer._backend.encode(text).ids
