@@ -272,6 +272,9 @@ class GrammarConfig:
     constrained_json_max_whitespace_cnt: int | None = flag(
         None, help="any whitespace, but at most so much, between two tokens of JSON"
     )
+    grammar_compile_timeout: float = flag(
+        1.0, help="seconds of a processor that compiling the grammar of a request may take; longer ones are refused"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -177,6 +177,9 @@ def _check_disagg(disagg: DisaggConfig) -> None:
 
 
 def _check_grammar(grammar: GrammarConfig) -> None:
+    seconds = grammar.grammar_compile_timeout
+    if not (math.isfinite(seconds) and 0.01 <= seconds <= 60):
+        _refuse("grammar_compile_timeout", seconds, "must be a number of seconds in [0.01, 60]")
     pattern, count = grammar.constrained_json_whitespace_pattern, grammar.constrained_json_max_whitespace_cnt
     _between("constrained_json_max_whitespace_cnt", count, 0, MAX_WHITESPACE)
     given = {

@@ -4,15 +4,22 @@ Owned by the `LocalExecutor` of the rank that samples; other ranks see only whic
 grammar is a function of the grammar and its output ids: it is opened with those known so far, and each token sampled
 after is accepted once, before the mask of the next is made.
 
-    open_row ──> matcher is opened, the output so far replayed      all three by threads of the pool,
-    step n   ──> token of step n - 1 is accepted, mask is made      beside the forward pass
+    prepare  ──> grammar is opened                                 threads `grammar-open`, before a request is planned
+    step n   ──> at first: a copy, the output so far is replayed   threads `grammar`, beside the forward pass
+                 token of step n - 1 is accepted, mask is made
                  logits are masked ──> a token is sampled
+
+A grammar is a client's: one that passed the server's check may still be slow to follow. A row has a budget of
+processor time for that; beyond it the grammar has failed, and fails at once in other rows.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -31,6 +38,20 @@ from pdserve.protocol.sampling import SamplingParams
 
 _LOG = logging.getLogger(__name__)
 NUM_THREADS = 4
+NUM_OPENING = 2
+"""Threads that open grammars: apart from those that make masks, which a step waits for."""
+STACK_BYTES = 16 << 20
+"""Of each thread: four times what the compile worker has, so that what passed there is not too deep here."""
+MAX_PREPARED = 64
+"""Grammars that are kept open for the next request."""
+MAX_PREPARED_S = 3.0
+"""Processor time that opening those has taken: about 100 MB a second at most."""
+QUICK_S = 0.02
+"""A token of a row that takes longer is slow."""
+FORGIVEN_S = 60.0
+"""A grammar that was too slow fails at once in other rows, for so long."""
+SLOW_S = 0.5
+"""Processor time that the slow tokens of a row may take in all: the others in its steps wait for them."""
 _BITS = np.uint8(1) << np.arange(8, dtype=np.uint8)
 """The bits of a byte of a mask, in order of tokens."""
 
@@ -38,11 +59,40 @@ Arrival = Callable[[], IntArray]
 """Waits for a step's tokens; int64 `[S]` on the host."""
 
 
+class Prepared:
+    """A grammar that was opened once, for all rows that follow it. `opening` gives a matcher at its beginning."""
+
+    def __init__(self) -> None:
+        self.opening: Future[Matcher] = Future()
+        self.spent_s = 0.0
+        self._slow_until = 0.0
+
+    def check(self) -> None:
+        """Raises GrammarError: a row has found it too slow to follow, a short while ago."""
+        if self._slow_until > time.monotonic():
+            raise GrammarError("it takes too long to follow")
+
+    def given_up(self, work: Future[None]) -> None:
+        """The threads have ended before they came to it: what waits for it must end as well."""
+        if work.cancelled():
+            self.opening.cancel()
+
+    def found_slow(self) -> None:
+        """A row has used up its time. Raises GrammarError."""
+        self._slow_until = time.monotonic() + FORGIVEN_S
+        self.check()
+
+
 class RowGrammar:
     """Where the request in one row stands. Used by one thread of the pool at a time, step after step."""
 
-    def __init__(self, opening: Future[Matcher], eos_token_ids: tuple[int, ...], sampling: SamplingParams) -> None:
-        self._opening = opening
+    def __init__(
+        self, prepared: Prepared, output_ids: list[int], eos_token_ids: tuple[int, ...], sampling: SamplingParams
+    ) -> None:
+        self._prepared = prepared
+        self._matcher: Matcher | None = None
+        self._known = output_ids
+        self._slow_s = 0.0
         self._eos = eos_token_ids if sampling.ignore_eos else ()
         self._awaited: tuple[Arrival, int] | None = None
 
@@ -54,20 +104,37 @@ class RowGrammar:
         """What may come next. Tokens of `bans`, and EOS where it is ignored, stay away while there is anything else.
 
         Raises:
-            GrammarError: the grammar cannot be followed any more.
+            GrammarError: the grammar cannot be followed any more, or takes too long to follow.
         """
-        matcher = self._opening.result()
-        if self._awaited is not None:
-            tokens, index = self._awaited
-            self._awaited = None
-            token = int(tokens()[index])
-            if not matcher.ended:  # else it was the end, and this step was launched before anybody knew
-                matcher.accept([token])
-        mask = matcher.mask()
+        self._prepared.check()
+        opened = self._prepared.opening.result()
+        tokens = self._arrived()
+        began_s = time.thread_time()
+        if self._matcher is None:
+            self._matcher = opened.copy()
+        mask = self._follow(self._matcher, tokens)
+        self._slow_s += max(0.0, time.thread_time() - began_s - QUICK_S * max(1, len(tokens)))
+        if self._slow_s > SLOW_S:
+            self._prepared.found_slow()
         rest = mask.copy()
         for token in (*bans, *self._eos):
             rest[token // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token % 32))
         return rest if rest.any() else mask
+
+    def _arrived(self) -> list[int]:
+        """Tokens of the output that the matcher has not seen; waits for the last step's."""
+        arrived, self._known = self._known, []
+        if self._awaited is not None:
+            tokens, index = self._awaited
+            self._awaited = None
+            arrived.append(int(tokens()[index]))
+        return arrived
+
+    def _follow(self, matcher: Matcher, tokens: list[int]) -> MaskWords:
+        for token in tokens:
+            if not matcher.ended:  # else it was the end, and this step was launched before anybody knew
+                matcher.accept([token])
+        return matcher.mask()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +174,7 @@ class StepMasks:
 class GrammarRows:
     """All rows with a grammar, and the threads that work for them. `open_vocabulary` is called at once, by one of them.
 
-    Without it every grammar fails.
+    Without it every grammar fails. Scheduler thread, but for `prepare`.
     """
 
     def __init__(
@@ -116,15 +183,43 @@ class GrammarRows:
         self._rules = rules
         self._eos = eos_token_ids
         self._rows: dict[int, RowGrammar] = {}
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._prepared: collections.OrderedDict[Grammar, Prepared] = collections.OrderedDict()
+        self._pool = _threads(NUM_THREADS, "grammar")
+        self._opening = _threads(NUM_OPENING, "grammar-open")
         # threads take what is submitted in order, so that what a task waits for has always begun
-        self._vocabulary = None if open_vocabulary is None else self._pool.submit(open_vocabulary)
+        self._vocabulary = None if open_vocabulary is None else self._opening.submit(open_vocabulary)
+
+    def prepare(self, grammar: Grammar) -> Future[Matcher] | None:
+        """Begin to open `grammar`, or find that it was begun; None where there are no grammars.
+
+        A request that waits for it before it is planned keeps no other waiting.
+        """
+        found = self._prepare(grammar)
+        return None if found is None else found.opening
 
     def open(self, row: int, grammar: Grammar, sampling: SamplingParams, output_ids: Sequence[int]) -> None:
         """The request in `row` follows `grammar`, and has come to `output_ids`."""
-        if self._vocabulary is not None:
-            opening = self._pool.submit(_open, self._vocabulary, self._rules, grammar, list(output_ids))
-            self._rows[row] = RowGrammar(opening, self._eos, sampling)
+        prepared = self._prepare(grammar)
+        if prepared is not None:
+            self._rows[row] = RowGrammar(prepared, list(output_ids), self._eos, sampling)
+
+    def _prepare(self, grammar: Grammar) -> Prepared | None:
+        if self._vocabulary is None:
+            return None
+        found = self._prepared.get(grammar)
+        if found is None:
+            found = self._prepared[grammar] = Prepared()
+            work = self._opening.submit(_open, found, self._vocabulary, self._rules, grammar)
+            work.add_done_callback(found.given_up)
+            self._forget_old()
+        self._prepared.move_to_end(grammar)
+        return found
+
+    def _forget_old(self) -> None:
+        """Rows that follow one keep it."""
+        spent_s = sum(prepared.spent_s for prepared in self._prepared.values())
+        while len(self._prepared) > MAX_PREPARED or (spent_s > MAX_PREPARED_S and len(self._prepared) > 1):
+            spent_s -= self._prepared.popitem(last=False)[1].spent_s
 
     def close(self, row: int) -> None:
         """The request has left `row`."""
@@ -147,16 +242,35 @@ class GrammarRows:
 
     def shut_down(self) -> None:
         """End the threads."""
+        self._opening.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
 
 
-def _open(vocabulary: Future[Vocabulary], rules: JsonRules, grammar: Grammar, output_ids: list[int]) -> Matcher:
-    """A matcher that has come to `output_ids`."""
-    known = vocabulary.result()
-    matcher = Matcher(known, compile_grammar(grammar, rules, known))
-    if output_ids:
-        matcher.accept(output_ids)
-    return matcher
+def _threads(count: int, name: str) -> ThreadPoolExecutor:
+    """A pool whose threads have begun, with a stack of `STACK_BYTES`."""
+    pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        all_begun = threading.Barrier(count)
+        for _ in range(count):
+            pool.submit(all_begun.wait)
+    finally:
+        threading.stack_size(before)
+    return pool
+
+
+def _open(prepared: Prepared, vocabulary: Future[Vocabulary], rules: JsonRules, grammar: Grammar) -> None:
+    """Give `prepared` a matcher with its first mask made, so that copies have it, too."""
+    try:
+        known = vocabulary.result()
+        began_s = time.thread_time()
+        matcher = Matcher(known, compile_grammar(grammar, rules, known))
+        matcher.mask()
+        prepared.spent_s = time.thread_time() - began_s
+    except BaseException as error:
+        prepared.opening.set_exception(error)
+    else:
+        prepared.opening.set_result(matcher)
 
 
 def _forbid(logits: Tensor, where: IntArray, words: MaskWords) -> None:

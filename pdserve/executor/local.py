@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 import msgspec
@@ -37,6 +38,7 @@ from pdserve.executor.stages import MIN_TOKENS, Stage, cut_plan
 from pdserve.executor.token_rows import TokenRows
 from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
+from pdserve.grammar.matcher import Matcher
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import AttentionBackend
@@ -45,6 +47,7 @@ from pdserve.model.families.interface import Mixture, Model
 from pdserve.model.forward_batch import IntArray
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.params import WeightSamples, fingerprint_of
+from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import SamplingParams
 
@@ -229,6 +232,10 @@ class LocalExecutor:
         self._params.set(row, num_prompt_tokens, sampling, logprobs)
         if sampling.grammar is not None:
             self._grammars.open(row, sampling.grammar, sampling, token_ids[num_prompt_tokens:])
+
+    def prepare_grammar(self, grammar: Grammar) -> Future[Matcher] | None:
+        """Begin to open a grammar before a request with it takes a row; None: there is nothing to wait for."""
+        return self._grammars.prepare(grammar)
 
     def close_row(self, row: int) -> None:
         """See `Executor.close_row`."""

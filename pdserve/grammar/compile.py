@@ -1,4 +1,4 @@
-"""From a request's grammar to the engine's form. Pure; the API process calls it to check, the executor to obey."""
+"""From a request's grammar to the engine's form. Pure; the compile worker calls it to check, the executor to obey."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.config.groups import GrammarConfig
 from pdserve.errors import GrammarError
-from pdserve.grammar.nesting import check_nesting
+from pdserve.grammar.bounds import check_grammar_text, check_pattern_size, check_schema
 from pdserve.grammar.structural_tag import structural_tag_lark
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.protocol.grammar import Grammar
@@ -70,15 +70,16 @@ def _compile(grammar: Grammar, rules: JsonRules, vocabulary: Vocabulary) -> str:
     match grammar.kind:
         case "json_schema":
             schema = json.loads(grammar.text)
+            check_schema(schema)
             schema = {} if schema is True else schema
             if not isinstance(schema, dict):
                 raise GrammarError(f"a JSON schema that something follows is an object, got {json.dumps(schema)[:40]}")
             return LLMatcher.grammar_from_json_schema(schema, rules.options())
         case "regex":
-            check_nesting(grammar.text)
+            check_pattern_size(grammar.text)
             return LLMatcher.grammar_from_regex(grammar.text)
         case "ebnf":
-            check_nesting(grammar.text)
+            check_grammar_text(grammar.text)
             return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
         case "structural_tag":
             lark = structural_tag_lark(json.loads(grammar.text), rules.options(), vocabulary)

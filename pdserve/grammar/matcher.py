@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,12 @@ class Matcher:
         self._num_words = vocabulary.num_mask_words
         self._matcher = LLMatcher(vocabulary.tokens, source, log_level=0, limits=_limits())
         self._check()
+
+    def copy(self) -> Matcher:
+        """Another one at the same place, which goes its own way from here; takes 0.03 to 3 ms. Any thread."""
+        other = copy.copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """The output goes on with these.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pdserve.errors import GrammarError
-from pdserve.grammar.nesting import check_nesting
+from pdserve.grammar.bounds import check_pattern_size, check_schema
 from pdserve.grammar.vocabulary import Vocabulary
 
 MAX_DEPTH = 32
@@ -80,7 +80,7 @@ class _Writer:
 
     def _regex(self, fields: dict[str, Any], where: str, depth: int) -> str:
         pattern = _string(fields.get("pattern"), f"{where}.pattern")
-        check_nesting(pattern)
+        check_pattern_size(pattern)
         return self._terminal(pattern)
 
     def _any_text(self, fields: dict[str, Any], where: str, depth: int) -> str:
@@ -176,6 +176,7 @@ class _Writer:
     def _schema(self, schema: Any, where: str) -> str:
         if schema is True:
             schema = {}
+        check_schema(schema)
         fields = dict(_object(schema, where))
         fields["x-guidance"] = {**self._json_options, **_object(fields.get("x-guidance", {}), f"{where}.x-guidance")}
         return self._rule("%json " + json.dumps(fields))

@@ -182,7 +182,7 @@ class Preparer:
         thinking = self._context.formats.thinking
         if constraint is not None and thinking is not None and prompt.is_chat:
             constraint = after_thoughts(constraint, thinking, prompt.begins_inside)
-        return await self._context.take_grammar(constraint)
+        return await self._context.take_grammar(constraint, params.stop_regex)
 
 
 def _derived(seed: int, number: int) -> int:

@@ -20,6 +20,7 @@ from pdserve.server.intake import check_top_logprobs, openai_logprobs
 from pdserve.server.json_http import convert
 from pdserve.server.sampling_fields import COMPLETION_TOKENS, Ask, Limits, count_n, openai_sampling
 from pdserve.server.schemas import CompletionBody
+from pdserve.server.stop_regex import compile_own
 
 OTHER_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -82,6 +83,7 @@ class SamplingParams:
             self.wish()
             self.constraint()
             self.for_engine(1, _ANY_MODEL, "prompt", None)
+            compile_own(self._body.stop_regex)
         except RequestError as error:
             raise InvalidRequestError.of(error) from None
 

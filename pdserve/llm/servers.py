@@ -30,9 +30,9 @@ from pdserve.protocol.messages import MAX_ROOM, RoomAddress, Shutdown
 from pdserve.protocol.replicas import ReplicatedChannel
 from pdserve.server.app import make_metrics
 from pdserve.server.chat_formats import ChatFormats
-from pdserve.server.constraints import GrammarCheck
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client import EngineClient
+from pdserve.server.grammar_check import GrammarCheck
 from pdserve.server.tokenizer import Tokenizer
 
 HOST_COMMAND = (sys.executable, "-m", "pdserve.launch_offline")
@@ -91,6 +91,7 @@ class Running:
         """Tell the engine to stop, and let go of it."""
         if self._context is not None and self._channel is not None:
             await self._context.client.stop()
+            await self._context.grammars.close()
             await self._channel.send(Shutdown())
             self._channel.close()
 

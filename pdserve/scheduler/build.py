@@ -23,6 +23,7 @@ from pdserve.ranks.rounds import SharedRounds
 from pdserve.scheduler.assemble import Fact, make_memory, make_scheduler, make_witness, saturation_tokens
 from pdserve.scheduler.build_transfer import Replica, open_transfer
 from pdserve.scheduler.engine import Engine, open_engine
+from pdserve.scheduler.grammar_gate import GrammarGate
 from pdserve.scheduler.idle_rounds import IdleRounds
 from pdserve.scheduler.pulse import Pulse
 from pdserve.scheduler.scheduler import Event, Mail, Scheduler
@@ -160,7 +161,8 @@ def _kv_log(config: ServerConfig, facts: Mapping[str, Fact], stack: contextlib.E
 
 def _mail(engine: Engine, mailbox: Mailbox[Event], consensus: Consensus | None) -> Mail:
     """What the loop hears of the world."""
-    return mailbox if engine.group is None else LeaderMail(mailbox, engine.group.log, consensus)
+    gate = GrammarGate(mailbox, engine.built.executor.prepare_grammar)
+    return gate if engine.group is None else LeaderMail(gate, engine.group.log, consensus)
 
 
 def _idle_rounds(engine: Engine, mailbox: Mailbox[Event]) -> IdleRounds | None:

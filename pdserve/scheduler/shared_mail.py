@@ -10,25 +10,25 @@ from typing import cast
 
 import msgspec
 
-from pdserve.base.mailbox import Mailbox, Woken
+from pdserve.base.mailbox import Woken
 from pdserve.executor.row_params import Seeds
 from pdserve.protocol.messages import GenerateRequest, StartProfile, StateQuery, StopProfile
 from pdserve.ranks.consensus import Consensus, Reduction
 from pdserve.ranks.input_log import InputLog, Look
 from pdserve.ranks.messages import SharedEvent
-from pdserve.scheduler.scheduler import Event
+from pdserve.scheduler.scheduler import Event, Mail
 
 _OWN = StateQuery | StartProfile | StopProfile | Woken
 """Questions to the leader, a trace of the leader, and what only wakes it: nothing is decided by these."""
 
 
 class LeaderMail:
-    """Implements `Mail` over the leader's mailbox: all that a scheduler decides by is told to the followers first.
+    """Implements `Mail` over the leader's `mailbox`: all that a scheduler decides by is told to the followers first.
 
     `consensus` is None where nothing is transferred. A request without a seed gets one, so that all ranks draw alike.
     """
 
-    def __init__(self, mailbox: Mailbox[Event], log: InputLog, consensus: Consensus | None) -> None:
+    def __init__(self, mailbox: Mail, log: InputLog, consensus: Consensus | None) -> None:
         self._mailbox = mailbox
         self._log = log
         self._consensus = consensus

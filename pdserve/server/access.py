@@ -21,7 +21,7 @@ from pdserve.base.http_rules import BODY_TIMEOUT_S, BodyBudget, BodyHold, Refusa
 from pdserve.base.keys import COMMANDS
 from pdserve.config.access_group import AccessConfig
 from pdserve.errors import RequestError
-from pdserve.server.calls import GENERATING
+from pdserve.server.calls import CLIENT_OF_SCOPE, GENERATING
 from pdserve.server.errors_http import error_response
 from pdserve.server.json_http import json_response
 
@@ -85,7 +85,8 @@ class AccessMiddleware:
         hold = self._bodies.open()
         try:
             if path in GENERATING:
-                await self._limited(scope, _counted(receive, hold), marked, self._client(scope, headers))
+                scope[CLIENT_OF_SCOPE] = client = self._client(scope, headers)
+                await self._limited(scope, _counted(receive, hold), marked, client)
             else:
                 await self._app(scope, _counted(receive, hold), marked)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -13,14 +14,15 @@ from starlette.requests import ClientDisconnect
 
 import pdserve
 from pdserve.config.groups import DisaggMode, ServerConfig
+from pdserve.errors import EngineDeadError
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.server import access, admin, commands, health, observing, openapi
 from pdserve.server.chat_formats import ChatFormats
-from pdserve.server.constraints import GrammarCheck
 from pdserve.server.context import ServerContext
 from pdserve.server.door import Door, DoorMiddleware
 from pdserve.server.engine_client import EngineClient
 from pdserve.server.errors_http import install_error_handlers
+from pdserve.server.grammar_check import GrammarCheck
 from pdserve.server.json_http import json_response
 from pdserve.server.native import generate
 from pdserve.server.openai_chat import chat_completions
@@ -95,25 +97,32 @@ def create_app(
     registered: Callable[[], bool] = lambda: True,
     door: Door | None = None,
     changer: RoleChanger | None = None,
+    grammars: GrammarCheck | None = None,
+    warm: bool = False,
 ) -> FastAPI:
     """The application. It starts `client` with its lifespan and stops it at the end; `metrics` is the client's.
 
     `registered`: decode servers find us, which is so for all but a prefill server whose replicas are not known yet.
-    `door` is for who wants to close it, `changer` for a server whose role can be changed.
+    `door` is for who wants to close it, `changer` for a server whose role can be changed. The application closes
+    `grammars`; with `warm` their compile worker starts as soon as the engine is ready.
     """
     door = door or Door(config.disagg.disaggregation_mode)
+    checks = grammars or GrammarCheck(config.grammar, tokenizer)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         client.start()
+        warming = asyncio.create_task(_warm_up(client, checks)) if warm else None
         yield
+        if warming is not None:
+            warming.cancel()
         await client.stop()
+        await checks.close()
         observer.close()
 
     app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None)
-    grammars = GrammarCheck(config.grammar, tokenizer)
     formats = ChatFormats.of(config.serving, tokenizer)
-    context = ServerContext(config, client, tokenizer, metrics, int(time.time()), grammars, registered, formats)
+    context = ServerContext(config, client, tokenizer, metrics, int(time.time()), checks, registered, formats)
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # in the middle of its body
@@ -125,6 +134,11 @@ def create_app(
     app.add_middleware(DoorMiddleware, door=door)
     access.install(app, config.access, context.max_body_bytes)
     return app
+
+
+async def _warm_up(client: EngineClient, checks: GrammarCheck) -> None:
+    with contextlib.suppress(EngineDeadError):
+        await checks.warm_up(await client.wait_ready())
 
 
 async def _on_client_gone(_: Request, __: Exception) -> Response:

@@ -19,6 +19,8 @@ from pdserve.observe.tracing import CallSpan
 GENERATING = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses"})
 """Paths whose calls are told of."""
 REQUEST_ID_HEADER = b"x-request-id"
+CLIENT_OF_SCOPE = "pdserve.client"
+"""Where `access` leaves who asks."""
 MAX_REQUEST_ID_BYTES = 256
 """What is told of a longer one."""
 
@@ -34,6 +36,8 @@ class HttpCall:
     arrived_s: float
     request_id: str | None
     span: CallSpan | None
+    client: str = ""
+    """Who asks, as `access` knows clients."""
 
     @property
     def traceparent(self) -> str | None:
@@ -88,4 +92,4 @@ class CallMiddleware:
 def _arrived(scope: Scope, span: CallSpan | None) -> HttpCall:
     given = next((value for name, value in scope["headers"] if name.lower() == REQUEST_ID_HEADER), b"")
     request_id = given[:MAX_REQUEST_ID_BYTES].decode("latin-1") or None
-    return HttpCall(scope["path"], time.time(), time.monotonic(), request_id, span)
+    return HttpCall(scope["path"], time.time(), time.monotonic(), request_id, span, scope.get(CLIENT_OF_SCOPE, ""))

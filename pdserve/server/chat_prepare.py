@@ -64,7 +64,7 @@ async def prepare_chat(context: ServerContext, body: ChatBody, ask: Ask, field: 
     check_prompt_fits(len(input_ids), limits, field)
     check_token_ids(input_ids, limits.vocab_size, field)
     plan = _read_plan(context, body, tools, prompt)
-    grammar = await context.take_grammar(_constraint(context, body, tools, plan))
+    grammar = await context.take_grammar(_constraint(context, body, tools, plan), body.stop_regex)
     if plan.special_tokens:
         body.skip_special_tokens = False
     sampling = openai_sampling(body, ask, len(input_ids), limits, field, grammar)

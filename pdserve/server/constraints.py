@@ -1,35 +1,20 @@
-"""From the fields of a body to the grammar that its answers must follow, and whether that grammar is one.
+"""From the fields of a body to the grammar that its answers must follow. Pure.
 
-`native_constraint`, `openai_constraint` and `schema_constraint` read fields; `GrammarCheck.take`, one for the server,
-finds out in a worker thread whether the engine takes the grammar, before anything is submitted.
+Called by the endpoints; `grammar_check` finds out whether the grammar is one.
 """
 
 from __future__ import annotations
 
-import asyncio
-import collections
 import dataclasses
 import json
 import re
-import time
 from typing import Any
 
-from pdserve.config.groups import GrammarConfig
-from pdserve.errors import GrammarError, RequestError
-from pdserve.grammar.compile import MAX_CHARS, JsonRules, compile_grammar
-from pdserve.grammar.matcher import Matcher
-from pdserve.grammar.vocabulary import Vocabulary
+from pdserve.errors import RequestError
+from pdserve.grammar.compile import MAX_CHARS
 from pdserve.protocol.grammar import Grammar, GrammarKind
-from pdserve.protocol.messages import EngineReady
 from pdserve.server.schemas import ConstraintFields, NativeSampling
-from pdserve.server.tokenizer import Tokenizer
 
-MAX_OPENING_S = 1.0
-"""Most time of a processor that opening a grammar may take: the executor does it again, beside what runs."""
-MAX_AT_ONCE = 2
-"""Grammars that are checked at once; others wait, and leave threads to the tokenizer."""
-NUM_REMEMBERED = 256
-"""Grammars that need no second check, the newest."""
 ANY_OBJECT = {"type": "object"}
 _META = re.compile(r"[\\.+*?()|\[\]{}^$/&~#-]")
 
@@ -90,72 +75,6 @@ def schema_constraint(schema: Any, field: str, *, lenient: bool = False) -> Cons
         options = schema.get("x-guidance", {})
         schema = {**schema, "x-guidance": {"lenient": True, **options}} if isinstance(options, dict) else schema
     return Constraint(Grammar(kind="json_schema", text=_dump(schema, field)), field)
-
-
-class GrammarCheck:
-    """Tells good grammars from bad ones. Used on the event loop; works in asyncio's pool."""
-
-    def __init__(self, config: GrammarConfig, tokenizer: Tokenizer | None) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
-        self._rules = JsonRules.of(config)
-        self._vocabulary: asyncio.Task[Vocabulary] | None = None
-        self._slots = asyncio.Semaphore(MAX_AT_ONCE)
-        self._good: collections.OrderedDict[Grammar, None] = collections.OrderedDict()
-
-    async def take(self, constraint: Constraint | None, ready: EngineReady) -> Grammar | None:
-        """The grammar of `constraint`, once it is known to be good; None for None. The first takes a second longer.
-
-        Raises:
-            RequestError: 400 naming the field: a bad grammar, one that is too large or takes too long to open, or a
-                server without grammars.
-        """
-        if constraint is None:
-            return None
-        grammar = constraint.grammar
-        if grammar not in self._good:
-            try:
-                vocabulary = await self._open_vocabulary(ready)
-                async with self._slots:
-                    await asyncio.to_thread(_try_out, grammar, self._rules, vocabulary)
-            except GrammarError as error:
-                raise RequestError(
-                    f"{constraint.field}: {error}", field=constraint.field, code="invalid_grammar"
-                ) from error
-            self._good[grammar] = None
-            if len(self._good) > NUM_REMEMBERED:
-                self._good.popitem(last=False)
-        self._good.move_to_end(grammar)
-        return grammar
-
-    async def _open_vocabulary(self, ready: EngineReady) -> Vocabulary:
-        if self._config.grammar_backend == "none":
-            raise GrammarError("this server was started with --grammar-backend none")
-        if self._tokenizer is None:
-            raise GrammarError("this server has no tokenizer, so that no output can follow a grammar")
-        if self._vocabulary is None:
-            work = asyncio.to_thread(Vocabulary, self._tokenizer.as_json(), ready.vocab_size, ready.eos_token_ids)
-            self._vocabulary = asyncio.create_task(work)
-        try:
-            return await asyncio.shield(self._vocabulary)
-        except GrammarError:
-            self._vocabulary = None  # the next request tries again
-            raise
-
-
-def _try_out(grammar: Grammar, rules: JsonRules, vocabulary: Vocabulary) -> None:
-    """Open the grammar and ask for the first tokens. Worker thread.
-
-    Raises:
-        GrammarError: it cannot be opened, allows nothing, or takes too long.
-    """
-    began_s = time.thread_time()
-    matcher = Matcher(vocabulary, compile_grammar(grammar, rules, vocabulary))
-    if not matcher.mask().any():
-        raise GrammarError("no output follows this grammar")
-    spent_s = time.thread_time() - began_s
-    if spent_s > MAX_OPENING_S:
-        raise GrammarError(f"it takes {spent_s:.1f} s to open, at most {MAX_OPENING_S:g} s are spent on it")
 
 
 def _only(*asked: Constraint | None) -> Constraint | None:

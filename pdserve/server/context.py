@@ -12,8 +12,9 @@ from pdserve.errors import RequestError
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.grammar import Grammar
 from pdserve.server.chat_formats import ChatFormats
-from pdserve.server.constraints import Constraint, GrammarCheck
+from pdserve.server.constraints import Constraint
 from pdserve.server.engine_client import EngineClient
+from pdserve.server.grammar_check import GrammarCheck
 from pdserve.server.intake import (
     Addressed,
     Intake,
@@ -115,8 +116,11 @@ class ServerContext:
         """
         return Limits.of(self.client.require_ready(), self.mode)
 
-    async def take_grammar(self, constraint: Constraint | None) -> Grammar | None:
-        """What the answers of a request must follow, checked; see `GrammarCheck.take`."""
+    async def take_grammar(
+        self, constraint: Constraint | None, stop_regex: str | Sequence[str] | None = None
+    ) -> Grammar | None:
+        """What the answers of a request must follow, checked, as are its stop patterns; see `GrammarCheck`."""
+        await self.grammars.take_patterns(stop_regex, "stop_regex")
         return await self.grammars.take(constraint, self.client.require_ready())
 
     def check_model(self, name: str | None) -> None:

@@ -278,9 +278,16 @@ class EngineClient:
             self._drop(output.rid, "abort")
             sequence.generation.fail(refused)
             return
-        update = detokenize_output(
-            sequence.index, sequence.detokenizer, output, keep_stop=sequence.sampling.no_stop_trim
-        )
+        try:
+            update = detokenize_output(
+                sequence.index, sequence.detokenizer, output, keep_stop=sequence.sampling.no_stop_trim
+            )
+        except RequestError as error:  # its stop patterns take too long
+            sequence.progress.refused = error
+            self._drop(output.rid, "abort").generation.fail(error)
+            if finish is None:
+                self._send_soon(AbortRequest(rid=output.rid))
+            return
         sequence.timing = update.timing = output.timing or sequence.timing
         self._watch.tokens(sequence.progress, output, update)
         if update.finish is not None:

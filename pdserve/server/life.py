@@ -99,6 +99,7 @@ class Life:
                 registered=backend.registered,
                 door=self.door,
                 changer=changer,
+                warm=True,
             )
         except BaseException:
             self._channel.close()

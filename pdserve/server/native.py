@@ -168,6 +168,11 @@ def _specs(
     ]
 
 
+async def _grammar(context: ServerContext, sampling: NativeSampling, name: NativeNames) -> Grammar | None:
+    with name.inside():
+        return await context.take_grammar(native_constraint(sampling, name.sampling), sampling.stop_regex)
+
+
 async def generate(context: ServerContext, request: Request) -> Response:
     """Check everything, then submit; nothing is allocated for a bad request.
 
@@ -189,14 +194,11 @@ async def generate(context: ServerContext, request: Request) -> Response:
     n = _count_n(samplings, names)
     with names[0].inside():
         check_listed(samplings, len(samplings) * n)
-    grammars = [
-        await context.take_grammar(native_constraint(sampling, name.sampling))
-        for sampling, name in zip(samplings, names, strict=True)
-    ]
+    grammars = [await _grammar(context, sampling, name) for sampling, name in zip(samplings, names, strict=True)]
     listed = batch or n > 1
     wishes = native_wishes(body, prompts, limits.vocab_size, listed=listed)
     specs = _specs(prompts, samplings, grammars, wishes, limits, names)
-    stream, config = bool(body.stream), context.config
+    stream = bool(body.stream)
     with NativeNames(field, "sampling_params").inside():
         intake = context.intake(specs, n, body, field, stream=stream)
     call = GenerateCall(context, intake, listed, stream, bool(body.return_text_in_logprobs), started_s)

@@ -148,7 +148,7 @@ async def completions(context: ServerContext, request: Request) -> Response:
     made = _count_made(body, num_choices)
     check_listed([body], len(given) * made)
     wish = _wish(body, ranked=made > num_choices)
-    grammar = await context.take_grammar(openai_constraint(body))
+    grammar = await context.take_grammar(openai_constraint(body), body.stop_regex)
     ask = Ask(body.max_tokens, COMPLETION_TOKENS, "max_tokens")
     lists = await context.token_ids(given, "prompt", batch=batch)
     prompts = [

@@ -13,14 +13,12 @@ from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import EngineReady
 from pdserve.protocol.sampling import TOP_K_ALL, SamplingParams, validate_sampling
 from pdserve.server.schemas import NativeSampling, OpenAIBody, SharedSampling
-from pdserve.server.stop_regex import check_pattern
+from pdserve.server.stop_regex import MAX_STOP_CHARS, check_stop_regex
 
 V = TypeVar("V")
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
-MAX_STOP_PATTERNS = 8
-MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIAS = 4096
 MAX_LISTED = 1 << 18
 """Entries of `logit_bias`, and of `stop_token_ids`, over all sequences of a body."""
@@ -176,16 +174,6 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return stops
 
 
-def _stop_regexes(patterns: str | list[str] | None) -> tuple[str, ...]:
-    given = (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
-    if len(given) > MAX_STOP_PATTERNS or any(len(text) > MAX_STOP_CHARS for text in given):
-        message = f"stop_regex takes at most {MAX_STOP_PATTERNS} patterns of {MAX_STOP_CHARS} characters"
-        raise RequestError(message, field="stop_regex")
-    for pattern in given:
-        check_pattern(pattern)
-    return given
-
-
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     if not bias:
         return None
@@ -228,7 +216,7 @@ def _build(
         seed=seed,
         stop=_stops(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
-        stop_regex=_stop_regexes(body.stop_regex),
+        stop_regex=check_stop_regex(body.stop_regex),
         ignore_eos=_given(body.ignore_eos, default.ignore_eos),
         skip_special_tokens=_given(body.skip_special_tokens, default.skip_special_tokens),
         spaces_between_special_tokens=_given(body.spaces_between_special_tokens, default.spaces_between_special_tokens),

@@ -1,52 +1,119 @@
 """Stop patterns: regular expressions of clients, searched in text that arrives in pieces.
 
-Made by `Detokenizer` for sequences that ask for it. A pattern is a program of a stranger's, so each look has a time
-limit, and so have all slow looks of a sequence together; and none sees further back than `CONTEXT_CHARS`, so that a
-long answer costs no more per token than a short one.
+Made by `Detokenizer` for sequences that ask for it. A pattern is a program of a stranger's: `grammar_check` has had it
+compiled elsewhere before it is compiled here, each look has a time limit, and so have all slow looks of a sequence
+together. A look sees no further back than `CONTEXT_CHARS`, so that a long answer costs no more per token than a short
+one.
 """
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Sequence
 
 import regex
 
-from pdserve.errors import RequestError
+from pdserve.errors import GrammarError, RequestError
+from pdserve.grammar.bounds import MAX_STOP_REPEATED, check_pattern_size, expanded_size
 
+MAX_STOP_PATTERNS = 8
+MAX_STOP_CHARS = 1024
 CONTEXT_CHARS = 4096
 """So much text before the newest piece a pattern can match in, or look back at."""
-LOOK_S = 0.1
-"""A pattern that needs longer for one look does not stop anything any more."""
-SLOW_S = 0.25
-"""Patterns of a sequence that have taken so long in all, quick looks not counted, do not stop anything any more."""
+LOOK_S = 0.05
+"""A pattern that needs longer for one look ends its request."""
+SLOW_S = 0.1
+"""Processor time that the patterns of a sequence may take in all, quick looks not counted."""
 QUICK_S = 0.001
 """A look that is over by then is not slow."""
+FORGIVEN_S = 10.0
+"""A pattern that was too slow ends other requests at once, for so long: each would take `SLOW_S` again."""
+MAX_KEPT = 100_000
+"""Expanded size of all compiled patterns that are kept for the next request: about 40 MB."""
 
 
-def check_pattern(pattern: str) -> None:
-    """Refuse what is no regular expression, or matches the empty text.
+def check_stop_regex(patterns: str | Sequence[str] | None, field: str = "stop_regex") -> tuple[str, ...]:
+    """`patterns` as a tuple, if they are not too many, too long, or too large by the look of them. Compiles nothing.
 
     Raises:
-        RequestError: 400 naming `stop_regex`.
+        RequestError: 400 naming `field`.
     """
-    try:
-        empty = regex.compile(pattern).search("", timeout=LOOK_S)
-    except (regex.error, RecursionError, OverflowError, TimeoutError) as error:
-        message = f"stop_regex {pattern!r} is not a regular expression: {error}"
-        raise RequestError(message, field="stop_regex") from error
-    if empty is not None:
-        raise RequestError(f"stop_regex {pattern!r} matches the empty text", field="stop_regex")
+    given = (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
+    if len(given) > MAX_STOP_PATTERNS or any(len(text) > MAX_STOP_CHARS for text in given):
+        message = f"{field} takes at most {MAX_STOP_PATTERNS} patterns of {MAX_STOP_CHARS} characters"
+        raise RequestError(message, field=field)
+    for pattern in given:
+        try:
+            check_pattern_size(pattern, MAX_STOP_REPEATED)
+        except GrammarError as error:
+            raise RequestError(f"{field} {pattern[:80]!r}: {error}", field=field) from error
+    return given
+
+
+def compile_own(patterns: str | Sequence[str] | None) -> None:
+    """Compile patterns that the caller's own program has, at once: `SamplingParams` of the Python API.
+
+    Raises:
+        RequestError: naming `stop_regex`: one is no regular expression, is too large, or matches the empty text.
+    """
+    for pattern in check_stop_regex(patterns):
+        try:
+            empty = regex.compile(pattern).search("", timeout=LOOK_S)
+        except (regex.error, RecursionError, OverflowError, TimeoutError) as error:
+            message = f"stop_regex {pattern!r} is not a regular expression: {error}"
+            raise RequestError(message, field="stop_regex") from error
+        if empty is not None:
+            raise RequestError(f"stop_regex {pattern!r} matches the empty text", field="stop_regex")
+
+
+class _Compiled:
+    """The newest compiled patterns, as many as `MAX_KEPT` allows. The library's own cache has no bound in bytes."""
+
+    def __init__(self) -> None:
+        self.slow_until: dict[str, float] = {}
+        """By pattern that was too slow, when that is forgiven."""
+        self._kept: collections.OrderedDict[str, tuple[regex.Pattern[str], int]] = collections.OrderedDict()
+        self._size = 0
+
+    def get(self, pattern: str) -> regex.Pattern[str]:
+        """`pattern`, compiled."""
+        kept = self._kept.get(pattern)
+        if kept is None:
+            kept = regex.compile(pattern, cache_pattern=False), expanded_size(pattern)
+            self._kept[pattern] = kept
+            self._size += kept[1]
+        self._kept.move_to_end(pattern)
+        while self._size > MAX_KEPT and len(self._kept) > 1:
+            self._size -= self._kept.popitem(last=False)[1][1]
+        return kept[0]
+
+    def too_slow(self, pattern: str) -> RequestError:
+        """Remember it, and what to say of it."""
+        now = time.monotonic()
+        self.slow_until = {text: until for text, until in self.slow_until.items() if until > now}
+        self.slow_until.setdefault(pattern, now + FORGIVEN_S)
+        text = f"stop_regex {pattern[:80]!r} takes too long on the text of this answer"
+        return RequestError(text, field="stop_regex", code="stop_regex_too_slow")
+
+    def is_slow(self, pattern: str) -> bool:
+        """Whether it was too slow a short while ago."""
+        return self.slow_until.get(pattern, 0.0) > time.monotonic()
+
+
+_COMPILED = _Compiled()
+"""Of this process: requests often bring the same patterns."""
 
 
 class RegexMatcher:
     """Finds the first match of any of `patterns`; of several, the one that begins first.
 
-    Text that may be the beginning of a match is held back. `matched` is the pattern that stopped the text.
+    `patterns` have passed `GrammarCheck.take_patterns`. Text that may be the beginning of a match is held back.
+    `matched` is the pattern that stopped the text.
     """
 
     def __init__(self, patterns: Sequence[str], *, keep_match: bool) -> None:
-        self._patterns = [regex.compile(pattern) for pattern in patterns]
+        self._patterns = [_COMPILED.get(pattern) for pattern in patterns]
         self._keep_match = keep_match
         self._text = ""
         self._num_shown = 0
@@ -54,16 +121,23 @@ class RegexMatcher:
         self.matched: str | None = None
 
     def push(self, piece: str) -> str:
-        """Text that may be shown now; after a match it is what stands before it (and the match, if kept)."""
+        """Text that may be shown now; after a match it is what stands before it (and the match, if kept).
+
+        Raises:
+            RequestError: 400 naming `stop_regex`: the patterns take too long on this text.
+        """
         if not self._patterns or not piece:
             return piece
+        for pattern in self._patterns if _COMPILED.slow_until else ():
+            if _COMPILED.is_slow(pattern.pattern):
+                raise _COMPILED.too_slow(pattern.pattern)
         self._text += piece
-        found = [match for pattern in list(self._patterns) if (match := self._search(pattern, partial=False))]
+        found = [match for pattern in self._patterns if (match := self._search(pattern, partial=False))]
         if found:
             first = min(found, key=lambda match: match.start())
             self.matched = first.re.pattern
             return self._show(first.end() if self._keep_match else first.start())
-        starts = [match.start() for pattern in list(self._patterns) if (match := self._search(pattern, partial=True))]
+        starts = [match.start() for pattern in self._patterns if (match := self._search(pattern, partial=True))]
         return self._show(min(starts, default=len(self._text)))
 
     def flush(self) -> str:
@@ -71,17 +145,15 @@ class RegexMatcher:
         return "" if self.matched is not None else self._show(len(self._text))
 
     def _search(self, pattern: regex.Pattern[str], *, partial: bool) -> regex.Match[str] | None:
-        if self._slow_s > SLOW_S:
-            self._patterns.clear()
-            return None
-        begun = time.perf_counter()
+        begun_s = time.thread_time()
         try:
-            return pattern.search(self._text, self._num_shown, partial=partial, timeout=LOOK_S)
-        except TimeoutError:
-            self._patterns.remove(pattern)
-            return None
-        finally:
-            self._slow_s += max(0.0, time.perf_counter() - begun - QUICK_S)
+            found = pattern.search(self._text, self._num_shown, partial=partial, timeout=LOOK_S)
+        except TimeoutError as error:
+            raise _COMPILED.too_slow(pattern.pattern) from error
+        self._slow_s += max(0.0, time.thread_time() - begun_s - QUICK_S)
+        if self._slow_s > SLOW_S:
+            raise _COMPILED.too_slow(pattern.pattern)
+        return found
 
     def _show(self, end: int) -> str:
         """The text up to `end` that was not shown; forgets what is too far back."""

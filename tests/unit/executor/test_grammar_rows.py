@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from pdserve.errors import GrammarError
+from pdserve.executor import grammar_rows
+from pdserve.executor.grammar_rows import GrammarRows
 from pdserve.executor.interface import BatchPlan, Row, run
 from pdserve.executor.local import LocalExecutor
+from pdserve.grammar.compile import JsonRules
+from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.sampling import SamplingParams
 from tests.driver import Driver, build, random_prompt
@@ -142,7 +148,7 @@ def test_a_grammar_that_fails_is_told_and_harms_no_other(driver: Driver) -> None
     plain = SamplingParams(temperature=0.0)
     expected = answer(driver, plain, most=2)
     executor = driver.built.executor
-    rows = [driver.open(PROMPT, 40, sampling) for sampling in (plain, regex("a{1000}{1000}"), regex("("))]
+    rows = [driver.open(PROMPT, 40, sampling) for sampling in (plain, regex("a{900}{1000}"), regex("("))]
     end = len(PROMPT)
     tokens, failed = _step(executor, 900, *[(row, 0, end) for row in rows])
     assert tokens[0] == expected[0] and failed == (2,)
@@ -150,6 +156,58 @@ def test_a_grammar_that_fails_is_told_and_harms_no_other(driver: Driver) -> None
     assert tokens[1] == expected[1] and failed == (0,)
     for row in rows:
         driver.close(row)
+
+
+def test_a_grammar_that_is_slow_to_follow_fails_and_others_go_on(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ambiguous one: each token takes time with the square of the output's length."""
+    monkeypatch.setattr(grammar_rows, "QUICK_S", 0.0)
+    monkeypatch.setattr(grammar_rows, "SLOW_S", 0.1)
+    text = 'start: a\na: a a | "x" | a a a | ""'
+    ambiguous = SamplingParams(seed=1, grammar=Grammar(kind="ebnf", text=text), ignore_eos=True)
+    executor = driver.built.executor
+    slow, other = driver.open(PROMPT, 200, ambiguous), driver.open(PROMPT, 200, regex("[0-9]{150}"))
+    start, end, failed = 0, len(PROMPT), ()
+    while not failed and end < 160:
+        tokens, failed = _step(executor, 1000 + end, (slow, start, end), (other, start, end))
+        start, end = end, end + 1
+    assert failed == (0,) and end > len(PROMPT) + 5
+    assert tokens[1] is not None and TOKENIZER.decode([tokens[1]]).isdigit()
+    again = driver.open(PROMPT, 200, ambiguous)
+    tokens, failed = _step(executor, 2000, (again, 0, len(PROMPT)), (other, start, end))
+    assert failed == (0,), "at once"
+    monkeypatch.setattr(grammar_rows, "FORGIVEN_S", 0.0)
+    for row in (slow, other, again):
+        driver.close(row)
+
+
+def test_grammars_that_are_kept_open_are_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_rows, "MAX_PREPARED", 3)
+    executor = driver.built.executor
+    grammars = [Grammar(kind="regex", text=f"kept{i}") for i in range(5)]
+    openings = [executor.prepare_grammar(grammar) for grammar in grammars]
+    assert all(opening is not None and not opening.result().ended for opening in openings)
+    assert executor.prepare_grammar(grammars[4]) is openings[4], "kept"
+    assert executor.prepare_grammar(grammars[0]) is not openings[0], "let go of, and opened again"
+
+
+def test_nothing_waits_for_a_grammar_when_the_threads_end() -> None:
+    def vocabulary() -> Vocabulary:
+        entered.set()
+        assert leave.wait(60)
+        raise GrammarError("none")
+
+    entered, leave = threading.Event(), threading.Event()
+    rows = GrammarRows(vocabulary, JsonRules(), ())
+    openings = [rows.prepare(Grammar(kind="regex", text=str(i))) for i in range(4)]
+    assert entered.wait(60)
+    ending = threading.Thread(target=rows.shut_down)
+    ending.start()
+    leave.set()
+    ending.join(60)
+    assert not ending.is_alive()
+    assert all(opening is not None and opening.done() for opening in openings)
 
 
 def test_an_output_that_is_none_of_the_grammar_is_refused_when_the_row_opens(driver: Driver) -> None:

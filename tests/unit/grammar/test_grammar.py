@@ -140,7 +140,7 @@ def test_gbnf_and_lark_are_both_taken() -> None:
         ("json_schema", '{"not": {}}', "not"),
         ("json_schema", '{"$ref": "http://localhost/x"}', "localhost"),
         ("json_schema", "[" * 100_000, "nested"),
-        ("json_schema", '{"allOf":' * 200 + "{}" + "}" * 200, "recursion"),
+        ("json_schema", '{"allOf":' * 200 + "{}" + "}" * 200, "nested deeper"),
         ("structural_tag", "5", "object"),
         ("structural_tag", '{"type": "other"}', "type"),
         ("structural_tag", '{"triggers": ["a"], "structures": []}', "structures"),

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -26,7 +26,10 @@ from pdserve.config.groups import (
     ServingConfig,
     TransferBackend,
 )
-from pdserve.errors import EngineDeadError
+from pdserve.errors import EngineDeadError, GrammarError
+from pdserve.grammar.compile import JsonRules
+from pdserve.grammar.compile_jobs import Check, Verdict, verdict_on
+from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import (
@@ -54,6 +57,7 @@ from pdserve.protocol.messages import (
 )
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client import EngineClient
+from pdserve.server.grammar_check import GrammarCheck
 from pdserve.server.tokenizer import Tokenizer
 
 OPEN = AccessConfig()
@@ -251,6 +255,26 @@ class ScriptedScheduler:
         )
 
 
+class CompileHere:
+    """A `Compiler` without a process: for tests that bring harmless grammars."""
+
+    def __init__(self) -> None:
+        self._vocabulary: Vocabulary | None = None
+
+    async def load(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> Verdict:
+        try:
+            self._vocabulary = Vocabulary(tokenizer_json, vocab_size, eos_token_ids)
+        except GrammarError as error:
+            return Verdict(job=0, reason="refused", message=str(error))
+        return Verdict(job=0)
+
+    async def check(self, text: Check, client: str) -> Verdict:
+        return verdict_on(text, JsonRules(), self._vocabulary)
+
+    async def close(self) -> None:
+        pass
+
+
 @dataclasses.dataclass
 class Bench:
     """One server under test; `http` speaks to it without a socket."""
@@ -302,7 +326,8 @@ async def bench(
     scheduler = ScriptedScheduler(low)
     metrics = make_metrics(config)
     client = EngineClient(api, tokenizer, metrics, match_stops=mode != "prefill")
-    app = create_app(config, client, tokenizer, metrics, registered=registered)
+    grammars = GrammarCheck(config.grammar, tokenizer, CompileHere())
+    app = create_app(config, client, tokenizer, metrics, registered=registered, grammars=grammars)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),

@@ -14,9 +14,9 @@ from pdserve.errors import RequestError
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.app import make_metrics
 from pdserve.server.chat_prepare import prepare_chat
-from pdserve.server.constraints import GrammarCheck
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import Generation, Update
+from pdserve.server.grammar_check import GrammarCheck
 from pdserve.server.json_http import convert
 from pdserve.server.responses.endpoint import ResponsesCall
 from pdserve.server.responses.schemas import ResponsesBody

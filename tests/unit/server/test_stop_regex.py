@@ -8,7 +8,7 @@ import re
 import pytest
 
 from pdserve.errors import RequestError
-from pdserve.server.stop_regex import CONTEXT_CHARS, RegexMatcher, check_pattern
+from pdserve.server.stop_regex import CONTEXT_CHARS, RegexMatcher, _Compiled, compile_own
 
 TEXTS = ["total: 42 and more", "a\n\nb\n\n\nc", "no match at all", "END of ENDS: END1 END22"]
 PATTERNS = [r"\d+", r"\n{3}", r"END\d", r"(?<=: )\w", r"a.*m", r"END22|zz"]
@@ -49,21 +49,48 @@ def test_text_that_may_become_a_match_is_held_back_but_not_for_ever() -> None:
     assert len(matcher.push("y" * 200)) > 100, "older text is let go"
 
 
-def test_a_pattern_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.server.stop_regex.LOOK_S", 1e-9)
-    matcher = RegexMatcher([r"(\w+\s?)+\d$"], keep_match=False)
-    assert _pushed(matcher, ["word " * 2000, "!"]) == "word " * 2000 + "!"
+SLOW = [r"(\w+\s?)+\d$", "(a?)" * 40 + r"\1" * 9 + "x", "(?:" + "abcdefghij" * 20 + "){e<=50}"]
+
+
+@pytest.mark.parametrize("pattern", SLOW)
+def test_a_pattern_that_takes_too_long_ends_its_request(pattern: str) -> None:
+    matcher = RegexMatcher([pattern], keep_match=False)
+    with pytest.raises(RequestError, match="takes too long") as refused:
+        _pushed(matcher, ["word aaaa abcdefghi "] * 2000)
+    assert (refused.value.status, refused.value.code) == (400, "stop_regex_too_slow")
+    assert refused.value.field == "stop_regex"
+    another = RegexMatcher([pattern], keep_match=False)
+    with pytest.raises(RequestError, match="takes too long"):
+        another.push("x")  # which is quick: but other sequences of the request do not pay again
+
+
+def test_a_pattern_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.server.stop_regex.FORGIVEN_S", 0.0)
+    with pytest.raises(RequestError, match="takes too long"):
+        _pushed(RegexMatcher([r"(\w+\s?)+\D\d$"], keep_match=False), ["word aaaa abcdefghi "] * 2000)
+    assert RegexMatcher([r"(\w+\s?)+\D\d$"], keep_match=False).push("!") == "!"
+
+
+def test_slow_looks_have_a_limit_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10_000))
+    monkeypatch.setattr("pdserve.server.stop_regex.time.thread_time", lambda: next(clock) * 0.02)
+    matcher = RegexMatcher([r"\d{2}"], keep_match=False)
+    assert matcher.push("a") + matcher.push("b") == "ab"
+    with pytest.raises(RequestError, match="takes too long"):
+        _pushed(matcher, ["c", "1"])
 
 
 @pytest.mark.parametrize("pattern", ["(", "a*", "", "[z-a]", "(?P<x>a)(?P<x", "x{99999999999}"])
 def test_what_stops_everything_or_nothing_is_refused(pattern: str) -> None:
     with pytest.raises(RequestError, match="stop_regex"):
-        check_pattern(pattern)
+        compile_own(pattern)
 
 
-def test_slow_looks_have_a_limit_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(10_000))
-    monkeypatch.setattr("pdserve.server.stop_regex.time.perf_counter", lambda: next(clock) * 0.05)
-    matcher = RegexMatcher([r"\d{2}"], keep_match=False)
-    shown = "".join(matcher.push(piece) for piece in ["a", "b", "c", "d", "1", "2", "e"])
-    assert shown == "abcd12e" and matcher.matched is None, "given up after five looks of 50 ms"
+def test_patterns_that_are_kept_for_the_next_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.server.stop_regex.MAX_KEPT", 30_000)
+    cache = _Compiled()
+    first = cache.get("a{9000}0")
+    assert cache.get("a{9000}0") is first, "kept"
+    for i in range(1, 9):
+        cache.get(f"a{{9000}}{i}")
+    assert len(cache._kept) == 3 and cache.get("a{9000}0") is not first

@@ -1,0 +1,72 @@
+"""Requests whose grammar is not open yet, before the scheduler hears of them. Made by `build`; scheduler thread.
+
+    GenerateRequest with a grammar ──> open already? ──yes──> the loop
+                                        └─ no: it waits here, and others pass ──opened, or failed──> the loop
+
+A step waits for the masks of all its rows, so a row whose grammar takes a second to open would hold up the rest. On a
+replica of many ranks the leader's gate decides for all: what it lets through is what the ranks' log has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from pdserve.base.mailbox import Mailbox, Woken
+from pdserve.protocol.grammar import Grammar
+from pdserve.protocol.messages import AbortRequest, GenerateRequest
+from pdserve.scheduler.scheduler import Event
+
+Prepare = Callable[[Grammar], "Future[Any] | None"]
+"""Begins to open a grammar; None: there is nothing to wait for."""
+
+
+class GrammarGate:
+    """Implements `Mail` over `mailbox`. An abort of a request that waits lets it through in front, to be ended."""
+
+    def __init__(self, mailbox: Mailbox[Event], prepare: Prepare) -> None:
+        self._mailbox = mailbox
+        self._prepare = prepare
+        self._waiting: dict[str, tuple[GenerateRequest, Future[Any]]] = {}
+        """By rid, in order of arrival."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait here."""
+        return len(self._waiting)
+
+    def drain(self) -> Sequence[Event]:
+        """See `Mail.drain`: what has waited and may pass comes first."""
+        passed: list[Event] = self._opened() if self._waiting else []
+        for event in self._mailbox.drain():
+            match event:
+                case GenerateRequest() if self._keeps(event):
+                    continue
+                case AbortRequest() if self._waiting:
+                    passed += self._named(event)
+            passed.append(event)
+        return passed
+
+    def wait(self, timeout_s: float) -> bool:
+        """See `Mail.wait`: a grammar that has been opened ends it."""
+        return self._mailbox.wait(timeout_s)
+
+    def _keeps(self, request: GenerateRequest) -> bool:
+        grammar = request.sampling.grammar
+        if grammar is None or request.rid in self._waiting:  # the second of two with one rid is refused by the loop
+            return False
+        opening = self._prepare(grammar)
+        if opening is None or opening.done():
+            return False
+        self._waiting[request.rid] = request, opening
+        opening.add_done_callback(lambda _: self._mailbox.post(Woken()))
+        return True
+
+    def _opened(self) -> list[Event]:
+        rids = [rid for rid, (_, opening) in self._waiting.items() if opening.done()]
+        return [self._waiting.pop(rid)[0] for rid in rids]
+
+    def _named(self, abort: AbortRequest) -> list[Event]:
+        rids = list(self._waiting) if abort.rid is None else [abort.rid]
+        return [self._waiting.pop(rid)[0] for rid in rids if rid in self._waiting]

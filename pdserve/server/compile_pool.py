@@ -1,0 +1,316 @@
+"""Has grammars and stop patterns checked by the compile worker, fairly among clients. Used by `GrammarCheck`.
+
+    check ──> FairQueue ──> worker process, a fork for each ──> Verdict          (grammar/compile_worker)
+                  │
+                  └─ at most NUM_AT_ONCE run, of these NUM_LARGE large ones; a client has one of each kind
+
+The worker starts with the first check and is kept. When it dies, or does not answer, it is killed with all that runs
+in it, and the next check starts another. Event loop only; `close` leaves no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pdserve.errors import RequestError
+from pdserve.grammar.compile import JsonRules
+from pdserve.grammar.compile_jobs import (
+    Check,
+    CheckGrammar,
+    CheckPattern,
+    LoadVocabulary,
+    Question,
+    Setup,
+    Verdict,
+    frame,
+    take_verdicts,
+)
+
+log = logging.getLogger(__name__)
+
+NUM_AT_ONCE = 3
+NUM_LARGE = 2
+"""So there is always a place for small ones."""
+SMALL_CHARS = 4096
+MAX_WAITING_OF_CLIENT = 64
+MAX_WAITING = 1024
+MEMORY_BYTES = 128 << 20
+WALL_FACTOR = 10.0
+"""A check may take so many times its processor time, on a busy machine."""
+GRACE_S = 5.0
+"""Beyond that the worker itself is taken to be stuck."""
+LOAD_S = 120.0
+WORKER_COMMAND = (sys.executable, "-m", "pdserve.grammar.compile_worker")
+_SECRETS = "PDSERVE_"
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+BUSY = "the grammar compiler has too much to do; try again"
+GONE = "the grammar compiler has ended while it checked this; try again"
+
+
+class Compiler(Protocol):
+    """What `GrammarCheck` needs of a `CompilePool`."""
+
+    async def load(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> Verdict:
+        """Make the vocabulary that grammars are checked with; once."""
+        ...
+
+    async def check(self, text: Check, client: str) -> Verdict:
+        """Whether it compiles. RequestError, 503: there is no time for it now."""
+        ...
+
+    async def close(self) -> None:
+        """End what runs."""
+        ...
+
+
+@dataclasses.dataclass(eq=False)
+class _Waiting:
+    check: Check
+    client: str
+    small: bool
+    verdict: asyncio.Future[Verdict]
+
+
+class FairQueue:
+    """Checks that wait. The next is of the client that has waited longest since its last turn."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[bool, collections.OrderedDict[str, collections.deque[_Waiting]]] = {
+            True: collections.OrderedDict(),
+            False: collections.OrderedDict(),
+        }
+        self._running: set[tuple[str, bool]] = set()
+
+    def __len__(self) -> int:
+        return sum(len(queue) for clients in self._waiting.values() for queue in clients.values())
+
+    def add(self, entry: _Waiting) -> None:
+        """`entry` waits.
+
+        Raises:
+            RequestError: 503, too many wait.
+        """
+        queue = self._waiting[entry.small].setdefault(entry.client, collections.deque())
+        if len(queue) >= MAX_WAITING_OF_CLIENT or len(self) >= MAX_WAITING:
+            raise RequestError(BUSY, status=503, code="grammar_compiler_busy", retry_after_s=1)
+        queue.append(entry)
+
+    def take(self) -> _Waiting | None:
+        """One that may run now, counted as running; None: none may. Small ones come first."""
+        num_large = sum(not small for _, small in self._running)
+        for small in (True, False):
+            if len(self._running) >= NUM_AT_ONCE or (not small and num_large >= NUM_LARGE):
+                continue
+            clients = self._waiting[small]
+            for client, queue in clients.items():
+                if (client, small) not in self._running:
+                    entry = queue.popleft()
+                    clients.move_to_end(client)
+                    if not queue:
+                        del clients[client]
+                    self._running.add((client, small))
+                    return entry
+        return None
+
+    def ended(self, entry: _Waiting) -> None:
+        """`entry` runs no more."""
+        self._running.discard((entry.client, entry.small))
+
+
+class WorkerProcess:
+    """One worker and the pipes to it. Every question is answered: by the worker, or because it has ended."""
+
+    def __init__(self, command: Sequence[str], setup: Setup, on_end: Callable[[WorkerProcess], None]) -> None:
+        self._command = command
+        self._setup = setup
+        self._on_end = on_end
+        self._asked: dict[int, asyncio.Future[Verdict]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.WriteTransport | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self.ended = False
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, which is the group's, once started."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Spawn it.
+
+        Raises:
+            OSError: the system has no room for it.
+        """
+        self._process = await asyncio.to_thread(self._spawn)
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout)
+        self._writer, _ = await loop.connect_write_pipe(asyncio.Protocol, self._process.stdin)
+        self._writer.write(frame(self._setup))
+        self._reading = asyncio.create_task(self._read(reader))
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        env = {name: value for name, value in os.environ.items() if not name.startswith(_SECRETS)}
+        env |= dict.fromkeys(_ONE_THREAD, "1")
+        pipe = subprocess.PIPE
+        return subprocess.Popen(self._command, env=env, stdin=pipe, stdout=pipe, process_group=0)
+
+    async def ask(self, question: Question, job: int, timeout_s: float) -> Verdict:
+        """The answer; `crashed` when there is none in time, and then the worker is killed."""
+        if self.ended or self._writer is None:
+            return Verdict(job=job, reason="crashed", message=GONE)
+        answer = self._asked[job] = asyncio.get_running_loop().create_future()
+        self._writer.write(frame(question))
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            log.error("the compile worker (pid %s) has not answered for %g s and is killed", self.pid, timeout_s)
+            self.kill()
+            return Verdict(job=job, reason="crashed", message=GONE)
+        finally:
+            self._asked.pop(job, None)
+
+    def kill(self) -> None:
+        """End it, and all checks that run in it."""
+        self.ended = True
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Kill it and wait until it is gone."""
+        self.kill()
+        if self._reading is not None:
+            await self._reading
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        assert self._process is not None, "started"
+        buffer = bytearray()
+        try:
+            while piece := await reader.read(1 << 16):
+                buffer += piece
+                for verdict in take_verdicts(buffer):
+                    asked = self._asked.get(verdict.job)
+                    if asked is not None and not asked.done():
+                        asked.set_result(verdict)
+        finally:
+            self.kill()
+            if self._writer is not None:
+                self._writer.close()
+            for job, asked in self._asked.items():
+                if not asked.done():
+                    asked.set_result(Verdict(job=job, reason="crashed", message=GONE))
+            self._on_end(self)
+            await asyncio.to_thread(self._process.wait)
+
+
+class CompilePool:
+    """See the file's docstring. `cpu_s`: the processor time that a check may take."""
+
+    def __init__(self, rules: JsonRules, cpu_s: float, *, command: Sequence[str] = WORKER_COMMAND) -> None:
+        self._wall_s = WALL_FACTOR * cpu_s
+        self._setup = Setup(rules=rules, cpu_s=cpu_s, memory_bytes=MEMORY_BYTES, wall_s=self._wall_s)
+        self._command = command
+        self._jobs = itertools.count()
+        self._queue = FairQueue()
+        self._starting = asyncio.Lock()
+        self._worker: WorkerProcess | None = None
+        self._vocabulary: LoadVocabulary | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the worker; None: there is none now."""
+        return None if self._worker is None else self._worker.pid
+
+    async def load(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> Verdict:
+        """See `Compiler.load`. A worker that comes later is given it as well."""
+        job = next(self._jobs)
+        vocabulary = LoadVocabulary(
+            job=job, tokenizer_json=tokenizer_json, vocab_size=vocab_size, eos_token_ids=tuple(eos_token_ids)
+        )
+        try:
+            worker = await self._open()
+        except OSError as error:
+            return Verdict(job=job, reason="crashed", message=f"no grammar can be compiled: {error}")
+        verdict = await worker.ask(vocabulary, job, LOAD_S)
+        if verdict.message is None:
+            self._vocabulary = vocabulary
+        return verdict
+
+    async def check(self, text: Check, client: str) -> Verdict:
+        """See `Compiler.check`."""
+        small = isinstance(text, CheckPattern) or len(text.grammar.text) <= SMALL_CHARS
+        entry = _Waiting(text, client, small, asyncio.get_running_loop().create_future())
+        self._queue.add(entry)
+        self._begin()
+        return await entry.verdict
+
+    async def close(self) -> None:
+        """See `Compiler.close`. Nothing may be asked after."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._worker is not None:
+            await self._worker.close()
+
+    def _begin(self) -> None:
+        while (entry := self._queue.take()) is not None:
+            task = asyncio.create_task(self._run(entry))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, entry: _Waiting) -> None:
+        verdict = Verdict(job=0, reason="crashed", message=GONE)
+        try:
+            if not entry.verdict.done():  # else its client is gone
+                verdict = await self._ask(entry.check)
+        finally:
+            self._queue.ended(entry)
+            if not entry.verdict.done():
+                entry.verdict.set_result(verdict)
+            if not self._closed:
+                self._begin()
+
+    async def _ask(self, check: Check) -> Verdict:
+        job = next(self._jobs)
+        numbered: Check
+        if isinstance(check, CheckGrammar):
+            numbered = CheckGrammar(job=job, grammar=check.grammar)
+        else:
+            numbered = CheckPattern(job=job, pattern=check.pattern)
+        try:
+            worker = await self._open()
+        except OSError as error:
+            log.error("the compile worker cannot be started: %s", error)
+            return Verdict(job=job, reason="crashed", message=f"nothing can be compiled: {error}")
+        return await worker.ask(numbered, job, self._wall_s + GRACE_S)
+
+    async def _open(self) -> WorkerProcess:
+        """The worker, a new one if need be."""
+        async with self._starting:
+            if self._worker is not None and not self._worker.ended:
+                return self._worker
+            worker = WorkerProcess(self._command, self._setup, self._on_end)
+            await worker.start()
+            self._worker = worker
+            if self._vocabulary is not None:
+                await worker.ask(self._vocabulary, self._vocabulary.job, LOAD_S)
+            return worker
+
+    def _on_end(self, worker: WorkerProcess) -> None:
+        if not self._closed:
+            log.error("the compile worker (pid %s) has ended; the next check starts another", worker.pid)

@@ -1,0 +1,218 @@
+"""The compile worker: what is hostile is refused, others go on, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.config.groups import GrammarConfig
+from pdserve.errors import RequestError
+from pdserve.grammar.compile import JsonRules
+from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, Verdict
+from pdserve.protocol.grammar import Grammar
+from pdserve.protocol.messages import EngineReady
+from pdserve.server import compile_pool
+from pdserve.server.compile_pool import GONE, CompilePool, FairQueue, _Waiting
+from pdserve.server.constraints import Constraint
+from pdserve.server.grammar_check import GrammarCheck
+from pdserve.server.tokenizer import Tokenizer
+from tests.unit.server.server_kit import EOS, VOCAB
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
+
+
+def schema(value: object) -> CheckGrammar:
+    return CheckGrammar(job=0, grammar=Grammar(kind="json_schema", text=json.dumps(value)))
+
+
+def regex(pattern: str) -> CheckGrammar:
+    return CheckGrammar(job=0, grammar=Grammar(kind="regex", text=pattern))
+
+
+def slow(number: int, *, small: bool = True) -> CheckGrammar:
+    """Takes seconds: an automaton of up to 49,999 states for each property."""
+    names = [f"p{number}{'' if small else 'x' * 200}{i}" for i in range(30)]
+    values = {name: {"type": "integer", "multipleOf": 49_999 - i} for i, name in enumerate(names)}
+    return schema({"properties": values, "required": names})
+
+
+def deep() -> CheckGrammar:
+    """Rules that each need the next: the engine recurses until it has no stack."""
+    rules = "\n".join(f'r{i}: "a{i}" r{(i + 1) % 4000}?' for i in range(4000))
+    return CheckGrammar(job=0, grammar=Grammar(kind="ebnf", text=f"start: r0\n{rules}"))
+
+
+@contextlib.asynccontextmanager
+async def opened(tokenizer: Tokenizer, cpu_s: float = 5.0) -> AsyncIterator[CompilePool]:
+    pool = CompilePool(JsonRules(), cpu_s)
+    try:
+        assert (await pool.load(tokenizer.as_json(), VOCAB, [EOS])).message is None
+        yield pool
+    finally:
+        await pool.close()
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def test_each_kind_of_harm_is_the_child_s_alone(tokenizer: Tokenizer) -> None:
+    async with opened(tokenizer, cpu_s=0.5) as pool:
+        pid = pool.pid
+        assert (await pool.check(regex("[ab]+"), "a")).reason == "ok"
+        late = await pool.check(slow(0), "a")
+        assert late.reason == "slow" and late.message == "it takes more than 0.5 s of a processor to compile"
+        assert (await pool.check(deep(), "a")).reason == "crashed"
+        wrong = await pool.check(regex("("), "a")
+        assert wrong.reason == "refused" and wrong.message is not None
+        assert (await pool.check(CheckPattern(job=0, pattern=r"\n{3}"), "a")).reason == "ok"
+        assert "empty text" in str((await pool.check(CheckPattern(job=0, pattern="a*"), "a")).message)
+        assert pid is not None and pool.pid == pid and is_running(pid), "the worker has seen nothing of it"
+    assert not is_running(pid)
+
+
+async def test_what_takes_too_much_memory_is_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_pool, "MEMORY_BYTES", 24 << 20)
+    async with opened(tokenizer) as pool:
+        verdict = await pool.check(slow(0), "a")
+        assert verdict.reason == "memory" and verdict.message == "it takes more than 24 MiB to compile"
+        assert (await pool.check(regex("[ab]+"), "a")).message is None
+
+
+async def test_an_innocent_grammar_does_not_wait_for_large_ones(tokenizer: Tokenizer) -> None:
+    async with opened(tokenizer, cpu_s=0.6) as pool:
+        large = [asyncio.create_task(pool.check(slow(i, small=False), "a")) for i in range(6)]
+        await asyncio.sleep(0)
+        assert (await pool.check(regex("b+"), "a")).message is None
+        assert sum(task.done() for task in large) < 2, "each takes 0.6 s of a processor"
+        assert (await pool.check(slow(9, small=False), "b")).reason == "slow"
+        assert sum(task.done() for task in large) < 4, "another client has not waited for all of them"
+        for task in large:
+            task.cancel()
+        await asyncio.gather(*large, return_exceptions=True)
+
+
+async def test_a_worker_that_is_killed_or_stuck_is_replaced(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tokenizer, cpu_s=30.0) as pool:
+        first = pool.pid
+        assert first is not None
+        held = asyncio.create_task(pool.check(slow(0), "a"))
+        await asyncio.sleep(0)
+        os.kill(first, signal.SIGKILL)
+        assert (await held).message == GONE
+        assert (await pool.check(regex("[ab]+"), "a")).message is None, "with the vocabulary"
+        second = pool.pid
+        assert second is not None and second != first
+        os.kill(second, signal.SIGSTOP)
+        monkeypatch.setattr(pool, "_wall_s", -4.8)
+        assert (await pool.check(regex("c+"), "a")).message == GONE
+        monkeypatch.undo()
+        assert (await pool.check(regex("c+"), "a")).message is None
+        third = pool.pid
+        assert third not in (first, second) and not is_running(first)
+
+
+def _entry(client: str, *, small: bool) -> _Waiting:
+    return _Waiting(regex("a"), client, small, asyncio.get_running_loop().create_future())
+
+
+async def test_clients_take_turns() -> None:
+    queue = FairQueue()
+    for client in "aaab":
+        queue.add(_entry(client, small=False))
+    queue.add(_entry("a", small=True))
+    first, second, third = queue.take(), queue.take(), queue.take()
+    assert first is not None and second is not None and third is not None
+    assert [(one.client, one.small) for one in (first, second, third)] == [("a", True), ("a", False), ("b", False)]
+    queue.add(_entry("c", small=True))
+    assert queue.take() is None, "all places are taken"
+    queue.ended(second)
+    fourth = queue.take()
+    assert fourth is not None and fourth.client == "c", "small ones first"
+    queue.ended(first)
+    fifth = queue.take()
+    assert fifth is not None and (fifth.client, fifth.small) == ("a", False)
+    assert len(queue) == 1 and queue.take() is None
+
+
+async def test_what_a_client_may_have_waiting_is_bounded() -> None:
+    queue = FairQueue()
+    for _ in range(compile_pool.MAX_WAITING_OF_CLIENT):
+        queue.add(_entry("a", small=True))
+    with pytest.raises(RequestError) as refused:
+        queue.add(_entry("a", small=True))
+    assert refused.value.status == 503 and refused.value.retry_after_s == 1
+    queue.add(_entry("b", small=True))
+
+
+class Counting:
+    """A `Compiler` that says what it is told to, and counts."""
+
+    def __init__(self) -> None:
+        self.checks: list[Check] = []
+        self.verdict = Verdict(job=0)
+        self.go = asyncio.Event()
+
+    async def load(self, tokenizer_json: str, vocab_size: int, eos_token_ids: object) -> Verdict:
+        return Verdict(job=0)
+
+    async def check(self, text: Check, client: str) -> Verdict:
+        self.checks.append(text)
+        await self.go.wait()
+        return self.verdict
+
+    async def close(self) -> None:
+        self.go.set()
+
+
+def _ready() -> EngineReady:
+    return EngineReady(
+        model_type="llama", architectures=[], vocab_size=VOCAB, context_length=64, max_total_tokens=64,
+        eos_token_ids=[EOS], facts={},
+    )  # fmt: skip
+
+
+async def test_a_text_is_checked_once_whatever_comes_of_it(tokenizer: Tokenizer) -> None:
+    compiler = Counting()
+    check = GrammarCheck(GrammarConfig(), tokenizer, compiler)
+    good = Constraint(Grammar(kind="regex", text="a+"), "regex")
+    both = [asyncio.create_task(check.take(good, _ready())) for _ in range(2)]
+    while not compiler.checks:
+        await asyncio.sleep(0)
+    compiler.go.set()
+    assert await asyncio.gather(*both) == [good.grammar] * 2 and len(compiler.checks) == 1
+    assert await check.take(good, _ready()) == good.grammar and len(compiler.checks) == 1
+    compiler.verdict = Verdict(job=0, reason="slow", message="too slow")
+    for field in ("regex", "guided_regex"):
+        with pytest.raises(RequestError, match=f"{field}: too slow") as refused:
+            await check.take(Constraint(Grammar(kind="regex", text="b+"), field), _ready())
+        assert (refused.value.status, refused.value.code) == (400, "invalid_grammar")
+    assert len(compiler.checks) == 2, "a refusal is remembered, too"
+    compiler.verdict = Verdict(job=0, reason="crashed", message=GONE)
+    with pytest.raises(RequestError) as gone:
+        await check.take_patterns("c", "stop_regex")
+    assert gone.value.status == 503
+    compiler.verdict = Verdict(job=0)
+    await check.take_patterns("c", "stop_regex")
+    assert len(compiler.checks) == 4, "that said nothing of the pattern"
+
+
+async def test_hostile_patterns_are_refused_before_anything_is_compiled(tokenizer: Tokenizer) -> None:
+    compiler = Counting()
+    check = GrammarCheck(GrammarConfig(), tokenizer, compiler)
+    began_s = time.thread_time()
+    for pattern in ["(?:ab?c*){1500000}x", "(?:(?:(?:(?:xy){1000}){1000}){1000}){1000}z", "(" * 450 + "a" + ")" * 450]:
+        with pytest.raises(RequestError, match="stop_regex") as refused:
+            await check.take_patterns(pattern, "stop_regex")
+        assert refused.value.field == "stop_regex" and compiler.checks == []
+    assert time.thread_time() - began_s < 1.0
