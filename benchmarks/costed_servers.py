@@ -21,7 +21,7 @@ from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.codec import Codec
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import GenerateRequest, RoomAddress, ToApi
+from pdserve.protocol.messages import GenerateRequest, RoomAddress, ToApi, WaitsFor
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.scheduler.core import Core, Limits, Outbox
 from pdserve.scheduler.req import Req
@@ -147,6 +147,10 @@ class WatchedRole:
     def queues(self) -> dict[str, int]:
         """See `Role`."""
         return self.role.queues()
+
+    def waits_for(self, req: Req) -> WaitsFor:
+        """See `Role`."""
+        return self.role.waits_for(req)
 
     def facts(self) -> dict[str, float]:
         """See `Role`."""

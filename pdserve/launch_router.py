@@ -4,7 +4,8 @@
     --worker-urls URL ...                                                           servers that do both halves
 
 Without any server it starts too, and waits for `POST /workers`. Prints one `PDSERVE_READY` line when it listens;
-SIGTERM or Ctrl-C ends it.
+SIGTERM or Ctrl-C ends it: it takes nothing new, what runs may go on for `--shutdown-grace-period-secs`, and what then
+still runs ends with an error. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -21,28 +22,32 @@ from aiohttp import web
 from pdserve.base.exposure import url_host, warn_open
 from pdserve.base.process import Ready, announce_ready
 from pdserve.errors import ConfigError
-from pdserve.router.app import make_app
+from pdserve.router.app import ROUTER, make_app
 from pdserve.router.config import RouterConfig
 from pdserve.router.flags import config_from, make_parser
 from pdserve.router.tls import server_tls
 
 __all__ = ["config_from", "main", "make_parser", "serve"]
 
+OTHERS_S = 0.5
+"""How long calls that generate nothing may go on when all that do have ended."""
+
 
 async def serve(config: RouterConfig) -> None:
-    """Serve until SIGTERM or SIGINT."""
-    stop = asyncio.Event()
+    """Serve until SIGTERM or SIGINT, and until what runs has ended."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def told() -> None:
+        (hurry if stop.is_set() else stop).set()
+
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
+        loop.add_signal_handler(signum, told)
     tls = server_tls(config.tls)
     warn_open(config.host, has_key=config.access.api_key is not None)
+    app = make_app(config)
     runner = web.AppRunner(
-        make_app(config),
-        handler_cancellation=True,
-        auto_decompress=False,
-        access_log=None,
-        shutdown_timeout=config.shutdown_timeout_s,
+        app, handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=OTHERS_S
     )
     await runner.setup()
     try:
@@ -51,6 +56,7 @@ async def serve(config: RouterConfig) -> None:
         scheme = "http" if tls is None else "https"
         announce_ready(Ready(role="router", url=f"{scheme}://{url_host(config.host)}:{port}"))
         await stop.wait()
+        await app[ROUTER].drain(config.shutdown_timeout_s, hurry)
     finally:
         await runner.cleanup()
 

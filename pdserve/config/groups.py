@@ -298,6 +298,9 @@ class ServingConfig:
         "auto: what its chat template shows; as content when absent",
     )
     max_request_bytes: int = flag(32 << 20, help="largest request body")
+    timeout_graceful_shutdown: int = flag(
+        5, help="seconds that running requests have to end after SIGTERM; the rest then ends with an error"
+    )
     incremental_streaming_output: bool = flag(
         False, help="events of /generate streams have what is new, instead of all so far; long answers cost less so"
     )

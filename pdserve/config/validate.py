@@ -23,6 +23,7 @@ from pdserve.errors import ConfigError
 MAX_PAGE_SIZE = 128
 MAX_THREADS = 1024
 MAX_NICENESS = 19
+MAX_GRACE_S = 86_400
 MAX_RANKS = 4096
 MAX_GRAPH_ROWS = 4096
 MAX_EXPERTS = 65536
@@ -44,6 +45,7 @@ def check(config: ServerConfig) -> None:
     _between("cuda_graph_max_bs", config.kernels.cuda_graph_max_bs, 1, MAX_GRAPH_ROWS)
     _check_grammar(config.grammar)
     _between("port", config.serving.port, 0, 65535)
+    _between("timeout_graceful_shutdown", config.serving.timeout_graceful_shutdown, 0, MAX_GRACE_S)
     _at_least("max_request_bytes", config.serving.max_request_bytes, 1024)
     _check_host("host", config.serving.host)
     config.access.check()

@@ -80,6 +80,7 @@ class EngineCollector(Collector):
                 _pages(families, where, state)
                 _totals(families, where, state)
                 _peers(families, where, state.peers)
+                _ages(families, where, state)
                 _startup(families, where, state)
         yield from families
 
@@ -175,6 +176,15 @@ def _peers(families: _Families, where: Mapping[str, str], peers: Iterable[PeerLo
     if rest:
         labels = {**where, "peer": "other"}
         _flows(families, labels, _sum(peer.sent for peer in rest), _sum(peer.received for peer in rest))
+
+
+def _ages(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
+    """What should pass soon, and for how long it has not."""
+    text = "seconds for which the oldest KV pages are kept that no request has and a peer may still write into"
+    families.gauge("pdserve:quarantined_pages_age_seconds", text, where, state.oldest_orphan_s)
+    text = "seconds since the peer that is silent for longest is taken for silent; 0 where none is"
+    silent_s = max((peer.silent_s for peer in state.peers if peer.silent_s is not None), default=0.0)
+    families.gauge("pdserve:silent_peer_age_seconds", text, where, silent_s)
 
 
 def _flows(families: _Families, labels: Mapping[str, str], sent: Flow, received: Flow) -> None:

@@ -223,6 +223,9 @@ class PeerLoad(msgspec.Struct, frozen=True, kw_only=True):
     received: Flow = Flow()
 
 
+WaitsFor = Literal["peer", "memory", "compute", "transfer"]
+
+
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the scheduler for `/get_server_info`, `/get_load` and `/metrics`.
 
@@ -244,6 +247,10 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[str, int] = msgspec.field(default_factory=dict)
     """Requests that failed here, by the code of the failure."""
     peers: list[PeerLoad] = msgspec.field(default_factory=list)
+    oldest_orphan_s: float = 0.0
+    """For how many seconds the oldest KV pages are kept that no request has and a peer may still write into."""
+    probes: dict[str, WaitsFor] = msgspec.field(default_factory=dict)
+    """Of each live probe, by rid, what it waits for: see `Role.waits_for`."""
     replicas: list[EngineState] = msgspec.field(default_factory=list)
     """The states that this one is the sum of, by data-parallel rank; none when there is one replica."""
 

@@ -213,6 +213,8 @@ def merge_states(states: Sequence[EngineState]) -> EngineState:
         audit=[f"replica {number}: {found}" for number, state in enumerate(states) for found in state.audit],
         failures=dict(failures),
         peers=[peer for state in states for peer in state.peers],
+        oldest_orphan_s=max(state.oldest_orphan_s for state in states),
+        probes={rid: why for state in states for rid, why in state.probes.items()},
         replicas=list(states),
     )
 

@@ -24,6 +24,7 @@ from typing import Any
 from pdserve.router.breaker import Pass
 from pdserve.router.config import Role, RouterConfig
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.pairs import Pairs
 from pdserve.router.policies import Candidate, Policy, Request, make_policy
 from pdserve.router.workers import Pair, Registry, Worker
 
@@ -40,6 +41,9 @@ class Refused:
     message: str
     retry_after_s: int = 1
     status: int = 503
+
+
+NO_PAIR = Refused("no_pair", "no pair of prefill and decode workers serves requests")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +130,7 @@ class Admission:
         self._waiting: deque[_Waiter] = deque()
         self._pace = Pace()
         self.metrics = metrics
+        self.pairs = Pairs(registry)
         self.num_inside = 0
         self.policies: dict[Role, Policy] = {role: make_policy(config.policies, role) for role in config.roles}
 
@@ -140,8 +145,13 @@ class Admission:
         return asyncio.get_running_loop().time()
 
     def could_serve(self) -> bool:
-        """Whether at least one worker of each role is alive and not drained."""
-        return all(self._registry.usable(role) for role in self._config.roles)
+        """Whether a worker of each role is alive and not drained, and two of them are not known to fail together."""
+        usable = {role: self._registry.usable(role) for role in self._config.roles}
+        if not all(usable.values()):
+            return False
+        if Role.REGULAR in usable:
+            return any(self.pairs.serves(Pair(None, worker)) for worker in usable[Role.REGULAR])
+        return self.pairs.could_serve(usable[Role.PREFILL], usable[Role.DECODE])
 
     async def enter(
         self,
@@ -184,6 +194,12 @@ class Admission:
                 )
         return len(found)
 
+    def refuse_waiting(self, refused: Refused) -> None:
+        """Refuse all that wait in the queue."""
+        for waiter in self._waiting:
+            if not waiter.future.done():
+                waiter.future.set_result(refused)
+
     def left(self, worker: Worker) -> None:
         """A place was given back."""
         self._pace.note(self.now())
@@ -220,23 +236,29 @@ class Admission:
 
     def _try_enter(self, request: Request, avoid: Collection[Worker]) -> Places | Refused | Full:
         limit = self._limits.max_concurrent_requests
-        found = {role: self._free(role, avoid) for role in self._config.roles}
+        found = {role: self._free(role) for role in self._config.roles}
         for free in found.values():
             if isinstance(free, Refused):
                 return free
         if limit is not None and self.num_inside >= limit:
             return Full()
-        chosen: dict[Role, Worker] = {}
+        lists: dict[Role, list[Worker]] = {}
         for role, free in found.items():
             if isinstance(free, Full):
                 return free
             assert isinstance(free, list)
-            chosen[role] = self._choose(role, free, request)
+            lists[role] = free
+        chosen: dict[Role, Worker] = {}
+        for role, free in lists.items():
+            serving = self._serving(role, free, lists, chosen) if self.pairs.any_down else free
+            if not serving:
+                return Full() if self.could_serve() else NO_PAIR
+            chosen[role] = self._choose(role, [worker for worker in serving if worker not in avoid] or serving, request)
         for role, worker in chosen.items():
             self.policies[role].chosen(worker.spec.url, request, self.now())
         return Places(self, Pair(chosen.get(Role.PREFILL), chosen.get(Role.DECODE) or chosen[Role.REGULAR]))
 
-    def _free(self, role: Role, avoid: Collection[Worker]) -> list[Worker] | Refused | Full:
+    def _free(self, role: Role) -> list[Worker] | Refused | Full:
         """The workers of a role that can take a request now."""
         usable = self._registry.usable(role)
         if not usable:
@@ -247,8 +269,17 @@ class Admission:
             message = f"every {role} worker failed too often of late"
             return Refused("breaker_open", message, max(1, math.ceil(after)))
         limit = self._limits.max_inflight
-        free = [worker for worker in passing if limit is None or worker.inflight < limit]
-        return [worker for worker in free if worker not in avoid] or free or Full()
+        return [worker for worker in passing if limit is None or worker.inflight < limit] or Full()
+
+    def _serving(
+        self, role: Role, free: list[Worker], lists: dict[Role, list[Worker]], chosen: dict[Role, Worker]
+    ) -> list[Worker]:
+        """Of the `free` workers of a role those that serve with the one that is chosen, or with a free one."""
+        if role is Role.REGULAR:
+            return [worker for worker in free if self.pairs.serves(Pair(None, worker))]
+        if role is Role.PREFILL:
+            return [worker for worker in free if self.pairs.could_serve([worker], lists[Role.DECODE])]
+        return [worker for worker in free if self.pairs.serves(Pair(chosen[Role.PREFILL], worker))]
 
     def _choose(self, role: Role, workers: list[Worker], request: Request) -> Worker:
         now, max_age_s = self.now(), STALE_LOADS * self._config.health.load_interval_s

@@ -33,12 +33,14 @@ from pdserve.router.observe import Observer
 from pdserve.router.openapi import PATH as OPENAPI_PATH
 from pdserve.router.openapi import OpenApi
 from pdserve.router.page_files import PageFiles
-from pdserve.router.relay import relay
+from pdserve.router.relay import refusal, relay
 from pdserve.router.role_switch import PATH as ROLE_SWITCH_PATH
 from pdserve.router.role_switch import RoleSwitch
 from pdserve.router.rooms import GENERATING
 from pdserve.router.tracing import CallTrace
+from pdserve.router.tries import SHUTTING_DOWN, WRITE_S, Drain
 from pdserve.router.upstream import Live, Whole, forwarded_headers, make_session
+from pdserve.router.watchdog import Watchdog
 from pdserve.router.workers import Registry, Worker
 from pdserve.router.workers_api import WorkersApi
 
@@ -84,7 +86,13 @@ class RouterApp:
         self.admission = Admission(config, self.registry, self.metrics, rng)
         with_loads = any(policy.uses_load for policy in self.admission.policies.values())
         self.health = HealthMonitor(config, self.registry, session, self.admission.wake, with_loads=with_loads)
-        self._dispatcher = Dispatcher(config, self.registry, self.admission, self.health, session, self.metrics, rng)
+        self._drain = Drain()
+        self._dispatcher = Dispatcher(
+            config, self.registry, self.admission, self.health, session, self.metrics, rng, self._drain
+        )
+        self.watchdog = Watchdog(
+            config, self.registry, self.admission.pairs, session, self.metrics, self._drain, rng, self.admission.wake
+        )
         self._fleet = Fleet(config, self.registry, self.health, session)
         self._workers_api = WorkersApi(config, self.registry, self.admission.wake, self.admission.now)
         self._role_switch = RoleSwitch(
@@ -106,12 +114,14 @@ class RouterApp:
         self.registry.on_added.append(self.health.watch)
         self.registry.on_forgotten.append(self._forget)
         self._ticker = asyncio.create_task(self._tick())
+        self.watchdog.start()
 
     async def close(self) -> None:
         """End all background tasks."""
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
+        await self.watchdog.close()
         await self._observer.close()
         await self._engine_metrics.close()
         await self.health.close()
@@ -121,14 +131,40 @@ class RouterApp:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST of the generating paths."""
         begun = self.admission.now()
+        if self._drain.closed:
+            return self._refuse(request)
         try:
-            response = await self._traced(request, begun)
+            with self._drain.call():
+                response = await self._traced(request, begun)
         except (asyncio.CancelledError, ConnectionError):
             self.metrics.disconnects.inc()
             self.metrics.requests.labels(request.path, CLIENT_GONE).inc()
             raise
         self.metrics.requests.labels(request.path, str(response.status)).inc()
         self.metrics.request_seconds.labels(request.path).observe(self.admission.now() - begun)
+        return response
+
+    async def drain(self, timeout_s: float, hurry: asyncio.Event) -> None:
+        """Refuse what comes and what waits in the queue; what runs has `timeout_s` seconds, or until `hurry` is set.
+
+        What then still runs ends with an error. The application serves until its runner ends it.
+        """
+        self._drain.close()
+        self.admission.refuse_waiting(SHUTTING_DOWN)
+        told = asyncio.create_task(hurry.wait())
+        empty = asyncio.create_task(self._drain.empty(timeout_s))
+        await asyncio.wait({told, empty}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        empty.cancel()
+        self._drain.cut()
+        self.admission.refuse_waiting(SHUTTING_DOWN)
+        await self._drain.empty(WRITE_S)
+
+    def _refuse(self, request: web.Request) -> web.Response:
+        response = refusal(SHUTTING_DOWN)
+        response.force_close()
+        self.metrics.requests.labels(request.path, str(response.status)).inc()
+        self.metrics.refused.labels(SHUTTING_DOWN.reason).inc()
         return response
 
     async def _traced(self, request: web.Request, begun: float) -> web.StreamResponse:
@@ -179,7 +215,9 @@ class RouterApp:
         return await self._fleet.fan_out(request)
 
     async def ready(self, request: web.Request) -> web.Response:
-        """200 while a request could be served: at least one worker of each role is alive and not drained."""
+        """200 while a request could be served: a worker of each role is alive, not drained, and their pair serves."""
+        if self._drain.closed:
+            return refusal(SHUTTING_DOWN)
         if not self.admission.could_serve():
             return error_response(503, "no healthy pair of workers", "no_worker", RETRY_AFTER)
         return json_response({"status": "ok"})
@@ -195,6 +233,7 @@ class RouterApp:
     async def show_metrics(self, request: web.Request) -> web.Response:
         """Prometheus text."""
         self.metrics.show(self.registry.workers, self.admission.num_waiting, self.admission.now())
+        self.metrics.show_pairs(self.admission.pairs)
         return web.Response(body=self.metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     def routes(self) -> list[web.RouteDef]:
@@ -238,6 +277,9 @@ class RouterApp:
             await asyncio.sleep(TICK_S)
 
 
+ROUTER = web.AppKey("router", RouterApp)
+
+
 def make_app(config: RouterConfig) -> web.Application:
     """The aiohttp application; workers are watched from its start-up to its clean-up."""
     app = web.Application(client_max_size=config.max_request_bytes)
@@ -245,6 +287,7 @@ def make_app(config: RouterConfig) -> web.Application:
     session = make_session(config)
     router = RouterApp(config, session)
     app.add_routes(router.routes())
+    app[ROUTER] = router
 
     async def run(_: web.Application) -> AsyncIterator[None]:
         await router.start()

@@ -67,7 +67,7 @@ class HealthConfig:
     """How workers are watched; times in seconds."""
 
     interval_s: float = 2.0
-    timeout_s: float = 5.0
+    timeout_s: float = 2.0
     failure_threshold: int = 3
     """Checks in a row that may time out before a worker counts as dead; one refused connection is enough."""
     success_threshold: int = 1
@@ -77,6 +77,15 @@ class HealthConfig:
     """Without checks a worker counts as alive until a connection to it is refused, and again a second later."""
     load_interval_s: float = 1.0
     """How often workers are asked for their load, where a policy goes by it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbeConfig:
+    """How pairs are probed; see `watchdog`. Times in seconds."""
+
+    interval_s: float = 3.0
+    timeout_s: float = 4.0
+    enabled: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,6 +164,7 @@ class RouterConfig:
     shutdown_timeout_s: float = 5.0
     policies: PolicyConfig = PolicyConfig()
     health: HealthConfig = HealthConfig()
+    probes: ProbeConfig = ProbeConfig()
     retry: RetryConfig = RetryConfig()
     breaker: BreakerConfig = BreakerConfig()
     limits: LimitConfig = LimitConfig()
@@ -196,6 +206,8 @@ def _check_numbers(config: RouterConfig) -> None:
         "--health-check-interval-secs": health.interval_s,
         "--health-check-timeout-secs": health.timeout_s,
         "--load-check-interval-secs": health.load_interval_s,
+        "--pair-probe-interval-secs": config.probes.interval_s,
+        "--pair-probe-timeout-secs": config.probes.timeout_s,
         "--connect-timeout": config.connect_timeout_s,
         "--request-timeout-secs": config.request_timeout_s,
         "--cb-window-duration-secs": breaker.window_s,

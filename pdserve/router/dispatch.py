@@ -3,6 +3,7 @@
     try 1..max_tries:  places at a pair (maybe after a wait in the queue), a new room
                        prefill POST ----- read whole ----->|
                        decode  POST ----- first bytes ---->| judge: decode answered -> relay; one failed -> cancel both
+                       a worker found dead, the router's end ------> as a failure (`tries`)
     after the first byte nothing is tried again, nor when the last worker that was left says when to come back
 
 A pair is one thing: whatever ends a try (a failed half, the client's disconnect, the deadline) closes both
@@ -34,6 +35,7 @@ from pdserve.router.policies import Request
 from pdserve.router.prompt import prompt_of
 from pdserve.router.rooms import with_rooms
 from pdserve.router.tracing import CallTrace, half_of
+from pdserve.router.tries import SHUTTING_DOWN, Drain, Try
 from pdserve.router.upstream import Broken, Live, Whole, describe, open_live, own_headers, read_whole
 from pdserve.router.verdict import blames, failed, judge, retryable, told_to_wait
 from pdserve.router.workers import Pair, Registry, Worker
@@ -75,7 +77,9 @@ class Dispatcher:
         session: aiohttp.ClientSession,
         metrics: RouterMetrics,
         rng: random.Random,
+        drain: Drain,
     ) -> None:
+        self._drain = drain
         self._config = config
         self._registry = registry
         self._admission = admission
@@ -99,10 +103,11 @@ class Dispatcher:
                 break
             if attempt > 1:
                 self._metrics.retries.inc()
-            async with self._attempt(entered, call) as tried:
-                if not retryable(tried):
-                    yield tried
-                    return
+            with Try(entered.pair, self._drain) as this:
+                async with self._attempt(entered, call, this) as tried:
+                    if isinstance(tried, Refused) or not retryable(tried):
+                        yield tried
+                        return
             outcome = tried
             avoid.add(tried.worker)
             if isinstance(tried, Whole) and ROLE_HEADER in tried.headers:
@@ -110,6 +115,9 @@ class Dispatcher:
             if told_to_wait(tried) and not set(self._registry.usable(tried.worker.spec.role)) - avoid:
                 break
             await self._after_failure(tried, attempt)
+            if self._drain.is_cut:
+                outcome = SHUTTING_DOWN
+                break
         assert outcome is not None, "there is at least one try"
         if isinstance(outcome, Refused):
             self._metrics.refused.labels(outcome.reason).inc()
@@ -123,22 +131,26 @@ class Dispatcher:
         )
 
     @contextlib.asynccontextmanager
-    async def _attempt(self, places: Places, call: Call) -> AsyncIterator[Live | Whole | Broken]:
+    async def _attempt(self, places: Places, call: Call, this: Try) -> AsyncIterator[Live | Whole | Broken | Refused]:
         """One try. On leaving, both connections are closed and both places given back."""
         prefill: asyncio.Task[Whole | Broken] | None = None
         decode: asyncio.Task[Live | Whole | Broken] | None = None
-        outcome: Live | Whole | Broken | None = None
+        outcome: Live | Whole | Broken | Refused | None = None
         try:
             data = self._body_for(call, places.pair)
             decode = asyncio.create_task(self._decode_half(places.pair.decode, call, data))
             if places.prefill is not None:
                 prefill = asyncio.create_task(self._prefill_half(places, call, data))
-            outcome = await self._wait(prefill, decode)
+            outcome = await self._wait(prefill, decode, this)
             self._note(places, outcome)
             if prefill is not None and isinstance(outcome, Live) and wants_prompt_logprobs(call.path, call.body):
-                outcome = await _with_prompt_logprobs(outcome, prefill)
+                halves: list[asyncio.Future[Any]] = [prefill, this.ended]
+                await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+                outcome = await _with_prompt_logprobs(outcome, prefill) if prefill.done() else this.ended.result()
                 if failed(outcome):
                     self._note(places, outcome)
+            if isinstance(outcome, Live):
+                this.answers(outcome)
             yield outcome
             if prefill is not None and not failed(outcome):
                 await asyncio.wait({prefill}, timeout=PREFILL_GRACE_S)
@@ -162,8 +174,9 @@ class Dispatcher:
         self,
         prefill: asyncio.Task[Whole | Broken] | None,
         decode: asyncio.Task[Live | Whole | Broken],
-    ) -> Live | Whole | Broken:
-        """Until decode has answered or either half has failed."""
+        this: Try,
+    ) -> Live | Whole | Broken | Refused:
+        """Until decode has answered, either half has failed, or the try is ended from outside."""
         while True:
             pending = [half for half in (prefill, decode) if half is not None and not half.done()]
             verdict = judge(
@@ -172,8 +185,11 @@ class Dispatcher:
             )
             if verdict is not None:
                 return verdict
+            if this.ended.done():
+                return this.ended.result()
             assert pending, "a decode that is done is an answer or a failure"
-            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            waits_for: list[asyncio.Future[Any]] = [*pending, this.ended]
+            await asyncio.wait(waits_for, return_when=asyncio.FIRST_COMPLETED)
 
     async def _prefill_half(self, places: Places, call: Call, data: bytes) -> Whole | Broken:
         """Prefill's place is free again as soon as it has answered, and its breaker knows how that went."""
@@ -186,6 +202,7 @@ class Dispatcher:
         if not failed(answer):
             place.completed()
             place.close()
+            place.worker.num_heard += 1
         return answer
 
     async def _decode_half(self, worker: Worker, call: Call, data: bytes) -> Live | Whole | Broken:
@@ -207,14 +224,16 @@ class Dispatcher:
 
     async def _after_failure(self, outcome: Live | Whole | Broken, attempt: int) -> None:
         """Before the next try: see whether a silent worker is still there, and leave a busy one some time."""
-        if isinstance(outcome, Broken):
+        if isinstance(outcome, Broken) and not outcome.lost:
             self._health.connection_broke(outcome.worker, outcome.message)
             await self._health.check(outcome.worker)
         if attempt < self._config.retry.max_tries:
             await asyncio.sleep(self._config.retry.backoff_s(attempt, self._rng))
 
-    def _note(self, places: Places, outcome: Live | Whole | Broken) -> None:
+    def _note(self, places: Places, outcome: Live | Whole | Broken | Refused) -> None:
         """Tell breaker, metrics and log what a try has come to."""
+        if isinstance(outcome, Refused):
+            return
         place = places.at(outcome.worker)
         if not isinstance(outcome, Live):
             spec = outcome.worker.spec
@@ -226,8 +245,10 @@ class Dispatcher:
             log.log(logging.INFO if ours else logging.DEBUG, "%s %s failed: %s: %s", spec.role, spec.url, kind, text)
         if blames(outcome):
             place.failed()
+            self._admission.pairs.suspect(places.pair)
         elif isinstance(outcome, Live):
             place.answered()
+            self._admission.pairs.served(places.pair, self._admission.now())
         elif not told_to_wait(outcome):
             place.completed()
 
@@ -235,7 +256,7 @@ class Dispatcher:
         self,
         places: Places,
         prefill: asyncio.Task[Whole | Broken] | None,
-        outcome: Live | Whole | Broken | None,
+        outcome: Outcome | None,
         call: Call,
     ) -> None:
         """What the end of a try says of its workers; nothing where the client left.
@@ -246,7 +267,7 @@ class Dispatcher:
         if isinstance(outcome, Live):
             if ended is not None and blames(ended) and places.prefill is not None:
                 places.prefill.failed()
-            if outcome.broke:
+            if outcome.broke and not outcome.was_ended:
                 places.decode.failed()
             elif outcome.ended:
                 places.decode.completed()

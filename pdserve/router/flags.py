@@ -14,6 +14,7 @@ from pdserve.router.config import (
     LimitConfig,
     PolicyConfig,
     PolicyName,
+    ProbeConfig,
     RetryConfig,
     Role,
     RouterConfig,
@@ -148,6 +149,13 @@ def _add_health(group: Group) -> None:
     add("--disable-health-check", action="store_true", help="take servers to be alive until a connection breaks")
     text = "how often servers are asked for their load, where a policy goes by it"
     add("--load-check-interval-secs", type=float, default=own.load_interval_s, help=text)
+    text = "how often one token is sent through pairs that serve nothing else, to see whether they would"
+    add("--pair-probe-interval-secs", type=float, default=DEFAULTS.probes.interval_s, help=text)
+    text = "how long it may take; a pair where two in a row do not come gets no requests until one does"
+    add("--pair-probe-timeout-secs", type=float, default=DEFAULTS.probes.timeout_s, help=text)
+    add(
+        "--disable-pair-probes", action="store_true", help="take a pair to serve as long as its two servers are healthy"
+    )
     text = "failures within the window, without a success between them, until a server gets no requests for a while"
     add("--cb-failure-threshold", type=int, default=breaker.failure_threshold, help=text)
     text = "probes that must succeed before it gets all again"
@@ -177,6 +185,11 @@ def config_from(args: argparse.Namespace) -> RouterConfig:
             max_backoff_s=args.retry_max_backoff_ms / 1000,
             multiplier=args.retry_backoff_multiplier,
             jitter=args.retry_jitter_factor,
+        ),
+        probes=ProbeConfig(
+            interval_s=args.pair_probe_interval_secs,
+            timeout_s=args.pair_probe_timeout_secs,
+            enabled=not args.disable_pair_probes,
         ),
         breaker=_breaker(args),
         limits=LimitConfig(

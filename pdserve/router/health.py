@@ -2,6 +2,9 @@
 
 One task for each worker, from `watch` to its removal. `dispatch` asks for a check when a connection broke.
 
+A worker that is silent is lost: what runs there ends now, since its connections never break by themselves. One that
+refuses connections, or says that it is ill, is only left out: what runs there ends as its connections do.
+
 A server may change its role while it runs. It says what it takes with each good answer to a health check, or when it
 refuses a request; a worker that does something else now is moved to where it belongs, and one that takes nothing,
 because its role is being changed, counts as dead so long.
@@ -19,7 +22,7 @@ import orjson
 
 from pdserve.base.roles import NO_ROLE, ROLE_HEADER
 from pdserve.router.config import Role, RouterConfig
-from pdserve.router.upstream import describe, own_headers
+from pdserve.router.upstream import describe, error_of, own_headers, read_at_most
 from pdserve.router.workers import LoadReport, Registry, Worker
 
 log = logging.getLogger(__name__)
@@ -27,6 +30,11 @@ log = logging.getLogger(__name__)
 RECHECK_DEAD_S = 0.5
 UNCHECKED_RETRY_S = 1.0
 INFO_PATH = "/get_server_info"
+STALLED_S = 1.0
+"""A check that ends so much after its time-out says more about this process than about the worker."""
+STUCK = "engine_stuck"
+"""The code of a server whose API process lives and whose engine does not run."""
+MAX_ERROR_BYTES = 1 << 16
 FACTS = ("served_model_name", "model_path", "disaggregation_mode", "tp_size", "dp_size", "version")
 """What is kept of it, to be shown."""
 PAIR = (Role.PREFILL, Role.DECODE)
@@ -115,28 +123,34 @@ class HealthMonitor:
     async def _monitor(self, worker: Worker) -> None:
         while True:
             await self.check(worker)
+            if worker.healthy and worker.late_checks:
+                continue  # its time-out was pause enough
             interval = self._health.interval_s if self._health.enabled else UNCHECKED_RETRY_S
             await asyncio.sleep(interval if worker.healthy else min(interval, RECHECK_DEAD_S))
 
     async def _check(self, worker: Worker) -> None:
         timeout = aiohttp.ClientTimeout(total=self._health.timeout_s)
+        begun, heard = asyncio.get_running_loop().time(), worker.bytes_heard
         try:
             status, told = await self._ask_health(worker, timeout)
             if status == 200 and not worker.healthy and told in (None, worker.spec.role.mode):
                 told = await self._learn(worker, timeout) or told
         except TimeoutError:
-            worker.late_checks += 1
-            worker.good_checks = 0
-            if worker.late_checks >= self._health.failure_threshold:
-                self._mark_dead(worker, f"no answer to {worker.late_checks} health checks")
+            stalled = asyncio.get_running_loop().time() - begun > self._health.timeout_s + STALLED_S
+            if not stalled and worker.bytes_heard == heard:
+                self._was_late(worker)
             return
         except (aiohttp.ClientError, OSError, ValueError) as error:
             worker.ended = worker.ended or _is_refused(error)
             self._mark_dead(worker, describe(error))
+            if not _is_refused(error):
+                worker.lose(f"it cannot be reached: {describe(error)}")
             return
         worker.late_checks = 0
         if status != 200:
             self._mark_dead(worker, f"{self._health.endpoint} answered {status}")
+            if told == STUCK:
+                worker.lose("its engine does not run")
             return
         if told is not None and told != worker.spec.role.mode:
             await self.said_role(worker, told)
@@ -146,14 +160,16 @@ class HealthMonitor:
             self._mark_healthy(worker)
 
     async def _ask_health(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> tuple[int, str | None]:
-        """The status of its health, and what it takes if it says so; without health checks 200, if a dead one answers
-        anything at all.
+        """The status of its health, and what it takes if it says so, or the code of its error; without health checks
+        200, if a dead one answers anything at all.
         """
         if not self._health.enabled and worker.healthy:
             return 200, None
         url = worker.spec.url + (self._health.endpoint if self._health.enabled else INFO_PATH)
         async with self._session.get(url, timeout=timeout, headers=self._headers(worker)) as response:
-            return response.status if self._health.enabled else 200, response.headers.get(ROLE_HEADER)
+            if response.status == 200 or not self._health.enabled:
+                return 200, response.headers.get(ROLE_HEADER)
+            return response.status, error_of(await read_at_most(response, MAX_ERROR_BYTES))[0]
 
     async def _learn(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> str | None:
         """What the worker says of itself; asked anew each time it comes back: after a restart it may be another.
@@ -210,6 +226,15 @@ class HealthMonitor:
 
     def _headers(self, worker: Worker) -> dict[str, str]:
         return own_headers(worker, self._config.access.key_for_workers)
+
+    def _was_late(self, worker: Worker) -> None:
+        """It has not answered a check in time, nor sent anything else meanwhile."""
+        worker.late_checks += 1
+        worker.good_checks = 0
+        if worker.late_checks >= self._health.failure_threshold:
+            reason = f"no answer to {worker.late_checks} health checks"
+            self._mark_dead(worker, reason)
+            worker.lose(reason)
 
     def _mark_healthy(self, worker: Worker) -> None:
         worker.last_error = None

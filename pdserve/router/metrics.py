@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from pdserve.router.pairs import Pairs
 from pdserve.router.workers import Worker
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -67,6 +68,15 @@ class RouterMetrics:
             ["role", "worker"],
             registry=registry,
         )
+        self.pair_up = Gauge(
+            "pdserve_router_pair_up",
+            "0 while no token comes through a pair of workers that are well",
+            ["prefill", "decode"],
+            registry=registry,
+        )
+        self.probes = Counter(
+            "pdserve_router_pair_probes", "Probes of pairs: ok, failed, no_news", ["result"], registry=registry
+        )
         self.breaker = Gauge(
             "pdserve_router_worker_breaker",
             "A worker's circuit breaker: 0 closed, 1 half open, 2 open",
@@ -83,6 +93,13 @@ class RouterMetrics:
             self.worker_up.labels(*labels).set(worker.healthy)
             self.draining.labels(*labels).set(worker.draining)
             self.breaker.labels(*labels).set({"closed": 0, "half_open": 1, "open": 2}[worker.breaker.state(now)])
+
+    def show_pairs(self, pairs: Pairs) -> None:
+        """Bring the pairs' gauges up to date; those of workers that are gone go with them."""
+        self.pair_up.clear()
+        for pair, state in pairs:
+            prefill = "" if pair.prefill is None else pair.prefill.spec.url
+            self.pair_up.labels(prefill, pair.decode.spec.url).set(not state.down)
 
     def sent_to(self, worker: Worker) -> None:
         """Count a request that goes to `worker`."""

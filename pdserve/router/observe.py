@@ -136,6 +136,7 @@ class Observer:
                 describe(worker, now) | {"observed": self._observed(worker, sights[worker], answers.get(worker), now)}
                 for worker in workers
             ],
+            "pairs": self._admission.pairs.shown(now),
             "edges": join_edges(answers.values(), owners),
             "requests": join_requests((one.spec.role, one.spec.url, answer) for one, answer in answers.items()),
         }

@@ -10,7 +10,7 @@ from aiohttp import web
 from pdserve.router.admission import Refused
 from pdserve.router.dispatch import Outcome
 from pdserve.router.errors_http import RETRY_AFTER, error_body, error_response
-from pdserve.router.upstream import Broken, Live, Whole, describe
+from pdserve.router.upstream import WORKER_FAILED, Broken, EndedError, Live, Whole, describe
 
 
 async def relay(request: web.Request, outcome: Outcome, deadline: float) -> web.StreamResponse:
@@ -39,7 +39,7 @@ async def _relay_live(request: web.Request, live: Live, deadline: float) -> web.
     response = web.StreamResponse(status=live.response.status, headers=live.headers)
     await response.prepare(request)
     tail = b""
-    chunk: bytes | str = live.first
+    chunk: bytes | EndedError = live.first
     while isinstance(chunk, bytes) and chunk:
         if live.change is not None:
             chunk = live.change(chunk, False)
@@ -47,7 +47,7 @@ async def _relay_live(request: web.Request, live: Live, deadline: float) -> web.
             return response
         tail = (tail + chunk)[-2:]
         chunk = await _next_chunk(live, deadline)
-    if isinstance(chunk, str):
+    if isinstance(chunk, EndedError):
         await _end_broken(request, response, tail, chunk)
     else:
         if live.change is not None:
@@ -68,22 +68,24 @@ async def _write(request: web.Request, response: web.StreamResponse, chunk: byte
     return True
 
 
-async def _next_chunk(live: Live, deadline: float) -> bytes | str:
-    """The next bytes, empty at the end; a text where they will not come."""
+async def _next_chunk(live: Live, deadline: float) -> bytes | EndedError:
+    """The next bytes, empty at the end; an error where they will not come."""
     try:
         async with asyncio.timeout_at(deadline):
             return await live.response.content.readany()
     except TimeoutError:
-        return "the request took longer than the router's --request-timeout"
+        return EndedError("the request took longer than the router's --request-timeout", 502, WORKER_FAILED)
+    except EndedError as error:
+        return error
     except (aiohttp.ClientError, OSError) as error:
-        return f"the decode worker's answer ended early: {describe(error)}"
+        return EndedError(f"the decode worker's answer ended early: {describe(error)}", 502, WORKER_FAILED)
 
 
-async def _end_broken(request: web.Request, response: web.StreamResponse, tail: bytes, message: str) -> None:
+async def _end_broken(request: web.Request, response: web.StreamResponse, tail: bytes, why: EndedError) -> None:
     """End an answer that cannot be completed: an error event in a stream, a cut connection otherwise."""
     if response.content_type == "text/event-stream" and response.content_length is None:
         gap = b"" if tail.endswith(b"\n\n") else b"\n\n"
-        await response.write(gap + b"data: " + error_body(502, message, "worker_failed") + b"\n\n")
+        await response.write(gap + b"data: " + error_body(why.status, why.message, why.code) + b"\n\n")
         await response.write_eof()
     elif request.transport is not None:
         request.transport.close()

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 
 import aiohttp
+import orjson
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from pdserve.router.config import RouterConfig
@@ -40,6 +41,9 @@ FORWARDED_FOR = "X-Forwarded-For"
 KEEPALIVE_S = 2.0
 """Shorter than the 5 s after which uvicorn closes an idle connection: a reused one must not be closing already."""
 
+WORKER_FAILED = "worker_failed"
+"""The code of streams that a worker began and did not end."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
@@ -70,6 +74,11 @@ class Live:
         return self.response.content.exception() is not None
 
     @property
+    def was_ended(self) -> bool:
+        """Whether the router itself ended it, for its worker is dead or the router ends."""
+        return isinstance(self.response.content.exception(), EndedError)
+
+    @property
     def ended(self) -> bool:
         """Whether the answer was read to its end."""
         return self.response.content.at_eof() and not self.broke
@@ -81,6 +90,18 @@ class Broken:
 
     worker: Worker
     message: str
+    lost: bool = False
+    """Health checks found the worker dead: they know that already, and its circuit breaker need not."""
+
+
+class EndedError(aiohttp.ClientError):
+    """The router itself ends an answer before its end; `status` and `code` are for the client."""
+
+    def __init__(self, message: str, status: int, code: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.code = code
 
 
 def make_session(config: RouterConfig) -> aiohttp.ClientSession:
@@ -169,6 +190,19 @@ async def read_at_most(response: aiohttp.ClientResponse, max_bytes: int) -> byte
         if len(read) > max_bytes:
             raise aiohttp.ClientPayloadError(f"more than {max_bytes} bytes")
     return bytes(read)
+
+
+def error_of(raw: bytes) -> tuple[str | None, str]:
+    """Code and message of an error in OpenAI's form; None and an empty text where it is none."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return None, ""
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict):
+        return None, ""
+    code = error.get("code")
+    return code if isinstance(code, str) else None, str(error.get("message", ""))
 
 
 def describe(error: BaseException) -> str:

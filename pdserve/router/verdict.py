@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdserve.router.admission import Refused
 from pdserve.router.upstream import Broken, Live, Whole
 
 RETRYABLE_STATUSES = frozenset({502, 503})
@@ -20,9 +21,9 @@ def judge(prefill: Whole | Broken | None, decode: Live | Whole | Broken | None) 
     return failures[0] if failures else None
 
 
-def failed(half: Live | Whole | Broken | None) -> bool:
+def failed(half: Live | Whole | Broken | Refused | None) -> bool:
     """Whether one half ended without a good answer."""
-    return isinstance(half, Broken) or (isinstance(half, Whole) and half.status >= 400)
+    return isinstance(half, Broken | Refused) or (isinstance(half, Whole) and half.status >= 400)
 
 
 def retryable(outcome: Live | Whole | Broken) -> bool:
@@ -34,7 +35,7 @@ def blames(outcome: Live | Whole | Broken) -> bool:
     """Whether an outcome speaks against its worker: not where it is the client's fault, nor where it is only full."""
     if isinstance(outcome, Whole):
         return outcome.status >= 500 and not told_to_wait(outcome)
-    return isinstance(outcome, Broken)
+    return isinstance(outcome, Broken) and not outcome.lost
 
 
 def told_to_wait(outcome: Live | Whole | Broken) -> bool:

@@ -3,6 +3,7 @@
     Registry    which workers there are, whether they are drained, leaving or forgotten
     health      healthy, late_checks, good_checks, last_error, bootstrap_port, facts, report
     admission   inflight, breaker
+    dispatch    tries, num_heard (through `Try`)
 
 `workers_api` adds and removes workers while the router runs:
 
@@ -17,6 +18,7 @@ import dataclasses
 import logging
 import uuid
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from pdserve.router.breaker import Breaker
 from pdserve.router.config import BreakerConfig, Role, WorkerSpec
@@ -38,6 +40,16 @@ class LoadReport:
     tokens: int
     inflight_then: int
     at_s: float
+
+
+class LosesWorker(Protocol):
+    """A try under way at a worker."""
+
+    def lost(self, worker: Worker, reason: str) -> None:
+        """The worker does not answer any more: end the try."""
+
+    def num_bytes(self, worker: Worker) -> int:
+        """What the worker has written of its answer so far."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -62,6 +74,20 @@ class Worker:
     last_error: str | None = "not checked yet"
     ended: bool = False
     """Nobody listened there at some time since it was well last: that process has ended."""
+    tries: set[LosesWorker] = dataclasses.field(default_factory=set)
+    """Tries that wait for it, or whose answer it still writes."""
+    num_heard: int = 0
+    """What it has written in tries that have ended, in bytes."""
+
+    @property
+    def bytes_heard(self) -> int:
+        """What it has written in all tries: a worker that still writes is alive, however late a health check is."""
+        return self.num_heard + sum(one.num_bytes(self) for one in self.tries)
+
+    def lose(self, reason: str) -> None:
+        """It is silent: end every try there. Where a process has ended its connections break by themselves."""
+        for one in list(self.tries):
+            one.lost(self, reason)
 
     @property
     def usable(self) -> bool:

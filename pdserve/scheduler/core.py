@@ -191,7 +191,7 @@ class Core:
 
     def cache(self, req: Req, *, ending: bool = False) -> None:
         """What is computed may serve others that begin alike. `ending`: the request lets go of it next."""
-        if req.lease is not None and req.cacheable:
+        if req.lease is not None and req.cacheable and not req.spec.probe:
             self.memory.cache(req.lease, req.packed(req.computed), req.spec.priority, ending=ending)
 
     def unseat(self, req: Req) -> None:

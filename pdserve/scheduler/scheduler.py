@@ -238,6 +238,8 @@ class Scheduler:
             audit=self._found,
             failures=dict(self.core.failures),
             peers=[] if self.kv is None else self.kv.peer_loads(),
+            oldest_orphan_s=0.0 if self.kv is None else self.kv.oldest_orphan_s(),
+            probes={req.rid: self.role.waits_for(req) for req in self.role.live.values() if req.spec.probe},
         )
 
     def _handle(self, event: Event) -> None:

@@ -27,6 +27,7 @@ from pdserve.server.json_http import json_response
 from pdserve.server.native import generate
 from pdserve.server.openai_chat import chat_completions
 from pdserve.server.openai_completions import completions
+from pdserve.server.pair_probe import PairProbes
 from pdserve.server.responses.endpoint import responses
 from pdserve.server.responses.schemas import ResponsesBody
 from pdserve.server.role_switch import RoleChanger, pd_role_switch
@@ -37,6 +38,7 @@ from pdserve.server.schemas import (
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
+    PairProbeBody,
     PauseBody,
     PeerBody,
     ProfileBody,
@@ -63,6 +65,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/start_profile": ProfileBody,
     "/stop_profile": CommandBody,
     "/pd_role_switch": RoleSwitchBody,
+    "/health_pair": PairProbeBody,
 }
 """By path, what the JSON of a POST must be: for the OpenAPI document."""
 OPTIONAL_BODIES = frozenset({"/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"})
@@ -174,6 +177,8 @@ def _add_generation(app: FastAPI, context: ServerContext) -> None:
 
 
 def _add_health_and_facts(app: FastAPI, context: ServerContext, door: Door) -> None:
+    pair_probes = PairProbes(context)
+
     @app.get("/health", response_model=None)
     async def get_health() -> Response:
         return await health.health(context, door)
@@ -186,6 +191,10 @@ def _add_health_and_facts(app: FastAPI, context: ServerContext, door: Door) -> N
     @app.get("/health_generate", response_model=None)
     async def get_health_generate(request: Request) -> Response:
         return await health.health_generate(context, request)
+
+    @app.post("/health_pair", response_model=None)
+    async def post_health_pair(request: Request) -> Response:
+        return await pair_probes.post(request)
 
     @app.get("/model_info", response_model=None)
     @app.get("/get_model_info", response_model=None)

@@ -3,7 +3,7 @@
     open ── close(why) ──> closed: 503 for whoever comes; those inside go on ──> empty
 
 One for each role that a server has in its life; put around the application by `app`, closed by `host` when the role
-changes. Event loop only.
+changes, and for good when the server ends. Event loop only.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Door:
     def __init__(self, role: DisaggMode) -> None:
         self._role = role
         self._why: RequestError | None = None
+        self._for_good = False
         self._num_inside = 0
         self._left = asyncio.Event()
 
@@ -40,9 +41,15 @@ class Door:
         """Calls that have come in and whose answers have not ended."""
         return self._num_inside
 
-    def close(self, why: RequestError) -> None:
-        """Refuse whoever comes from now on."""
+    def close(self, why: RequestError, *, for_good: bool = False) -> None:
+        """Refuse whoever comes from now on; `for_good` when the server ends, which routers learn from `/health`."""
         self._why = why
+        self._for_good = for_good
+
+    def require_staying(self) -> None:
+        """Raise what new calls are refused with, if the server ends."""
+        if self._for_good:
+            self.require_open()
 
     def require_open(self) -> None:
         """Raise what new calls are refused with, if they are."""

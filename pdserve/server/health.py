@@ -1,6 +1,7 @@
 """Health that does not lie: is the process alive, can it take requests, does a token come out. Routes in `app`.
 
-    /health            the engine has started, its schedulers run, no step is stuck         liveness, routers' checks
+    /health            the engine has started, its schedulers run, no step is stuck, and
+                       the server was not told to end                                       liveness, routers' checks
     /ready             that; prefill is in its bootstrap server, a partner answers, and
                        the role is not being changed                                        readiness
     /health_generate   that of /health, and a token comes through scheduler and device      start-up, deep checks
@@ -42,17 +43,18 @@ PARTNER_MEMORY_S = 60.0
 
 
 async def health(context: ServerContext, door: Door) -> Response:
-    """200 while the server lives, 503 while the engine starts, when it is gone, silent or stuck.
+    """200 while the server lives; 503 as the engine starts, when it is gone, silent or stuck, and as the server ends.
 
     A header says in which role new requests are taken.
     """
-    await _require_alive(context)
+    door.require_staying()
+    await require_alive(context)
     return json_response({"status": "ok"}, headers={ROLE_HEADER: door.takes})
 
 
 async def ready(context: ServerContext, door: Door) -> Response:
     """200 when requests can be taken and will find their partner; see the file's docstring."""
-    await _require_alive(context)
+    await require_alive(context)
     door.require_open()
     if not context.registered():
         raise RequestError("not in the bootstrap server yet", status=503, code="not_registered", retry_after_s=1)
@@ -81,7 +83,7 @@ async def health_generate(context: ServerContext, request: Request) -> Response:
 
     Probes the engine, not the partner of a pair.
     """
-    vitals = await _require_alive(context)
+    vitals = await require_alive(context)
     _require_going(context)
     probes = _probes(context)
     generation = await context.client.submit(probes, [probe.rid for probe in probes])
@@ -90,14 +92,14 @@ async def health_generate(context: ServerContext, request: Request) -> Response:
             work = asyncio.wait_for(collect(generation, len(probes)), PROBE_TIMEOUT_S)
             updates = await until_disconnect(request, work)
         except TimeoutError as error:
-            now = await _require_alive(context)
+            now = await require_alive(context)
             _require_going(context)
             if _all_busy(vitals, now):
                 return json_response({"status": "busy"})
             message = f"no token came within {PROBE_TIMEOUT_S} s"
             raise RequestError(message, status=503, code="engine_busy") from error
         except RequestError as error:
-            if error.code == "queue_full" and _all_busy(vitals, await _require_alive(context)):
+            if error.code == "queue_full" and _all_busy(vitals, await require_alive(context)):
                 return json_response({"status": "busy"})
             message = f"the probe failed: {error.message}"
             raise RequestError(message, status=503, code=error.code, retry_after_s=error.retry_after_s) from error
@@ -138,7 +140,7 @@ def _all_busy(before: Sequence[Vitals], now: Sequence[Vitals]) -> bool:
     return all(new.num_turns > old.num_turns or new.turn_s is not None for old, new in zip(before, now, strict=True))
 
 
-async def _require_alive(context: ServerContext) -> list[Vitals]:
+async def require_alive(context: ServerContext) -> list[Vitals]:
     """What is known of all schedulers.
 
     Raises:

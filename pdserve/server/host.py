@@ -24,6 +24,10 @@ from pdserve.server.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+SHUTTING_DOWN = RequestError(
+    "this server is shutting down; send the request again", status=503, code="server_shutting_down", retry_after_s=1
+)
+
 OtherRole = Callable[[DisaggMode], Backend]
 """From a role to what would stand behind the server in it, checked but not started; any thread. ConfigError: it cannot
 have this role."""
@@ -59,6 +63,16 @@ class Host:
         await self._life.open()
         self._keep(asyncio.create_task(self._guard(self._life)))
         self._keep(asyncio.create_task(self._announce_first()))
+
+    async def drain(self, timeout_s: float) -> None:
+        """The server ends: refuse what comes, and let what runs end. After `timeout_s` the rest ends with an error."""
+        self._closing = True
+        if self._changing is None:
+            await self._life.drain(SHUTTING_DOWN, timeout_s, for_good=True)
+
+    def cut(self) -> None:
+        """End what runs with the error that it would end with after the grace time."""
+        self._life.client.cut(SHUTTING_DOWN)
 
     async def close(self) -> int:
         """End the present role; returns the exit status: 0, or 1 without an engine."""

@@ -121,16 +121,20 @@ class Life:
                 break
             await asyncio.sleep(ENGINE_WATCH_S)
 
-    async def drain(self, why: RequestError, timeout_s: float) -> None:
-        """Take nothing new, let what runs end, and after `timeout_s` end the rest with `why`."""
+    async def drain(self, why: RequestError, timeout_s: float, *, for_good: bool = False) -> None:
+        """Take nothing new, let what runs end, and after `timeout_s` end the rest with `why`.
+
+        `for_good`: the server ends, and an idle one at once.
+        """
         begun_s = time.monotonic()
-        self.door.close(why)
+        self.door.close(why, for_good=for_good)
+        lingers = self.backend.role != "null" and (self.door.num_inside > 0 or not for_good)
         if not await self.door.empty(timeout_s):
             log.warning("%d requests have not ended within %g s and are cut", self.door.num_inside, timeout_s)
             self.client.cut(why)
             await self.door.empty(CUT_S)
         ended_s = time.monotonic()
-        if self.backend.role != "null":
+        if lingers:
             await asyncio.sleep(max(0.0, begun_s + LINGER_S - ended_s))
         while (held := await self._held()) and time.monotonic() < ended_s + QUIET_S:
             await asyncio.sleep(POLL_S)

@@ -1,5 +1,8 @@
 """Runs the API process: uvicorn around the applications of `host`, signals, an orderly end.
 
+    first signal ──> not ready, new requests are refused ── all have ended, or time is up ──> the port closes ──> end
+    second signal ── what runs ends with an error ──────────────────────────────────────────────────────────────> end
+
 Called by `launch_server` in the main process, with an engine that it has started.
 """
 
@@ -23,8 +26,8 @@ from pdserve.server.life import Backend, tell_nobody
 from pdserve.server.tls import server_tls
 from pdserve.server.tokenizer import Tokenizer, load_tokenizer
 
-GRACE_S = 5
-"""How long running requests may go on after the first signal; the second ends at once."""
+OTHERS_S = 2
+"""How long calls that generate nothing may go on when all that do have ended."""
 
 
 class _Server(uvicorn.Server):
@@ -58,7 +61,7 @@ def _settings(app: Host, config: ServerConfig) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES + MAX_TARGET_BYTES,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=OTHERS_S,
         timeout_keep_alive=75,
     )
     settings.load()
@@ -66,18 +69,31 @@ def _settings(app: Host, config: ServerConfig) -> uvicorn.Config:
     return settings
 
 
-def _on_signals(server: uvicorn.Server) -> None:
+def _on_signals(server: uvicorn.Server, host: Host, grace_s: float) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
+    draining: list[asyncio.Task[None]] = []
 
     def stop() -> None:
-        server.force_exit = server.should_exit
-        server.should_exit = True
+        if draining:
+            draining[0].cancel()
+            host.cut()
+            server.force_exit = server.should_exit
+            server.should_exit = True
+        else:
+            draining.append(asyncio.create_task(_drain(server, host, grace_s)))
 
     loop = asyncio.get_running_loop()
     for number in ENDING:
         loop.add_signal_handler(number, stop)
     leave_if_told()  # by one that came before
+
+
+async def _drain(server: uvicorn.Server, host: Host, grace_s: float) -> None:
+    try:
+        await host.drain(grace_s)
+    finally:
+        server.should_exit = True
 
 
 async def serve(
@@ -100,7 +116,7 @@ async def serve(
         port = listener.getsockname()[1]
         host = Host(first, tokenizer, other, port=port, leave=lambda: _leave(server))
         server = _Server(_settings(host, first.config))
-        _on_signals(server)
+        _on_signals(server, host, first.config.serving.timeout_graceful_shutdown)
         told = asyncio.create_task(_tell_listening(server, port, on_listening))
         try:
             await host.open()

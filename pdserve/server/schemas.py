@@ -272,6 +272,15 @@ class CommandBody(msgspec.Struct):
     """`POST /continue_generation`, `/stop_profile`: an object whose fields mean nothing here."""
 
 
+class PairProbeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /health_pair`: where the two halves of the probe meet, and how long it may take in seconds."""
+
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = None
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=60)] = 4.0
+
+
 class AbortBody(msgspec.Struct):
     """`POST /abort_request`."""
 

@@ -262,6 +262,10 @@ class KVManager:
             "control_unacked": self.sessions.num_unacked,
         }
 
+    def oldest_orphan_s(self) -> float:
+        """For how many seconds the oldest pages are kept that only a peer may still write into."""
+        return self.receive_side.published.oldest_orphan_s()
+
     def peer_loads(self) -> list[PeerLoad]:
         """What passes between us and each peer, for people."""
         now = self._clock.now()

@@ -37,6 +37,8 @@ class Published:
     """The time from which nothing of a write that was not notified is in flight any more; None: not known."""
     word: Done | Ended | None = None
     """The sender's last: it writes no more."""
+    orphan_at: float | None = None
+    """When it was seen first that no request has the pages any more; None: one has."""
     at_ranks: list[KVPoll] = dataclasses.field(default_factory=list)
     """Since then: whether what it wrote is there at each of our ranks; one for all where engines notify of nothing."""
 
@@ -113,6 +115,15 @@ class PublishedPages:
         """Nothing can land any more of what was published in the session with these receiving engines."""
         for entry in [entry for entry in self._entries.values() if entry.receiver == receiver]:
             self.release(entry.key)
+
+    def oldest_orphan_s(self) -> float:
+        """How many seconds pages that no request has any more are kept for a peer; 0.0 where there are none."""
+        now = self._clock.now()
+        for entry in self._entries.values():
+            if entry.orphan_at is None and not any(lease.held_by("request") for lease in entry.leases):
+                entry.orphan_at = now
+        since = [entry.orphan_at for entry in self._entries.values() if entry.orphan_at is not None]
+        return now - min(since, default=now)
 
     def tick(self) -> None:
         """Let go of pages whose last bytes have drained."""

@@ -117,12 +117,6 @@ class Receivers:
         """Sessions that have ended and whose senders may still write."""
         return sum(receiver.fence_begun_at is not None for receiver in self._receivers.values())
 
-    @property
-    def oldest_fence_s(self) -> float | None:
-        """Seconds since the oldest fence that has not ended was begun; None where there is none."""
-        begun = [it.fence_begun_at for it in self._receivers.values() if it.fence_begun_at is not None]
-        return max(0.0, self._clock.now() - min(begun)) if begun else None
-
     def _take_free(self, now: float) -> list[str]:
         free = [name for name, it in self._receivers.items() if it.free_at is not None and now >= it.free_at]
         for name in free:

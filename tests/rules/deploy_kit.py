@@ -31,7 +31,7 @@ from pdserve.launch_router import make_parser as make_router_parser
 from pdserve.protocol.channel import memory_channel_pair
 from pdserve.router.app import make_app
 from pdserve.router.config import RouterConfig
-from pdserve.server import run
+from pdserve.server import life, run
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client import EngineClient
 
@@ -198,6 +198,7 @@ async def router_paths(config: RouterConfig) -> set[str]:
     return paths
 
 
-def drain_s() -> float:
+def drain_s(config: ServerConfig) -> float:
     """How long a server may take to end: requests in flight, then its engine, told, asked and killed."""
-    return run.GRACE_S + 3 * launch_engine.STOP_S
+    ends = config.serving.timeout_graceful_shutdown + life.CUT_S + life.QUIET_S + run.OTHERS_S
+    return ends + 3 * launch_engine.STOP_S

@@ -131,7 +131,7 @@ def test_compose_says_what_a_container_may_use_and_gives_it_time_to_end() -> Non
             assert service["environment"][CONTROL_TOKEN].startswith("${PDSERVE_CONTROL_TOKEN:?")
             assert config.memory.max_total_tokens is not None, "a server sees the machine's memory, not its own limit"
             assert config.kernels.cpu_threads == service["cpus"] == int(service["environment"]["OMP_NUM_THREADS"])
-            assert grace_s > drain_s() + 10
+            assert grace_s > drain_s(config) + 10
         else:
             assert isinstance(config, RouterConfig)
             assert grace_s > config.shutdown_timeout_s
@@ -200,7 +200,7 @@ def test_units_start_again_after_a_crash_and_never_after_wrong_flags(role: str) 
     assert unit_value(role, "RestartPreventExitStatus") == str(REFUSED)
     assert unit_value(role, "KillMode") == "mixed"
     config, stop_s = unit_config(role), float(unit_value(role, "TimeoutStopSec"))
-    assert stop_s > 10 + (config.shutdown_timeout_s if isinstance(config, RouterConfig) else drain_s())
+    assert stop_s > 10 + (config.shutdown_timeout_s if isinstance(config, RouterConfig) else drain_s(config))
 
 
 def test_units_let_only_this_host_reach_a_server() -> None:

@@ -185,7 +185,7 @@ def test_nothing_is_killed_for_being_busy_or_alone(overlay: str) -> None:
 def test_the_grace_period_is_longer_than_a_drain(overlay: str) -> None:
     for pod in pods(rendered(overlay)):
         if pod.is_server:
-            most_s = drain_s()
+            most_s = drain_s(server_of(pod, overlay))
         else:
             before = pod.container["lifecycle"]["preStop"]["exec"]["command"]
             most_s = float(before[1]) + router_of(overlay).shutdown_timeout_s

@@ -13,14 +13,14 @@ const find = (name) => document.querySelector(name);
 let seenAt = null;
 
 function showHeader(picture) {
-  const { router, workers } = picture;
+  const { router, workers, pairs } = picture;
   const served = workers.map((one) => one.observed.server?.model).find(Boolean);
   const model = served ?? workers.map((one) => one.model_id).find((name) => name !== "unknown") ?? "";
   put(find("#model"), model.split("/").filter(Boolean).pop() ?? "");
   mark(find("#model"), "title", model);
   find("pd-chat").model = model || null;
   put(find("#uptime"), `v${router.version} · up ${span(router.time - router.started_at)}`);
-  const allWell = workers.every((one) => one.is_healthy && one.breaker === "closed");
+  const allWell = workers.every((one) => one.is_healthy && one.breaker === "closed") && pairs.every((one) => one.serving);
   const [state, text] = !router.serving ? ["down", "not serving"] : allWell ? ["ok", "serving"] : ["warn", "serving, degraded"];
   setStatus(state, text);
 }

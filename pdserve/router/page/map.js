@@ -63,10 +63,12 @@ class Deployment extends HTMLElement {
   }
 
   /** Called with every picture. */
-  show({ router, workers, edges }) {
+  show({ router, workers, edges, pairs }) {
     const names = new Map();
     this.healthy = new Set(workers.filter((one) => one.is_healthy).map((one) => one.url));
     this.classList.toggle("pd", router.pd);
+    this.dead = new Map(pairs.filter((one) => !one.serving).map((one) => [`${one.prefill} ${one.decode}`, one.error]));
+    const places = [];
     for (const [role, pool] of Object.entries(this.pools)) {
       const own = workers.filter((one) => one.worker_type === role);
       pool.box.hidden = router.pd === (role === "regular");
@@ -76,8 +78,13 @@ class Deployment extends HTMLElement {
       own.forEach((one, index) => names.set(one.url, `${NAMES[role]} ${index + 1}`));
       pool.nodes.show(own, (one) => one.id, () => el("pd-worker", { "data-role": role }), (node, one) => {
         this.cards.set(one.url, node);
-        node.show(one, names.get(one.url));
+        places.push([node, one]);
       });
+    }
+    for (const [node, one] of places) {
+      const own = pairs.filter((pair) => [pair.prefill, pair.decode].includes(one.url));
+      const partner = (pair) => names.get(pair.decode === one.url ? (pair.prefill ?? one.url) : pair.decode);
+      node.show(one, names.get(one.url), { all: own.length, dead: own.filter((pair) => !pair.serving).map(partner) });
     }
     this.wires.hidden = !router.pd;
     const known = byServers(edges).filter((edge) => names.has(edge.from_url) && names.has(edge.to_url));
@@ -94,7 +101,7 @@ class Deployment extends HTMLElement {
     this.more.hidden = this.edges.length <= MANY_EDGES;
     put(this.more, `the ${MANY_EDGES} busiest of ${count(this.edges.length)}`);
     const look = (node, edge) => {
-      const bad = edge.peer_state !== "ready" || !this.#alive(edge);
+      const bad = edge.peer_state !== "ready" || !this.#alive(edge) || this.dead.has(`${edge.from_url} ${edge.to_url}`);
       mark(node, "data-state", bad ? "down" : edge.in_flight > 0 || edge.gb_per_s >= 5e-7 ? "busy" : "idle");
     };
     this.labelNodes.show(this.edges, (edge) => edge.key, make, (node, edge) => {
@@ -102,13 +109,18 @@ class Deployment extends HTMLElement {
       put(node.children[0], `${names.get(edge.from_url)} → ${names.get(edge.to_url)}`);
       put(node.children[1], rate(edge.gb_per_s));
       put(node.children[2], edge.in_flight ? `${count(edge.in_flight)} in flight` : `${bytes(edge.bytes)} so far`);
-      mark(node, "title", details(edge, names));
+      mark(node, "title", this.#details(edge, names));
       node.classList.toggle("folded", !busiest.includes(edge));
     });
     this.lineNodes.show(this.edges, (edge) => edge.key, line, (node, edge) => {
       look(node, edge);
-      put(node.children[2], details(edge, names));
+      put(node.children[2], this.#details(edge, names));
     });
+  }
+
+  #details(edge, names) {
+    const why = this.dead.get(`${edge.from_url} ${edge.to_url}`);
+    return details(edge, names) + (why ? `\nno token comes through: ${why}` : "");
   }
 
   #alive(edge) {

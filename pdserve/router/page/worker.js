@@ -24,12 +24,14 @@ const OLD_S = 2.5;
 const BREAKERS = { open: "breaker open", half_open: "breaker half open" };
 
 /** The one word for a worker, and what is behind it: [state, text, why]. */
-function stateOf(worker) {
+function stateOf(worker, { dead, all }) {
   const { observed } = worker;
   const ill = observed.replicas.find((one) => one.trouble !== null || one.silent || !one.alive);
   if (!worker.is_healthy) return ["down", "down", worker.last_error];
   if (worker.breaker === "open") return ["down", BREAKERS.open, "It keeps failing requests and gets none for a while"];
+  if (dead.length && dead.length === all) return ["down", "not ready", `No token comes through with ${dead.join(", ") || "it"}`];
   if (ill) return ["warn", "in trouble", ill.trouble ?? `replica ${ill.dp_rank} is silent`];
+  if (dead.length) return ["warn", "pair not ready", `No token comes through with ${dead.join(", ")}`];
   if (worker.draining) return ["warn", "draining", "It gets no new requests"];
   if (worker.breaker === "half_open") return ["warn", BREAKERS.half_open, "A few requests try whether it works again"];
   if (observed.server?.status === "not_ready") return ["warn", "not ready", observed.server.trouble];
@@ -63,9 +65,9 @@ class Worker extends HTMLElement {
     this.pageNodes = new Keyed(this.legend);
   }
 
-  /** Called with every picture. */
-  show(worker, label) {
-    const [state, text, why] = stateOf(worker);
+  /** Called with every picture. `pairs`: how many there are `all` in all, and the partners of those that serve nothing. */
+  show(worker, label, pairs) {
+    const [state, text, why] = stateOf(worker, pairs);
     mark(this, "data-state", state);
     mark(this.badge, "data-state", state);
     put(this.badge, text);

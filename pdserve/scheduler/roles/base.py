@@ -6,6 +6,7 @@ from typing import Protocol
 
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.protocol.failure import Failure
+from pdserve.protocol.messages import WaitsFor
 from pdserve.scheduler.req import Req
 
 
@@ -61,6 +62,10 @@ class Role(Protocol):
 
     def queues(self) -> dict[str, int]:
         """Queue lengths by SGLang's names."""
+        ...
+
+    def waits_for(self, req: Req) -> WaitsFor:
+        """What a live request waits for: the other half, memory, its turn to be computed, or KV on its way."""
         ...
 
     def facts(self) -> dict[str, float]:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pdserve.errors import RequestError
 from pdserve.executor.interface import SampledToken
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import FinishReason, RequestTiming
+from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
 from pdserve.scheduler.core import Core
 from pdserve.scheduler.fits import check_fits
 from pdserve.scheduler.req import Req, finish_for_failure
@@ -106,6 +106,12 @@ class DecodeRole(GeneratingRole):
             "num_decode_prealloc_queue_reqs": len(self._prealloc),
             "num_decode_transfer_queue_reqs": len(self._transfer),
         }
+
+    def waits_for(self, req: Req) -> WaitsFor:
+        """See `Role.waits_for`."""
+        if req.rid in self._prealloc:
+            return "memory" if req in self._ready else "peer"
+        return "transfer" if req.rid in self._transfer else "compute"
 
     def _take_moves(self) -> None:
         """What has become of rooms since the last look; those in which nothing happened cost nothing."""

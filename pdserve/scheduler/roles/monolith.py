@@ -7,7 +7,7 @@ waiting -> prefilling -> running -> finished
 from __future__ import annotations
 
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import FinishReason, RequestTiming
+from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
 from pdserve.scheduler.fits import check_fits
 from pdserve.scheduler.req import Req, finish_for_failure
 from pdserve.scheduler.roles.generating_role import GeneratingRole
@@ -47,6 +47,10 @@ class MonolithRole(GeneratingRole):
             "num_running_reqs": len(prefilling.active) + len(running.reqs),
             "num_retracted_reqs": prefilling.waiting.num_resumed,
         }
+
+    def waits_for(self, req: Req) -> WaitsFor:
+        """See `Role.waits_for`."""
+        return "compute"
 
     def _headroom_tokens(self, req: Req) -> float:
         running, active = self._generating.running, self._generating.prefilling.active

@@ -17,7 +17,7 @@ from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, StepResult
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
-from pdserve.protocol.messages import FinishReason, RequestTiming
+from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
 from pdserve.scheduler.core import Core, plan_of
 from pdserve.scheduler.fits import check_fits
 from pdserve.scheduler.parts import StepInParts
@@ -159,6 +159,12 @@ class PrefillRole:
             "num_prefill_bootstrap_queue_reqs": len(self._bootstrap),
             "num_prefill_inflight_queue_reqs": len(self._inflight),
         }
+
+    def waits_for(self, req: Req) -> WaitsFor:
+        """See `Role.waits_for`."""
+        if req.rid in self._bootstrap:
+            return "peer"
+        return "transfer" if req.rid in self._inflight else "compute"
 
     def facts(self) -> dict[str, float]:
         """See `Role.facts`."""

@@ -39,12 +39,18 @@ class FakeWorker:
     paths: list[str] = dataclasses.field(default_factory=list)
     url: str = ""
     health_status: int = 200
+    health_body: dict[str, Any] | None = None
+    health_gate: asyncio.Event | None = None
     mode: str | None = None
     told_mode: str | None = None
     bootstrap_port: int | None = 7000
     reported: int | None = None
     num_health: int = 0
     num_load_asked: int = 0
+    pair: dict[str, Any] | None = None
+    pair_status: int = 200
+    on_pair: Callable[[web.Request], Awaitable[web.Response]] | None = None
+    pair_bodies: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     document: Any = None
     exported: str | None = None
     metrics_gate: asyncio.Event | None = None
@@ -67,6 +73,7 @@ class FakeWorker:
         app.router.add_get("/openapi.json", self._document)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health_generate", self._health)
+        app.router.add_post("/health_pair", self._pair)
         app.router.add_post("/{path:.*}", self._post)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self.runner.setup()
@@ -80,7 +87,19 @@ class FakeWorker:
 
     async def _health(self, request: web.Request) -> web.Response:
         self.num_health += 1
+        if self.health_gate is not None:
+            await self.health_gate.wait()
+        if self.health_body is not None:
+            return web.json_response(self.health_body, status=self.health_status)
         return web.Response(status=self.health_status, headers=None if self.mode is None else {ROLE_HEADER: self.mode})
+
+    async def _pair(self, request: web.Request) -> web.Response:
+        if self.on_pair is not None:
+            return await self.on_pair(request)
+        if self.pair is None:
+            raise web.HTTPNotFound
+        self.pair_bodies.append(await request.json())
+        return web.json_response(self.pair, status=self.pair_status)
 
     async def _info(self, request: web.Request) -> web.Response:
         told = {} if self.told_mode is None else {"disaggregation_mode": self.told_mode}
@@ -141,6 +160,8 @@ class World:
         self.workers: list[FakeWorker] = []
         self.url = ""
         self.config: RouterConfig | None = None
+        self.app: web.Application | None = None
+        """That of the newest router."""
 
     async def worker(self, name: str, *answers: Answer) -> FakeWorker:
         worker = FakeWorker(name=name, answers=list(answers) or [answer_ok])
@@ -183,6 +204,7 @@ class World:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.app = runner.app
         expected = {w.url for w in [*prefills, *decodes] if w.health_status == 200 and w.runner is not None}
         try:
             await self.until(lambda: self.healthy_urls(url, wait_key), lambda urls: urls >= expected)

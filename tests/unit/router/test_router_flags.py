@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.launch_router import config_from, make_parser
-from pdserve.router.config import Role, RouterConfig, WorkerSpec, parse_worker_url, prefill_spec
+from pdserve.router.config import ProbeConfig, Role, RouterConfig, WorkerSpec, parse_worker_url, prefill_spec
 from pdserve.router.sglang_flags import UNSUPPORTED
 
 
@@ -101,8 +101,10 @@ def test_the_flags_of_sglang_router_do_what_they_do_there() -> None:
 
 def test_switches_turn_things_off() -> None:
     argv = "--worker-urls http://a:1 --disable-retries --disable-circuit-breaker --disable-health-check"
+    argv += " --disable-pair-probes --pair-probe-interval-secs 9 --pair-probe-timeout-secs 8"
     config = config_from(make_parser().parse_args(argv.split()))
     assert (config.retry.max_tries, config.breaker.enabled, config.health.enabled) == (1, False, False)
+    assert config.probes == ProbeConfig(interval_s=9, timeout_s=8, enabled=False)
 
 
 @pytest.mark.parametrize("argv", [["--pd-disaggregation"], ["--worker-urls"]])

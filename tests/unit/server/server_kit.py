@@ -54,6 +54,7 @@ from pdserve.protocol.messages import (
     StateReply,
     StopProfile,
     TokenLogprob,
+    WaitsFor,
 )
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client import EngineClient
@@ -117,6 +118,8 @@ class ScriptedScheduler:
         self.cached: Callable[[GenerateRequest], int] = lambda request: 3
         self.tokens_per_output = 1
         self.peers: list[PeerLoad] = []
+        self.probe_waits_for: WaitsFor = "peer"
+        """What each probe that is held waits for."""
         self.timing = RequestTiming(queue_s=0.5, kv_bytes=1024, kv_pages=2)
         self.requests: list[GenerateRequest] = []
         self.aborts: list[AbortRequest] = []
@@ -188,6 +191,7 @@ class ScriptedScheduler:
             num_used_tokens=42,
             max_total_tokens=1024,
             peers=self.peers,
+            probes={rid: self.probe_waits_for for rid, one in self._held.items() if one.probe},
         )
 
     def _send(self, *outputs: RequestOutput) -> None:

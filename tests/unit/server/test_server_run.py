@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -39,7 +40,7 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(tokenizer: Tokenizer) -> AsyncIterator[Running]:
+async def running(tokenizer: Tokenizer, **serving: Any) -> AsyncIterator[Running]:
     api, low = memory_channel_pair()
     scheduler = ScriptedScheduler(low)
     scheduler.start()
@@ -48,7 +49,7 @@ async def running(tokenizer: Tokenizer) -> AsyncIterator[Running]:
     task = asyncio.create_task(
         serve(
             Backend(
-                config=make_config(),
+                config=make_config(**serving),
                 open_channel=lambda: api,
                 engine_died=lambda: None if alive[0] else "the scheduler process has ended",
                 on_ready=listening.set_result,
@@ -189,6 +190,59 @@ async def test_each_hostile_request_gets_its_status(tokenizer: Tokenizer) -> Non
             assert answer.count(b"HTTP/1.") == 1, (name, "one request has one answer")
         assert server.scheduler.requests == []
         assert (await send(port, POST + SIZED))[0] == 200, "curl sends a form's type, and programs none"
+
+
+async def test_sigterm_refuses_what_comes_and_lets_what_runs_end(tokenizer: Tokenizer, ids: Ids) -> None:
+    async with running(tokenizer, timeout_graceful_shutdown=60) as server:
+        server.scheduler.hold = True
+        server.scheduler.script = lambda request: ids("abc")
+        body = {"prompt": "x", "stream": True}
+        async with (
+            httpx.AsyncClient(base_url=server.url, timeout=20.0) as http,
+            http.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            lines = answer.aiter_lines()
+            assert (await anext(lines)).startswith("data:")
+            os.kill(os.getpid(), signal.SIGTERM)
+            refused = await http.post("/v1/completions", json={"prompt": "y"})
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+            assert refused.json()["error"]["code"] == "server_shutting_down"
+            for path in ("/health", "/ready"):
+                said = await http.get(path)
+                assert (said.status_code, said.json()["error"]["code"]) == (503, "server_shutting_down"), path
+            (request,) = server.scheduler.requests
+            server.scheduler.refuse(request, FinishReason(type="length", length=3))
+            events = [line.removeprefix("data: ") async for line in lines if line]
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+        assert await asyncio.wait_for(asyncio.shield(server.task), 15.0) == 0
+        await until(lambda: server.scheduler.shutdown)
+
+
+@pytest.mark.parametrize("by_signal", [False, True])
+async def test_what_runs_after_the_grace_time_ends_with_a_retryable_error(
+    tokenizer: Tokenizer, ids: Ids, by_signal: bool
+) -> None:
+    async with running(tokenizer, timeout_graceful_shutdown=60 if by_signal else 0) as server:
+        server.scheduler.hold = True
+        server.scheduler.script = lambda request: ids("abc") if request.stream else []
+        async with httpx.AsyncClient(base_url=server.url, timeout=20.0) as http:
+            plain = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
+            async with http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+                lines = answer.aiter_lines()
+                assert (await anext(lines)).startswith("data:")
+                await until(lambda: len(server.scheduler.requests) == 2)
+                os.kill(os.getpid(), signal.SIGTERM)
+                if by_signal:
+                    assert (await http.get("/health")).status_code == 503
+                    os.kill(os.getpid(), signal.SIGTERM)
+                events = [line.removeprefix("data: ") async for line in lines if line]
+            assert events[-1] == "[DONE]"
+            assert json.loads(events[-2])["error"]["code"] == "server_shutting_down"
+            ended = await plain
+            assert (ended.status_code, ended.json()["error"]["code"]) == (503, "server_shutting_down")
+            assert ended.headers["Retry-After"] == "1"
+        assert await asyncio.wait_for(asyncio.shield(server.task), 15.0) == 0
+        await until(lambda: server.scheduler.shutdown)
 
 
 async def test_an_http2_preface_is_refused_at_once(tokenizer: Tokenizer) -> None:

@@ -207,10 +207,15 @@ def test_a_silent_prefill_server_is_fenced_after_a_while() -> None:
     del net.sides[prefill.endpoint]
     net.pass_time(5 * HEARTBEAT_S)
     assert pair.receiver.failure is not None and pair.receiver.failure.code == "peer_silent"
+    assert decode.kv.oldest_orphan_s() == 0.0, "the request has them still"
     pair.drop_requests()
     assert decode.free == (13, 3), "it may still write"
-    net.pass_time(SessionTimes().silent_timeout_s)
+    assert decode.kv.oldest_orphan_s() == 0.0
+    net.pass_time(SessionTimes().silent_timeout_s / 2)
+    assert decode.kv.oldest_orphan_s() == SessionTimes().silent_timeout_s / 2
+    net.pass_time(SessionTimes().silent_timeout_s / 2)
     assert decode.engine.fenced and decode.free == ALL_FREE
+    assert decode.kv.oldest_orphan_s() == 0.0
     net.sides[prefill.endpoint] = prefill
     net.pass_time(10)
     assert_quiet_and_free(prefill, decode)

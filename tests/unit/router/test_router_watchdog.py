@@ -1,0 +1,220 @@
+"""Pairs that serve no request are found by probes and left out, however healthy their workers are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from pdserve.router.app import ROUTER
+from pdserve.router.config import BreakerConfig, ProbeConfig, Role, WorkerSpec
+from pdserve.router.pairs import Pairs
+from pdserve.router.watchdog import rotation
+from pdserve.router.workers import Pair, Registry
+
+Scenario = Callable[[Any], Coroutine[Any, Any, None]]
+RunWorld = Callable[[Scenario], None]
+
+COMPLETIONS = "/v1/completions"
+QUICK = ProbeConfig(interval_s=0.1, timeout_s=0.3)
+OK, BUSY = {"status": "ok"}, {"status": "busy"}
+NO_TOKEN = {"error": {"code": "no_token"}}
+
+
+async def silent(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError("never")
+
+
+def says(worker: Any, body: dict[str, Any] | None, status: int = 200) -> None:
+    """What it answers to probes from now on."""
+    worker.pair, worker.pair_status = body, status
+
+
+async def pairs(world: Any, url: str) -> dict[tuple[str, str], Any]:
+    """What `/observe` says of each pair."""
+    async with world.session.get(f"{url}/observe") as response:
+        shown = (await response.json())["pairs"]
+    return {(one["prefill"], one["decode"]): one for one in shown}
+
+
+async def readiness(world: Any, url: str) -> int:
+    async with world.session.get(f"{url}/readiness") as response:
+        return int(response.status)
+
+
+async def ask(world: Any, url: str) -> tuple[int, dict[str, Any], Any]:
+    async with world.session.post(url + COMPLETIONS, json={"prompt": "x"}) as response:
+        return response.status, await response.json(), response.headers
+
+
+def test_pair_that_serves_nothing_is_not_ready_until_a_probe_succeeds(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d")
+        says(prefill, OK)
+        says(decode, OK)
+        async with world.router([prefill], [decode], probes=QUICK) as url:
+            await world.until_true(lambda: len(decode.pair_bodies) >= 2)
+            assert await readiness(world, url) == 200
+            half, other = decode.pair_bodies[0], prefill.pair_bodies[0]
+            assert half == other and half["bootstrap_host"] == "127.0.0.1" and half["bootstrap_port"] == 7000
+            says(decode, NO_TOKEN, 503)
+            says(prefill, NO_TOKEN, 503)
+            await world.until(lambda: readiness(world, url), lambda status: status == 503)
+            status, body, headers = await ask(world, url)
+            assert (status, body["error"]["code"]) == (503, "no_pair") and headers["Retry-After"] == "1"
+            assert await world.healthy_urls(url) == {prefill.url, decode.url}
+            (shown,) = (await pairs(world, url)).values()
+            assert not shown["serving"] and "no_token" in shown["error"]
+            async with world.session.get(f"{url}/metrics") as response:
+                text = await response.text()
+            line = f'pdserve_router_pair_up{{decode="{decode.url}",prefill="{prefill.url}"}}'
+            assert f"{line} 0.0" in text
+            says(decode, OK)
+            says(prefill, OK)
+            await world.until(lambda: readiness(world, url), lambda status: status == 200)
+            assert (await ask(world, url))[0] == 200
+            async with world.session.get(f"{url}/metrics") as response:
+                assert f"{line} 1.0" in await response.text()
+
+    run_world(scenario)
+
+
+def test_only_the_broken_pair_is_left_out_and_its_requests_go_elsewhere(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefills = [await world.worker(name) for name in ("p", "p2")]
+        decodes = [await world.worker(name) for name in ("d", "d2")]
+
+        async def is_with_first(room: int, name: str) -> bool:
+            while True:
+                for prefill in prefills:
+                    if any(one["bootstrap_room"] == room for one in getattr(prefill, name)):
+                        return prefill is prefills[0]
+                await asyncio.sleep(0.005)
+
+        async def hangs_with_first(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            if await is_with_first(body["bootstrap_room"], "bodies"):
+                await asyncio.Event().wait()
+            return web.json_response({"from": worker.name})
+
+        async def probed(request: web.Request) -> web.Response:
+            """No token comes through p and d."""
+            bad = await is_with_first((await request.json())["bootstrap_room"], "pair_bodies")
+            return web.json_response(NO_TOKEN if bad else OK, status=503 if bad else 200)
+
+        for worker in (*prefills, decodes[1]):
+            says(worker, OK)
+        decodes[0].on_pair = probed
+        decodes[0].answers = [hangs_with_first]
+        async with world.router(prefills, decodes, probes=QUICK, policy="round_robin") as url:
+            asked = [asyncio.create_task(ask(world, url)) for _ in range(8)]
+            answers = await asyncio.gather(*asked)
+            assert [status for status, _, _ in answers] == [200] * 8, "those that hung were tried elsewhere"
+            shown = await pairs(world, url)
+            assert {key for key, one in shown.items() if not one["serving"]} == {(prefills[0].url, decodes[0].url)}
+            assert await readiness(world, url) == 200
+            before = len(prefills[0].bodies)
+            assert [(await ask(world, url))[0] for _ in range(8)] == [200] * 8
+            assert len(prefills[0].bodies) > before, "it serves with the other decode worker"
+            assert all("from" in body for _, body, _ in answers)
+
+    run_world(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [(BUSY, 200), (None, 200), ({"error": {"code": "engine_starting"}}, 503), ({}, 401)]
+)
+def test_busy_workers_and_those_that_cannot_be_probed_are_not_left_out(
+    run_world: RunWorld, body: dict[str, Any] | None, status: int
+) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d")
+        says(prefill, body, status)
+        says(decode, NO_TOKEN, 503)
+        async with world.router([prefill], [decode], probes=QUICK) as url:
+            asked = 4 if status == 200 and body else 1
+            await world.until_true(lambda: len(decode.pair_bodies) >= asked)
+            assert await readiness(world, url) == 200
+            assert (await ask(world, url))[0] == 200
+
+    run_world(scenario)
+
+
+def test_pair_that_serves_requests_is_not_probed(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d")
+        says(prefill, OK)
+        says(decode, OK)
+        async with world.router([prefill], [decode], probes=ProbeConfig(interval_s=1000.0)) as url:
+            await world.until_true(lambda: len(decode.pair_bodies) == 1)
+            router = world.app[ROUTER]
+            assert (await ask(world, url))[0] == 200
+            now = router.admission.now()
+            assert router.watchdog.due(now + 400) == []
+            assert len(router.watchdog.due(now + 1001)) == 1, "it has served nothing since"
+
+    run_world(scenario)
+
+
+def test_workers_that_do_both_halves_are_probed_alone(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        good, bad = await world.worker("a"), await world.worker("b")
+        says(good, OK)
+        says(bad, NO_TOKEN, 503)
+        async with world.router([], [good, bad], probes=QUICK, policy="round_robin") as url:
+            await world.until(lambda: pairs(world, url), lambda found: not found.get((None, bad.url), OK)["serving"])
+            assert "bootstrap_room" not in good.pair_bodies[0]
+            names = {(await ask(world, url))[1]["from"] for _ in range(4)}
+            assert names == {"a"} and await readiness(world, url) == 200
+
+    run_world(scenario)
+
+
+def make_pairs(count: int = 1) -> tuple[Registry, Pairs, list[Pair]]:
+    registry = Registry(BreakerConfig())
+    known = Pairs(registry)
+    prefills = [registry.add(WorkerSpec(role=Role.PREFILL, url=f"http://p{i}")) for i in range(count)]
+    decode = registry.add(WorkerSpec(role=Role.DECODE, url="http://d"))
+    return registry, known, [Pair(prefill, decode) for prefill in prefills]
+
+
+def test_a_pair_that_has_served_since_a_probe_began_has_not_failed() -> None:
+    _, known, (pair,) = make_pairs()
+    known.served(pair, 10.0)
+    assert not known.failed(pair, 9.0, "late", 11.0) and not known.failed(pair, 9.5, "late", 11.5)
+    assert known.serves(pair) and not known.any_down
+    assert not known.failed(pair, 12.0, "once", 13.0) and known.serves(pair)
+    assert known.failed(pair, 13.0, "twice", 14.0) and not known.serves(pair)
+    assert not known.failed(pair, 14.0, "again", 15.0), "that is known already"
+    assert known.served(pair, 16.0) and known.serves(pair) and not known.any_down
+
+
+def test_pairs_of_a_worker_that_is_gone_are_forgotten() -> None:
+    registry, known, (one, two) = make_pairs(2)
+    for pair in (one, two):
+        known.failed(pair, 1.0, "no", 2.0)
+        known.failed(pair, 2.0, "no", 3.0)
+    decode = one.decode
+    prefills = [pair.prefill for pair in (one, two) if pair.prefill is not None]
+    assert not known.could_serve(prefills, [decode])
+    registry.forget(prefills[0])
+    assert known.any_down and [json.loads(json.dumps(entry))["prefill"] for entry in known.shown(4.0)] == ["http://p1"]
+    registry.forget(decode)
+    assert not known.any_down and known.shown(4.0) == []
+
+
+def test_each_of_many_workers_is_in_every_round() -> None:
+    prefills, decodes = [f"p{i}" for i in range(3)], [f"d{i}" for i in range(20)]
+    seen = set()
+    for number in range(20):
+        found = rotation(prefills, decodes, number)
+        assert {one for one, _ in found} == set(prefills) and {two for _, two in found} == set(decodes)
+        assert len(found) == 20
+        seen |= set(found)
+    assert len(seen) == 60, "all pairs have their turn"
+    assert rotation(prefills, [], 1) == []
+    assert rotation(["p"], ["d"], 1) == [("p", "d")]
