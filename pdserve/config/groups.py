@@ -18,6 +18,7 @@ DisaggMode = Literal["null", "prefill", "decode"]
 TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]
 EvictionPolicy = Literal["lru", "lfu", "priority"]
 SchedulePolicy = Literal["fcfs", "lpm", "priority"]
+LoadFailurePolicy = Literal["fail", "recompute"]
 AttentionBackend = Literal["auto", "torch", "triton", "flashinfer"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 ToolCallParser = Literal[
@@ -202,6 +203,11 @@ class DisaggConfig:
     )
     disaggregation_prefill_pp: int | None = flag(
         None, help="on prefill: its own pp_size, as SGLang has it given; found out when absent"
+    )
+    disaggregation_load_failure_policy: LoadFailurePolicy = flag(
+        "fail",
+        help="on decode, what becomes of a request whose KV does not come: fail ends it with an error, recompute has "
+        "decode compute the prompt itself",
     )
     disaggregation_decode_offload_gb: float = flag(4.0, help="host memory for the KV of retracted requests, in GB")
 

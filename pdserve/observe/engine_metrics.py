@@ -40,6 +40,7 @@ ZEROS = (
     "kv_transfer_bytes",
     "transfers_done",
     "transfers_unconfirmed",
+    "kv_loads_recomputed",
     "peers_lost",
     "requests_refused",
     "health_probes",

@@ -45,6 +45,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Somebody wants to see each chunk of the prompt: `RequestTiming.chunks` is filled in."""
     probe: bool = False
     """Nobody's request but a look whether tokens come: counted as such, and in no count of requests and tokens."""
+    prior_output_ids: list[int] = msgspec.field(default_factory=list)
+    """Output tokens of an earlier try on another server. They are computed with the prompt and never sent again."""
+
+    @property
+    def given_ids(self) -> list[int]:
+        """All tokens that the request comes with: its prompt, then `prior_output_ids`."""
+        return self.input_ids + self.prior_output_ids if self.prior_output_ids else self.input_ids
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

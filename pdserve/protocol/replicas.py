@@ -100,14 +100,14 @@ class ReplicatedChannel:
     async def _start(self, request: GenerateRequest) -> None:
         room = None if request.room is None else request.room.room
         replica = self._choose(request, room)
-        self._live.setdefault(request.rid, _Live(replica, room, len(request.input_ids)))
+        self._live.setdefault(request.rid, _Live(replica, room, len(request.given_ids)))
         self._num_live[replica] += 1
-        self._num_tokens[replica] += len(request.input_ids)
+        self._num_tokens[replica] += len(request.given_ids)
         if room is not None:
             self._rooms.setdefault(room, request.rid)
             named = room % len(self._channels)
             if self._named and named != replica and not is_probe(request):
-                divert = Divert(room=room, input_ids=request.input_ids, replica=replica)
+                divert = Divert(room=room, input_ids=request.given_ids, replica=replica)
                 await self._channels[named].send(divert)
         await self._channels[replica].send(request)
 

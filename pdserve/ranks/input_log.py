@@ -161,7 +161,7 @@ def _parts(events: Sequence[SharedEvent]) -> list[list[SharedEvent]]:
         if isinstance(event, FrameArrived):
             num_bytes += len(event.frame)
         elif isinstance(event, GenerateRequest):
-            num_bytes += _TOKEN_BYTES * len(event.input_ids)
+            num_bytes += _TOKEN_BYTES * (len(event.input_ids) + len(event.prior_output_ids))
         if parts[-1] and size + num_bytes > PART_BYTES:
             parts.append([])
             size = 0

@@ -17,6 +17,7 @@ import orjson
 from aiohttp import web
 
 import pdserve
+from pdserve.base.stream_state import RESUME_FIELD
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.access import BODY, REQUEST_ID, REQUEST_ID_HEADER, Access
 from pdserve.router.admission import Admission
@@ -185,6 +186,7 @@ class RouterApp:
             return error_response(400, explain_not_json(data, error), "invalid_request")
         if not isinstance(body, dict):
             return error_response(400, f"the body must be a JSON object, got {type(body).__name__}", "invalid_request")
+        body.pop(RESUME_FIELD, None)  # the router's own
         headers = forwarded_headers(request.headers, request.remote)
         headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
         call = Call(request.path, body, headers, deadline, trace)

@@ -90,7 +90,7 @@ class ProbeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetryConfig:
-    """When a request is tried again; only before its first byte."""
+    """When a request is tried again: before its first byte, and streams after it where `stream_retries` allows."""
 
     max_tries: int = 3
     first_backoff_s: float = 0.05
@@ -98,6 +98,8 @@ class RetryConfig:
     multiplier: float = 1.5
     jitter: float = 0.2
     """The share of the pause by which it is made longer or shorter at random, 0 to 1."""
+    stream_retries: int = 0
+    """How often a stream whose decode worker dies goes on from another pair."""
 
     def backoff_s(self, attempt: int, rng: random.Random) -> float:
         """The pause after try number `attempt` (from 1)."""
@@ -231,6 +233,7 @@ def _check_numbers(config: RouterConfig) -> None:
     }
     not_negative = {
         "--queue-size": limits.queue_size,
+        "--retry-streams": retry.stream_retries,
         "--retry-initial-backoff-ms": retry.first_backoff_s,
         "--retry-max-backoff-ms": retry.max_backoff_s,
         "--balance-abs-threshold": policies.balance_abs_threshold,

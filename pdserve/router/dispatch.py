@@ -4,7 +4,8 @@
                        prefill POST ----- read whole ----->|
                        decode  POST ----- first bytes ---->| judge: decode answered -> relay; one failed -> cancel both
                        a worker found dead, the router's end ------> as a failure (`tries`)
-    after the first byte nothing is tried again, nor when the last worker that was left says when to come back
+    after the first byte nothing is tried again, nor when the last worker that was left says when to come back; but with
+    --retry-streams a stream that breaks goes on from another pair (`stream_retry`)
 
 A pair is one thing: whatever ends a try (a failed half, the client's disconnect, the deadline) closes both
 connections, which is how a worker learns that it must abort. Called by `app`; relaying is in `relay`.
@@ -25,19 +26,21 @@ import orjson
 from multidict import CIMultiDict
 
 from pdserve.base.roles import ROLE_HEADER
+from pdserve.base.stream_state import STATE_HEADER
 from pdserve.router.admission import Admission, Places, Refused, rids_of
-from pdserve.router.config import RouterConfig
+from pdserve.router.config import Role, RouterConfig
 from pdserve.router.conversation import conversation_key
-from pdserve.router.health import HealthMonitor
+from pdserve.router.health import LOAD_FAILURE_POLICY, HealthMonitor
 from pdserve.router.merge import event_merger, merged_body, prefill_metas, wants_prompt_logprobs
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.policies import Request
 from pdserve.router.prompt import prompt_of
 from pdserve.router.rooms import with_rooms
+from pdserve.router.stream_retry import StreamSoFar, can_go_on, with_seed
 from pdserve.router.tracing import CallTrace, half_of
 from pdserve.router.tries import SHUTTING_DOWN, Drain, Try
-from pdserve.router.upstream import Broken, Live, Whole, describe, open_live, own_headers, read_whole
-from pdserve.router.verdict import blames, failed, judge, retryable, told_to_wait
+from pdserve.router.upstream import Broken, EndedError, Live, Whole, describe, open_live, own_headers, read_whole
+from pdserve.router.verdict import blames, ends_both, failed, judge, retryable, told_to_wait
 from pdserve.router.workers import Pair, Registry, Worker
 
 log = logging.getLogger(__name__)
@@ -58,9 +61,12 @@ class Call:
     headers: CIMultiDict[str]
     deadline: float
     trace: CallTrace | None = None
+    continued: bool = False
+    """Its stream may go on elsewhere: decode is asked to tell what that takes."""
 
 
 Outcome = Live | Whole | Broken | Refused
+EVENT_STREAM = "text/event-stream"
 SHOWN_BYTES = 500
 """So much of a worker's error goes to the log."""
 
@@ -93,7 +99,36 @@ class Dispatcher:
     @contextlib.asynccontextmanager
     async def answer(self, call: Call) -> AsyncIterator[Outcome]:
         """The final outcome, tried as often as allowed; leaving the block closes whatever is still open."""
+        if not self._config.retry.stream_retries or not can_go_on(call.path, call.body):
+            async with self._tried(call, set()) as outcome:
+                yield outcome
+            return
+        body = with_seed(call.path, call.body, self._rng)
+        call = dataclasses.replace(call, body=body, continued=True)
         avoid: set[Worker] = set()
+        async with contextlib.AsyncExitStack() as stack:
+            outcome = await stack.enter_async_context(self._tried(call, avoid))
+            if isinstance(outcome, Live) and outcome.response.content_type == EVENT_STREAM:
+                worker = outcome.worker
+
+                async def again(body: dict[str, Any], error: EndedError) -> Live | None:
+                    nonlocal worker
+                    await stack.aclose()
+                    log.info("a stream of %s %s goes on elsewhere: %s", worker.spec.role, worker.spec.url, error)
+                    self._metrics.stream_retries.inc()
+                    avoid.add(worker)
+                    await self._after_failure(Broken(worker, error.message), 1)
+                    found = await stack.enter_async_context(self._tried(dataclasses.replace(call, body=body), avoid))
+                    worker = found.worker if isinstance(found, Live) else worker
+                    return found if isinstance(found, Live) and found.response.content_type == EVENT_STREAM else None
+
+                stream = StreamSoFar(body, self._config.retry.stream_retries, again)
+                outcome = dataclasses.replace(outcome, stream=stream)
+            yield outcome
+
+    @contextlib.asynccontextmanager
+    async def _tried(self, call: Call, avoid: set[Worker]) -> AsyncIterator[Outcome]:
+        """The outcome of tries until one answers, or no other helps; workers that failed are added to `avoid`."""
         request, rids = self._request(call), rids_of(call.body)
         outcome: Outcome | None = None
         for attempt in range(1, self._config.retry.max_tries + 1):
@@ -103,7 +138,7 @@ class Dispatcher:
                 break
             if attempt > 1:
                 self._metrics.retries.inc()
-            with Try(entered.pair, self._drain) as this:
+            with Try(entered.pair, self._drain, self._goes_on_without) as this:
                 async with self._attempt(entered, call, this) as tried:
                     if isinstance(tried, Refused) or not retryable(tried):
                         yield tried
@@ -141,7 +176,7 @@ class Dispatcher:
             decode = asyncio.create_task(self._decode_half(places.pair.decode, call, data))
             if places.prefill is not None:
                 prefill = asyncio.create_task(self._prefill_half(places, call, data))
-            outcome = await self._wait(prefill, decode, this)
+            outcome = await self._wait(prefill, decode, this, places.pair)
             self._note(places, outcome)
             if prefill is not None and isinstance(outcome, Live) and wants_prompt_logprobs(call.path, call.body):
                 halves: list[asyncio.Future[Any]] = [prefill, this.ended]
@@ -175,14 +210,17 @@ class Dispatcher:
         prefill: asyncio.Task[Whole | Broken] | None,
         decode: asyncio.Task[Live | Whole | Broken],
         this: Try,
+        pair: Pair,
     ) -> Live | Whole | Broken | Refused:
-        """Until decode has answered, either half has failed, or the try is ended from outside."""
+        """Until decode has answered, either half has failed, or the try is ended from outside. A prefill that fails
+        counts only where decode does not do without it.
+        """
         while True:
             pending = [half for half in (prefill, decode) if half is not None and not half.done()]
-            verdict = judge(
-                prefill.result() if prefill is not None and prefill.done() else None,
-                decode.result() if decode.done() else None,
-            )
+            told = prefill.result() if prefill is not None and prefill.done() else None
+            if told is not None and not decode.done() and not ends_both(told) and self._goes_on_without(pair):
+                told = None
+            verdict = judge(told, decode.result() if decode.done() else None)
             if verdict is not None:
                 return verdict
             if this.ended.done():
@@ -190,6 +228,13 @@ class Dispatcher:
             assert pending, "a decode that is done is an answer or a failure"
             waits_for: list[asyncio.Future[Any]] = [*pending, this.ended]
             await asyncio.wait(waits_for, return_when=asyncio.FIRST_COMPLETED)
+
+    def _goes_on_without(self, pair: Pair) -> bool:
+        """Whether the decode server of a pair is to compute the prompt when its prefill server fails: it was told to
+        by its flag, and there is no other prefill server to try.
+        """
+        others = set(self._registry.usable(Role.PREFILL)) - {pair.prefill}
+        return pair.decode.facts.get(LOAD_FAILURE_POLICY) == "recompute" and not others
 
     async def _prefill_half(self, places: Places, call: Call, data: bytes) -> Whole | Broken:
         """Prefill's place is free again as soon as it has answered, and its breaker knows how that went."""
@@ -217,8 +262,10 @@ class Dispatcher:
         headers[ROLE_HEADER] = worker.spec.role.mode
         headers.update(more)
         headers.update(own_headers(worker, self._config.access.key_for_workers))
-        if wants_prompt_logprobs(call.path, call.body):
+        if call.continued or wants_prompt_logprobs(call.path, call.body):
             headers.popall("Accept-Encoding", None)
+        if call.continued:
+            headers[STATE_HEADER] = "1"
         self._metrics.sent_to(worker)
         return headers
 
@@ -287,7 +334,7 @@ async def _with_prompt_logprobs(live: Live, prefill: asyncio.Task[Whole | Broken
     metas = prefill_metas(answer.body)
     headers = live.headers.copy()
     headers.popall("Content-Length", None)
-    if live.response.content_type == "text/event-stream":
+    if live.response.content_type == EVENT_STREAM:
         return dataclasses.replace(live, headers=headers, change=event_merger(metas))
     try:
         body = live.first + await live.response.read()

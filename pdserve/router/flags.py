@@ -133,6 +133,8 @@ def _add_limits(group: Group) -> None:
     add("--retry-backoff-multiplier", type=float, default=retry.multiplier, help=text)
     text = "share of a pause, 0 to 1, by which it is longer or shorter at random"
     add("--retry-jitter-factor", type=float, default=retry.jitter, help=text)
+    text = "how often a stream of one sequence goes on from another pair when its decode server dies; 0: never"
+    add("--retry-streams", type=int, default=retry.stream_retries, metavar="N", help=text)
 
 
 def _add_health(group: Group) -> None:
@@ -185,6 +187,7 @@ def config_from(args: argparse.Namespace) -> RouterConfig:
             max_backoff_s=args.retry_max_backoff_ms / 1000,
             multiplier=args.retry_backoff_multiplier,
             jitter=args.retry_jitter_factor,
+            stream_retries=args.retry_streams,
         ),
         probes=ProbeConfig(
             interval_s=args.pair_probe_interval_secs,

@@ -35,7 +35,8 @@ STALLED_S = 1.0
 STUCK = "engine_stuck"
 """The code of a server whose API process lives and whose engine does not run."""
 MAX_ERROR_BYTES = 1 << 16
-FACTS = ("served_model_name", "model_path", "disaggregation_mode", "tp_size", "dp_size", "version")
+LOAD_FAILURE_POLICY = "disaggregation_load_failure_policy"
+FACTS = (LOAD_FAILURE_POLICY, "served_model_name", "model_path", "disaggregation_mode", "tp_size", "dp_size", "version")
 """What is kept of it, to be shown."""
 PAIR = (Role.PREFILL, Role.DECODE)
 

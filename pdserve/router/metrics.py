@@ -25,6 +25,9 @@ class RouterMetrics:
             "pdserve_router_requests", "Requests by path and status", ["path", "status"], registry=registry
         )
         self.retries = Counter("pdserve_router_retries", "Tries after the first one", registry=registry)
+        self.stream_retries = Counter(
+            "pdserve_router_stream_retries", "Broken streams that were sent to another pair", registry=registry
+        )
         self.disconnects = Counter(
             "pdserve_router_client_disconnects", "Clients gone before their answer", registry=registry
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import aiohttp
 from aiohttp import web
@@ -10,7 +11,7 @@ from aiohttp import web
 from pdserve.router.admission import Refused
 from pdserve.router.dispatch import Outcome
 from pdserve.router.errors_http import RETRY_AFTER, error_body, error_response
-from pdserve.router.upstream import WORKER_FAILED, Broken, EndedError, Live, Whole, describe
+from pdserve.router.upstream import WORKER_FAILED, Broken, ContinuedStream, EndedError, Live, Whole, describe
 
 
 async def relay(request: web.Request, outcome: Outcome, deadline: float) -> web.StreamResponse:
@@ -39,21 +40,60 @@ async def _relay_live(request: web.Request, live: Live, deadline: float) -> web.
     response = web.StreamResponse(status=live.response.status, headers=live.headers)
     await response.prepare(request)
     tail = b""
-    chunk: bytes | EndedError = live.first
-    while isinstance(chunk, bytes) and chunk:
-        if live.change is not None:
-            chunk = live.change(chunk, False)
-        if chunk and not await _write(request, response, chunk, deadline):
-            return response
-        tail = (tail + chunk)[-2:]
-        chunk = await _next_chunk(live, deadline)
-    if isinstance(chunk, EndedError):
-        await _end_broken(request, response, tail, chunk)
+    pieces = _pieces(live, deadline) if live.stream is None else _continued(live, live.stream, deadline)
+    try:
+        async for piece in pieces:
+            if piece and not await _write(request, response, piece, deadline):
+                return response
+            tail = (tail + piece)[-2:]
+    except EndedError as error:
+        await _end_broken(request, response, tail, error)
     else:
-        if live.change is not None:
-            await response.write(live.change(b"", True))
         await response.write_eof()
     return response
+
+
+async def _pieces(live: Live, deadline: float) -> AsyncIterator[bytes]:
+    """What the client gets of an answer; may be empty. Raises EndedError where the rest will not come."""
+    chunk = live.first
+    while chunk:
+        yield chunk if live.change is None else live.change(chunk, False)
+        chunk = await _next_chunk(live, deadline)
+    if live.change is not None:
+        yield live.change(b"", True)
+
+
+async def _continued(live: Live, stream: ContinuedStream, deadline: float) -> AsyncIterator[bytes]:
+    """As `_pieces`, of a stream that other pairs go on with where its worker dies."""
+    chunk = live.first
+    while True:
+        try:
+            while chunk:
+                yield stream.feed(chunk)
+                if stream.failure is not None:
+                    raise stream.failure
+                chunk = await _next_chunk(live, deadline)
+            yield stream.end()
+            return
+        except EndedError as error:
+            ending = stream.ending
+            again = await _go_on(stream, error, deadline) if ending is None else None
+            if again is not None:
+                live, chunk = again, again.first
+                continue
+            ending = ending or stream.error_event
+            if not ending:
+                raise
+        yield ending
+        return
+
+
+async def _go_on(stream: ContinuedStream, error: EndedError, deadline: float) -> Live | None:
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await stream.go_on(error)
+    except TimeoutError:
+        return None
 
 
 async def _write(request: web.Request, response: web.StreamResponse, chunk: bytes, deadline: float) -> bool:
@@ -68,17 +108,19 @@ async def _write(request: web.Request, response: web.StreamResponse, chunk: byte
     return True
 
 
-async def _next_chunk(live: Live, deadline: float) -> bytes | EndedError:
-    """The next bytes, empty at the end; an error where they will not come."""
+async def _next_chunk(live: Live, deadline: float) -> bytes:
+    """The next bytes, empty at the end. Raises EndedError where they will not come."""
     try:
         async with asyncio.timeout_at(deadline):
             return await live.response.content.readany()
     except TimeoutError:
-        return EndedError("the request took longer than the router's --request-timeout", 502, WORKER_FAILED)
-    except EndedError as error:
-        return error
+        text = "the request took longer than the router's --request-timeout"
+        raise EndedError(text, 502, WORKER_FAILED) from None
+    except EndedError:
+        raise
     except (aiohttp.ClientError, OSError) as error:
-        return EndedError(f"the decode worker's answer ended early: {describe(error)}", 502, WORKER_FAILED)
+        text = f"the decode worker's answer ended early: {describe(error)}"
+        raise EndedError(text, 502, WORKER_FAILED) from error
 
 
 async def _end_broken(request: web.Request, response: web.StreamResponse, tail: bytes, why: EndedError) -> None:

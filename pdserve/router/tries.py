@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -28,7 +28,10 @@ WRITE_S = 2.0
 class Try:
     """One try at a pair, as long as its `with` block. `ended` is done when it was ended from outside, and says why."""
 
-    def __init__(self, pair: Pair, drain: Drain) -> None:
+    def __init__(self, pair: Pair, drain: Drain, goes_on_without: Callable[[Pair], bool] = lambda pair: False) -> None:
+        """`goes_on_without`: whether decode is to do without the prefill server of the pair when that is lost."""
+        self._pair = pair
+        self._goes_on_without = goes_on_without
         self._workers = [pair.decode] if pair.prefill is None else [pair.prefill, pair.decode]
         self.pair = pair
         self.begun = asyncio.get_running_loop().time()
@@ -57,6 +60,8 @@ class Try:
 
     def lost(self, worker: Worker, reason: str) -> None:
         """See `LosesWorker`. Prefill's end does not concern an answer that decode has begun."""
+        if worker is self._pair.prefill and self._goes_on_without(self._pair):
+            return
         if self._live is None or self._live.worker is worker:
             self._end(Broken(worker, reason, lost=True))
 

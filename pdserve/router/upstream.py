@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 import aiohttp
 import orjson
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from pdserve.base.stream_state import STATE_HEADER
 from pdserve.router.config import RouterConfig
 from pdserve.router.tls import worker_tls
 from pdserve.router.workers import Worker
@@ -31,6 +33,7 @@ HOP_BY_HOP = frozenset(
 )
 NOT_FORWARDED = HOP_BY_HOP | {
     *("host", "content-length", "content-type", "content-encoding", "expect"),
+    STATE_HEADER.lower(),
     *("origin", "referer", "cookie", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest", "sec-fetch-user"),
 }
 """The body is re-encoded by the router, so what described the client's bytes does not hold any more; and what a browser
@@ -55,11 +58,37 @@ class Whole:
     body: bytes
 
 
+class ContinuedStream(Protocol):
+    """A client's stream that may go on at another pair; see `stream_retry`."""
+
+    @property
+    def failure(self) -> EndedError | None:
+        """The worker said that the stream has failed and that another try may help."""
+
+    @property
+    def ending(self) -> bytes | None:
+        """What is left of a broken stream whose tokens are all here; None: more tokens were to come."""
+
+    @property
+    def error_event(self) -> bytes:
+        """What the worker said of its failure; empty where it said nothing."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The worker's next bytes; returns whole events for the client."""
+
+    def end(self) -> bytes:
+        """The worker's answer is at its end; returns the rest. Raises EndedError where something is missing."""
+
+    async def go_on(self, error: EndedError) -> Live | None:
+        """The answer that the stream goes on with after `error`; None where it cannot."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Live:
     """A good answer whose first bytes are here and whose rest is still to be read; its owner must close `response`.
 
-    `change`, if given, makes of each piece, and of whether it is the last, what the client gets.
+    `change`, if given, makes of each piece, and of whether it is the last, what the client gets. `stream`, if given,
+    takes the pieces, and goes on elsewhere where they end too early.
     """
 
     worker: Worker
@@ -67,6 +96,7 @@ class Live:
     headers: CIMultiDict[str]
     first: bytes
     change: Callable[[bytes, bool], bytes] | None = None
+    stream: ContinuedStream | None = None
 
     @property
     def broke(self) -> bool:

@@ -26,6 +26,14 @@ def failed(half: Live | Whole | Broken | Refused | None) -> bool:
     return isinstance(half, Broken | Refused) or (isinstance(half, Whole) and half.status >= 400)
 
 
+def ends_both(prefill: Whole | Broken) -> bool:
+    """Whether prefill's failure ends decode's half, too, even where decode computes prompts whose KV does not come.
+
+    Decode does not hear of a request that prefill refused, and would wait for its KV.
+    """
+    return isinstance(prefill, Whole) and (prefill.status < 500 or told_to_wait(prefill))
+
+
 def retryable(outcome: Live | Whole | Broken) -> bool:
     """Whether another try may help."""
     return isinstance(outcome, Broken) or (isinstance(outcome, Whole) and outcome.status in RETRYABLE_STATUSES)

@@ -94,9 +94,11 @@ def make_scheduler(
     role: Role
     if kv is None:
         role = MonolithRole(core, waiting)
+    elif config.disagg.disaggregation_mode == "prefill":
+        role = PrefillRole(core, kv, waiting, witness)
     else:
-        role_class = PrefillRole if config.disagg.disaggregation_mode == "prefill" else DecodeRole
-        role = role_class(core, kv, waiting, witness)
+        policy = config.disagg.disaggregation_load_failure_policy
+        role = DecodeRole(core, kv, waiting, witness, load_failure_policy=policy)
     return Scheduler(
         role,
         core,

@@ -203,7 +203,7 @@ class Core:
     def release(self, req: Req) -> None:
         """The request's own claim on rows, pages and aux slot ends here; transfers may hold pages longer."""
         self.cache(req, ending=True)
-        self._leave_device(req)
+        self.leave_device(req)
         self._forget_saved(req)
 
     def retract(self, req: Req) -> None:
@@ -215,7 +215,7 @@ class Core:
             self.cache(req, ending=True)
             req.computed = 0
         req.planned = req.computed
-        self._leave_device(req)
+        self.leave_device(req)
 
     def append(self, req: Req, token: SampledToken) -> FinishReason | None:
         """A new output token; whether it is the last one."""
@@ -258,7 +258,8 @@ class Core:
             self.offloaded_bytes -= req.saved.num_bytes
             req.saved = None
 
-    def _leave_device(self, req: Req) -> None:
+    def leave_device(self, req: Req) -> None:
+        """The request gives back its row and its own claim on pages and aux slot; nothing is cached."""
         leases = tuple(lease for lease in (req.lease, req.aux) if lease is not None)
         if leases or req.row is not None:
             self._give_back(_Claim(self._launched, req.row, leases))

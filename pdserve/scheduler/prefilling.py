@@ -210,7 +210,7 @@ class Prefilling:
             core.counters["recomputed_tokens"] += req.num_known - 1 - req.computed
         if req.times.started is None:
             req.times.started = core.clock.now()
-            req.num_cached = req.computed
+            req.num_cached = min(req.computed, req.num_prompt)
         return True
 
     def _prefix(self, req: Req) -> tuple[bytes, int]:

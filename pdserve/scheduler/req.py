@@ -29,6 +29,8 @@ class Times:
     prefilled: float | None = None
     published: float | None = None
     received: float | None = None
+    lost: float | None = None
+    """The KV did not come to decode, which computes the prompt itself."""
     second_token: float | None = None
 
 
@@ -69,6 +71,16 @@ class Req:
     def num_prompt(self) -> int:
         """Prompt tokens."""
         return len(self.spec.input_ids)
+
+    @property
+    def num_given(self) -> int:
+        """Tokens that the request came with: its prompt, and output of an earlier try. Prefill hands their KV over."""
+        return len(self.spec.input_ids) + len(self.spec.prior_output_ids)
+
+    @property
+    def num_made(self) -> int:
+        """Output tokens that were made for this try."""
+        return len(self.output_ids) - len(self.spec.prior_output_ids)
 
     @property
     def num_known(self) -> int:

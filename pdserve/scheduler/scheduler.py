@@ -286,7 +286,8 @@ class Scheduler:
                 )
             self._pace.sample(self._num_ended())
             self._audited = False
-            self.role.admit(Req(spec, Times(arrived=self.core.clock.now())))
+            req = Req(spec, Times(arrived=self.core.clock.now()), output_ids=list(spec.prior_output_ids))
+            self.role.admit(req)
             self.core.counters[PROBES if spec.probe else "requests"] += 1
         except RequestError as error:
             self.core.counters["requests_refused"] += not spec.probe

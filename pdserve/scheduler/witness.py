@@ -46,7 +46,7 @@ class KVWitness:
         first, end, digests = self._found.get(req.rid, (cached, cached, ()))
         if num_pages <= end:
             return
-        more = self._hasher.digest(req.lease.pages[end:num_pages], end, req.num_prompt)
+        more = self._hasher.digest(req.lease.pages[end:num_pages], end, req.num_given)
         if digests:
             more = tuple(old.with_more(new) for old, new in zip(digests, more, strict=True))
         self._found[req.rid] = (first, num_pages, more)
@@ -73,9 +73,9 @@ class KVWitness:
         if req.receiver.is_fake:
             return None
         first = req.lease.num_prefix_pages
-        end = -(-req.num_prompt // self._page_tokens)
+        end = -(-req.num_given // self._page_tokens)
         pages = req.lease.pages[first:end]
-        digests = self._hasher.digest(pages, first, req.num_prompt) if pages else ()
+        digests = self._hasher.digest(pages, first, req.num_given) if pages else ()
         total = checksum(digests) if digests else None
         if digests:
             self._line("kv.received", req, req.receiver.key, first, pages, digests, total)
@@ -105,7 +105,7 @@ class KVWitness:
                 "room": str(key.room),
                 "key": f"{key.room}/{key.attempt}/{key.origin}",
                 **self._facts,
-                "num_tokens": req.num_prompt,
+                "num_tokens": req.num_given,
                 "first_page": first,
                 "pages": list(pages),
                 "bytes": len(pages) * self._facts["page_bytes"],

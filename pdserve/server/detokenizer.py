@@ -14,6 +14,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
+from pdserve.base.stream_state import RESUME_FIELD
+from pdserve.errors import RequestError
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.server.stop_regex import RegexMatcher
 
@@ -149,6 +151,17 @@ class Detokenizer:
             return piece
         text = self._patterns.push(self._stops.push(piece))
         return text if self._stops.matched is None else text + self._patterns.flush()
+
+    def replay(self, token_ids: Sequence[int]) -> str:
+        """The text that was shown of these tokens by another server, before it broke off.
+
+        Raises:
+            RequestError: 400, the text ends in them.
+        """
+        text = "".join(self.push(token_id) for token_id in token_ids)
+        if self.stopped is not None:
+            raise RequestError(f"{RESUME_FIELD} has tokens behind a stop string", field=RESUME_FIELD)
+        return text
 
     def finish(self) -> str:
         """What was held back as a possible stop string. Bytes of an unfinished character are dropped."""

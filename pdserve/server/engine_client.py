@@ -160,10 +160,13 @@ class EngineClient:
         if taken is not None:
             raise RequestError(f"rid {taken!r} belongs to a request that is still running", field="rid")
         generation = Generation(len(requests), self._close)
+        detokenizers = [self._detokenizer(request.sampling) for request in requests]
+        for index, request in enumerate(requests):
+            if request.prior_output_ids:
+                generation.prior_text[index] = detokenizers[index].replay(request.prior_output_ids)
         call = current_call()
-        for index, (request, name) in enumerate(zip(requests, names, strict=True)):
+        for index, (request, name, detokenizer) in enumerate(zip(requests, names, detokenizers, strict=True)):
             progress = self._watch.started(request, name, call)
-            detokenizer = self._detokenizer(request.sampling)
             sequence = LiveSequence(index, (name, *also), generation, request.sampling, detokenizer, progress)
             self._live.add(request.rid, sequence)
         try:

@@ -56,6 +56,8 @@ class Generation:
     """
 
     def __init__(self, num_sequences: int, on_close: Callable[[Generation], None]) -> None:
+        self.prior_text: dict[int, str] = {}
+        """By sequence, what its client was shown before it came here; see `GenerateRequest.prior_output_ids`."""
         self._unfinished = num_sequences
         self._on_close = on_close
         self._pending: dict[int, Update] = {}

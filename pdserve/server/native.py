@@ -26,6 +26,7 @@ from pdserve.server.logprob_format import LARGE, NativeFormat, prompt_tokens
 from pdserve.server.native_logprobs import native_wishes
 from pdserve.server.sampling_fields import Limits, NativeNames, check_listed, count_n, native_sampling
 from pdserve.server.schemas import UNSUPPORTED_NATIVE, UNSUPPORTED_NATIVE_SAMPLING, GenerateBody, NativeSampling
+from pdserve.server.stream_states import Resume, StreamStates, resumed
 from pdserve.server.streaming import collect, event, stream_response, until_disconnect
 
 WEIGHT_VERSION = "default"
@@ -41,13 +42,14 @@ class GenerateCall:
     stream: bool
     logprob_text: bool
     started_s: float
+    resume: Resume | None = None
 
     async def answer(self, request: Request) -> Response:
         """Submit, and answer at once or as a stream. Prefill answers whole: its half is over with the first token."""
         generation = await self.context.client.submit(self.intake.requests, self.intake.names, self.intake.batch)
         with generation.closed_on_error():
             if self.stream and self.context.mode != "prefill":
-                return await stream_response(request, self._events(generation))
+                return await stream_response(request, self._events(request, generation))
             updates = await until_disconnect(request, collect(generation, len(self.intake.requests)))
             if sum(part.num_tokens for update in updates for part in update.prompt_parts) > LARGE:
                 return await asyncio.to_thread(self._whole, updates)
@@ -57,20 +59,31 @@ class GenerateCall:
         results = [self._result(update, update, self._input_logprobs(update)) for update in updates]
         return json_response(results if self.listed else results[0])
 
-    async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+    async def _events(self, request: Request, generation: Generation) -> AsyncGenerator[bytes, None]:
         totals = [Update(index) for index in range(len(self.intake.requests))]
+        if self.resume is not None:
+            totals[0] = self.resume.update(generation.prior_text.get(0, ""))
         inputs: dict[int, dict[str, Any]] = {}
         incremental = self.context.config.serving.incremental_streaming_output
+        states = StreamStates(
+            request,
+            {"id": self.intake.names[0]},
+            num_sequences=2 if self.listed else 1,
+            logprobs=self.intake.requests[0].logprobs is not None and not incremental,
+        )
         async with generation:
             async for update in generation:
                 total = totals[update.index]
+                if self.resume is not None and self.resume.token_ids:
+                    update.cached_tokens = self.resume.cached_tokens
                 total.absorb(update)
                 if not update.token_ids and update.finish is None:
                     continue  # nothing but a part of the prompt's log probabilities
                 if update.index not in inputs:
                     inputs[update.index] = await asyncio.to_thread(self._input_logprobs, total)
                 result = self._result(total, update if incremental else total, inputs[update.index])
-                yield event({"index": update.index, **result} if self.listed else result)
+                for data in states.told(update, [event({"index": update.index, **result} if self.listed else result)]):
+                    yield data
 
     def _format(self, wish: Logprobs) -> NativeFormat:
         return NativeFormat(self.context.tokenizer, wish.top > 0, bool(wish.token_ids), self.logprob_text)
@@ -199,7 +212,11 @@ async def generate(context: ServerContext, request: Request) -> Response:
     wishes = native_wishes(body, prompts, limits.vocab_size, listed=listed)
     specs = _specs(prompts, samplings, grammars, wishes, limits, names)
     stream = bool(body.stream)
+    if body.pdserve_resume is not None:
+        body.rid = body.rid or body.pdserve_resume.head.id
     with NativeNames(field, "sampling_params").inside():
         intake = context.intake(specs, n, body, field, stream=stream)
-    call = GenerateCall(context, intake, listed, stream, bool(body.return_text_in_logprobs), started_s)
-    return await call.answer(request)
+    repeats = not context.config.serving.incremental_streaming_output
+    intake = resumed(intake, body.pdserve_resume, limits.vocab_size, stream=stream and not listed, logprobs=repeats)
+    text = bool(body.return_text_in_logprobs)
+    return await GenerateCall(context, intake, listed, stream, text, started_s, body.pdserve_resume).answer(request)

@@ -6,7 +6,7 @@ import abc
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from pdserve.server.intake import Intake, check_top_logprobs
 from pdserve.server.json_http import json_response
 from pdserve.server.logprob_format import LARGE, prompt_tokens, vllm_prompt_logprobs
 from pdserve.server.schemas import OpenAIBody
+from pdserve.server.stream_states import Resume, StreamStates, resumed
 from pdserve.server.streaming import collect, event, stream_response, until_disconnect
 
 
@@ -65,13 +66,14 @@ class OpenAICall(abc.ABC):
     def __init__(self, context: ServerContext, body: OpenAIBody, intake: Intake) -> None:
         self.context = context
         self.body = body
-        self.intake = intake
+        self.intake = resumed(intake, body.pdserve_resume, context.limits().vocab_size, stream=bool(body.stream))
         self.prompt_parts: dict[int, list[PromptLogprobs]] = {}
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": body.model or context.model_name,
             "system_fingerprint": context.fingerprint,
+            **({} if body.pdserve_resume is None else body.pdserve_resume.head.fields),
         }
 
     @abc.abstractmethod
@@ -98,13 +100,17 @@ class OpenAICall(abc.ABC):
         """More of `usage`, beside the counts that all endpoints have."""
         return {}
 
+    def replay(self, update: Update) -> None:
+        """The client has seen `update`, sent by another server, of the one sequence."""
+        self.delta(update)
+
     async def answer(self, request: Request) -> Response:
         """Submit, and answer at once or as a stream. Prefill answers whole: its half is over with the first token."""
         stream = bool(self.body.stream) and self.context.mode != "prefill"
         generation = await self.context.client.submit(self.intake.requests, self.intake.names, self.intake.batch)
         with generation.closed_on_error():
             if stream:
-                return await stream_response(request, self._events(generation))
+                return await stream_response(request, self._events(request, generation))
             updates = await until_disconnect(request, collect(generation, len(self.intake.requests)))
             for update in updates:
                 self.prompt_parts[update.index] = update.prompt_parts
@@ -145,8 +151,9 @@ class OpenAICall(abc.ABC):
             **self.usage_details(updates),
         }
 
-    async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
-        seen: dict[int, Update] = {}
+    async def _events(self, request: Request, generation: Generation) -> AsyncGenerator[bytes, None]:
+        seen = self._seen_elsewhere(generation)
+        states = StreamStates(request, self._head, num_sequences=len(self.intake.requests))
         async with generation:
             async for update in generation:
                 self.prompt_parts.setdefault(update.index, []).extend(update.prompt_parts)
@@ -156,18 +163,35 @@ class OpenAICall(abc.ABC):
                     seen[update.index] = Update(update.index)
                     opening = self.opening(update.index)
                     if opening is not None:
-                        yield self._chunk(update.index, opening, self._running(seen))
+                        for data in states.told(None, [self._chunk(update.index, opening, self._running(seen))]):
+                            yield data
+                if self._resume is not None and self._resume.token_ids:
+                    update.cached_tokens = self._resume.cached_tokens
                 _count(seen[update.index], update)
-                news = self.news(update)
-                if news is not None:
-                    yield self._chunk(update.index, news, self._running(seen))
-                if update.finish is not None:
-                    last = len(seen) == len(self.intake.requests) and all(u.finish for u in seen.values())
-                    extra = self._extra(list(seen.values())) if last and not self._wants_usage else {}
-                    nothing = self.delta(Update(update.index))
-                    yield self._chunk(update.index, nothing, {**self._running(seen), **extra}, update.finish)
-        if self._wants_usage:
-            done = list(seen.values())
+                for data in states.told(update, list(self._chunks(update, seen))):
+                    yield data
+
+    def _seen_elsewhere(self, generation: Generation) -> dict[int, Update]:
+        """What the client has seen of each sequence before this server had the request."""
+        if self._resume is None:
+            return {}
+        before = self._resume.update(generation.prior_text.get(0, ""))
+        self.replay(before)
+        return {0: before}
+
+    def _chunks(self, update: Update, seen: dict[int, Update]) -> Iterator[bytes]:
+        """The events that `update` makes; behind the last one of all sequences what ends the stream."""
+        news = self.news(update)
+        if news is not None:
+            yield self._chunk(update.index, news, self._running(seen))
+        if update.finish is None:
+            return
+        last = len(seen) == len(self.intake.requests) and all(u.finish for u in seen.values())
+        done = list(seen.values())
+        extra = self._extra(done) if last and not self._wants_usage else {}
+        nothing = self.delta(Update(update.index))
+        yield self._chunk(update.index, nothing, {**self._running(seen), **extra}, update.finish)
+        if last and self._wants_usage:
             body = {**self._head, "object": self.chunk_name, "choices": [], "usage": self._usage(done)}
             yield event({**body, **self._extra(done)})
 
@@ -191,6 +215,10 @@ class OpenAICall(abc.ABC):
 
     def _extra(self, updates: list[Update]) -> dict[str, Any]:
         return {"pdserve": timing_fields(updates)} if self.body.return_meta_info else {}
+
+    @property
+    def _resume(self) -> Resume | None:
+        return self.body.pdserve_resume
 
     @property
     def _wants_usage(self) -> bool:

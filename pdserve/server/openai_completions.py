@@ -92,6 +92,13 @@ class CompletionCall(OpenAICall):
         tokens = prompt_tokens(request, self.prompt_parts.get(index, []))
         return {"text": text, "logprobs": completion_prompt_logprobs(tokenizer, tokens, self._num_top)}
 
+    def replay(self, update: Update) -> None:
+        """See `OpenAICall`."""
+        self.opening(update.index)
+        if self._num_top is not None:
+            num_chars = tokens_length(self.context.tokenizer, update.token_ids)
+            self._offsets[update.index] = self._offsets.get(update.index, 0) + num_chars
+
     def delta(self, update: Update) -> dict[str, Any]:
         """See `OpenAICall`."""
         if not update.logprobs or self._num_top is None:

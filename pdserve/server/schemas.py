@@ -25,6 +25,7 @@ from pdserve.server.field_types import (
     TokenIds,
     ToolChoice,
 )
+from pdserve.server.stream_states import Resume
 
 MAX_STOP_TOKEN_IDS = 1024
 
@@ -99,6 +100,7 @@ class GenerateBody(msgspec.Struct):
     bootstrap_host: Hosts = None
     bootstrap_port: Ports = None
     bootstrap_room: Rooms = None
+    pdserve_resume: Resume | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -136,6 +138,7 @@ class OpenAIBody(ConstraintFields):
     bootstrap_host: Hosts = None
     bootstrap_port: Ports = None
     bootstrap_room: Rooms = None
+    pdserve_resume: Resume | None = None
 
 
 class CompletionBody(OpenAIBody):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox
-from pdserve.config.groups import EvictionPolicy, SchedulePolicy
+from pdserve.config.groups import EvictionPolicy, LoadFailurePolicy, SchedulePolicy
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
@@ -68,6 +68,7 @@ class Shape:
     """The transport tells the receiver of writes."""
     fences: bool = True
     """The transport can end what a peer writes; else only the death of the peer's process does."""
+    load_failure_policy: LoadFailurePolicy = "fail"
     num_stages: int = 1
     """Steps under way at once, as where a model is split into so many stages."""
 
@@ -80,6 +81,8 @@ class Prompt:
     max_new_tokens: int
     priority: int = 0
     logprobs: Logprobs | None = None
+    prior: tuple[int, ...] = ()
+    """Output tokens of an earlier try."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -152,7 +155,11 @@ class Node:
                 bootstrap_timeout_s=400.0, waiting_timeout_s=600.0, sessions=SessionTimes(heartbeat_s=5.0, misses=6)
             ),
         )
-        role = PrefillRole(core, self.kv, waiting) if mode == "prefill" else DecodeRole(core, self.kv, waiting)
+        role: PrefillRole | DecodeRole
+        if mode == "prefill":
+            role = PrefillRole(core, self.kv, waiting)
+        else:
+            role = DecodeRole(core, self.kv, waiting, load_failure_policy=shape.load_failure_policy)
         self.scheduler = Scheduler(role, core, self.kv, self.mailbox, overlap=shape.overlap)
 
     @property
@@ -308,4 +315,5 @@ def request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateReque
         logprobs=prompt.logprobs,
         room=room,
         priority=prompt.priority,
+        prior_output_ids=list(prompt.prior),
     )

@@ -10,6 +10,8 @@ running      one token a step, memory page by page
    v ^
 retracted    gave way when memory ran out; comes back before anything new is let in, its KV from host memory or computed
              again here
+                 Also requests whose KV did not come, where the policy is to compute it here. They get pages of their
+                 own: the published ones stay held by `remote` as long as the peer may write there.
 
 Rows are for running requests alone, so a full running batch never keeps prefill waiting.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from pdserve.config.groups import LoadFailurePolicy
 from pdserve.errors import RequestError
 from pdserve.executor.interface import SampledToken
 from pdserve.protocol.failure import Failure
@@ -38,13 +41,32 @@ from pdserve.transfer.wire import prompt_digest
 WRONG_ROOM = Failure(code="metadata_mismatch", message="the metadata that came is of another room")
 
 
+def can_recompute(failure: Failure) -> bool:
+    """Whether decode may compute the prompt of a request whose KV transfer ended with `failure`.
+
+    False for aborts, for bad requests, and for servers that were started or that tokenize differently.
+    """
+    return failure.retryable and failure.status >= 500 and failure.code != "prompt_mismatch"
+
+
 class DecodeRole(GeneratingRole):
     """Owns prealloc, transfer and waiting queues; `Generating` has the batch and the retracted."""
 
-    def __init__(self, core: Core, kv: KVManager, ready: WaitingQueue, witness: KVWitness | None = None) -> None:
-        """`witness` sees what arrives; None where nobody wants to know."""
+    def __init__(
+        self,
+        core: Core,
+        kv: KVManager,
+        ready: WaitingQueue,
+        witness: KVWitness | None = None,
+        *,
+        load_failure_policy: LoadFailurePolicy = "fail",
+    ) -> None:
+        """`witness` sees what arrives; None where nobody wants to know. `load_failure_policy`: see the flag."""
         super().__init__(core, WaitingQueue("fcfs", 1.0, core.memory))
         self._witness = witness
+        self._recomputes = load_failure_policy == "recompute"
+        self._lost: dict[str, Req] = {}
+        """Requests whose KV did not come and whose prompt has not been started here, in the order of the failures."""
         self._kv = kv
         self._rooms: dict[int, Req] = {}
         """By room, while the room is open."""
@@ -61,7 +83,7 @@ class DecodeRole(GeneratingRole):
             raise RequestError("a decode server needs bootstrap_room", field="bootstrap_room")
         check_fits(self._core, req.num_worst)
         address = (room.host, room.port or 0)
-        digest, wish = prompt_digest(req.spec.input_ids), req.spec.logprobs
+        digest, wish = prompt_digest(req.spec.given_ids), req.spec.logprobs
         hands_over = wish is not None and wish.hands_over
         req.receiver = self._kv.open_receiver(room.room, address, digest, takes_logprobs=hands_over)
         req.cacheable = not req.receiver.is_fake
@@ -120,7 +142,7 @@ class DecodeRole(GeneratingRole):
             assert req.receiver is not None
             state = req.receiver.poll()
             if state is KVPoll.FAILED:
-                self.end(req, req.receiver.failure or LOST)
+                self._lose(req, req.receiver.failure or LOST)
             elif state is KVPoll.SUCCESS:
                 self._receive(req)
             elif state is KVPoll.WAITING_FOR_INPUT and req.rid in self._prealloc:
@@ -137,8 +159,31 @@ class DecodeRole(GeneratingRole):
         """End those that wait too long for memory; the transfer manager ends those without a session at that age."""
         latest = self._core.clock.now() - self._core.limits.prealloc_timeout_s
         for req in list(itertools.takewhile(lambda req: req.times.arrived < latest, self._prealloc.values())):
-            message = f"no KV memory was free within {self._core.limits.prealloc_timeout_s:g} s"
-            self.end(req, Failure(code="prealloc_timeout", message=message, status=503))
+            self.end(req, self._no_memory())
+
+        for req in list(self._lost.values()):
+            if req.times.started is not None:
+                del self._lost[req.rid]
+            elif req.times.lost is not None and req.times.lost < latest:
+                self.end(req, self._no_memory())
+
+    def _no_memory(self) -> Failure:
+        message = f"no KV memory was free within {self._core.limits.prealloc_timeout_s:g} s"
+        return Failure(code="prealloc_timeout", message=message, status=503)
+
+    def _lose(self, req: Req, failure: Failure) -> None:
+        """The KV did not come: the request ends, or its prompt is computed here."""
+        if not self._recomputes or not can_recompute(failure):
+            self.end(req, failure)
+            return
+        assert req.receiver is not None
+        req.receiver.abort(failure)
+        self._leave_queues(req)
+        self._core.leave_device(req)
+        req.times.lost = self._core.clock.now()
+        self._core.counters["kv_loads_recomputed"] += 1
+        self._lost[req.rid] = req
+        self._generating.prefilling.waiting.add(req, resumed=True)
 
     def _publish(self, req: Req, reserve: Reserve) -> bool:
         """Take memory for the request and tell prefill where to write; False when there is too little."""
@@ -146,11 +191,11 @@ class DecodeRole(GeneratingRole):
         free_tokens = memory.num_available * memory.layout.page_tokens
         if (
             memory.aux.num_free == 0
-            or free_tokens - memory.num_pages(req.num_prompt) * memory.layout.page_tokens < reserve.tokens
+            or free_tokens - memory.num_pages(req.num_given) * memory.layout.page_tokens < reserve.tokens
         ):
             return False
-        prompt = req.packed(req.num_prompt)
-        lease = memory.reserve_tokens(req.num_prompt, req.rid, prompt, req.num_prompt)
+        prompt = req.packed(req.num_given)
+        lease = memory.reserve_tokens(req.num_given, req.rid, prompt, req.num_given)
         if lease is None:
             return False
         aux = memory.aux.reserve(1, req.rid)
@@ -173,18 +218,18 @@ class DecodeRole(GeneratingRole):
         assert req.receiver is not None and req.aux is not None
         record = req.receiver.take(req.aux)
         if record is None:
-            self.end(req, WRONG_ROOM)
+            self._lose(req, WRONG_ROOM)
             return
         damage = None if self._witness is None else self._witness.received(req)
         if damage is not None:
-            self.end(req, damage)
+            self._lose(req, damage)
             return
         del self._transfer[req.rid]
         req.times.received = req.times.started = req.times.prefilled = self._core.clock.now()
         req.aux.drop("request")
         req.aux = None
         self._close(req)
-        req.computed = req.planned = req.num_prompt
+        req.computed = req.planned = req.num_given
         req.num_cached = record.cached_tokens
         self._core.cache(req)
         token = SampledToken(record.first_token, record.logprob, record.top, self._take_logprobs(req))
@@ -215,13 +260,18 @@ class DecodeRole(GeneratingRole):
         running, active = self._generating.running.reqs, self._generating.prefilling.active
         return itertools.chain(running.values(), active.values(), self._transfer.values(), self._waiting.values())
 
-    def _leave(self, req: Req) -> None:
+    def _leave_queues(self, req: Req) -> None:
+        """Forget a request whose KV is awaited, or was."""
         self._close(req)
         self._prealloc.pop(req.rid, None)
         if req in self._ready:
             self._ready.remove(req)
         self._transfer.pop(req.rid, None)
         self._waiting.pop(req.rid, None)
+
+    def _leave(self, req: Req) -> None:
+        self._leave_queues(req)
+        self._lost.pop(req.rid, None)
         self._generating.remove(req)
         del self.live[req.rid]
         self._core.release(req)
@@ -236,6 +286,9 @@ class DecodeRole(GeneratingRole):
     def _timing(self, req: Req) -> RequestTiming:
         """The time to the first token, in parts that add up to it."""
         times = req.times
+        if times.lost is not None and times.started is not None and times.prefilled is not None:
+            queue_s, prefill_s = times.started - times.lost, times.prefilled - times.started
+            return RequestTiming(bootstrap_s=times.lost - times.arrived, queue_s=queue_s, prefill_s=prefill_s)
         if req.receiver is None or times.published is None or times.received is None:
             return RequestTiming()
         stats = req.receiver.stats

@@ -35,7 +35,7 @@ class GeneratingRole(abc.ABC):
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
         """Append the tokens; who has ended leaves. Timing goes with the first two tokens and the last."""
         for req, token, finish in self._generating.commit(self.live, plan, result):
-            timing = self._timing(req) if finish or len(req.output_ids) <= 2 else None
+            timing = self._timing(req) if finish or req.num_made <= 2 else None
             self._core.outbox.emit(req, (token,), finish, timing)
             if finish is not None:
                 self._leave(req)

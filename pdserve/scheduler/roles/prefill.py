@@ -54,9 +54,9 @@ class PrefillRole:
         room = req.spec.room
         if room is None:
             raise RequestError("a prefill server needs bootstrap_room", field="bootstrap_room")
-        check_fits(self._core, req.num_prompt)
-        digest = prompt_digest(req.spec.input_ids)
-        req.sender = self._kv.open_sender(room.room, room.host, digest, req.num_prompt)
+        check_fits(self._core, req.num_given)
+        digest = prompt_digest(req.spec.given_ids)
+        req.sender = self._kv.open_sender(room.room, room.host, digest, req.num_given)
         self.live[req.rid] = req
         self._rooms[room.room] = req
         self._bootstrap[req.rid] = req
@@ -180,7 +180,7 @@ class PrefillRole:
     def _num_whole_pages(self, req: Req, end: int) -> int:
         """Pages in which nothing is missing once tokens `[0, end)` are computed."""
         memory = self._core.memory
-        return memory.num_pages(end) if end >= req.num_prompt else end // memory.layout.page_tokens
+        return memory.num_pages(end) if end >= req.num_given else end // memory.layout.page_tokens
 
     def _succeed(self, req: Req) -> None:
         self._leave(req)

@@ -44,6 +44,8 @@ class FakeWorker:
     mode: str | None = None
     told_mode: str | None = None
     bootstrap_port: int | None = 7000
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """More of its `/get_server_info`."""
     reported: int | None = None
     num_health: int = 0
     num_load_asked: int = 0
@@ -103,6 +105,7 @@ class FakeWorker:
 
     async def _info(self, request: web.Request) -> web.Response:
         told = {} if self.told_mode is None else {"disaggregation_mode": self.told_mode}
+        told |= self.facts
         return web.json_response({"name": self.name, "disaggregation_bootstrap_port": self.bootstrap_port, **told})
 
     async def _load(self, request: web.Request) -> web.Response:

@@ -232,3 +232,28 @@ def test_decode_ends_a_request_that_waits_too_long_for_memory() -> None:
     lease.drop("request")
     _until(world, _idle(world))
     assert not world.decode.leaks() and not world.prefill.leaks()
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_decode_computes_in_pages_of_its_own_what_a_silent_peer_does_not_send(has_memory: bool) -> None:
+    """The published pages stay with the peer as long as it may write there; without others the request ends in time."""
+    shape = Shape(page_tokens=4, num_pages=6, num_aux=6, chunk_tokens=2, load_failure_policy="recompute")
+    world = World(3, shape, QUIET)
+    decode = world.decode
+    for node in (world.prefill, decode):
+        node.mailbox.post(_request("r0", 1))
+    _until(world, lambda: decode.scheduler.role.queues()["num_decode_transfer_queue_reqs"] == 1)
+    lease = decode.memory.reserve_tokens(4 if has_memory else 16, "somebody else")
+    assert lease is not None and decode.kv is not None
+    _until(world, lambda: decode.halves["r0"].finish is not None, decode)
+    assert decode.kv.counts()["pages_held_remote"] > 0, "the peer is back as soon as it likes"
+    assert decode.scheduler.core.counters["kv_loads_recomputed"] == 1
+    finish = decode.halves["r0"].finish
+    assert finish is not None
+    if has_memory:
+        assert (finish.type, len(decode.halves["r0"].tokens)) == ("length", 6)
+    else:
+        assert (finish.type, finish.err_type, finish.status_code) == ("abort", "prealloc_timeout", 503)
+    lease.drop("request")
+    _until(world, _idle(world))
+    assert not decode.leaks() and not world.prefill.leaks()

@@ -216,7 +216,8 @@ class ScriptedScheduler:
         if wish is not None and wish.prompt_from is not None and wish.prompt_from + 1 < len(request.input_ids):
             for part in prompt_logprobs(request, wish).parts(64):
                 self._send(RequestOutput(rid=request.rid, token_ids=[], prompt_logprobs=part))
-        limit = request.sampling.max_new_tokens
+        num_prior = len(request.prior_output_ids)
+        script, limit = script[num_prior:], request.sampling.max_new_tokens - num_prior
         if limit == 0:
             self._send(self._output(request, [], FinishReason(type="length", length=0)))
             return
@@ -233,7 +234,7 @@ class ScriptedScheduler:
         if tokens[-1] == EOS:
             finish = FinishReason(type="stop", matched=EOS)
         else:
-            finish = FinishReason(type="length", length=len(tokens))
+            finish = FinishReason(type="length", length=num_prior + len(tokens))
         self._send(self._output(request, pieces[-1], finish, self.timing))
 
     def _output(

@@ -1,0 +1,190 @@
+"""A stream that broke off at any event goes on at another server: together they are the stream that did not break."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from pdserve.base.stream_state import DONE, EVENT_END, MARK, RESUME_FIELD, STATE_HEADER, split_event
+from pdserve.router.stream_retry import StreamSoFar
+from pdserve.router.upstream import WORKER_FAILED, EndedError
+from pdserve.server import engine_client
+from pdserve.server.generation import Generation, Update
+from pdserve.server.tokenizer import Tokenizer
+from tests.unit.server.chat_kit import ASK, HERMES, NOW, WEATHER, long_context
+from tests.unit.server.server_kit import VOCAB, Bench, bench
+
+TEXT = "Größe: 10 🙂 and ENd END of it"
+ANSWER = f"<think>\nhm 🙂\n</think>\n{HERMES}"
+CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", TEXT, {"prompt": "a", "stop": "END", "max_tokens": 90}),
+    "offsets": ("/v1/completions", TEXT, {"prompt": "a", "logprobs": 2, "echo": True, "max_tokens": 20}),
+    "regex": ("/v1/completions", TEXT, {"prompt": ["a"], "stop_regex": "EN[A-Z]+ of", "max_tokens": 90}),
+    "generate": ("/generate", TEXT, {"text": "a", "sampling_params": {"stop": ["D of"], "max_new_tokens": 90}}),
+    "logprobs": (
+        "/generate",
+        TEXT,
+        {"text": "a", "return_logprob": True, "top_logprobs_num": 1, "sampling_params": {"max_new_tokens": 15}},
+    ),
+    "tools": (
+        "/v1/chat/completions",
+        ANSWER,
+        {
+            "messages": ASK,
+            "tools": [WEATHER, NOW],
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    ),
+    "late thoughts": ("/v1/chat/completions", ANSWER, {"messages": ASK, "stream_reasoning": False, "logprobs": True}),
+}
+VOLATILE = ("id", "e2e_latency", "timing")
+"""They differ between two runs of a request; times are of the server that ends a stream."""
+
+__all__ = ["long_context"]
+_numbers = itertools.count(1000)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_stream_goes_on_where_it_broke_off(
+    name: str, size: int, tokenizer: Tokenizer, long_context: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, text, body = CALLS[name]
+    monkeypatch.setattr(engine_client, "Generation", Unmerged)
+
+    async def scenario() -> None:
+        async with bench(tokenizer, reasoning_parser="qwen3", tool_call_parser="hermes") as b:
+            b.scheduler.script = lambda request: tokenizer._encode(text, "text", True)
+            b.scheduler.tokens_per_output = size
+            whole = await told(b, path, body)
+            plain = parsed(await b.http.post(path, json={**body, "stream": True}))
+            assert client_view(path, shown(whole)) == client_view(path, plain), "told or not"
+            b.scheduler.cached = lambda request: 99 if request.prior_output_ids else 3
+            cuts = range(1, len(whole), max(2, len(whole) // 12))
+            for cut in cuts:
+                await go_on(b, path, body, whole, cut)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "resume"),
+    [
+        ("/v1/completions", {"prompt": "a"}, {"token_ids": [1]}),  # no head
+        ("/v1/completions", {"prompt": "a"}, {"head": {"id": 1}, "token_ids": [1]}),
+        ("/v1/completions", {"prompt": "a"}, {"head": {"id": "x" * 2000}, "token_ids": [1]}),
+        ("/v1/completions", {"prompt": "a"}, {"head": {"id": "a"}, "token_ids": [VOCAB]}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 3}, {"head": {"id": "a"}, "token_ids": [73] * 3}),
+        ("/v1/completions", {"prompt": "a", "n": 2}, {"head": {"id": "a"}, "token_ids": [73]}),
+        ("/v1/completions", {"prompt": "a", "stream": False}, {"head": {"id": "a"}, "token_ids": [73]}),
+        ("/v1/completions", {"prompt": "a", "stop": "j"}, {"head": {"id": "a"}, "token_ids": [75, 76]}),
+        ("/generate", {"text": ["a"]}, {"head": {"id": "a"}, "token_ids": [73]}),
+        ("/generate", {"text": "a", "return_logprob": True}, {"head": {"id": "a"}, "token_ids": [73]}),
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_refused(
+    path: str, body: dict[str, Any], resume: dict[str, Any], tokenizer: Tokenizer
+) -> None:
+    async def scenario() -> None:
+        async with bench(tokenizer) as b:
+            answer = await b.http.post(path, json={"stream": True, **body, RESUME_FIELD: resume})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["param"].startswith(RESUME_FIELD), answer.text
+            assert not b.scheduler.requests
+
+    asyncio.run(scenario())
+
+
+class Unmerged(Generation):
+    """An event for each output, however fast they come."""
+
+    def put(self, update: Update) -> None:
+        """See `Generation`."""
+        self._unfinished -= update.finish is not None
+        self._pending[next(_numbers)] = update
+        self._news.set()
+
+
+async def go_on(b: Bench, path: str, body: dict[str, Any], whole: list[bytes], cut: int) -> None:
+    """Break the stream behind its first `cut` events."""
+    bodies: list[dict[str, Any]] = []
+
+    async def again(resumed: dict[str, Any], error: Exception) -> None:
+        bodies.append(resumed)
+
+    stream = StreamSoFar(body, 1, again)
+    passed = [stream.feed(event + EVENT_END) for event in whole[:cut]]
+    if stream.ending is not None:
+        passed.append(stream.ending)
+    else:
+        assert await stream.go_on(EndedError("gone", 502, WORKER_FAILED)) is None
+        passed += [event + EVENT_END for event in map(client_part, await told(b, path, bodies[0]))]
+        (resume,) = [one[RESUME_FIELD] for one in bodies]
+        assert b.scheduler.requests[-1].prior_output_ids == resume["token_ids"]
+    together = [event for event in b"".join(passed).split(EVENT_END) if event]
+    assert together[-1] + EVENT_END == DONE and together.count(together[-1]) == 1
+    expected, found = client_view(path, shown(whole)), client_view(path, shown(together))
+    assert found == expected, f"cut behind {cut} of {len(whole)} events"
+
+
+async def told(b: Bench, path: str, body: dict[str, Any]) -> list[bytes]:
+    """A stream's events with what is told of them."""
+    answer = await b.http.post(path, json={**body, "stream": True}, headers={STATE_HEADER: "1"})
+    assert answer.status_code == 200, answer.text
+    events = [event for event in answer.content.split(EVENT_END) if event]
+    assert all(event.startswith(MARK) for event in events[:-1])
+    return events
+
+
+def client_part(event: bytes) -> bytes:
+    return split_event(event)[1]
+
+
+def shown(events: list[bytes]) -> list[Any]:
+    parts = [client_part(event).removeprefix(b"data: ") for event in events]
+    return [steady(json.loads(part)) for part in parts if part != b"[DONE]"]
+
+
+def parsed(answer: Any) -> list[Any]:
+    return shown([event for event in answer.content.split(EVENT_END) if event])
+
+
+def steady(event: dict[str, Any]) -> dict[str, Any]:
+    """Without what differs between two runs of one request: ids, times."""
+    event = {**event, "id": "", "created": 0}
+    if "meta_info" in event:
+        event["meta_info"] = {
+            name: value for name, value in event["meta_info"].items() if name not in (*VOLATILE, "id")
+        }
+    for choice in event.get("choices", []):
+        for call in choice.get("delta", {}).get("tool_calls", []):
+            call.pop("id", None)
+    return event
+
+
+def client_view(path: str, events: list[dict[str, Any]]) -> Any:
+    """What a client makes of a stream, however the text was cut into events."""
+    if path == "/generate":
+        return events[-1]
+    fields: dict[str, Any] = {"text": "", "content": "", "reasoning": "", "roles": 0, "calls": {}, "logprobs": []}
+    for event in events:
+        for choice in event["choices"]:
+            delta = choice.get("delta", {})
+            fields["text"] += choice.get("text", "")
+            fields["content"] += delta.get("content", "")
+            fields["reasoning"] += delta.get("reasoning_content", "")
+            fields["roles"] += "role" in delta
+            for call in delta.get("tool_calls", []):
+                name, arguments = fields["calls"].get(call["index"], ("", ""))
+                function = call["function"]
+                fields["calls"][call["index"]] = (name + function.get("name", ""), arguments + function["arguments"])
+            logprobs = choice.get("logprobs")
+            if logprobs:
+                fields["logprobs"] += logprobs.get("content") or list(zip(*logprobs.values(), strict=True))
+            fields["finish"] = choice["finish_reason"], choice["matched_stop"]
+        fields["usage"] = event.get("usage")
+    return fields
