@@ -20,10 +20,9 @@ from torch import Tensor
 
 from pdserve.errors import PdserveError
 from pdserve.model.parallel import Arrival
-from pdserve.ranks.copies import Item, Outcome, RankCopies, item_of
+from pdserve.ranks.copies import Item, Outcome, RankCopies, failure_of, item_of
 from pdserve.ranks.input_log import InputLog
 from pdserve.ranks.mates import guarded
-from pdserve.transfer.events import Notified
 
 WAIT_S = 0.001
 """How long a turn waits for its own reduction, where all ranks compute the same steps at the same time."""
@@ -92,7 +91,7 @@ class Consensus:
         item = item_of(event)
         self._copies.heard(event)
         self._ended.add(item)
-        failed = not isinstance(event, Notified) and event.failure is not None
+        failed = failure_of(event) is not None
         self._has_failed = self._has_failed or failed
         if self._news_at is None:
             self._news_at = time.monotonic()

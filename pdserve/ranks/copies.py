@@ -14,13 +14,36 @@ import torch
 from torch import Tensor
 
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, Notified, Reached, TransferEvent
+from pdserve.transfer.events import (
+    CopyDone,
+    CopyEngine,
+    CopyJob,
+    Notified,
+    PeerFenced,
+    Reached,
+    ReceiverOpened,
+    TransferEvent,
+)
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Key
 
-Item = tuple[Key | str, int]
-"""A copy job by its index; what rank r expects to be notified of, `-1 - r`; or an address that rank r shall reach."""
-Outcome = Reached | CopyDone | Notified
+
+class Opening(msgspec.Struct, frozen=True):
+    """A receiving engine that is being opened for the session `name`."""
+
+    name: str
+
+
+class Fencing(msgspec.Struct, frozen=True):
+    """The fence of the session `name`."""
+
+    name: str
+
+
+Item = tuple[Key | Opening | Fencing | str, int]
+"""A copy job by its index; what rank r expects to be notified of, `-1 - r`; an address that rank r shall reach; or a
+receiving engine that rank r opens or ends."""
+Outcome = Reached | CopyDone | Notified | ReceiverOpened | PeerFenced
 Tell = Callable[[Outcome], None]
 
 LOST = Failure(code="transfer_failed", message="a rank could not; its own log says why", status=502)
@@ -41,12 +64,14 @@ class RankCopies:
         self._lock = threading.RLock()
         self._pending: dict[Item, int] = {}
         """Whose each is, in the order in which they came."""
-        self._together: dict[Key | str, set[Item]] = {}
+        self._together: dict[Key | Opening | Fencing | str, set[Item]] = {}
         """The same by what they are of."""
         self._outcomes: dict[Item, Outcome] = {}
         """Of own items, until all agree."""
         self._reasons: dict[Item, Failure] = {}
         """Why others' have failed, where that has been heard."""
+        self._addresses: dict[Item, str] = {}
+        """Of others' receiving engines, where that has been heard. The leader's."""
         self.settle_s = 0.0
 
     def drive(self, own: CopyEngine, settle_s: float, tell: Tell) -> None:
@@ -90,6 +115,23 @@ class RankCopies:
         """See `CopyEngine`: every rank forgets it."""
         self._engine.forget(transport_address)
 
+    @property
+    def fence_settle_s(self) -> float:
+        """See `CopyEngine`: all ranks have the same transport."""
+        return self._engine.fence_settle_s
+
+    def open_receiver(self, rank: int, peer: str) -> None:
+        """See `CopyEngine`. The leader alone hears the addresses of other ranks; on followers these are empty."""
+        self._add((Opening(peer), rank), rank)
+        if rank == self._rank:
+            self._engine.open_receiver(0, peer)
+
+    def fence(self, rank: int, peer: str) -> None:
+        """See `CopyEngine`."""
+        self._add((Fencing(peer), rank), rank)
+        if rank == self._rank:
+            self._engine.fence(0, peer)
+
     def expect(self, key: Key, rank: int, count: int) -> bool:
         """See `CopyEngine`; as `reach`."""
         self._add((key, -1 - rank), rank)
@@ -110,12 +152,14 @@ class RankCopies:
 
     def heard(self, event: Outcome) -> None:
         """Another rank has told of its own. What counts is what all agree on; but it knows why. Any thread."""
-        failure = _failure_of(event)
-        if failure is not None:
-            with self._lock:
+        failure = failure_of(event)
+        with self._lock:
+            if failure is not None:
                 self._reasons[item_of(event)] = failure
+            if isinstance(event, ReceiverOpened):
+                self._addresses[item_of(event)] = event.transport_address
 
-    def is_ripe(self, ended: Container[Item], of: Key | str | None = None) -> bool:
+    def is_ripe(self, ended: Container[Item], of: Key | Opening | Fencing | str | None = None) -> bool:
         """Whether all that is pending of a transfer, or of that one alone, is known to have `ended`. Any thread."""
         with self._lock:
             some = self._together.values() if of is None else [self._together.get(of, set())]
@@ -127,7 +171,7 @@ class RankCopies:
         """
         with self._lock:
             values = [
-                _values_of(self._outcomes.get(item)) if rank == self._rank else (_LATER, _LATER, _LATER)
+                _values_of(self._outcomes.get(item)) if rank == self._rank else self._of_another(item)
                 for item, rank in self._pending.items()
             ]
         return list(self._pending), torch.tensor(values, dtype=torch.int64)
@@ -146,18 +190,30 @@ class RankCopies:
                 own, reason = self._outcomes.pop(item, None), self._reasons.pop(item, LOST)
             failure = None
             if state == KVPoll.FAILED:
-                failure = (None if own is None else _failure_of(own)) or reason
+                failure = (None if own is None else failure_of(own)) or reason
             match item:
                 case str(address), rank:
                     ended.append(Reached(address, failure, rank))
+                case Opening(name=name), rank:
+                    address = own.transport_address if isinstance(own, ReceiverOpened) else ""
+                    ended.append(ReceiverOpened(name, address or self._addresses.pop(item, ""), failure, rank))
+                case Fencing(name=name), rank:
+                    ended.append(PeerFenced(name, state == KVPoll.SUCCESS, rank))
                 case key, index if index < 0:
                     ended.append(Notified(key, int(state == KVPoll.FAILED), -1 - index))
                 case key, index:
                     ended.append(CopyDone(key, index, failure, bool(settled), -spent_us / 1e6))
         if not self._pending:
-            with self._lock:
-                self._reasons.clear()  # those that came too late
+            with self._lock:  # those that came too late
+                self._reasons.clear()
+                self._addresses.clear()
         return ended
+
+    def _of_another(self, item: Item) -> tuple[int, int, int]:
+        """What we say of another rank's item. The leader waits until it has heard the address of a receiving engine."""
+        if self._rank == 0 and isinstance(item[0], Opening) and item not in self._addresses:
+            return KVPoll.TRANSFERRING, 0, 0
+        return _LATER, _LATER, _LATER
 
     def _add(self, item: Item, rank: int) -> None:
         with self._lock:
@@ -184,12 +240,17 @@ def item_of(event: Outcome) -> Item:
             return address, rank
         case Notified(key=key, rank=rank):
             return key, -1 - rank
+        case ReceiverOpened(peer=peer, rank=rank):
+            return Opening(peer), rank
+        case PeerFenced(peer=peer, rank=rank):
+            return Fencing(peer), rank
         case CopyDone(key=key, index=index):
             return key, index
 
 
-def _failure_of(event: Outcome) -> Failure | None:
-    return None if isinstance(event, Notified) else event.failure
+def failure_of(event: Outcome) -> Failure | None:
+    """Why it has not ended well; None also where it says so in another way."""
+    return None if isinstance(event, Notified | PeerFenced) else event.failure
 
 
 def _values_of(outcome: Outcome | None) -> tuple[int, int, int]:
@@ -197,8 +258,10 @@ def _values_of(outcome: Outcome | None) -> tuple[int, int, int]:
     match outcome:
         case None:
             return KVPoll.TRANSFERRING, 0, 0
-        case Reached(failure=failure):
+        case Reached(failure=failure) | ReceiverOpened(failure=failure):
             return KVPoll.SUCCESS if failure is None else KVPoll.FAILED, 1, 0
+        case PeerFenced(fenced=fenced):
+            return KVPoll.SUCCESS if fenced else KVPoll.FAILED, 1, 0
         case Notified(num_missing=num_missing):
             return KVPoll.FAILED if num_missing else KVPoll.SUCCESS, 1, 0
         case CopyDone(failure=failure, settled=settled, write_s=write_s):

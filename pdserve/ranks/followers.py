@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import PdserveError, RankError
+from pdserve.ranks.copies import Outcome
 from pdserve.ranks.links import Links, end_process
 from pdserve.ranks.meeting import Facts, Introduction, rank_names, secret_of
 from pdserve.ranks.messages import (
@@ -37,7 +38,7 @@ from pdserve.ranks.messages import (
 )
 from pdserve.ranks.rendezvous import MEET_TIMEOUT_S
 from pdserve.ranks.watch import LinkTimes, Peer
-from pdserve.transfer.events import CopyDone, Notified, Reached
+from pdserve.transfer.events import CopyDone, Notified, PeerFenced, Reached, ReceiverOpened
 from pdserve.transfer.kv_digest import RankDigest
 
 ANSWER_TIMEOUT_S = 600.0
@@ -72,7 +73,7 @@ class Followers:
         self._digests: dict[int, dict[int, RankDigest]] = {}
         """By number of the question and rank."""
         self._lost: PdserveError | None = None
-        self._on_copied: Callable[[Reached | CopyDone | Notified], None] | None = None
+        self._on_copied: Callable[[Outcome], None] | None = None
         links.connect(
             peers,
             secret,
@@ -119,7 +120,7 @@ class Followers:
             found = self._digests.pop(number)
         return (own, *(found[rank] for rank in self._peers))
 
-    def on_copied(self, take: Callable[[Reached | CopyDone | Notified], None]) -> None:
+    def on_copied(self, take: Callable[[Outcome], None]) -> None:
         """`take` gets what followers say of copies, theirs and peers', on the link thread. Once, before they begin."""
         assert self._on_copied is None
         self._on_copied = take
@@ -153,7 +154,7 @@ class Followers:
         match report:
             case Alive():
                 return
-            case Reached() | CopyDone() | Notified():
+            case Reached() | CopyDone() | Notified() | ReceiverOpened() | PeerFenced():
                 assert self._on_copied is not None, "a report on copies where nothing is transferred"
                 self._on_copied(report)
                 return

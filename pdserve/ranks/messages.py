@@ -27,17 +27,20 @@ from pdserve.transfer.events import (
     CopyDone,
     FrameArrived,
     Notified,
+    PeerFenced,
     PeerGone,
+    PeerHandshakeFailed,
     PeerListens,
     PrefillFound,
     PrefillNotFound,
     Reached,
+    ReceiverOpened,
 )
 from pdserve.transfer.kv_digest import RankDigest
 from pdserve.transfer.wire import RankMemory
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-SharedEvent = ToScheduler | FrameArrived | PrefillFound | PrefillNotFound | PeerGone | PeerListens
+SharedEvent = ToScheduler | FrameArrived | PrefillFound | PrefillNotFound | PeerGone | PeerListens | PeerHandshakeFailed
 Value = bool | bytes | tuple[RankDigest, ...]
 
 
@@ -199,7 +202,20 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToFollower = Entry | Begin | Agreed | Stop | Alive
-ToLeader = Sized | RankReady | StepDone | Offloaded | Digested | Reached | CopyDone | Notified | RankFailed | Alive
+ToLeader = (
+    Sized
+    | RankReady
+    | StepDone
+    | Offloaded
+    | Digested
+    | Reached
+    | CopyDone
+    | Notified
+    | ReceiverOpened
+    | PeerFenced
+    | RankFailed
+    | Alive
+)
 
 
 def follower_codec() -> Codec[ToFollower]:

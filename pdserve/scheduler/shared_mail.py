@@ -17,9 +17,10 @@ from pdserve.ranks.consensus import Consensus, Reduction
 from pdserve.ranks.input_log import InputLog, Look
 from pdserve.ranks.messages import SharedEvent
 from pdserve.scheduler.scheduler import Event, Mail
+from pdserve.transfer.events import HandshakesFailed
 
-_OWN = StateQuery | StartProfile | StopProfile | Woken
-"""Questions to the leader, a trace of the leader, and what only wakes it: nothing is decided by these."""
+OWN = StateQuery | StartProfile | StopProfile | Woken | HandshakesFailed
+"""Questions to the leader, a trace of the leader, what only wakes it or is only counted: these decide nothing."""
 
 
 class LeaderMail:
@@ -37,7 +38,7 @@ class LeaderMail:
     def drain(self) -> Sequence[Event]:
         """See `Mail.drain`."""
         events = [self._seeded(event) for event in self._mailbox.drain()]
-        shared = [cast(SharedEvent, event) for event in events if not isinstance(event, _OWN)]
+        shared = [cast(SharedEvent, event) for event in events if not isinstance(event, OWN)]
         consensus = self._consensus
         if consensus is None:
             self._log.turn(Look(shared))

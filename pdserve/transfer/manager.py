@@ -317,9 +317,8 @@ class KVManager:
                             if rank.transport_address:
                                 self._engine.forget(rank.transport_address)
                 case SenderQuiesced(receiver=receiver):
-                    if not self._engine.notifies:  # else bytes that were taken from the sender may still come
-                        self.receivers.forget(receiver)
-                        self.receive_side.on_fenced(receiver)
+                    self.receivers.forget(receiver)
+                    self.receive_side.on_quiesced(receiver)
                 case Message(peer=peer, body=body):
                     match body:
                         case Meta():

@@ -116,6 +116,17 @@ class PublishedPages:
         for entry in [entry for entry in self._entries.values() if entry.receiver == receiver]:
             self.release(entry.key)
 
+    def quiesced(self, receiver: str) -> None:
+        """The sender writes no more in that session.
+
+        Where engines notify, bytes that were taken from the sender may still come.
+        """
+        for entry in [entry for entry in self._entries.values() if entry.receiver == receiver]:
+            if self._engine.notifies:
+                self._fence(entry, self._engine.settle_s)
+            else:
+                self.release(entry.key)
+
     def oldest_orphan_s(self) -> float:
         """How many seconds pages that no request has any more are kept for a peer; 0.0 where there are none."""
         now = self._clock.now()

@@ -189,6 +189,10 @@ class ReceiveSide:
         """Nothing can land any more of what was published in the session with these receiving engines."""
         self.published.fenced(receiver)
 
+    def on_quiesced(self, receiver: str) -> None:
+        """The sender has promised to write no more in the session with these receiving engines."""
+        self.published.quiesced(receiver)
+
     def tick(self) -> None:
         """Time-outs, and pages of dead peers whose last bytes have drained. Looks at the oldest rooms only."""
         now = self._clock.now()

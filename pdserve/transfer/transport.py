@@ -4,6 +4,7 @@ The composition root opens one per scheduler process with `open_transport`; `Cop
 
     scheduler thread   open_transport, register, address, disconnect, close
     copy workers       connect, write, write_and_notify (several at once, also to the same peer)
+    kv-receivers       open_receiver, fence (several at once)
     any                take_notifications (one at a time)
 """
 
@@ -75,6 +76,14 @@ class Transport(Protocol):
         """
         ...
 
+    @property
+    def fence_settle_s(self) -> float:
+        """Seconds after `fence` has returned True until nothing of the peer's can land. 0.0 where that was measured.
+
+        Any thread, any time.
+        """
+        ...
+
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Make regions readable for `write` and writable for peers.
 
@@ -87,9 +96,31 @@ class Transport(Protocol):
         ...
 
     def address(self) -> str:
-        """What a peer passes to `connect`; travels in the handshake. Unique to this incarnation of this process.
+        """An address at which anybody may write, and which no `fence` ends: for tools and tests.
 
-        Scheduler thread, after `register`.
+        What a peer passes to `connect`. Unique to this incarnation of this process. Scheduler thread, after `register`.
+        """
+        ...
+
+    def open_receiver(self, peer: str) -> str:
+        """Open a receiving engine for `peer` (an instance id) alone; the address that it returns is for no other.
+
+        While it is open, the same address again; after a `fence`, one that was never used before.
+
+        A copy worker or control thread, after `register`; may block for some seconds (RDMA registers memory).
+
+        Raises:
+            TransferError: the engine does not start.
+        """
+        ...
+
+    def fence(self, peer: str) -> bool:
+        """Destroy the receiving engine of `peer`, and return when nothing that the peer writes can land any more.
+
+        False: that cannot be known (`shm`: the peer's process lives); asked again later, it may be. Unknown peers:
+        True. Writes through `address` are not ended.
+
+        A control thread; may block for seconds.
         """
         ...
 

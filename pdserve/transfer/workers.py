@@ -17,12 +17,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
 from pdserve.errors import TransferError
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.events import CopyDone, CopyJob, Reached, TransferEvent
+from pdserve.transfer.events import CopyDone, CopyJob, PeerFenced, Reached, ReceiverOpened, TransferEvent
 from pdserve.transfer.gated import CANCELLED, PEER_GONE, GatedJobs
 from pdserve.transfer.notifications import Notifications, encode_note
 from pdserve.transfer.transport import Copy, NotifyingTransport, Transport
@@ -31,6 +31,8 @@ from pdserve.transfer.wire import Key
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
+RECEIVER_THREADS = 4
+"""They open and destroy receiving engines, which may take an engine some seconds."""
 GATE_SLICE_S = 0.004
 """How long a thread waits for a gate before it looks at its queue again."""
 
@@ -83,7 +85,9 @@ class CopyWorkers:
         self._numbers = itertools.count()
         self._closing = threading.Event()
         self._disconnecting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disconnect")
-        self.address = transport.address()
+        self._receiving = ThreadPoolExecutor(max_workers=RECEIVER_THREADS, thread_name_prefix="kv-receivers")
+        self._opening: dict[str, Future[None]] = {}
+        """Sessions whose receiving engine was asked for and not fenced."""
         self._notifications = (
             None if self._notifying is None else Notifications(self._notifying.take_notifications, post)
         )
@@ -126,6 +130,19 @@ class CopyWorkers:
         for worker in self._workers_of.pop(transport_address, ()):
             worker.orders.put(_End(PEER_GONE))
 
+    @property
+    def fence_settle_s(self) -> float:
+        """See `CopyEngine`."""
+        return self._transport.fence_settle_s
+
+    def open_receiver(self, rank: int, peer: str) -> None:
+        """See `CopyEngine`."""
+        self._opening[peer] = self._receiving.submit(self._open_receiver, peer)
+
+    def fence(self, rank: int, peer: str) -> None:
+        """See `CopyEngine`."""
+        self._receiving.submit(self._fence, peer, self._opening.pop(peer, None))
+
     def expect(self, key: Key, rank: int, count: int) -> bool:
         """See `CopyEngine`."""
         assert self._notifications is not None, "the transport notifies of nothing"
@@ -139,6 +156,7 @@ class CopyWorkers:
         for worker in itertools.chain.from_iterable(self._workers_of.values()):
             worker.orders.put(_End(CANCELLED))
         self._disconnecting.shutdown(wait=False)
+        self._receiving.shutdown(wait=False, cancel_futures=True)
         if self._notifications is not None:
             self._notifications.close()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
@@ -146,6 +164,26 @@ class CopyWorkers:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 log.warning("%s still copies after %g s, and is left behind", thread.name, CLOSE_TIMEOUT_S)
+
+    def _open_receiver(self, peer: str) -> None:
+        try:
+            self._post(ReceiverOpened(peer, self._transport.open_receiver(peer), None))
+        except TransferError as error:
+            log.warning("no receiving engine for %s: %s", peer, error)
+            self._post(ReceiverOpened(peer, "", Failure.from_error(error)))
+        except Exception as error:
+            log.exception("no receiving engine for %s", peer)
+            self._post(ReceiverOpened(peer, "", _internal(error)))
+
+    def _fence(self, peer: str, opening: Future[None] | None) -> None:
+        if opening is not None:
+            opening.result()  # it was taken from the queue before this
+        try:
+            fenced = self._transport.fence(peer)
+        except Exception:
+            log.exception("what %s writes could not be fenced", peer)
+            fenced = False
+        self._post(PeerFenced(peer, fenced))
 
     def _workers(self, peer: str) -> Sequence[_Worker] | Failure:
         """The threads of a rank of a peer, or why there are none."""

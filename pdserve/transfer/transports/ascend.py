@@ -1,7 +1,8 @@
 """Ascend NPUs through `memfabric_hybrid`. Written to its published Python interface; not tested on hardware.
 
 The engine wants every process to be `Prefill`, which writes, or `Decode`, which is written to. A transport is told
-neither, so a process has a `Decode` engine from the start and a `Prefill` engine from its first connection on.
+neither, so a process has a `Decode` engine from the start, one more for each peer that is to write to it, and a
+`Prefill` engine from its first connection on.
 
     ASCEND_MF_STORE_URL           tcp://host:port of memfabric's store; required
     ASCEND_MF_TRANSFER_PROTOCOL   sdma (default), device_rdma, host_rdma
@@ -19,6 +20,7 @@ from typing import Any
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
+from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
 
 SETTLE_S = 30.0
 BATCH_COPIES = 1024
@@ -35,11 +37,24 @@ def session_of(address: str) -> str:
     return session
 
 
+class Receiver:
+    """A `Decode` engine that one peer writes to."""
+
+    def __init__(self, native: Any, session: str) -> None:
+        self.native = native
+        self.address = f"{session}/{uuid.uuid4().hex[:16]}"
+
+    def destroy(self) -> None:
+        """End this engine alone; `unInitialize` would end the library for the whole process."""
+        self.native.destroy()
+
+
 class AscendTransport:
     """Writes through memfabric's TransferEngine. See `Transport` for who calls what from where."""
 
     name = "ascend"
     settle_s = SETTLE_S
+    fence_settle_s = SETTLE_S
 
     def __init__(self, native: Any, host: str, store_url: str, protocol: str, device: int) -> None:
         self.facts = TransportFacts(protocol=protocol, moves_bytes=True)
@@ -49,11 +64,15 @@ class AscendTransport:
         self._operation = native.TransferEngine.TransDataOpType.__members__[protocol.upper()]
         self._device = device
         self._regions = RegionSet()
-        self._incarnation = uuid.uuid4().hex[:16]
         self._lock = threading.Lock()
         self._peers: dict[str, str] = {}
         self._sender: Any = None
-        self._receiver, self._session = self._start("Decode")
+        self._base = Receiver(*self._start("Decode"))
+        self._receivers = ReceivingEngines(
+            SpentPorts(),
+            lambda: Receiver(*self._start("Decode")),
+            lambda receiver: _register(receiver.native, self._regions.regions),
+        )
 
     @classmethod
     def open(cls, host: str, ib_device: str | None) -> AscendTransport:
@@ -80,13 +99,21 @@ class AscendTransport:
         """Make regions writable for peers, and readable for `write`."""
         self._regions.add(regions)
         with self._lock:
-            engines = [self._receiver] if self._sender is None else [self._receiver, self._sender]
+            engines = [self._base.native] if self._sender is None else [self._base.native, self._sender]
         for engine in engines:
             _register(engine, regions)
 
     def address(self) -> str:
         """`host:port/incarnation`."""
-        return f"{self._session}/{self._incarnation}"
+        return self._base.address
+
+    def open_receiver(self, peer: str) -> str:
+        """A `Decode` engine of its own for `peer`, which registers all memory again."""
+        return self._receivers.open(peer).address
+
+    def fence(self, peer: str) -> bool:
+        """Destroy the engine of `peer`. Not measured: what is under way drains for `fence_settle_s`."""
+        return self._receivers.fence(peer)
 
     def connect(self, address: str) -> None:
         """Start the sending engine, if this is the first peer. The engine finds the peer at the first write."""
@@ -130,13 +157,14 @@ class AscendTransport:
                 )
 
     def close(self) -> None:
-        """End both engines."""
+        """End all engines."""
         with self._lock:
             self._peers.clear()
-            engines = [engine for engine in (self._sender, self._receiver) if engine is not None]
-            self._sender = self._receiver = None
-        for engine in engines:
-            engine.unInitialize()
+            sender, self._sender = self._sender, None
+        self._receivers.close()
+        if sender is not None:
+            sender.unInitialize()
+        self._base.native.unInitialize()
 
     def _start(self, role: str) -> tuple[Any, str]:
         """An engine and its session. Raises ConfigError with the engine's code."""

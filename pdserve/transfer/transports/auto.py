@@ -65,6 +65,11 @@ class AutoTransport:
         """The longest of all."""
         return max(way.settle_s for way in self._ways.values())
 
+    @property
+    def fence_settle_s(self) -> float:
+        """The longest of all."""
+        return max(way.fence_settle_s for way in self._ways.values())
+
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Register with all; those that refuse are not offered.
 
@@ -85,8 +90,16 @@ class AutoTransport:
 
     def address(self) -> str:
         """`auto:` and a JSON object, address by name."""
-        addresses = {name: way.address() for name, way in self._ways.items()}
-        return _PREFIX + msgspec.json.encode(addresses).decode()
+        return _address_of({name: way.address() for name, way in self._ways.items()})
+
+    def open_receiver(self, peer: str) -> str:
+        """Of all ways: which of them the peer will take is not known."""
+        return _address_of({name: way.open_receiver(peer) for name, way in self._ways.items()})
+
+    def fence(self, peer: str) -> bool:
+        """Fence all ways; True when all are."""
+        fenced = [way.fence(peer) for way in self._ways.values()]
+        return all(fenced)
 
     def connect(self, address: str) -> None:
         """Take the best way to the peer that works; it is kept for good."""
@@ -138,6 +151,10 @@ class AutoTransport:
             message = f"the peer offers {', '.join(offered)}, we have {', '.join(self._ways)}"
             raise TransferError(message, code="no_common_transport", retryable=False)
         raise errors[-1]
+
+
+def _address_of(addresses: Mapping[str, str]) -> str:
+    return _PREFIX + msgspec.json.encode(addresses).decode()
 
 
 def _addresses_in(address: str) -> dict[str, str]:

@@ -38,6 +38,11 @@ class FailingTransport:
         """The inner one's."""
         return self._inner.settle_s
 
+    @property
+    def fence_settle_s(self) -> float:
+        """The inner one's."""
+        return self._inner.fence_settle_s
+
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """See `Transport`."""
         self._inner.register(regions)
@@ -45,6 +50,14 @@ class FailingTransport:
     def address(self) -> str:
         """See `Transport`."""
         return self._inner.address()
+
+    def open_receiver(self, peer: str) -> str:
+        """See `Transport`."""
+        return self._inner.open_receiver(peer)
+
+    def fence(self, peer: str) -> bool:
+        """See `Transport`."""
+        return self._inner.fence(peer)
 
     def connect(self, address: str) -> None:
         """See `Transport`."""

@@ -13,6 +13,7 @@ class FakeTransport:
     name = "fake"
     facts = TransportFacts(protocol="none", moves_bytes=False)
     settle_s = 0.0
+    fence_settle_s = 0.0
 
     def __init__(self) -> None:
         self._regions = RegionSet()
@@ -24,6 +25,14 @@ class FakeTransport:
     def address(self) -> str:
         """Every fake has the same address."""
         return "fake"
+
+    def open_receiver(self, peer: str) -> str:
+        """As `address`."""
+        return "fake"
+
+    def fence(self, peer: str) -> bool:
+        """Nothing lands."""
+        return True
 
     def connect(self, address: str) -> None:
         """Any address will do."""

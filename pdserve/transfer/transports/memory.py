@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import uuid
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from pdserve.errors import TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
@@ -15,26 +17,41 @@ class MemoryHub:
     """The "network": who is reachable at which address. Thread-safe; shared by the transports of one test."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._regions: dict[str, RegionSet] = {}
+        self._num_writers: Counter[str] = Counter()
 
     def join(self, address: str, regions: RegionSet) -> None:
         """Make `regions` reachable at `address`."""
-        with self._lock:
+        with self._changed:
             self._regions[address] = regions
 
     def leave(self, address: str) -> None:
-        """The owner of `address` is gone."""
-        with self._lock:
+        """Nobody is at `address` any more; returns when writes that were under way there have ended."""
+        with self._changed:
             self._regions.pop(address, None)
+            self._changed.wait_for(lambda: not self._num_writers[address])
 
     def find(self, address: str) -> RegionSet:
         """The regions at `address`. Raises TransferError (settled) when nobody is there."""
-        with self._lock:
+        with self._changed:
             regions = self._regions.get(address)
         if regions is None:
             raise TransferError(f"no peer at {address}", code="peer_unreachable")
         return regions
+
+    @contextlib.contextmanager
+    def writing(self, address: str) -> Iterator[RegionSet]:
+        """As `find`, while something is written there."""
+        with self._changed:
+            regions = self.find(address)
+            self._num_writers[address] += 1
+        try:
+            yield regions
+        finally:
+            with self._changed:
+                self._num_writers[address] -= 1
+                self._changed.notify_all()
 
 
 class MemoryTransport:
@@ -43,11 +60,13 @@ class MemoryTransport:
     name = "memory"
     facts = TransportFacts(protocol="memory", moves_bytes=True)
     settle_s = 0.0
+    fence_settle_s = 0.0
 
     def __init__(self, hub: MemoryHub) -> None:
         self._hub = hub
         self._regions = RegionSet()
-        self._address = f"memory:{uuid.uuid4().hex}"
+        self._address = _new_address()
+        self._receivers: dict[str, str] = {}
         hub.join(self._address, self._regions)
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
@@ -57,6 +76,19 @@ class MemoryTransport:
     def address(self) -> str:
         """A fresh name per instance."""
         return self._address
+
+    def open_receiver(self, peer: str) -> str:
+        """A fresh name for each peer."""
+        if peer not in self._receivers:
+            self._receivers[peer] = _new_address()
+            self._hub.join(self._receivers[peer], self._regions)
+        return self._receivers[peer]
+
+    def fence(self, peer: str) -> bool:
+        """Be unreachable at the peer's name."""
+        if peer in self._receivers:
+            self._hub.leave(self._receivers.pop(peer))
+        return True
 
     def connect(self, address: str) -> None:
         """Check that somebody is there."""
@@ -68,17 +100,22 @@ class MemoryTransport:
     def write(self, address: str, copies: Sequence[Copy]) -> None:
         """memmove each copy, after all ranges were checked on both sides."""
         self._regions.check_sources(copies)
-        peer = self._hub.find(address)
-        for copy in copies:
-            if copy.num_bytes and not peer.holds(copy.destination, copy.num_bytes):
-                raise TransferError(
-                    f"destination range {copy.destination:#x} + {copy.num_bytes} bytes is not registered at {address}",
-                    code="bad_range",
-                    retryable=False,
-                )
-        for copy in copies:
-            ctypes.memmove(copy.destination, copy.source, copy.num_bytes)
+        with self._hub.writing(address) as peer:
+            for copy in copies:
+                if copy.num_bytes and not peer.holds(copy.destination, copy.num_bytes):
+                    raise TransferError(
+                        f"destination {copy.destination:#x} + {copy.num_bytes} bytes is not registered at {address}",
+                        code="bad_range",
+                        retryable=False,
+                    )
+            for copy in copies:
+                ctypes.memmove(copy.destination, copy.source, copy.num_bytes)
 
     def close(self) -> None:
         """Be unreachable from now on."""
-        self._hub.leave(self._address)
+        for address in (self._address, *self._receivers.values()):
+            self._hub.leave(address)
+
+
+def _new_address() -> str:
+    return f"memory:{uuid.uuid4().hex}"

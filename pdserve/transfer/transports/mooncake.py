@@ -12,24 +12,28 @@ What was measured of the engine shapes this file:
 - It caches what it knows of a session, and a restarted peer may get the same session (host:port from a range of 2,000).
   Turning the cache off costs ten times the time per entry; a new engine per connection costs a millisecond and needs no
   cache to be right.
+- Unregistering memory does not end a write under way to it; destroying the receiving engine does, over TCP at once. So
+  each peer has a receiving engine of its own. Over RDMA that was not measured, and `fence_settle_s` is a drain time.
 - A batch call reports its end only to a spinning wait. The first and the last entry go as their own submissions, which
   can be polled asleep: the first tells of a dead or stopped peer, and when the last is there, so is nearly all.
 
-Both of the engine's ports listen on all interfaces whatever address it is given, and are not authenticated.
+The engine that is there from the start sends over RDMA, and is written to by those who were told `address`.
+
+Both of an engine's ports listen on all interfaces whatever address it is given, and are not authenticated.
 """
 
 from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Sequence
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
 from pdserve.transfer.transports.link import Link, LinkedPeers
-from pdserve.transfer.transports.mooncake_engine import Engine
+from pdserve.transfer.transports.mooncake_engine import Engine, Receiver
 from pdserve.transfer.transports.nics import choose_protocol
+from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
 
 MAX_OUTSTANDING = 1024
 TCP_ENGINES = 2
@@ -85,9 +89,11 @@ class MooncakeTransport:
         self.settle_s = RDMA_SETTLE_S if protocol == "rdma" else 2.0 * tcp_timeout_s + 1.0
         self._timeout_s = 3.0 * tcp_timeout_s
         self._start = (host, protocol, ib_device)
-        self._receiver = Engine(*self._start)
-        self._incarnation = uuid.uuid4().hex[:16]
+        self.fence_settle_s = RDMA_SETTLE_S if protocol == "rdma" else 0.0
+        self._base = Engine(*self._start)
         self._regions = RegionSet()
+        self._ports = SpentPorts()
+        self._receivers = ReceivingEngines(self._ports, lambda: Receiver(*self._start), self._prepare)
         self._peers: LinkedPeers[Engine, str] = LinkedPeers(self._open_link)
 
     @classmethod
@@ -100,11 +106,19 @@ class MooncakeTransport:
         """Make regions readable and writable through the engine."""
         self._regions.add(regions)
         for region in regions:
-            self._receiver.register(region)
+            self._base.register(region)
 
     def address(self) -> str:
         """`host:port/incarnation`."""
-        return f"{self._receiver.session}/{self._incarnation}"
+        return self._base.address
+
+    def open_receiver(self, peer: str) -> str:
+        """An engine of its own for `peer`: two ports and two threads more; over RDMA it registers all memory again."""
+        return self._receivers.open(peer).address
+
+    def fence(self, peer: str) -> bool:
+        """Destroy the engine of `peer`: some milliseconds."""
+        return self._receivers.fence(peer)
 
     def connect(self, address: str) -> None:
         """Open a link to the peer, unless there is one."""
@@ -131,17 +145,21 @@ class MooncakeTransport:
     def close(self) -> None:
         """Cut all links, stop receiving."""
         self._peers.close()
-        self._receiver.destroy()
+        self._receivers.close()
+        self._base.destroy()
+
+    def _prepare(self, engine: Engine) -> None:
+        for region in self._regions.regions:
+            engine.register(region)
 
     def _open_link(self, session: str) -> Link[Engine]:
         """A link over new engines (TCP) or the shared one (RDMA). Raises TransferError when nobody answers."""
         owned = self.facts.protocol == "tcp"
-        engines = [Engine(*self._start) for _ in range(TCP_ENGINES)] if owned else [self._receiver]
+        engines = [self._new_sender() for _ in range(TCP_ENGINES)] if owned else [self._base]
         try:
             for engine in engines:
                 if owned:
-                    for region in self._regions.regions:
-                        engine.register(region)
+                    self._prepare(engine)
                 engine.reach(session)
         except TransferError:
             if owned:
@@ -149,6 +167,10 @@ class MooncakeTransport:
                     engine.destroy()
             raise
         return Link(engines, session, owned=owned, num_permits=MAX_OUTSTANDING)
+
+    def _new_sender(self) -> Engine:
+        """It listens, too, and knows all our memory: not where a fenced peer looks for it."""
+        return self._ports.start(lambda: Engine(*self._start))[0]
 
     def _write_batch(self, link: Link[Engine], copies: Sequence[Copy]) -> None:
         num_bytes = sum(copy.num_bytes for copy in copies)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import queue
 import socket
 import struct
 import threading
+import uuid
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +51,8 @@ class Engine:
         self._lock = threading.Lock()
         self._num_probes = 0
         self.session = f"{host}:{self._port}"
+        self.address = f"{self.session}/{uuid.uuid4().hex[:16]}"
+        """`host:port/incarnation`: sessions come again, these do not."""
 
     def register(self, region: MemoryRegion) -> None:
         """Register one region. Raises TransferError with the engine's code."""
@@ -113,6 +118,18 @@ class Engine:
             ends = native is not None and self._num_probes == 0
         if ends:
             hurry_end(self._port)
+
+
+class Receiver(Engine):
+    """An engine that never calls a peer, so that no thread of a probe can keep it."""
+
+    def destroy(self) -> None:
+        """See `Engine`; checked: what a fence promises hangs on it."""
+        alive = None if self._native is None else weakref.ref(self._native)
+        super().destroy()
+        if alive is not None and alive() is not None:
+            gc.collect()  # an exception's traceback, say
+            assert alive() is None, "something holds the engine that was to be destroyed"
 
 
 def open_session(native: Any, session: str) -> bool:

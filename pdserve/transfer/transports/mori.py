@@ -23,6 +23,7 @@ from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportF
 from pdserve.transfer.transports.cards import decode_card, encode_card, not_an_address
 from pdserve.transfer.transports.device_memory import place_of
 from pdserve.transfer.transports.nics import choose_protocol, wanted_nics
+from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
 
 SETTLE_S = 30.0
 STALL_S = 15.0
@@ -84,25 +85,59 @@ class Peer:
     memory: Described
 
 
+class Engine:
+    """One IOEngine and its descriptors of our memory."""
+
+    def __init__(self, native: Any, host: str) -> None:
+        self._native = native
+        self.memory = Described(())
+        try:
+            self.native = native.IOEngine(f"pdserve-{uuid.uuid4().hex[:16]}", native.IOEngineConfig(host=host, port=0))
+            self.native.create_backend(native.BackendType.RDMA, native.RdmaBackendConfig())
+        except Exception as error:
+            raise ConfigError(f"mori does not start on host {host!r}: {error!r}", field=FIELD) from error
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Raises TransferError when the engine refuses one."""
+        self.memory = Described((*self.memory.regions, *((region, self._describe(region)) for region in regions)))
+
+    def address(self) -> str:
+        """The engine's description and those of all regions, as text."""
+        regions = (PeerRegion(region.address, region.num_bytes, it.pack()) for region, it in self.memory.regions)
+        return encode_address(PeerCard(self.native.get_engine_desc().pack(), tuple(regions)))
+
+    def destroy(self) -> None:
+        """Let go of it, which ends it: its interface has no call for that."""
+        self.memory = Described(())
+        self.native = None
+
+    def _describe(self, region: MemoryRegion) -> Any:
+        place, kinds = place_of(region.address), self._native.MemoryLocationType
+        device, kind = (-1, kinds.CPU) if place.device is None else (place.device, kinds.GPU)
+        try:
+            return self.native.register_memory(region.address, region.num_bytes, device, kind)
+        except Exception as error:
+            raise TransferError(f"mori refuses {region}: {error!r}", code="bad_region", retryable=False) from None
+
+
 class MoriTransport:
     """Writes through MoRI's IOEngine. See `Transport` for who calls what from where."""
 
     name = "mori"
     settle_s = SETTLE_S
+    fence_settle_s = SETTLE_S
 
     def __init__(self, native: Any, host: str) -> None:
         self.facts = TransportFacts(protocol="rdma", moves_bytes=True)
         self._native = native
         self._regions = RegionSet()
-        self._memory = Described(())
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}
         self._abandoned: list[Any] = []  # the engine still writes into the states of transfers that were given up
-        try:
-            self._engine = native.IOEngine(f"pdserve-{uuid.uuid4().hex[:16]}", native.IOEngineConfig(host=host, port=0))
-            self._engine.create_backend(native.BackendType.RDMA, native.RdmaBackendConfig())
-        except Exception as error:
-            raise ConfigError(f"mori does not start on host {host!r}: {error!r}", field=FIELD) from error
+        self._base = Engine(native, host)
+        self._receivers = ReceivingEngines(
+            SpentPorts(), lambda: Engine(native, host), lambda engine: engine.register(self._regions.regions)
+        )
 
     @classmethod
     def open(cls, host: str, ib_device: str | None) -> MoriTransport:
@@ -121,12 +156,19 @@ class MoriTransport:
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Make regions readable and writable through the engine."""
         self._regions.add(regions)
-        self._memory = Described((*self._memory.regions, *((region, self._describe(region)) for region in regions)))
+        self._base.register(regions)
 
     def address(self) -> str:
         """The engine's description and those of all regions, as text."""
-        regions = (PeerRegion(region.address, region.num_bytes, it.pack()) for region, it in self._memory.regions)
-        return encode_address(PeerCard(self._engine.get_engine_desc().pack(), tuple(regions)))
+        return self._base.address()
+
+    def open_receiver(self, peer: str) -> str:
+        """An engine of its own for `peer`, which registers all memory again."""
+        return self._receivers.open(peer).address()
+
+    def fence(self, peer: str) -> bool:
+        """Let go of the engine of `peer`. Not measured: what is under way drains for `fence_settle_s`."""
+        return self._receivers.fence(peer)
 
     def connect(self, address: str) -> None:
         """Tell the engine of the peer. It connects with the first write."""
@@ -139,7 +181,7 @@ class MoriTransport:
             )
             with self._lock:
                 if address not in self._peers:
-                    self._engine.register_remote_engine(engine)
+                    self._base.native.register_remote_engine(engine)
                     self._peers[address] = Peer(engine, Described(regions))
         except Exception as error:
             raise TransferError(f"mori refuses the peer: {error!r}", code="peer_unreachable") from None
@@ -150,7 +192,7 @@ class MoriTransport:
             peer = self._peers.pop(address, None)
         if peer is not None:
             with contextlib.suppress(Exception):  # it may be gone already
-                self._engine.deregister_remote_engine(peer.engine)
+                self._base.native.deregister_remote_engine(peer.engine)
 
     def write(self, address: str, copies: Sequence[Copy]) -> None:
         """Batches of at most `BATCH_COPIES`, one after the other. What the engine reports as failed is not settled."""
@@ -164,24 +206,17 @@ class MoriTransport:
             self._write_batch(peer, full[first : first + BATCH_COPIES])
 
     def close(self) -> None:
-        """End the engine."""
+        """End all engines."""
         with self._lock:
             addresses = list(self._peers)
         for address in addresses:
             self.disconnect(address)
-        self._engine = None
-
-    def _describe(self, region: MemoryRegion) -> Any:
-        place, kinds = place_of(region.address), self._native.MemoryLocationType
-        device, kind = (-1, kinds.CPU) if place.device is None else (place.device, kinds.GPU)
-        try:
-            return self._engine.register_memory(region.address, region.num_bytes, device, kind)
-        except Exception as error:
-            raise TransferError(f"mori refuses {region}: {error!r}", code="bad_region", retryable=False) from None
+        self._receivers.close()
+        self._base.destroy()
 
     def _find(self, peer: Peer, copy: Copy) -> tuple[int, int]:
         """The regions of a copy, here and there. Raises TransferError (settled) when the peer has none."""
-        here = self._memory.find(copy.source, copy.num_bytes)
+        here = self._base.memory.find(copy.source, copy.num_bytes)
         there = peer.memory.find(copy.destination, copy.num_bytes)
         assert here is not None, "sources were checked"
         if there is None:
@@ -197,10 +232,10 @@ class MoriTransport:
         rows: dict[tuple[int, int], list[Copy]] = {}
         for copy, here, there in batch:
             rows.setdefault((here, there), []).append(copy)
-        sources = [self._memory.regions[here] for here, _ in rows]
+        sources = [self._base.memory.regions[here] for here, _ in rows]
         destinations = [peer.memory.regions[there] for _, there in rows]
         try:
-            states = self._engine.batch_write(
+            states = self._base.native.batch_write(
                 [descriptor for _, descriptor in sources],
                 [
                     [c.source - start.address for c in row]
@@ -212,7 +247,7 @@ class MoriTransport:
                     for row, (start, _) in zip(rows.values(), destinations, strict=True)
                 ],
                 [[c.num_bytes for c in row] for row in rows.values()],
-                [self._engine.allocate_transfer_uid() for _ in rows],
+                [self._base.native.allocate_transfer_uid() for _ in rows],
             )
         except Exception as error:
             raise TransferError(f"mori: {error!r}", code="engine_failed", settled=False) from None

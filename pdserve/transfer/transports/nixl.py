@@ -6,6 +6,11 @@ What was measured of the engine shapes this file:
   peer runs again, source bytes of that later time still land. Destroying the agent ends it, in some tenths of a second.
   So each peer has agents of its own to be written to from, and a failed write destroys them before it raises.
 - An agent destroys itself when the last reference to it goes: handles hold one. `Agent.destroy` makes sure.
+- Neither deregistering memory nor removing the peer keeps its bytes out of here; destroying the agent does, over TCP at
+  once. So each peer has an agent of its own to write to. Over RDMA that was not measured: `fence_settle_s`.
+- Within a host UCX writes into the target's memory by itself (`process_vm_writev`, an IPC handle of a GPU), whatever
+  has become of the agent there. So a sender of this host says which process it is before it writes (`local_peers`), and
+  is fenced when that process is dead; unless `UCX_TLS` names networks only.
 - A target works only while a thread of it makes progress; a sender makes progress when it asks. Receiving agents have
   the engine's thread, sending agents do without. Left to itself that thread never sleeps: a core for every idle server.
 - A transfer is done when the connection has been flushed behind it, which is when its bytes are in the peer's memory.
@@ -17,9 +22,12 @@ What was measured of the engine shapes this file:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import socket
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,16 +38,18 @@ from pdserve.errors import TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
 from pdserve.transfer.transports.cards import decode_card, encode_card, not_an_address
 from pdserve.transfer.transports.link import Link, LinkedPeers
+from pdserve.transfer.transports.local_peers import LocalPeers, call, host_identity, is_open
 from pdserve.transfer.transports.nics import choose_protocol, wanted_nics
 from pdserve.transfer.transports.nixl_blocks import Ranges, SpansByKind, split_by_kind
 from pdserve.transfer.transports.nixl_engine import (
-    Agent,
     KindOfMemory,
+    Receiver,
     Sender,
     kind_of,
     load_native,
     spans_by_kind,
 )
+from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
 
 BATCH_COPIES = 4096
 STALL_S = 15.0
@@ -49,6 +59,11 @@ PROBE_TIMEOUT_S = 3.0
 TCP_SETTLE_S = 11.0
 RDMA_SETTLE_S = 30.0
 PREFIX = "nixl:"
+GREETING = b"nixl"
+NETWORKS = frozenset(
+    ("tcp", "self", "ib", "rc", "rc_verbs", "rc_mlx5", "rc_v", "rc_x", "ud", "ud_verbs", "ud_mlx5", "ud_v", "ud_x")
+) | {"dc", "dc_mlx5", "dc_x"}
+"""Values in `UCX_TLS` with which bytes go through the agent of the target, or its NIC."""
 
 
 class PeerRegion(msgspec.Struct, frozen=True, array_like=True):
@@ -68,6 +83,9 @@ class PeerCard(msgspec.Struct, frozen=True):
 
     metadata: bytes
     regions: tuple[PeerRegion, ...]
+    host: str = ""
+    local_socket: str = ""
+    """Where a sender on `host` says who it is before it writes; empty: it need not."""
 
 
 def encode_address(card: PeerCard) -> str:
@@ -89,12 +107,57 @@ def set_environment(ib_device: str | None) -> None:
         os.environ.setdefault("UCX_NET_DEVICES", ",".join(f"{nic}:1" for nic in nics))
 
 
-@dataclasses.dataclass(frozen=True)
+def reaches_memory(ucx_tls: str) -> bool:
+    """Whether UCX may write into other processes' memory by itself, where `UCX_TLS` has this value; empty: unset."""
+    return not ucx_tls or any(name not in NETWORKS for name in ucx_tls.split(","))
+
+
+def introduce(card: PeerCard) -> socket.socket | None:
+    """Say who we are to a peer of this host that must know. The connection is kept while we may write.
+
+    Raises:
+        TransferError: the peer does not answer there.
+    """
+    if not card.local_socket or card.host != host_identity():
+        return None
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(call(card.local_socket, card.local_socket))
+        try:
+            heard = connection.recv(len(GREETING))
+        except OSError:
+            heard = b""
+        if heard != GREETING:
+            raise TransferError("the peer on this host takes no senders", code="peer_unreachable")
+        stack.pop_all()
+    return connection
+
+
+def _greet(connection: socket.socket, name: str) -> None:
+    connection.send(GREETING)
+
+
+@dataclasses.dataclass(eq=False)
 class Peer:
-    """What the address of a peer says. `there` are its regions, by kind of memory."""
+    """What the address of a peer says. `there` are its regions, by kind of memory; see `introduce`."""
 
     card: PeerCard
     there: SpansByKind
+    introduction: socket.socket | None = None
+
+    def introduce(self) -> None:
+        """See `introduce`; once."""
+        if self.introduction is None:
+            self.introduction = introduce(self.card)
+
+    @property
+    def has_shut_us_out(self) -> bool:
+        """True where the peer is of this host, and has ended or fenced us."""
+        return self.introduction is not None and not is_open(self.introduction.fileno())
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        if self.introduction is not None:
+            self.introduction.close()
 
 
 class NixlTransport:
@@ -105,8 +168,16 @@ class NixlTransport:
     def __init__(self, native: Any, protocol: str) -> None:
         self.facts = TransportFacts(protocol=protocol, moves_bytes=True, writers=2, notifies=True)
         self.settle_s = RDMA_SETTLE_S if protocol == "rdma" else TCP_SETTLE_S
+        self.fence_settle_s = RDMA_SETTLE_S if protocol == "rdma" else 0.0
         self._native = native
-        self._receiver = Agent(native, answers=True)
+        self._host = host_identity()
+        self._base = Receiver(native)
+        self._notes: deque[bytes] = deque()
+        """Taken from receiving agents, in particular from those that were about to be destroyed."""
+        self._receivers = ReceivingEngines(SpentPorts(), lambda: Receiver(native), self._prepare, self._take_notes)
+        self._local_peers: LocalPeers | None = None
+        if reaches_memory(os.environ.get("UCX_TLS", "")):
+            self._local_peers = LocalPeers("kv-nixl", _greet)
         self._probed = np.zeros(64, dtype=np.uint8)
         self._regions = RegionSet()
         self._known: list[tuple[MemoryRegion, KindOfMemory]] = []
@@ -125,14 +196,27 @@ class NixlTransport:
         self._regions.add(regions)
         for region in regions:
             kind = kind_of(region.address)
-            self._receiver.register(region, kind)
+            self._base.agent.register(region, kind)
             self._known.append((region, kind))
         self._here = spans_by_kind(self._known)
 
     def address(self) -> str:
         """The engine's metadata and all regions, as text of some hundred characters."""
-        regions = (PeerRegion(region.address, region.num_bytes, kind.name, kind.device) for region, kind in self._known)
-        return encode_address(PeerCard(self._receiver.metadata(), tuple(regions)))
+        return self._address_of(self._base, None)
+
+    def open_receiver(self, peer: str) -> str:
+        """An agent of its own for `peer`: a thread more, which sleeps; over RDMA it registers all memory again."""
+        receiver = self._receivers.open(peer)
+        receiver.address = receiver.address or self._address_of(receiver, peer)
+        return receiver.address
+
+    def fence(self, peer: str) -> bool:
+        """Destroy the agent of `peer`: some milliseconds.
+
+        False while a process of this host lives that came as that peer, where UCX may write by itself.
+        """
+        are_dead = self._local_peers is None or self._local_peers.fence(peer)
+        return self._receivers.fence(peer) and are_dead
 
     def connect(self, address: str) -> None:
         """Open a link to the peer, unless there is one."""
@@ -144,7 +228,10 @@ class NixlTransport:
 
     def disconnect(self, address: str) -> None:
         """Forget a peer. Writes under way to it fail, and over TCP are settled when they raise."""
-        self._peers.disconnect(address)
+        with contextlib.suppress(TransferError):
+            peer = self._peers.get(address).about
+            self._peers.disconnect(address)
+            peer.close()
 
     def write(self, address: str, copies: Sequence[Copy]) -> None:
         """Batches of at most `BATCH_COPIES`, one after the other.
@@ -160,6 +247,8 @@ class NixlTransport:
         full = [copy for copy in copies if copy.num_bytes]
         if not full:
             return
+        if peer.about.has_shut_us_out:
+            raise TransferError("the peer on this host has ended, or shut us out", code="peer_unreachable")
         try:
             parts = split_by_kind(Ranges.of(full), self._here, peer.about.there)
         except ValueError as error:
@@ -169,15 +258,36 @@ class NixlTransport:
 
     def take_notifications(self) -> Sequence[bytes]:
         """See `NotifyingTransport`."""
-        return self._receiver.take_notifications()
+        self._take_notes(self._base)
+        self._receivers.visit(self._take_notes)
+        taken: list[bytes] = []
+        while self._notes:
+            taken.append(self._notes.popleft())
+        return taken
 
     def close(self) -> None:
         """Cut all links, stop receiving."""
         self._peers.close()
-        self._receiver.destroy()
+        if self._local_peers is not None:
+            self._local_peers.close()
+        self._receivers.close()
+        self._base.destroy()
+
+    def _prepare(self, receiver: Receiver) -> None:
+        for region, kind in self._known:
+            receiver.agent.register(region, kind)
+
+    def _take_notes(self, receiver: Receiver) -> None:
+        self._notes.extend(receiver.agent.take_notifications())
+
+    def _address_of(self, receiver: Receiver, peer: str | None) -> str:
+        regions = (PeerRegion(region.address, region.num_bytes, kind.name, kind.device) for region, kind in self._known)
+        local_socket = "" if self._local_peers is None else self._local_peers.open(peer)
+        return encode_address(PeerCard(receiver.agent.metadata(), tuple(regions), self._host, local_socket))
 
     def _open_link(self, peer: Peer) -> Link[Sender]:
         """A link over new agents. Raises TransferError (settled over TCP) when nobody answers."""
+        peer.introduce()
         num_senders = 1 if self.facts.protocol == "rdma" else self.facts.writers
         senders = [Sender(self._native, self._known, peer.card.metadata, peer.there) for _ in range(num_senders)]
         link = Link(senders, senders[0].peer, owned=True, num_permits=1)

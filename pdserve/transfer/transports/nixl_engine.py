@@ -154,6 +154,18 @@ class Agent:
         assert alive() is None, "something holds the agent that was to be destroyed"
 
 
+class Receiver:
+    """An agent that peers write to, and the address that they are told, once there is one."""
+
+    def __init__(self, native: Any) -> None:
+        self.agent = Agent(native, answers=True)
+        self.address = ""
+
+    def destroy(self) -> None:
+        """See `Agent.destroy`."""
+        self.agent.destroy()
+
+
 class Sender:
     """An agent that writes to one peer, and the lists that it has prepared for that. Several threads may `run`."""
 

@@ -2,7 +2,7 @@
 
 Nothing but the two processes takes part, so what `write` promises is simple: when it returns or raises, it moves
 nothing any more, whatever the peer does. A peer that is stopped is written to all the same. The mapping outlives a
-dead peer: the connection of `shm_share` tells, before and after each write.
+dead peer: the connection of `shm_share` tells, before and after each batch of a write.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class ShmTransport:
     name = "shm"
     facts = TransportFacts(protocol="memory", moves_bytes=True, writers=2)
     settle_s = SETTLE_S
+    fence_settle_s = 0.0
 
     def __init__(self) -> None:
         """Raises ConfigError where the host has no identity."""
@@ -46,7 +47,18 @@ class ShmTransport:
 
     def address(self) -> str:
         """`shm:host identity:incarnation`."""
-        return self._share.address
+        return self._share.address(None)
+
+    def open_receiver(self, peer: str) -> str:
+        """A socket of its own for `peer`."""
+        return self._share.address(peer)
+
+    def fence(self, peer: str) -> bool:
+        """Shut the socket of `peer`. True once all processes are dead that have mapped our memory as that peer.
+
+        One that lives is asked to stop: it does so within `BATCH_BYTES`, but that cannot be seen from here.
+        """
+        return self._share.fence(peer)
 
     def connect(self, address: str) -> None:
         """Map the peer's memory, unless it is."""
@@ -74,10 +86,10 @@ class ShmTransport:
             raise TransferError(f"not connected to {address}", code="not_connected", retryable=False)
         self._regions.check_sources(copies)
         moves = _moves(peer, copies)
-        _check_alive(peer, address)
         for batch in _batches(moves):
             if peer.given_up:
                 raise TransferError(f"the peer at {address} was given up", code="link_down")
+            _check_alive(peer, address)
             self._move(batch)
         _check_alive(peer, address)
 
@@ -125,4 +137,4 @@ def _batches(moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
 
 def _check_alive(peer: MappedPeer, address: str) -> None:
     if not peer.is_alive:
-        raise TransferError(f"the process at {address} has ended", code="peer_unreachable")
+        raise TransferError(f"the process at {address} has ended, or shut us out", code="peer_unreachable")

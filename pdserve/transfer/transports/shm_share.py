@@ -1,43 +1,32 @@
 """How the memory of one process comes to be mapped in another of the same host. Used by `shm` only.
 
-    receiver: `Share`                                   sender: `open_peer`
-    listens at an abstract unix socket                  the address names host, socket and incarnation
-    who connects must be of our user    <── connect ──  who listens must be of our user
-    sends regions and their files       ── SCM_RIGHTS ─> maps the files, closes them, keeps the connection
-    dies, or closes                     ── EOF ───────> sees it before the next write
+    receiver: `Share`                          sender: `open_peer`
+    listens for each peer (`local_peers`)      the address names host and socket
+    sends regions and their files  ── SCM_RIGHTS ─> maps the files, closes them, keeps the connection
+    dies, closes, fences the peer  ── EOF ───────> sees it before the next write
 
-An abstract socket leaves nothing behind when its process is killed. It belongs to a network namespace: a process in
-another one is not reached, and that is said as for another host.
+A mapping cannot be taken back. So a peer is fenced when all processes are dead that have come to its socket.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import pathlib
 import socket
-import struct
-import threading
-import uuid
 import weakref
 from collections.abc import Sequence
 
 import msgspec
 
-from pdserve.errors import ConfigError, TransferError
+from pdserve.errors import TransferError
 from pdserve.memory import shared
 from pdserve.transfer.transport import MemoryRegion, RegionSet
+from pdserve.transfer.transports.local_peers import LocalPeers, call, host_identity, is_open
 
-log = logging.getLogger(__name__)
-
-BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
-CONNECT_TIMEOUT_S = 3.0
 MAX_REGIONS = 128
 """Regions of one process; the kernel passes at most 253 files in one message."""
 MAX_OFFER_BYTES = 1 << 16
 _PREFIX = "shm"
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -56,30 +45,19 @@ class Offer(msgspec.Struct, frozen=True):
     windows: tuple[Window, ...]
 
 
-def host_identity() -> str:
-    """The same in all processes of one running kernel. Raises ConfigError where there is none."""
-    try:
-        return BOOT_ID.read_text().strip()
-    except OSError as error:
-        raise ConfigError(
-            f"transfer backend shm needs {BOOT_ID} ({error}); use mooncake", field="disaggregation_transfer_backend"
-        ) from error
-
-
 class Share:
-    """The receiving end: shows regions to whoever of our user connects. A thread of its own, until `close`."""
+    """The receiving end: shows regions to who connects, each peer at a socket of its own."""
 
     def __init__(self) -> None:
-        self._incarnation = uuid.uuid4().hex
-        self.address = f"{_PREFIX}:{host_identity()}:{self._incarnation}"
+        """Raises ConfigError where the host has no identity."""
+        self._host = host_identity()
         self._windows: tuple[Window, ...] = ()
         self._files: tuple[int, ...] = ()
-        self._connections: list[socket.socket] = []
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(_socket_name(self._incarnation))
-        self._listener.listen(128)
-        self._thread = threading.Thread(target=self._serve, name="kv-shm", daemon=True)
-        self._thread.start()
+        self._peers = LocalPeers("kv-shm", self._show)
+
+    def address(self, peer: str | None) -> str:
+        """Where `peer` alone connects; with None, anybody. Raises TransferError when there can be no such socket."""
+        return f"{_PREFIX}:{self._host}:{self._peers.open(peer)}"
 
     def add(self, regions: Sequence[MemoryRegion]) -> None:
         """Show more regions to those who connect from now on.
@@ -103,40 +81,17 @@ class Share:
             raise TransferError(f"cannot register more than {MAX_REGIONS} regions", code="bad_region", retryable=False)
         self._windows, self._files = tuple(windows), tuple(files)
 
+    def fence(self, peer: str) -> bool:
+        """Show nothing more to `peer`. True when no process that mapped something lives."""
+        return self._peers.fence(peer)
+
     def close(self) -> None:
         """Be seen as gone. Mappings that others have stay theirs."""
-        self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
-        self._thread.join()
-        self._listener.close()
-        for connection in self._connections:
-            connection.close()
+        self._peers.close()
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self._forget_gone()
-            try:
-                self._show(connection)
-            except OSError as error:
-                log.warning("a process could not be shown our memory: %s", error)
-                connection.close()
-
-    def _show(self, connection: socket.socket) -> None:
-        if _user_of(connection) != os.geteuid():
-            raise PermissionError(f"it is of user {_user_of(connection)}, we are of {os.geteuid()}")
-        connection.setblocking(False)
-        offer = msgspec.msgpack.encode(Offer(self._incarnation, self._windows))
+    def _show(self, connection: socket.socket, name: str) -> None:
+        offer = msgspec.msgpack.encode(Offer(name, self._windows))
         socket.send_fds(connection, [offer], self._files)
-        self._connections.append(connection)
-
-    def _forget_gone(self) -> None:
-        gone = [connection for connection in self._connections if not _is_open(connection.fileno())]
-        for connection in gone:
-            self._connections.remove(connection)
-            connection.close()
 
 
 class MappedPeer:
@@ -161,8 +116,8 @@ class MappedPeer:
 
     @property
     def is_alive(self) -> bool:
-        """False once the peer's process has ended. A stopped one is alive."""
-        return _is_open(self._connection)
+        """False once the peer's process has ended, or has fenced us. A stopped one is alive."""
+        return is_open(self._connection)
 
 
 def open_peer(address: str) -> MappedPeer:
@@ -174,12 +129,8 @@ def open_peer(address: str) -> MappedPeer:
     """
     incarnation = _incarnation_of(address)
     with contextlib.ExitStack() as stack:
-        connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        connection.settimeout(CONNECT_TIMEOUT_S)
+        connection = stack.enter_context(call(incarnation, address))
         try:
-            connection.connect(_socket_name(incarnation))
-            if _user_of(connection) != os.geteuid():
-                raise TransferError(f"{address} is of user {_user_of(connection)}", code="bad_peer", retryable=False)
             content, files, _, _ = socket.recv_fds(connection, MAX_OFFER_BYTES, MAX_REGIONS, socket.MSG_CMSG_CLOEXEC)
         except TimeoutError:
             raise TransferError(f"the process at {address} does not answer", code="peer_unreachable") from None
@@ -212,24 +163,3 @@ def _incarnation_of(address: str) -> str:
             retryable=False,
         )
     return incarnation
-
-
-def _socket_name(incarnation: str) -> str:
-    return f"\0pdserve-shm-{incarnation}"
-
-
-def _user_of(connection: socket.socket) -> int:
-    """The user id of the process at the other end, as the kernel says."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(raw)[1])
-
-
-def _is_open(connection: int) -> bool:
-    """False once the other end is closed, or has said what it had no reason to say. `connection` does not block."""
-    try:
-        os.read(connection, 1)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

@@ -28,7 +28,7 @@ from pdserve.ranks.input_log import FollowerLog, LeaderLog
 from pdserve.ranks.messages import Entry
 from pdserve.scheduler.scheduler import Event
 from pdserve.scheduler.shared_mail import FollowerMail, LeaderMail
-from pdserve.transfer.events import CopyDone, CopyJob, Notified, Reached
+from pdserve.transfer.events import CopyDone, CopyJob, Notified, PeerFenced, Reached, ReceiverOpened
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Key
 from tests.unit.ranks.reductions import Ended, Reductions
@@ -41,6 +41,7 @@ class Engine:
     """`CopyEngine` whose jobs end when the test says so."""
 
     settle_s = SETTLE_S
+    fence_settle_s = 0.0
     notifies = True
 
     def __init__(self) -> None:
@@ -48,6 +49,8 @@ class Engine:
         self.cancelled: list[CopyJob] = []
         self.expected: list[Key] = []
         self.reaching: list[str] = []
+        self.opening: list[str] = []
+        self.fencing: list[str] = []
         self.knows = False
 
     def reach(self, rank: int, transport_address: str) -> bool:
@@ -61,6 +64,12 @@ class Engine:
         self.cancelled.append(job)
 
     def forget(self, transport_address: str) -> None: ...
+
+    def open_receiver(self, rank: int, peer: str) -> None:
+        self.opening.append(peer)
+
+    def fence(self, rank: int, peer: str) -> None:
+        self.fencing.append(peer)
 
     def expect(self, key: Key, rank: int, count: int) -> bool:
         self.expected.append(key)
@@ -181,6 +190,60 @@ def same(one: Outcome, other: Outcome) -> bool:
             other.transport_address, other.rank, other.failure is None,
         )  # fmt: skip
     return one == other
+
+
+def opens(peer: str, ranks: int) -> Callable[[Rank], None]:
+    return lambda rank: [rank.copies.open_receiver(number, peer) for number in range(ranks)] and None  # type: ignore[func-returns-value]
+
+
+def fences(peer: str, ranks: int) -> Callable[[Rank], None]:
+    return lambda rank: [rank.copies.fence(number, peer) for number in range(ranks)] and None  # type: ignore[func-returns-value]
+
+
+def test_the_leader_learns_where_every_rank_receives_and_waits_until_it_has_heard() -> None:
+    world = World(2)
+    leader = world.leader
+    world.lead(opens("p#1", 2))
+    world.catch_up()
+    for rank in world.ranks:
+        assert rank.engine.opening == ["p#1"]
+        rank.copies.post(ReceiverOpened("p#1", f"address-{rank.number}", None))
+    for _ in range(4):  # the follower has an engine, but its word is on its way
+        world.lead()
+        world.catch_up()
+        time.sleep(consensus_module.PATIENCE_S / 2)
+    assert not any(isinstance(event, ReceiverOpened) and event.rank == 1 for turn in leader.turns for event in turn)
+    world.hear()
+    for _ in range(6):
+        world.lead()
+        world.catch_up()
+        time.sleep(consensus_module.PATIENCE_S / 2)
+    heard = [[event for turn in rank.turns for event in turn] for rank in world.ranks]
+    assert sorted(heard[0], key=str) == [
+        ReceiverOpened("p#1", "address-0", None, 0),
+        ReceiverOpened("p#1", "address-1", None, 1),
+    ]
+    assert sorted(heard[1], key=str) == [
+        ReceiverOpened("p#1", "", None, 0),
+        ReceiverOpened("p#1", "address-1", None, 1),
+    ]
+
+
+def test_a_session_is_fenced_at_each_rank_by_that_rank_s_word() -> None:
+    world = World(2)
+    world.lead(fences("p#1", 2))
+    world.catch_up()
+    for rank in world.ranks:
+        assert rank.engine.fencing == ["p#1"]
+        rank.copies.post(PeerFenced("p#1", rank.number == 1))
+    world.hear()
+    for _ in range(6):
+        world.lead()
+        world.catch_up()
+        time.sleep(consensus_module.PATIENCE_S / 2)
+    for rank in world.ranks:
+        found = [event for turn in rank.turns for event in turn]
+        assert sorted(found, key=str) == [PeerFenced("p#1", False, 0), PeerFenced("p#1", True, 1)]
 
 
 @settings(max_examples=150, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from typing import get_args
 
 import pytest
 
@@ -15,13 +16,21 @@ from pdserve.protocol.messages import AbortRequest, FlushCache, GenerateRequest,
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.ranks.consensus import Reduction
 from pdserve.ranks.input_log import PART_BYTES, FollowerLog, LeaderLog, Look
-from pdserve.ranks.messages import Entry, follower_codec
+from pdserve.ranks.messages import Entry, SharedEvent, Turn, follower_codec
 from pdserve.ranks.rebalance import StepRebalancer
 from pdserve.ranks.shared_aux import SharedMetadata
 from pdserve.scheduler.scheduler import Event
-from pdserve.scheduler.shared_mail import FollowerMail, LeaderMail
+from pdserve.scheduler.shared_mail import OWN, FollowerMail, LeaderMail
 from pdserve.transfer.aux import AuxRecord
-from pdserve.transfer.events import FrameArrived
+from pdserve.transfer.events import (
+    CopyDone,
+    FrameArrived,
+    Notified,
+    PeerFenced,
+    PeerHandshakeFailed,
+    Reached,
+    ReceiverOpened,
+)
 
 
 @dataclasses.dataclass
@@ -96,6 +105,14 @@ def test_questions_to_the_leader_and_what_only_wakes_it_are_its_own_affair(logs:
     assert leader.wait(0.0) and list(leader.drain()) == mixed
     assert follower.wait(0.0) and list(follower.drain()) == shared
     assert not leader.drain() and not follower.drain(), "an empty turn is one, too: time goes on"
+
+
+def test_every_event_that_a_loop_hears_is_shared_or_the_leader_s_own() -> None:
+    """A follower cannot read others, and would end: an event that strangers cause would end a replica."""
+    of_copies = CopyDone | Notified | Reached | ReceiverOpened | PeerFenced  # each rank has its own, see `RankCopies`
+    assert set(get_args(Event)) == {*get_args(SharedEvent), *get_args(OWN), *get_args(of_copies)}
+    entry = Turn(now=0.0, events=(PeerHandshakeFailed("127.0.0.1:1"),))
+    assert follower_codec().decode(follower_codec().encode(entry)) == entry
 
 
 def test_a_request_without_a_seed_gets_one_for_all_ranks(logs: Logs) -> None:

@@ -302,13 +302,18 @@ def make_config(
     observe: Mapping[str, Any] | None = None,
     access: AccessConfig = OPEN,
     backend: TransferBackend = "mooncake",
+    allowed_prefill: str | None = None,
     **serving: Any,
 ) -> ServerConfig:
     return ServerConfig(
         access=access,
         observe=ObserveConfig(**(observe or {})),
         model=ModelConfig(model_path="/models/tiny", served_model_name="tiny"),
-        disagg=DisaggConfig(disaggregation_mode=mode, disaggregation_transfer_backend=backend),
+        disagg=DisaggConfig(
+            disaggregation_mode=mode,
+            disaggregation_transfer_backend=backend,
+            disaggregation_allowed_prefill=allowed_prefill,
+        ),
         serving=ServingConfig(port=0, **serving),
     )
 
@@ -323,10 +328,13 @@ async def bench(
     observe: Mapping[str, Any] | None = None,
     access: AccessConfig = OPEN,
     backend: TransferBackend = "mooncake",
+    allowed_prefill: str | None = None,
     **serving: Any,
 ) -> AsyncIterator[Bench]:
     """A running server; at its end no stream is left in it."""
-    config = make_config(mode, observe=observe, access=access, backend=backend, **serving)
+    config = make_config(
+        mode, observe=observe, access=access, backend=backend, allowed_prefill=allowed_prefill, **serving
+    )
     api, low = memory_channel_pair()
     scheduler = ScriptedScheduler(low)
     metrics = make_metrics(config)

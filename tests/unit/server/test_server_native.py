@@ -196,6 +196,8 @@ async def test_rooms_of_the_three_endpoints(tokenizer: Tokenizer) -> None:
         ({"bootstrap_host": ["a", "b", "c"], "bootstrap_room": 7}, "bootstrap_host"),
         ({"bootstrap_host": "2.2.2.2", "bootstrap_room": 7}, "bootstrap_host"),
         ({"bootstrap_host": ["a", "2.2.2.2"], "bootstrap_room": 7}, "bootstrap_host"),
+        ({"bootstrap_host": "a b", "bootstrap_port": 1, "bootstrap_room": 7}, "bootstrap_host"),
+        ({"bootstrap_host": "u@a/x?y#z", "bootstrap_port": 1, "bootstrap_room": 7}, "bootstrap_host"),
         ({"bootstrap_host": "a", "bootstrap_port": 70000, "bootstrap_room": 7}, "bootstrap_port"),
         ({"bootstrap_host": "a", "bootstrap_port": "x", "bootstrap_room": 7}, "bootstrap_port"),
     ],
@@ -214,6 +216,28 @@ async def test_a_client_may_name_the_fake_host_where_nothing_is_transferred(toke
     body = {"input_ids": [5, 6], "bootstrap_host": "2.2.2.2", "bootstrap_room": 7}
     async with bench(tokenizer, "decode", backend="fake") as b:
         assert (await b.http.post("/generate", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "x"}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+async def test_only_prefill_servers_on_the_list_may_be_named(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any]
+) -> None:
+    async with bench(tokenizer, "decode", allowed_prefill="10.0.0.0/24:8998, prefill.svc") as b:
+        for host, port in (("10.0.1.1", 8998), ("10.0.0.1", 22), ("10.0.0.1", None), ("2.2.2.2", 8998), ("evil", 8998)):
+            fields = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": 7}
+            answer = await b.http.post(path, json=body | fields)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "bootstrap_host"
+        assert b.scheduler.requests == []
+        answer = await b.http.post(path, json={**body, **PD, "bootstrap_room": 7})
+        assert answer.status_code == 200
 
 
 async def test_a_monolith_ignores_bootstrap_fields(tokenizer: Tokenizer) -> None:

@@ -118,7 +118,7 @@ def test_a_peer_that_never_answers_holds_up_its_own_thread_only() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             silent.settimeout(90.0)
             session = f"127.0.0.1:{silent.getsockname()[1]}"
-            native = transport._receiver._native
+            native = transport._base._native
             asking = threading.Thread(target=lambda: answers.append(open_session(native, session)))
             asking.start()
             connection, _ = silent.accept()
