@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import uvloop
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from pdserve.base.exposure import url_host, warn_open
 from pdserve.base.process import Ready, announce_ready
@@ -31,6 +32,12 @@ __all__ = ["config_from", "main", "make_parser", "serve"]
 
 OTHERS_S = 0.5
 """How long calls that generate nothing may go on when all that do have ended."""
+
+
+def is_worth_logging(record: logging.LogRecord) -> bool:
+    """False for bytes that are no HTTP: aiohttp answers them with a 400, and would log a traceback for each."""
+    kind = None if record.exc_info is None else record.exc_info[0]
+    return kind is None or not issubclass(kind, HttpProcessingError)
 
 
 async def serve(config: RouterConfig) -> None:
@@ -66,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     level = {"warn": "warning"}.get(args.log_level, args.log_level)
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("aiohttp.server").addFilter(is_worth_logging)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config_from(args)))

@@ -9,9 +9,11 @@ that wants no key.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from pdserve.errors import RequestError
@@ -37,6 +39,7 @@ LARGE_BODY_BYTES = 1 << 20
 """Smaller bodies are not counted: connections bound them."""
 LARGE_BODIES = 8
 """So many bodies of the largest size may be held at a time."""
+BREATH_S = 0.005
 BODY_TIMEOUT_S = 120.0
 """From the headers of a request to the end of its body."""
 
@@ -110,7 +113,7 @@ def _has_body(headers: Mapping[str, str]) -> bool:
 
 def has_too_many_values(body: bytes) -> bool:
     """Whether the JSON in `body` has more than `MAX_VALUES` values. Text may have as many commas as it likes."""
-    if _count_values(body) <= MAX_VALUES:
+    if len(body) <= MAX_VALUES or _count_values(body) <= MAX_VALUES:
         return False
     return _count_values(_STRING.sub(b'""', body)) > MAX_VALUES
 
@@ -125,6 +128,7 @@ class BodyBudget:
     def __init__(self, max_bytes: int) -> None:
         self._most = LARGE_BODIES * max_bytes
         self._held = 0
+        self._turn = asyncio.Lock()
 
     @property
     def held_bytes(self) -> int:
@@ -134,6 +138,16 @@ class BodyBudget:
     def open(self) -> BodyHold:
         """For the body of one request; to be closed when the request has been answered."""
         return BodyHold(self)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, num_bytes: int) -> AsyncIterator[None]:
+        """For work on a body that keeps the event loop for its size: one at a time, and others have a turn between."""
+        if num_bytes <= LARGE_BODY_BYTES:
+            yield
+            return
+        async with self._turn:
+            yield
+            await asyncio.sleep(BREATH_S)
 
     def take(self, num_bytes: int) -> None:
         """See `BodyHold.add`."""

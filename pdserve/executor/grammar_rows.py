@@ -30,6 +30,7 @@ from torch import Tensor
 from pdserve.errors import GrammarError
 from pdserve.executor.row_params import StepParams
 from pdserve.grammar.compile import JsonRules, compile_grammar
+from pdserve.grammar.compile_jobs import SMALL_CHARS
 from pdserve.grammar.matcher import MaskWords, Matcher
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.model.forward_batch import IntArray, to_device
@@ -39,7 +40,7 @@ from pdserve.protocol.sampling import SamplingParams
 _LOG = logging.getLogger(__name__)
 NUM_THREADS = 4
 NUM_OPENING = 2
-"""Threads that open grammars: apart from those that make masks, which a step waits for."""
+"""Threads that open small grammars, and as many for large ones, apart from those that make masks."""
 STACK_BYTES = 16 << 20
 """Of each thread: four times what the compile worker has, so that what passed there is not too deep here."""
 MAX_PREPARED = 64
@@ -185,9 +186,9 @@ class GrammarRows:
         self._rows: dict[int, RowGrammar] = {}
         self._prepared: collections.OrderedDict[Grammar, Prepared] = collections.OrderedDict()
         self._pool = _threads(NUM_THREADS, "grammar")
-        self._opening = _threads(NUM_OPENING, "grammar-open")
+        self._opening = {small: _threads(NUM_OPENING, "grammar-open") for small in (True, False)}
         # threads take what is submitted in order, so that what a task waits for has always begun
-        self._vocabulary = None if open_vocabulary is None else self._opening.submit(open_vocabulary)
+        self._vocabulary = None if open_vocabulary is None else self._opening[False].submit(open_vocabulary)
 
     def prepare(self, grammar: Grammar) -> Future[Matcher] | None:
         """Begin to open `grammar`, or find that it was begun; None where there are no grammars.
@@ -209,7 +210,8 @@ class GrammarRows:
         found = self._prepared.get(grammar)
         if found is None:
             found = self._prepared[grammar] = Prepared()
-            work = self._opening.submit(_open, found, self._vocabulary, self._rules, grammar)
+            opening = self._opening[len(grammar.text) <= SMALL_CHARS]
+            work = opening.submit(_open, found, self._vocabulary, self._rules, grammar)
             work.add_done_callback(found.given_up)
             self._forget_old()
         self._prepared.move_to_end(grammar)
@@ -242,7 +244,8 @@ class GrammarRows:
 
     def shut_down(self) -> None:
         """End the threads."""
-        self._opening.shutdown(cancel_futures=True)
+        for opening in self._opening.values():
+            opening.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
 
 

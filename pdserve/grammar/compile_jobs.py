@@ -24,6 +24,8 @@ from pdserve.grammar.matcher import Matcher
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.protocol.grammar import Grammar
 
+SMALL_CHARS = 4096
+"""A grammar with more text is large: small ones do not wait for those."""
 MAX_ERROR_CHARS = 500
 """A frame with a verdict stays below `PIPE_BUF`, so that processes may share the pipe."""
 PATTERN_CPU_S = 0.1
@@ -32,7 +34,8 @@ PATTERN_BYTES = 16 << 20
 EMPTY_S = 0.1
 _LENGTH = struct.Struct("<I")
 
-Reason: TypeAlias = Literal["ok", "refused", "slow", "memory", "crashed"]
+Reason: TypeAlias = Literal["ok", "refused", "slow", "memory", "crashed", "busy"]
+"""`busy` says nothing of the text: there was no time for it, or its worker has ended."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -22,7 +22,9 @@ from collections.abc import Mapping
 
 from pdserve.errors import GrammarError
 from pdserve.grammar.compile_jobs import (
+    SMALL_CHARS,
     Check,
+    CheckGrammar,
     LoadVocabulary,
     Question,
     Reason,
@@ -37,11 +39,11 @@ from pdserve.grammar.vocabulary import Vocabulary
 
 STACK_BYTES = 4 << 20
 """Of a child. The executor's threads have more, so that what passes here does not run out of stack there."""
-NICENESS = 10
-"""Requests that run come before grammars that are checked."""
+NICENESS = 5
+"""Requests that run come before large grammars that are checked."""
 _READ_BYTES = 1 << 20
 _CAUSES: Mapping[int, Reason] = {
-    signal.SIGPROF: "slow", signal.SIGALRM: "slow", signal.SIGXCPU: "slow", signal.SIGKILL: "memory",
+    signal.SIGPROF: "slow", signal.SIGALRM: "busy", signal.SIGXCPU: "slow", signal.SIGKILL: "memory",
     signal.SIGABRT: "memory", signal.SIGSEGV: "crashed", signal.SIGBUS: "crashed",
 }  # fmt: skip
 """A failed allocation aborts in the engine; SIGKILL is the system's answer to a lack of memory."""
@@ -99,7 +101,7 @@ class Worker:
         try:
             pid = os.fork()
         except OSError as error:
-            self._write(Verdict(job=check.job, reason="crashed", message=f"no process can be made for it: {error}"))
+            self._write(Verdict(job=check.job, reason="busy", message=f"no process can be made for it: {error}"))
             return
         if pid == 0:
             self._be_child(check)
@@ -113,7 +115,8 @@ class Worker:
         try:
             setup = self._setup
             assert setup is not None, "Setup comes first"
-            os.nice(NICENESS)
+            if isinstance(check, CheckGrammar) and len(check.grammar.text) > SMALL_CHARS:
+                os.nice(NICENESS)
             os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # panics of the engine are told by verdicts
             limit_memory(setup.memory_bytes)
             resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
@@ -140,6 +143,8 @@ class Worker:
                 return f"it takes more than {self._setup.cpu_s:g} s of a processor to compile"
             case "memory":
                 return f"it takes more than {self._setup.memory_bytes >> 20} MiB to compile"
+            case "busy":
+                return f"it was not compiled within {self._setup.wall_s:g} s, because this machine is busy; try again"
             case _:
                 return "it is too deep for the grammar engine"
 

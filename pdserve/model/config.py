@@ -8,12 +8,24 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pdserve.errors import ModelError
-from pdserve.model.rope import RopeSpec, positive, read_rope
+from pdserve.model.fields import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    read_count,
+    read_counts,
+    read_mapping,
+    read_number,
+    read_texts,
+    read_token_ids,
+)
+from pdserve.model.rope import RopeSpec, read_rope
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -21,18 +33,6 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-MAX_COUNT = 1 << 24
-MAX_COUNTS = {
-    "num_hidden_layers": 4096,
-    "num_attention_heads": 65536,
-    "num_key_value_heads": 65536,
-    "head_dim": 65536,
-    "hidden_size": 1 << 20,
-    "num_experts": 65536,
-    "num_local_experts": 65536,
-    "max_position_embeddings": 1 << 31,
-}
-"""Far beyond any model: what is larger is damage, and is refused before memory is taken for it. Others: `MAX_COUNT`."""
 DTYPES = ("bfloat16", "float16", "float32")
 _DEFAULT_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768}
 
@@ -117,39 +117,29 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any], *, where: str) -> ModelSpec:
-    """The spec that HF-named `config` and `generation` dictionaries describe; `where` is named in errors.
-
-    Raises:
-        ModelError: naming the field that is missing, of a wrong type or size, or not supported.
-    """
-    try:
-        return _spec(config, generation, where)
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ModelError(f"{where}: a field of the config has the wrong type: {error}") from error
-
-
-def _spec(config: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelSpec:
+    """The spec that HF-named `config` and `generation` dictionaries describe; `where` is named in errors."""
     model_type, architectures = _architecture(config, where)
     _refuse_unsupported(config, where)
-    hidden, heads = _count(config, "hidden_size", where), _count(config, "num_attention_heads", where)
-    kv_heads = _count(config, "num_key_value_heads", where, default=heads)
+    hidden = read_count(config, "hidden_size", where, most=MAX_WIDTH)
+    heads = read_count(config, "num_attention_heads", where, most=MAX_HEADS)
+    kv_heads = read_count(config, "num_key_value_heads", where, default=heads)
     default_dim = 128 if model_type == "qwen3" else hidden // heads
-    head_dim = _count(config, "head_dim", where, default=default_dim)
+    head_dim = read_count(config, "head_dim", where, default=default_dim, most=MAX_HEAD_DIM)
     if heads % kv_heads:
         raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    max_positions = _count(config, "max_position_embeddings", where, default=_DEFAULT_MAX_POSITIONS[model_type])
+    max_positions = read_count(config, "max_position_embeddings", where, default=_DEFAULT_MAX_POSITIONS[model_type])
     attention_bias = bool(config.get("attention_bias", False))
     return ModelSpec(
         model_type=model_type,
         architectures=architectures,
-        vocab_size=_count(config, "vocab_size", where),
+        vocab_size=read_count(config, "vocab_size", where),
         hidden_size=hidden,
-        intermediate_size=_count(config, "intermediate_size", where),
-        num_layers=_count(config, "num_hidden_layers", where),
+        intermediate_size=read_count(config, "intermediate_size", where, most=MAX_WIDTH),
+        num_layers=read_count(config, "num_hidden_layers", where, most=MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=positive(config.get("rms_norm_eps"), "rms_norm_eps", where, 1e-6),
+        rms_norm_eps=read_number(config, "rms_norm_eps", where, default=1e-6),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=True if model_type == "qwen2" else attention_bias,
         o_bias=False if model_type == "qwen2" else attention_bias,
@@ -157,7 +147,7 @@ def _spec(config: Mapping[str, Any], generation: Mapping[str, Any], where: str) 
         qk_norm=model_type in ("qwen3", "qwen3_moe"),
         rope=read_rope(config, max_positions, where),
         max_positions=max_positions,
-        eos_token_ids=_token_ids(where, config.get("eos_token_id"), generation.get("eos_token_id")),
+        eos_token_ids=read_token_ids((config.get("eos_token_id"), generation.get("eos_token_id")), where),
         dtype=_dtype(config, where),
         moe=_moe(config, where) if model_type == "qwen3_moe" else None,
     )
@@ -166,18 +156,24 @@ def _spec(config: Mapping[str, Any], generation: Mapping[str, Any], where: str) 
 def _moe(config: Mapping[str, Any], where: str) -> MoeSpec | None:
     """The experts, None when no layer has any. Newer configs call their number `num_local_experts`."""
     name = "num_local_experts" if "num_experts" not in config else "num_experts"
-    num_experts, top_k = _count(config, name, where), _count(config, "num_experts_per_tok", where, default=8)
+    num_experts, top_k = (
+        read_count(config, name, where, most=MAX_HEADS),
+        read_count(config, "num_experts_per_tok", where, default=8),
+    )
     if top_k > num_experts:
         raise ModelError(f"{where}: num_experts_per_tok is {top_k}, but there are {num_experts} experts")
-    step, dense = _count(config, "decoder_sparse_step", where, default=1), config.get("mlp_only_layers") or ()
-    num_layers = _count(config, "num_hidden_layers", where)
+    step, dense = (
+        read_count(config, "decoder_sparse_step", where, default=1),
+        read_counts(config, "mlp_only_layers", where),
+    )
+    num_layers = read_count(config, "num_hidden_layers", where, most=MAX_LAYERS)
     layers = tuple(index for index in range(num_layers) if index not in dense and (index + 1) % step == 0)
     if not layers:
         return None
     return MoeSpec(
         num_experts=num_experts,
         top_k=top_k,
-        intermediate_size=_count(config, "moe_intermediate_size", where),
+        intermediate_size=read_count(config, "moe_intermediate_size", where, most=MAX_WIDTH),
         norm_top_k=bool(config.get("norm_topk_prob", False)),
         layers=layers,
     )
@@ -185,7 +181,7 @@ def _moe(config: Mapping[str, Any], where: str) -> MoeSpec | None:
 
 def _architecture(config: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]:
     """`(model_type, architectures)`; the first architecture decides."""
-    names = tuple(config.get("architectures") or ())
+    names = read_texts(config, "architectures", where)
     if not names:
         names = tuple(name for name, kind in ARCHITECTURES.items() if kind == config.get("model_type"))
     if not names or names[0] not in ARCHITECTURES:
@@ -196,45 +192,22 @@ def _architecture(config: Mapping[str, Any], where: str) -> tuple[str, tuple[str
 
 def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
     """Raise for features that would silently give other tokens."""
-    layers = int(config.get("num_hidden_layers") or 0)
-    full = config.get("layer_types") or ["full_attention"]
-    other = sorted({kind for kind in full if kind != "full_attention"})
+    layers = read_count(config, "num_hidden_layers", where, most=MAX_LAYERS)
+    other = sorted({kind for kind in read_texts(config, "layer_types", where) if kind != "full_attention"})
     if other:
         raise ModelError(f"{where}: layer_types has {', '.join(other)}; only full_attention is supported")
     windowed = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
     everywhere = config.get("model_type") == "qwen3_moe"
-    some = config.get("layer_types") is None and layers > int(config.get("max_window_layers", 28))
+    some = config.get("layer_types") is None and layers > read_count(
+        config, "max_window_layers", where, default=28, least=0
+    )
     if windowed and (everywhere or some):
         raise ModelError(f"{where}: use_sliding_window is on; sliding-window attention is not supported")
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"{where}: hidden_act {config['hidden_act']!r} is not supported; supported: silu")
     if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method")
+        method = read_mapping(config, "quantization_config", where).get("quant_method")
         raise ModelError(f"{where}: quantization_config (quant_method {method!r}) is not supported")
-
-
-def _count(config: Mapping[str, Any], key: str, where: str, *, default: int | None = None) -> int:
-    """A positive integer field."""
-    value = config.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{where}: {key} is {value!r}, expected a positive integer")
-    most = MAX_COUNTS.get(key, MAX_COUNT)
-    if value > most:
-        raise ModelError(f"{where}: {key} is {value}, more than the {most} that are supported")
-    return value
-
-
-def _token_ids(where: str, *values: int | Iterable[int] | None) -> tuple[int, ...]:
-    """All ids in `values` (ints, lists of ints, or None), each once, in order."""
-    ids: dict[int, None] = {}
-    for value in values:
-        for token in (value,) if isinstance(value, int) else (value or ()):
-            if not isinstance(token, int) or not 0 <= token < MAX_COUNT:
-                raise ModelError(f"{where}: eos_token_id has {token!r}, expected token ids")
-            ids[int(token)] = None
-    return tuple(ids)
 
 
 def _dtype(config: Mapping[str, Any], where: str) -> str | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pdserve.errors import ModelError
 from pdserve.model.config import ModelSpec, spec_from_config
+from pdserve.model.fields import read_number
 from pdserve.model.rope import RopeSpec, yarn_attention_factor
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ def open_gguf(path: Path) -> GGUFReader:
     from gguf import GGUFReader
 
     try:
-        return GGUFReader(path)
+        reader = GGUFReader(path)
+        metadata(reader)  # its texts are decoded only now
+        return reader
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist") from None
     except (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
@@ -100,7 +103,7 @@ def hf_config(reader: GGUFReader, path: Path) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "dtype": _dtype(reader),
-        "rope_parameters": _rope_parameters(facts, arch),
+        "rope_parameters": _rope_parameters(facts, arch, str(path)),
     }
     for name in ("bos", "eos"):
         if f"tokenizer.ggml.{name}_token_id" in facts:
@@ -200,15 +203,19 @@ def _dtype(reader: GGUFReader) -> str:
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
 
 
-def _rope_parameters(facts: dict[str, Any], arch: str) -> dict[str, Any]:
+def _rope_parameters(facts: dict[str, Any], arch: str, where: str) -> dict[str, Any]:
     """HF's `rope_parameters`."""
-    params: dict[str, Any] = {"rope_theta": facts.get(f"{arch}.rope.freq_base", 10000.0), "rope_type": "default"}
+
+    def number(key: str, default: float) -> float:
+        return read_number(facts, f"{arch}.rope.{key}", where, default=default)
+
+    params: dict[str, Any] = {"rope_theta": number("freq_base", 10000.0), "rope_type": "default"}
     kind = facts.get(f"{arch}.rope.scaling.type", "none")
     if kind == "none":
         return params
-    params |= {"rope_type": kind, "factor": facts.get(f"{arch}.rope.scaling.factor", 1.0)}
+    params |= {"rope_type": kind, "factor": number("scaling.factor", 1.0)}
     if kind == "yarn":
         original = facts.get(f"{arch}.rope.scaling.original_context_length")
-        scale = facts.get(f"{arch}.rope.scaling.attn_factor", 1.0) * yarn_attention_factor(params["factor"], {})
+        scale = number("scaling.attn_factor", 1.0) * yarn_attention_factor(params["factor"], {}, where)
         params |= {"original_max_position_embeddings": original, "attention_factor": scale}
     return params

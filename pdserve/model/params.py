@@ -106,12 +106,18 @@ class ParamSlots:
     def stacked(self, *params: Param, num_rows: int | None = None) -> Tensor:
         """Allocate one tensor whose row ranges are what is held of `params`, in order.
 
-        With `num_rows` it has that many rows, and those behind the last parameter are zero.
+        With `num_rows` it has that many rows, and those behind the last parameter are zero. Raises ModelError when
+        there is not the memory for it.
         """
         shapes = [param.held_shape for param in params]
         used = sum(shape[0] for shape in shapes)
         rows = used if num_rows is None else num_rows
-        whole = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        shape_of_all = (rows, *shapes[0][1:])
+        try:
+            whole = torch.empty(shape_of_all, dtype=self._dtype, device=self._device)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ModelError(f"there is no memory for {params[0].name}, {list(shape_of_all)}: {reason}") from error
         whole[used:].zero_()
         first = 0
         for param, shape in zip(params, shapes, strict=True):

@@ -181,6 +181,7 @@ class Dispatcher:
             if prefill is not None and isinstance(outcome, Live) and wants_prompt_logprobs(call.path, call.body):
                 halves: list[asyncio.Future[Any]] = [prefill, this.ended]
                 await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+                this.answers(outcome)
                 outcome = await _with_prompt_logprobs(outcome, prefill) if prefill.done() else this.ended.result()
                 if failed(outcome):
                     self._note(places, outcome)

@@ -106,7 +106,7 @@ class HealthMonitor:
             return
         role = Role.of_mode(told)
         if told == NO_ROLE:
-            self._mark_dead(worker, "its role is being changed")
+            self._mark_dead(worker, "it takes no requests: its role is being changed, or it ends")
         elif role is None or role not in self._config.roles:
             here = " and ".join(self._config.roles)
             self._mark_dead(worker, f"its --disaggregation-mode is {told} now, and the workers here are {here}")

@@ -67,7 +67,9 @@ class Pairs:
         return any(self.serves(Pair(prefill, decode)) for prefill in prefills for decode in others)
 
     def state(self, pair: Pair) -> PairState:
-        """Of one pair; made where nothing is known yet."""
+        """Of one pair; made where nothing is known yet, and not kept where a worker is gone."""
+        if pair.decode.forgotten or (pair.prefill is not None and pair.prefill.forgotten):
+            return PairState()
         return self._states.setdefault(pair, PairState())
 
     def served(self, pair: Pair, now: float) -> bool:

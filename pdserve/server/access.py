@@ -23,7 +23,7 @@ from pdserve.config.access_group import AccessConfig
 from pdserve.errors import RequestError
 from pdserve.server.calls import CLIENT_OF_SCOPE, GENERATING
 from pdserve.server.errors_http import error_response
-from pdserve.server.json_http import json_response
+from pdserve.server.json_http import BODIES, json_response
 
 PUBLIC = frozenset({"/health", "/health_generate", "/ready", "/readiness", "/metrics"})
 SECURITY_HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
@@ -83,6 +83,7 @@ class AccessMiddleware:
             await _refused(page)(scope, receive, marked)
             return
         hold = self._bodies.open()
+        scope[BODIES] = self._bodies
         try:
             if path in GENERATING:
                 scope[CLIENT_OF_SCOPE] = client = self._client(scope, headers)

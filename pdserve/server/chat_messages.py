@@ -10,10 +10,8 @@ import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.server.chat_template import TemplateFacts
-from pdserve.server.schemas import ChatBody, ChatMessage, ContentPart, FunctionCall, ToolCall
+from pdserve.server.schemas import MAX_MESSAGES, ChatBody, ChatMessage, ContentPart, FunctionCall, ToolCall
 
-MAX_MESSAGES = 4096
-"""A template takes some 80 us for each, and holds Python's lock."""
 MAX_PARTS = 16384
 MAX_SHOWN_BYTES = 1 << 20
 """Of tools, documents, and variables: what templates write into the prompt as JSON."""

@@ -26,6 +26,7 @@ from typing import Protocol
 from pdserve.errors import RequestError
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.compile_jobs import (
+    SMALL_CHARS,
     Check,
     CheckGrammar,
     CheckPattern,
@@ -42,11 +43,10 @@ log = logging.getLogger(__name__)
 NUM_AT_ONCE = 3
 NUM_LARGE = 2
 """So there is always a place for small ones."""
-SMALL_CHARS = 4096
 MAX_WAITING_OF_CLIENT = 64
 MAX_WAITING = 1024
 MEMORY_BYTES = 128 << 20
-WALL_FACTOR = 10.0
+WALL_FACTOR = 30.0
 """A check may take so many times its processor time, on a busy machine."""
 GRACE_S = 5.0
 """Beyond that the worker itself is taken to be stuck."""
@@ -167,9 +167,9 @@ class WorkerProcess:
         return subprocess.Popen(self._command, env=env, stdin=pipe, stdout=pipe, process_group=0)
 
     async def ask(self, question: Question, job: int, timeout_s: float) -> Verdict:
-        """The answer; `crashed` when there is none in time, and then the worker is killed."""
+        """The answer; `busy` when there is none in time, and then the worker is killed."""
         if self.ended or self._writer is None:
-            return Verdict(job=job, reason="crashed", message=GONE)
+            return Verdict(job=job, reason="busy", message=GONE)
         answer = self._asked[job] = asyncio.get_running_loop().create_future()
         self._writer.write(frame(question))
         try:
@@ -177,7 +177,7 @@ class WorkerProcess:
         except TimeoutError:
             log.error("the compile worker (pid %s) has not answered for %g s and is killed", self.pid, timeout_s)
             self.kill()
-            return Verdict(job=job, reason="crashed", message=GONE)
+            return Verdict(job=job, reason="busy", message=GONE)
         finally:
             self._asked.pop(job, None)
 
@@ -210,7 +210,7 @@ class WorkerProcess:
                 self._writer.close()
             for job, asked in self._asked.items():
                 if not asked.done():
-                    asked.set_result(Verdict(job=job, reason="crashed", message=GONE))
+                    asked.set_result(Verdict(job=job, reason="busy", message=GONE))
             self._on_end(self)
             await asyncio.to_thread(self._process.wait)
 
@@ -244,7 +244,7 @@ class CompilePool:
         try:
             worker = await self._open()
         except OSError as error:
-            return Verdict(job=job, reason="crashed", message=f"no grammar can be compiled: {error}")
+            return Verdict(job=job, reason="busy", message=f"no grammar can be compiled: {error}")
         verdict = await worker.ask(vocabulary, job, LOAD_S)
         if verdict.message is None:
             self._vocabulary = vocabulary
@@ -274,7 +274,7 @@ class CompilePool:
             task.add_done_callback(self._tasks.discard)
 
     async def _run(self, entry: _Waiting) -> None:
-        verdict = Verdict(job=0, reason="crashed", message=GONE)
+        verdict = Verdict(job=0, reason="busy", message=GONE)
         try:
             if not entry.verdict.done():  # else its client is gone
                 verdict = await self._ask(entry.check)
@@ -296,7 +296,7 @@ class CompilePool:
             worker = await self._open()
         except OSError as error:
             log.error("the compile worker cannot be started: %s", error)
-            return Verdict(job=job, reason="crashed", message=f"nothing can be compiled: {error}")
+            return Verdict(job=job, reason="busy", message=f"nothing can be compiled: {error}")
         return await worker.ask(numbered, job, self._wall_s + GRACE_S)
 
     async def _open(self) -> WorkerProcess:

@@ -20,7 +20,7 @@ from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, Verd
 from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import EngineReady
 from pdserve.server.calls import current_call
-from pdserve.server.compile_pool import GONE, CompilePool, Compiler
+from pdserve.server.compile_pool import CompilePool, Compiler
 from pdserve.server.constraints import Constraint
 from pdserve.server.stop_regex import check_stop_regex
 from pdserve.server.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ class GrammarCheck:
     def _forget_unclear(self, key: bytes, known: asyncio.Future[Verdict]) -> None:
         """What says nothing of the text, but of the moment, is asked again."""
         failed = known.cancelled() or known.exception() is not None
-        if (failed or known.result().message == GONE) and self._known.get(key) is known:
+        if (failed or known.result().reason == "busy") and self._known.get(key) is known:
             del self._known[key]
 
     async def _open_vocabulary(self, ready: EngineReady) -> None:
@@ -121,7 +121,9 @@ class GrammarCheck:
 
 def _raise(verdict: Verdict, field: str, *, code: str) -> None:
     """Refuse what the verdict is against. Raises RequestError."""
-    if verdict.message == GONE:
-        raise RequestError(GONE, status=503, code="grammar_compiler_busy", retry_after_s=1)
+    if verdict.reason == "busy":
+        raise RequestError(
+            f"{field}: {verdict.message}", field=field, status=503, code="grammar_compiler_busy", retry_after_s=1
+        )
     if verdict.message is not None:
         raise RequestError(f"{field}: {verdict.message}", field=field, code=code)

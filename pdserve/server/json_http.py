@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -12,13 +13,15 @@ import orjson
 from fastapi import Request
 from fastapi.responses import Response
 
-from pdserve.base.http_rules import MAX_VALUES, has_too_many_values
+from pdserve.base.http_rules import MAX_VALUES, BodyBudget, has_too_many_values
 from pdserve.errors import RequestError
 
 T = TypeVar("T")
 
 SHALLOW = 200
 """A body with so few brackets cannot be too deep."""
+BODIES = "pdserve.bodies"
+"""Where a request's scope has the `BodyBudget` of its application; put there by `access`."""
 EXPLAINED_BYTES = 1 << 20
 """In larger ones `NaN` is not looked for: Python's own parser takes many times as long."""
 
@@ -32,8 +35,8 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
     return Response(data, status_code=status, headers=headers, media_type="application/json")
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body.
+async def read_body(request: Request, max_bytes: int) -> list[bytes]:
+    """The whole body, in parts.
 
     Raises:
         RequestError: 413 as soon as it is known to be larger than `max_bytes`.
@@ -51,7 +54,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         if size > max_bytes:
             raise too_large
         parts.append(part)
-    return b"".join(parts)
+    return parts
 
 
 async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
@@ -60,10 +63,15 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
     Raises:
         RequestError: 400 for malformed JSON or another type than an object, 413 when too large.
     """
-    data = await read_body(request, max_bytes)
-    if has_too_many_values(data):
-        raise RequestError(f"the body has more than {MAX_VALUES} values", code="invalid_json")
-    value = _parse(data)
+    parts = await read_body(request, max_bytes)
+    bodies: BodyBudget = request.scope[BODIES]
+    async with bodies.turn(sum(map(len, parts))):
+        data = b"".join(parts)
+        await asyncio.sleep(0)
+        if has_too_many_values(data):
+            raise RequestError(f"the body has more than {MAX_VALUES} values", code="invalid_json")
+        await asyncio.sleep(0)
+        value = _parse(data)
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, got {type(value).__name__}", code="invalid_json")
     return value

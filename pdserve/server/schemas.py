@@ -28,6 +28,8 @@ from pdserve.server.field_types import (
 from pdserve.server.stream_states import Resume
 
 MAX_STOP_TOKEN_IDS = 1024
+MAX_MESSAGES = 4096
+"""A template takes some 80 us for each, and holds Python's lock."""
 
 Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 """Higher runs first; the same for all prompts of a body."""
@@ -205,7 +207,7 @@ class ToolSpec(msgspec.Struct):
 class ChatBody(OpenAIBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = msgspec.field(default_factory=list)
+    messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES)] = msgspec.field(default_factory=list)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -226,7 +228,7 @@ class TokenizeBody(msgspec.Struct):
     """`POST /tokenize`: `prompt`, a text or several, or `messages` and the other fields of a chat."""
 
     prompt: Texts = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES)] | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None

@@ -17,6 +17,9 @@ from pdserve.server.intake import MAX_PROMPTS, check_token_ids, prompt_field
 from pdserve.server.json_http import convert, json_response, read_json_object
 from pdserve.server.schemas import ChatBody, DetokenizeBody, TokenizeBody
 
+MAX_TOKENS = 1 << 18
+"""Of one answer of `/tokenize`, or as many as the context has if these are more."""
+
 
 async def tokenize(context: ServerContext, request: Request) -> Response:
     """`{tokens, count, max_model_len}`; lists of them for a list of texts, `token_strs` too where wanted.
@@ -88,7 +91,7 @@ def _check_count(given: Sequence[Any], field: str) -> None:
 
 async def _encode_all(context: ServerContext, prompt: Any, add_special_tokens: bool) -> list[list[int]]:
     tokenizer, listed = context.require_tokenizer("prompt"), isinstance(prompt, list)
-    most = context.limits().most_body_tokens
+    most = max(MAX_TOKENS, context.limits().capacity)
     return await tokenizer.encode_all(
         _texts(prompt),
         lambda i: prompt_field("prompt", i, batch=listed),
@@ -104,5 +107,5 @@ async def _encode_chat(context: ServerContext, body: ChatBody, add_special_token
     check_chat_size(body, "messages")
     text = await chat_prompt(context, body, plan_tools(body, context.formats.tools), "messages")
     tokenizer = context.require_tokenizer("messages")
-    most = context.limits().most_body_tokens
+    most = max(MAX_TOKENS, context.limits().capacity)
     return await tokenizer.encode(text, field="messages", add_special_tokens=add_special_tokens, most_tokens=most)

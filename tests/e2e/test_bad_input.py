@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import zmq
 
 from tests.e2e.fuzzed_router import play_all
 from tests.e2e.harness import Pair, Server, assert_idle, running, running_pair, start_server, until
+from tests.hostile_http import REFUSED, error_of, send
 from tests.tiny import Family, make_tiny
 
 FLAGS = ("--served-model-name", "tiny", "--max-total-tokens", "8192")
@@ -65,6 +68,54 @@ def test_bad_requests_through_the_router(
     assert answer.status_code == status, answer.text
     assert field in answer.text
     still_serves(pair)
+
+
+LARGE: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": "a b " * 500_000}, "prompt"),
+    ("/v1/completions", {"prompt": [5] * 500_000}, "prompt"),
+    ("/v1/completions", {"prompt": ["a"] * 5000}, "prompt"),
+    ("/v1/completions", {"prompt": ["a"] * 4096, "n": 3}, "n"),
+    ("/v1/completions", {"prompt": "a", "stop": ["x"] * 100_000}, "stop"),
+    ("/v1/completions", {"prompt": "a", "stop_token_ids": [5] * 100_000}, "stop_token_ids"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(5000)}}, "logit_bias"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 100_000}, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b " * 500_000}]}, "messages"),
+    ("/v1/responses", {"input": [{"role": "user", "content": "x"}] * 10_000}, "input"),
+    ("/generate", {"text": "a b " * 500_000}, "text"),
+    ("/tokenize", {"prompt": "a b " * 1_000_000}, "prompt"),
+]
+"""Path, body, and the field that the refusal names."""
+
+
+def test_a_client_on_every_port_changes_nothing(pair: Pair) -> None:
+    """Each hostile request has its status, and afterwards all counts and answers are what they were."""
+    servers = (pair.router, pair.prefill, pair.decode)
+    still_serves(pair)
+    before = [server.state()["memory"] for server in (pair.prefill, pair.decode)]
+    ask = functools.partial(requests.post, f"{pair.router.url}/v1/chat/completions", json=CHAT | {"temperature": 0})
+    first = ask(timeout=60).json()["choices"]
+    for server in servers:
+        port = int(server.url.rpartition(":")[2])
+        for name, (data, status, code) in REFUSED.items():
+            found, answer = asyncio.run(send(port, data))
+            assert found == status or (name == "a long path" and found == 414), (name, answer[:300])
+            assert code is None or error_of(answer)["code"] == code, (name, answer[:300])
+        for path, body, field in LARGE:
+            rooms = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1}
+            answered = requests.post(f"{server.url}{path}", json=body | rooms, timeout=60)
+            assert (answered.status_code, answered.json()["error"]["param"]) == (400, field), answered.text[:300]
+    fake = {"text": "a", "bootstrap_host": "2.2.2.2", "bootstrap_port": 1, "bootstrap_room": 5}
+    for direct in (pair.prefill, pair.decode):
+        refused = requests.post(f"{direct.url}/generate", json=fake, timeout=30)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "bootstrap_host")
+    still_serves(pair)
+    changing = ("pages_free", "pages_cached", "pages_evictable")  # by what the prefix cache keeps of good requests
+    for server, held in zip((pair.prefill, pair.decode), before, strict=True):
+        now = server.state()["memory"]
+        assert {name: now[name] for name in now if name not in changing} == {
+            name: held[name] for name in held if name not in changing
+        }
+    assert ask(timeout=60).json()["choices"] == first
 
 
 JSON = {"content-type": "application/json"}

@@ -1,17 +1,20 @@
-"""SIGKILL of one server under load: every client has an answer or an error in time, the survivor goes on, nothing
-stays.
+"""SIGKILL, SIGSTOP or SIGTERM of one server under load: every client has an answer or an error in time, the other goes
+on, nothing stays.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 
@@ -20,6 +23,8 @@ from tests.e2e.harness import Server, assert_idle, running, start_router, start_
 from tests.tiny import Family
 
 LIMIT_S = 15.0
+STOPPED_LIMIT_S = 60.0
+"""Health checks need 8 s to tell that a server is stopped, on a machine that is not too busy to ask."""
 NUM_CLIENTS = 24
 FLAGS = ("--served-model-name", "tiny", "--max-total-tokens", "65536")
 
@@ -94,13 +99,8 @@ def farm(tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Farm]:
         yield Farm(str(tiny_checkpoint("llama")), stack)
 
 
-@pytest.mark.parametrize(("victim_mode", "survivor_mode"), [("decode", "prefill"), ("prefill", "decode")])
-def test_kill_under_load(victim_mode: str, survivor_mode: str, farm: Farm) -> None:
-    victim, survivor = farm.servers[victim_mode], farm.servers[survivor_mode]
-    assert short_answer(farm.router.url)
-    with loaded(farm.router.url, farm.servers["decode"]) as outcomes:
-        victim.kill()
-        killed_at = time.monotonic()
+def assert_all_ended(outcomes: list[Outcome], hit_at: float, limit_s: float) -> None:
+    """With all they asked for, or with an error within `limit_s` of the blow; somebody was hit."""
     assert len(outcomes) == NUM_CLIENTS
     for outcome in outcomes:
         good = outcome.status == 200 and outcome.finish == "length" and outcome.error is None
@@ -108,8 +108,67 @@ def test_kill_under_load(victim_mode: str, survivor_mode: str, farm: Farm) -> No
         broken_stream = outcome.status == 200 and outcome.error is not None
         assert good or failed or broken_stream, outcome
         if not good:
-            assert outcome.ended_at - killed_at < LIMIT_S, outcome
-    assert any(outcome.finish != "length" for outcome in outcomes), "the kill must have hit somebody"
+            assert outcome.ended_at - hit_at < limit_s, outcome
+    assert any(outcome.finish != "length" for outcome in outcomes), "the blow must have hit somebody"
+
+
+@contextlib.contextmanager
+def stopped(server: Server) -> Iterator[None]:
+    """All its processes are stopped as long as the block."""
+    root = psutil.Process(server.child.pid)
+    tree = [root, *root.children(recursive=True)]
+    for process in tree:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in tree:
+            process.resume()
+
+
+def test_stopped_decode_under_load(farm: Farm) -> None:
+    """What is not dead but silent breaks no connection: only the router can end what runs there."""
+    decode = farm.servers["decode"]
+    assert short_answer(farm.router.url)
+    with contextlib.ExitStack() as stack:
+        with loaded(farm.router.url, decode) as outcomes:
+            stack.enter_context(stopped(decode))
+            stopped_at = time.monotonic()
+        assert_all_ended(outcomes, stopped_at, STOPPED_LIMIT_S)
+        assert any("is dead" in (outcome.error or "") for outcome in outcomes), "streams end with an error event"
+        assert requests.get(f"{farm.router.url}/readiness", timeout=30).status_code == 503
+    until(lambda: short_answer(farm.router.url), 60, "service when it goes on")
+    assert_idle(*farm.servers.values(), deadline_s=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_sigterm_under_load(mode: str, farm: Farm) -> None:
+    victim = farm.servers[mode]
+    assert short_answer(farm.router.url)
+    with loaded(farm.router.url, farm.servers["decode"]) as outcomes:
+        os.kill(victim.child.pid, signal.SIGTERM)
+        told_at = time.monotonic()
+    assert victim.child.wait_exit(60.0) and victim.child.end(1.0) == 0
+    assert len(outcomes) == NUM_CLIENTS
+    for outcome in outcomes:
+        assert outcome.finish == "length" or outcome.error is not None, outcome
+        if outcome.finish != "length":
+            assert outcome.ended_at - told_at < STOPPED_LIMIT_S, outcome
+            assert any(text in (outcome.error or "") for text in ("shutting down", "no healthy")), outcome
+    farm.start_again(mode)
+    until(lambda: short_answer(farm.router.url), 60, "service with the new partner")
+    assert_idle(*farm.servers.values(), deadline_s=60)
+
+
+@pytest.mark.parametrize(("victim_mode", "survivor_mode"), [("decode", "prefill"), ("prefill", "decode")])
+def test_kill_under_load(victim_mode: str, survivor_mode: str, farm: Farm) -> None:
+    victim, survivor = farm.servers[victim_mode], farm.servers[survivor_mode]
+    assert short_answer(farm.router.url)
+    with loaded(farm.router.url, farm.servers["decode"]) as outcomes:
+        victim.kill()
+        killed_at = time.monotonic()
+    assert_all_ended(outcomes, killed_at, LIMIT_S)
     assert_idle(survivor, deadline_s=40)
     reborn = farm.start_again(victim_mode)
     until(lambda: short_answer(farm.router.url), 30, "service with the new partner")

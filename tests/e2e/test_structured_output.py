@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
 import requests
 
-from tests.e2e.harness import Pair, Server, assert_idle, running, running_pair, start_server
+from tests.e2e.harness import Pair, Server, assert_idle, running, running_pair, start_server, until
 from tests.e2e.schema_run import FLAGS, MODEL, Answer, try_schema
 from tests.schemas import check, random_schema
 
@@ -28,7 +31,7 @@ PERSON = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-TOO_COMPLEX = "a{1000}{1000}"
+TOO_COMPLEX = "a{900}{1000}"
 """The engine takes it, and finds after the first token that it cannot follow it."""
 
 
@@ -134,6 +137,52 @@ def test_a_grammar_that_fails_ends_its_request_alone(servers: tuple[Server, Pair
             assert (failed.status_code, failed.json()["error"]["code"]) == (400, "grammar_failed")
             assert other.result().status_code == 200
         assert generate(server.url, regex="(").status_code == 400
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"stop_regex": "(?:ab?c*){1500000}x"},
+    {"stop_regex": "(?:(?:(?:(?:xy){1000}){1000}){1000}){1000}z"},
+    {"regex": "(?:ab?c*){1500000}x"},
+    {"json_schema": {"type": "integer", "multipleOf": 99_999_989}},
+    {"ebnf": "start: r0\n" + "\n".join(f'r{i}: "a{i}" r{(i + 1) % 4000}?' for i in range(4000))},
+]
+
+
+def test_hostile_grammars_keep_no_other_waiting_and_leave_nothing(servers: tuple[Server, Pair]) -> None:
+    """`/health` answers meanwhile, and a small grammar passes six large ones of the same client."""
+    server = servers[0]
+    url, process = server.url, psutil.Process(server.child.pid)
+    assert generate(url, regex="[a-z]{3}").status_code == 200  # the compile worker is there
+    before = process.memory_info().rss
+    latencies: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            began = time.monotonic()
+            assert requests.get(f"{url}/health", timeout=60).status_code == 200
+            latencies.append(time.monotonic() - began)
+            done.wait(0.05)
+
+    with ThreadPoolExecutor(20) as threads:
+        watching = threads.submit(watch)
+        large = [
+            {"type": "object", "properties": {f"{letter}{i}": {"type": "string"} for i in range(2000)}}
+            for letter in "abcdef"
+        ]
+        asked = [threads.submit(generate, url, json_schema=schema) for schema in large]
+        refused = [threads.submit(generate, url, **fields) for fields in HOSTILE]
+        until(lambda: any(answer.done() for answer in refused), 60, "an answer to a hostile request")
+        assert generate(url, regex="[0-9]{3}").status_code == 200
+        assert not all(answer.done() for answer in asked), "it has not waited for them"
+        for fields, answer in zip(HOSTILE, refused, strict=True):
+            assert answer.result().status_code == 400, answer.result().text
+            assert next(iter(fields)) in answer.result().json()["error"]["message"]
+        assert {answer.result().status_code for answer in asked} <= {200, 400}
+        done.set()
+        watching.result()
+    assert max(latencies) < 10, "none of it is compiled on the event loop"
+    assert process.memory_info().rss < before + (200 << 20)
 
 
 @pytest.mark.slow

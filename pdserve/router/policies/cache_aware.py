@@ -47,7 +47,7 @@ class CacheAware(Policy):
         most = self._config.max_tree_size
         if request.prompt is not None:
             self._tree.insert(request.prompt[:most], url)
-            if self._tree.size(url) > most + most // SLACK:
+            if self._tree.is_over(url, most, SLACK):
                 self._tree.cut(url, most)
 
     def size(self, url: str) -> int:

@@ -1,7 +1,7 @@
 """An approximate radix tree: which worker was sent which prompts, so that one that begins alike can go there.
 
 One tree for all workers. A node holds a piece of text and who was sent it; who has a node has all nodes above it. What
-a worker really keeps is not known here: each one's texts are bounded in characters, oldest leaves first.
+a worker really keeps is not known here: each one's texts are bounded in characters and nodes, oldest leaves first.
 
     "the quick " {a, b} ─┬─ "brown fox" {a}
                          └─ "red fox"   {b}
@@ -14,7 +14,11 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Container, Iterator
+
+MAX_NODES = 1 << 17
+"""Of one worker: short texts take a node each, of some 600 bytes, and few characters."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,11 +41,19 @@ class PrefixTree:
     def __init__(self) -> None:
         self._root = Node("", None, {})
         self._sizes: dict[str, int] = {}
+        self._nodes: Counter[str] = Counter()
         self._count = 0
 
     def size(self, owner: str) -> int:
         """Characters that `owner` has in the tree."""
         return self._sizes.get(owner, 0)
+
+    def is_over(self, owner: str, max_size: int, slack: int = 0) -> bool:
+        """Whether `owner` has more than `max_size` characters, or than `MAX_NODES` nodes; both by one part in `slack`
+        more, where that is not 0.
+        """
+        share = 1 / slack if slack else 0.0
+        return self.size(owner) > max_size * (1 + share) or self._nodes[owner] > MAX_NODES * (1 + share)
 
     def insert(self, text: str, owner: str) -> None:
         """`owner` was sent `text`: it has every node on the way from now on."""
@@ -57,8 +69,10 @@ class PrefixTree:
                 shared = common_length(text, done, child.text)
                 if shared < len(child.text):
                     child = _split(child, shared)
+                    self._nodes.update(child.owners.keys())
             if owner not in child.owners:
                 self._sizes[owner] += len(child.text)
+                self._nodes[owner] += 1
             child.owners[owner] = self._count
             done += len(child.text)
             node = child
@@ -87,12 +101,12 @@ class PrefixTree:
 
     def evict(self, max_size: int) -> None:
         """Bring each owner down to `max_size` characters, leaves that it was sent longest ago first."""
-        for owner, size in list(self._sizes.items()):
-            if size > max_size:
+        for owner in list(self._sizes):
+            if self.is_over(owner, max_size):
                 self.cut(owner, max_size)
 
     def cut(self, owner: str, max_size: int) -> None:
-        """Bring one owner down to `max_size` characters, likewise. Walks the whole tree once."""
+        """Bring one owner down to `max_size` characters and `MAX_NODES` nodes, likewise. Walks the whole tree once."""
         order = itertools.count()
         leaves = [
             (node.owners[owner], next(order), node)
@@ -100,9 +114,10 @@ class PrefixTree:
             if owner in node.owners and not node.owned_below(owner)
         ]
         heapq.heapify(leaves)
-        while leaves and self._sizes[owner] > max_size:
+        while leaves and self.is_over(owner, max_size):
             _, _, node = heapq.heappop(leaves)
             self._sizes[owner] -= len(node.text)
+            self._nodes[owner] -= 1
             parent = _remove_owner(node, owner)
             if owner in parent.owners and not parent.owned_below(owner):
                 heapq.heappush(leaves, (parent.owners[owner], next(order), parent))
@@ -111,7 +126,7 @@ class PrefixTree:
         """Remove all that `owner` has."""
         if owner in self._sizes:
             self.cut(owner, 0)
-            del self._sizes[owner]
+            del self._sizes[owner], self._nodes[owner]
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the root, parents first."""

@@ -55,6 +55,35 @@ def test_every_family_may_say_its_head_size() -> None:
         assert spec(architectures=[name], model_type=kind, head_dim=24).head_dim == 24
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", 10**12),
+        ("hidden_size", 10**30),
+        ("num_hidden_layers", 10**6),
+        ("head_dim", 1 << 30),
+        ("intermediate_size", 1 << 31),
+        ("rms_norm_eps", "small"),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", float("nan")),
+        ("rope_theta", float("inf")),
+        ("rope_theta", -1.0),
+        ("rope_theta", 10**40),
+        ("rope_scaling", 5),
+        ("rope_parameters", [1]),
+        ("architectures", 7),
+        ("architectures", [["LlamaForCausalLM"]]),
+        ("layer_types", [3]),
+        ("eos_token_id", "x"),
+        ("eos_token_id", [1.5]),
+        ("quantization_config", [1]),
+    ],
+)
+def test_a_field_that_cannot_be_is_refused_by_its_name(field: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=field):
+        spec(**{field: value})
+
+
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -119,12 +148,12 @@ def test_eos_ids_come_from_both_files() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": float("nan")}}, "beta_fast"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": float("inf")}}, "attention_factor"),
         ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": -1}}, "original_max_position"),
-        ({"rope_scaling": 5}, "wrong type"),
+        ({"rope_scaling": 5}, "expected an object"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"eos_token_id": [1, -5]}, "eos_token_id"),
-        ({"quantization_config": "awq"}, "wrong type"),
+        ({"quantization_config": "awq"}, "expected an object"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),

@@ -122,3 +122,13 @@ def test_an_unknown_gguf_architecture_is_named(tmp_path: Path) -> None:
     path = write_gguf(make_tiny("llama", tmp_path / "hf"), tmp_path / "x.gguf", "falcon")
     with pytest.raises(ModelError, match="falcon"):
         read_spec(path)
+
+
+def test_metadata_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(make_tiny("llama", tmp_path / "hf", num_hidden_layers=1), tmp_path / "tiny.gguf", "llama")
+    data = path.read_bytes()
+    assert data.count(b"general.architecture") == 1
+    value = data.index(b"general.architecture") + len("general.architecture") + 12
+    path.write_bytes(data[:value] + b"\xff" + data[value + 1 :])
+    with pytest.raises(ModelError, match="not a readable gguf file"):
+        read_spec(path)

@@ -52,7 +52,8 @@ def test_sigterm_ends_it_while_a_request_hangs(run_world: RunWorld) -> None:
             status = await asyncio.to_thread(child.end, READY_S)
         assert status == 0
         await world.until_true(lambda: worker.num_cancelled == 1)
-        await asyncio.wait({call})
+        answer = await call
+        assert (answer.status, (await answer.json())["error"]["code"]) == (503, "router_shutting_down")
 
     run_world(scenario)
 

@@ -83,7 +83,8 @@ def test_a_worker_that_says_another_role_moves_by_itself_and_all_that_was_known_
             assert {body["bootstrap_port"] for body in second.bodies} == {7777}
             async with world.session.get(f"{url}/metrics") as response:
                 lines = [line for line in (await response.text()).splitlines() if second.url in line]
-            assert lines and all('role="prefill"' in line for line in lines)
+            now = ('role="prefill"', f'prefill="{second.url}"')
+            assert lines and all(any(text in line for text in now) for line in lines)
 
     run_world(scenario)
 

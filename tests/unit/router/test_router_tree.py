@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.router.policies import tree as tree_module
 from pdserve.router.policies.tree import PrefixTree, common_length
 
 TEXTS = st.text(alphabet="abc", min_size=1, max_size=10)
@@ -27,6 +31,21 @@ def check(tree: PrefixTree) -> None:
         for owner in node.owners:
             sizes[owner] += len(node.text)
     assert sizes == {owner: tree.size(owner) for owner in OWNERS}
+    counted = Counter(owner for node in tree.nodes() for owner in node.owners)
+    assert all(counted[owner] == tree._nodes[owner] for owner in OWNERS)
+
+
+def test_short_texts_are_bounded_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_module, "MAX_NODES", 100)
+    tree = PrefixTree()
+    for i in range(250):
+        tree.insert(chr(1000 + i), "p")
+    assert tree.is_over("p", 1 << 20, slack=1) and tree.is_over("p", 1 << 20)
+    tree.evict(1 << 20)
+    assert [node.text for node in tree.nodes()].count(chr(1249)) == 1 and tree.size("p") == 100
+    check(tree)
+    tree.forget("p")
+    assert not list(tree.nodes())
 
 
 @EXAMPLES

@@ -198,7 +198,7 @@ async def test_a_text_is_checked_once_whatever_comes_of_it(tokenizer: Tokenizer)
             await check.take(Constraint(Grammar(kind="regex", text="b+"), field), _ready())
         assert (refused.value.status, refused.value.code) == (400, "invalid_grammar")
     assert len(compiler.checks) == 2, "a refusal is remembered, too"
-    compiler.verdict = Verdict(job=0, reason="crashed", message=GONE)
+    compiler.verdict = Verdict(job=0, reason="busy", message=GONE)
     with pytest.raises(RequestError) as gone:
         await check.take_patterns("c", "stop_regex")
     assert gone.value.status == 503

@@ -134,7 +134,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/responses", {"input": [{"role": "user", "content": "x"}] * 4097}, "input"),
     ("/v1/responses", {"input": "a b " * 500_000}, "input"),
     ("/tokenize", {"prompt": "a b " * 700_000}, "prompt"),
-    ("/tokenize", {"prompt": ["a b " * 1000] * 300}, "prompt[262]"),
+    ("/tokenize", {"prompt": ["a b " * 1000] * 300}, "prompt[65]"),
     ("/tokenize", {"prompt": ["a"] * 4097}, "prompt"),
     ("/tokenize", {"messages": [{"role": "user", "content": "x"}] * 4097}, "messages"),
     ("/detokenize", {"tokens": [[5]] * 4097}, "tokens"),

@@ -13,7 +13,7 @@ from pdserve.protocol.messages import RoomAddress, TokenLogprob
 from pdserve.server.generation import Update
 from pdserve.server.openai_completions import _mean_logprob
 from pdserve.server.tokenizer import Tokenizer
-from tests.unit.server.server_kit import Bench, bench, sse
+from tests.unit.server.server_kit import Bench, bench, sse, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 Ids = Callable[[str], list[int]]
@@ -185,6 +185,26 @@ async def test_a_stop_regex_ends_the_text(tokenizer: Tokenizer, ids: Ids) -> Non
         assert choice["text"] == "total: 42 and" and choice["matched_stop"] == "an."
 
 
+async def test_a_stop_regex_that_is_slow_on_the_text_ends_its_request(
+    tokenizer: Tokenizer, ids: Ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.server.stop_regex.SLOW_S", -1.0)
+    monkeypatch.setattr("pdserve.server.stop_regex.FORGIVEN_S", 0.0)
+    async with bench(tokenizer) as b:
+        b.scheduler.script = lambda request: ids("some text that goes on")
+        b.scheduler.hold = True
+        body = {"prompt": "x", "stop_regex": "never", "max_tokens": 30}
+        answer = await b.http.post(COMPLETIONS, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "stop_regex_too_slow", "stop_regex")
+        await until(lambda: len(b.scheduler.aborts) == 1)
+        streamed = await b.http.post(COMPLETIONS, json={**body, "stream": True})
+        assert json.loads(sse(streamed.text)[0])["error"]["code"] == "stop_regex_too_slow"
+        await until(lambda: len(b.scheduler.aborts) == 2)
+        b.scheduler.hold = False
+        assert (await _choice(b, prompt="x", max_tokens=30))["text"] == "some text that goes on"
+
+
 BAD = [
     ("/generate", {"text": "xyz", "return_logprob": True, "logprob_start_len": 4}, "logprob_start_len"),
     ("/generate", {"text": "xyz", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
@@ -194,6 +214,7 @@ BAD = [
     ("/generate", {"text": "xyz", "return_logprob": True, "token_ids_logprob": [1] * 2000}, "token_ids_logprob"),
     ("/generate", {"text": ["a", "b"], "return_logprob": True, "token_ids_logprob": [[1], 2]}, "token_ids_logprob"),
     ("/generate", {"text": "xyz", "data_parallel_rank": "x"}, "data_parallel_rank"),
+    ("/generate", {"text": "x", "sampling_params": {"stop_regex": "(?:ab?c*){15000}x"}}, "sampling_params.stop_regex"),
     ("/generate", {"text": "xyz", "sampling_params": {"stop_regex": "("}}, "sampling_params.stop_regex"),
     ("/generate", {"text": "xyz", "sampling_params": {"stop_regex": "a*"}}, "sampling_params.stop_regex"),
     ("/generate", {"text": "xyz", "sampling_params": {"stop_regex": 5}}, "sampling_params.stop_regex"),

@@ -1,0 +1,242 @@
+"""What one hostile request costs everybody else: the worst `/health`, the longest pause of a stream, memory.
+
+    python -m benchmarks.hostile --write
+
+Starts a server and sends each request of `ATTACKS`, several at once where it says so, while a prober asks `/health` and
+a client reads a stream. Exit status 1 when a request is answered otherwise than documented (docs/limits.md), or leaves
+pages or rows behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import http.client
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from benchmarks.report import Run, add_model_flags, add_write_flags, footer, markdown_table
+from benchmarks.servers import GRACE_S, Server, server_flags
+from pdserve.base.process import end_all
+
+CHAT, COMPLETIONS, GENERATE, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/generate", "/tokenize"
+PROBE_S = 0.02
+TIMEOUT_S = 120.0
+NOTES = (
+    "Times are elapsed: what else the machine does is in them.",
+    "RSS: of the API process, its peak beyond before.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attack:
+    """`body` is sent to `path`, `times` at once; every answer has `status`."""
+
+    name: str
+    path: str
+    body: Callable[[], bytes]
+    status: int = 400
+    times: int = 1
+
+
+def _json(**fields: Any) -> Callable[[], bytes]:
+    return lambda: json.dumps({"max_tokens": 1, **fields}).encode()
+
+
+def _messages(count: int, content: str = "x") -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}] * count
+
+
+def _schema(num: int) -> str:
+    return json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(num)}})
+
+
+ATTACKS = (
+    Attack("nothing", COMPLETIONS, _json(prompt="hi"), 200),
+    Attack("text of 4 MB", COMPLETIONS, _json(prompt="a b " * 1_000_000), times=4),
+    Attack("blanks, just below what may fit", COMPLETIONS, _json(prompt=" " * 600_000), times=4),
+    Attack("4096 texts of 8 KB", COMPLETIONS, _json(prompt=["a b " * 2000] * 4096)),
+    Attack("a million token ids", GENERATE, _json(input_ids=[5] * 1_000_000), times=4),
+    Attack("chat of 4 MB", CHAT, _json(messages=_messages(1, "a b " * 1_000_000)), times=4),
+    Attack("100,000 messages", CHAT, _json(messages=_messages(100_000)), times=4),
+    Attack("4096 messages", CHAT, _json(messages=_messages(4096)), times=4),
+    Attack("tools of 2 MB", CHAT, _json(messages=_messages(1), documents=[{"text": "x" * 2_000_000}]), times=4),
+    Attack("/tokenize of 4 MB", TOKENIZE, _json(prompt="a b " * 1_000_000), times=4),
+    Attack("two million empty lists", COMPLETIONS, lambda: b'{"prompt": [[' + b"],[" * 2_000_000 + b"]}", times=4),
+    Attack("a body of 33 MB", COMPLETIONS, _json(prompt="a" * (33 << 20)), 413, times=4),
+    Attack("twelve bodies of 30 MB", COMPLETIONS, _json(prompt="a" * (30 << 20)), times=12),
+    Attack("damaged JSON of 8 MB", COMPLETIONS, lambda: b'{"prompt": [' + b"1," * 4_000_000),
+    Attack("logit_bias of all tokens", COMPLETIONS, _json(prompt="hi", logit_bias={str(i): 1 for i in range(49152)})),
+    Attack("a million stop tokens", COMPLETIONS, _json(prompt="hi", stop_token_ids=list(range(1_000_000)))),
+    Attack("100,000 stop strings", COMPLETIONS, _json(prompt="hi", stop=[f"x{i}" for i in range(100_000)])),
+    Attack("4096 prompts, n of 3", COMPLETIONS, _json(prompt=["a"] * 4096, n=3)),
+    Attack("stop_regex of 1.5 million repeats", COMPLETIONS, _json(prompt="x", stop_regex="(?:ab?c*){1500000}x")),
+    Attack("regex of 1.5 million repeats", COMPLETIONS, _json(prompt="x", regex="(?:ab?c*){1500000}x")),
+    Attack("a schema of 7,000 fields", COMPLETIONS, _json(prompt="x", json_schema=_schema(7000)), times=4),
+)
+
+
+class Client:
+    """Sends to one server; a connection for each request."""
+
+    def __init__(self, url: str) -> None:
+        self._address = urlsplit(url).netloc
+
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        """Status and body; status 0 where the connection was broken."""
+        connection = http.client.HTTPConnection(self._address, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except OSError:
+            return 0, b""
+        finally:
+            connection.close()
+
+    def accounts(self) -> dict[str, int]:
+        """What the server holds: pages and rows that are free, cached, or held for peers."""
+        memory: dict[str, int] = json.loads(self.ask("GET", "/get_server_info")[1])["internal_states"][0]["memory"]
+        free = memory["pages_free"] + memory["pages_evictable"]
+        cached = ("pages_free", "pages_cached", "pages_evictable")
+        return {"pages_free": free} | {name: count for name, count in memory.items() if name not in cached}
+
+
+class Watch:
+    """Asks `/health`, reads a stream, and looks at memory, for as long as the block lasts."""
+
+    def __init__(self, client: Client, process: psutil.Process) -> None:
+        self._client = client
+        self._process = process
+        self._rss = process.memory_info().rss
+        self._end = threading.Event()
+        self.health_s = self.pause_s = 0.0
+        self.more_bytes = 0
+        self.bad_probes = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch during the block."""
+        threads = [threading.Thread(target=each) for each in (self._probe, self._stream, self._look)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        try:
+            yield
+        finally:
+            time.sleep(0.1)
+            self._end.set()
+            for thread in threads:
+                thread.join()
+
+    def _probe(self) -> None:
+        while not self._end.wait(PROBE_S):
+            began = time.perf_counter()
+            self.bad_probes += self._client.ask("GET", "/health")[0] != 200
+            self.health_s = max(self.health_s, time.perf_counter() - began)
+
+    def _look(self) -> None:
+        while not self._end.wait(0.01):
+            self.more_bytes = max(self.more_bytes, self._process.memory_info().rss - self._rss)
+
+    def _stream(self) -> None:
+        body = json.dumps({"prompt": "tell", "max_tokens": 4000, "ignore_eos": True, "stream": True}).encode()
+        connection = http.client.HTTPConnection(self._client._address, timeout=TIMEOUT_S)
+        connection.request("POST", COMPLETIONS, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        last = time.perf_counter()
+        while not self._end.is_set() and answer.readline():
+            now = time.perf_counter()
+            self.pause_s, last = max(self.pause_s, now - last), now
+        answer.close()
+        connection.close()
+
+
+def run_attack(client: Client, process: psutil.Process, attack: Attack) -> dict[str, Any]:
+    """One attack beside a watch; what came of it."""
+    body = attack.body()
+    watch = Watch(client, process)
+    began = time.perf_counter()
+    with watch.running(), ThreadPoolExecutor(attack.times) as pool:
+        answers = list(pool.map(lambda _: client.ask("POST", attack.path, body)[0], range(attack.times)))
+        took = time.perf_counter() - began
+    return {
+        "name": attack.name,
+        "times": attack.times,
+        "bytes": len(body),
+        "statuses": sorted(set(answers)),
+        "as_documented": set(answers) <= {attack.status, 413 if attack.status == 413 else 503} - {0}
+        and attack.status in answers,
+        "answered_s": took,
+        "health_s": watch.health_s,
+        "bad_probes": watch.bad_probes,
+        "pause_s": watch.pause_s,
+        "more_mb": watch.more_bytes / 1e6,
+    }
+
+
+def settled(client: Client, before: dict[str, int]) -> bool:
+    """Whether the server holds what it held before, within ten seconds."""
+    deadline = time.perf_counter() + 10.0
+    while time.perf_counter() < deadline:
+        if client.accounts() == before:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def row(found: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+    return [
+        found["name"] + (f", {found['times']} at once" if found["times"] > 1 else ""),
+        " ".join(map(str, found["statuses"])),
+        f"{found['health_s'] * 1e3:.0f} ms",
+        f"{found['pause_s'] * 1e3:.0f} ms",
+        f"{found['more_mb']:.0f} MB",
+        f"{found['answered_s']:.1f} s",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, and write it when asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", default="", help="attacks whose name matches this regular expression")
+    add_model_flags(parser)
+    add_write_flags(parser, "hostile")
+    args = parser.parse_args(argv)
+    run = Run("hostile", argv, module="hostile")
+    flags = [*server_flags(args.model, args.dtype, "null", args.threads), "--max-total-tokens", "8192"]
+    server = Server("server", "pdserve.launch_server", flags, args.threads)
+    try:
+        client = Client(server.wait().url)
+        client.ask("POST", COMPLETIONS, _json(prompt="hi", regex="a+")())
+        before = client.accounts()
+        process = psutil.Process(server.child.pid)
+        found = []
+        for attack in ATTACKS:
+            if re.search(args.only, attack.name):
+                found.append(run_attack(client, process, attack))
+                found[-1]["settled"] = settled(client, before)
+                print(row(found[-1]), "" if found[-1]["settled"] else "NOT SETTLED", flush=True)
+    finally:
+        end_all([server.child], GRACE_S)
+    header = ["request", "status", "worst `/health`", "longest pause of a stream", "RSS beyond before", "answered in"]
+    facts = run.facts(attacks=found)
+    text = f"# Hostile requests\n\n{markdown_table(header, [row(each) for each in found])}\n\n{footer(facts, NOTES)}\n"
+    run.publish(args, text, facts)
+    return int(not all(each["as_documented"] and each["settled"] and not each["bad_probes"] for each in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

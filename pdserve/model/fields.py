@@ -1,0 +1,93 @@
+"""Fields of a checkpoint's config, each checked as it is read: a file of a stranger names no size that is none.
+
+Called by `config` and `rope`. Every function raises ModelError, which names the file, the field and what it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pdserve.errors import ModelError
+
+MAX_COUNT = (1 << 31) - 1
+MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_WIDTH = 4096, 1 << 16, 1 << 13, 1 << 22
+"""Far above any model, and so low that tables made of them before the first weight is looked for stay small."""
+MAX_TOKEN_IDS = 1024
+
+
+def read_count(
+    config: Mapping[str, Any],
+    key: str,
+    where: str,
+    *,
+    default: int | None = None,
+    least: int = 1,
+    most: int = MAX_COUNT,
+) -> int:
+    """A whole number from `least` to `most`; `default` where there is none."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ModelError(f"{where}: {key} is {_shown(value)}, expected a positive integer, at most {most}")
+    return value
+
+
+def read_number(config: Mapping[str, Any], key: str, where: str, *, default: float) -> float:
+    """A finite number above 0; `default` where there is none, or 0."""
+    value = config.get(key) or default
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0 < value < 1e30
+        or not math.isfinite(value)
+    ):
+        raise ModelError(f"{where}: {key} is {_shown(value)}, expected a positive number")
+    return float(value)
+
+
+def read_mapping(config: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+    """An object; an empty one where there is none."""
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise ModelError(f"{where}: {key} is {_shown(value)}, expected an object")
+    return value
+
+
+def read_texts(config: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    """A list of texts; an empty one where there is none."""
+    value = config.get(key) or ()
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise ModelError(f"{where}: {key} is {_shown(value)}, expected a list of texts")
+    return tuple(value)
+
+
+def read_counts(config: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
+    """A list of whole numbers from 0; an empty one where there is none."""
+    return _whole(config.get(key) or (), key, where)
+
+
+def read_token_ids(values: Iterable[Any], where: str) -> tuple[int, ...]:
+    """All ids in `values` (ints, lists of ints, or None), each once, in order."""
+    ids: dict[int, None] = {}
+    for value in values:
+        alone = isinstance(value, int) and not isinstance(value, bool)
+        ids |= dict.fromkeys(_whole((value,) if alone else (() if value is None else value), "eos_token_id", where))
+    return tuple(ids)
+
+
+def _whole(value: Any, key: str, where: str) -> tuple[int, ...]:
+    sound = isinstance(value, list | tuple) and len(value) <= MAX_TOKEN_IDS * 4
+    if not sound or not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MAX_COUNT for n in value):
+        raise ModelError(f"{where}: {key} is {_shown(value)}, expected whole numbers")
+    return tuple(value)
+
+
+def _shown(value: Any) -> str:
+    """A value as errors quote it: not all of a long one."""
+    if isinstance(value, int) and abs(value) > 1 << 64:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."

@@ -1,0 +1,108 @@
+"""The same targets guided by coverage, with atheris (libFuzzer). Imported only where `--guided` asks for it.
+
+atheris is not among the test requirements: `pip install atheris` (wheels for CPython 3.11 to 3.13 on Linux).
+libFuzzer ends the process itself; an input that fails is written into the working directory as `crash-...`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MAX_INPUT = 4096
+TIMEOUT_S = 20
+RSS_LIMIT_MB = 4096
+FRAMES_AN_EPISODE = 2000
+
+
+def run_guided(what: str, count: int, seed: int, corpus: Path | None) -> None:
+    """Fuzz the target `what` for `count` inputs. Does not return."""
+    import atheris
+
+    with atheris.instrument_imports(include=["pdserve"]):
+        target, first = {"frames": _frames, "http": _http, "files": _configs}[what](seed)
+    folder = corpus or Path(tempfile.mkdtemp(prefix="pdserve-corpus-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, data in enumerate(first):
+        (folder / f"seed-{index}").write_bytes(data)
+    argv = [sys.argv[0], str(folder), f"-runs={count}", f"-seed={seed}", f"-max_len={MAX_INPUT}"]
+    atheris.Setup([*argv, f"-timeout={TIMEOUT_S}", f"-rss_limit_mb={RSS_LIMIT_MB}"], target)
+    atheris.Fuzz()
+
+
+Target = tuple[Callable[[bytes], None], list[bytes]]
+
+
+def _frames(seed: int) -> Target:
+    """Inputs are packets before they are sealed."""
+    import msgspec
+
+    from pdserve.protocol.codec import PROTOCOL_VERSION
+    from pdserve.protocol.seal import Seal
+    from pdserve.transfer.events import FrameArrived
+    from tests.fuzz.frames import Episode
+    from tests.unit.transfer.kit import TOKEN
+
+    rng, seal = random.Random(seed), Seal(TOKEN)
+    state: dict[str, Any] = {"episode": Episode(rng), "left": FRAMES_AN_EPISODE}
+
+    def one(data: bytes) -> None:
+        if not state["left"]:
+            state.update(episode=Episode(rng), left=FRAMES_AN_EPISODE)
+        state["left"] -= 1
+        episode = state["episode"]
+        to = episode.decode if data[:1] < b"\x80" else episode.prefill
+        to.kv.handle(FrameArrived(seal.close(bytes([PROTOCOL_VERSION]) + data[1:])))
+        if rng.random() < 0.1:
+            episode.happen()
+        episode.drain()
+
+    sides = ((b"\x00", state["episode"].decode), (b"\xff", state["episode"].prefill))
+    first = [mark + msgspec.msgpack.encode(state["episode"].packet(side)) for mark, side in sides for _ in range(100)]
+    return one, first
+
+
+def _http(seed: int) -> Target:
+    """Inputs are the number of a path, as one byte, and a body."""
+    from tests.fuzz.http import SEEDS, HttpReport, post
+    from tests.unit.server.server_kit import bench, tiny_tokenizer
+
+    loop = asyncio.new_event_loop()
+    paths = sorted({path for path, _ in SEEDS} - {"/pause_generation"})
+    opened = bench(tiny_tokenizer())
+    server = loop.run_until_complete(opened.__aenter__())
+
+    def one(data: bytes) -> None:
+        path = paths[data[0] % len(paths)] if data else paths[0]
+        loop.run_until_complete(post(server, path, data[1:], HttpReport()))
+        server.scheduler.requests.clear()
+        assert opened is not None  # else it would be closed as garbage
+
+    first = [bytes([paths.index(p)]) + json.dumps(body).encode() for p, body in SEEDS if p in paths]
+    return one, first
+
+
+def _configs(seed: int) -> Target:
+    """Inputs are a `config.json`."""
+    from pdserve.errors import ModelError
+    from pdserve.model.config import spec_from_config
+    from tests.unit.model.test_config import BASE, MOE
+
+    def one(data: bytes) -> None:
+        try:
+            config = json.loads(data)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(config, dict):
+            with contextlib.suppress(ModelError):
+                spec_from_config(config, config, where="fuzz")
+
+    scaled = BASE | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}}
+    return one, [json.dumps(config).encode() for config in (BASE, BASE | MOE, scaled)]

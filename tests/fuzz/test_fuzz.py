@@ -1,0 +1,62 @@
+"""A small share of what `python -m tests.fuzz` plays, in the default tests; more of it with the slow ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz import files, frames, http
+
+SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """What is refused is logged, which takes longer than to refuse it."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("count", [1500, pytest.param(200_000, marks=SLOW)])
+def test_no_control_frame_breaks_a_manager_or_grows_it(count: int) -> None:
+    report = frames.run(count, seed=1)
+    assert report.num_frames == count
+    assert report.num_taken > count / 10 and report.num_refused > count / 10, str(report)
+    assert report.counters["handshakes_refused"] and report.counters["transfers_done"], str(report)
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=SLOW)])
+async def test_no_body_is_a_server_error_or_holds_up_the_event_loop(count: int) -> None:
+    report = await http.run(count, seed=1)
+    assert report.num_bodies == count
+    assert report.statuses[200] and report.statuses[400], str(report)
+
+
+@pytest.mark.parametrize("count", [pytest.param(3000, marks=SLOW)])
+def test_no_checkpoint_is_more_than_an_error(count: int, tmp_path: Path) -> None:
+    report = files.run(tmp_path, count, seed=1)
+    assert report.num_files == count
+    assert not report.failures, "\n".join([str(report), *report.failures])
+    assert all(report.outcomes[f"{kind} ModelError"] for kind in files.KINDS), str(report)
+
+
+def test_no_config_is_more_than_an_error() -> None:
+    import json
+    import random
+
+    from pdserve.errors import ModelError
+    from pdserve.model.config import spec_from_config
+    from tests.unit.model.test_config import BASE
+
+    rng, refused = random.Random(1), 0
+    for _ in range(500):
+        config = files.change_config(dict(BASE), rng)
+        try:
+            json.dumps(spec_from_config(config, {}, where="fuzz").digest())
+        except ModelError:
+            refused += 1
+    assert 100 < refused < 500
