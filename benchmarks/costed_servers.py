@@ -205,9 +205,9 @@ class OneDirectory:
 
     def find(self, address: Address) -> None:
         """See `Directory`."""
-        entry = self.net.served.get(address)
-        if entry is not None:
-            self.net.post(self.endpoint, PrefillFound(address, (entry,)))
+        replicas = self.net.served.get(address)
+        if replicas is not None:
+            self.net.post(self.endpoint, PrefillFound(address, replicas))
 
     def probe(self, instance: str, endpoint: str) -> None:
         """See `Directory`."""
@@ -276,7 +276,7 @@ class CostedServer:
     def _transfer(self, mode: str, executor: WatchedExecutor, num_aux: int, net: SimNet) -> KVManager:
         net.mailboxes[mode] = self.mailbox
         if mode == "prefill":
-            net.served[PREFILL] = (mode, mode)
+            net.served[PREFILL] = ((mode, mode),)
         times = SessionTimes(heartbeat_s=NEVER_S, resend_s=NEVER_S)
         return KVManager(
             KVArgs(

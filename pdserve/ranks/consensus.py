@@ -59,6 +59,7 @@ class _Round:
 class Consensus:
     """One rank's side. `begin_least` is the reduction, `blame` as for `Mates`; `wake` is called on any thread when a
     turn should look again. With `in_step` the ranks have no stages, so that a turn waits a moment for its reduction.
+    `now` is the time that `PATIENCE_S` is measured in.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Consensus:
         wake: Callable[[], None],
         *,
         in_step: bool,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._copies = copies
         self._begin_least = begin_least
@@ -77,6 +79,7 @@ class Consensus:
         self._blame = blame
         self._wake = wake
         self._in_step = in_step
+        self._now = now
         self._round: _Round | None = None
         self._has_failed = False
         self._news_at: float | None = None
@@ -94,7 +97,7 @@ class Consensus:
         failed = failure_of(event) is not None
         self._has_failed = self._has_failed or failed
         if self._news_at is None:
-            self._news_at = time.monotonic()
+            self._news_at = self._now()
         if failed or self._copies.is_ripe(self._ended, item[0]):
             self._wake()
 
@@ -116,7 +119,7 @@ class Consensus:
     def _may_begin(self) -> bool:
         if self._news_at is None or not self._copies.num_pending:
             return False
-        late = time.monotonic() > self._news_at + PATIENCE_S
+        late = self._now() > self._news_at + PATIENCE_S
         return self._has_failed or late or self._copies.is_ripe(self._ended)
 
     def due(self) -> Reduction:

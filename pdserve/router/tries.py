@@ -30,7 +30,6 @@ class Try:
 
     def __init__(self, pair: Pair, drain: Drain, goes_on_without: Callable[[Pair], bool] = lambda pair: False) -> None:
         """`goes_on_without`: whether decode is to do without the prefill server of the pair when that is lost."""
-        self._pair = pair
         self._goes_on_without = goes_on_without
         self._workers = [pair.decode] if pair.prefill is None else [pair.prefill, pair.decode]
         self.pair = pair
@@ -60,7 +59,7 @@ class Try:
 
     def lost(self, worker: Worker, reason: str) -> None:
         """See `LosesWorker`. Prefill's end does not concern an answer that decode has begun."""
-        if worker is self._pair.prefill and self._goes_on_without(self._pair):
+        if worker is self.pair.prefill and self._goes_on_without(self.pair):
             return
         if self._live is None or self._live.worker is worker:
             self._end(Broken(worker, reason, lost=True))

@@ -7,16 +7,20 @@ for everything between the pools. Weights depend on the position, so order matte
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from pdserve.base.parallel import SINGLE, ParallelShape
 from pdserve.executor.interface import BatchPlan, HostPages, Row, SampledToken, StepHandle, StepResult
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import SamplingParams
+from pdserve.transfer.kv_digest import RankDigest, digest_group
+from pdserve.transfer.plan import Window
 
 VOCAB_SIZE = 50257
 POISON = np.uint64(0xDEADDEADDEADDEAD)
@@ -28,8 +32,8 @@ _rng = np.random.default_rng(20250101)
 _WEIGHTS: U64 = _rng.integers(1, 1 << 63, size=(2, _MAX_TOKENS), dtype=np.uint64) | np.uint64(1)
 
 
-def hash_layout(page_tokens: int, num_layers: int = 3) -> KVLayout:
-    """The pool geometry of the hash model: one head of one 64-bit number."""
+def hash_layout(page_tokens: int, num_layers: int = 3, num_heads: int = 1) -> KVLayout:
+    """The pool geometry of the hash model: heads of one 64-bit number."""
     return KVLayout(
         (
             KVGroup(
@@ -37,8 +41,8 @@ def hash_layout(page_tokens: int, num_layers: int = 3) -> KVLayout:
                 kind=GroupKind.FULL,
                 num_layers=num_layers,
                 page_tokens=page_tokens,
-                num_kv_heads=1,
-                num_kv_heads_total=1,
+                num_kv_heads=num_heads,
+                num_kv_heads_total=num_heads,
                 head_dim=1,
                 dtype="uint64",
             ),
@@ -55,17 +59,36 @@ def _mix(value: int) -> int:
 
 
 class HashExecutor:
-    """Implements `Executor` over a numpy pool `[page, layer, k/v, 1, token, 1]` of uint64."""
+    """Implements `Executor` over a numpy pool `[page, layer, k/v, head, token, 1]` of uint64 for each rank.
 
-    def __init__(self, layout: KVLayout, num_pages: int, page_table: PageTable) -> None:
+    `layout` is the whole model's. It computes for all ranks of a replica; `buffers` is the first one's.
+    """
+
+    def __init__(
+        self, layout: KVLayout, num_pages: int, page_table: PageTable, shape: ParallelShape = SINGLE.shape
+    ) -> None:
         self._layout = layout
         self._group = layout.groups[0]
-        self.pool: U64 = np.full((num_pages, *self._group.page_shape), POISON, dtype=np.uint64)
+        places = [shape.place(rank) for rank in range(shape.num_ranks)]
+        self.windows = [Window.of(self._group, place) for place in places]
+        self.pools: list[U64] = [
+            np.full((num_pages, *self._group.of_rank(place).page_shape), POISON, dtype=np.uint64) for place in places
+        ]
+        self.pool = self.pools[0]
+        self._held: dict[tuple[int, int], list[tuple[U64, int, int]]] = {}
+        """By layer and head, in each pool that has it: the pool, and both numbers there."""
+        for place, pool in zip(places, self.pools, strict=True):
+            layers, heads = self._group.layers_of(place), self._group.heads_of(place)
+            for layer, head in itertools.product(layers, heads):
+                entry = (pool, layer - layers.start, head - heads.start)
+                self._held.setdefault((layer, head), []).append(entry)
         self._table = page_table
         self._tokens: dict[int, list[int]] = {}
         self._wishes: dict[int, tuple[int, Logprobs]] = {}
         """Prompt tokens and wish of rows that want log probabilities."""
         self.late = False
+        self.last_step = 0
+        """The newest step that is computed."""
 
     @property
     def layout(self) -> KVLayout:
@@ -79,7 +102,8 @@ class HashExecutor:
 
     def poison(self, pages: list[int]) -> None:
         """Destroy pages that went back to the allocator, so that whoever reads them gets other tokens."""
-        self.pool[pages] = POISON
+        for pool in self.pools:
+            pool[pages] = POISON
 
     def open_row(
         self,
@@ -115,16 +139,18 @@ class HashExecutor:
 
     def offload(self, pages: Sequence[int]) -> HostPages:
         """See `Executor`."""
-        return _Saved(self.pool[list(pages)].copy())
+        return _Saved([pool[list(pages)].copy() for pool in self.pools])
 
     def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
         """See `Executor`."""
         assert isinstance(saved, _Saved)
-        self.pool[list(pages)] = saved.content
+        for pool, content in zip(self.pools, saved.contents, strict=True):
+            pool[list(pages)] = content
 
     def zero(self, pages: Sequence[int]) -> None:
         """See `Executor`."""
-        self.pool[list(pages)] = 0
+        for pool in self.pools:
+            pool[list(pages)] = 0
 
     def compute(self, row: Row, pages: npt.NDArray[np.int32]) -> tuple[SampledToken | None, PromptLogprobs | None]:
         """One row of a step. `pages` are its page-table line at the launch."""
@@ -139,10 +165,17 @@ class HashExecutor:
             page, offset = int(pages[position // page_tokens]), position % page_tokens
             num_pages = position // page_tokens + 1
             for layer in range(self._group.num_layers):
-                self.pool[page, layer, 0, 0, offset, 0] = carry
-                self.pool[page, layer, 1, 0, offset, 0] = _mix(carry ^ 0x5555)
-                kv = self.pool[pages[:num_pages], layer, :, 0, :, 0].swapaxes(0, 1).reshape(2, -1)[:, : position + 1]
-                carry = _mix(int((kv * _WEIGHTS[:, : position + 1]).sum(dtype=np.uint64)) + layer)
+                total = layer
+                for head in range(self._group.num_kv_heads):
+                    sums = set()
+                    for pool, own_layer, own_head in self._held[layer, head]:
+                        pool[page, own_layer, 0, own_head, offset, 0] = _mix(carry ^ head) if head else carry
+                        pool[page, own_layer, 1, own_head, offset, 0] = _mix(carry ^ 0x5555 ^ head)
+                        kv = pool[pages[:num_pages], own_layer, :, own_head, :, 0].swapaxes(0, 1)
+                        kv = kv.reshape(2, -1)[:, : position + 1]
+                        sums.add(int((kv * _WEIGHTS[:, : position + 1]).sum(dtype=np.uint64)))
+                    total = total * 3 + sum(sums)  # ranks that hold the same head count once, if they agree
+                carry = _mix(total)
             last = carry
             if first is not None and first <= position < num_prompt - 1:
                 told[position + 1] = _mix(carry ^ tokens[position + 1])
@@ -179,6 +212,7 @@ class _Step:
         """Compute, unless that is done."""
         if self._result is None:
             found = [self._executor.compute(row, self._tables[row.row]) for row in self._plan.rows]
+            self._executor.last_step = self._plan.step
             prompts = {index: part for index, (_, part) in enumerate(found) if part is not None}
             self._result = StepResult(self._plan.step, tuple(token for token, _ in found), prompts)
         return self._result
@@ -192,9 +226,24 @@ class _Step:
 class _Saved:
     """Implements `HostPages`."""
 
-    content: U64
+    contents: list[U64]
 
     @property
     def num_bytes(self) -> int:
         """See `HostPages`."""
-        return self.content.nbytes
+        return sum(content.nbytes for content in self.contents)
+
+
+class HashHasher:
+    """Implements `KVHasher` over the pools of a `HashExecutor`."""
+
+    def __init__(self, executor: HashExecutor) -> None:
+        self._executor = executor
+
+    def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
+        """See `KVHasher`."""
+        digests = []
+        for rank, (window, pool) in enumerate(zip(self._executor.windows, self._executor.pools, strict=True)):
+            rows = pool[list(pages)].reshape(len(pages), -1).view(np.uint8)
+            digests.append(RankDigest(rank, (digest_group(window, [rows], first, num_tokens),)))
+        return tuple(digests)

@@ -10,14 +10,15 @@ import dataclasses
 import heapq
 import itertools
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from typing import Literal, Protocol
 
 from pdserve.base.clock import ManualClock
-from pdserve.base.mailbox import Mailbox
 from pdserve.memory.allocator import PageAllocator
 from pdserve.protocol.failure import Failure
 from pdserve.scheduler.scheduler import Event
+from pdserve.sim.faults import Faults, Links, Recorder, damaged
 from pdserve.transfer.events import (
     Address,
     CopyDone,
@@ -26,6 +27,7 @@ from pdserve.transfer.events import (
     Notified,
     PeerFenced,
     PeerGone,
+    PeerListens,
     PrefillFound,
     PrefillNotFound,
     Reached,
@@ -35,32 +37,42 @@ from pdserve.transfer.gated import CANCELLED, GATE_TIMEOUT_S, NEVER_WRITTEN, PEE
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.wire import Key
 
+__all__ = ["Faults", "Pool", "SimCopyEngine", "SimDirectory", "SimNet", "SimSocket"]
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Faults:
-    """Probabilities per message, copy or step; `max_delay_s` bounds how late anything is."""
-
-    lost: float = 0.0
-    repeated: float = 0.2
-    copy_failed: float = 0.0
-    note_lost: float = 0.0
-    lands_late: bool = False
-    """Where the engine notifies: a copy that has ended well is seen some time later only, but before its note."""
-    abort: float = 0.0
-    kill: float = 0.0
-    max_delay_s: float = 2.0
+Verb = Literal["reads", "writes"]
+Grants = Callable[[Verb, int, Key], bool]
+"""Whether a copy of a key may touch a page now: the key's source pages are held, or its target pages published."""
+MAX_LANDINGS = 8
+"""Moments at which bytes of one job land: many small copies take no longer than a few."""
+UNREACHABLE = Failure(code="bootstrap_unreachable", message="no bootstrap server answers")
+INJECTED = Failure(code="transfer_failed", message="injected")
+STALLED = Failure(code="transfer_failed", message="the link is cut")
 
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Registered memory, by its address, and who knows which of its pages are free."""
+    """Registered memory, by its address; who knows which of its pages are free, and whose the others are."""
 
     page_bytes: int
     allocator: PageAllocator
+    grants: Grants | None = None
+    is_aux: bool = False
+
+
+class Inbox(Protocol):
+    """Where events of a process, or of an endpoint, go."""
+
+    def post(self, event: Event) -> None:
+        """Take it; any thread."""
+        ...
 
 
 class SimNet:
-    """Calls things later, in random order. `dead` endpoints hear nothing; their copies in flight may still land."""
+    """Calls things later, in random order. `mailboxes` has what lives: control endpoints, and processes by their names.
+
+    What has no mailbox hears nothing, and copies nothing. `counts` is how often each fault happened. Processes that are
+    `stopped` begin no copies; those under way may go on. When the net is `calm`, no new fault happens.
+    """
 
     def __init__(self, seed: int, clock: ManualClock, faults: Faults) -> None:
         self.rng = random.Random(seed)
@@ -68,17 +80,36 @@ class SimNet:
         self.faults = faults
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
-        self.mailboxes: dict[str, Mailbox[Event]] = {}
-        self.served: dict[Address, tuple[str, str]] = {}
+        self.mailboxes: dict[str, Inbox] = {}
+        self.served: dict[Address, tuple[tuple[str, str], ...]] = {}
+        """Instance and control endpoint of each replica behind a bootstrap address."""
         self.pools: dict[int, Pool] = {}
         self.engines: dict[str, SimCopyEngine] = {}
-        self.endpoints: dict[str, str] = {}
-        """Where each instance is or was."""
+        self.processes: dict[str, list[str]] = {}
+        """By instance those of all its ranks, which copy."""
+        self.hosts: dict[str, str] = {}
+        """By endpoint or process; what is not there is a host of its own."""
+        self.stopped: set[str] = set()
+        self.links = Links()
+        self.recorder: Recorder | None = None
+        self.counts: Counter[str] = Counter()
+        self.calm = False
 
     def later(self, action: Callable[[], None], max_delay_s: float | None = None, *, min_delay_s: float = 0.0) -> None:
         """Run `action` after a random delay."""
         delay_s = min_delay_s + self.rng.uniform(0, self.faults.max_delay_s if max_delay_s is None else max_delay_s)
         heapq.heappush(self._queue, (self.clock.now() + delay_s, next(self._count), action))
+
+    def happens(self, kind: str, probability: float) -> bool:
+        """Draw whether a fault happens, and count it."""
+        if self.calm or probability <= 0 or self.rng.random() >= probability:
+            return False
+        self.counts[kind] += 1
+        return True
+
+    def is_cut(self, source: str, target: str) -> bool:
+        """Whether nothing gets from `source` to `target` now; endpoints or processes."""
+        return self.links.is_cut(self.hosts.get(source, source), self.hosts.get(target, target), self.clock.now())
 
     def deliver(self) -> None:
         """Run what is due."""
@@ -89,6 +120,11 @@ class SimNet:
     def busy(self) -> bool:
         """True while anything is on its way."""
         return bool(self._queue)
+
+    @property
+    def next_at(self) -> float | None:
+        """When the next thing is due; None when nothing is on its way."""
+        return self._queue[0][0] if self._queue else None
 
     def post(self, endpoint: str, event: Event) -> None:
         """Post to the mailbox behind `endpoint`, if its process lives."""
@@ -106,21 +142,28 @@ class SimSocket:
 
     def send(self, endpoint: str, frame: bytes) -> None:
         """See `ControlSocket`."""
-        faults, rng = self.net.faults, self.net.rng
-        if rng.random() < faults.lost:
+        net, faults = self.net, self.net.faults
+        if net.recorder is not None:
+            net.recorder.record(endpoint, frame)
+        if net.is_cut(self.endpoint, endpoint):
+            net.counts["frames cut off"] += 1
             return
-        for _ in range(2 if rng.random() < faults.repeated else 1):
-            self.net.later(lambda: self.net.post(endpoint, FrameArrived(frame)))
+        if net.happens("frames lost", faults.lost):
+            return
+        for _ in range(2 if net.happens("frames repeated", faults.repeated) else 1):
+            arrives = damaged(frame, net.rng) if net.happens("frames damaged", faults.frame_damaged) else frame
+            net.later(lambda arrives=arrives: net.post(endpoint, FrameArrived(arrives)))  # type: ignore[misc]
 
     def forget(self, endpoint: str) -> None:
         """See `ControlSocket`."""
 
 
 class SimCopyEngine:
-    """`CopyEngine` whose bytes move copy by copy at random moments, from what is in the source at that moment.
+    """`CopyEngine` of the process `endpoint`. Bytes move copy by copy at random moments, from what is there then.
 
-    A job with a closed gate is looked at again after random delays. Notifications come some time after their bytes.
-    With `fences` a fence ends what a sender writes; else only the death of its process does, as with `shm`.
+    A job with a closed gate, or over a cut link, is looked at again after random delays. Notifications come some time
+    after their bytes. With `fences` a fence ends what a sender writes; else only the death of its process does, as with
+    `shm`.
     """
 
     fence_settle_s = 0.0
@@ -174,17 +217,20 @@ class SimCopyEngine:
 
     def fence(self, rank: int, peer: str) -> None:
         """See `CopyEngine`."""
-        endpoint = self._net.endpoints[peer.partition("#")[0]]
-        fenced = self._fences or not self._process_lives(endpoint)
+        self._net.later(lambda: self._end_receiver(peer))
+
+    def _end_receiver(self, peer: str) -> None:
+        sender = peer.partition("#")[0]
+        fenced = self._fences or not any(map(self._process_lives, self._net.processes.get(sender, ())))
         if fenced:
             self._receivers.discard(f"{self._endpoint}/{peer}")
         self._report(PeerFenced(peer, fenced))
 
     def _alive(self, address: str) -> bool:
         """Whether bytes can land at the receiving engine behind `address`."""
-        endpoint = address.partition("/")[0]
-        engine = self._net.engines.get(endpoint)
-        return self._process_lives(endpoint) and engine is not None and address in engine._receivers
+        process = self._process(address)
+        engine = self._net.engines.get(process)
+        return self._process_lives(process) and engine is not None and address in engine._receivers
 
     def expect(self, key: Key, rank: int, count: int) -> bool:
         """See `CopyEngine`."""
@@ -216,19 +262,20 @@ class SimCopyEngine:
             failure = CANCELLED if job.cancelled else PEER_GONE
             self._report(CopyDone.of(job, failure, settled=True, write_s=0.0))
             return
+        if self._endpoint in self._net.stopped:
+            self._soon(lambda: self._start(job, expires_at))
+            return
         if job.ready is not None and not job.ready(0.0):
             if self._net.clock.now() < expires_at:
-                soon_s = max(self._net.faults.max_delay_s, 0.001)  # never at once: `deliver` would not end
-                self._net.later(lambda: self._start(job, expires_at), soon_s)
+                self._soon(lambda: self._start(job, expires_at))
             else:
                 self._report(CopyDone.of(job, NEVER_WRITTEN, settled=True, write_s=0.0))
             return
-        if self._net.rng.random() < self._net.faults.copy_failed:
+        if self._net.happens("copies failed", self._net.faults.copy_failed):
             for piece, copy in self._copies(job):
                 if self._net.rng.random() < 0.5:
                     self._net.later(lambda piece=piece, copy=copy: self._land(job, piece, copy))  # type: ignore[misc]
-            failure = Failure(code="transfer_failed", message="injected")
-            self._report(CopyDone.of(job, failure, settled=False, write_s=0.0))
+            self._report(CopyDone.of(job, INJECTED, settled=False, write_s=0.0))
             return
         left = self._copies(job)
         self._net.rng.shuffle(left)
@@ -243,20 +290,46 @@ class SimCopyEngine:
                 self._notify(job)
             self._report(CopyDone.of(job, None, settled=True, write_s=0.0))
             return
-        piece, copy = left.pop()
-        self._land(job, piece, copy)
+        if self._endpoint in self._net.stopped and self._net.rng.random() < 0.5:
+            self._soon(lambda: self._next(job, left))
+            return
+        if self._net.is_cut(self._endpoint, self._process(job.transport_address)):
+            self._wait_for_link(job, left)
+            return
+        at_once = -(-sum(len(copies) for _, _, copies in job.pieces) // MAX_LANDINGS)
+        for piece, copy in left[-at_once:]:
+            self._land(job, piece, copy)
+        del left[-at_once:]
         self._net.later(lambda: self._next(job, left))
 
+    def _wait_for_link(self, job: CopyJob, left: list[tuple[int, PageCopy]]) -> None:
+        """The bytes are underway for as long as the link is cut, or until the engine gives up on them."""
+        if self._net.happens("copies given up over a cut link", 0.03):
+            for piece, copy in left:
+                if self._net.rng.random() < 0.5:
+                    self._net.later(lambda piece=piece, copy=copy: self._land(job, piece, copy))  # type: ignore[misc]
+            self._report(CopyDone.of(job, STALLED, settled=False, write_s=0.0))
+            return
+        self._soon(lambda: self._next(job, left))
+
+    def _soon(self, action: Callable[[], None]) -> None:
+        """Look again, never at once: `deliver` would not end."""
+        self._net.later(action, max(self._net.faults.max_delay_s, 0.001), min_delay_s=0.001)
+
+    def _process(self, transport_address: str) -> str:
+        """The process that receives there."""
+        return transport_address.partition("/")[0]
+
     def _notify(self, job: CopyJob) -> None:
-        net, peer = self._net, self._net.engines[job.transport_address.partition("/")[0]]
-        if net.rng.random() >= net.faults.note_lost:
+        net, peer = self._net, self._net.engines[self._process(job.transport_address)]
+        if not net.happens("notes lost", net.faults.note_lost):
             behind_s = net.faults.max_delay_s if net.faults.lands_late else 0.0
             net.later(lambda: peer._notified(job.key, job.index), min_delay_s=behind_s)
 
     def _land(self, job: CopyJob, piece: int, copy: PageCopy) -> None:
         if self._alive(job.transport_address) and self._process_lives(self._endpoint):
             source, destination, _ = job.pieces[piece]
-            self._check(source, copy.source, copy.num_bytes, "reads")
+            self._check(job, source, copy.source, copy.num_bytes, "reads")
             read = ctypes.string_at(source + copy.source, copy.num_bytes)
             if self._net.faults.lands_late and self.notifies:
                 self._net.later(lambda: self._put(job, destination, copy.destination, read))
@@ -266,14 +339,18 @@ class SimCopyEngine:
     def _put(self, job: CopyJob, base: int, offset: int, read: bytes) -> None:
         if not self._alive(job.transport_address):
             return
-        self._check(base, offset, len(read), "writes")
+        self._check(job, base, offset, len(read), "writes")
+        if not self._net.pools[base].is_aux and self._net.happens("pages damaged", self._net.faults.kv_damaged):
+            read = damaged(read, self._net.rng)
         ctypes.memmove(base + offset, read, len(read))
 
-    def _check(self, base: int, offset: int, num_bytes: int, verb: str) -> None:
-        """No copy may touch a page that is free: the next owner's bytes would be at risk."""
+    def _check(self, job: CopyJob, base: int, offset: int, num_bytes: int, verb: Verb) -> None:
+        """No copy may touch a page that is free, or has been given to another key since: its bytes would be at risk."""
         pool = self._net.pools[base]
         for page in range(offset // pool.page_bytes, -(-(offset + num_bytes) // pool.page_bytes)):
             assert not pool.allocator.is_free(page), f"a copy {verb} free page {page} of {base:#x}"
+            if pool.grants is not None:
+                assert pool.grants(verb, page, job.key), f"a copy of {job.key} {verb} page {page}, which is not its own"
 
     def _report(self, event: CopyDone | Notified | Reached | ReceiverOpened | PeerFenced) -> None:
         for _ in range(2 if self._net.rng.random() < self._net.faults.repeated else 1):
@@ -289,15 +366,30 @@ class SimDirectory:
 
     def find(self, address: Address) -> None:
         """See `Directory`."""
-        self.net.later(lambda: self.net.post(self.endpoint, self._answer(address)))
+        net, faults = self.net, self.net.faults
+        stale = self._answer(address) if net.happens("stale look-ups", faults.stale_directory) else None
+        if not net.happens("slow look-ups", faults.slow_directory):
+            net.later(lambda: net.post(self.endpoint, stale or self._answer(address)))
+        elif net.happens("look-ups without an answer", 0.3):
+            nothing = PrefillNotFound(address, UNREACHABLE)
+            net.later(lambda: net.post(self.endpoint, nothing), faults.max_look_up_s)
+        else:
+            net.later(lambda: net.post(self.endpoint, stale or self._answer(address)), faults.max_look_up_s)
 
     def probe(self, instance: str, endpoint: str) -> None:
         """See `Directory`."""
-        if endpoint not in self.net.mailboxes:
-            self.net.later(lambda: self.net.post(self.endpoint, PeerGone(instance)))
+        net = self.net
+        if net.is_cut(self.endpoint, endpoint) or net.is_cut(endpoint, self.endpoint):
+            net.counts["probes cut off"] += 1
+            return
+        listens = endpoint in net.mailboxes
+        lie = "probes refused though alive" if listens else "probes answered though dead"
+        if net.happens(lie, net.faults.probe_lies):
+            listens = not listens
+        net.later(lambda: net.post(self.endpoint, PeerListens(instance) if listens else PeerGone(instance)))
 
     def _answer(self, address: Address) -> PrefillFound | PrefillNotFound:
-        entry = self.net.served.get(address)
-        if entry is None:
-            return PrefillNotFound(address, Failure(code="bootstrap_unreachable", message=f"nothing at {address}"))
-        return PrefillFound(address, (entry,))
+        replicas = self.net.served.get(address)
+        if replicas is None or self.net.is_cut(self.endpoint, address[0]) or self.net.is_cut(address[0], self.endpoint):
+            return PrefillNotFound(address, UNREACHABLE)
+        return PrefillFound(address, replicas)

@@ -439,6 +439,9 @@ class Sessions:
         if peer.hello is not None:
             self._send_packet(peer, 0, Ping(endpoint=self._socket.endpoint))
         misses, patience = peer.num_missed, self._times.misses
+        if misses and misses % patience == 0:
+            for address in peer.addresses:  # another process may have its endpoint by now, and answer our probes
+                self._directory.find(address)
         peer.num_missed += 1
         listens = misses - peer.listened_at < patience and misses < patience * BUSY_FACTOR
         if peer.state is PeerState.SILENT or misses < patience or listens:

@@ -16,8 +16,9 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 from pdserve.errors import TransferError
@@ -31,8 +32,7 @@ from pdserve.transfer.wire import Key
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
-RECEIVER_THREADS = 4
-"""They open and destroy receiving engines, which may take an engine some seconds."""
+NUM_RECEIVER_THREADS = 4
 GATE_SLICE_S = 0.004
 """How long a thread waits for a gate before it looks at its queue again."""
 
@@ -71,6 +71,52 @@ class _Worker:
         return self.num_given - self.num_ended
 
 
+class _PeerQueues:
+    """What is to be done about peers, which may take seconds: of one peer in order, of several at the same time."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._changed = threading.Condition()
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}
+        """Of each peer that a thread is busy with, or about to be."""
+        self._num_running = 0
+        self._closed = False
+        self._threads = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="kv-receivers")
+
+    def submit(self, peer: str, action: Callable[[], None]) -> None:
+        """Do it after all else of that peer. `action` raises nothing."""
+        with self._changed:
+            if self._closed:
+                return
+            if peer in self._waiting:
+                self._waiting[peer].append(action)
+            else:
+                self._waiting[peer] = deque([action])
+                self._threads.submit(self._work, peer)
+
+    def close(self, deadline: float) -> None:
+        """Begin nothing more; wait for what runs, until `deadline` of the monotonic clock."""
+        with self._changed:
+            self._closed = True
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            for actions in self._waiting.values():
+                actions.clear()
+            if not self._changed.wait_for(lambda: not self._num_running, max(0.0, deadline - time.monotonic())):
+                log.warning("%d receiving engines are still being opened or closed", self._num_running)
+
+    def _work(self, peer: str) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting[peer]:
+                    del self._waiting[peer]
+                    return
+                action = self._waiting[peer].popleft()
+                self._num_running += 1
+            action()
+            with self._changed:
+                self._num_running -= 1
+                self._changed.notify_all()
+
+
 class CopyWorkers:
     """`CopyEngine` over a real transport, with at most `num_threads` threads for each peer."""
 
@@ -85,17 +131,25 @@ class CopyWorkers:
         self._numbers = itertools.count()
         self._closing = threading.Event()
         self._disconnecting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disconnect")
-        self._receiving = ThreadPoolExecutor(max_workers=RECEIVER_THREADS, thread_name_prefix="kv-receivers")
-        self._opening: dict[str, Future[None]] = {}
-        """Sessions whose receiving engine was asked for and not fenced."""
+        self._receivers = _PeerQueues(NUM_RECEIVER_THREADS)
         self._notifications = (
             None if self._notifying is None else Notifications(self._notifying.take_notifications, post)
         )
 
     @property
+    def address(self) -> str:
+        """See `Transport`: anybody may write there, and no `fence` ends it."""
+        return self._transport.address()
+
+    @property
     def settle_s(self) -> float:
         """See `CopyEngine`."""
         return self._transport.settle_s
+
+    @property
+    def fence_settle_s(self) -> float:
+        """See `CopyEngine`."""
+        return self._transport.fence_settle_s
 
     @property
     def notifies(self) -> bool:
@@ -130,23 +184,18 @@ class CopyWorkers:
         for worker in self._workers_of.pop(transport_address, ()):
             worker.orders.put(_End(PEER_GONE))
 
-    @property
-    def fence_settle_s(self) -> float:
-        """See `CopyEngine`."""
-        return self._transport.fence_settle_s
-
-    def open_receiver(self, rank: int, peer: str) -> None:
-        """See `CopyEngine`."""
-        self._opening[peer] = self._receiving.submit(self._open_receiver, peer)
-
-    def fence(self, rank: int, peer: str) -> None:
-        """See `CopyEngine`."""
-        self._receiving.submit(self._fence, peer, self._opening.pop(peer, None))
-
     def expect(self, key: Key, rank: int, count: int) -> bool:
         """See `CopyEngine`."""
         assert self._notifications is not None, "the transport notifies of nothing"
         return self._notifications.expect(key, count)
+
+    def open_receiver(self, rank: int, peer: str) -> None:
+        """See `CopyEngine`."""
+        self._receivers.submit(peer, lambda: self._post(self._open_receiver(peer)))
+
+    def fence(self, rank: int, peer: str) -> None:
+        """See `CopyEngine`."""
+        self._receivers.submit(peer, lambda: self._post(self._fence(peer)))
 
     def close(self) -> None:
         """End the threads. Writes under way are cut off; queued jobs, and those with a closed gate, are not begun."""
@@ -156,34 +205,31 @@ class CopyWorkers:
         for worker in itertools.chain.from_iterable(self._workers_of.values()):
             worker.orders.put(_End(CANCELLED))
         self._disconnecting.shutdown(wait=False)
-        self._receiving.shutdown(wait=False, cancel_futures=True)
         if self._notifications is not None:
             self._notifications.close()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        self._receivers.close(deadline)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 log.warning("%s still copies after %g s, and is left behind", thread.name, CLOSE_TIMEOUT_S)
 
-    def _open_receiver(self, peer: str) -> None:
+    def _open_receiver(self, peer: str) -> ReceiverOpened:
         try:
-            self._post(ReceiverOpened(peer, self._transport.open_receiver(peer), None))
+            return ReceiverOpened(peer, self._transport.open_receiver(peer), None)
         except TransferError as error:
             log.warning("no receiving engine for %s: %s", peer, error)
-            self._post(ReceiverOpened(peer, "", Failure.from_error(error)))
+            return ReceiverOpened(peer, "", Failure.from_error(error))
         except Exception as error:
             log.exception("no receiving engine for %s", peer)
-            self._post(ReceiverOpened(peer, "", _internal(error)))
+            return ReceiverOpened(peer, "", _internal(error))
 
-    def _fence(self, peer: str, opening: Future[None] | None) -> None:
-        if opening is not None:
-            opening.result()  # it was taken from the queue before this
+    def _fence(self, peer: str) -> PeerFenced:
         try:
-            fenced = self._transport.fence(peer)
+            return PeerFenced(peer, self._transport.fence(peer))
         except Exception:
-            log.exception("what %s writes could not be fenced", peer)
-            fenced = False
-        self._post(PeerFenced(peer, fenced))
+            log.exception("cannot fence %s", peer)
+            return PeerFenced(peer, fenced=False)
 
     def _workers(self, peer: str) -> Sequence[_Worker] | Failure:
         """The threads of a rank of a peer, or why there are none."""

@@ -20,11 +20,10 @@ import pytest
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transport import Copy, MemoryRegion, NotifyingTransport, Transport
-from pdserve.transfer.transports import mooncake_engine, nixl, nixl_engine, shm_share
+from pdserve.transfer.transports import nixl
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
-from tests.conformance.transport_kit import LocalPeer, Memory, PeerFactory, PeerUnderTest, ProcessPeer
+from tests.conformance.transport_kit import REGION_BYTES, LocalPeer, Memory, Open, PeerUnderTest, ProcessPeer
 
-REGION_BYTES = 32 << 20
 FAILURE_BOUND_S = 20.0
 LATE = 255
 ENGINES = ("mooncake", "nixl", "shm")
@@ -70,35 +69,6 @@ class Rig:
         return result
 
 
-Open = Callable[[str], tuple[Transport, Memory, PeerFactory]]
-
-
-@pytest.fixture(scope="module")
-def opened() -> Iterator[Open]:
-    """Opens a transport by name, once for all tests here, as in a server; mooncake reads its timeouts all the time."""
-    kept: dict[str, tuple[Transport, Memory, PeerFactory]] = {}
-
-    def open_once(name: str) -> tuple[Transport, Memory, PeerFactory]:
-        if name not in kept:
-            transport, memory = open_transport(name, "127.0.0.1", None), Memory(REGION_BYTES)
-            transport.register([memory.region])
-            kept[name] = transport, memory, PeerFactory(name)
-        return kept[name]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
-        patch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "1")
-        patch.setenv("UCX_TLS", "tcp,self")  # as between hosts; on one host it would write into the peer by itself
-        patch.setattr(nixl, "STALL_S", 2.5)
-        patch.setattr(nixl, "PROBE_TIMEOUT_S", 4.0)
-        patch.setattr(shm_share, "CONNECT_TIMEOUT_S", 0.5)
-        patch.setattr(mooncake_engine, "PROBE_TIMEOUT_S", 4.0)
-        yield open_once
-        for transport, _, factory in kept.values():
-            transport.close()
-            factory.close()
-
-
 @pytest.fixture(params=[*ENGINES, *COMPOSED])
 def process_rig(request: pytest.FixtureRequest, opened: Open) -> Iterator[Rig]:
     """Peers in processes of their own, which can be stopped and killed."""
@@ -124,8 +94,6 @@ def rig(request: pytest.FixtureRequest, opened: Open, own_memory: Memory) -> Ite
 
 
 def _process_rig(name: str, opened: Open) -> Iterator[Rig]:
-    if name == "nixl" and not nixl_engine.is_installed():
-        pytest.skip("nixl is not installed; scripts/setup.sh says how")
     transport, memory, factory = opened(name)
     memory.fill()
     rig = Rig(transport, memory, lambda: factory.make(REGION_BYTES))

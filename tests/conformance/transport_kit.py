@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pathlib
@@ -12,16 +13,18 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import IO, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.memory import shared
-from pdserve.transfer.transport import MemoryRegion
+from pdserve.transfer.transport import MemoryRegion, Transport
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 
 READY_TIMEOUT_S = 60.0
+REGION_BYTES = 32 << 20
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -37,6 +40,10 @@ class Memory:
     def fill(self) -> None:
         """Put the first bytes back."""
         self.bytes[:] = self._first
+
+
+Open = Callable[[str], tuple[Transport, "Memory", "PeerFactory"]]
+"""A transport by its name, memory of `REGION_BYTES` that is registered with it, and who makes its peers."""
 
 
 class PeerUnderTest(Protocol):
@@ -55,7 +62,7 @@ class PeerUnderTest(Protocol):
 
 
 class PeerFactory:
-    """A child process that makes peers of one transport."""
+    """A child process that makes peers of one transport: receivers and senders."""
 
     def __init__(self, transport: str) -> None:
         script = pathlib.Path(__file__).with_name("transport_peer.py")
@@ -71,20 +78,40 @@ class PeerFactory:
         assert stdout is not None
         self._ready: queue.Queue[list[str]] = queue.Queue()
         self._notes: dict[int, queue.Queue[tuple[int, bool]]] = defaultdict(queue.Queue)
+        self._failed: dict[int, threading.Event] = defaultdict(threading.Event)
         threading.Thread(target=self._read, args=(stdout,), daemon=True).start()
 
     def make(self, num_bytes: int) -> ProcessPeer:
         """A new peer with a region of so many zero bytes."""
+        pid, address, start, descriptor = self._ask(str(num_bytes))
+        return ProcessPeer(int(pid), address, int(start), int(descriptor), num_bytes, self._notes[int(pid)])
+
+    def send(
+        self, address: str, start: int, num_bytes: int, value: int, environment: Mapping[str, str] | None = None
+    ) -> Sender:
+        """A process that writes `value` to `[start, start + num_bytes)` behind `address` again and again.
+
+        Returns when it is connected and about to write.
+        """
+        words = [f"{name}={text}" for name, text in (environment or {}).items()]
+        pid = int(self._ask(f"SEND {address} {start} {num_bytes} {value} {' '.join(words)}")[0])
+        return Sender(pid, self._failed[pid])
+
+    def _ask(self, line: str) -> list[str]:
+        """Have a process made; what it says of itself. One call at a time."""
         stdin = self._process.stdin
         assert stdin is not None
-        stdin.write(f"{num_bytes}\n")
+        stdin.write(line + "\n")
         stdin.flush()
-        pid, address, start, descriptor = self._ready.get(timeout=READY_TIMEOUT_S)
-        return ProcessPeer(int(pid), address, int(start), int(descriptor), num_bytes, self._notes[int(pid)])
+        return self._ready.get(timeout=READY_TIMEOUT_S)
 
     def _read(self, stdout: IO[str]) -> None:
         for line in stdout:
             match line.split():
+                case ["SENDING", pid]:
+                    self._ready.put([pid])
+                case ["FAILED", pid]:
+                    self._failed[int(pid)].set()
                 case ["READY", *words]:
                     self._ready.put(words)
                 case ["NOTED", pid, number, there]:
@@ -96,7 +123,35 @@ class PeerFactory:
         self._process.communicate(timeout=10)
 
 
-class ProcessPeer:
+class Process:
+    """A process that was made by a factory."""
+
+    def __init__(self, pid: int) -> None:
+        self._pidfd = os.pidfd_open(pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        signal.pidfd_send_signal(self._pidfd, number)
+
+    def stop(self) -> None:
+        """SIGKILL. Does nothing the second time."""
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):  # it has ended with its factory
+                self.signal(signal.SIGKILL)
+            assert select.select([self._pidfd], [], [], 10)[0], "it does not end"
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+class Sender(Process):
+    """One that writes. `failed`: a write of it has failed."""
+
+    def __init__(self, pid: int, failed: threading.Event) -> None:
+        super().__init__(pid)
+        self.failed = failed
+
+
+class ProcessPeer(Process):
     """A process with a transport; its region is memory that this process maps too.
 
     `notes`: numbers of the writes it was notified of, and whether their bytes were there when it was.
@@ -111,26 +166,14 @@ class ProcessPeer:
         num_bytes: int,
         notes: queue.Queue[tuple[int, bool]],
     ) -> None:
+        super().__init__(pid)
         self.address, self.start, self.notes = address, start, notes
-        self._process = os.pidfd_open(pid)
         with open(f"/proc/{pid}/fd/{descriptor}", "r+b") as file:
             self._bytes: Bytes = np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=np.uint8)
 
     def read(self) -> Bytes:
         """Its region now, as it is; also after the peer's end."""
         return self._bytes
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the peer."""
-        signal.pidfd_send_signal(self._process, number)
-
-    def stop(self) -> None:
-        """SIGKILL. Does nothing the second time."""
-        if self._process >= 0:
-            self.signal(signal.SIGKILL)
-            assert select.select([self._process], [], [], 10)[0], "it does not end"
-            os.close(self._process)
-            self._process = -1
 
 
 class LocalPeer:

@@ -18,28 +18,41 @@ import requests
 
 from pdserve.server.chat_template import read_template
 from tests.e2e.harness import Server, assert_idle, running, start_router, start_server, until
-from tests.e2e.test_chat_tools_pair import ASK, WEATHER
+from tests.tiny import Family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 FLAGS = (
-    "--max-total-tokens", "8192", "--enable-deterministic-inference", "--reasoning-parser", "qwen3",
+    "--max-total-tokens", "65536", "--enable-deterministic-inference", "--reasoning-parser", "qwen3",
     "--disaggregation-transfer-backend", "shm",
 )  # fmt: skip
 STORY = "Once upon a time there was a small town by the sea, and in it lived"
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-LIST = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 20, "maxItems": 30}
+LIST = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 200, "maxItems": 220}
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "pattern": "^[a-z ]{300,400}$"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+ASK: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": (
         "/v1/completions",
-        {"prompt": STORY, "max_tokens": 80, **GREEDY, "stream_options": {"include_usage": True}},
+        {"prompt": STORY, "max_tokens": 600, **GREEDY, "stream_options": {"include_usage": True}},
     ),
-    "text_offset": ("/v1/completions", {"prompt": STORY, "max_tokens": 70, **GREEDY, "logprobs": 2, "echo": True}),
+    "text_offset": ("/v1/completions", {"prompt": STORY, "max_tokens": 500, **GREEDY, "logprobs": 2, "echo": True}),
     "seeded": (
         "/v1/completions",
         {
-            "prompt": [STORY], "max_tokens": 80, "temperature": 1.1, "seed": 7, "ignore_eos": True,
+            "prompt": [STORY], "max_tokens": 600, "temperature": 1.1, "seed": 7, "ignore_eos": True,
             "frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.1,
         },
     ),
@@ -47,28 +60,28 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
         "/generate",
         {
             "text": STORY, "return_logprob": True, "top_logprobs_num": 2, "rid": "native-1",
-            "sampling_params": {"max_new_tokens": 70, "temperature": 0.9, "sampling_seed": 3, "ignore_eos": True},
+            "sampling_params": {"max_new_tokens": 400, "temperature": 0.9, "sampling_seed": 3, "ignore_eos": True},
         },
     ),
     "stop": (
         "/generate",
-        {"text": STORY, "sampling_params": {"max_new_tokens": 100, **GREEDY, "stop": ["STOP"], "stop_regex": r"Q\d+Z"}},
+        {"text": STORY, "sampling_params": {"max_new_tokens": 800, **GREEDY, "stop": ["STOP"], "stop_regex": r"Q\d+Z"}},
     ),
     "schema": (
         "/v1/chat/completions",
         {
-            "messages": ASK, "max_tokens": 100, "temperature": 0.8, "seed": 5,
+            "messages": ASK, "max_tokens": 800, "temperature": 0.8, "seed": 5,
             "response_format": {"type": "json_schema", "json_schema": {"name": "colours", "schema": LIST}},
         },
     ),
     "tools": (
         "/v1/chat/completions",
-        {"messages": ASK, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 100, "temperature": 0,
+        {"messages": ASK, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 800, "temperature": 0,
          "reasoning_effort": "none", "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
     "chat": (
         "/v1/chat/completions",
-        {"messages": ASK, "max_tokens": 80, **GREEDY, "logprobs": True, "top_logprobs": 1},
+        {"messages": ASK, "max_tokens": 600, **GREEDY, "logprobs": True, "top_logprobs": 1},
     ),
 }  # fmt: skip
 
@@ -99,12 +112,12 @@ def healthy(router: Server) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def farm(smollm2_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
+def farm(tiny_checkpoint: Callable[[Family], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
     template = tmp_path_factory.mktemp("template") / "thinking.jinja"
     closed = "{{- '<think></think>' if add_generation_prompt and enable_thinking is false else '' }}"
     template.write_text(read_template("hermes") + closed)
     with contextlib.ExitStack() as stack:
-        yield Farm(str(smollm2_directory), *FLAGS, "--chat-template", str(template), stack=stack)
+        yield Farm(str(tiny_checkpoint("llama")), *FLAGS, "--chat-template", str(template), stack=stack)
 
 
 def events(url: str, path: str, body: dict[str, Any], seen: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:

@@ -16,12 +16,14 @@ class PausingWorld(World):
     """Each server pauses now and then, for a while."""
 
     modes: tuple[PauseMode, ...] = MODES
+    pause = 0.04
+    """How often a server pauses, of all steps."""
     num_pauses = 0
 
     def _misfortune(self, rooms: dict[int, tuple[int, Node, Node]]) -> None:
         super()._misfortune(rooms)
         for node in (self.prefill, self.decode):
-            if self.rng.random() < 0.04 and rooms:
+            if self.rng.random() < self.pause and rooms:
                 self.num_pauses += 1
                 node.mailbox.post(PauseGeneration(query_id="p", mode=self.rng.choice(self.modes)))
             elif self.rng.random() < 0.2 or not rooms:
@@ -48,6 +50,7 @@ def test_the_tokens_are_the_monoliths(overlap: bool) -> None:
 def test_a_pause_that_aborts_ends_everything() -> None:
     class Aborting(PausingWorld):
         modes = ("abort",)
+        pause = 0.01
 
     ended = finished = 0
     for seed in range(10):

@@ -67,14 +67,14 @@ def resume_as_if_nothing_had_been_lost(patch: Patch) -> None:
 
 
 def keep_the_pages_of_the_retracted(patch: Patch) -> None:
-    leave = Core._leave_device
+    leave = Core.leave_device
 
     def clinging(self: Core, req: Req) -> None:
         if req.num_retractions and req.lease is not None:
             req.lease.hold("send")
         leave(self, req)
 
-    patch.setattr(Core, "_leave_device", clinging)
+    patch.setattr(Core, "leave_device", clinging)
 
 
 def send_layers_that_are_not_written(patch: Patch) -> None:

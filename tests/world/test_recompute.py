@@ -18,7 +18,7 @@ from tests.world.workload import workload
 NUM_SEEDS = 4
 FAULTS = {
     "copies fail, and their bytes land late": Faults(copy_failed=0.1, lost=0.05),
-    "servers are killed": Faults(kill=0.01, lost=0.05),
+    "servers are killed": Faults(kill=0.004, lost=0.05),
     "writes are not confirmed": Faults(note_lost=0.05),
     "clients abort": Faults(copy_failed=0.1, abort=0.05, lost=0.05),
 }

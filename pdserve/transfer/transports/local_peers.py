@@ -179,6 +179,7 @@ class LocalPeers:
         if entry.listener is not None:
             self._poll.unregister(entry.listener.fileno())
             del self._listening[entry.listener.fileno()]
+            entry.listener.shutdown(socket.SHUT_RDWR)  # also where a child has inherited it
             entry.listener.close()
             entry.listener = None
 

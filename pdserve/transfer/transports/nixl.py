@@ -60,10 +60,8 @@ TCP_SETTLE_S = 11.0
 RDMA_SETTLE_S = 30.0
 PREFIX = "nixl:"
 GREETING = b"nixl"
-NETWORKS = frozenset(
-    ("tcp", "self", "ib", "rc", "rc_verbs", "rc_mlx5", "rc_v", "rc_x", "ud", "ud_verbs", "ud_mlx5", "ud_v", "ud_x")
-) | {"dc", "dc_mlx5", "dc_x"}
-"""Values in `UCX_TLS` with which bytes go through the agent of the target, or its NIC."""
+NETWORKS = frozenset(("tcp", "self", "ib", "rc", "ud", "dc"))
+"""How values of `UCX_TLS` begin with which bytes go through the agent of the target, or its NIC."""
 
 
 class PeerRegion(msgspec.Struct, frozen=True, array_like=True):
@@ -109,7 +107,7 @@ def set_environment(ib_device: str | None) -> None:
 
 def reaches_memory(ucx_tls: str) -> bool:
     """Whether UCX may write into other processes' memory by itself, where `UCX_TLS` has this value; empty: unset."""
-    return not ucx_tls or any(name not in NETWORKS for name in ucx_tls.split(","))
+    return not ucx_tls or any(name.partition("_")[0] not in NETWORKS for name in ucx_tls.split(","))
 
 
 def introduce(card: PeerCard) -> socket.socket | None:
@@ -174,6 +172,8 @@ class NixlTransport:
         self._base = Receiver(native)
         self._notes: deque[bytes] = deque()
         """Taken from receiving agents, in particular from those that were about to be destroyed."""
+        self._trouble: str | None = None
+        """Why an agent's notes cannot be read; not the exception, which would keep the agent."""
         self._receivers = ReceivingEngines(SpentPorts(), lambda: Receiver(native), self._prepare, self._take_notes)
         self._local_peers: LocalPeers | None = None
         if reaches_memory(os.environ.get("UCX_TLS", "")):
@@ -263,6 +263,9 @@ class NixlTransport:
         taken: list[bytes] = []
         while self._notes:
             taken.append(self._notes.popleft())
+        trouble, self._trouble = self._trouble, None
+        if trouble is not None and not taken:
+            raise RuntimeError(trouble)
         return taken
 
     def close(self) -> None:
@@ -278,7 +281,10 @@ class NixlTransport:
             receiver.agent.register(region, kind)
 
     def _take_notes(self, receiver: Receiver) -> None:
-        self._notes.extend(receiver.agent.take_notifications())
+        try:
+            self._notes.extend(receiver.agent.take_notifications())
+        except Exception as error:
+            self._trouble = repr(error)
 
     def _address_of(self, receiver: Receiver, peer: str | None) -> str:
         regions = (PeerRegion(region.address, region.num_bytes, kind.name, kind.device) for region, kind in self._known)

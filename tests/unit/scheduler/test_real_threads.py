@@ -82,10 +82,11 @@ class Server:
         args = KVArgs(
             instance=mode,
             layout=executor.layout,
-            ranks=(RankMemory.of(self._workers.address, executor.buffers),),
+            ranks=(RankMemory.of("", executor.buffers),),
             aux=aux,
             facts={"model": "hash"},
             token="t",
+            secret=mode,
         )
         kv = KVManager(
             args, self._socket, self._workers, LocalDirectory(served, self.mailbox.post), core.clock, TransferTimes()

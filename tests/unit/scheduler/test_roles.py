@@ -237,7 +237,7 @@ def test_decode_ends_a_request_that_waits_too_long_for_memory() -> None:
 @pytest.mark.parametrize("has_memory", [True, False])
 def test_decode_computes_in_pages_of_its_own_what_a_silent_peer_does_not_send(has_memory: bool) -> None:
     """The published pages stay with the peer as long as it may write there; without others the request ends in time."""
-    shape = Shape(page_tokens=4, num_pages=6, num_aux=6, chunk_tokens=2, load_failure_policy="recompute")
+    shape = Shape(page_tokens=4, num_pages=6, num_aux=6, chunk_tokens=2, load_failure_policy="recompute", fences=False)
     world = World(3, shape, QUIET)
     decode = world.decode
     for node in (world.prefill, decode):

@@ -70,6 +70,9 @@ class TransferEngine:
             ctypes.memmove(destination, source, length)
         return 0
 
+    def destroy(self) -> None:
+        self.ended = True
+
     def unInitialize(self) -> None:
         self.ended = True
 
@@ -141,6 +144,25 @@ def test_what_the_engine_reports_as_failed_is_not_settled(sides: tuple[Side, Sid
     with pytest.raises(TransferError, match="code -1") as caught:
         sender.write(address, [Copy(source.address, target.address, 8)])
     assert not caught.value.settled
+
+
+def test_a_fence_destroys_the_engine_of_that_peer_and_no_other(
+    sides: tuple[Side, Side], engines: list[TransferEngine]
+) -> None:
+    (sender, _, source), (receiver, memory, target) = sides
+    addresses = [receiver.open_receiver(peer) for peer in ("a", "b")]
+    assert [engine.regions for engine in engines[3:]] == [[(target.address, target.num_bytes)]] * 2
+    assert receiver.open_receiver("a") == addresses[0]
+    for address in addresses:
+        sender.connect(address)
+        sender.write(address, [Copy(source.address, target.address, 8)])
+    assert receiver.fence("a") and receiver.fence_settle_s == receiver.settle_s == 30.0
+    memory[:] = 0
+    with pytest.raises(TransferError):
+        sender.write(addresses[0], [Copy(source.address, target.address, 8)])
+    assert not memory.any()
+    sender.write(addresses[1], [Copy(source.address, target.address, 8)])
+    assert memory.any() and receiver.open_receiver("a") not in addresses
 
 
 def test_ranges_and_peers_that_are_not_known_never_reach_the_engine(

@@ -8,6 +8,7 @@ import enum
 import itertools
 import sys
 import types
+import weakref
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -210,6 +211,27 @@ def test_copies_become_offsets_one_row_for_each_pair_of_regions(
     assert sizes == [[4, 4], [8], [8]]
     assert len(uids) == 3
     assert int((receiver.memory == 9).sum()) == 24
+
+
+def test_a_fence_lets_go_of_the_engine_of_that_peer_and_no_other(
+    sides: tuple[Side, Side], engines: list[IOEngine]
+) -> None:
+    _, receiver = sides
+    cards = [decode_address(receiver.transport.open_receiver(peer)) for peer in ("a", "b")]
+    for number, card in enumerate(cards):
+        engine = engines[2 + number]
+        assert EngineDesc.unpack(card.engine) == engine.desc
+        assert {MemoryDesc.unpack(region.descriptor).engine_key for region in card.regions} == {engine.desc.key}
+        assert [(it.address, it.num_bytes) for it in card.regions] == [
+            (r.address, r.num_bytes) for r in receiver.regions
+        ]
+    fenced = weakref.ref(engines[2])
+    del engine
+    engines.clear()
+    assert receiver.transport.fence("a") and receiver.transport.fence_settle_s == mori.SETTLE_S
+    assert fenced() is None
+    assert decode_address(receiver.transport.open_receiver("b")) == cards[1]
+    assert decode_address(receiver.transport.open_receiver("a")).engine != cards[0].engine
 
 
 def test_a_failed_and_a_stalled_write_are_not_settled(

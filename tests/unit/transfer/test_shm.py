@@ -15,7 +15,7 @@ import pytest
 from pdserve.errors import TransferError
 from pdserve.memory import shared
 from pdserve.transfer.transport import Copy, MemoryRegion
-from pdserve.transfer.transports import shm, shm_share
+from pdserve.transfer.transports import local_peers, shm, shm_share
 from pdserve.transfer.transports.mover import SMALL_BYTES, Move, Mover
 from pdserve.transfer.transports.shm import ShmTransport
 from tests.unit.transfer.waiting import wait_until
@@ -77,7 +77,7 @@ def test_a_peer_on_another_host_is_refused_by_name(ends: tuple[End, End], monkey
 
 
 def test_a_process_of_another_user_is_shown_nothing(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm_share, "_user_of", lambda connection: os.geteuid() + 1)
+    monkeypatch.setattr(local_peers, "_credentials_of", lambda connection: (os.getpid(), os.geteuid() + 1))
     name = ends[1].address.rpartition(":")[2]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as intruder:
         intruder.settimeout(10)

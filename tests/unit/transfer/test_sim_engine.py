@@ -31,7 +31,7 @@ class Rig:
         self.net.mailboxes |= {"prefill:0": self.mailbox, "decode:0": Mailbox()}
         self.engine = SimCopyEngine(self.net, "prefill:0", lambda endpoint: endpoint in self.net.mailboxes)
         self.receiver = SimCopyEngine(self.net, "decode:0", lambda endpoint: endpoint in self.net.mailboxes)
-        self.net.endpoints["prefill-0"] = "prefill:0"
+        self.net.processes["prefill-0"] = ["prefill:0"]
         self.receiver.open_receiver(0, "prefill-0#1")
         self.net.deliver()
         self.source = np.full(PAGE_BYTES, 7, dtype=np.uint8)

@@ -24,11 +24,13 @@ from pdserve.transfer.events import (
     PeerListens,
     PrefillFound,
     PrefillNotFound,
+    ReceiverOpened,
     TransferEvent,
 )
+from pdserve.transfer.receivers import Receivers
 from pdserve.transfer.sessions import Sessions, SessionTimes
 from pdserve.transfer.wire import Hello, Packet, Ping, RankMemory, Region, Wire
-from tests.unit.transfer.kit import KitDirectory
+from tests.unit.transfer.kit import KitDirectory, KitEngine
 from tests.unit.transfer.waiting import DEADLINE_S, events_of, wait_until
 
 
@@ -54,9 +56,19 @@ class Member:
             aux_slot_bytes=64,
             answer=False,
         )
-        times = SessionTimes(resend_s=0.1)
+        self.engine, clock = KitEngine(addresses=[name]), MonotonicClock()
         self.sessions = Sessions(
-            name, hello, Wire(token), self.socket, KitDirectory(), MonotonicClock(), times, self.counters
+            name,
+            hello,
+            Wire(token),
+            self.socket,
+            KitDirectory(),
+            clock,
+            SessionTimes(resend_s=0.1),
+            self.counters,
+            Receivers(self.engine, clock, 1),
+            lambda session: False,
+            name,
         )
 
     def turn(self) -> None:
@@ -66,6 +78,10 @@ class Member:
             else:
                 assert isinstance(event, HandshakesFailed | PeerHandshakeFailed)
                 self.told.append(event)
+        while self.engine.events:
+            event = self.engine.events.pop(0)
+            assert isinstance(event, ReceiverOpened)
+            self.sessions.receiver_opened(event)
         self.sessions.tick()
 
 

@@ -13,7 +13,9 @@ from pdserve.transfer import workers as workers_module
 from pdserve.transfer.events import (
     CopyDone,
     CopyJob,
+    PeerFenced,
     Reached,
+    ReceiverOpened,
     TransferEvent,
 )
 from pdserve.transfer.plan import PageCopy
@@ -34,8 +36,10 @@ class ScriptedTransport:
     name = "scripted"
     facts = TransportFacts(protocol="none", moves_bytes=True)
     settle_s = 3.0
+    fence_settle_s = 2.0
 
     def __init__(self) -> None:
+        self.receivers: list[tuple[str, str]] = []
         self.connects: list[str] = []
         self.disconnects: list[str] = []
         self.written: list[tuple[str, list[Copy], str]] = []
@@ -46,6 +50,22 @@ class ScriptedTransport:
 
     def address(self) -> str:
         return "here"
+
+    def open_receiver(self, peer: str) -> str:
+        self.receivers.append(("open", peer))
+        if peer.startswith("hangs"):
+            self.hang.wait(60)
+        if peer.startswith("refused"):
+            raise TransferError("no ports left", code="engine_failed")
+        if peer.startswith("crash"):
+            raise RuntimeError("a bug")
+        return f"{len(self.receivers)}"
+
+    def fence(self, peer: str) -> bool:
+        self.receivers.append(("fence", peer))
+        if peer.startswith("crash"):
+            raise RuntimeError("a bug")
+        return not peer.startswith("alive")
 
     def connect(self, address: str) -> None:
         self.connects.append(address)
@@ -105,7 +125,7 @@ def test_pieces_become_absolute_copies_and_one_connection(
     assert transport.connects == ["peer"]
     assert transport.written[0][1] == [Copy(1016, 5032, 8), Copy(1000, 5000, 8), Copy(2064, 9064, 64)]
     assert len({thread for _, _, thread in transport.written}) == 1
-    assert (workers.address, workers.settle_s) == ("here", 3.0)
+    assert (workers.address, workers.settle_s, workers.fence_settle_s) == ("here", 3.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -297,3 +317,49 @@ def test_closing_leaves_a_thread_behind_rather_than_hang(
     transport.hang.set()
     workers._threads[0].join(DEADLINE_S)
     assert not workers._threads[0].is_alive()
+
+
+def test_what_becomes_of_receiving_engines_is_told_as_values(
+    workers: CopyWorkers, mailbox: Mailbox[TransferEvent]
+) -> None:
+    for peer in ("good", "refused", "crash", "alive"):
+        workers.open_receiver(0, peer)
+        workers.fence(0, peer)
+    events = events_of(mailbox, 8)
+    opened = {event.peer: event for event in events if isinstance(event, ReceiverOpened)}
+    fenced = {event.peer: event.fenced for event in events if isinstance(event, PeerFenced)}
+    assert opened["good"].transport_address and opened["good"].failure is None
+    assert opened["refused"].failure is not None and opened["refused"].failure.code == "engine_failed"
+    assert opened["crash"].failure is not None and opened["crash"].failure.code == "internal"
+    assert fenced == {"good": True, "refused": True, "crash": False, "alive": False}
+
+
+def test_receiving_engines_of_a_peer_are_seen_to_in_order_and_those_of_others_meanwhile(
+    workers: CopyWorkers, transport: ScriptedTransport, mailbox: Mailbox[TransferEvent]
+) -> None:
+    workers.open_receiver(0, "hangs")
+    workers.fence(0, "hangs")
+    workers.open_receiver(0, "hangs")
+    for _ in range(5):
+        workers.fence(0, "other")
+    assert events_of(mailbox, 5) == [PeerFenced("other", True)] * 5
+    wait_until(lambda: ("open", "hangs") in transport.receivers, "its engine is being opened")
+    assert [order for order in transport.receivers if order[1] == "hangs"] == [("open", "hangs")]
+    transport.hang.set()
+    events = events_of(mailbox, 3)
+    assert [type(event) for event in events] == [ReceiverOpened, PeerFenced, ReceiverOpened]
+
+
+def test_closing_waits_for_an_engine_that_is_being_opened_and_opens_no_more(
+    transport: ScriptedTransport, mailbox: Mailbox[TransferEvent]
+) -> None:
+    workers = CopyWorkers(transport, mailbox.post, num_threads=2)
+    for number in range(10):
+        workers.open_receiver(0, f"hangs {number}")
+    workers.open_receiver(0, "hangs 0")
+    wait_until(lambda: len(transport.receivers) == workers_module.NUM_RECEIVER_THREADS, "all threads are busy")
+    threading.Timer(0.1, transport.hang.set).start()
+    workers.close()
+    assert len(events_of(mailbox, 4)) == len(transport.receivers) == 4
+    workers.fence(0, "late")
+    assert len(transport.receivers) == 4

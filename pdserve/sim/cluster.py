@@ -1,0 +1,174 @@
+"""Several prefill and decode servers, their replicas and ranks, a router and its clients, in one process, seeded.
+
+    clients ──> SimRouter ──> SimServer (one host): replicas, each a Node, perhaps with ranks
+                                   └── SimNet: control frames, copies, look-ups, probes     Mishaps: what goes wrong
+
+`run` plays a workload to its end. What it asserts on the way: no copy touches a page that is not its key's, no request
+ends twice at a server or at the client, and in the end nothing is left anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from pdserve.base.clock import ManualClock
+from pdserve.base.parallel import ParallelShape
+from pdserve.sim.faults import Recorder
+from pdserve.sim.mishaps import Mishaps
+from pdserve.sim.network import Faults, SimNet
+from pdserve.sim.node import MachineClock, Node, Prompt, Shape
+from pdserve.sim.ranks import RankedNode
+from pdserve.sim.router import Answer, SimRouter
+from pdserve.sim.server import SimServer
+
+TICK_S = 0.25
+RECOVERY_S = 100.0
+"""So long after the last fault that may fail a request, none fails any more."""
+QUIET_S = 12.0
+"""So long nothing may be left: longer than any message is late."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How many servers of each role there are, how many replicas each has, and how these are split."""
+
+    prefills: int = 2
+    decodes: int = 2
+    prefill_dp: int = 1
+    decode_dp: int = 1
+    prefill_ranks: ParallelShape = ParallelShape()
+    decode_ranks: ParallelShape = ParallelShape()
+    divert: float = 0.0
+    """How often a request goes to another prefill replica than its room names."""
+
+    def dp_size(self, role: str) -> int:
+        """Replicas of a server."""
+        return self.prefill_dp if role == "prefill" else self.decode_dp
+
+    def ranks(self, role: str) -> ParallelShape:
+        """How a replica is split."""
+        return self.prefill_ranks if role == "prefill" else self.decode_ranks
+
+
+class Cluster:
+    """Servers, a workload, and faults."""
+
+    def __init__(self, seed: int, shape: Shape, faults: Faults, layout: Layout = Layout()) -> None:
+        self.clock = ManualClock()
+        self.net = SimNet(seed, self.clock, faults)
+        self.net.recorder = Recorder(self.net.rng)
+        self.rng = self.net.rng
+        self.shape, self.layout = shape, layout
+        self._births, self._runs = itertools.count(), itertools.count()
+        self.dead: list[SimServer] = []
+        self.servers: list[SimServer] = []
+        for role, number in (("prefill", layout.prefills), ("decode", layout.decodes)):
+            for index in range(number):
+                host = f"host-{role}-{index}"
+                self.servers.append(self.start(role, host, self._machine_clock()))
+        self.mishaps = Mishaps(self)
+        self.router: SimRouter | None = None
+
+    def of_role(self, role: str) -> list[SimServer]:
+        """Servers that live, draining or not."""
+        return [server for server in self.servers if server.role == role]
+
+    def start(self, role: str, host: str, clock: MachineClock, endpoints: Sequence[str] = ()) -> SimServer:
+        """A new life on `host`; at `endpoints`, one for each replica, or at new ones."""
+        replicas = []
+        dp_size, parallel = self.layout.dp_size(role), self.layout.ranks(role)
+        for index in range(dp_size):
+            number = next(self._births)
+            endpoint = endpoints[index] if index < len(endpoints) else f"{host}:{number}"
+            name = f"{role}-{number}"
+            if parallel.num_ranks == 1:
+                node = Node(role, self.shape, self.net, endpoint, name, clock=clock, dp_size=dp_size)
+            else:
+                node = RankedNode(
+                    role, self.shape, self.net, endpoint, name, clock=clock, parallel=parallel, dp_size=dp_size
+                )
+            replicas.append(node)
+            for name in (endpoint, *self.net.processes[node.instance]):
+                self.net.hosts[name] = host
+        self.net.hosts[host] = host
+        server = SimServer(role, host, clock, replicas, self.net, self.layout.divert)
+        if role == "prefill":
+            self.net.served[server.address] = tuple((node.instance, node.endpoint) for node in replicas)
+        else:
+            self.net.served.pop(server.address, None)
+        return server
+
+    def run(
+        self, prompts: Sequence[Prompt], num_rooms: int = 6, late: Sequence[Prompt] = (), max_steps: int = 24_000
+    ) -> list[Answer]:
+        """Play the workload to its end; what each client got.
+
+        The `late` ones come when all else has ended, what may fail a request is over, and time has passed to recover.
+        """
+        router = self.router = SimRouter(
+            self.of_role,
+            self.net.later,
+            self.clock,
+            self.rng,
+            num_rooms,
+            self.net.counts,
+            f"r{next(self._runs)}-",
+        )
+        todo = list(enumerate(prompts))[::-1]
+        at_last = list(enumerate(late, len(prompts)))[::-1]
+        late_at: float | None = None
+        quiet_since: float | None = None
+        for _ in range(max_steps):
+            self.clock.advance(TICK_S if late_at is None or todo or router.open else 2 * TICK_S)
+            self.net.deliver()
+            if at_last and not (todo or router.open):
+                if late_at is None:
+                    self.mishaps.heal()
+                    late_at = self.clock.now() + RECOVERY_S
+                elif self.clock.now() >= late_at and not self.mishaps.pending:
+                    todo, at_last = at_last, []
+            if todo and len(router.open) < num_rooms and self.rng.random() < 0.5:
+                router.begin(*todo.pop())
+            if todo or router.open or at_last:
+                self.mishaps.step()
+            else:
+                self.mishaps.end()
+            router.step()
+            for server in list(self.servers):
+                if self.clock.now() >= server.stopped_until:
+                    server.step()
+            busy = todo or at_last or router.open or router.tries or self.mishaps.pending
+            if busy or not all(server.idle for server in self.servers):
+                quiet_since = None
+                continue
+            quiet_since = self.clock.now() if quiet_since is None else quiet_since
+            if self.clock.now() - quiet_since >= QUIET_S:
+                return self._answers(router)
+        raise AssertionError(f"stuck after {max_steps} steps: {self._stuck(router, todo)}")
+
+    def leaks(self) -> dict[str, dict[str, int]]:
+        """By instance what is not free although all is over; empty when all is well."""
+        found = {node.instance: node.leaks() for server in self.servers for node in server.replicas}
+        return {instance: leaks for instance, leaks in found.items() if leaks}
+
+    # ------------------------------------------------------------------ inside
+
+    def _machine_clock(self) -> MachineClock:
+        origin = self.rng.uniform(0.0, 1e6) if self.net.faults.clocks_differ else 0.0
+        self.net.counts["clocks that differ"] += self.net.faults.clocks_differ
+        return MachineClock(self.clock, origin)
+
+    def _answers(self, router: SimRouter) -> list[Answer]:
+        answers = []
+        for client in sorted(router.clients, key=lambda client: client.index):
+            assert client.answer is not None
+            answers.append(client.answer)
+        return answers
+
+    def _stuck(self, router: SimRouter, todo: Sequence[object]) -> str:
+        open_ = [client.index for client in router.open]
+        tries = [(each.rid, each.room, each.closed, sorted(each.sent)) for each in router.tries]
+        leaks = {k: v for k, v in self.leaks().items() if v}
+        return f"{len(todo)} to come, clients {open_}, tries {tries}, leaks {leaks}, {self.mishaps.pending}"

@@ -1,0 +1,234 @@
+"""What goes wrong with the servers, clocks and links of a `Cluster`, step by step: begun at random, and ended again.
+
+What goes wrong with single messages, copies, probes and look-ups is `SimNet`'s. All is counted in `SimNet.counts`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Protocol
+
+from pdserve.sim.network import SimNet
+from pdserve.sim.node import MachineClock
+from pdserve.sim.router import SimRouter
+from pdserve.sim.server import SimServer
+from pdserve.transfer.events import FrameArrived
+
+SOON_S, REPLACEMENT_S = 2.0, 20.0
+"""How long a server that has ended may take to come back: sometimes no probe sees that it was away."""
+MAX_LEAP_S = 25.0
+MAX_DRAIN_S = 60.0
+LINGER_S = 2.0
+"""A server that has drained answers its peers so long, for halves of requests that were on their way."""
+QUIET_S = 20.0
+"""And so long at most it waits for peers to let go of each other's pages."""
+OTHER = {"prefill": "decode", "decode": "prefill"}
+
+
+class Stage(Protocol):
+    """The cluster that things go wrong in."""
+
+    net: SimNet
+    servers: list[SimServer]
+    dead: list[SimServer]
+    router: SimRouter | None
+
+    def start(self, role: str, host: str, clock: MachineClock, endpoints: Sequence[str] = ()) -> SimServer:
+        """A new life on `host`."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class _Drain:
+    server: SimServer
+    cut_at: float
+    is_cut: bool = False
+    ended_at: float | None = None
+
+
+class Mishaps:
+    """The faults of one cluster. `pending` has what must still happen: servers that come back, or drain."""
+
+    def __init__(self, cluster: Stage) -> None:
+        self._cluster = cluster
+        self._net = cluster.net
+        self._rng: random.Random = cluster.net.rng
+        self._drains: list[_Drain] = []
+        self._num_absent = 0
+        self._has_healed = False
+        """From then on the frames of dead processes are not replayed: they make their sessions seem alive."""
+        self.aborted: set[int] = set()
+        """Clients that went away, or whose request was aborted at a server."""
+
+    @property
+    def pending(self) -> int:
+        """Servers that drain or are away."""
+        return len(self._drains) + self._num_absent
+
+    def step(self) -> None:
+        """One step of the world, while there are clients."""
+        net, faults, cluster = self._net, self._net.faults, self._cluster
+        happens = net.happens
+        router = cluster.router
+        if router is not None and router.open and happens("clients that went away", faults.abort / 2):
+            client = self._rng.choice(router.open)
+            self.aborted.add(client.index)
+            router.leave(client)
+        if router is not None and router.tries and happens("halves aborted", faults.abort / 2):
+            each = self._rng.choice(router.tries)
+            role, server = self._rng.choice(each.sides())
+            if role in each.sent and not server.dead:
+                self.aborted.add(each.index)
+                server.abort(each.rid)
+        if cluster.servers:
+            if happens("servers killed", faults.kill):
+                self._kill(self._rng.choice(cluster.servers))
+            if happens("servers stopped", faults.stop):
+                self._stop(self._rng.choice(cluster.servers))
+            if happens("clock leaps", faults.clock_leap):
+                self._leap(self._rng.choice(cluster.servers))
+            if happens("drains", faults.switch):
+                self._drain(self._rng.choice(cluster.servers))
+            if happens("deaths of one rank or replica", faults.rank_death):
+                self._kill_part(self._rng.choice(cluster.servers))
+        if len(cluster.servers) > 1 and happens("links cut", faults.cut):
+            self._cut()
+        if net.recorder is not None:
+            if happens("frames replayed", faults.replayed):
+                self._inject(net.recorder.replay(net.mailboxes if self._has_healed else None))
+            if happens("Hellos of a second instance", faults.usurper):
+                self._inject(net.recorder.usurp())
+            if happens("odd frames", faults.odd_frame):
+                self._inject(net.recorder.odd())
+        self._go_on()
+
+    def heal(self) -> None:
+        """What may fail a request is over. Servers that drain or are away come back."""
+        self._net.faults, self._has_healed = self._net.faults.healed(), True
+        self._net.links.heal()
+        for server in self._cluster.servers:
+            server.stopped_until = 0.0
+
+    def end(self) -> None:
+        """No client is left: what is wrong is put right, so that all may end."""
+        if not self._net.calm:
+            self._net.calm = True
+            self.heal()
+        self._go_on()
+
+    # ------------------------------------------------------------------ inside
+
+    def _go_on(self) -> None:
+        """Servers that were stopped run again; those that drain may end."""
+        now = self._net.clock.now()
+        stopped = {s for server in self._cluster.servers if now < server.stopped_until for s in _processes(server)}
+        self._net.stopped = stopped
+        for drain in list(self._drains):
+            self._go_on_draining(drain, now)
+
+    def _inject(self, found: tuple[str, bytes] | None) -> None:
+        if found is not None:
+            self._net.later(lambda: self._net.post(found[0], FrameArrived(found[1])))
+
+    def _kill(self, server: SimServer) -> None:
+        """kill -9 of all its processes; it comes back in the same role, perhaps at the same endpoints."""
+        self._remove(server)
+        self._come_back(server, server.role)
+
+    def _kill_part(self, server: SimServer) -> None:
+        """One process dies alone: a replica, or one rank of it. The rest of the server follows some time later."""
+        node = self._rng.choice(server.replicas)
+        if not node.lives:
+            return
+        lasts_s = node.lose_a_process(self._rng)
+        server.draining = True  # its health says so
+
+        def follow() -> None:
+            self._arrive()
+            if not server.dead:
+                self._kill(server)
+
+        self._num_absent += 1
+        self._net.later(follow, lasts_s)
+
+    def _arrive(self) -> None:
+        self._num_absent -= 1
+
+    def _remove(self, server: SimServer) -> None:
+        server.die()
+        self._cluster.servers.remove(server)
+        self._cluster.dead.append(server)
+        self._drains = [drain for drain in self._drains if drain.server is not server]
+
+    def _come_back(self, server: SimServer, role: str) -> None:
+        cluster = self._cluster
+        same = self._rng.random() < 0.5
+        endpoints = [node.endpoint for node in server.replicas] if same else []
+        self._net.counts["restarts at the same endpoint"] += same
+
+        def begin() -> None:
+            self._arrive()
+            cluster.servers.append(cluster.start(role, server.host, server.clock, endpoints))
+
+        self._num_absent += 1
+        self._net.later(begin, self._rng.choice((SOON_S, REPLACEMENT_S)), min_delay_s=0.1)
+
+    def _stop(self, server: SimServer) -> None:
+        """SIGSTOP, and SIGCONT some time later."""
+        for_s = self._rng.uniform(1.0, self._net.faults.max_stop_s)
+        server.stopped_until = max(server.stopped_until, self._net.clock.now() + for_s)
+
+    def _leap(self, server: SimServer) -> None:
+        """Where writes must settle, by less than they take: beyond that a monotonic clock must not be wrong."""
+        faults = self._net.faults
+        settles = faults.copy_failed or faults.note_lost or faults.cut
+        server.clock.leap(self._rng.uniform(0.0, faults.max_delay_s if settles else MAX_LEAP_S))
+
+    def _cut(self) -> None:
+        now = self._net.clock.now()
+        hosts = {role: [it.host for it in self._cluster.servers if it.role == role] for role in OTHER}
+        pair = [self._rng.choice(each) for each in hosts.values() if each]
+        self._rng.shuffle(pair)
+        if len(pair) < 2:
+            return
+        one, other = pair
+        until = now + self._rng.uniform(1.0, self._net.faults.max_cut_s)
+        self._net.links.cut(one, other, until)
+        if self._rng.random() < 0.5:
+            self._net.links.cut(other, one, until)
+        else:
+            self._net.counts["links cut in one direction"] += 1
+
+    def _drain(self, server: SimServer) -> None:
+        if server.draining:
+            return
+        server.draining = True
+        self._drains.append(_Drain(server, self._net.clock.now() + self._rng.uniform(1.0, MAX_DRAIN_S)))
+
+    def _go_on_draining(self, drain: _Drain, now: float) -> None:
+        """As `server.life.Life.drain`: what runs may end, the rest is cut; peers let go; then the process ends."""
+        server = drain.server
+        live = any(node.scheduler.role.live for node in server.replicas)
+        if live and now >= drain.cut_at and not drain.is_cut:
+            drain.is_cut = True
+            self._net.counts["drains that cut requests"] += 1
+            server.abort_all()
+        if live:
+            drain.ended_at = None
+            return
+        drain.ended_at = now if drain.ended_at is None else drain.ended_at
+        waited_s = now - drain.ended_at
+        if waited_s >= LINGER_S and (server.idle or waited_s >= QUIET_S):
+            role = server.role
+            others = [other for other in self._cluster.servers if other.role == role and not other.draining]
+            if others and self._rng.random() < 0.7:
+                role = OTHER[role]
+                self._net.counts["role switches"] += 1
+            self._remove(server)
+            self._come_back(server, role)
+
+
+def _processes(server: SimServer) -> list[str]:
+    return [name for node in server.replicas for name in node.processes]

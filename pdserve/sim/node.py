@@ -1,0 +1,393 @@
+"""One server of a simulated world: a scheduler with everything below it, on the world's network, clock and model.
+
+The scheduler, role, leases and transfer manager are the real ones. Made by `world` and `cluster`, and by tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+
+from pdserve.base.clock import Clock, ManualClock
+from pdserve.base.mailbox import Mailbox
+from pdserve.base.parallel import SINGLE, ParallelShape
+from pdserve.config.groups import EvictionPolicy, LoadFailurePolicy, SchedulePolicy
+from pdserve.executor.interface import Executor
+from pdserve.memory.kv_memory import KVMemory
+from pdserve.memory.page_table import PageTable
+from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
+from pdserve.protocol.messages import (
+    CommandReply,
+    EngineReady,
+    FinishReason,
+    GenerateRequest,
+    OutputBatch,
+    RoomAddress,
+    StateReply,
+    ToApi,
+)
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.scheduler.core import Core, Limits, Outbox
+from pdserve.scheduler.roles.base import Role
+from pdserve.scheduler.roles.decode import DecodeRole
+from pdserve.scheduler.roles.monolith import MonolithRole
+from pdserve.scheduler.roles.prefill import PrefillRole
+from pdserve.scheduler.scheduler import Event, Mail, Scheduler
+from pdserve.scheduler.waiting import WaitingQueue
+from pdserve.scheduler.witness import KVWitness
+from pdserve.sim.hash_lm import HashExecutor, HashHasher, hash_layout
+from pdserve.sim.network import Faults, Grants, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket, Verb
+from pdserve.transfer.aux import MetadataBuffers
+from pdserve.transfer.events import ControlSocket, CopyEngine, Directory
+from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
+from pdserve.transfer.sessions import SessionTimes
+from pdserve.transfer.wire import Key, RankMemory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of every server in the world."""
+
+    page_tokens: int = 4
+    num_pages: int = 24
+    num_rows: int = 8
+    num_aux: int = 6
+    chunk_tokens: int | None = 5
+    mixed_chunk_tokens: int | None = None
+    saturation_tokens: int | None = None
+    prefix_cache: bool = True
+    decode_prefix_cache: bool = False
+    eviction: EvictionPolicy = "lru"
+    policy: SchedulePolicy = "fcfs"
+    overlap: bool = False
+    late: bool = False
+    """The executor computes when a step is resolved, not when it is launched."""
+    offload_pages: int = 0
+    """Pages of host memory for retracted requests."""
+    reserved_decode_tokens: int = 4
+    layer_groups: int = 0
+    notifies: bool = False
+    """The transport tells the receiver of writes."""
+    fences: bool = True
+    """The transport can end what a peer writes; else only the death of the peer's process does."""
+    load_failure_policy: LoadFailurePolicy = "fail"
+    num_stages: int = 1
+    """Steps under way at once, as where a model is split into so many stages."""
+    num_heads: int = 1
+    """KV heads of the model, which tensor ranks split."""
+    kv_checksum: bool = False
+    """What arrives is compared with what was sent."""
+    max_queued: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One request of the workload."""
+
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+    priority: int = 0
+    logprobs: Logprobs | None = None
+    prior: tuple[int, ...] = ()
+    """Output tokens of an earlier try."""
+
+
+@dataclasses.dataclass(slots=True)
+class Half:
+    """What a client of one server has seen of one request."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    finish: FinishReason | None = None
+    picked: list[list[float]] = dataclasses.field(default_factory=list)
+    prompt_parts: list[PromptLogprobs] = dataclasses.field(default_factory=list)
+
+
+class MachineClock:
+    """The clock of one machine: it counts from a moment of its own, and leaps ahead when told."""
+
+    def __init__(self, clock: Clock, offset_s: float = 0.0) -> None:
+        self._clock = clock
+        self._offset_s = offset_s
+
+    def now(self) -> float:
+        """See `Clock`."""
+        return self._clock.now() + self._offset_s
+
+    def leap(self, seconds: float) -> None:
+        """Move ahead of all others."""
+        self._offset_s += seconds
+
+
+class Node:
+    """One server: a scheduler and everything below it. `mode` is null, prefill or decode.
+
+    Peers reach it at `endpoint`; `instance` names its process, which a successor at the same endpoint is not.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        shape: Shape,
+        net: SimNet,
+        endpoint: str,
+        instance: str,
+        *,
+        clock: Clock | None = None,
+        parallel: ParallelShape = SINGLE.shape,
+        dp_size: int = 1,
+    ) -> None:
+        self.mode, self.endpoint, self.instance = mode, endpoint, instance
+        self.halves: dict[str, Half] = defaultdict(Half)
+        self._net, self._shape, self._parallel = net, shape, parallel
+        self.clock = clock or net.clock
+        self.layout = hash_layout(shape.page_tokens, num_heads=shape.num_heads)
+        table = PageTable(shape.num_rows, shape.num_pages)
+        self.executor = self._model(table)
+        self.memory = KVMemory(
+            self.layout,
+            shape.num_pages,
+            table,
+            shape.num_aux,
+            on_free=self._on_free,
+            prefix_cache=shape.decode_prefix_cache if mode == "decode" else shape.prefix_cache,
+            eviction=shape.eviction,
+        )
+        limits = Limits(
+            chunk_tokens=shape.chunk_tokens,
+            mixed_chunk_tokens=shape.mixed_chunk_tokens,
+            saturation_tokens=shape.saturation_tokens,
+            reserved_decode_tokens=shape.reserved_decode_tokens,
+            offload_bytes=shape.offload_pages * self.layout.groups[0].page_bytes,
+            prealloc_timeout_s=400.0,
+            layer_groups=shape.layer_groups if mode == "prefill" else 0,
+            num_stages=shape.num_stages,
+        )
+        core = Core(self.memory, self._steps(table), Outbox(self._hear), self._time(), limits)
+        waiting = WaitingQueue(shape.policy, 10.0, self.memory)
+        self.mailbox: Mailbox[Event] = Mailbox()
+        self.kv: KVManager | None = None
+        role: Role
+        if mode == "null":
+            role = MonolithRole(core, waiting)
+        else:
+            self.kv = self._transfer(dp_size)
+            witness = self._witness()
+            policy = shape.load_failure_policy
+            role = (
+                PrefillRole(core, self.kv, waiting, witness)
+                if mode == "prefill"
+                else DecodeRole(core, self.kv, waiting, witness, load_failure_policy=policy)
+            )
+        self.scheduler = Scheduler(
+            role, core, self.kv, self._mail(), overlap=shape.overlap, max_queued=shape.max_queued
+        )
+
+    def step(self) -> None:
+        """One turn of the scheduler."""
+        self.scheduler.step()
+
+    @property
+    def processes(self) -> list[str]:
+        """Those of all ranks, by their names."""
+        return self._net.processes[self.instance]
+
+    @property
+    def lives(self) -> bool:
+        """Whether its scheduler runs."""
+        return self.instance in self._net.mailboxes
+
+    def die(self) -> None:
+        """All its processes end (kill -9): they hear and copy nothing any more."""
+        self._hang_up()
+        for name in self.processes:
+            self._net.mailboxes.pop(name, None)
+
+    def _hang_up(self) -> None:
+        """The process with the scheduler hears nothing any more."""
+        if self._net.mailboxes.get(self.endpoint) is self.mailbox:
+            del self._net.mailboxes[self.endpoint]
+        self._net.mailboxes.pop(self.instance, None)
+
+    def lose_a_process(self, rng: random.Random) -> float:
+        """One of its processes ends; the seconds after which the others do, at the latest."""
+        self.die()
+        return 5.0
+
+    @property
+    def idle(self) -> bool:
+        """No request, no step under way, no transfer, nothing unsaid."""
+        settled = self.scheduler.core.settled and not self.scheduler.role.live
+        return settled and (self.kv is None or self.kv.quiet)
+
+    @property
+    def num_unfenced(self) -> int:
+        """Ended sessions in which the peer may still write."""
+        return 0 if self.kv is None else self.kv.receivers.num_fencing
+
+    def leaks(self) -> dict[str, int]:
+        """What is not free although the node is idle; empty when all is well."""
+        counts = self.memory.counts()
+        counts["pages_free"] += counts["pages_evictable"]
+        names = ("pages", "rows", "aux")
+        lost = {name: counts[f"{name}_total"] - counts[f"{name}_free"] for name in names}
+        lost |= dict.fromkeys(self.scheduler.audit(), 1)
+        if self.kv is not None:
+            lost |= self.kv.counts()
+        return {name: count for name, count in lost.items() if count}
+
+    # ------------------------------------------------------------------ what a rank of many has in another way
+
+    def _time(self) -> Clock:
+        """What the scheduler goes by."""
+        return self.clock
+
+    def _model(self, table: PageTable) -> HashExecutor:
+        executor = HashExecutor(self.layout, self._shape.num_pages, table, self._parallel)
+        executor.late = self._shape.late
+        return executor
+
+    def _on_free(self, pages: list[int]) -> None:
+        """Pages have gone back to the allocator."""
+        self.executor.poison(pages)
+
+    def _steps(self, table: PageTable) -> Executor:
+        """What the scheduler runs its steps with."""
+        return self.executor
+
+    def _mail(self) -> Mail:
+        return self.mailbox
+
+    def _aux(self) -> MetadataBuffers:
+        return MetadataBuffers(self._shape.num_aux)
+
+    def _engine(self) -> CopyEngine:
+        net, shape = self._net, self._shape
+        net.mailboxes[self.instance] = self.mailbox
+        net.processes[self.instance] = [self.instance]
+        lives = net.mailboxes.__contains__
+        return SimCopyEngine(net, self.instance, lives, notifies=shape.notifies, fences=shape.fences)
+
+    def _ranks(self) -> tuple[RankMemory, ...]:
+        """Where peers write to."""
+        return (RankMemory.of(self.instance, self.executor.buffers),)
+
+    # ------------------------------------------------------------------ inside
+
+    def _transfer(self, dp_size: int) -> KVManager:
+        aux = self._aux()
+        self._open_pools(aux)
+        args = KVArgs(
+            instance=self.instance,
+            layout=self.layout,
+            shape=self._parallel,
+            dp_size=dp_size,
+            ranks=self._ranks(),
+            aux=aux,
+            facts={"model": "hash"},
+            secret=self.instance,
+        )
+        socket, directory = self._reach_the_world()
+        return KVManager(
+            args,
+            socket,
+            self._engine(),
+            directory,
+            self._time(),
+            TransferTimes(
+                bootstrap_timeout_s=400.0, waiting_timeout_s=600.0, sessions=SessionTimes(heartbeat_s=5.0, misses=6)
+            ),
+        )
+
+    def _reach_the_world(self) -> tuple[ControlSocket, Directory]:
+        self._net.mailboxes[self.endpoint] = self.mailbox
+        return SimSocket(self._net, self.endpoint), SimDirectory(self._net, self.instance)
+
+    def _open_pools(self, aux: MetadataBuffers) -> None:
+        """Make what peers copy from and to known to the net."""
+        net = self._net
+        for rank, pool in enumerate(self.executor.pools):
+            page_bytes = self.executor.windows[rank].group.page_bytes
+            net.pools[int(pool.ctypes.data)] = Pool(page_bytes, self.memory.pages.allocator, self._grants(is_aux=False))
+        net.pools[aux.buffer[0]] = Pool(
+            aux.slot_bytes, self.memory.aux.allocator, self._grants(is_aux=True), is_aux=True
+        )
+
+    def _witness(self) -> KVWitness | None:
+        if not self._shape.kv_checksum:
+            return None
+        facts = {"page_bytes": self.layout.groups[0].page_bytes}
+        return KVWitness(HashHasher(self.executor), self.layout.page_tokens, facts, None, verify=True)
+
+    def _grants(self, *, is_aux: bool) -> Grants:
+        """See `Grants`; of the aux slots, or of the KV pages."""
+
+        def grants(verb: Verb, page: int, key: Key) -> bool:
+            assert self.kv is not None
+            if verb == "reads":
+                out = self.kv.send_side.outgoing.get(key)
+                pool = self.memory.aux if is_aux else self.memory.pages
+                leases = [] if out is None else out.leases
+                return any(lease in pool.live_leases and page in lease.pages for lease in leases)
+            entry = self.kv.receive_side.published.get(key)
+            if entry is None:
+                return False
+            if is_aux:
+                return page in entry.leases[-1].pages
+            first = entry.cached_tokens // self.layout.page_tokens
+            return any(page in lease.pages[first:] for lease in entry.leases[:-1])
+
+        return grants
+
+    def _hear(self, message: ToApi) -> None:
+        match message:
+            case OutputBatch(outputs=outputs):
+                for output in outputs:
+                    half = self.halves[output.rid]
+                    assert half.finish is None, f"{output.rid}: output after its end"
+                    assert output.cached_tokens <= output.prompt_tokens, output
+                    half.tokens += output.token_ids
+                    half.picked += [line.picked for line in output.logprobs or ()]
+                    if output.prompt_logprobs is not None:
+                        assert not half.tokens, f"{output.rid}: of the prompt after its first token"
+                        half.prompt_parts.append(output.prompt_logprobs)
+                    half.finish = output.finish
+            case StateReply() | CommandReply() | EngineReady():
+                pass
+
+
+def monolith_tokens(shape: Shape, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """The tokens that an aggregated server gives for each prompt."""
+    return [half.tokens for half in monolith_halves(shape, prompts)]
+
+
+def monolith_halves(shape: Shape, prompts: Sequence[Prompt]) -> list[Half]:
+    """All that an aggregated server gives for each prompt."""
+    net = SimNet(0, ManualClock(), Faults())
+    roomy = Shape(
+        page_tokens=shape.page_tokens, num_pages=512, num_rows=64, prefix_cache=False, num_heads=shape.num_heads
+    )
+    node = Node("null", roomy, net, "mono", "mono")
+    for i, prompt in enumerate(prompts):
+        node.mailbox.post(request(f"r{i}", prompt, None))
+    for _ in range(100_000):
+        node.scheduler.step()
+        if node.idle:
+            break
+    assert node.idle and not node.leaks(), node.leaks()
+    return [node.halves[f"r{i}"] for i in range(len(prompts))]
+
+
+def request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateRequest:
+    """A greedy request for one server."""
+    sampling = SamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=0.0)
+    return GenerateRequest(
+        rid=rid,
+        input_ids=list(prompt.tokens),
+        sampling=sampling,
+        logprobs=prompt.logprobs,
+        room=room,
+        priority=prompt.priority,
+        prior_output_ids=list(prompt.prior),
+    )

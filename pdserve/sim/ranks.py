@@ -1,0 +1,369 @@
+"""Replicas of a simulated world that are split over ranks: each rank copies from and to its own pool.
+
+    rank 0   schedules, computes for all ranks, and writes the log       ── frames, look-ups ──> the world
+    rank r   follows the log with a scheduler of its own, now or some turns later; copies out of its own pool
+
+What one rank alone knows (how its copies ended) all agree on, by a MIN over what each has brought (`Consensus`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from pdserve.base.clock import Clock
+from pdserve.base.mailbox import Woken
+from pdserve.base.parallel import ParallelShape
+from pdserve.errors import PdserveError
+from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandle, StepResult
+from pdserve.memory.layout import KVLayout
+from pdserve.memory.page_table import PageTable
+from pdserve.protocol.logprobs import Logprobs
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.ranks.consensus import Consensus
+from pdserve.ranks.copies import Outcome, RankCopies
+from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
+from pdserve.ranks.messages import Entry
+from pdserve.ranks.rank_executor import RankExecutor
+from pdserve.ranks.shared_aux import SharedMetadata
+from pdserve.scheduler.scheduler import Event, Mail
+from pdserve.scheduler.shared_mail import FollowerMail, LeaderMail
+from pdserve.sim.hash_lm import HashExecutor
+from pdserve.sim.network import SimCopyEngine, SimNet
+from pdserve.sim.node import Node, Shape
+from pdserve.transfer.aux import MetadataBuffers
+from pdserve.transfer.events import Address, ControlSocket, CopyEngine, Directory, TransferEvent
+from pdserve.transfer.kv_digest import RankDigest
+from pdserve.transfer.wire import RankMemory
+
+LEADER_LASTS_S = 10.0
+"""By when a rank notices that another one is lost, and ends: it may copy until then."""
+
+
+class RankedNode(Node):
+    """A replica of several ranks: the leader, with its followers."""
+
+    def __init__(
+        self,
+        mode: str,
+        shape: Shape,
+        net: SimNet,
+        endpoint: str,
+        instance: str,
+        *,
+        clock: Clock,
+        parallel: ParallelShape,
+        dp_size: int = 1,
+    ) -> None:
+        self._said: list[deque[Entry]] = [deque() for _ in range(parallel.num_ranks)]
+        self.stalled = False
+        """A rank is lost: no step ends any more."""
+        reduction = _Reduction(parallel.num_ranks)
+        log = LeaderLog(clock, self._say)
+        self._rank = _Rank(0, log, net, instance, reduction, self._wake)
+        super().__init__(mode, shape, net, endpoint, instance, clock=clock, parallel=parallel, dp_size=dp_size)
+        self.followers: list[_Follower] = []
+        for number in range(1, parallel.num_ranks):
+            own_log = FollowerLog(f"rank {number}", log.now(), self._said[number].popleft)
+            rank = _Rank(number, own_log, net, instance, reduction, lambda: None, self._rank.consensus.heard)
+            self.followers.append(_Follower(self, rank, dp_size))
+
+    def step(self) -> None:
+        """A turn of the leader, which computes for all; the others follow now, or some turns later."""
+        if self.stalled:
+            return
+        self.scheduler.step()
+        for follower in self.followers:
+            if self._net.rng.random() < 0.7:
+                follower.catch_up()
+
+    @property
+    def idle(self) -> bool:
+        """See `Node.idle`; of all ranks."""
+        if not super().idle or self._rank.copies.num_pending:
+            return False
+        for follower in self.followers:
+            follower.catch_up()
+            assert follower.memory.counts() == self.memory.counts(), "a follower's books are not its leader's"
+        return True
+
+    def lose_a_process(self, rng: random.Random) -> float:
+        """One rank is killed. No step ends without it; the others notice, and end as well."""
+        self.stalled = True
+        del self._net.mailboxes[rng.choice([name for name in self.processes if name in self._net.mailboxes])]
+        if self.processes[0] not in self._net.mailboxes:
+            self._hang_up()
+        return LEADER_LASTS_S
+
+    def has_said(self, number: int) -> bool:
+        """Whether the log has entries that rank `number` has not followed."""
+        return bool(self._said[number])
+
+    def _say(self, entry: Entry) -> None:
+        for said in self._said[1:]:
+            said.append(entry)
+
+    def _wake(self) -> None:
+        self.mailbox.post(Woken())
+
+    def _time(self) -> Clock:
+        return self._rank.log
+
+    def _steps(self, table: PageTable) -> Executor:
+        return RankExecutor(self.executor, table, self.layout, self._parallel.place(0), _Alone(), self._rank.log)
+
+    def _mail(self) -> Mail:
+        return LeaderMail(self.mailbox, self._rank.log, self._rank.consensus)
+
+    def _aux(self) -> MetadataBuffers:
+        return SharedMetadata(self._shape.num_aux, self._rank.log)
+
+    def _engine(self) -> CopyEngine:
+        net, number = self._net, self._parallel.num_ranks
+        net.mailboxes[self.instance] = self.mailbox
+        net.processes[self.instance] = [self._rank.process(rank) for rank in range(number)]
+        return self._rank.open(self._shape)
+
+    def _ranks(self) -> tuple[RankMemory, ...]:
+        pools = [(int(pool.ctypes.data), pool.nbytes) for pool in self.executor.pools]
+        return tuple(RankMemory.of(self._rank.process(rank), [pool]) for rank, pool in enumerate(pools))
+
+
+class _Rank:
+    """One rank's process, as the net knows it, and its part in what all ranks agree on."""
+
+    def __init__(
+        self,
+        number: int,
+        log: InputLog,
+        net: SimNet,
+        instance: str,
+        reduction: _Reduction,
+        wake: Callable[[], None],
+        tell_leader: Callable[[Outcome], None] | None = None,
+    ) -> None:
+        self.number, self.log = number, log
+        self.copies = RankCopies(number)
+        self._net, self._instance = net, instance
+
+        def begin(values: Tensor, then: Callable[[], None]) -> _Arrival:
+            return reduction.begin(number, values, then)
+
+        self.consensus = Consensus(self.copies, begin, log, lambda: None, wake, in_step=False, now=net.clock.now)
+        self._tell = tell_leader or self.consensus.heard
+
+    def process(self, rank: int) -> str:
+        """How the net names the process of a rank of this replica."""
+        return f"{self._instance}.{rank}"
+
+    def open(self, shape: Shape) -> CopyEngine:
+        """Begin to copy."""
+        net, name = self._net, self.process(self.number)
+        net.mailboxes[name] = self
+        lives = net.mailboxes.__contains__
+        own = SimCopyEngine(net, name, lives, notifies=shape.notifies, fences=shape.fences)
+        self.copies.drive(own, own.settle_s, self._tell)
+        return self.copies
+
+    def post(self, event: Event) -> None:
+        """What the rank's engine says."""
+        self.copies.post(cast(TransferEvent, event))
+
+
+class _Follower(Node):
+    """A rank but the first: its scheduler decides what the leader's does, and its engine copies from its own pool."""
+
+    def __init__(self, leader: RankedNode, rank: _Rank, dp_size: int) -> None:
+        self._leader, self._rank = leader, rank
+        net, shape = leader._net, leader._shape
+        name = rank.process(rank.number)
+        clock, parallel = leader.clock, leader._parallel
+        super().__init__(
+            leader.mode, shape, net, leader.endpoint, leader.instance, clock=clock, parallel=parallel, dp_size=dp_size
+        )
+        self.name = name
+
+    def catch_up(self) -> None:
+        """All that the leader has done."""
+        while self._leader.has_said(self._rank.number):
+            self.scheduler.step()
+
+    def _time(self) -> Clock:
+        return self._rank.log
+
+    def _model(self, table: PageTable) -> HashExecutor:
+        return self._leader.executor
+
+    def _on_free(self, pages: list[int]) -> None:
+        """The leader has destroyed them in all pools."""
+
+    def _steps(self, table: PageTable) -> Executor:
+        local = _ComputedElsewhere(self._leader.executor, self._rank.number)
+        return RankExecutor(
+            local, table, self.layout, self._parallel.place(self._rank.number), _Alone(), self._rank.log
+        )
+
+    def _mail(self) -> Mail:
+        return FollowerMail(self._rank.log, self._rank.consensus)
+
+    def _aux(self) -> MetadataBuffers:
+        return SharedMetadata(self._shape.num_aux, self._rank.log)
+
+    def _reach_the_world(self) -> tuple[ControlSocket, Directory]:
+        return _SilentSocket(self.endpoint), _NoDirectory()
+
+    def _engine(self) -> CopyEngine:
+        return self._rank.open(self._shape)
+
+    def _ranks(self) -> tuple[RankMemory, ...]:
+        assert self._leader.kv is not None
+        return self._leader.kv.args.ranks
+
+    def _open_pools(self, aux: MetadataBuffers) -> None:
+        """The leader's are those of all ranks."""
+
+
+class _ComputedElsewhere:
+    """Implements `Executor` of a follower: the leader has computed each step for it when it gets there."""
+
+    def __init__(self, executor: HashExecutor, rank: int) -> None:
+        self._executor = executor
+        pool = executor.pools[rank]
+        self.buffers = ((int(pool.ctypes.data), pool.nbytes),)
+
+    @property
+    def layout(self) -> KVLayout:
+        """See `Executor`."""
+        return self._executor.layout
+
+    def open_row(
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        logprobs: Logprobs | None,
+    ) -> None:
+        """See `Executor`."""
+
+    def close_row(self, row: int) -> None:
+        """See `Executor`."""
+
+    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+        """See `Executor`."""
+        marks = _LeadersMarks(self._executor, plan.step) if layer_marks else None
+        return StepHandle(plan, marks, lambda: StepResult(plan.step, ()))
+
+    def resolve(self, handle: StepHandle) -> StepResult:
+        """See `Executor`."""
+        return handle.finish()
+
+    def offload(self, pages: Sequence[int]) -> HostPages:
+        """See `Executor`: the leader has saved those of all ranks."""
+        return _NoPages()
+
+    def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
+        """See `Executor`."""
+
+    def zero(self, pages: Sequence[int]) -> None:
+        """See `Executor`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _LeadersMarks:
+    """Implements `LayerMarks` of a follower."""
+
+    executor: HashExecutor
+    step: int
+
+    def wait(self, num_layers: int, timeout_s: float) -> bool:
+        """See `LayerMarks`; never waits, since nothing else could run meanwhile."""
+        return self.executor.last_step >= self.step
+
+
+class _SilentSocket:
+    """Implements `ControlSocket`: the leader talks to peers."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+
+    def send(self, endpoint: str, frame: bytes) -> None:
+        """See `ControlSocket`."""
+
+    def forget(self, endpoint: str) -> None:
+        """See `ControlSocket`."""
+
+
+class _NoDirectory:
+    """Implements `Directory`: the leader looks, and all hear what it finds."""
+
+    def find(self, address: Address) -> None:
+        """See `Directory`."""
+
+    def probe(self, instance: str, endpoint: str) -> None:
+        """See `Directory`."""
+
+
+class _NoPages:
+    """Implements `HostPages`."""
+
+    num_bytes = 0
+
+
+class _Alone:
+    """Implements `Mates` of a rank that none waits for."""
+
+    def computed(self, step: int) -> None:
+        """See `Mates`."""
+
+    def offloaded(self, number: int) -> None:
+        """See `Mates`."""
+
+    def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
+        """See `Mates`."""
+        return (own,)
+
+    def blame(self) -> PdserveError | None:
+        """See `Mates`."""
+        return None
+
+
+class _Arrival:
+    """Implements `Arrival` of a reduction that must have ended when it is waited for."""
+
+    def __init__(self, brought: list[tuple[Tensor, Callable[[], None]]], count: int) -> None:
+        self._brought, self._count = brought, count
+
+    def wait(self) -> None:
+        """See `Arrival`."""
+        assert len(self._brought) == self._count, "a rank would wait for another"
+
+
+class _Reduction:
+    """MIN over what all ranks bring to a round, which ends with the last of them."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._rounds: list[list[tuple[Tensor, Callable[[], None]]]] = []
+        self._counts = [0] * num_ranks
+
+    def begin(self, rank: int, values: Tensor, then: Callable[[], None]) -> _Arrival:
+        """Bring `values`, which become the least of all; `then` is called when they have."""
+        number = self._counts[rank]
+        self._counts[rank] += 1
+        if number == len(self._rounds):
+            self._rounds.append([])
+        brought = self._rounds[number]
+        brought.append((values, then))
+        if len(brought) == self._num_ranks:
+            least = torch.stack([each for each, _ in brought]).amin(0)
+            for each, end in brought:
+                each.copy_(least)
+                end()
+        return _Arrival(brought, self._num_ranks)

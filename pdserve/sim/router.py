@@ -1,0 +1,274 @@
+"""The router of a simulated world: pairs, rooms, retries, and one end for each client. Owned by `Cluster`.
+
+    client ── begin ──> try 1: pair, room, the same request to both ──> judge ──> decode answered: relay to its end
+                             │ one half failed: both are closed           │
+                             └──── retryable: another pair, a new room <──┘
+
+What an answer means is asked of the real router's `verdict`. A server that ends closes its connections.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+import aiohttp
+from multidict import CIMultiDict
+
+from pdserve.base.clock import Clock
+from pdserve.protocol.messages import GenerateRequest, RoomAddress
+from pdserve.router import verdict
+from pdserve.router.upstream import Broken, Live, Whole
+from pdserve.router.workers import Worker
+from pdserve.sim.node import Half, Prompt, request
+
+MAX_TRIES = 4
+GRACE_S = 8.0
+"""How long prefill's half may take after decode's has ended, before the router closes it."""
+
+
+class Server(Protocol):
+    """What the router knows of a server."""
+
+    @property
+    def host(self) -> str:
+        """The machine."""
+        ...
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Its bootstrap address, where it is a prefill server."""
+        ...
+
+    @property
+    def dead(self) -> bool:
+        """Whether its connections are closed."""
+        ...
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes nothing new."""
+        ...
+
+    def post(self, spec: GenerateRequest) -> None:
+        """Give it a request."""
+        ...
+
+    def abort(self, rid: str) -> None:
+        """The connection of a request is closed."""
+        ...
+
+    def half(self, rid: str) -> Half | None:
+        """What it has answered so far."""
+        ...
+
+    def status(self, rid: str) -> int:
+        """The HTTP status of an answer that has ended."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """How a client's request ended: `error` is None when it got all `tokens`. `num_tries` were made in `took_s`."""
+
+    tokens: list[int]
+    error: str | None
+    num_tries: int
+    took_s: float
+
+
+@dataclasses.dataclass(slots=True)
+class Try:
+    """One request at one pair, for client `index`. `sent` has the servers that it has reached."""
+
+    index: int
+    rid: str
+    room: int
+    prefill: Server
+    decode: Server
+    sent: set[str] = dataclasses.field(default_factory=set)
+    closed: bool = False
+    """The router has hung up on both."""
+    decoded_at: float | None = None
+
+    def sides(self) -> tuple[tuple[str, Server], ...]:
+        """Both halves, by role."""
+        return (("prefill", self.prefill), ("decode", self.decode))
+
+    @property
+    def over(self) -> bool:
+        """Whether neither server has anything to do for it: the room may be used again."""
+        return all(map(self._over, self.sides()))
+
+    def _over(self, side: tuple[str, Server]) -> bool:
+        role, server = side
+        if server.dead:
+            return True
+        half = server.half(self.rid)
+        return (half is not None and half.finish is not None) or (self.closed and role not in self.sent)
+
+
+@dataclasses.dataclass(slots=True)
+class Client:
+    """A request that a client waits for."""
+
+    index: int
+    prompt: Prompt
+    began_at: float
+    num_tries: int = 0
+    current: Try | None = None
+    servers: list[Server] = dataclasses.field(default_factory=list)
+    """Those of all its tries."""
+    again_at: float = 0.0
+    avoid: list[Server] = dataclasses.field(default_factory=list)
+    answer: Answer | None = None
+
+
+class SimRouter:
+    """Sends requests to pairs of `servers`, by role. `later` delays what goes over HTTP. Rids begin with `prefix`."""
+
+    def __init__(
+        self,
+        servers: Callable[[str], Sequence[Server]],
+        later: Callable[[Callable[[], None]], None],
+        clock: Clock,
+        rng: random.Random,
+        num_rooms: int,
+        counts: Counter[str],
+        prefix: str = "r",
+    ) -> None:
+        self._servers = servers
+        self._later = later
+        self._clock = clock
+        self._rng = rng
+        self._num_rooms = num_rooms
+        self._counts = counts
+        self._prefix = prefix
+        self.clients: list[Client] = []
+        self.open: list[Client] = []
+        self.tries: list[Try] = []
+        """Those whose rooms are in use."""
+
+    def begin(self, index: int, prompt: Prompt) -> Client:
+        """A client asks."""
+        client = Client(index, prompt, self._clock.now())
+        self.clients.append(client)
+        self.open.append(client)
+        return client
+
+    def leave(self, client: Client) -> None:
+        """A client goes away, and waits for no answer."""
+        self._end(client, "the client went away")
+
+    def step(self) -> None:
+        """Look at what has been answered, close what is to be closed, and try what is to be tried."""
+        now = self._clock.now()
+        for client in list(self.open):
+            if client.current is not None:
+                self._judge(client, client.current, now)
+            elif now >= client.again_at:
+                self._try(client)
+        for each in self.tries:
+            decode = each.decode.half(each.rid)
+            if each.closed or decode is None or decode.finish is None:
+                continue
+            each.decoded_at = now if each.decoded_at is None else each.decoded_at
+            if now - each.decoded_at > GRACE_S:
+                self._close(each)
+        self.tries = [each for each in self.tries if not each.over]
+
+    # ------------------------------------------------------------------ inside
+
+    def _try(self, client: Client) -> None:
+        taken = {each.room for each in self.tries}
+        favourite = sum(client.prompt.tokens) % self._num_rooms  # a prompt that comes again meets its late messages
+        rooms = [room for room in range(self._num_rooms) if room not in taken]
+        prefill, decode = self._choose("prefill", client), self._choose("decode", client)
+        if not rooms or prefill is None or decode is None:
+            return
+        client.num_tries += 1
+        self._counts["retries"] += client.num_tries > 1
+        room = favourite if favourite in rooms else self._rng.choice(rooms)
+        each = Try(client.index, f"{self._prefix}{client.index}.{client.num_tries}", room, prefill, decode)
+        client.current = each
+        client.servers += (prefill, decode)
+        self.tries.append(each)
+        spec = request(
+            each.rid, client.prompt, RoomAddress(host=prefill.address[0], port=prefill.address[1], room=room)
+        )
+        for role, server in each.sides():
+            self._later(lambda role=role, server=server: self._send(each, role, server, spec))  # type: ignore[misc]
+
+    def _choose(self, role: str, client: Client) -> Server | None:
+        usable = [server for server in self._servers(role) if not (server.dead or server.draining)]
+        fresh = [server for server in usable if server not in client.avoid]
+        return self._rng.choice(fresh or usable) if usable else None
+
+    def _send(self, each: Try, role: str, server: Server, spec: GenerateRequest) -> None:
+        if each.closed or server.dead:
+            return
+        each.sent.add(role)
+        server.post(spec)
+
+    def _judge(self, client: Client, each: Try, now: float) -> None:
+        """What a try has come to."""
+        outcome = verdict.judge(_prefill_half(each), _decode_half(each))
+        match outcome:
+            case None:
+                return
+            case Live():
+                half = each.decode.half(each.rid)
+                assert half is not None
+                if half.finish is not None:
+                    self._end(client, None if half.finish.type != "abort" else f"cut: {half.finish.err_type}")
+                elif each.decode.dead:
+                    self._counts["streams broken"] += 1
+                    self._end(client, "the stream broke")
+            case _:
+                self._close(each)
+                if verdict.retryable(outcome) and client.num_tries < MAX_TRIES:
+                    client.avoid.append(each.decode if outcome.worker is cast(Worker, each.decode) else each.prefill)
+                    client.current, client.again_at = None, now + self._rng.uniform(0.0, 3.0)
+                    return
+                self._end(client, f"{outcome.status}" if isinstance(outcome, Whole) else "no connection")
+
+    def _end(self, client: Client, error: str | None) -> None:
+        assert client.answer is None, f"client {client.index} is answered twice"
+        each = client.current
+        half = None if each is None else each.decode.half(each.rid)
+        took_s = self._clock.now() - client.began_at
+        client.answer = Answer([] if half is None else list(half.tokens), error, client.num_tries, took_s)
+        self.open.remove(client)
+        if each is not None and error is not None:
+            self._close(each)
+
+    def _close(self, each: Try) -> None:
+        """Hang up on both halves."""
+        if each.closed:
+            return
+        each.closed = True
+        for role, server in each.sides():
+            half = server.half(each.rid)
+            if role in each.sent and not server.dead and (half is None or half.finish is None):
+                self._later(lambda server=server: server.abort(each.rid))  # type: ignore[misc]
+
+
+def _prefill_half(each: Try) -> Whole | Broken | None:
+    half = each.prefill.half(each.rid)
+    worker = cast(Worker, each.prefill)
+    if half is not None and half.finish is not None:
+        return Whole(worker, each.prefill.status(each.rid), CIMultiDict(), b"")
+    return Broken(worker, "closed") if each.prefill.dead else None
+
+
+def _decode_half(each: Try) -> Live | Whole | Broken | None:
+    half = each.decode.half(each.rid)
+    worker = cast(Worker, each.decode)
+    if half is not None and half.tokens:
+        return Live(worker, cast(aiohttp.ClientResponse, None), CIMultiDict(), b"")
+    if half is not None and half.finish is not None:
+        return Whole(worker, each.decode.status(each.rid), CIMultiDict(), b"")
+    return Broken(worker, "closed") if each.decode.dead else None

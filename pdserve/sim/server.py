@@ -1,0 +1,81 @@
+"""One life of a server of a `Cluster`: its replicas behind one address, as its API process and the router have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.protocol.messages import AbortRequest, Divert, GenerateRequest
+from pdserve.sim.network import SimNet
+from pdserve.sim.node import Half, MachineClock, Node
+
+
+class SimServer:
+    """One life of a server on `host`: its replicas, and which of them has which request."""
+
+    def __init__(
+        self, role: str, host: str, clock: MachineClock, replicas: Sequence[Node], net: SimNet, divert: float
+    ) -> None:
+        """`divert`: how often another prefill replica gets a request than the one that its room names."""
+        self.role, self.host, self.clock = role, host, clock
+        self.replicas = list(replicas)
+        self.address = (host, 1)
+        self.dead = False
+        self.draining = False
+        self.stopped_until = 0.0
+        self._cut: set[str] = set()
+        self._net = net
+        self._divert = divert
+        self._whose: dict[str, Node] = {}
+
+    def post(self, spec: GenerateRequest) -> None:
+        """See `Server`. As `ReplicatedChannel`: a prefill server's rooms name a replica, but another may get it."""
+        assert spec.room is not None
+        net, number = self._net, len(self.replicas)
+        named = spec.room.room % number
+        chosen = named if self.role == "prefill" else net.rng.randrange(number)
+        if self.role == "prefill" and number > 1 and net.happens("diverts", self._divert):
+            chosen = (named + 1) % number
+            divert = Divert(room=spec.room.room, input_ids=spec.input_ids, replica=chosen)
+            net.later(lambda: self.replicas[named].mailbox.post(divert))
+        self._whose[spec.rid] = self.replicas[chosen]
+        self.replicas[chosen].mailbox.post(spec)
+
+    def abort(self, rid: str) -> None:
+        """See `Server`."""
+        self._whose[rid].mailbox.post(AbortRequest(rid=rid))
+
+    def abort_all(self) -> None:
+        """The time to drain is over: what runs is cut, and its clients are told to try elsewhere."""
+        self._cut |= {rid for node in self.replicas for rid in node.scheduler.role.live}
+        for node in self.replicas:
+            node.mailbox.post(AbortRequest(rid=None))
+
+    def half(self, rid: str) -> Half | None:
+        """See `Server`."""
+        node = self._whose.get(rid)
+        return None if node is None else node.halves.get(rid)
+
+    def status(self, rid: str) -> int:
+        """See `Server`."""
+        half = self.half(rid)
+        assert half is not None and half.finish is not None, f"{rid} has not ended"
+        if half.finish.type != "abort":
+            return 200
+        return 503 if rid in self._cut else half.finish.status_code or 500
+
+    def step(self) -> None:
+        """Turns of the replicas' schedulers, at random."""
+        for node in self.replicas:
+            if node.lives and self._net.rng.random() < 0.6:
+                node.step()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no replica has anything to do or to tell, nor pages that a former peer may still write to."""
+        return all(node.idle and not node.num_unfenced for node in self.replicas)
+
+    def die(self) -> None:
+        """All processes end at once."""
+        self.dead = True
+        for node in self.replicas:
+            node.die()

@@ -1,0 +1,293 @@
+"""Engines for peers to write to, without a native one: who gets which, at what ports; and who is a local peer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from pdserve.errors import ConfigError, TransferError
+from pdserve.transfer.transport import Copy, MemoryRegion
+from pdserve.transfer.transports import local_peers, receiving
+from pdserve.transfer.transports.auto import AutoTransport
+from pdserve.transfer.transports.failing import FailingTransport
+from pdserve.transfer.transports.local_peers import LocalPeers, call
+from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
+from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts, listening_ports
+from tests.unit.transfer.waiting import DEADLINE_S, wait_until
+
+
+class Listener:
+    """An engine that listens at `port`; `ends` says whether it can be destroyed."""
+
+    def __init__(self, port: int = 0) -> None:
+        self._socket = socket.create_server(("127.0.0.1", port))
+        self.port = int(self._socket.getsockname()[1])
+        self.ends = True
+        self.is_prepared = False
+
+    def destroy(self) -> None:
+        assert self.ends, "it does not end"
+        self._socket.close()
+
+
+def make(start: Callable[[], Listener] = Listener) -> ReceivingEngines[Listener]:
+    def prepare(engine: Listener) -> None:
+        engine.is_prepared = True
+
+    return ReceivingEngines(SpentPorts(), start, prepare)
+
+
+@pytest.fixture
+def engines() -> Iterator[ReceivingEngines[Listener]]:
+    engines = make()
+    yield engines
+    engines.close()
+
+
+def test_each_peer_has_an_engine_until_it_is_fenced(engines: ReceivingEngines[Listener]) -> None:
+    first, other = engines.open("a"), engines.open("b")
+    assert first.is_prepared and first is engines.open("a") and first is not other
+    assert engines.fence("a") and engines.fence("a") and engines.fence("nobody")
+    assert first.port not in listening_ports() and other.port in listening_ports()
+    assert engines.open("a") is not first and engines.open("b") is other
+    seen: list[Listener] = []
+    engines.visit(seen.append)
+    assert {engine.port for engine in seen} == {engines.open("a").port, other.port}
+
+
+def test_no_engine_ever_listens_where_a_fenced_peer_looks_for_its_own() -> None:
+    """The next one would: it is made again, at another port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    wanted = iter([port, port, 0, port, 0])
+    engines = make(lambda: Listener(next(wanted)))
+    assert engines.open("a").port == port
+    assert engines.fence("a")
+    again = engines.open("a")
+    assert again.port != port and port not in listening_ports()
+    assert engines.open("b").port not in (port, again.port)
+    engines.close()
+
+
+def test_ports_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "MAX_SPENT", 2)
+    monkeypatch.setattr(receiving, "MAX_TRIES", 3)
+    ports = SpentPorts()
+    first = Listener()
+    first.destroy()
+    ports.spend(frozenset([first.port]))
+    made: list[Listener] = []
+
+    def start() -> Listener:
+        made.append(Listener(first.port if not made else 0))
+        return made[-1]
+
+    engine, found = ports.start(start)
+    assert found == {engine.port} and [each.port for each in made] == [first.port, engine.port]
+    engine.destroy()
+    ports.spend(frozenset([1, 2]))
+    made.clear()
+    engine, found = ports.start(start)
+    assert found == {first.port}
+    engine.destroy()
+
+
+def test_an_engine_that_cannot_be_destroyed_leaves_its_peer_unfenced_for_good(
+    engines: ReceivingEngines[Listener],
+) -> None:
+    engine = engines.open("a")
+    engine.ends = False
+    assert not engines.fence("a") and not engines.fence("a")
+    engine.ends = True
+    assert engines.open("a") is not engine
+    assert not engines.fence("a"), "the former one may still be written to"
+    engine.destroy()
+
+
+def test_an_engine_that_does_not_start_is_a_transfer_error() -> None:
+    def start() -> Listener:
+        raise ConfigError("no device")
+
+    with pytest.raises(TransferError, match="no device") as caught:
+        make(start).open("a")
+    assert caught.value.code == "engine_failed"
+
+
+def test_nothing_is_opened_once_it_is_closed_and_what_was_being_opened_ends() -> None:
+    starting, go_on = threading.Event(), threading.Event()
+    made: list[Listener] = []
+
+    def start() -> Listener:
+        starting.set()
+        assert go_on.wait(DEADLINE_S)
+        made.append(Listener())
+        return made[-1]
+
+    engines = make(start)
+    errors: list[TransferError] = []
+
+    def open_one() -> None:
+        try:
+            engines.open("a")
+        except TransferError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=open_one)
+    thread.start()
+    assert starting.wait(DEADLINE_S)
+    engines.close()
+    go_on.set()
+    thread.join(DEADLINE_S)
+    assert [error.code for error in errors] == ["closed"]
+    assert made[0].port not in listening_ports()
+
+
+@pytest.fixture
+def local() -> Iterator[LocalPeers]:
+    peers = LocalPeers("test-local", lambda connection, name: connection.send(name.encode()) and None)
+    yield peers
+    peers.close()
+
+
+@contextlib.contextmanager
+def child(action: Callable[[], None]) -> Iterator[int]:
+    """A process that does it and waits; killed in the end."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_who_came_is_fenced_when_dead_and_is_told_to_go(local: LocalPeers) -> None:
+    name = local.open("a")
+    assert local.open("a") == name != local.open("b")
+    said_r, said_w = os.pipe()
+
+    def come() -> None:
+        connection = call(name, "a")
+        os.write(said_w, connection.recv(100)[:1])
+        os.write(said_w, b"!" if connection.recv(100) == b"" else b"?")
+
+    with child(come) as pid:
+        assert os.read(said_r, 1) == name[:1].encode()
+        assert not local.fence("a") and local.fence("b")
+        assert os.read(said_r, 1) == b"!"
+        with pytest.raises(TransferError, match="no process"):
+            call(name, "a")
+        assert local.open("a") != name and not local.fence("a")
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        wait_until(lambda: local.fence("a"), "the process is dead")
+    os.close(said_r)
+    os.close(said_w)
+
+
+def test_a_process_that_has_hung_up_lives_still(local: LocalPeers) -> None:
+    descriptors = []
+    for _ in range(5):
+        for _ in range(3):
+            connection = call(local.open("a"), "a")
+            assert connection.recv(100)
+            connection.close()
+        assert not local.fence("a"), "we have come ourselves, and live"
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert len(set(descriptors)) == 1, "one for the process, not for each time that it came"
+
+
+def test_a_process_lives_on_in_those_that_it_forked(local: LocalPeers) -> None:
+    """They have its mappings."""
+    name = local.open("a")
+    said_r, said_w = os.pipe()
+
+    def come_and_fork() -> None:
+        connection = call(name, "a")
+        connection.recv(100)
+        pid = os.fork()
+        if pid:
+            os.write(said_w, pid.to_bytes(4, "little"))
+            os._exit(0)
+        signal.alarm(60)
+        signal.pause()  # with the connection
+
+    with child(come_and_fork) as pid:
+        grandchild = int.from_bytes(os.read(said_r, 4), "little")
+        os.waitpid(pid, 0)
+        assert not local.fence("a")
+        os.kill(grandchild, signal.SIGKILL)
+        wait_until(lambda: local.fence("a"), "both are dead")
+    os.close(said_r)
+    os.close(said_w)
+
+
+def test_without_the_kernel_s_word_a_process_is_found_by_its_number(
+    local: LocalPeers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_peers, "SO_PEERPIDFD", 9999)
+    name = local.open("a")
+    with child(lambda: call(name, "a").recv(100) and None) as pid:
+        wait_until(lambda: bool(local._peers["a"].processes), "it has come")
+        assert not local.fence("a")
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        wait_until(lambda: local.fence("a"), "it is dead")
+
+
+def test_a_fence_in_memory_waits_for_the_write_under_way() -> None:
+    hub = MemoryHub()
+    receiver, sender = MemoryTransport(hub), MemoryTransport(hub)
+    memory = np.zeros(64, dtype=np.uint8)
+    region = MemoryRegion(int(memory.ctypes.data), 64)
+    for transport in (receiver, sender):
+        transport.register([region])
+    address = receiver.open_receiver("a")
+    assert address == receiver.open_receiver("a") != receiver.address()
+    with hub.writing(address):
+        thread = threading.Thread(target=receiver.fence, args=("a",))
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    with pytest.raises(TransferError, match="no peer"):
+        sender.write(address, [Copy(region.address, region.address, 0)])
+    assert receiver.open_receiver("a") != address
+
+
+def test_transports_made_of_others_fence_all_of_them() -> None:
+    hub = MemoryHub()
+    fenced: list[tuple[str, str]] = []
+
+    class Way(MemoryTransport):
+        def __init__(self, name: str, fence_settle_s: float, *, fences: bool) -> None:
+            super().__init__(hub)
+            self.name, self.fence_settle_s, self._fences = name, fence_settle_s, fences  # type: ignore[misc]
+
+        def fence(self, peer: str) -> bool:
+            fenced.append((self.name, peer))
+            return super().fence(peer) and self._fences
+
+    for fences in (False, True):
+        fenced.clear()
+        transport = FailingTransport(AutoTransport([Way("one", 0.0, fences=fences), Way("two", 5.0, fences=True)]), 0.5)
+        address = transport.open_receiver("a")
+        assert transport.open_receiver("a") == address != transport.address() and '"one"' in address
+        assert transport.fence_settle_s == 5.0
+        assert transport.fence("a") is fences
+        assert fenced == [("one", "a"), ("two", "a")]
+        assert transport.open_receiver("a") != address

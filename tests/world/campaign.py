@@ -1,0 +1,293 @@
+"""Clusters in which everything goes wrong at once. Shared with the tests.
+
+`python -m tests.world.campaign --seeds 10000 --workers 2` plays seeds and prints how often each fault happened.
+`--only KIND` plays one kind of fault, `--only KIND+KIND` two, and `--seed N` one seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import logging
+import multiprocessing
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+from pdserve.base.parallel import ParallelShape
+from pdserve.memory.layout import pages_for
+from pdserve.sim.cluster import Cluster, Layout
+from pdserve.sim.network import Faults
+from pdserve.sim.node import Prompt, Shape, monolith_tokens
+from pdserve.sim.router import Answer
+from tests.world.workload import MAX_NEW, MAX_PROMPT
+
+Rng = random.Random
+KINDS: Mapping[str, Callable[[Rng], dict[str, Any]]] = {
+    "lost": lambda rng: {"lost": rng.uniform(0.02, 0.3)},
+    "late": lambda rng: {"lands_late": True, "max_delay_s": rng.uniform(0.5, 4.0)},
+    "copies": lambda rng: {"copy_failed": rng.uniform(0.01, 0.15)},
+    "notes": lambda rng: {"note_lost": rng.uniform(0.01, 0.05)},
+    "aborts": lambda rng: {"abort": rng.uniform(0.005, 0.05)},
+    "kills": lambda rng: {"kill": rng.uniform(0.001, 0.01)},
+    "deaths": lambda rng: {"rank_death": rng.uniform(0.001, 0.01)},
+    "cuts": lambda rng: {"cut": rng.uniform(0.005, 0.05), "max_cut_s": rng.choice((20.0, 60.0, 200.0))},
+    "lies": lambda rng: {"probe_lies": rng.uniform(0.3, 0.9), "lost": rng.uniform(0.2, 0.5)},
+    "usurpers": lambda rng: {"usurper": rng.uniform(0.01, 0.1)},
+    "replays": lambda rng: {"replayed": rng.uniform(0.1, 0.8)},
+    "stops": lambda rng: {"stop": rng.uniform(0.001, 0.01), "max_stop_s": rng.choice((20.0, 90.0, 90.0, 500.0))},
+    "clocks": lambda rng: {"clocks_differ": True, "clock_leap": rng.uniform(0.005, 0.05)},
+    "frames": lambda rng: {"frame_damaged": rng.uniform(0.01, 0.15), "odd_frame": rng.uniform(0.02, 0.2)},
+    "damage": lambda rng: {"kv_damaged": rng.uniform(0.002, 0.05)},
+    "look-ups": lambda rng: {
+        "slow_directory": rng.uniform(0.2, 0.9),
+        "stale_directory": rng.uniform(0.0, 0.4),
+        "max_look_up_s": rng.choice((10.0, 60.0, 90.0)),
+    },
+    "switches": lambda rng: {"switch": rng.uniform(0.001, 0.01)},
+    "ranks": lambda rng: {},
+    "replicas": lambda rng: {},
+}
+"""What goes wrong, by kind: fields of `Faults`. With `ranks` and `replicas` all servers have several."""
+HARMLESS = frozenset({"lost", "late", "usurpers", "replays", "clocks", "frames", "ranks", "replicas"})
+"""With these alone every client gets all its tokens, at the first try; so does it with short `stops`."""
+LOCAL = frozenset({"aborts", "kills", "deaths"})
+"""With these as well, those clients do that were not hit, nor the servers of theirs."""
+PROMPT_S = 300.0
+"""By then a client has its answer, whatever it is, unless a server, a look-up or a link stood still for longer."""
+STAND_STILL = {"stops", "cuts"}
+MEETS = 6
+"""Rooms, of which as many requests run at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a seed stands for."""
+
+    kinds: tuple[str, ...]
+    shape: Shape
+    layout: Layout
+    faults: Faults
+    prompts: Sequence[Prompt]
+    late: Sequence[Prompt]
+    """Those that come after all has healed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """What happened in a seed. `failure` says what was wrong with it."""
+
+    seed: int
+    kinds: tuple[str, ...]
+    counts: Counter[str]
+    failure: str | None = None
+
+
+def setting(seed: int, only: str | None = None) -> Setting:
+    """A seeded cluster, workload and choice of faults: one kind of every fourth seed, several of the others."""
+    rng = random.Random(f"campaign {seed}")
+    names = list(KINDS)
+    if only is not None:
+        kinds = tuple(only.split("+"))
+    elif seed % 4 == 0:
+        kinds = (names[seed // 4 % len(names)],)
+    else:
+        kinds = tuple(name for name in names if rng.random() < 0.3)
+    fields: dict[str, Any] = {}
+    for kind in kinds:
+        fields |= KINDS[kind](rng)
+    prompts = _prompts(rng)
+    late = [dataclasses.replace(prompt, tokens=(*prompt.tokens, 1)) for prompt in prompts[:6]]
+    return Setting(kinds, *_cluster(rng, kinds), Faults(**fields), prompts, late if seed % 2 else ())
+
+
+def play(seed: int, only: str | None = None) -> Counter[str]:
+    """Run a seed and hold it against the oracle; counts of what happened.
+
+    Raises:
+        AssertionError: tokens that are not the monolith's, a copy that touched another's page, something left, a
+            request that ended twice or never, or one that failed though nothing had gone wrong that may fail one.
+    """
+    it = setting(seed, only)
+    expected = monolith_tokens(it.shape, [*it.prompts, *it.late])
+    cluster = Cluster(seed, it.shape, it.faults, it.layout)
+    answers = cluster.run(it.prompts, MEETS, it.late)
+    local = LOCAL if it.faults.max_stop_s > 90.0 else LOCAL | {"stops"}
+    spared = _spared(it, cluster) if (HARMLESS | local).issuperset(it.kinds) else set()
+    spared |= set(range(len(it.prompts), len(answers)))
+    prompt = len(it.kinds) < 3 and not STAND_STILL.intersection(it.kinds) and it.faults.max_look_up_s <= 60.0
+    check(answers, expected, spared, prompt=prompt)
+    assert not cluster.leaks(), cluster.leaks()
+    counts = cluster.net.counts
+    counts["simulated seconds"] = round(cluster.clock.now())
+    counts["requests"] = len(answers)
+    counts["requests after all had healed"] = len(it.late)
+    counts["requests with the monolith's tokens"] = sum(answer.error is None for answer in answers)
+    counts["requests that were tried again and got them"] = sum(
+        answer.error is None and answer.num_tries > 1 for answer in answers
+    )
+    return +counts
+
+
+def _spared(it: Setting, cluster: Cluster) -> set[int]:
+    """Clients on none of whose hosts a server died, and whose request was not aborted, nor one with the same prompt.
+
+    An Abort that comes before pages were told names the prompt. A host's former server is known for a while.
+    """
+    assert cluster.router is not None
+    hit = {it.prompts[index].tokens for index in cluster.mishaps.aborted}
+    hosts = {server.host for server in [*cluster.dead, *cluster.servers] if server.dead or server.draining}
+    for client in cluster.router.clients:
+        if hosts.intersection(server.host for server in client.servers):
+            hit.add(client.prompt.tokens)
+    return {index for index, prompt in enumerate(it.prompts) if prompt.tokens not in hit}
+
+
+def check(
+    answers: Sequence[Answer], expected: Sequence[Sequence[int]], spared: Container[int], *, prompt: bool
+) -> None:
+    """What clients got, beside what a monolith gives. Nothing has happened to those `spared` that may end a request."""
+    for index, (answer, tokens) in enumerate(zip(answers, expected, strict=True)):
+        if answer.error is None:
+            assert answer.tokens == tokens, f"request {index}: tokens differ from the monolith's"
+        else:
+            assert answer.tokens == tokens[: len(answer.tokens)], f"request {index}: wrong tokens before its end"
+        assert not prompt or answer.took_s < PROMPT_S, f"request {index}: ended after {answer.took_s:.0f} s"
+        if index in spared:
+            tried = f"request {index}: {answer.error} after {answer.num_tries} tries"
+            assert answer.error is None and answer.num_tries == 1, f"{tried}, though nothing had happened to it"
+
+
+def _cluster(rng: Rng, kinds: Sequence[str]) -> tuple[Shape, Layout]:
+    page_tokens = rng.choice((1, 2, 4, 8))
+    notifies = rng.random() < 0.5 or bool({"late", "notes"} & set(kinds))
+    single, split = ParallelShape(), ParallelShape(tp_size=2)
+    splits = (split,) if "ranks" in kinds else (single, single, single, split)
+    if "damage" in kinds:  # a follower's pages may be another request's when it comes to hash them
+        splits = (single,)
+    replicas = (2,) if "replicas" in kinds else (1, 1, 2)
+    layout = Layout(
+        prefills=rng.choice((1, 2, 2, 3)),
+        decodes=rng.choice((1, 2, 2, 3)),
+        prefill_dp=rng.choice(replicas),
+        decode_dp=rng.choice(replicas),
+        prefill_ranks=rng.choice(splits),
+        decode_ranks=rng.choice(splits),
+        divert=0.5 if "replicas" in kinds else rng.choice((0.0, 0.3)),
+    )
+    shape = Shape(
+        page_tokens=page_tokens,
+        num_pages=pages_for(MAX_PROMPT + MAX_NEW, page_tokens) + rng.choice((0, 1, 4, 16)),
+        num_rows=rng.choice((2, 4, 8)),
+        num_aux=rng.choice((2, 6)),
+        chunk_tokens=rng.choice((None, 1, 3, 5, 9)),
+        decode_prefix_cache=rng.random() < 0.3,
+        overlap=rng.random() < 0.3,
+        late=rng.random() < 0.3,
+        offload_pages=rng.choice((0, 0, 20)),
+        layer_groups=rng.choice((0, 0, 2)),
+        notifies=notifies,
+        fences=notifies or rng.random() < 0.5,  # an engine that notifies can end what a peer writes
+        num_heads=2 if max(layout.prefill_ranks.num_ranks, layout.decode_ranks.num_ranks) > 1 else 1,
+        load_failure_policy=rng.choice(("fail", "fail", "recompute")),
+        kv_checksum="damage" in kinds,
+    )
+    return shape, layout
+
+
+def _prompts(rng: Rng) -> list[Prompt]:
+    """Some come again, so that a late message can meet a later use of its room."""
+    prompts: list[Prompt] = []
+    for _ in range(rng.randint(4, 12)):
+        if prompts and rng.random() < 0.5:
+            prompts.append(rng.choice(prompts[-2:]))
+        else:
+            tokens = tuple(rng.randint(0, 999) for _ in range(rng.randint(1, MAX_PROMPT)))
+            prompts.append(Prompt(tokens, rng.randint(1, MAX_NEW)))
+    return prompts
+
+
+# ---------------------------------------------------------------------- many seeds
+
+
+@dataclasses.dataclass
+class Tally:
+    """Many seeds together."""
+
+    num_seeds: int = 0
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    seeds: Counter[str] = dataclasses.field(default_factory=Counter)
+    """In how many of them each thing happened."""
+    failures: list[Played] = dataclasses.field(default_factory=list)
+
+    def add(self, played: Played) -> None:
+        """One more seed."""
+        self.num_seeds += 1
+        self.counts += played.counts
+        self.seeds += Counter(name for name, number in played.counts.items() if number)
+        if played.failure is not None:
+            self.failures.append(played)
+
+
+def try_seed(seed: int, only: str | None = None) -> Played:
+    """Play a seed; what was wrong is a value."""
+    logging.disable(logging.ERROR)  # what fails on purpose is no news
+    try:
+        return Played(seed, setting(seed, only).kinds, play(seed, only))
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        words = f"{type(error).__name__} at {where.filename.rsplit('/', 1)[-1]}:{where.lineno}: {error}"
+        return Played(seed, setting(seed, only).kinds, Counter(), words)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def tally_of(seeds: Sequence[int], workers: int, only: str | None = None) -> Tally:
+    """Play many seeds in so many processes."""
+    tally, one = Tally(), functools.partial(try_seed, only=only)
+    if workers == 1:
+        for seed in seeds:
+            tally.add(one(seed))
+        return tally
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for played in pool.imap_unordered(one, seeds, chunksize=10):
+            tally.add(played)
+            if played.failure is not None:
+                print(f"seed {played.seed} {played.kinds}: {played.failure[:600]}", file=sys.stderr, flush=True)
+    return tally
+
+
+def main() -> None:
+    """Print the tally of many seeds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="play this one, and show where it fails")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", help=f"kinds of faults, joined by +, of {', '.join(KINDS)}")
+    args = parser.parse_args()
+    if args.seed is not None:
+        print(setting(args.seed, args.only))
+        print(play(args.seed, args.only))
+        return
+    began = time.monotonic()
+    tally = tally_of(range(args.first, args.first + args.seeds), args.workers, args.only)
+    took = time.monotonic() - began
+    print(
+        f"{tally.num_seeds} seeds in {took:.0f} s, {tally.num_seeds / took:.1f} a second; {len(tally.failures)} failed"
+    )
+    print("| what happened | times | seeds |\n|---|---|---|")
+    for name, number in sorted(tally.counts.items()):
+        print(f"| {name} | {number} | {tally.seeds[name]} |")
+    for played in tally.failures:
+        print(f"failed: seed {played.seed} {played.kinds}: {played.failure}")
+    sys.exit(bool(tally.failures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Several servers of each role, with replicas and ranks, a router that tries again, and everything that goes wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.sim.cluster import Cluster, Layout
+from pdserve.sim.network import Faults
+from pdserve.sim.node import Prompt, Shape, monolith_tokens
+from tests.world.campaign import KINDS, check, play, tally_of
+
+FAULT_OF = {
+    "lost": "frames lost",
+    "copies": "copies failed",
+    "notes": "notes lost",
+    "aborts": "clients that went away",
+    "kills": "servers killed",
+    "deaths": "deaths of one rank or replica",
+    "cuts": "links cut in one direction",
+    "lies": "probes refused though alive",
+    "usurpers": "Hellos of a second instance",
+    "replays": "frames replayed",
+    "stops": "servers stopped",
+    "clocks": "clock leaps",
+    "frames": "odd frames",
+    "damage": "pages damaged",
+    "look-ups": "slow look-ups",
+    "switches": "role switches",
+    "replicas": "diverts",
+}
+"""What must happen in the seeds of a kind, or they say nothing."""
+
+
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 60), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_fault_alone(kind: str, seeds: range) -> None:
+    tally = tally_of(seeds, 1, kind)
+    assert not tally.failures, tally.failures[0]
+    assert tally.counts["requests with the monolith's tokens"] > len(seeds)
+    if kind in FAULT_OF:
+        assert tally.counts[FAULT_OF[kind]], tally.counts
+
+
+@pytest.mark.parametrize("seeds", [range(1000, 1008), pytest.param(range(1008, 1400), marks=pytest.mark.slow)], ids=len)
+def test_all_kinds_together(seeds: range) -> None:
+    tally = tally_of(seeds, 1)
+    assert not tally.failures, tally.failures[0]
+    assert tally.counts["requests that were tried again and got them"]
+
+
+def test_a_seed_is_played_alike_each_time() -> None:
+    assert play(5) == play(5) != play(6)
+
+
+def test_a_server_that_comes_back_at_once_at_its_endpoint_is_not_taken_for_the_one_before() -> None:
+    """The new process accepts probes of the old one, so only another look-up tells them apart."""
+    shape, prompts = Shape(num_pages=64), [Prompt(tuple(range(i, i + 9)), 4) for i in range(3)]
+    cluster = Cluster(1, shape, Faults(), Layout(prefills=1, decodes=1))
+    cluster.run(prompts[:1])
+    (old,) = cluster.of_role("prefill")
+    old.die()
+    cluster.servers.remove(old)
+    cluster.servers.append(cluster.start("prefill", old.host, old.clock, [node.endpoint for node in old.replicas]))
+    answers = cluster.run(prompts)
+    check(answers, monolith_tokens(shape, prompts), (), prompt=True)
+    assert all(answer.error is None and answer.took_s < 60.0 for answer in answers), answers
+    assert not cluster.leaks()

@@ -1,0 +1,364 @@
+"""A test of the tests: two planted bugs for each kind of fault of a cluster, which it must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from pdserve.protocol.failure import Failure
+from pdserve.protocol.seal import Seal
+from pdserve.ranks.copies import Fencing, RankCopies
+from pdserve.scheduler.req import Req
+from pdserve.scheduler.roles.decode import DecodeRole
+from pdserve.scheduler.witness import KVWitness
+from pdserve.sim.hash_lm import HashHasher
+from pdserve.transfer import sessions as sessions_module
+from pdserve.transfer.events import Address, CopyDone, CopyJob, PeerFenced, PrefillFound, PrefillNotFound
+from pdserve.transfer.kv_digest import RankDigest
+from pdserve.transfer.outgoing import ClosedKeys
+from pdserve.transfer.peers import Notice, Peer
+from pdserve.transfer.published import Published, PublishedPages
+from pdserve.transfer.receive_side import ReceiveSide
+from pdserve.transfer.receivers import Receivers
+from pdserve.transfer.room import ReceiveRoom
+from pdserve.transfer.send_side import SendSide
+from pdserve.transfer.sessions import Sessions
+from pdserve.transfer.strangers import Strangers
+from pdserve.transfer.wire import Ended, Key, Packet, Reset
+from tests.world.campaign import play
+
+Patch = pytest.MonkeyPatch
+MAX_SEEDS = 60
+
+
+# ---------------------------------------------------------------------- several servers, and tries again
+
+
+def a_lost_receiver_is_everyones(patch: Patch) -> None:
+    """Rooms of other decode servers fail with one that is lost."""
+    lost = SendSide.on_peer_lost
+
+    def blunt(self: SendSide, peer: Peer, failure: Failure, gone: bool) -> None:
+        lost(self, peer, failure, gone)
+        for room in self.rooms.values():
+            if room.target is not None and room.fail(failure):
+                self.outgoing.stop(room.target.key, failure)
+
+    patch.setattr(SendSide, "on_peer_lost", blunt)
+
+
+def keys_of_all_receivers_are_one(patch: Patch) -> None:
+    """A key that one decode server has closed is closed for all."""
+    add, contains = ClosedKeys.add, ClosedKeys.__contains__
+
+    def bare(key: Key) -> Key:
+        return Key(key.room, key.attempt, "")
+
+    patch.setattr(ClosedKeys, "add", lambda self, key, notified=(): add(self, bare(key), notified))
+    patch.setattr(ClosedKeys, "__contains__", lambda self, key: contains(self, bare(key)))
+
+
+# ---------------------------------------------------------------------- replicas
+
+
+def no_replica_sends_receivers_on(patch: Patch) -> None:
+    patch.setattr(SendSide, "divert", lambda self, room, digest, replica: None)
+
+
+def follow_with_the_old_key(patch: Patch) -> None:
+    follow = ReceiveSide._follow
+
+    def stubborn(self: ReceiveSide, room: ReceiveRoom, ended: Ended) -> bool:
+        key = room.key
+        followed = follow(self, room, ended)
+        room.key = key
+        return followed
+
+    patch.setattr(ReceiveSide, "_follow", stubborn)
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+def a_rank_has_copied_when_it_was_told_to(patch: Patch) -> None:
+    submit = RankCopies.submit
+
+    def hasty(self: RankCopies, job: CopyJob) -> None:
+        submit(self, job)
+        if job.rank == self._rank:
+            self.post(CopyDone.of(job, None, settled=True, write_s=0.0))
+
+    patch.setattr(RankCopies, "submit", hasty)
+
+
+def a_follower_fences_nothing(patch: Patch) -> None:
+    fence = RankCopies.fence
+
+    def idle(self: RankCopies, rank: int, peer: str) -> None:
+        if self._rank == 0 or rank != self._rank:
+            fence(self, rank, peer)
+            return
+        self._add((Fencing(peer), rank), rank)
+        self.post(PeerFenced(peer, fenced=True))
+
+    patch.setattr(RankCopies, "fence", idle)
+
+
+# ---------------------------------------------------------------------- cut links
+
+
+def an_ended_session_writes_no_more(patch: Patch) -> None:
+    """Free the pages as soon as a session ends, fenced or not."""
+    drop = Sessions._drop
+
+    def hasty(self: Sessions, peer: Peer) -> None:
+        drop(self, peer)
+        for receiver in self._receivers._receivers.values():
+            if receiver.fence_begun_at is not None and receiver.free_at is None:
+                receiver.free_at = 0.0
+
+    patch.setattr(Sessions, "_drop", hasty)
+
+
+def a_rank_that_cannot_say_is_fenced(patch: Patch) -> None:
+    fenced = Receivers.fenced
+    patch.setattr(
+        Receivers, "fenced", lambda self, event: fenced(self, PeerFenced(event.peer, fenced=True, rank=event.rank))
+    )
+
+
+# ---------------------------------------------------------------------- probes that lie
+
+
+def promise_quiet_while_writing_in_an_ended_session(patch: Patch) -> None:
+    reset = Strangers.reset
+
+    def lying(self: Strangers, instance: str, endpoint: str, session: int, *, answer: bool) -> None:
+        self._writes_in = lambda session: False
+        reset(self, instance, endpoint, session, answer=answer)
+
+    patch.setattr(Strangers, "reset", lying)
+
+
+def a_peer_that_was_gone_stays_gone(patch: Patch) -> None:
+    dial = Sessions.dial
+
+    def unforgiving(self: Sessions, address: Address) -> tuple[Peer | None, ...]:
+        return tuple(
+            peer if peer is None or not self._strangers.newest_epoch(peer.instance) else None
+            for peer in dial(self, address)
+        )
+
+    patch.setattr(Sessions, "dial", unforgiving)
+
+
+# ---------------------------------------------------------------------- usurpers and replays
+
+
+def an_endpoint_is_whose_Hello_says_so(patch: Patch) -> None:
+    patch.setattr(Sessions, "_owns_endpoint", lambda self, instance, endpoint: True)
+
+
+def an_unanswered_challenge_is_an_answer(patch: Patch) -> None:
+    owns = Strangers.owns
+
+    def trusting(self: Strangers, instance: str, endpoint: str) -> bool:
+        asked = instance in self._nonces
+        return owns(self, instance, endpoint) or asked
+
+    patch.setattr(Strangers, "owns", trusting)
+
+
+def an_old_Hello_is_as_good_as_a_new_one(patch: Patch) -> None:
+    patch.setattr(Sessions, "_newest_epoch", lambda self, instance: -1)
+
+
+def a_reset_of_any_session_counts(patch: Patch) -> None:
+    reset = Sessions._reset
+
+    def lax(self: Sessions, packet: Packet, body: Reset) -> list[Notice]:
+        peer = self.peer(packet.sender)
+        known = packet if peer is None else msgspec.structs.replace(packet, session=peer.session)
+        return reset(self, known, body)
+
+    patch.setattr(Sessions, "_reset", lax)
+
+
+# ---------------------------------------------------------------------- servers that are stopped
+
+
+def what_is_silent_is_dead(patch: Patch) -> None:
+    lost = ReceiveSide.on_peer_lost
+
+    def hasty(self: ReceiveSide, peer: Peer, failure: Failure) -> None:
+        lost(self, peer, failure)
+        if peer.receiver is not None:
+            self.on_fenced(peer.receiver)
+
+    patch.setattr(ReceiveSide, "on_peer_lost", hasty)
+
+
+def one_that_listens_is_lost(patch: Patch) -> None:
+    def listens(self: Sessions, instance: str) -> None:
+        peer = self.peer(instance)
+        if peer is not None:
+            peer.num_missed = 1000
+
+    patch.setattr(Sessions, "listens", listens)
+
+
+def no_patience_with_one_that_listens(patch: Patch) -> None:
+    patch.setattr(sessions_module, "BUSY_FACTOR", 1)
+
+
+# ---------------------------------------------------------------------- clocks
+
+
+def silence_by_the_clock(patch: Patch) -> None:
+    """A leap of our clock is taken for the peer's silence."""
+    ping = Sessions._ping
+
+    def timed(self: Sessions, peer: Peer) -> list[Notice]:
+        if self._clock.now() - peer.heard_at > 5.5:
+            peer.num_missed = 1000
+        return ping(self, peer)
+
+    patch.setattr(Sessions, "_ping", timed)
+
+
+def times_of_another_machine(patch: Patch) -> None:
+    """The age of a room by the time of the peer."""
+    patch.setattr(ReceiveSide, "_waits_too_long", lambda self, room, now: now - (room.published_at or now) > 1.0)
+
+
+# ---------------------------------------------------------------------- frames
+
+
+def no_frame_is_damaged(patch: Patch) -> None:
+    """The seal is not looked at."""
+    patch.setattr(Seal, "open", lambda self, sealed, max_bytes: sealed[16:])
+
+
+def a_key_is_its_room(patch: Patch) -> None:
+    def by_room(self: PublishedPages, key: Key) -> Published | None:
+        return next((entry for entry in self._entries.values() if entry.key.room == key.room), None)
+
+    end = PublishedPages.end
+
+    def ending(self: PublishedPages, word: Ended) -> object:
+        entry = by_room(self, word.key)
+        return end(self, word if entry is None else msgspec.structs.replace(word, key=entry.key))
+
+    patch.setattr(PublishedPages, "get", by_room)
+    patch.setattr(PublishedPages, "end", ending)
+
+
+# ---------------------------------------------------------------------- damaged pages
+
+
+def nothing_is_compared(patch: Patch) -> None:
+    patch.setattr(KVWitness, "received", lambda self, req: None)
+
+
+def only_the_first_page_is_hashed(patch: Patch) -> None:
+    digest = HashHasher.digest
+
+    def short(self: HashHasher, pages: list[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
+        return digest(self, pages[:1], first, num_tokens)
+
+    patch.setattr(HashHasher, "digest", short)
+
+
+# ---------------------------------------------------------------------- the directory
+
+
+def a_failed_look_up_is_the_last(patch: Patch) -> None:
+    not_found = Sessions.not_found
+
+    def final(self: Sessions, event: PrefillNotFound) -> list[Notice]:
+        notices = not_found(self, event)
+        self._dialled[event.address] = ()
+        return notices
+
+    patch.setattr(Sessions, "not_found", final)
+
+
+def what_was_found_once_is_there_for_good(patch: Patch) -> None:
+    """A lost peer's address is not looked up again."""
+    patch.setattr(Sessions, "_undial", lambda self, peer, failure: [])
+
+
+# ---------------------------------------------------------------------- servers that drain
+
+
+def an_ended_request_may_still_publish(patch: Patch) -> None:
+    leave = DecodeRole._leave
+
+    def careless(self: DecodeRole, req: Req) -> None:
+        was_ready = req in self._ready
+        leave(self, req)
+        if was_ready:
+            self._ready.add(req)
+
+    patch.setattr(DecodeRole, "_leave", careless)
+
+
+def a_successor_is_its_predecessor(patch: Patch) -> None:
+    """A session is with whoever is at an endpoint."""
+    found = Sessions.found
+
+    def faithful(self: Sessions, event: PrefillFound) -> list[Notice]:
+        known = {peer.endpoint: peer.instance for peer in self}
+        replicas = tuple((known.get(endpoint, instance), endpoint) for instance, endpoint in event.replicas)
+        return found(self, PrefillFound(event.address, replicas))
+
+    patch.setattr(Sessions, "found", faithful)
+
+
+MUTANTS: list[tuple[Callable[[Patch], None], str, int]] = [
+    (a_lost_receiver_is_everyones, "kills", 15),
+    (keys_of_all_receivers_are_one, "lost", 5),
+    (no_replica_sends_receivers_on, "replicas", 2),
+    (follow_with_the_old_key, "replicas", 10),
+    (a_rank_has_copied_when_it_was_told_to, "ranks", 0),
+    (a_follower_fences_nothing, "ranks+lies", 45),
+    (an_ended_session_writes_no_more, "lies", 8),
+    (promise_quiet_while_writing_in_an_ended_session, "lies+cuts", 28),
+    (a_peer_that_was_gone_stays_gone, "lies", 3),
+    (an_endpoint_is_whose_Hello_says_so, "usurpers", 0),
+    (an_unanswered_challenge_is_an_answer, "usurpers+replays", 0),
+    (an_old_Hello_is_as_good_as_a_new_one, "replays+lies", 17),
+    (a_reset_of_any_session_counts, "replays+lies", 3),
+    (what_is_silent_is_dead, "cuts", 5),
+    (a_rank_that_cannot_say_is_fenced, "cuts+lies", 4),
+    (one_that_listens_is_lost, "stops", 4),
+    (no_patience_with_one_that_listens, "stops", 4),
+    (silence_by_the_clock, "clocks", 0),
+    (times_of_another_machine, "clocks", 0),
+    (no_frame_is_damaged, "frames", 0),
+    (a_key_is_its_room, "frames", 2),
+    (nothing_is_compared, "damage", 0),
+    (only_the_first_page_is_hashed, "damage", 0),
+    (a_failed_look_up_is_the_last, "look-ups", 4),
+    (what_was_found_once_is_there_for_good, "look-ups+lies", 1),
+    (an_ended_request_may_still_publish, "switches", 0),
+    (a_successor_is_its_predecessor, "switches", 9),
+]
+
+
+SLOW = {a_successor_is_its_predecessor}
+CASES = [pytest.param(*case, marks=pytest.mark.slow) if case[0] in SLOW else case for case in MUTANTS]
+
+
+@pytest.mark.parametrize(("mutant", "kind", "first"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_planted_bug_is_caught(mutant: Callable[[Patch], None], kind: str, first: int, monkeypatch: Patch) -> None:
+    """It is looked for from seed `first` on, which has caught it, and then in the others."""
+    mutant(monkeypatch)
+    for seed in (*range(first, MAX_SEEDS), *range(first)):
+        try:
+            play(seed, kind)
+        except Exception:
+            return
+    pytest.fail(f"{mutant.__name__}: not caught in {MAX_SEEDS} seeds")
