@@ -188,15 +188,16 @@ class RankCopies:
             with self._lock:
                 self._drop(item)
                 own, reason = self._outcomes.pop(item, None), self._reasons.pop(item, LOST)
+                address = self._addresses.pop(item, "")
             failure = None
             if state == KVPoll.FAILED:
                 failure = (None if own is None else failure_of(own)) or reason
             match item:
-                case str(address), rank:
-                    ended.append(Reached(address, failure, rank))
+                case str(reached), rank:
+                    ended.append(Reached(reached, failure, rank))
                 case Opening(name=name), rank:
-                    address = own.transport_address if isinstance(own, ReceiverOpened) else ""
-                    ended.append(ReceiverOpened(name, address or self._addresses.pop(item, ""), failure, rank))
+                    address = own.transport_address if isinstance(own, ReceiverOpened) else address
+                    ended.append(ReceiverOpened(name, address, failure, rank))
                 case Fencing(name=name), rank:
                     ended.append(PeerFenced(name, state == KVPoll.SUCCESS, rank))
                 case key, index if index < 0:
@@ -204,9 +205,8 @@ class RankCopies:
                 case key, index:
                     ended.append(CopyDone(key, index, failure, bool(settled), -spent_us / 1e6))
         if not self._pending:
-            with self._lock:  # those that came too late
-                self._reasons.clear()
-                self._addresses.clear()
+            with self._lock:
+                self._reasons.clear()  # those that came too late; an address never does, and may have come early
         return ended
 
     def _of_another(self, item: Item) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from pdserve.base.mailbox import Mailbox
 from pdserve.base.parallel import ParallelShape
@@ -13,9 +14,10 @@ from pdserve.memory.page_table import PageTable
 from pdserve.ranks.copies import RankCopies
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
 from pdserve.transfer import notifications as notifications_module
-from pdserve.transfer.events import CopyDone, CopyJob, Notified, TransferEvent
+from pdserve.transfer.events import CopyDone, CopyJob, Notified, ReceiverOpened, TransferEvent
 from pdserve.transfer.notifications import encode_note
 from pdserve.transfer.plan import PageCopy
+from pdserve.transfer.state import KVPoll
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub
 from pdserve.transfer.wire import Key
@@ -107,6 +109,18 @@ def test_a_cancelled_job_is_not_begun_and_ends_all_the_same(bench: Bench) -> Non
         copies.cancel(job)
     done = bench.ended()
     assert done.failure is not None and done.failure.code == "cancelled" and not bench.peer.any()
+
+
+def test_an_address_that_comes_before_the_leader_asks_for_it_is_kept() -> None:
+    """A follower may be a turn's end ahead. Without it the leader would wait for an address that comes no more."""
+    leader, opened = RankCopies(0), ReceiverOpened("s", "there", None, 1)
+    leader.heard(opened)
+    assert leader.agreed(*leader.poll()) == [], "nothing is pending"
+    leader.open_receiver(1, "s")
+    items, values = leader.poll()
+    theirs = torch.tensor([[KVPoll.SUCCESS, 1, 0]], dtype=torch.int64)
+    assert leader.agreed(items, torch.minimum(values, theirs)) == [opened]
+    assert not leader.num_pending and not leader._addresses
 
 
 def test_every_rank_forgets_a_peer_that_is_gone(bench: Bench) -> None:

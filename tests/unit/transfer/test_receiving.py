@@ -62,6 +62,18 @@ def test_each_peer_has_an_engine_until_it_is_fenced(engines: ReceivingEngines[Li
     assert {engine.port for engine in seen} == {engines.open("a").port, other.port}
 
 
+def test_what_an_engine_has_to_say_is_taken_before_it_is_destroyed() -> None:
+    """So are the notes of writes to an agent that is fenced."""
+    taken: list[bool] = []
+    engines = ReceivingEngines(
+        SpentPorts(), Listener, lambda engine: None, lambda engine: taken.append(engine.port in listening_ports())
+    )
+    engines.open("a")
+    assert engines.fence("a") and engines.fence("b")
+    assert taken == [True]
+    engines.close()
+
+
 def test_no_engine_ever_listens_where_a_fenced_peer_looks_for_its_own() -> None:
     """The next one would: it is made again, at another port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -166,12 +178,14 @@ def child(action: Callable[[], None]) -> Iterator[int]:
             signal.pause()
         finally:
             os._exit(1)
+    pidfd = os.pidfd_open(pid)
     try:
         yield pid
     finally:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.waitpid(pid, 0)
+        os.close(pidfd)
 
 
 def test_who_came_is_fenced_when_dead_and_is_told_to_go(local: LocalPeers) -> None:
