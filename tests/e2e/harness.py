@@ -113,9 +113,11 @@ def start_server(model: str, mode: str, *flags: str, name: str | None = None) ->
     return Server(name or mode, "pdserve.launch_server", [*base, *flags])
 
 
-def start_router(prefill: Sequence[Server], decode: Sequence[Server], *flags: str) -> Server:
-    """A router before running servers; not waited for."""
+def start_router(prefill: Sequence[Server], decode: Sequence[Server], *flags: str, probes: bool = False) -> Server:
+    """A router before running servers; not waited for. `probes`: it sends tokens of its own, which tests may count."""
     argv = ["--pd-disaggregation", "--port", "0", "--health-check-interval", "1"]
+    if not probes:
+        argv.append("--disable-pair-probes")
     for server in prefill:
         argv += ["--prefill", server.url, str(server.bootstrap_port)]
     for server in decode:

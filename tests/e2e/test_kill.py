@@ -77,7 +77,7 @@ class Farm:
         self._model, self._stack = model, stack
         self.servers = {mode: start_server(model, mode, *FLAGS) for mode in ("prefill", "decode")}
         stack.enter_context(running(*self.servers.values()))
-        self.router = start_router([self.servers["prefill"]], [self.servers["decode"]])
+        self.router = start_router([self.servers["prefill"]], [self.servers["decode"]], probes=True)
         stack.enter_context(running(self.router))
 
     def start_again(self, mode: str) -> Server:

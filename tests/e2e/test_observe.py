@@ -69,7 +69,7 @@ def pair(tiny_checkpoint: Callable[[Family], Path], collector: Collector, logs: 
     prefill = start_server(model, "prefill", *flags)
     decode = start_server(model, "decode", *flags, "--disaggregation-heartbeat-interval-s", "0.5")
     with running(prefill, decode):
-        router = start_router([prefill], [decode], *trace, "--disable-pair-probes")  # chunks have no other tokens
+        router = start_router([prefill], [decode], *trace)
         with running(router):
             yield Pair(prefill, decode, router)
 
