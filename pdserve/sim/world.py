@@ -57,7 +57,9 @@ class World:
                 if self._ended(prefill, index) and self._ended(decode, index):
                     results[index] = None if decode in self.dead else decode.halves[f"r{index}"]
                     del rooms[room]
-            if not todo and not rooms and self.prefill.idle and self.decode.idle and not self.net.busy:
+            nodes = (self.prefill, self.decode)
+            ended = all(node.idle and not node.num_unfenced for node in nodes) and not self.net.busy
+            if ended and not todo and not rooms:
                 return results
         raise AssertionError(
             f"stuck after {max_steps} steps: rooms {rooms}, leaks {self.prefill.leaks()} {self.decode.leaks()}"

@@ -212,7 +212,7 @@ class ZmqControlSocket:
         num_failed = len(_said(self._pull_monitor))
         if num_failed:
             self._failures.warning(
-                "%d connections to the control port were refused: no pdserve, or another PDSERVE_CONTROL_TOKEN",
+                "%d handshakes at the control port failed: no pdserve, another PDSERVE_CONTROL_TOKEN, or cut off",
                 num_failed,
             )
         events: list[PeerHandshakeFailed | HandshakesFailed] = []

@@ -97,11 +97,12 @@ class _PeerQueues:
         """Begin nothing more; wait for what runs, until `deadline` of the monotonic clock."""
         with self._changed:
             self._closed = True
-            self._threads.shutdown(wait=False, cancel_futures=True)
             for actions in self._waiting.values():
                 actions.clear()
-            if not self._changed.wait_for(lambda: not self._num_running, max(0.0, deadline - time.monotonic())):
+            ended = self._changed.wait_for(lambda: not self._num_running, max(0.0, deadline - time.monotonic()))
+            if not ended:
                 log.warning("%d receiving engines are still being opened or closed", self._num_running)
+        self._threads.shutdown(wait=ended, cancel_futures=True)
 
     def _work(self, peer: str) -> None:
         while True:

@@ -69,6 +69,10 @@ class Farm:
         body = {"input_ids": input_ids, "sampling_params": sampling}
         return self.router_host.call(lambda: requests.post(f"{self.router.url}/generate", json=body, timeout=200))
 
+    def ready(self) -> bool:
+        """The router has a pair that it can send requests to."""
+        return self.router_host.call(lambda: requests.get(f"{self.router.url}/readiness", timeout=10)).ok
+
     def idle(self, host: Host, server: Server) -> bool:
         """Everything is free there."""
         return not host.call(server.leaks)
@@ -122,5 +126,6 @@ def test_a_partition_in_the_middle_of_a_transfer_ends_in_a_failure_or_in_the_rig
         assert answer.status_code in FAILED and answer.json()["error"]["message"]
     until(lambda: farm.idle(farm.prefill_host, farm.prefill), 60, "prefill has let go of everything")
     until(lambda: farm.idle(farm.decode_host, farm.decode), 60, "decode has let go of everything")
+    until(farm.ready, 60, "the router's health checks have found both again")
     again = farm.ask(prompt)
     assert again.status_code == 200 and again.json()["output_ids"] == expected, "and goes on serving"

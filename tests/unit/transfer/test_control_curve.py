@@ -130,7 +130,7 @@ def test_another_token_is_told_at_both_ends(
     assert set(decode.failed_at) == {endpoint}
     assert prefill.frames == [] and prefill.failed_at == []
     assert "another PDSERVE_CONTROL_TOKEN" in caplog.text
-    assert "connections to the control port were refused" in caplog.text
+    assert "handshakes at the control port failed" in caplog.text
 
 
 @pytest.mark.parametrize("before", [OTHER, ""])
