@@ -1,14 +1,11 @@
 """Proofs that a process knows the control token, which itself is never sent. Pure: the caller brings time and bytes.
 
     ControlKey        the token, stretched; MACs and secrets for one purpose each are derived from it
-    sign_request      one signed request: for peers whose address is trusted already (the router, to its workers)
-    RequestVerifier   checks signed requests: bounded age, each nonce once
     Challenge         the client of an exchange in which the server proves itself first (decode, to a bootstrap server)
     ChallengeVerifier its server: answers challenges, checks what follows, signs the answers
 
-A signed request travels in the header `Pdserve-Proof`:
+Proofs travel in the header `Pdserve-Proof`:
 
-    request  v1 <ms since 1970> <nonce> <SHA-256 of the body> <MAC>
     exchange c1 <client's nonce> <server's nonce> <SHA-256 of the body> <MAC>
     answer   <MAC>
 
@@ -34,14 +31,11 @@ PROOF_HEADER = "Pdserve-Proof"
 MIN_TOKEN_CHARS = 16
 """Shorter tokens can be guessed offline by an eavesdropper."""
 NONCE_BYTES = 16
-MAX_SKEW_S = 30.0
-MAX_NONCES = 1 << 18
 CHALLENGE_LIFETIME_S = 10.0
 
 _SALT = b"pdserve control token v1"
 _SCRYPT = {"n": 1 << 14, "r": 8, "p": 1}
 """16 MiB and about 50 ms, once per process and token."""
-_REQUEST = re.compile(r"v1 ([0-9]{1,15}) ([0-9a-f]{32}) ([0-9a-f]{64}) ([0-9a-f]{64})")
 _EXCHANGE = re.compile(r"c1 ([0-9a-f]{32}) ([0-9a-f]{80}) ([0-9a-f]{64}) ([0-9a-f]{64})")
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _SERVER_NONCE = re.compile(r"[0-9a-f]{80}")
@@ -103,7 +97,7 @@ class SpentNonces:
     Beyond `most` the oldest are forgotten; from then on nothing that is as old as they are is taken.
     """
 
-    def __init__(self, lifetime_s: float, most: int = MAX_NONCES) -> None:
+    def __init__(self, lifetime_s: float, most: int) -> None:
         self._lifetime_s = lifetime_s
         self._most = most
         self._by_age: list[tuple[float, str]] = []
@@ -128,52 +122,6 @@ class SpentNonces:
             raise ProofError("the proof is too old")
         self._spent.add(nonce)
         heapq.heappush(self._by_age, (made_s, nonce))
-
-
-# ---------------------------------------------------------------------- one signed request
-
-
-def sign_request(key: ControlKey, method: str, target: str, body: bytes, *, audience: str, now_s: float) -> str:
-    """The header's value for one request. `target` is path and query as they are sent; `now_s` is `time.time()`.
-
-    `audience` is the receiver by a name that it knows itself, such as an id that it made at its start: elsewhere the
-    proof is worth nothing. The answer is not proven; see `Challenge`.
-    """
-    made_ms, nonce, digest = str(int(now_s * 1e3)), secrets.token_hex(NONCE_BYTES), body_digest(body)
-    mac = key.mac("request", *_request_parts(made_ms, nonce, method, target, digest, audience))
-    return f"v1 {made_ms} {nonce} {digest.hex()} {mac.hex()}"
-
-
-class RequestVerifier:
-    """Checks signed requests. One thread. Only who knows the token can make it remember anything."""
-
-    def __init__(self, key: ControlKey, *, max_skew_s: float = MAX_SKEW_S, max_nonces: int = MAX_NONCES) -> None:
-        self._key = key
-        self._max_skew_s = max_skew_s
-        self._spent = SpentNonces(max_skew_s, max_nonces)
-
-    def check(self, header: str | None, method: str, target: str, *, audience: str, now_s: float) -> bytes:
-        """The digest of the body that was signed, for `check_body`: headers are checked before the body is read.
-
-        Raises:
-            ProofError: the proof is missing, malformed, another token's, of another time than ours, or used before.
-        """
-        found = _REQUEST.fullmatch(_given(header))
-        if found is None:
-            raise ProofError("the proof of the control token is malformed")
-        made_ms, nonce, digest, mac = found.groups()
-        parts = _request_parts(made_ms, nonce, method, target, bytes.fromhex(digest), audience)
-        if not self._key.matches(mac, "request", *parts):
-            raise ProofError("the proof was made with another control token, or for another request")
-        made_s = int(made_ms) / 1e3
-        if abs(made_s - now_s) > self._max_skew_s:
-            raise ProofError(f"the proof is {now_s - made_s:.0f} s old by our clock, {self._max_skew_s:.0f} s at most")
-        self._spent.spend(nonce, made_s, now_s)
-        return bytes.fromhex(digest)
-
-
-def _request_parts(made_ms: str, nonce: str, method: str, target: str, digest: bytes, audience: str) -> list[bytes]:
-    return [*map(_bytes, (made_ms, nonce, method, target)), digest, _bytes(audience)]
 
 
 def _given(header: str | None) -> str:
@@ -259,7 +207,7 @@ class ChallengeVerifier:
         """The exchange that a request completes; its body is still to be read and compared.
 
         Raises:
-            ProofError: as `RequestVerifier.check`, or the nonce is not ours.
+            ProofError: the proof is missing, malformed, another token's, too old, used before, or not ours.
         """
         found = _EXCHANGE.fullmatch(_given(header))
         if found is None:
