@@ -186,7 +186,7 @@ def follow(way: Way, path: str, rank: int, ranks: int, transfers: int, step_s: f
             copies = RankCopies(rank)
             log = FollowerLog(f"rank {rank}", began, leader.hear)
             consensus = Consensus(copies, parallel.begin_least, log, leader.blame, lambda: None, in_step=True)
-            copies.drive(TimedCopies(rank, began, transfers, copies.post), 0.0, leader.report)
+            copies.drive(TimedCopies(rank, began, transfers, copies.post), 0.0, 0.0, leader.report)
             Loop(ranks, FollowerMail(log, consensus), copies, log, began).run(transfers, step_s, lambda: None)
         leader.wait_stop()
     leader.close()
@@ -246,7 +246,7 @@ def lead(way: Way, ranks: int, transfers: int, step_s: float, stop: bool) -> dic
             if way == "every step":
                 known = reduce_until_agreed(began, 0, transfers, step_s, looks)
             else:
-                copies.drive(TimedCopies(0, began, transfers, copies.post), 0.0, consensus.heard)
+                copies.drive(TimedCopies(0, began, transfers, copies.post), 0.0, 0.0, consensus.heard)
                 loop = Loop(ranks, LeaderMail(mailbox, log, consensus), copies, log, began)
                 known = loop.run(transfers, step_s, looks)
             took_s, cpu_s = time.monotonic() - began, cpu_seconds(processes) - cpu_s

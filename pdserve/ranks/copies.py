@@ -73,13 +73,16 @@ class RankCopies:
         self._addresses: dict[Item, str] = {}
         """Of others' receiving engines, where that has been heard. The leader's."""
         self.settle_s = 0.0
+        self.fence_settle_s = 0.0
 
-    def drive(self, own: CopyEngine, settle_s: float, tell: Tell) -> None:
+    def drive(self, own: CopyEngine, settle_s: float, fence_settle_s: float, tell: Tell) -> None:
         """Copy with `own`, which posts to `post`. Once, before anything is submitted.
 
-        `tell` is called with what has become of an own item, on any thread; `settle_s` is the longest of all ranks'.
+        `tell` is called with what has become of an own item, on any thread. `settle_s` and `fence_settle_s` are the
+        longest of all ranks': every rank must free pages at the same turn, and none before its transport is still.
         """
-        self._own, self.settle_s, self._tell = own, settle_s, tell
+        self._own, self._tell = own, tell
+        self.settle_s, self.fence_settle_s = settle_s, fence_settle_s
 
     @property
     def notifies(self) -> bool:
@@ -114,11 +117,6 @@ class RankCopies:
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`: every rank forgets it."""
         self._engine.forget(transport_address)
-
-    @property
-    def fence_settle_s(self) -> float:
-        """See `CopyEngine`: all ranks have the same transport."""
-        return self._engine.fence_settle_s
 
     def open_receiver(self, rank: int, peer: str) -> None:
         """See `CopyEngine`. The leader alone hears the addresses of other ranks; on followers these are empty."""

@@ -96,6 +96,7 @@ class TransferStart(msgspec.Struct, frozen=True, kw_only=True):
     handshake: dict[str, str | int]
     ranks: tuple[RankMemory, ...]
     settle_s: float
+    fence_settle_s: float
     secret: str
 
 
@@ -136,13 +137,14 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The follower can begin. `memory` is where peers write to it; None where nothing is transferred.
 
     `facts` must be the leader's, too: what no flag says of its checkpoint and its kernels. `samples` are those of
-    its weights (`WeightSamples`); `settle_s` is its transport's.
+    its weights (`WeightSamples`); `settle_s` and `fence_settle_s` are its transport's.
     """
 
     facts: dict[str, str]
     memory: RankMemory | None
     samples: dict[str, dict[int, float]]
     settle_s: float
+    fence_settle_s: float
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):

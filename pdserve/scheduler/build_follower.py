@@ -139,6 +139,7 @@ def _serve(
             memory=None if copying is None else RankMemory.of("", built.executor.buffers),
             samples=built.executor.weight_samples(),
             settle_s=0.0 if copying is None else copying.workers.settle_s,
+            fence_settle_s=0.0 if copying is None else copying.workers.fence_settle_s,
         )
     )
     begin = leader.wait_begin()
@@ -167,7 +168,7 @@ def _make_scheduler(
     if copying is not None:
         start, copies = begin.transfer, copying.copies
         assert start is not None, "a leader that transfers nothing"
-        copies.drive(copying.workers, start.settle_s, leader.report)
+        copies.drive(copying.workers, start.settle_s, start.fence_settle_s, leader.report)
         consensus = make_consensus(copies, copying.parallel, inputs, leader, _do_nothing)
         stack.callback(consensus.close)
         aux = SharedMetadata(memory.aux.num_total, inputs)

@@ -88,6 +88,7 @@ def open_transfer(
         handshake=_handshake(config, built, transport, engine.weights_fingerprint),
         ranks=(own, *engine.others),
         settle_s=copies.settle_s,
+        fence_settle_s=copies.fence_settle_s,
         secret=secrets.token_hex(32),
     )
     kv = make_manager(config, built, start, aux, socket, copies, directory, engine.clock, token, transport)
@@ -115,7 +116,8 @@ def _open_copies(
     consensus = make_consensus(copies, group.parallel, group.log, group.followers, lambda: mailbox.post(Woken()))
     stack.callback(consensus.close)
     settle_s = max(workers.settle_s, *(each.settle_s for each in group.ready))
-    copies.drive(workers, settle_s, consensus.heard)
+    fence_settle_s = max(workers.fence_settle_s, *(each.fence_settle_s for each in group.ready))
+    copies.drive(workers, settle_s, fence_settle_s, consensus.heard)
     group.followers.on_copied(consensus.heard)
     return transport, copies, consensus
 

@@ -168,7 +168,7 @@ class _Rank:
         net.mailboxes[name] = self
         lives = net.mailboxes.__contains__
         own = SimCopyEngine(net, name, lives, notifies=shape.notifies, fences=shape.fences)
-        self.copies.drive(own, own.settle_s, self._tell)
+        self.copies.drive(own, own.settle_s, own.fence_settle_s, self._tell)
         return self.copies
 
     def post(self, event: Event) -> None:

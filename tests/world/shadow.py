@@ -87,7 +87,8 @@ class Ranks:
         consensus = Consensus(copies, begin, log, lambda: None, wake, in_step=False)
         engine = kv._engine
         engine._report = lambda event: self._world.net.later(lambda: copies.post(event))  # type: ignore[attr-defined]
-        copies.drive(engine, engine.settle_s if number == 0 else self.node.kv._engine.settle_s,  # type: ignore[union-attr]
+        own = engine if number == 0 else self.node.kv._engine  # type: ignore[union-attr]
+        copies.drive(engine, own.settle_s, own.fence_settle_s,
                      consensus.heard if number == 0 else lambda event: None)  # fmt: skip
         side = kv.send_side
         kv._engine = side.outgoing._engine = side._reaching._engine = copies

@@ -34,6 +34,7 @@ from pdserve.transfer.wire import Key
 from tests.unit.ranks.reductions import Ended, Reductions
 
 SETTLE_S = 3.0
+FENCE_SETTLE_S = 0.25
 BROKEN = Failure(code="engine_failed", message="the wire is cut")
 
 
@@ -100,7 +101,7 @@ class Rank:
         mailbox: Mailbox[Event] = Mailbox()
         self._mail = LeaderMail(mailbox, log, self.consensus) if number == 0 else FollowerMail(log, self.consensus)
         tell = self.consensus.heard if number == 0 else self.told.append
-        self.copies.drive(self.engine, SETTLE_S, tell)
+        self.copies.drive(self.engine, SETTLE_S, FENCE_SETTLE_S, tell)
         self.turns: list[list[Outcome]] = []
 
     def turn(self) -> None:
@@ -504,7 +505,7 @@ def test_in_step_a_turn_takes_what_is_soon_done_and_the_others_take_it_as_well()
         )
         sides.append((copies, consensus, engine))
     for copies, _, engine in sides:
-        copies.drive(engine, SETTLE_S, sides[0][1].heard)
+        copies.drive(engine, SETTLE_S, FENCE_SETTLE_S, sides[0][1].heard)
     turns: list[list[list[Outcome]]] = [[], []]
 
     def turn(number: int, mail: LeaderMail | FollowerMail) -> None:

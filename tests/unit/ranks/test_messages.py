@@ -77,6 +77,7 @@ def test_what_is_said_comes_out_as_it_went_in() -> None:
                 handshake={"a": 1, "b": "c"},
                 ranks=(MEMORY,),
                 settle_s=1.5,
+                fence_settle_s=2.5,
                 secret="s",
             ),
         ),
@@ -85,7 +86,13 @@ def test_what_is_said_comes_out_as_it_went_in() -> None:
     ):
         assert follower_codec().decode(follower_codec().encode(message)) == message
     for report in (
-        RankReady(facts={"model": "m"}, memory=MEMORY, samples={"w": {0: 0.1, 1 << 40: -2.0}}, settle_s=1.5),
+        RankReady(
+            facts={"model": "m"},
+            memory=MEMORY,
+            samples={"w": {0: 0.1, 1 << 40: -2.0}},
+            settle_s=1.5,
+            fence_settle_s=2.5,
+        ),
         CopyDone(Key(1, 2, "o"), 3, FAILURE, False, 0.25),
         Notified(Key(1, 2, "o"), 4, 1),
         Reached("h:1", FAILURE, 2),
