@@ -277,7 +277,7 @@ class KVManager:
                 instance=peer.instance,
                 state=peer.state.value,
                 heartbeat_age_s=max(0.0, now - peer.heard_at),
-                silent_s=now - peer.silent_at if peer.state is PeerState.SILENT else None,
+                silent_s=None if peer.silent_at is None else now - peer.silent_at,
                 sent=peer.sent.flow(sending[peer.instance], now),
                 received=peer.received.flow(receiving[peer.instance], now),
             )

@@ -54,8 +54,8 @@ class Peer:
     """`num_missed` when a probe last found that somebody listens there."""
     heard_at: float = 0.0
     """When anything was heard of it last, for people; its state goes by `num_missed`."""
-    silent_at: float = 0.0
-    """When it was last taken for silent."""
+    silent_at: float | None = None
+    """When it was first taken for silent since anything was heard of it; greeting it again changes nothing."""
     sent: FlowMeter = dataclasses.field(default_factory=FlowMeter)
     received: FlowMeter = dataclasses.field(default_factory=FlowMeter)
 

@@ -290,7 +290,7 @@ class Sessions:
             peer.last_ping = now
             if peer.state is PeerState.REFUSED:
                 self._drop(peer)
-            elif peer.state is PeerState.SILENT and now - peer.silent_at >= self._times.silent_timeout_s:
+            elif peer.silent_at is not None and now - peer.silent_at >= self._times.silent_timeout_s:
                 message = f"peer {peer.endpoint} has been silent for {now - peer.silent_at:.0f} s"
                 notices += self._end(peer, Failure(code="peer_silent", message=message, origin=peer.endpoint))
             else:
@@ -425,7 +425,7 @@ class Sessions:
 
     def _heard(self, peer: Peer) -> list[Notice]:
         peer.num_missed = peer.listened_at = 0
-        peer.heard_at = self._clock.now()
+        peer.heard_at, peer.silent_at = self._clock.now(), None
         if peer.state is PeerState.SILENT:
             peer.state = PeerState.READY if peer.hello is not None else PeerState.CONNECTING
             if peer.state is PeerState.READY:
@@ -439,15 +439,16 @@ class Sessions:
         if peer.hello is not None:
             self._send_packet(peer, 0, Ping(endpoint=self._socket.endpoint))
         misses, patience = peer.num_missed, self._times.misses
-        if misses and misses % patience == 0:
-            for address in peer.addresses:  # another process may have its endpoint by now, and answer our probes
-                self._directory.find(address)
         peer.num_missed += 1
         listens = misses - peer.listened_at < patience and misses < patience * BUSY_FACTOR
         if peer.state is PeerState.SILENT or misses < patience or listens:
+            if misses and misses % patience == 0:
+                for address in peer.addresses:  # another process may have its endpoint by now, and answer our probes
+                    self._directory.find(address)
             return []
         connecting, peer.state = peer.state is PeerState.CONNECTING, PeerState.SILENT
-        peer.silent_at = self._clock.now()
+        if peer.silent_at is None:
+            peer.silent_at = self._clock.now()
         message = f"peer {peer.endpoint} has not answered {misses} heartbeats"
         failure = Failure(code="peer_silent", message=message, origin=peer.endpoint)
         dials = self._undial(peer, failure)

@@ -223,6 +223,25 @@ def test_a_busy_peer_that_still_listens_is_not_given_up_for_a_while() -> None:
     assert _state(decode, "prefill-1") is PeerState.SILENT, "stopped, not busy"
 
 
+def test_a_stopped_peer_is_given_up_although_its_directory_answers_each_request() -> None:
+    """Only its scheduler stands still: its bootstrap server names it, and its host takes connections."""
+    net, prefill, decode = meet()
+    del net.sides[prefill.endpoint]
+    states: list[PeerState] = []
+    for _ in range(10 * MISSES + 30):
+        net.pass_time(HEARTBEAT_S)
+        if decode.kv.sessions.peer("prefill-1") is None:
+            break
+        decode.kv.handle(PeerListens("prefill-1"))
+        states.append(_state(decode, "prefill-1"))
+        if states[-1] is PeerState.SILENT and states.count(PeerState.SILENT) % 3 == 0:
+            decode.kv.sessions.dial(ADDRESS)  # another request
+            found(decode, prefill)
+    assert decode.kv.sessions.peer("prefill-1") is None, "it holds its pages for ever"
+    assert states.count(PeerState.SILENT) >= 3 and PeerState.CONNECTING in states
+    assert states.index(PeerState.SILENT) >= 10 * MISSES - 1, "a busy one is given time"
+
+
 def test_a_long_step_of_ours_is_no_silence_of_the_peer() -> None:
     net, _, decode = meet()
     net.clock.advance(50)
