@@ -39,7 +39,7 @@ from pdserve.transfer.events import (
     TransferEvent,
 )
 from pdserve.transfer.handles import KVReceiver, KVSender
-from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerReady, PeerState, SenderQuiesced
+from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerReady, SenderQuiesced
 from pdserve.transfer.receive_side import ReceiveSide
 from pdserve.transfer.receivers import Receivers
 from pdserve.transfer.send_side import SendSide

@@ -88,7 +88,7 @@ def bodies() -> list[dict[str, Any]]:
     scope="module",
     params=[
         pytest.param((MODE, "--dtype", "float32"), id="torch"),
-        pytest.param((MODE, "--dtype", "bfloat16"), id="kernels", marks=needs_kernels),
+        pytest.param((MODE, "--dtype", "bfloat16"), id="kernels", marks=[needs_kernels, pytest.mark.slow]),
         pytest.param(("--dtype", "bfloat16"), id="kernels-by-default", marks=needs_kernels),
     ],
 )
@@ -113,7 +113,11 @@ def expected(model: str, mode: tuple[str, ...], bodies: list[dict[str, Any]]) ->
     "flags",
     [
         pytest.param(("--page-size", "1", "--chunked-prefill-size", "16", OVERLAP), id="page-1-chunk-16-recompute"),
-        pytest.param(("--page-size", "64", "--chunked-prefill-size", "512", OFFLOAD), id="page-64-chunk-512-offload"),
+        pytest.param(
+            ("--page-size", "64", "--chunked-prefill-size", "512", OFFLOAD),
+            id="page-64-chunk-512-offload",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("--page-size", "16", "--chunked-prefill-size", "-1"), id="page-16-whole", marks=pytest.mark.slow),
         pytest.param(("--page-size", "1", OFFLOAD, OVERLAP), id="page-1-offload", marks=pytest.mark.slow),
     ],
@@ -158,7 +162,11 @@ def test_pairs(
 
 
 @needs_kernels
-@pytest.mark.parametrize("flags", [("--cpu-kernels", "torch"), ("--quantization", "int8")], ids=["torch", "int8"])
+@pytest.mark.parametrize(
+    "flags",
+    [("--cpu-kernels", "torch"), pytest.param(("--quantization", "int8"), marks=pytest.mark.slow)],
+    ids=["torch", "int8"],
+)
 def test_peers_with_other_kernels_are_refused(flags: tuple[str, ...], model: str) -> None:
     with running_pair(model, MODE, "--dtype", "bfloat16", decode_flags=flags) as pair:
         answer = requests.post(f"{pair.url}/generate", json={"input_ids": [5, 6]}, timeout=30)

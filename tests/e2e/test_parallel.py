@@ -66,6 +66,7 @@ def test_replicas_on_both_sides(doubled: Pair, tiny_checkpoint: Callable[[Family
     check_replicas(doubled, tiny_checkpoint("llama"), 2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed(), reason="nixl is not installed; scripts/setup.sh says how")
 def test_replicas_on_both_sides_over_nixl(tiny_checkpoint: Callable[[Family], Path]) -> None:
     model = tiny_checkpoint("llama")
@@ -121,7 +122,14 @@ def check_split(model: Path, prefill: tuple[str, ...], decode: tuple[str, ...], 
         assert_idle(pair.prefill, pair.decode)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), SPLITS, ids="".join)
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        pytest.param(*split, marks=[] if number in (1, 3, 5) else pytest.mark.slow)
+        for number, split in enumerate(SPLITS)
+    ],
+    ids="".join,
+)
 def test_split_models(
     prefill: tuple[str, ...], decode: tuple[str, ...], tiny_checkpoint: Callable[[Family], Path]
 ) -> None:

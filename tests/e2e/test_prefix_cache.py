@@ -161,6 +161,7 @@ def test_a_second_turn_sends_only_new_pages(
     assert_idle(*pair.workers)
 
 
+@pytest.mark.slow
 def test_a_second_turn_with_a_real_model(smollm2_directory: Path) -> None:
     flags = (*FLAGS, "--max-total-tokens", "4096")
     radix = ("--disaggregation-decode-enable-radix-cache",)

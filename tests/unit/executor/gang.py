@@ -38,6 +38,7 @@ class _Task:
     key: str
     args: tuple[Any, ...]
     fixed_order: bool
+    timeout_s: float
 
 
 class Gang:
@@ -55,11 +56,12 @@ class Gang:
         *args: Any,
         fixed_order: bool = False,
         num_sharing: int = 1,
+        timeout_s: float = COLLECTIVE_S,
     ) -> list[T]:
         """What `function(parallel, *args)` returns on each rank of a replica of that shape, or on those of
         `num_sharing` replicas that share their feed-forward layers.
 
-        `fixed_order` is that of `open_parallel`, for the deterministic mode.
+        `fixed_order` and `timeout_s` are those of `open_parallel`.
         """
         key = str(next(self._keys))
         places = [
@@ -68,7 +70,7 @@ class Gang:
             for rank in range(shape.num_ranks)
         ]
         for place in places:
-            self._links[place.rank].send(_Task(function, place, self._store.port, key, args, fixed_order))
+            self._links[place.rank].send(_Task(function, place, self._store.port, key, args, fixed_order, timeout_s))
         answers = [self._answer(place.rank) for place in places]
         failed = [answer for answer in answers if isinstance(answer, _Failed)]
         assert not failed, "\n".join(answer.text for answer in failed)
@@ -121,7 +123,7 @@ def _run(task: _Task) -> Any:
         task.place,
         PrefixStore(task.key, store),
         torch.device("cpu"),
-        timeout_s=COLLECTIVE_S,
+        timeout_s=task.timeout_s,
         fixed_order=task.fixed_order,
     )
     try:

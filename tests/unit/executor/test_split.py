@@ -134,7 +134,7 @@ def test_a_layer_is_marked_when_every_micro_batch_has_written_it(gang: Gang, tmp
 
 
 def test_a_rank_that_is_gone_is_an_error_and_no_hang(gang: Gang) -> None:
-    assert gang.run(TP2, leave) == [True, True]
+    assert gang.run(TP2, leave, timeout_s=5.0) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ def test_tiles_cover_all_rows_once_in_allowed_sizes(sizes: tuple[int, ...]) -> N
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, dtype) for name in SHAPES for dtype in (torch.float32, torch.bfloat16)]
+    [(name, dtype) for name in SHAPES for dtype in (torch.float32, torch.bfloat16) if name != "SmolLM2 head"]
+    + [pytest.param("SmolLM2 head", dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)]
     + [("SmolLM2 qkv", torch.float16), ("odd", torch.float16)],
 )
 def test_a_row_has_the_same_bits_wherever_it_lies(name: str, dtype: torch.dtype) -> None:
