@@ -42,6 +42,10 @@ _CURVE_OVERHEAD = 64
 """Bytes that CURVE adds to a frame, and a few more."""
 _HANDSHAKE_MS = 5000
 """A stranger's connection that says nothing is closed then. zmq's own thread shakes hands, however long a step is."""
+_UNACKED_MS = 3000
+"""A connection is made anew when the peer's host has not acknowledged its bytes for so long. The system repeats them
+after pauses that double, so it would find out late that a cut link is whole again. Lost frames are said again."""
+_CONNECT_MS = 2000
 _MAX_SOCKETS = 16384
 _LOOK_EVERY_S = 0.25
 """Pause between looks at the monitors, which costs a system call or two per peer."""
@@ -173,7 +177,9 @@ class ZmqControlSocket:
         socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.TCP_MAXRT, _UNACKED_MS)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         self._secure(socket, listens=False)
         if endpoint.startswith("["):
             socket.setsockopt(zmq.IPV6, 1)
