@@ -138,13 +138,15 @@ class Recorder:
         self.record(endpoint, usurping)  # it may say so again
         return endpoint, usurping
 
-    def odd(self) -> tuple[str, bytes] | None:
-        """A frame that is well sealed, and that no peer would send: it must change nothing."""
+    def odd(self, senders: Container[str] | None = None) -> tuple[str, bytes] | None:
+        """A frame that is well sealed, and that no peer would send: it must change nothing. `senders`: see `replay`."""
         frames = self._hellos if self._rng.random() < 0.2 else self._frames
         found = self._decoded(frames, lambda packet: not isinstance(packet.body, Refusal))
         if found is None:
             return None
         endpoint, packet = found
+        if senders is not None and packet.sender not in senders:
+            return None
         return endpoint, self._wire.encode(self._rng.choice(self._oddities(packet))(packet))
 
     def _oddities(self, packet: Packet) -> list[Callable[[Packet], Packet]]:

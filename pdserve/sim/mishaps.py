@@ -58,7 +58,7 @@ class Mishaps:
         self._drains: list[_Drain] = []
         self._num_absent = 0
         self._has_healed = False
-        """From then on the frames of dead processes are not replayed: they make their sessions seem alive."""
+        """From then on no frames of dead processes come, replayed or odd: they make their sessions seem alive."""
         self.aborted: set[int] = set()
         """Clients that went away, or whose request was aborted at a server."""
 
@@ -96,12 +96,13 @@ class Mishaps:
         if len(cluster.servers) > 1 and happens("links cut", faults.cut):
             self._cut()
         if net.recorder is not None:
+            senders = net.mailboxes if self._has_healed else None
             if happens("frames replayed", faults.replayed):
-                self._inject(net.recorder.replay(net.mailboxes if self._has_healed else None))
+                self._inject(net.recorder.replay(senders))
             if happens("Hellos of a second instance", faults.usurper):
                 self._inject(net.recorder.usurp())
             if happens("odd frames", faults.odd_frame):
-                self._inject(net.recorder.odd())
+                self._inject(net.recorder.odd(senders))
         self._go_on()
 
     def heal(self) -> None:
