@@ -164,8 +164,8 @@ def check(
 
 
 def _stops(stop: float, max_stop_s: float) -> dict[str, Any]:
-    """Long ones are rare, or nothing ever runs."""
-    return {"stop": min(stop, 0.25 / max_stop_s), "max_stop_s": max_stop_s}
+    """The longest ones are rare, or nothing ever runs."""
+    return {"stop": stop if max_stop_s < 100.0 else min(stop, 0.0005), "max_stop_s": max_stop_s}
 
 
 def _cluster(rng: Rng, kinds: Sequence[str]) -> tuple[Shape, Layout]:
