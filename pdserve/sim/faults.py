@@ -162,7 +162,13 @@ class Recorder:
             others = [Key(key.room, key.attempt, "nobody-0")]
             if not isinstance(packet.body, Meta):  # a later attempt is what a receiver may say
                 others += [Key(key.room, key.attempt + 1000, key.origin), Key(key.room + 1000, key.attempt, key.origin)]
-            ways += [lambda packet, key=other: replace(packet, body=replace(packet.body, key=key)) for other in others]  # type: ignore[misc]
+            seq = packet.seq and packet.seq + (
+                1 << 41
+            )  # with its own number it would stand for a message of the peer's
+            ways += [
+                lambda packet, key=other: replace(packet, seq=seq, body=replace(packet.body, key=key))  # type: ignore[misc]
+                for other in others
+            ]
         if isinstance(packet.body, Ping | Pong | Ack):
             ways.append(lambda packet: replace(packet, seq=1 << 41))
         return ways

@@ -82,9 +82,9 @@ class Mishaps:
             if role in each.sent and not server.dead:
                 self.aborted.add(each.index)
                 server.abort(each.rid)
+        if cluster.servers and happens("servers killed", faults.kill):
+            self._kill(self._rng.choice(cluster.servers))
         if cluster.servers:
-            if happens("servers killed", faults.kill):
-                self._kill(self._rng.choice(cluster.servers))
             if happens("servers stopped", faults.stop):
                 self._stop(self._rng.choice(cluster.servers))
             if happens("clock leaps", faults.clock_leap):
