@@ -55,6 +55,8 @@ _DISTINCT_FAILURES = 2
 """A peer that dies in the middle of a handshake looks like one with another token, once."""
 
 _FAILED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_CLOSED = frozenset({errno.EPIPE, errno.ECONNRESET})
+"""Values of `_FAILED` where the other end closed the connection. At the control port peers do so to probe us."""
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL) | int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
@@ -215,11 +217,11 @@ class ZmqControlSocket:
 
     def _look(self, now: float) -> list[PeerHandshakeFailed | HandshakesFailed]:
         """What the monitors have to say."""
-        num_failed = len(_said(self._pull_monitor))
+        said = _said(self._pull_monitor)
+        num_failed = sum(not (kind & _FAILED and value in _CLOSED) for kind, value in said)
         if num_failed:
             self._failures.warning(
-                "%d handshakes at the control port failed: no pdserve, another PDSERVE_CONTROL_TOKEN, or cut off",
-                num_failed,
+                "%d handshakes at the control port failed: no pdserve, or another PDSERVE_CONTROL_TOKEN", num_failed
             )
         events: list[PeerHandshakeFailed | HandshakesFailed] = []
         for endpoint, link in list(self._links.items()):
@@ -244,7 +246,7 @@ class ZmqControlSocket:
                 num_failed, link.num_failed = num_failed + 1, _DISTINCT_FAILURES
             elif kind & _FAILED:
                 num_failed += 1
-                link.num_failed += value in (errno.EPIPE, errno.ECONNRESET)  # else it has said nothing in time
+                link.num_failed += value in _CLOSED  # else it has said nothing in time
             link.given_up = bool(kind & _DISCONNECTED) or (link.given_up and not kind & _RETRIED)
         return num_failed
 

@@ -133,6 +133,24 @@ def test_another_token_is_told_at_both_ends(
     assert "handshakes at the control port failed" in caplog.text
 
 
+@pytest.mark.parametrize("token", [TOKEN, ""])
+def test_connections_that_close_before_they_say_anything_are_not_counted(opened: Opened, token: str) -> None:
+    """Peers look so whether a process still listens."""
+    decode, prefill = opened(token), opened(token)
+    host, _, port = prefill.socket.endpoint.rpartition(":")
+    for _ in range(20):
+        socket.create_connection((host, int(port)), timeout=5).close()
+    decode.socket.send(prefill.socket.endpoint, b"hello")
+
+    def arrived() -> bool:
+        prefill.take()
+        return prefill.frames == [b"hello"]
+
+    wait_until(arrived, "the frame after the probes")
+    prefill.take()
+    assert prefill.num_failed == 0
+
+
 @pytest.mark.parametrize("before", [OTHER, ""])
 def test_a_peer_that_comes_with_the_right_token_is_reached_though_another_was_there_before(
     opened: Opened, before: str
