@@ -81,9 +81,9 @@ async def _continued(live: Live, stream: ContinuedStream, deadline: float) -> As
             if again is not None:
                 live, chunk = again, again.first
                 continue
-            ending = ending or stream.error_event
-            if not ending:
+            if ending is None and not stream.error_event:
                 raise
+            ending = stream.error_event if ending is None else ending
         yield ending
         return
 

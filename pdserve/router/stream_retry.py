@@ -89,7 +89,9 @@ class StreamSoFar:
 
     @property
     def ending(self) -> bytes | None:
-        """What is left of a broken stream whose tokens are all here; None: more tokens were to come."""
+        """What is left of a broken stream whose tokens are all here, perhaps nothing; None: more were to come."""
+        if self._done:
+            return b""
         return None if self._tail is None else self._tail.encode() + DONE
 
     async def go_on(self, error: EndedError) -> Live | None:

@@ -129,12 +129,20 @@ class Recorder:
         return (endpoint, frame) if known else None
 
     def usurp(self) -> tuple[str, bytes] | None:
-        """A Hello as it was said, endpoint and all, but by an instance that does not exist."""
+        """A Hello as it was said, endpoint and all, but by an instance that does not exist, or of another session."""
         found = self._decoded(self._hellos, lambda packet: isinstance(packet.body, Hello) and not packet.body.answer)
         if found is None:
             return None
         endpoint, packet = found
-        usurping = self._wire.encode(msgspec.structs.replace(packet, sender=self._stranger()))
+        body = packet.body
+        assert isinstance(body, Hello)
+        if self._rng.random() < 0.5:
+            packet = msgspec.structs.replace(packet, sender=self._stranger())
+        else:
+            session = self._rng.getrandbits(60) + 1
+            hello = msgspec.structs.replace(body, session=session, epoch=body.epoch + (1 << 40))
+            packet = msgspec.structs.replace(packet, session=session, body=hello)
+        usurping = self._wire.encode(packet)
         self.record(endpoint, usurping)  # it may say so again
         return endpoint, usurping
 

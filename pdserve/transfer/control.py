@@ -154,7 +154,7 @@ class ZmqControlSocket:
         try:
             link = self._links.get(endpoint) or self._connect(endpoint)
         except zmq.ZMQError as error:
-            log.warning("cannot send to %r: %s", endpoint, error)  # a peer's word is no reason to fall over
+            self._failures.warning("cannot send to %r: %s", endpoint, error)  # a peer's word is no reason to fall over
             return
         with contextlib.suppress(zmq.Again):
             link.socket.send(frame, zmq.NOBLOCK)

@@ -54,6 +54,7 @@ class Probes:
             return
         self._num_running += 1
         peer.task = asyncio.create_task(self._probe(instance, endpoint, peer))
+        peer.task.add_done_callback(self._ended)
 
     def close(self) -> None:
         """End what is under way."""
@@ -65,7 +66,6 @@ class Probes:
         try:
             event = await self._look(instance, endpoint)
         finally:
-            self._num_running -= 1
             peer.task = None
         if event is None:
             pause_s = min(MIN_PAUSE_S * 2**peer.num_unanswered, MAX_PAUSE_S)
@@ -76,6 +76,10 @@ class Probes:
             self._peers.pop(instance, None)
         peer.num_unanswered, peer.not_before_s = 0, 0.0
         self._post(event)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A probe has ended, or was cancelled before it began."""
+        self._num_running -= 1
 
     async def _look(self, instance: str, endpoint: str) -> TransferEvent | None:
         """None when nothing is known: no answer in time, no route, or no endpoint at all."""

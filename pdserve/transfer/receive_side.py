@@ -146,9 +146,9 @@ class ReceiveSide:
             room.fail(failure)
 
     def sends(self, peer: Peer, key: Key) -> bool:
-        """True when `peer` is whom the pages of `key` were given to; nobody else can say how it ended."""
+        """True when the pages of `key` were given in the session with `peer`; no other can say how it ended."""
         entry = self.published.get(key)
-        return entry is not None and entry.peer == peer.instance
+        return entry is not None and entry.peer == peer.instance and entry.receiver == peer.receiver
 
     def on_done(self, done: Done) -> None:
         """The sender has seen every byte of a key land."""

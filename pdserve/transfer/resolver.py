@@ -82,5 +82,9 @@ class LaneResolver(AbstractResolver):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(tell, result)
 
-        threading.Thread(target=run, name="kv-names", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="kv-names", daemon=True).start()
+        except RuntimeError as error:  # the system has no more threads
+            self._places.release()
+            raise OSError(f"no thread to look {host!r} up with: {error}") from error
         return await found

@@ -45,6 +45,10 @@ from pdserve.transfer.wire import MAX_ACKS, Ack, Body, Hello, Packet, Ping, Pong
 
 log = logging.getLogger(__name__)
 
+MAX_PEERS = 2048
+"""Beyond them no process is taken that dials us."""
+MAX_ADDRESSES = 64
+"""Bootstrap addresses of a peer that are remembered, the newest: clients name them, and one server has many names."""
 BUSY_FACTOR = 10
 """A peer that answers no ping but still listens may be in a long step: it gets this many times the misses."""
 ACK_DELAY_S = 0.02
@@ -152,17 +156,25 @@ class Sessions:
         notices: list[Notice] = []
         instances = tuple(instance for instance, _ in event.replicas)
         for old in list(self._peers.values()):
-            if event.address in old.addresses and old.instance not in instances:
+            if event.address not in old.addresses or old.instance in instances:
+                continue
+            if len(old.addresses) > 1 and old.state is PeerState.READY and old.num_missed <= 1:
+                del old.addresses[event.address]  # it lives: a client's name for it leads elsewhere now
+            else:
                 notices += self.gone(old.instance)
         self._dialled[event.address] = instances
         for instance, endpoint in event.replicas:
             peer = self._peers.get(instance)
-            if peer is not None and peer.state is PeerState.REFUSED:
-                self._drop(peer)
+            if peer is not None and (peer.state is PeerState.REFUSED or peer.receiver is None):
+                self._drop(peer)  # we have no receiving engine for one that dialled us
                 peer = None
             if peer is None:
                 peer = self._dial_peer(instance, endpoint)
             peer.addresses[event.address] = None
+            if len(peer.addresses) > MAX_ADDRESSES:
+                oldest = next(iter(peer.addresses))
+                del peer.addresses[oldest]
+                self._dialled.pop(oldest, None)
             if peer.state is PeerState.READY:
                 notices.append(PeerReady(peer))
             elif peer.greeting is not None and peer.state is not PeerState.CONNECTING:
@@ -213,11 +225,11 @@ class Sessions:
                 return self._reset(packet, packet.body)
             case Ping(nonce=nonce, endpoint=endpoint) if nonce:
                 peer = self._peers.get(packet.sender)
-                if peer is not None and peer.endpoint == endpoint:  # we are where our Hello to this peer says
-                    self._strangers.repeat(packet.sender, endpoint, nonce)
+                if peer is not None and (peer.endpoint, peer.session) == (endpoint, packet.session):
+                    self._strangers.repeat(peer, nonce)  # we are where our Hello to this peer says
                 return []
             case Pong(nonce=nonce) if nonce:
-                self._strangers.repeated(packet.sender, nonce)
+                self._strangers.repeated(packet.sender, packet.session, nonce)
                 return []
         peer = self._peers.get(packet.sender)
         if peer is None or peer.session != packet.session:
@@ -325,10 +337,11 @@ class Sessions:
     def _nonce(self, purpose: str) -> int:
         return self._mint(purpose, next(self._seq))
 
-    def _newest_epoch(self, instance: str) -> int:
-        """The greatest epoch that a session with `instance` has had."""
+    def _newest_epoch(self, instance: str, endpoint: str) -> int:
+        """The greatest epoch that a session with `instance` at `endpoint` has had."""
         peer = self._peers.get(instance)
-        return max(self._strangers.newest_epoch(instance), 0 if peer is None else peer.epoch)
+        live = 0 if peer is None or peer.endpoint != endpoint else peer.epoch
+        return max(self._strangers.newest_epoch(instance, endpoint), live)
 
     def _add(self, instance: str, endpoint: str, epoch: int, session: int) -> Peer:
         now = self._clock.now()
@@ -340,11 +353,11 @@ class Sessions:
         notices: list[Notice] = []
         peer = self._peers.get(packet.sender)
         if peer is None or peer.session != hello.session:
-            if hello.answer or hello.epoch <= self._newest_epoch(packet.sender):
+            if hello.answer or hello.epoch <= self._newest_epoch(packet.sender, hello.endpoint):
                 self._counters["hellos_replayed"] += 1
                 self._strangers.reset_sender(packet, hello.endpoint)
                 return []
-            if not self._owns_endpoint(packet.sender, hello.endpoint):
+            if not self._may_begin(packet.sender, hello):
                 return []
             for old in [old for old in self._peers.values() if old.endpoint == hello.endpoint or old is peer]:
                 failure = Failure(code="peer_gone", message=f"peer {old.endpoint} began anew", origin=old.endpoint)
@@ -373,10 +386,19 @@ class Sessions:
         ranks = tuple(msgspec.structs.replace(rank, transport_address="") for rank in self._me.ranks)
         return msgspec.structs.replace(self._me, ranks=ranks, answer=True, epoch=hello.epoch, session=hello.session)
 
-    def _owns_endpoint(self, instance: str, endpoint: str) -> bool:
-        """Whether a new process may take the place of the one that we know at `endpoint`."""
-        known = any(peer.endpoint == endpoint and peer.instance != instance for peer in self._peers.values())
-        return not known or self._strangers.owns(instance, endpoint)
+    def _may_begin(self, instance: str, hello: Hello) -> bool:
+        """Whether a new session may begin, in the place of those that there are with its instance or at its endpoint.
+
+        An instance does not move, and a process that we dial does not dial us.
+        """
+        rivals = [it for it in self._peers.values() if it.instance == instance or it.endpoint == hello.endpoint]
+        if any(it.receiver is not None or it.endpoint != hello.endpoint for it in rivals):
+            self._counters["hellos_refused"] += 1
+            return False
+        if not rivals and len(self._peers) >= MAX_PEERS:
+            self._counters["hellos_refused"] += 1
+            return False
+        return not rivals or self._strangers.owns(instance, hello.endpoint, hello.session)
 
     def _refused(self, peer: Peer, field: str, message: str) -> list[Notice]:
         """One of us refused the other. The peer stays for one heartbeat more, so that it hears so for certain."""

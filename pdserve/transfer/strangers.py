@@ -2,7 +2,7 @@
 
     a packet of an unknown session    ─> Reset: its sender ends that session, too
     a session that has ended here     ─> Reset, and again while what its sender may write is not fenced
-    a new process at a known endpoint ─> Ping(nonce) there; its Hello is taken once it has repeated the nonce
+    a Hello that would end a session  ─> Ping(nonce) to its endpoint; it is taken once its sender has repeated the nonce
 
 Owned by `Sessions`; scheduler thread only.
 """
@@ -22,7 +22,9 @@ from pdserve.transfer.wire import Body, Packet, Ping, Pong, Reset, Wire
 T = TypeVar("T")
 
 MAX_REMEMBERED = 1024
-"""Ended sessions, instances and endpoints: the newest are kept."""
+"""Ended sessions, epochs and challenges: the newest are kept."""
+MAX_ENDPOINTS = 256
+"""Endpoints of processes that are no peers, to which something is open at a time. Others are told nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +35,15 @@ class EndedSession:
     session: int
     endpoint: str
     receiver: str | None
+
+
+@dataclasses.dataclass(slots=True)
+class _Challenge:
+    """What the sender of a Hello must repeat where it says it is."""
+
+    endpoint: str
+    nonce: int
+    proved: bool = False
 
 
 class Strangers:
@@ -60,13 +71,11 @@ class Strangers:
         self._writes_in = writes_in
         self._quiet_s = quiet_s
         self._ended: OrderedDict[tuple[str, int], EndedSession] = OrderedDict()
-        self._epochs: OrderedDict[str, int] = OrderedDict()
-        """The newest epoch of each instance whose sessions have ended."""
-        self._nonces: OrderedDict[str, int] = OrderedDict()
-        """What a new process at a known endpoint must repeat, by its instance id."""
-        self._proved: OrderedDict[str, None] = OrderedDict()
-        """Instances that have repeated it, until their Hello is taken."""
-        self._said_at: OrderedDict[str, float] = OrderedDict()
+        self._epochs: OrderedDict[tuple[str, str], int] = OrderedDict()
+        """The newest epoch of ended sessions, by instance and endpoint."""
+        self._challenges: OrderedDict[tuple[str, int], _Challenge] = OrderedDict()
+        """By the instance and the session of the Hello, until it is taken."""
+        self._said_at: dict[str, float] = {}
         """When a word last went to an endpoint. What is open to it is closed some time later."""
 
     # ------------------------------------------------------------------ ended sessions
@@ -75,8 +84,9 @@ class Strangers:
         """The session with `peer` has ended."""
         key = (peer.instance, peer.session)
         _remember(self._ended, key, EndedSession(peer.instance, peer.session, peer.endpoint, peer.receiver))
-        _remember(self._epochs, peer.instance, max(peer.epoch, self._epochs.get(peer.instance, 0)))
-        _remember(self._said_at, peer.endpoint, self._clock.now())
+        at = (peer.instance, peer.endpoint)
+        _remember(self._epochs, at, max(peer.epoch, self._epochs.get(at, 0)))
+        self._said_at[peer.endpoint] = self._clock.now()
 
     def session(self, instance: str, number: int) -> EndedSession | None:
         """The ended session of that instance and number, while it is remembered."""
@@ -87,9 +97,9 @@ class Strangers:
         ended = self._ended.values()
         return [it.receiver for it in ended if it.instance == instance and it.receiver is not None]
 
-    def newest_epoch(self, instance: str) -> int:
-        """The greatest epoch that an ended session of `instance` had; 0 where none is remembered."""
-        return self._epochs.get(instance, 0)
+    def newest_epoch(self, instance: str, endpoint: str) -> int:
+        """The greatest epoch that an ended session of `instance` at `endpoint` had; 0 where none is remembered."""
+        return self._epochs.get((instance, endpoint), 0)
 
     def reset(self, instance: str, endpoint: str, session: int, *, answer: bool) -> None:
         """Say that there is no such session here, and whether we may still write in it."""
@@ -118,27 +128,31 @@ class Strangers:
 
     # ------------------------------------------------------------------ challenges
 
-    def owns(self, instance: str, endpoint: str) -> bool:
-        """Whether `instance` has shown that it is the process at `endpoint`. If not, it is challenged there.
+    def owns(self, instance: str, endpoint: str, session: int) -> bool:
+        """Whether `instance` has shown that it is the process at `endpoint` and has begun `session`.
 
-        The former process drops what is not addressed to it, and so does any other.
+        If not, it is challenged there. Any other process drops what is not addressed to it, and the process of that
+        name answers for sessions of its own only.
         """
-        if instance in self._proved:
-            del self._proved[instance], self._nonces[instance]
+        challenge = self._challenges.get((instance, session))
+        if challenge is None or challenge.endpoint != endpoint:
+            challenge = _Challenge(endpoint, self._mint(f"challenge {instance}"))
+            _remember(self._challenges, (instance, session), challenge)
+        if challenge.proved:
+            del self._challenges[instance, session]
             return True
-        if instance not in self._nonces:
-            _remember(self._nonces, instance, self._mint(f"challenge {instance}"))
-        self._send(instance, endpoint, 0, Ping(nonce=self._nonces[instance], endpoint=self._socket.endpoint))
+        self._send(instance, endpoint, session, Ping(nonce=challenge.nonce, endpoint=self._socket.endpoint))
         return False
 
-    def repeated(self, instance: str, nonce: int) -> None:
+    def repeated(self, instance: str, session: int, nonce: int) -> None:
         """`instance` has answered a challenge."""
-        if self._nonces.get(instance) == nonce:
-            _remember(self._proved, instance, None)
+        challenge = self._challenges.get((instance, session))
+        if challenge is not None and challenge.nonce == nonce:
+            challenge.proved = True
 
-    def repeat(self, instance: str, endpoint: str, nonce: int) -> None:
-        """Answer a challenge of the peer `instance`."""
-        self._send(instance, endpoint, 0, Pong(nonce=nonce))
+    def repeat(self, peer: Peer, nonce: int) -> None:
+        """Answer a challenge of `peer`."""
+        self._send(peer.instance, peer.endpoint, peer.session, Pong(nonce=nonce))
 
     # ------------------------------------------------------------------ sockets
 
@@ -158,8 +172,10 @@ class Strangers:
         return bool(self._said_at)
 
     def _send(self, instance: str, endpoint: str, session: int, body: Body) -> None:
-        """Send `body` once. It is not acknowledged."""
-        _remember(self._said_at, endpoint, self._clock.now())
+        """Send `body` once, unless too many endpoints are open. It is not acknowledged."""
+        if endpoint not in self._said_at and len(self._said_at) >= MAX_ENDPOINTS:
+            return
+        self._said_at[endpoint] = self._clock.now()
         packet = Packet(sender=self._instance, receiver=instance, session=session, seq=0, body=body)
         self._socket.send(endpoint, self._wire.encode(packet))
 

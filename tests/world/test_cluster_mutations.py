@@ -26,7 +26,7 @@ from pdserve.transfer.room import ReceiveRoom
 from pdserve.transfer.send_side import SendSide
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.strangers import Strangers
-from pdserve.transfer.wire import Ended, Key, Packet, Reset
+from pdserve.transfer.wire import Ended, Hello, Key, Packet, Reset
 from tests.world.campaign import play
 
 Patch = pytest.MonkeyPatch
@@ -147,7 +147,7 @@ def a_peer_that_was_gone_stays_gone(patch: Patch) -> None:
 
     def unforgiving(self: Sessions, address: Address) -> tuple[Peer | None, ...]:
         return tuple(
-            peer if peer is None or not self._strangers.newest_epoch(peer.instance) else None
+            peer if peer is None or not self._strangers.newest_epoch(peer.instance, peer.endpoint) else None
             for peer in dial(self, address)
         )
 
@@ -158,21 +158,26 @@ def a_peer_that_was_gone_stays_gone(patch: Patch) -> None:
 
 
 def an_endpoint_is_whose_Hello_says_so(patch: Patch) -> None:
-    patch.setattr(Sessions, "_owns_endpoint", lambda self, instance, endpoint: True)
+    patch.setattr(Sessions, "_may_begin", lambda self, instance, hello: True)
 
 
 def an_unanswered_challenge_is_an_answer(patch: Patch) -> None:
     owns = Strangers.owns
 
-    def trusting(self: Strangers, instance: str, endpoint: str) -> bool:
-        asked = instance in self._nonces
-        return owns(self, instance, endpoint) or asked
+    def trusting(self: Strangers, instance: str, endpoint: str, session: int) -> bool:
+        asked = (instance, session) in self._challenges
+        return owns(self, instance, endpoint, session) or asked
 
     patch.setattr(Strangers, "owns", trusting)
 
 
-def an_old_Hello_is_as_good_as_a_new_one(patch: Patch) -> None:
-    patch.setattr(Sessions, "_newest_epoch", lambda self, instance: -1)
+def a_known_name_needs_no_challenge(patch: Patch) -> None:
+    may_begin = Sessions._may_begin
+
+    def trusting(self: Sessions, instance: str, hello: Hello) -> bool:
+        return self.peer(instance) is not None or may_begin(self, instance, hello)
+
+    patch.setattr(Sessions, "_may_begin", trusting)
 
 
 def a_reset_of_any_session_counts(patch: Patch) -> None:
@@ -329,7 +334,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, int]] = [
     (a_peer_that_was_gone_stays_gone, "lies", 1),
     (an_endpoint_is_whose_Hello_says_so, "usurpers", 0),
     (an_unanswered_challenge_is_an_answer, "usurpers+replays", 0),
-    (an_old_Hello_is_as_good_as_a_new_one, "replays+lies", 25),
+    (a_known_name_needs_no_challenge, "usurpers", 0),
     (a_reset_of_any_session_counts, "replays+lies", 5),
     (what_is_silent_is_dead, "cuts", 4),
     (a_rank_that_cannot_say_is_fenced, "cuts+lies", 4),

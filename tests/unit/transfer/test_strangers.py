@@ -1,0 +1,175 @@
+"""What a process with the control token, or any where none is set, can do to the sessions of others."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.protocol.failure import Failure
+from pdserve.transfer.events import FrameArrived
+from pdserve.transfer.peers import PeerState
+from pdserve.transfer.sessions import MAX_ADDRESSES, MAX_PEERS
+from pdserve.transfer.state import KVPoll
+from pdserve.transfer.strangers import MAX_ENDPOINTS
+from pdserve.transfer.wire import Body, Ended, Hello, Packet, Ping, Pong, Wire
+from tests.unit.transfer.kit import ADDRESS, TOKEN, Net, Pair, Side, found, meet, say
+
+EVIL = "evil:1"
+
+
+def _hello_of(net: Net, side: Side) -> Hello:
+    return next(p.body for p in net.seen if p.sender == side.instance and isinstance(p.body, Hello))
+
+
+def _state(side: Side, instance: str) -> PeerState | None:
+    peer = side.kv.sessions.peer(instance)
+    return None if peer is None else peer.state
+
+
+def _frame(to: Side, sender: str, body: Body, session: int) -> None:
+    """One frame without what follows from it on the network."""
+    packet = Packet(sender=sender, receiver=to.instance, session=session, seq=1 << 40, body=body)
+    to.kv.handle(FrameArrived(Wire(TOKEN).encode(packet)))
+
+
+def _challenged(net: Net, prefill: Side, hello: Hello) -> int:
+    """The nonce of a challenge of `x`, at an endpoint where `y` has a session already."""
+    say(net, "y", prefill, msgspec.structs.replace(hello, endpoint=EVIL, session=77), session=77)
+    before = len(net.seen)
+    say(net, "x", prefill, msgspec.structs.replace(hello, endpoint=EVIL, session=78), session=78)
+    (nonce,) = [p.body.nonce for p in net.seen[before:] if isinstance(p.body, Ping) and p.receiver == "x"]
+    return nonce
+
+
+def test_a_proof_is_good_for_one_endpoint_and_one_session() -> None:
+    net, prefill, decode = meet()
+    hello = _hello_of(net, decode)
+    nonce = _challenged(net, prefill, hello)
+    for session in (0, 78, 79):
+        say(net, "x", prefill, Pong(nonce=nonce), session=session)
+    say(net, "x", prefill, msgspec.structs.replace(hello, session=78), session=78)
+    say(net, "x", prefill, msgspec.structs.replace(hello, session=79), session=79)
+    assert _state(prefill, "decode-1") is PeerState.READY
+    say(net, "x", prefill, msgspec.structs.replace(hello, endpoint=EVIL, session=78), session=78)
+    assert _state(prefill, "y") is PeerState.READY, "it was challenged anew"
+
+
+def test_more_challenges_than_are_remembered_end_nothing() -> None:
+    net, prefill, decode = meet()
+    hello = _hello_of(net, decode)
+    _frame(prefill, "x", Pong(nonce=_challenged(net, prefill, hello)), 78)
+    for number in range(1100):
+        _frame(prefill, f"z{number}", msgspec.structs.replace(hello, endpoint=EVIL, session=number + 100), number + 100)
+    _frame(prefill, "x", msgspec.structs.replace(hello, endpoint=EVIL, session=78), 78)
+    assert _state(prefill, "decode-1") is PeerState.READY
+
+
+def test_a_hello_in_another_s_name_neither_ends_its_session_nor_keeps_it_out() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    hello = msgspec.structs.replace(_hello_of(net, decode), session=79, epoch=1 << 60)
+    say(net, "decode-1", prefill, hello, session=79)
+    say(net, "decode-1", prefill, msgspec.structs.replace(hello, endpoint=EVIL), session=79)
+    net.pass_time(20)
+    assert pair.receiver.poll() is KVPoll.WAITING_FOR_INPUT
+    assert _state(prefill, "decode-1") is _state(decode, "prefill-1") is PeerState.READY
+
+
+def test_a_process_that_took_a_name_elsewhere_keeps_its_owner_out_no_longer_than_it_is_there() -> None:
+    net, _, decode = meet()
+    hello = _hello_of(net, decode)
+    other = Side(net, "prefill-2")
+    taken = msgspec.structs.replace(hello, endpoint=EVIL, session=79, epoch=1 << 60)
+    say(net, "decode-1", other, taken, session=79)
+    assert _state(other, "decode-1") is PeerState.READY
+    net.pass_time(60)
+    assert _state(other, "decode-1") is None
+    decode.kv.open_receiver(9, ("other", 1), "d")
+    found(decode, other, ("other", 1))
+    net.pass_time(4)
+    assert _state(other, "decode-1") is PeerState.READY
+
+
+def test_decode_gives_pages_to_no_process_that_dials_it() -> None:
+    net, prefill, decode = meet()
+    hello = msgspec.structs.replace(_hello_of(net, decode), endpoint=EVIL, session=79, epoch=1 << 60)
+    say(net, "prefill-1", decode, hello, session=79)
+    peer = decode.kv.sessions.peer("prefill-1")
+    assert peer is not None and peer.endpoint == prefill.endpoint
+
+    decode = Side(net, "decode-2")
+    say(net, "prefill-1", decode, hello, session=79)
+    receiver = decode.kv.open_receiver(9, ADDRESS, "d")
+    found(decode, prefill)
+    net.pass_time(4)
+    peer = decode.kv.sessions.peer("prefill-1")
+    assert peer is not None and peer.endpoint == prefill.endpoint and peer.receiver is not None
+    assert receiver.poll() is KVPoll.WAITING_FOR_INPUT
+
+
+def test_a_later_session_cannot_say_that_an_earlier_one_writes_no_more() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    key = next(iter(decode.kv.receive_side.published)).key
+    pair.send()
+    decode.engine.fences = False
+    net.drop = lambda packet: True
+    del decode.kv.sessions._peers["prefill-1"]
+    decode.kv.sessions._add("prefill-1", EVIL, 2, 79).hello = _hello_of(net, decode)
+    pair.receiver.close()
+    for lease in pair.theirs:
+        lease.drop("request")
+    before = decode.free
+    failure = Failure(code="forged", message="")
+    _frame(decode, "prefill-1", Ended(key=key, failure=failure, quiesced=True), 79)
+    assert decode.free == before
+
+
+def test_a_flood_of_endpoints_opens_a_few() -> None:
+    net, prefill, _ = meet()
+    for number in range(3000):
+        _frame(prefill, "s", Ping(endpoint=f"10.0.{number // 250}.{number % 250}:99"), 5)
+    opened = {endpoint for endpoint, _ in net.frames}
+    assert 0 < len(opened) <= MAX_ENDPOINTS
+    net.frames.clear()
+    net.pass_time(60)
+    assert opened <= set(prefill.socket.forgotten)
+
+
+def test_a_flood_of_hellos_leaves_old_peers_alone_and_ends() -> None:
+    net, prefill, decode = meet()
+    hello = _hello_of(net, decode)
+    for number in range(MAX_PEERS + 100):
+        _frame(prefill, f"z{number}", msgspec.structs.replace(hello, endpoint=f"z{number}:9", session=number + 100), 0)
+    assert len(list(prefill.kv.sessions)) == MAX_PEERS
+    assert prefill.kv.counters["hellos_refused"] >= 100
+    assert _state(prefill, "decode-1") is PeerState.READY
+    net.frames.clear()
+    for _ in range(30):
+        net.pass_time(2)
+        net.frames.clear()
+    assert len(list(prefill.kv.sessions)) <= 1
+
+
+def test_many_names_of_one_server_are_not_remembered() -> None:
+    net, prefill, decode = meet()
+    for number in range(2000):
+        address = (f"p{number}", 8998)
+        decode.kv.sessions.dial(address)
+        found(decode, prefill, address)
+    net.pump()
+    peer = decode.kv.sessions.peer("prefill-1")
+    assert peer is not None and len(peer.addresses) == MAX_ADDRESSES
+    assert len(decode.kv.sessions._dialled) <= MAX_ADDRESSES
+
+
+def test_a_name_that_leads_elsewhere_ends_no_session_with_a_peer_that_lives() -> None:
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    other = Side(net, "prefill-2")
+    relay = ("relay", 1)
+    decode.kv.sessions.dial(relay)
+    found(decode, prefill, relay)
+    found(decode, other, relay)
+    net.pass_time(4)
+    assert _state(decode, "prefill-1") is PeerState.READY
+    assert pair.receiver.poll() is KVPoll.WAITING_FOR_INPUT
