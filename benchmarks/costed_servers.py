@@ -37,7 +37,7 @@ from pdserve.sim.network import Faults, SimNet, SimSocket
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import Address, CopyJob, PrefillFound, ReceiverOpened
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST, KVArgs, KVManager, TransferTimes
-from pdserve.transfer.sessions import SessionTimes
+from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.wire import Key, RankMemory
 
 PAGE_TOKENS = 16

@@ -33,8 +33,8 @@ from pdserve.transfer.aux import AuxRecord, MetadataBuffers
 from pdserve.transfer.control import ZmqControlSocket
 from pdserve.transfer.events import Address, PrefillFound, TransferEvent
 from pdserve.transfer.manager import KVArgs, KVManager, KVReceiver, KVSender, TransferTimes
+from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.registry import open_transport
-from pdserve.transfer.sessions import SessionTimes
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.wire import RankMemory, TransferStats

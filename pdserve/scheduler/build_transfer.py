@@ -31,8 +31,8 @@ from pdserve.transfer.control import ZmqControlSocket
 from pdserve.transfer.directory import HttpDirectory
 from pdserve.transfer.events import ControlSocket, CopyEngine, Directory, TransferEvent
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
+from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.registry import open_transport
-from pdserve.transfer.sessions import SessionTimes
 from pdserve.transfer.transport import MemoryRegion, Transport
 from pdserve.transfer.wire import RankMemory
 from pdserve.transfer.workers import CopyWorkers

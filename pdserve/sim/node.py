@@ -42,7 +42,7 @@ from pdserve.sim.network import Faults, Grants, Pool, SimCopyEngine, SimDirector
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import ControlSocket, CopyEngine, Directory
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
-from pdserve.transfer.sessions import SessionTimes
+from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.wire import Key, RankMemory
 
 

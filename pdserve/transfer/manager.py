@@ -39,11 +39,11 @@ from pdserve.transfer.events import (
     TransferEvent,
 )
 from pdserve.transfer.handles import KVReceiver, KVSender
-from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerReady, SenderQuiesced
+from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerReady, SenderQuiesced, SessionTimes
 from pdserve.transfer.receive_side import ReceiveSide
 from pdserve.transfer.receivers import Receivers
 from pdserve.transfer.send_side import SendSide
-from pdserve.transfer.sessions import Sessions, SessionTimes
+from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.wire import (
     CONTROL_VERSION,
     Abort,

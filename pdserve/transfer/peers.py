@@ -25,6 +25,16 @@ class PeerState(enum.Enum):
     REFUSED = "refused"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionTimes:
+    """Seconds. A session ends after its peer was silent for `silent_timeout_s`."""
+
+    heartbeat_s: float = 2.0
+    misses: int = 3
+    resend_s: float = 1.0
+    silent_timeout_s: float = 30.0
+
+
 @dataclasses.dataclass(slots=True)
 class Peer:
     """One process at the other end. `hello` is what it said of itself; the bootstrap servers at `addresses` name it."""

@@ -15,7 +15,6 @@ ranks of one replica all of it runs alike, so nothing here is drawn at random: s
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import logging
@@ -37,6 +36,7 @@ from pdserve.transfer.peers import (
     PeerReady,
     PeerState,
     SenderQuiesced,
+    SessionTimes,
     check_hello,
 )
 from pdserve.transfer.receivers import Receivers
@@ -53,16 +53,6 @@ BUSY_FACTOR = 10
 """A peer that answers no ping but still listens may be in a long step: it gets this many times the misses."""
 ACK_DELAY_S = 0.02
 """How long an ack waits for a packet that it can ride on, so that no peer is woken in the middle of a copy."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SessionTimes:
-    """Seconds. A session ends after its peer was silent for `silent_timeout_s`."""
-
-    heartbeat_s: float = 2.0
-    misses: int = 3
-    resend_s: float = 1.0
-    silent_timeout_s: float = 30.0
 
 
 class Sessions:

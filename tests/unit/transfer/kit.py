@@ -24,7 +24,7 @@ from pdserve.transfer.events import (
     TransferEvent,
 )
 from pdserve.transfer.manager import KVArgs, KVManager, KVReceiver, KVSender, TransferTimes
-from pdserve.transfer.sessions import SessionTimes
+from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.wire import Body, Key, Packet, RankMemory, TransferStats, Wire
 
 ADDRESS: Address = ("prefill", 8998)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.transfer.events import FrameArrived, PeerGone
-from pdserve.transfer.sessions import SessionTimes
+from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Abort, Done, Ended, Meta, Packet, TransferStats, Wire
 from tests.unit.transfer.kit import (

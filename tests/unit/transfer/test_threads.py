@@ -27,8 +27,9 @@ from pdserve.transfer.events import (
     ReceiverOpened,
     TransferEvent,
 )
+from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.receivers import Receivers
-from pdserve.transfer.sessions import Sessions, SessionTimes
+from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.wire import Hello, Packet, Ping, RankMemory, Region, Wire
 from tests.unit.transfer.kit import KitDirectory, KitEngine
 from tests.unit.transfer.waiting import DEADLINE_S, events_of, wait_until
