@@ -13,6 +13,7 @@ because its role is being changed, counts as dead so long.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,8 @@ from pdserve.router.workers import LoadReport, Registry, Worker
 log = logging.getLogger(__name__)
 
 RECHECK_DEAD_S = 0.5
+_OURS = frozenset({errno.EMFILE, errno.ENFILE})
+"""We have no descriptor left, which says nothing of a worker."""
 UNCHECKED_RETRY_S = 1.0
 INFO_PATH = "/get_server_info"
 STALLED_S = 1.0
@@ -142,10 +145,15 @@ class HealthMonitor:
                 self._was_late(worker)
             return
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            if getattr(error, "errno", None) in _OURS:
+                log.warning("%s cannot be checked: %s", worker.spec.url, describe(error))
+                return
             worker.ended = worker.ended or _is_refused(error)
             self._mark_dead(worker, describe(error))
             if not _is_refused(error):
-                worker.lose(f"it cannot be reached: {describe(error)}")
+                worker.late_checks += 1
+                if worker.late_checks >= self._health.failure_threshold:  # one broken connection ends no streams
+                    worker.lose(f"it cannot be reached: {describe(error)}")
             return
         worker.late_checks = 0
         if status != 200:

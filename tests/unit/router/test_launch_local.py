@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import signal
@@ -71,6 +72,12 @@ def test_servers_are_pinned_to_cores_that_no_other_has(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="too few cores, 9 are needed"):
         LocalConfig(model_path="m", num_prefill=1, num_decode=2, cpu_threads=3, cpu_pin="auto")
     assert "--cpu-pin" not in server_argv(LocalConfig(model_path="m"), "decode")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_servers_believe_their_router_whose_a_request_is(role: Role) -> None:
+    access = parse_server_args(server_argv(LocalConfig(model_path="m"), role)).access
+    assert any(ipaddress.ip_address("127.0.0.1") in network for network in access.proxies)
 
 
 def test_prefill_gives_way_to_all_others_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
