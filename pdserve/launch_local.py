@@ -114,7 +114,7 @@ class LocalConfig:
 def server_argv(config: LocalConfig, role: Role, index: int = 0) -> list[str]:
     """Arguments of server `index` of its role after the command that runs it."""
     argv = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", "0", "--disaggregation-mode", role]
-    argv += ["--forwarded-allow-ips", LOOPBACK]  # the router says whose a request is
+    argv += ["--forwarded-allow-ips", LOOPBACK]  # the router forwards the address of the client
     if role == "prefill":
         argv += ["--disaggregation-bootstrap-port", "0", "--cpu-nice", str(config.prefill_niceness)]
     own = config.prefill_flags if role == "prefill" else config.decode_flags

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 RECHECK_DEAD_S = 0.5
 _OURS = frozenset({errno.EMFILE, errno.ENFILE})
-"""We have no descriptor left, which says nothing of a worker."""
+"""The router has no free file descriptor: the worker may be healthy."""
 UNCHECKED_RETRY_S = 1.0
 INFO_PATH = "/get_server_info"
 STALLED_S = 1.0

@@ -46,9 +46,9 @@ from pdserve.transfer.wire import MAX_ACKS, Ack, Body, Hello, Packet, Ping, Pong
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 2048
-"""Beyond them no process is taken that dials us."""
+"""A server with this many peers refuses the Hello of any other process."""
 MAX_ADDRESSES = 64
-"""Bootstrap addresses of a peer that are remembered, the newest: clients name them, and one server has many names."""
+"""Most bootstrap addresses kept per peer, the newest. Requests name them, and one server can have many names."""
 BUSY_FACTOR = 10
 """A peer that answers no ping but still listens may be in a long step: it gets this many times the misses."""
 ACK_DELAY_S = 0.02

@@ -24,7 +24,7 @@ T = TypeVar("T")
 MAX_REMEMBERED = 1024
 """Ended sessions, epochs and challenges: the newest are kept."""
 MAX_ENDPOINTS = 256
-"""Endpoints of processes that are no peers, to which something is open at a time. Others are told nothing."""
+"""Most connections that are open to processes without a session. Beyond it nothing is sent to a new endpoint."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
