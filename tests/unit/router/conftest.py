@@ -48,6 +48,8 @@ class FakeWorker:
     """More of its `/get_server_info`."""
     reported: int | None = None
     num_health: int = 0
+    num_health_to_break: int = 0
+    """So many of the next health checks lose their connection."""
     num_load_asked: int = 0
     pair: dict[str, Any] | None = None
     pair_status: int = 200
@@ -89,6 +91,10 @@ class FakeWorker:
 
     async def _health(self, request: web.Request) -> web.Response:
         self.num_health += 1
+        if self.num_health_to_break > 0:
+            self.num_health_to_break -= 1
+            assert request.transport is not None
+            request.transport.abort()
         if self.health_gate is not None:
             await self.health_gate.wait()
         if self.health_body is not None:

@@ -146,6 +146,39 @@ def test_worker_that_writes_is_not_dead_however_late_its_health_is(run_world: Ru
     run_world(scenario)
 
 
+@pytest.mark.parametrize(("num_broken", "ends"), [(2, False), (1000, True)])  # the client asks twice in a check
+def test_streams_end_when_several_health_checks_in_a_row_break(
+    run_world: RunWorld, num_broken: int, ends: bool
+) -> None:
+    go_on = asyncio.Event()
+
+    async def slow(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin_stream(request)
+        await response.write(FIRST)
+        await go_on.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d", slow)
+        async with (
+            world.router([prefill], [decode], health=QUICK) as url,
+            world.session.post(url + CHAT, json={}) as response,
+        ):
+            await response.content.readany()
+            decode.num_health_to_break = num_broken
+            if not ends:
+                await world.until(
+                    lambda: world.healthy_urls(url),
+                    lambda urls: decode.num_health_to_break == 0 and decode.url in urls,
+                )
+                go_on.set()
+            rest = await response.read()
+            assert (b"cannot be reached" in rest) is ends, rest
+
+    run_world(scenario)
+
+
 @pytest.mark.parametrize(("code", "ends"), [("engine_stuck", True), ("server_shutting_down", False)])
 def test_ill_worker_keeps_its_streams_unless_its_engine_is_stuck(run_world: RunWorld, code: str, ends: bool) -> None:
     go_on = asyncio.Event()
