@@ -126,6 +126,7 @@ class ScriptedScheduler:
         self.commands: list[Command] = []
         self.shutdown = False
         self._held: dict[str, GenerateRequest] = {}
+        self._answering = threading.Lock()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._end = False
 
@@ -154,7 +155,8 @@ class ScriptedScheduler:
             match message:
                 case GenerateRequest():
                     self.requests.append(message)
-                    self._answer(message)
+                    with self._answering:
+                        self._answer(message)
                 case AbortRequest():
                     self.aborts.append(message)
                     held = self._held.pop(message.rid or "", None)
@@ -203,8 +205,9 @@ class ScriptedScheduler:
         self._send(RequestOutput(rid=request.rid, token_ids=[], finish=finish))
 
     def finish(self, request: GenerateRequest) -> None:
-        """End a held request as it would end by itself."""
-        del self._held[request.rid]
+        """End a held request as it would end by itself, behind the last of its tokens."""
+        with self._answering:
+            del self._held[request.rid]
         self._send(self._output(request, [EOS], FinishReason(type="stop", matched=EOS), self.timing))
 
     def _answer(self, request: GenerateRequest) -> None:
