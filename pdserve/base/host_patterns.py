@@ -10,10 +10,12 @@ takes addresses only.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import ipaddress
 import re
+import socket
 from collections.abc import Sequence
 
 from pdserve.errors import ConfigError
@@ -26,6 +28,23 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 def is_host(host: str) -> bool:
     """Whether `host` can be an IP address or the name of a host, without brackets."""
     return _address(host) is not None or _NAME.fullmatch(host) is not None
+
+
+def canonical_host(host: str) -> str:
+    """The one spelling of all that mean the same host. What is no host is returned as it is.
+
+    A name is in lower case, without the last dot. An address is as `ipaddress` writes it; what the C library takes for
+    IPv4 becomes that (`0x7f.1`, `2130706433`, `::ffff:127.0.0.1`).
+    """
+    if not is_host(host):
+        return host
+    address = _address(host)
+    if address is not None:
+        return str(address)
+    name = _plain(host)
+    with contextlib.suppress(OSError):
+        return socket.inet_ntoa(socket.inet_aton(name))
+    return name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -350,9 +350,17 @@ async def _close(
     """Cancel both halves; closes decode's connection unless its answer was read to the end."""
     halves: list[asyncio.Task[Any]] = [half for half in (prefill, decode) if half is not None]
     for half in halves:
+        half.add_done_callback(_let_go)  # also when waiting for it below is cancelled
         half.cancel()
-    for result in await asyncio.gather(*halves, return_exceptions=True):
-        if isinstance(result, Live):
-            result.response.close()
-        elif isinstance(result, Exception):
-            log.error("a call to a worker ended in an unexpected error", exc_info=result)
+    await asyncio.gather(*halves, return_exceptions=True)
+
+
+def _let_go(half: asyncio.Task[Any]) -> None:
+    """Close the connection of a half that has ended."""
+    if half.cancelled():
+        return
+    error = half.exception()
+    if error is not None:
+        log.error("a call to a worker ended in an unexpected error", exc_info=error)
+    elif isinstance(half.result(), Live):
+        half.result().response.close()

@@ -14,13 +14,14 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from pdserve.errors import RequestError
@@ -91,6 +92,9 @@ class FairQueue:
             False: collections.OrderedDict(),
         }
         self._running: set[tuple[str, bool]] = set()
+
+    def __iter__(self) -> Iterator[_Waiting]:
+        return (entry for clients in self._waiting.values() for queue in clients.values() for entry in queue)
 
     def __len__(self) -> int:
         return sum(len(queue) for clients in self._waiting.values() for queue in clients.values())
@@ -227,7 +231,7 @@ class CompilePool:
         self._starting = asyncio.Lock()
         self._worker: WorkerProcess | None = None
         self._vocabulary: LoadVocabulary | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Verdict]] = set()
         self._closed = False
 
     @property
@@ -259,8 +263,11 @@ class CompilePool:
         return await entry.verdict
 
     async def close(self) -> None:
-        """See `Compiler.close`. Nothing may be asked after."""
+        """See `Compiler.close`. What waits is told that it was not checked; nothing may be asked after."""
         self._closed = True
+        for entry in self._queue:
+            if not entry.verdict.done():
+                entry.verdict.set_result(Verdict(job=0, reason="busy", message=GONE))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -269,21 +276,25 @@ class CompilePool:
 
     def _begin(self) -> None:
         while (entry := self._queue.take()) is not None:
-            task = asyncio.create_task(self._run(entry))
+            if entry.verdict.done():  # its client is gone
+                self._queue.ended(entry)
+                continue
+            task = asyncio.create_task(self._ask(entry.check))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(functools.partial(self._ended, entry))
 
-    async def _run(self, entry: _Waiting) -> None:
-        verdict = Verdict(job=0, reason="busy", message=GONE)
-        try:
-            if not entry.verdict.done():  # else its client is gone
-                verdict = await self._ask(entry.check)
-        finally:
-            self._queue.ended(entry)
-            if not entry.verdict.done():
-                entry.verdict.set_result(verdict)
-            if not self._closed:
-                self._begin()
+    def _ended(self, entry: _Waiting, task: asyncio.Task[Verdict]) -> None:
+        """A check has its verdict, or was cancelled, perhaps before its first step."""
+        self._tasks.discard(task)
+        self._queue.ended(entry)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("a check has failed", exc_info=error)
+        if not entry.verdict.done():
+            lost = task.cancelled() or error is not None
+            entry.verdict.set_result(Verdict(job=0, reason="busy", message=GONE) if lost else task.result())
+        if not self._closed:
+            self._begin()
 
     async def _ask(self, check: Check) -> Verdict:
         job = next(self._jobs)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pdserve.base.host_patterns import HostPatterns, is_host
+from pdserve.base.host_patterns import HostPatterns, canonical_host, is_host
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.protocol.logprobs import Logprobs
@@ -211,6 +211,7 @@ def rooms_of(
         )
     rooms = _expand_rooms(body.bootstrap_room, num_prompts, n)
     hosts = _spread(body.bootstrap_host, "bootstrap_host", num_prompts, n, str)
+    hosts = [host and canonical_host(host) for host in hosts]
     ports = _spread(body.bootstrap_port, "bootstrap_port", num_prompts, n, int)
     if mode == "decode" and any(not host for host in hosts):
         raise RequestError("bootstrap_host is missing: decode must know its prefill server", field="bootstrap_host")

@@ -22,6 +22,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
+from pdserve.base.host_patterns import HostPatterns
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import GenerateRequest, WaitsFor
@@ -65,7 +66,9 @@ class PairProbes:
         context = self._context
         body = convert(await read_json_object(request, context.max_body_bytes), PairProbeBody)
         await require_alive(context)
-        probe = make_probe(body, context.mode, context.client.require_ready().vocab_size)
+        probe = make_probe(
+            body, context.mode, context.client.require_ready().vocab_size, context.config.disagg.allowed_prefill
+        )
         if context.client.paused:
             return _busy("generation is paused")
         if self._num_running >= MAX_PROBES:
@@ -115,14 +118,16 @@ class PairProbes:
         raise RequestError(f"no token came in time: {why}", status=503, code="no_token")
 
 
-def make_probe(body: PairProbeBody, mode: DisaggMode, vocab_size: int) -> GenerateRequest:
+def make_probe(
+    body: PairProbeBody, mode: DisaggMode, vocab_size: int, allowed_prefill: HostPatterns | None = None
+) -> GenerateRequest:
     """The request of a probe. Both halves make the same prompt of the same room.
 
     Raises:
         RequestError: 400 naming the field of the address that is missing or wrong.
     """
     address = _Addressed(body.bootstrap_host, body.bootstrap_port, body.bootstrap_room)
-    (room,) = rooms_of(address, mode, 1, 1)
+    (room,) = rooms_of(address, mode, 1, 1, allowed_prefill)
     return GenerateRequest(
         rid=f"health-{uuid.uuid4().hex}",
         input_ids=[0 if room is None else room.room % vocab_size],

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdserve.base.heap import give_back_freed
+from pdserve.errors import RequestError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -30,6 +31,8 @@ PIECE_CHARS = 1 << 16
 LOST_CHARS = 4
 """Of so many characters a tokenizer may make one: NFC composes up to four. A text that mostly consists of what its
 tokenizer drops altogether is refused with the longer ones."""
+MAX_LONG = 32
+"""So many of these at a time; what comes beside them is told to come again."""
 NUM_THREADS = 2
 """For texts between the two; one more is for the longest."""
 
@@ -40,15 +43,27 @@ class TextWorkers:
     def __init__(self) -> None:
         self._some = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-text")
+        self._num_long = 0
 
     async def run(self, num_chars: int, work: Callable[[], T]) -> T:
-        """What `work`, which is about so many characters, returns or raises."""
+        """What `work`, which is about so many characters, returns or raises.
+
+        Raises:
+            RequestError: 503, too many long texts wait.
+        """
         if num_chars <= SHORT_CHARS:
             return work()
         loop = asyncio.get_running_loop()
         if num_chars <= LONG_CHARS:
             return await loop.run_in_executor(self._some, work)
-        return await loop.run_in_executor(self._long, lambda: _then_trimmed(work))
+        if self._num_long >= MAX_LONG:
+            message = f"{MAX_LONG} texts of over {LONG_CHARS} characters wait already; try again"
+            raise RequestError(message, status=503, code="text_workers_busy", retry_after_s=1)
+        self._num_long += 1
+        try:
+            return await loop.run_in_executor(self._long, lambda: _then_trimmed(work))
+        finally:
+            self._num_long -= 1
 
 
 def _then_trimmed(work: Callable[[], T]) -> T:

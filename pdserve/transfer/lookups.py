@@ -33,6 +33,8 @@ MAX_ANSWER_S = 5.0
 """So long after that a known server may take for an answer that has begun."""
 RETRY_S = (0.1, 0.25, 0.5, 1.0)
 """Pauses between tries; the last one is repeated."""
+MAX_REPLICAS = 256
+"""Of one server: each is a session, with a receiving engine of its own."""
 MAX_KNOWN_ADDRESSES = 1024
 MAX_UNKNOWN_AT_ONCE = 64
 MAX_UNKNOWN_OF_A_HOST = 8
@@ -162,6 +164,9 @@ class LookUps:
     async def _ask(self, address: Address, lane: _Lane) -> tuple[tuple[str, str], ...]:
         async with BootstrapClient(*address, self._key, lane.resolver) as client:
             routes = [await client.replica(0)]
+            if routes[0].dp_size > MAX_REPLICAS:
+                message = f"the prefill server has {routes[0].dp_size} replicas; a decode server takes {MAX_REPLICAS}"
+                raise BootstrapError(message, code="bootstrap_refused", retryable=False)
             routes += [await client.replica(rank) for rank in range(1, routes[0].dp_size)]
         return tuple((route.instance, f"{route.host}:{route.port}") for route in routes)
 

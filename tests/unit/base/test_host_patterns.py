@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.base.host_patterns import is_host, parse_host_patterns
+from pdserve.base.host_patterns import canonical_host, is_host, parse_host_patterns
 from pdserve.errors import ConfigError
 
 FLAG = "--disaggregation-allowed-prefill"
@@ -49,6 +49,23 @@ def test_what_is_no_pattern_is_refused_by_the_name_of_the_flag(text: str) -> Non
     with pytest.raises(ConfigError, match=FLAG) as caught:
         parse_host_patterns(FLAG, text)
     assert caught.value.field == "disaggregation_allowed_prefill"
+
+
+@pytest.mark.parametrize(
+    ("host", "canonical"),
+    [
+        ("Prefill-0.SVC.", "prefill-0.svc"),
+        ("2.2.2.2.", "2.2.2.2"),
+        ("0x2.2.514", "2.2.2.2"),
+        ("33686018", "2.2.2.2"),
+        ("::FFFF:2.2.2.2", "2.2.2.2"),
+        ("FD00:0:0::1", "fd00::1"),
+        ("1a.b", "1a.b"),
+        ("2.2.2.2 x", "2.2.2.2 x"),  # no host
+    ],
+)
+def test_all_spellings_of_a_host_are_one(host: str, canonical: str) -> None:
+    assert canonical_host(host) == canonical_host(canonical) == canonical
 
 
 @pytest.mark.parametrize("host", ["a", "a_b-c.d", "10.0.0.1", "::1", "fe80::1%eth0", "a" * 253])

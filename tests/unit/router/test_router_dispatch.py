@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
+
+from pdserve.router import dispatch
+from pdserve.router.upstream import Live
 
 Scenario = Callable[[Any], Coroutine[Any, Any, None]]
 RunWorld = Callable[[Scenario], None]
@@ -330,3 +334,31 @@ def test_one_deadline_bounds_the_whole_request(run_world: RunWorld, begun: bool)
             await world.until_true(lambda: prefill.num_cancelled == decode.num_cancelled == 1)
 
     run_world(scenario)
+
+
+@pytest.mark.asyncio
+async def test_a_try_that_is_cancelled_while_it_ends_closes_the_answer_it_has() -> None:
+    class Answer:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    async def slow_to_end() -> Any:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.05)
+
+    async def has(answer: Any) -> Any:
+        return Live(worker=cast(Any, None), response=answer, headers=CIMultiDict(), first=b"")
+
+    answer = Answer()
+    prefill, decode = asyncio.create_task(slow_to_end()), asyncio.create_task(has(answer))
+    await decode
+    closing = asyncio.create_task(dispatch._close(prefill, decode))
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    assert closing.cancelled() and answer.closed
+    await asyncio.gather(prefill, return_exceptions=True)

@@ -155,6 +155,15 @@ async def test_what_a_client_may_have_waiting_is_bounded() -> None:
     queue.add(_entry("b", small=True))
 
 
+async def test_a_pool_that_closes_leaves_no_check_unanswered(tokenizer: Tokenizer) -> None:
+    async with opened(tokenizer, cpu_s=30.0) as pool:
+        checks = [asyncio.create_task(pool.check(slow(i), "a")) for i in range(4)]
+        await asyncio.sleep(0)
+        await pool.close()
+        verdicts = await asyncio.wait_for(asyncio.gather(*checks), 10.0)
+        assert [(verdict.reason, verdict.message) for verdict in verdicts] == [("busy", GONE)] * 4
+
+
 class Counting:
     """A `Compiler` that says what it is told to, and counts."""
 

@@ -79,13 +79,14 @@ async def test_what_probes_may_cost_is_bounded(tokenizer: Tokenizer, monkeypatch
 
 
 async def test_it_takes_the_key_and_the_address_of_a_request(tokenizer: Tokenizer) -> None:
-    async with bench(tokenizer, "decode", access=AccessConfig(api_key="k")) as b:
+    async with bench(tokenizer, "decode", access=AccessConfig(api_key="k"), allowed_prefill="10.0.0.0/24") as b:
         assert (await b.http.post("/health_pair", json=ADDRESS)).status_code == 401
         b.http.headers["Authorization"] = "Bearer k"
         assert await probe(b) == (200, "ok")
         for wrong in (
             {"bootstrap_room": None},
             {"bootstrap_host": None},
+            {"bootstrap_host": "10.9.9.9"},  # not listed
             {"bootstrap_port": 0},
             {"bootstrap_room": -1},
         ):

@@ -174,6 +174,8 @@ async def test_rooms_of_the_three_endpoints(tokenizer: Tokenizer) -> None:
         (1 << 63) - 1
     )
     assert await rooms(tokenizer, "/v1/chat/completions", {**chat, "n": 2, **listed}) == at(7, 3)
+    spelled = {"text": "x", **PD, "bootstrap_host": "0x0A.1", "bootstrap_room": 7}
+    assert await rooms(tokenizer, "/generate", spelled) == at(7), "a host has one spelling"
     no_port = {"text": "x", "bootstrap_host": "h", "bootstrap_port": None, "bootstrap_room": 0}
     assert await rooms(tokenizer, "/generate", no_port) == [RoomAddress(host="h", port=None, room=0)]
 
@@ -196,6 +198,8 @@ async def test_rooms_of_the_three_endpoints(tokenizer: Tokenizer) -> None:
         ({"bootstrap_host": ["a", "b", "c"], "bootstrap_room": 7}, "bootstrap_host"),
         ({"bootstrap_host": "2.2.2.2", "bootstrap_room": 7}, "bootstrap_host"),
         ({"bootstrap_host": ["a", "2.2.2.2"], "bootstrap_room": 7}, "bootstrap_host"),
+        ({"bootstrap_host": "2.2.2.2.", "bootstrap_port": 1, "bootstrap_room": 7}, "bootstrap_host"),
+        ({"bootstrap_host": "0x2.2.514", "bootstrap_port": 1, "bootstrap_room": 7}, "bootstrap_host"),
         ({"bootstrap_host": "a b", "bootstrap_port": 1, "bootstrap_room": 7}, "bootstrap_host"),
         ({"bootstrap_host": "u@a/x?y#z", "bootstrap_port": 1, "bootstrap_room": 7}, "bootstrap_host"),
         ({"bootstrap_host": "a", "bootstrap_port": 70000, "bootstrap_room": 7}, "bootstrap_port"),

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from pdserve.errors import RequestError
 from pdserve.server import text_workers
 from pdserve.server.text_workers import LONG_CHARS, SHORT_CHARS, TextBound, TextWorkers
 from pdserve.server.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ def test_a_text_far_too_long_is_not_looked_at() -> None:
 
 
 @pytest.mark.asyncio
-async def test_long_texts_wait_for_each_other_and_short_ones_for_none() -> None:
+async def test_long_texts_wait_for_each_other_and_short_ones_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     workers, release = TextWorkers(), threading.Event()
     running: list[int] = []
     most = [0]
@@ -87,8 +88,13 @@ async def test_long_texts_wait_for_each_other_and_short_ones_for_none() -> None:
         await asyncio.sleep(0.01)
     assert await workers.run(SHORT_CHARS, lambda: "at once") == "at once"
     assert await workers.run(SHORT_CHARS + 1, lambda: "beside them") == "beside them"
+    monkeypatch.setattr(text_workers, "MAX_LONG", 3)
+    with pytest.raises(RequestError, match="texts of over") as refused:
+        await workers.run(LONG_CHARS + 1, lambda: None)
+    assert (refused.value.status, refused.value.code) == (503, "text_workers_busy")
     release.set()
     assert await asyncio.gather(*long) == [0, 1, 2] and most[0] == 1
+    assert await workers.run(LONG_CHARS + 1, lambda: "again") == "again"
 
 
 @pytest.mark.asyncio

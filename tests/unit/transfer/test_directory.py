@@ -21,7 +21,7 @@ from pdserve.transfer.bootstrap import BootstrapServer
 from pdserve.transfer.bootstrap_client import register_route
 from pdserve.transfer.directory import HttpDirectory
 from pdserve.transfer.events import Address, PeerGone, PeerListens, PrefillFound, PrefillNotFound, TransferEvent
-from pdserve.transfer.lookups import MAX_UNKNOWN_AT_ONCE, MAX_UNKNOWN_OF_A_HOST
+from pdserve.transfer.lookups import MAX_REPLICAS, MAX_UNKNOWN_AT_ONCE, MAX_UNKNOWN_OF_A_HOST
 from tests.unit.transfer.test_bootstrap import OTHER_SECRET, SECRET, route
 from tests.unit.transfer.waiting import events_of
 
@@ -262,6 +262,18 @@ def test_only_addresses_on_the_list_are_dialled(
     assert failure_of(refused).status == 400 and "bootstrap_host" in failure_of(refused).message
     assert isinstance(found, PrefillFound)
     assert stranger.num_connections == 0
+
+
+def test_a_server_of_too_many_replicas_is_none(
+    mailbox: Mailbox[TransferEvent], open_directory: Callable[..., HttpDirectory], stack: contextlib.ExitStack
+) -> None:
+    crowd = Listener(answer("200 OK", msgspec.json.encode(route(dp_size=MAX_REPLICAS + 1))))
+    stack.callback(crowd.close)
+    open_directory(token="", allowed=HOST, patience_s=30.0).find(crowd.address)
+    (event,) = events_of(mailbox, 1)
+    failure = failure_of(event)
+    assert f"{MAX_REPLICAS + 1} replicas" in failure.message and not failure.retryable
+    assert crowd.num_connections == 1, "no replica is asked for"
 
 
 def test_a_server_that_is_just_starting_is_found_within_the_patience(
