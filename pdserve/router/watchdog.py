@@ -40,7 +40,7 @@ WAITS_S = 2.0
 """A request that has had no byte for so long makes its pair suspect."""
 RECHECK_S = 2.0
 """How often a pair that does not serve is probed."""
-FEW_PAIRS = 8
+FEW_PAIRS = 64
 """So many are probed in each interval at least."""
 MAX_AT_ONCE = 32
 SLACK_S = 0.5

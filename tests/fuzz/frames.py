@@ -7,10 +7,12 @@ byte, and sealed with the right token in most cases: what gets in is what somebo
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import gc
 import random
 import time
+import zlib
 from collections import Counter
 from typing import Any, get_args
 
@@ -20,10 +22,10 @@ from pdserve.errors import RequestError
 from pdserve.protocol.codec import PROTOCOL_VERSION
 from pdserve.protocol.seal import Seal
 from pdserve.transfer.events import FrameArrived, PeerGone, PeerListens
-from pdserve.transfer.wire import Body, Packet, RankMemory, Region
+from pdserve.transfer.wire import Body, Hello, Packet, Ping, Pong, RankMemory, Region, Wire
 from tests.fuzz.structs import change_bytes, change_tree, sample
 from tests.fuzz.watch import rss_mb
-from tests.unit.transfer.kit import ADDRESS, FACTS, TOKEN, Net, Pair, Side, found, meet
+from tests.unit.transfer.kit import ADDRESS, TOKEN, Net, Pair, Side, found, meet
 
 EPISODE = 5000
 """Frames after which managers are made anew: what one episode leaves must not be there in the next."""
@@ -34,8 +36,10 @@ MAX_OBJECTS = 2_000_000
 MAX_OUTBOX = 200_000
 """Frames that managers may want to send in an episode: no frame may set off a storm."""
 MAX_GROWTH_MB = 64.0
-FRESH, POOL = 0.1, 200
+FRESH, POOL = 0.2, 200
 """How often a packet is made up rather than taken once more, and out of how many it is taken."""
+MANY = 3000
+"""Names of peers that there may be, more than managers remember."""
 BODIES: tuple[type[msgspec.Struct], ...] = get_args(Body)
 
 
@@ -68,35 +72,46 @@ class Episode:
         self._rng = rng
         self.net, self.prefill, self.decode = meet()
         self._seal = Seal(TOKEN)
+        self._wire = Wire(TOKEN)
         self._room = 100
         self.pairs = [Pair(self.net, self.prefill, self.decode, room=room) for room in (7, 8)]
         self.pairs[0].send()
         self.net.pump()
+        self._facts = next(packet.body.facts for packet in self.net.seen if isinstance(packet.body, Hello))
         self.num_sent = 0
+        self._heard: collections.deque[Packet] = collections.deque(maxlen=POOL)
+        """Packets that the managers sent meanwhile, whoever they were for."""
         self._pools: dict[str, list[bytes]] = {"prefill-1": [], "decode-1": []}
         """Packets to change, by who is told; to make one up takes longer than to change it."""
 
     def packet(self, to: Side) -> Packet:
         """One that fits the types: heard before, or made up about rooms, peers and facts that there are."""
-        rng = self._rng
-        if self.net.seen and rng.random() < 0.3:
-            return msgspec.structs.replace(rng.choice(self.net.seen), receiver=to.instance)
-        known = ("prefill-1", "decode-1", *(f"peer-{i}" for i in range(12)))
-        facts = self.prefill.kv.args.layout.fields() | FACTS
+        rng, how = self._rng, self._rng.random()
+        if self.net.seen and how < 0.3:
+            return msgspec.structs.replace(rng.choice([*self.net.seen, *self._heard]), receiver=to.instance)
+        challenges = [packet for packet in self._heard if isinstance(packet.body, Ping) and packet.body.nonce]
+        if challenges and how < 0.5:
+            return _proof(rng.choice(challenges), to, rng)
+        some = range(12) if rng.random() < 0.5 else range(rng.randrange(MANY), MANY)
+        known = ("prefill-1", "decode-1", *(f"peer-{i}" for i in some[:12]))
+        sender = rng.choice(known)
         pins: dict[str, Any] = {
-            "sender": rng.choice(known),
+            "sender": sender,
             "receiver": to.instance,
+            "session": zlib.crc32(sender.encode()) + (rng.random() < 0.2),
+            "epoch": rng.randint(1, 100),
+            "answer": rng.random() < 0.2,
             "origin": rng.choice(known),
-            "endpoint": rng.choice(("prefill-1:1", "decode-1:1", *(f"peer-{i}:1" for i in range(12)))),
+            "endpoint": f"{sender if rng.random() < 0.7 else rng.choice(known)}:1",
             "room": rng.choice((7, 8, self._room, rng.randint(0, 50))),
             "attempt": rng.randint(0, 3),
         }
         if rng.random() < 0.7:
-            pins["facts"] = facts | {"aux_slot_bytes": to.kv.args.aux.slot_bytes}
+            pins["facts"] = self._facts
             pins |= {"tp_size": 1, "pp_size": 1, "dp_size": 1, "dp_attention": False}
             pins["kv_regions"] = (sample(Region, rng),)
             pins["ranks"] = (sample(RankMemory, rng, pins),)
-        pins["body"] = sample(rng.choice(BODIES), rng, pins)
+        pins["body"] = sample(Hello if rng.random() < 0.3 else rng.choice(BODIES), rng, pins)
         return sample(Packet, rng, pins)
 
     def frame(self, to: Side) -> bytes:
@@ -158,10 +173,25 @@ class Episode:
 
     def drain(self) -> None:
         """What the managers said goes nowhere, but is counted and remembered as what may be heard again."""
+        self.net.report_engines()
         self.num_sent += len(self.net.frames)
+        self._heard.extend(self._wire.decode(frame) for _, frame in self.net.frames[-POOL:])
         self.net.frames.clear()
         del self.net.seen[64:]
         del self.decode.directory.probes[64:]
+
+
+def _proof(challenge: Packet, to: Side, rng: random.Random) -> Packet:
+    """A challenge that is answered: by whom it was sent to or another one, in its session or another."""
+    assert isinstance(challenge.body, Ping)
+    return Packet(
+        sender=challenge.receiver if rng.random() < 0.8 else f"peer-{rng.randrange(12)}",
+        receiver=to.instance,
+        session=challenge.session + (rng.random() < 0.2),
+        seq=rng.randrange(1 << 20),
+        acks=(),
+        body=Pong(nonce=challenge.body.nonce),
+    )
 
 
 def run(num_frames: int, seed: int) -> FrameReport:

@@ -208,13 +208,13 @@ def test_pairs_of_a_worker_that_is_gone_are_forgotten() -> None:
 
 
 def test_each_of_many_workers_is_in_every_round() -> None:
-    prefills, decodes = [f"p{i}" for i in range(3)], [f"d{i}" for i in range(20)]
+    prefills, decodes = [f"p{i}" for i in range(4)], [f"d{i}" for i in range(20)]
     seen = set()
     for number in range(20):
         found = rotation(prefills, decodes, number)
         assert {one for one, _ in found} == set(prefills) and {two for _, two in found} == set(decodes)
         assert len(found) == 20
         seen |= set(found)
-    assert len(seen) == 60, "all pairs have their turn"
+    assert len(seen) == 80, "all pairs have their turn"
     assert rotation(prefills, [], 1) == []
     assert rotation(["p"], ["d"], 1) == [("p", "d")]

@@ -50,7 +50,7 @@ class Net:
     def pump(self) -> None:
         """Deliver until nothing moves, and all acks are out."""
         wire = Wire(TOKEN)
-        while self._engines() or self.frames or self._acks():
+        while self.report_engines() or self.frames or self._acks():
             if not self.frames:
                 continue
             endpoint, frame = self.frames.pop(0)
@@ -60,7 +60,7 @@ class Net:
             if side is not None and not self.drop(packet):
                 side.kv.handle(FrameArrived(frame))
 
-    def _engines(self) -> bool:
+    def report_engines(self) -> bool:
         """What engines have to report of receivers is handled."""
         reports = [(side, side.engine.events.pop(0)) for side in self.everybody if side.engine.events]
         for side, event in reports:
