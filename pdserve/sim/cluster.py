@@ -90,6 +90,7 @@ class Cluster:
                     role, self.shape, self.net, endpoint, name, clock=clock, parallel=parallel, dp_size=dp_size
                 )
             replicas.append(node)
+            self.net.counts["replicas of several ranks"] += parallel.num_ranks > 1
             for name in (endpoint, *self.net.processes[node.instance]):
                 self.net.hosts[name] = host
         self.net.hosts[host] = host

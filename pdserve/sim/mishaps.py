@@ -98,7 +98,9 @@ class Mishaps:
         if net.recorder is not None:
             senders = net.mailboxes if self._has_healed else None
             if happens("frames replayed", faults.replayed):
-                self._inject(net.recorder.replay(senders))
+                found = net.recorder.replay(senders)
+                net.counts["Hellos replayed"] += found is not None and b"Hello" in found[1]
+                self._inject(found)
             if happens("Hellos of a second instance", faults.usurper):
                 self._inject(net.recorder.usurp())
             if happens("odd frames", faults.odd_frame):

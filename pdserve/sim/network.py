@@ -332,6 +332,7 @@ class SimCopyEngine:
             self._check(job, source, copy.source, copy.num_bytes, "reads")
             read = ctypes.string_at(source + copy.source, copy.num_bytes)
             if self._net.faults.lands_late and self.notifies:
+                self._net.counts["copies seen late"] += 1
                 self._net.later(lambda: self._put(job, destination, copy.destination, read))
             else:
                 self._put(job, destination, copy.destination, read)

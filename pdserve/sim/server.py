@@ -9,6 +9,29 @@ from pdserve.sim.network import SimNet
 from pdserve.sim.node import Half, MachineClock, Node
 
 
+class SessionHistory:
+    """The control sessions of a replica, by instance and number. One that has ended must not begin again."""
+
+    def __init__(self, node: Node, net: SimNet) -> None:
+        self._node, self._net = node, net
+        self._living: set[tuple[str, int]] = set()
+        self._ended: set[tuple[str, int]] = set()
+
+    def look(self) -> None:
+        """After each turn of the scheduler. Raises AssertionError."""
+        kv = self._node.kv
+        living = {(peer.instance, peer.session) for peer in kv.sessions} if kv is not None else set()
+        if living == self._living:
+            return
+        again = living & self._ended
+        assert not again, f"{self._node.instance}: sessions that had ended have begun again: {again}"
+        known = {instance for instance, _ in self._ended}
+        returned = [instance for instance, _ in living - self._living if instance in known]
+        self._net.counts["peers that came back after their session had ended"] += len(returned)
+        self._ended |= self._living - living
+        self._living = living
+
+
 class SimServer:
     """One life of a server on `host`: its replicas, and which of them has which request."""
 
@@ -23,6 +46,7 @@ class SimServer:
         self.draining = False
         self.stopped_until = 0.0
         self._cut: set[str] = set()
+        self._histories = [SessionHistory(node, net) for node in self.replicas]
         self._net = net
         self._divert = divert
         self._whose: dict[str, Node] = {}
@@ -65,9 +89,10 @@ class SimServer:
 
     def step(self) -> None:
         """Turns of the replicas' schedulers, at random; fewer of those that have nothing to do."""
-        for node in self.replicas:
+        for node, history in zip(self.replicas, self._histories, strict=True):
             if node.lives and self._net.rng.random() < (0.25 if node.idle else 0.6):
                 node.step()
+                history.look()
 
     @property
     def idle(self) -> bool:

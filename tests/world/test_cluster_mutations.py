@@ -142,6 +142,11 @@ def promise_quiet_while_writing_in_an_ended_session(patch: Patch) -> None:
     patch.setattr(Strangers, "reset", lying)
 
 
+def an_end_is_not_told(patch: Patch) -> None:
+    """The other side of a session is not told that it has ended."""
+    patch.setattr(Strangers, "reset", lambda self, instance, endpoint, session, *, answer: None)
+
+
 def a_peer_that_was_gone_stays_gone(patch: Patch) -> None:
     dial = Sessions.dial
 
@@ -178,6 +183,15 @@ def a_known_name_needs_no_challenge(patch: Patch) -> None:
         return self.peer(instance) is not None or may_begin(self, instance, hello)
 
     patch.setattr(Sessions, "_may_begin", trusting)
+
+
+def an_old_Hello_is_as_good_as_a_new_one(patch: Patch) -> None:
+    patch.setattr(Sessions, "_newest_epoch", lambda self, instance, endpoint: 0)
+
+
+def the_last_Hello_counts_again(patch: Patch) -> None:
+    newest = Sessions._newest_epoch
+    patch.setattr(Sessions, "_newest_epoch", lambda self, instance, endpoint: newest(self, instance, endpoint) - 1)
 
 
 def a_reset_of_any_session_counts(patch: Patch) -> None:
@@ -290,6 +304,10 @@ def a_failed_look_up_is_the_last(patch: Patch) -> None:
     patch.setattr(Sessions, "not_found", final)
 
 
+def a_failed_look_up_is_not_told(patch: Patch) -> None:
+    patch.setattr(Sessions, "not_found", lambda self, event: [])
+
+
 def what_was_found_once_is_there_for_good(patch: Patch) -> None:
     """A lost peer's address is not looked up again."""
     patch.setattr(Sessions, "_undial", lambda self, peer, failure: [])
@@ -332,12 +350,17 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, int]] = [
     (an_ended_session_writes_no_more, "lies", 5),
     (promise_quiet_while_writing_in_an_ended_session, "lies+cuts", 34),
     (a_peer_that_was_gone_stays_gone, "lies", 1),
+    (an_end_is_not_told, "lies", 0),
     (an_endpoint_is_whose_Hello_says_so, "usurpers", 0),
     (an_unanswered_challenge_is_an_answer, "usurpers+replays", 0),
     (a_known_name_needs_no_challenge, "usurpers", 0),
     (a_reset_of_any_session_counts, "replays+lies", 5),
+    (an_old_Hello_is_as_good_as_a_new_one, "replays+kills", 8),
+    (the_last_Hello_counts_again, "replays+kills", 8),
     (what_is_silent_is_dead, "cuts", 4),
-    (a_rank_that_cannot_say_is_fenced, "cuts+lies", 4),
+    (a_rank_that_cannot_say_is_fenced, "cuts", 21),
+    (what_was_found_once_is_there_for_good, "deaths", 3),
+    (a_lost_receiver_is_everyones, "deaths", 29),
     (one_that_listens_is_lost, "stops", 15),
     (no_patience_with_one_that_listens, "stops", 15),
     (silence_by_the_clock, "clocks", 0),
@@ -347,13 +370,14 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, int]] = [
     (nothing_is_compared, "damage", 0),
     (only_the_first_page_is_hashed, "damage", 0),
     (a_failed_look_up_is_the_last, "look-ups", 0),
+    (a_failed_look_up_is_not_told, "look-ups", 0),
     (what_was_found_once_is_there_for_good, "look-ups+lies", 1),
     (an_ended_request_may_still_publish, "switches", 15),
     (a_successor_is_its_predecessor, "switches", 9),
 ]
 
 
-SLOW = {a_successor_is_its_predecessor}
+SLOW = {a_successor_is_its_predecessor, an_end_is_not_told}
 CASES = [pytest.param(*case, marks=pytest.mark.slow) if case[0] in SLOW else case for case in MUTANTS]
 
 
