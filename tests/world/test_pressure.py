@@ -9,7 +9,7 @@ import pytest
 from tests.world.pressure import FAULTS, KILLS, press_monolith, tally_of
 
 
-@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 2000), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 2000), marks=pytest.mark.slow)], ids=len)
 def test_servers_that_are_far_too_small_give_the_same_tokens(seeds: range) -> None:
     tally = tally_of(seeds, FAULTS)
     assert tally.num_seeds == len(seeds)
@@ -17,8 +17,8 @@ def test_servers_that_are_far_too_small_give_the_same_tokens(seeds: range) -> No
 
 
 def test_and_so_do_those_that_are_killed() -> None:
-    tally = tally_of(range(10_000, 10_100), KILLS)
-    assert tally.seeds["kills"] * 3 > tally.num_seeds == 100
+    tally = tally_of(range(10_000, 10_060), KILLS)
+    assert tally.seeds["kills"] * 3 > tally.num_seeds == 60
 
 
 def test_a_monolith_with_memory_for_its_largest_request_only() -> None:

