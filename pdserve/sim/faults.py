@@ -140,7 +140,7 @@ class Recorder:
             packet = msgspec.structs.replace(packet, sender=self._stranger())
         else:
             session = self._rng.getrandbits(60) + 1
-            hello = msgspec.structs.replace(body, session=session, epoch=body.epoch + (1 << 40))
+            hello = msgspec.structs.replace(body, session=session)
             packet = msgspec.structs.replace(packet, session=session, body=hello)
         usurping = self._wire.encode(packet)
         self.record(endpoint, usurping)  # it may say so again

@@ -43,7 +43,6 @@ class Peer:
     endpoint: str
     state: PeerState
     last_ping: float
-    epoch: int
     session: int
     """See `Hello`."""
     receiver: str | None = None

@@ -7,7 +7,7 @@
 A session ends when the peer's port refuses a connection, when the peer is silent for too long, when another process
 answers for its endpoint, when the peer says so, or when an operator does. None of these proves that the peer writes no
 more: its pages are free once `Receivers` has fenced it, or once it has promised quiet. A peer that was taken for gone
-and lives opens a new session, with a greater epoch.
+and lives opens a new session.
 
 Owned by `KVManager`; scheduler thread only. Results come back as `Notice` values for the manager to act on. On the
 ranks of one replica all of it runs alike, so nothing here is drawn at random: see `_mint`.
@@ -94,7 +94,7 @@ class Sessions:
         self._dialled: dict[Address, tuple[str, ...]] = {}
         """Instances behind an address; empty while the directory is being asked."""
         self._seq = itertools.count(1)
-        self._epoch = itertools.count(1)
+        self._number = itertools.count(1)
         self._strangers = Strangers(instance, wire, socket, clock, self._nonce, writes_in, quiet_s=times.resend_s)
 
     # ------------------------------------------------------------------ asking for peers
@@ -186,7 +186,7 @@ class Sessions:
             msgspec.structs.replace(rank, transport_address=address)
             for rank, address in zip(self._me.ranks, opened.addresses, strict=True)
         )
-        peer.greeting = msgspec.structs.replace(self._me, ranks=ranks, epoch=peer.epoch, session=peer.session)
+        peer.greeting = msgspec.structs.replace(self._me, ranks=ranks, session=peer.session)
         self.send(peer, peer.greeting)
         return []
 
@@ -313,9 +313,9 @@ class Sessions:
 
     def _dial_peer(self, instance: str, endpoint: str) -> Peer:
         """A new session with a prefill server: our ranks open engines for it first."""
-        epoch = next(self._epoch)
-        peer = self._add(instance, endpoint, epoch, self._mint(instance, epoch))
-        peer.receiver = f"{instance}#{epoch}"
+        number = next(self._number)
+        peer = self._add(instance, endpoint, self._mint(instance, number))
+        peer.receiver = f"{instance}#{number}"
         self._receivers.open(peer.receiver)
         return peer
 
@@ -327,15 +327,13 @@ class Sessions:
     def _nonce(self, purpose: str) -> int:
         return self._mint(purpose, next(self._seq))
 
-    def _newest_epoch(self, instance: str, endpoint: str) -> int:
-        """The greatest epoch that a session with `instance` at `endpoint` has had."""
-        peer = self._peers.get(instance)
-        live = 0 if peer is None or peer.endpoint != endpoint else peer.epoch
-        return max(self._strangers.newest_epoch(instance, endpoint), live)
+    def _has_ended(self, instance: str, session: int) -> bool:
+        """Whether there was a session with `instance` of that number: it does not begin again."""
+        return self._strangers.session(instance, session) is not None
 
-    def _add(self, instance: str, endpoint: str, epoch: int, session: int) -> Peer:
+    def _add(self, instance: str, endpoint: str, session: int) -> Peer:
         now = self._clock.now()
-        peer = Peer(instance, endpoint, PeerState.CONNECTING, last_ping=now, epoch=epoch, session=session, heard_at=now)
+        peer = Peer(instance, endpoint, PeerState.CONNECTING, last_ping=now, session=session, heard_at=now)
         self._peers[instance] = peer
         return peer
 
@@ -343,7 +341,7 @@ class Sessions:
         notices: list[Notice] = []
         peer = self._peers.get(packet.sender)
         if peer is None or peer.session != hello.session:
-            if hello.answer or hello.epoch <= self._newest_epoch(packet.sender, hello.endpoint):
+            if hello.answer or self._has_ended(packet.sender, hello.session):
                 self._counters["hellos_replayed"] += 1
                 self._strangers.reset_sender(packet, hello.endpoint)
                 return []
@@ -352,7 +350,7 @@ class Sessions:
             for old in [old for old in self._peers.values() if old.endpoint == hello.endpoint or old is peer]:
                 failure = Failure(code="peer_gone", message=f"peer {old.endpoint} began anew", origin=old.endpoint)
                 notices += self._end(old, failure)
-            peer = self._add(packet.sender, hello.endpoint, hello.epoch, hello.session)
+            peer = self._add(packet.sender, hello.endpoint, hello.session)
         for seq in packet.acks:
             peer.unacked.pop(seq, None)
         notices += self._heard(peer)
@@ -374,7 +372,7 @@ class Sessions:
     def _answer_to(self, hello: Hello) -> Hello:
         """Our Hello without addresses: the side that answers sends only."""
         ranks = tuple(msgspec.structs.replace(rank, transport_address="") for rank in self._me.ranks)
-        return msgspec.structs.replace(self._me, ranks=ranks, answer=True, epoch=hello.epoch, session=hello.session)
+        return msgspec.structs.replace(self._me, ranks=ranks, answer=True, session=hello.session)
 
     def _may_begin(self, instance: str, hello: Hello) -> bool:
         """Whether a new session may begin, in the place of those that there are with its instance or at its endpoint.

@@ -22,7 +22,7 @@ from pdserve.transfer.wire import Body, Packet, Ping, Pong, Reset, Wire
 T = TypeVar("T")
 
 MAX_REMEMBERED = 1024
-"""Ended sessions, epochs and challenges: the newest are kept."""
+"""Ended sessions and challenges: the newest are kept."""
 MAX_ENDPOINTS = 256
 """Most connections that are open to processes without a session. Beyond it nothing is sent to a new endpoint."""
 
@@ -71,8 +71,6 @@ class Strangers:
         self._writes_in = writes_in
         self._quiet_s = quiet_s
         self._ended: OrderedDict[tuple[str, int], EndedSession] = OrderedDict()
-        self._epochs: OrderedDict[tuple[str, str], int] = OrderedDict()
-        """The newest epoch of ended sessions, by instance and endpoint."""
         self._challenges: OrderedDict[tuple[str, int], _Challenge] = OrderedDict()
         """By the instance and the session of the Hello, until it is taken."""
         self._said_at: dict[str, float] = {}
@@ -84,8 +82,6 @@ class Strangers:
         """The session with `peer` has ended."""
         key = (peer.instance, peer.session)
         _remember(self._ended, key, EndedSession(peer.instance, peer.session, peer.endpoint, peer.receiver))
-        at = (peer.instance, peer.endpoint)
-        _remember(self._epochs, at, max(peer.epoch, self._epochs.get(at, 0)))
         self._said_at[peer.endpoint] = self._clock.now()
 
     def session(self, instance: str, number: int) -> EndedSession | None:
@@ -96,10 +92,6 @@ class Strangers:
         """The receiving engines of ended sessions with `instance`."""
         ended = self._ended.values()
         return [it.receiver for it in ended if it.instance == instance and it.receiver is not None]
-
-    def newest_epoch(self, instance: str, endpoint: str) -> int:
-        """The greatest epoch that an ended session of `instance` at `endpoint` had; 0 where none is remembered."""
-        return self._epochs.get((instance, endpoint), 0)
 
     def reset(self, instance: str, endpoint: str, session: int, *, answer: bool) -> None:
         """Say that there is no such session here, and whether we may still write in it."""

@@ -79,12 +79,11 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sender receives nothing. The server has `dp_size` such replicas, which with `dp_attention` have its tensor ranks
     together.
 
-    The dialling side mints `session`, a secret of the two, and `epoch`, which only grows: an older Hello is a replay.
-    An answer repeats both.
+    The dialling side mints `session`, a secret of the two, and an answer repeats it. A session that has ended does not
+    begin again: its Hello is a replay.
     """
 
     endpoint: Name
-    epoch: Count = 0
     session: Count = 0
     facts: dict[Name, Name | int]
     tp_size: Size = 1

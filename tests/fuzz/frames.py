@@ -99,7 +99,6 @@ class Episode:
             "sender": sender,
             "receiver": to.instance,
             "session": zlib.crc32(sender.encode()) + (rng.random() < 0.2),
-            "epoch": rng.randint(1, 100),
             "answer": rng.random() < 0.2,
             "origin": rng.choice(known),
             "endpoint": f"{sender if rng.random() < 0.7 else rng.choice(known)}:1",

@@ -152,7 +152,7 @@ def a_peer_that_was_gone_stays_gone(patch: Patch) -> None:
 
     def unforgiving(self: Sessions, address: Address) -> tuple[Peer | None, ...]:
         return tuple(
-            peer if peer is None or not self._strangers.newest_epoch(peer.instance, peer.endpoint) else None
+            peer if peer is None or not self._strangers.receivers_of(peer.instance) else None
             for peer in dial(self, address)
         )
 
@@ -185,13 +185,8 @@ def a_known_name_needs_no_challenge(patch: Patch) -> None:
     patch.setattr(Sessions, "_may_begin", trusting)
 
 
-def an_old_Hello_is_as_good_as_a_new_one(patch: Patch) -> None:
-    patch.setattr(Sessions, "_newest_epoch", lambda self, instance, endpoint: 0)
-
-
-def the_last_Hello_counts_again(patch: Patch) -> None:
-    newest = Sessions._newest_epoch
-    patch.setattr(Sessions, "_newest_epoch", lambda self, instance, endpoint: newest(self, instance, endpoint) - 1)
+def an_ended_session_may_begin_again(patch: Patch) -> None:
+    patch.setattr(Sessions, "_has_ended", lambda self, instance, session: False)
 
 
 def a_reset_of_any_session_counts(patch: Patch) -> None:
@@ -355,8 +350,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, int]] = [
     (an_unanswered_challenge_is_an_answer, "usurpers+replays", 0),
     (a_known_name_needs_no_challenge, "usurpers", 0),
     (a_reset_of_any_session_counts, "replays+lies", 5),
-    (an_old_Hello_is_as_good_as_a_new_one, "replays+kills", 8),
-    (the_last_Hello_counts_again, "replays+kills", 8),
+    (an_ended_session_may_begin_again, "replays+kills", 8),
     (what_is_silent_is_dead, "cuts", 4),
     (a_rank_that_cannot_say_is_fenced, "cuts", 21),
     (what_was_found_once_is_there_for_good, "deaths", 3),

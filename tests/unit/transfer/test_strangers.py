@@ -66,7 +66,7 @@ def test_more_challenges_than_are_remembered_end_nothing() -> None:
 def test_a_hello_in_another_s_name_neither_ends_its_session_nor_keeps_it_out() -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    hello = msgspec.structs.replace(_hello_of(net, decode), session=79, epoch=1 << 60)
+    hello = msgspec.structs.replace(_hello_of(net, decode), session=79)
     say(net, "decode-1", prefill, hello, session=79)
     say(net, "decode-1", prefill, msgspec.structs.replace(hello, endpoint=EVIL), session=79)
     net.pass_time(20)
@@ -78,7 +78,7 @@ def test_a_process_that_took_a_name_elsewhere_keeps_its_owner_out_no_longer_than
     net, _, decode = meet()
     hello = _hello_of(net, decode)
     other = Side(net, "prefill-2")
-    taken = msgspec.structs.replace(hello, endpoint=EVIL, session=79, epoch=1 << 60)
+    taken = msgspec.structs.replace(hello, endpoint=EVIL, session=79)
     say(net, "decode-1", other, taken, session=79)
     assert _state(other, "decode-1") is PeerState.READY
     net.pass_time(60)
@@ -89,9 +89,22 @@ def test_a_process_that_took_a_name_elsewhere_keeps_its_owner_out_no_longer_than
     assert _state(other, "decode-1") is PeerState.READY
 
 
+def test_a_hello_in_the_name_of_a_process_without_a_session_does_not_keep_it_out() -> None:
+    net, _, decode = meet()
+    hello = _hello_of(net, decode)
+    other = Side(net, "prefill-2")
+    say(net, "decode-1", other, msgspec.structs.replace(hello, session=(1 << 62) + 1), session=(1 << 62) + 1)
+    net.pump()
+    decode.kv.open_receiver(9, ("other", 1), "d")
+    found(decode, other, ("other", 1))
+    net.pass_time(4)
+    peer = other.kv.sessions.peer("decode-1")
+    assert peer is not None and peer.state is PeerState.READY and peer.session != (1 << 62) + 1
+
+
 def test_decode_gives_pages_to_no_process_that_dials_it() -> None:
     net, prefill, decode = meet()
-    hello = msgspec.structs.replace(_hello_of(net, decode), endpoint=EVIL, session=79, epoch=1 << 60)
+    hello = msgspec.structs.replace(_hello_of(net, decode), endpoint=EVIL, session=79)
     say(net, "prefill-1", decode, hello, session=79)
     peer = decode.kv.sessions.peer("prefill-1")
     assert peer is not None and peer.endpoint == prefill.endpoint
@@ -114,7 +127,7 @@ def test_a_later_session_cannot_say_that_an_earlier_one_writes_no_more() -> None
     decode.engine.fences = False
     net.drop = lambda packet: True
     del decode.kv.sessions._peers["prefill-1"]
-    decode.kv.sessions._add("prefill-1", EVIL, 2, 79).hello = _hello_of(net, decode)
+    decode.kv.sessions._add("prefill-1", EVIL, 79).hello = _hello_of(net, decode)
     pair.receiver.close()
     for lease in pair.theirs:
         lease.drop("request")
