@@ -84,9 +84,9 @@ class AccessMiddleware:
             return
         hold = self._bodies.open()
         scope[BODIES] = self._bodies
+        scope[CLIENT_OF_SCOPE] = client = self._client(scope, headers)
         try:
             if path in GENERATING:
-                scope[CLIENT_OF_SCOPE] = client = self._client(scope, headers)
                 await self._limited(scope, _counted(receive, hold), marked, client)
             else:
                 await self._app(scope, _counted(receive, hold), marked)

@@ -41,6 +41,7 @@ from pdserve.server.detokenizer import Detokenizer, NoText
 from pdserve.server.engine_queries import EngineQueries
 from pdserve.server.generation import Generation
 from pdserve.server.live import LiveSequence, LiveSequences
+from pdserve.server.new_prefill import NewPrefill
 from pdserve.server.output_text import detokenize_output, refusal
 from pdserve.server.pulses import Pulses
 from pdserve.server.startup_line import tell_startup
@@ -54,10 +55,19 @@ class EngineClient:
     """See the file's docstring. `start` it inside the event loop, `stop` it at the end."""
 
     def __init__(
-        self, channel: ApiChannel, tokenizer: Tokenizer | None, metrics: RequestMetrics, *, match_stops: bool = True
+        self,
+        channel: ApiChannel,
+        tokenizer: Tokenizer | None,
+        metrics: RequestMetrics,
+        *,
+        match_stops: bool = True,
+        new_prefill: NewPrefill | None = None,
     ) -> None:
-        """`match_stops` False leaves stop strings alone: a prefill server's first token is decode's to judge."""
+        """`match_stops` False leaves stop strings alone: a prefill server's first token is decode's to judge.
+        `new_prefill` None: requests may name any number of new bootstrap addresses.
+        """
         self._channel = channel
+        self._new_prefill = new_prefill
         self._tokenizer = tokenizer
         self._match_stops = match_stops
         self._watch = Watch(metrics)
@@ -145,13 +155,18 @@ class EngineClient:
     # requests --------------------------------------------------------------------------------------------------------
 
     async def submit(
-        self, requests: Sequence[GenerateRequest], names: Sequence[str], batch: str | None = None
+        self,
+        requests: Sequence[GenerateRequest],
+        names: Sequence[str],
+        batch: str | None = None,
+        client: str | None = None,
     ) -> Generation:
         """Send the sequences of one body; `names[i]` is the id the client knows sequence i by, `batch` the one it knows
-        all by; `rid`s are unique.
+        all by; `rid`s are unique. `client` None: the client of the current call.
 
         Raises:
-            RequestError: 400 when a name belongs to a live request, 503 while the engine is starting.
+            RequestError: 400 when a name belongs to a live request, 503 while the engine is starting, or when the
+                client names too many bootstrap addresses that have never served.
             EngineDeadError: the engine is gone.
         """
         self.require_ready()
@@ -165,9 +180,14 @@ class EngineClient:
             if request.prior_output_ids:
                 generation.prior_text[index] = detokenizers[index].replay(request.prior_output_ids)
         call = current_call()
+        if client is None:
+            client = "" if call is None else call.client
+        new = [None] * len(requests) if self._new_prefill is None else self._new_prefill.take(client, requests)
         for index, (request, name, detokenizer) in enumerate(zip(requests, names, detokenizers, strict=True)):
             progress = self._watch.started(request, name, call)
-            sequence = LiveSequence(index, (name, *also), generation, request.sampling, detokenizer, progress)
+            sequence = LiveSequence(
+                index, (name, *also), generation, request.sampling, detokenizer, progress, new_address=new[index]
+            )
             self._live.add(request.rid, sequence)
         try:
             for request in map(self._watch.traced(call), requests):
@@ -207,6 +227,8 @@ class EngineClient:
 
     def _drop(self, rid: str, outcome: str) -> LiveSequence:
         sequence = self._live.pop(rid)
+        if self._new_prefill is not None and sequence.new_address is not None:
+            self._new_prefill.release(sequence.new_address)
         self._watch.ended(sequence.progress, outcome, sequence.timing)
         return sequence
 
@@ -274,6 +296,8 @@ class EngineClient:
         sequence = self._live.get(output.rid)
         if sequence is None:
             return  # it was aborted or stopped here, and this was under way
+        if self._new_prefill is not None and sequence.new_address is not None:
+            self._new_prefill.heard(sequence.new_address, output)
         finish = output.finish
         refused = refusal(finish)
         if refused is not None:

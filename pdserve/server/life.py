@@ -20,6 +20,7 @@ from pdserve.protocol.messages import Shutdown
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.door import Door
 from pdserve.server.engine_client import EngineClient
+from pdserve.server.new_prefill import NewPrefill
 from pdserve.server.role_switch import RoleChanger
 from pdserve.server.tokenizer import Tokenizer
 
@@ -90,7 +91,13 @@ class Life:
         self._channel = backend.open_channel()
         try:
             metrics = make_metrics(backend.config, backend.own_counters)
-            self.client = EngineClient(self._channel, tokenizer, metrics, match_stops=backend.role != "prefill")
+            self.client = EngineClient(
+                self._channel,
+                tokenizer,
+                metrics,
+                match_stops=backend.role != "prefill",
+                new_prefill=NewPrefill.of(backend.config),
+            )
             self.app = create_app(
                 backend.config,
                 self.client,

@@ -10,6 +10,7 @@ from pdserve.protocol.messages import RequestTiming
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.server.detokenizer import Detokenizer
 from pdserve.server.generation import Generation
+from pdserve.server.new_prefill import NewAddress
 from pdserve.server.watch import Progress
 
 
@@ -28,6 +29,8 @@ class LiveSequence:
     detokenizer: Detokenizer
     progress: Progress
     timing: RequestTiming | None = None
+    new_address: NewAddress | None = None
+    """The bootstrap address, where it had never served when the sequence was submitted."""
 
 
 class LiveSequences:

@@ -27,11 +27,13 @@ from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import GenerateRequest, WaitsFor
 from pdserve.protocol.sampling import SamplingParams
+from pdserve.server.calls import CLIENT_OF_SCOPE
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import Generation
 from pdserve.server.health import require_alive
 from pdserve.server.intake import rooms_of
 from pdserve.server.json_http import convert, json_response, read_json_object
+from pdserve.server.new_prefill import TOO_MANY
 from pdserve.server.schemas import PairProbeBody
 from pdserve.server.streaming import collect, until_disconnect
 
@@ -80,7 +82,13 @@ class PairProbes:
             self._num_running -= 1
 
     async def _run(self, request: Request, probe: GenerateRequest, timeout_s: float) -> Response:
-        generation = await self._context.client.submit([probe], [probe.rid])
+        client = request.scope.get(CLIENT_OF_SCOPE, "")
+        try:
+            generation = await self._context.client.submit([probe], [probe.rid], client=client)
+        except RequestError as error:
+            if error.code == TOO_MANY:
+                return _busy(error.message)
+            raise
         with generation.closed_on_error():
             return await until_disconnect(request, self._outcome(generation, probe, timeout_s))
 

@@ -59,6 +59,7 @@ from pdserve.protocol.messages import (
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client import EngineClient
 from pdserve.server.grammar_check import GrammarCheck
+from pdserve.server.new_prefill import NewPrefill
 from pdserve.server.tokenizer import Tokenizer
 
 OPEN = AccessConfig()
@@ -341,7 +342,7 @@ async def bench(
     api, low = memory_channel_pair()
     scheduler = ScriptedScheduler(low)
     metrics = make_metrics(config)
-    client = EngineClient(api, tokenizer, metrics, match_stops=mode != "prefill")
+    client = EngineClient(api, tokenizer, metrics, match_stops=mode != "prefill", new_prefill=NewPrefill.of(config))
     grammars = GrammarCheck(config.grammar, tokenizer, CompileHere())
     app = create_app(config, client, tokenizer, metrics, registered=registered, grammars=grammars)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

@@ -1,0 +1,106 @@
+"""Bootstrap addresses that requests name and that have never served this decode server, counted by client.
+
+The transfer manager looks up 64 such addresses at a time, for all clients together. A client that names many of them
+would push the look-ups of others out, so each client may have `MAX_NEW_OF_CLIENT` in its running requests. An address
+is new until KV has come from its server. Owned by the engine client, on its event loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from pdserve.config.groups import ServerConfig
+from pdserve.errors import RequestError
+from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, GenerateRequest, RequestOutput, RoomAddress
+
+MAX_NEW_OF_CLIENT = 16
+"""New addresses in the running requests of one client: a quarter of the look-ups that run at a time."""
+MAX_SERVED = 1024
+"""Addresses that have served, the newest."""
+
+TOO_MANY = "bootstrap_busy"
+"""Code of the refusal."""
+Address = tuple[str, int | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NewAddress:
+    """The address of one running sequence that was new when the sequence was submitted."""
+
+    client: str
+    address: Address
+
+
+class NewPrefill:
+    """See the file's docstring. `take` each body, `heard` each output, `release` each sequence that ends."""
+
+    def __init__(self) -> None:
+        self._served: OrderedDict[Address, None] = OrderedDict()
+        self._named: dict[str, Counter[Address]] = {}
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> NewPrefill | None:
+        """None where clients name no address, or only those that the operator has listed."""
+        if config.disagg.disaggregation_mode != "decode" or config.disagg.allowed_prefill is not None:
+            return None
+        return cls()
+
+    def take(self, client: str, requests: Sequence[GenerateRequest]) -> list[NewAddress | None]:
+        """Count the sequences of one body; None for a sequence whose address is not new.
+
+        Raises:
+            RequestError: 503 when `client` would have more than `MAX_NEW_OF_CLIENT` new addresses; nothing is counted.
+        """
+        addresses = [self._new(request.room) for request in requests]
+        new = {address for address in addresses if address is not None}
+        if not new:
+            return [None] * len(addresses)
+        named = self._named.get(client, Counter())
+        if len(new | named.keys()) > MAX_NEW_OF_CLIENT:
+            raise RequestError(
+                f"this client names more than {MAX_NEW_OF_CLIENT} bootstrap addresses that have never served this "
+                "server; wait until requests to them have ended",
+                field="bootstrap_host",
+                status=503,
+                code=TOO_MANY,
+                retry_after_s=1,
+            )
+        named.update(address for address in addresses if address is not None)
+        self._named[client] = named
+        return [None if address is None else NewAddress(client, address) for address in addresses]
+
+    def heard(self, new: NewAddress, output: RequestOutput) -> None:
+        """Its sequence has an output: the address has served if KV came from there."""
+        if output.timing is None or output.timing.kv_pages is None or new.address in self._served:
+            return
+        self._served[new.address] = None
+        if len(self._served) > MAX_SERVED:
+            self._served.popitem(last=False)
+        for client in list(self._named):
+            self._forget(client, new.address)
+
+    def release(self, new: NewAddress) -> None:
+        """Its sequence has ended."""
+        named = self._named.get(new.client, Counter())
+        if named[new.address] > 1:
+            named[new.address] -= 1
+        else:
+            self._forget(new.client, new.address)
+
+    def _new(self, room: RoomAddress | None) -> Address | None:
+        if room is None or room.host == FAKE_BOOTSTRAP_HOST:
+            return None
+        address = room.host, room.port
+        if address in self._served:
+            self._served.move_to_end(address)
+            return None
+        return address
+
+    def _forget(self, client: str, address: Address) -> None:
+        named = self._named.get(client)
+        if named is not None:
+            named.pop(address, None)
+            if not named:
+                del self._named[client]
