@@ -169,13 +169,13 @@ class EngineClient:
                 client names too many bootstrap addresses that have never served.
             EngineDeadError: the engine is gone.
         """
+        detokenizers = await self._detokenizers([request.sampling for request in requests])
         self.require_ready()
         also = () if batch is None else (batch,)
         taken = self._live.taken((*names, *also))
         if taken is not None:
             raise RequestError(f"rid {taken!r} belongs to a request that is still running", field="rid")
         generation = Generation(len(requests), self._close)
-        detokenizers = [self._detokenizer(request.sampling) for request in requests]
         for index, request in enumerate(requests):
             if request.prior_output_ids:
                 generation.prior_text[index] = detokenizers[index].replay(request.prior_output_ids)
@@ -212,6 +212,12 @@ class EngineClient:
         for rid in self._live.called(None):
             self._drop(rid, "abort").generation.fail(error)
             self._send_soon(AbortRequest(rid=rid))
+
+    async def _detokenizers(self, samplings: Sequence[SamplingParams]) -> list[Detokenizer]:
+        """One for each sequence. A thread compiles their stop patterns, which takes up to 0.1 s for each."""
+        if self._match_stops and any(sampling.stop_regex for sampling in samplings):
+            return await asyncio.to_thread(lambda: [self._detokenizer(sampling) for sampling in samplings])
+        return [self._detokenizer(sampling) for sampling in samplings]
 
     def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
         if not self._match_stops:

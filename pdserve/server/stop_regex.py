@@ -1,14 +1,15 @@
 """Stop patterns: regular expressions of clients, searched in text that arrives in pieces.
 
 Made by `Detokenizer` for sequences that ask for it. A pattern is a program of a stranger's: `grammar_check` has had it
-compiled elsewhere before it is compiled here, each look has a time limit, and so have all slow looks of a sequence
-together. A look sees no further back than `CONTEXT_CHARS`, so that a long answer costs no more per token than a short
-one.
+compiled elsewhere before a thread compiles it here, each look has a time limit, and so have all slow looks of a
+sequence together. A look sees no further back than `CONTEXT_CHARS`, so that a long answer costs no more per token than
+a short one.
 """
 
 from __future__ import annotations
 
 import collections
+import threading
 import time
 from collections.abc import Sequence
 
@@ -75,9 +76,14 @@ class _Compiled:
         """By pattern that was too slow, when that is forgiven."""
         self._kept: collections.OrderedDict[str, tuple[regex.Pattern[str], int]] = collections.OrderedDict()
         self._size = 0
+        self._lock = threading.Lock()
 
     def get(self, pattern: str) -> regex.Pattern[str]:
-        """`pattern`, compiled."""
+        """`pattern`, compiled. Any thread; patterns are compiled one after the other."""
+        with self._lock:
+            return self._get(pattern)
+
+    def _get(self, pattern: str) -> regex.Pattern[str]:
         kept = self._kept.get(pattern)
         if kept is None:
             kept = regex.compile(pattern, cache_pattern=False), expanded_size(pattern)
@@ -108,7 +114,8 @@ _COMPILED = _Compiled()
 class RegexMatcher:
     """Finds the first match of any of `patterns`; of several, the one that begins first.
 
-    `patterns` have passed `GrammarCheck.take_patterns`. Text that may be the beginning of a match is held back.
+    `patterns` have passed `GrammarCheck.take_patterns`. Making a matcher compiles them: the engine client makes it in a
+    thread. Text that may be the beginning of a match is held back.
     `matched` is the pattern that stopped the text.
     """
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 
 import pytest
+import regex
 
 from pdserve.errors import RequestError
 from pdserve.server.stop_regex import CONTEXT_CHARS, RegexMatcher, _Compiled, compile_own
+from pdserve.server.tokenizer import Tokenizer
+from tests.unit.server.server_kit import bench
 
 TEXTS = ["total: 42 and more", "a\n\nb\n\n\nc", "no match at all", "END of ENDS: END1 END22"]
 PATTERNS = [r"\d+", r"\n{3}", r"END\d", r"(?<=: )\w", r"a.*m", r"END22|zz"]
@@ -84,6 +88,21 @@ def test_slow_looks_have_a_limit_in_all(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_stops_everything_or_nothing_is_refused(pattern: str) -> None:
     with pytest.raises(RequestError, match="stop_regex"):
         compile_own(pattern)
+
+
+@pytest.mark.asyncio
+async def test_the_event_loop_compiles_no_pattern(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    get, threads = _Compiled.get, set[int]()
+
+    def watched(self: _Compiled, pattern: str) -> regex.Pattern[str]:
+        threads.add(threading.get_ident())
+        return get(self, pattern)
+
+    monkeypatch.setattr(_Compiled, "get", watched)
+    async with bench(tokenizer) as b:
+        body = {"text": "hi", "sampling_params": {"stop_regex": ["zz{200}", "yy"]}}
+        assert (await b.http.post("/generate", json=body)).status_code == 200
+    assert threads and threading.get_ident() not in threads
 
 
 def test_patterns_that_are_kept_for_the_next_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
