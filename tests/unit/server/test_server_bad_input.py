@@ -21,6 +21,11 @@ MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"prompt": "hi"}
 
 
+def tool(name: str, description: str = "") -> dict[str, Any]:
+    """A function without parameters."""
+    return {"type": "function", "function": {"name": name, "description": description}}
+
+
 def schema_format(fields: dict[str, Any]) -> dict[str, Any]:
     """A `response_format` with these fields of `json_schema`."""
     return {"type": "json_schema", "json_schema": fields}
@@ -37,6 +42,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 500}]}, "messages"),
     (CHAT, {**MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function"),
+    (CHAT, {**MESSAGES, "tools": [tool(f"f{i}") for i in range(257)]}, "tools"),
+    (CHAT, {**MESSAGES, "tools": [tool("f", "x" * (1 << 20))]}, "tools"),
     (CHAT, {**MESSAGES, "response_format": {"type": "json"}}, "response_format.type"),
     (CHAT, {**MESSAGES, "response_format": "json_object"}, "response_format"),
     (CHAT, {**MESSAGES, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),

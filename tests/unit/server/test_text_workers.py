@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
@@ -103,3 +104,35 @@ async def test_ids_are_those_of_the_whole_text(tokenizer: Tokenizer, monkeypatch
     text = "hello the quick brown " * 1000
     ids = await tokenizer.encode(text, field="prompt", most_tokens=len(text))
     assert ids == tokenizer._backend.encode(text).ids
+
+
+class Counting:
+    """A tokenizer backend that adds up the characters it is given."""
+
+    def __init__(self, backend: RustTokenizer) -> None:
+        self._backend = backend
+        self.num_chars = 0
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.num_chars += sum(map(len, texts))
+        return self._backend.encode_batch_fast(texts, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("most_tokens", "most_pieces"), [(100, 0), (40_000, 3)])
+async def test_a_text_far_too_long_is_refused_after_a_few_pieces(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, most_tokens: int, most_pieces: int
+) -> None:
+    counting, bound = Counting(tokenizer._backend), TextBound(tokenizer._backend)
+    bound.__dict__["chars_per_token"] = 128  # as in vocabularies of real models
+    monkeypatch.setattr(bound, "_backend", counting)
+    monkeypatch.setattr(tokenizer, "_backend", counting)
+    monkeypatch.setattr(tokenizer, "_bound", bound)
+    with pytest.raises(RequestError, match="too many") as refused:
+        await tokenizer.encode("a b " * 10**6, field="prompt", most_tokens=most_tokens)
+    assert refused.value.field == "prompt" and refused.value.code == "context_length_exceeded"
+    assert (counting.num_chars > 0) == (most_pieces > 0)
+    assert counting.num_chars <= most_pieces * text_workers.PIECE_CHARS
