@@ -11,11 +11,19 @@ from pdserve.executor.profiling import Profiler
 from pdserve.protocol.messages import (
     CommandReply,
     ContinueGeneration,
+    DeclarePeerDead,
     FlushCache,
+    GenerateRequest,
+    OutputBatch,
     PauseGeneration,
+    RoomAddress,
     StartProfile,
     StopProfile,
+    ToApi,
 )
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.sim.network import Faults
+from pdserve.sim.world import Shape, World
 from tests.unit.scheduler.kit import Mono
 
 
@@ -128,3 +136,33 @@ def test_torchs_profiler_writes_what_was_computed(tmp_path: Path) -> None:
     mono.step()
     assert _replies(mono) == [("s", True), ("e", True)]
     _wait_for(tmp_path / "p-TP-0.trace.json.gz")
+
+
+def test_a_peer_that_is_declared_dead_has_no_session_any_more() -> None:
+    world = World(3, Shape(), Faults(repeated=0.0, max_delay_s=0.1))
+    scheduler, kv = world.decode.scheduler, world.decode.kv
+    assert kv is not None
+    room = RoomAddress(host=World.ADDRESS[0], port=World.ADDRESS[1], room=1)
+    params = SamplingParams(max_new_tokens=2)
+    world.decode.mailbox.post(GenerateRequest(rid="r", input_ids=[5, 6, 7], sampling=params, room=room))
+    for _ in range(300):
+        world.clock.advance(0.25)
+        world.net.deliver()
+        world.prefill.scheduler.step()
+        scheduler.step()
+        peers = scheduler.state().peers
+        if any(peer.state == "ready" for peer in peers):
+            break
+    (peer,) = peers
+    assert peer.state == "ready"
+    sent: list[ToApi] = []
+    scheduler.core.outbox.send = sent.append  # type: ignore[method-assign]
+    for instance in ("nobody", peer.instance):
+        world.decode.mailbox.post(DeclarePeerDead(query_id=instance, instance=instance))
+    scheduler.step()
+    replies = [message for message in sent if isinstance(message, CommandReply)]
+    assert [(reply.query_id, reply.ok) for reply in replies] == [("nobody", False), (peer.instance, True)]
+    assert "'nobody'" in replies[0].message and peer.instance in replies[1].message
+    assert not any(one.state == "ready" for one in scheduler.state().peers)
+    (finish,) = [one.finish for batch in sent if isinstance(batch, OutputBatch) for one in batch.outputs]
+    assert finish is not None and finish.type == "abort" and finish.err_type == "peer_gone"
