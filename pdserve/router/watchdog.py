@@ -42,7 +42,8 @@ RECHECK_S = 2.0
 """How often a pair that does not serve is probed."""
 FEW_PAIRS = 64
 """So many are probed in each interval at least."""
-MAX_AT_ONCE = 32
+MAX_AT_ONCE = 64
+"""Probes that run at a time: all of few pairs, so that none waits for those that are down."""
 SLACK_S = 0.5
 """How much longer than a worker takes for its answer the router waits for it."""
 ASK_AGAIN_S = 60.0
@@ -90,7 +91,8 @@ class Watchdog:
         self._running: dict[Pair, asyncio.Task[None]] = {}
         self._cannot: dict[Worker, float] = {}
         self._round = 0
-        self._next_round = 0.0
+        self._round_began = self._next_round = 0.0
+        self._turn_of: list[Pair] = []
         self._loop: asyncio.Task[None] | None = None
         registry.on_forgotten.append(self._forget)
 
@@ -114,15 +116,15 @@ class Watchdog:
             await asyncio.sleep(min(TICK_S, self._probes.interval_s / 2))
 
     def due(self, now: float) -> list[Pair]:
-        """The pairs to probe now, suspects first."""
-        found = dict.fromkeys([*self._suspects(now), *self._turn(now)])
+        """The pairs to probe now: suspects first, and last those that are known to be down."""
+        found = dict.fromkeys([*self._suspects(now), *self._turn(now), *self._down(now)])
         return [pair for pair in found if pair not in self._running and self._can(pair, now)]
 
     def _suspects(self, now: float) -> Iterator[Pair]:
         """Pairs that are to be probed at once."""
         for pair, state in self._pairs:
             failed_once = state.num_failed > 0 and not state.down
-            if failed_once or ((state.wanted or state.down) and _age(state.probed_at, now) >= RECHECK_S):
+            if failed_once or (state.wanted and _age(state.probed_at, now) >= RECHECK_S):
                 yield pair
         for one in self._drain.tries:
             if one.waits and now - one.begun >= WAITS_S:
@@ -131,13 +133,21 @@ class Watchdog:
                     yield one.pair
 
     def _turn(self, now: float) -> Iterator[Pair]:
-        """When an interval has passed: the pairs whose turn it is and that have served nothing of late."""
-        if now < self._next_round:
-            return
-        self._next_round = now + self._probes.interval_s
-        self._round += 1
-        for pair in self._round_of_pairs():
-            if _age(self._pairs.state(pair).served_at, now) >= self._probes.interval_s / 2:
+        """The pairs whose turn it is in this interval, that have not had it, and have served nothing of late."""
+        if now >= self._next_round:
+            self._round_began, self._next_round = now, now + self._probes.interval_s
+            self._round += 1
+            self._turn_of = self._round_of_pairs()
+        for pair in self._turn_of:
+            state = self._pairs.state(pair)
+            had_it = state.probed_at is not None and state.probed_at >= self._round_began
+            if not had_it and _age(state.served_at, now) >= self._probes.interval_s / 2:
+                yield pair
+
+    def _down(self, now: float) -> Iterator[Pair]:
+        """Pairs that do not serve, each every `RECHECK_S`."""
+        for pair, state in self._pairs:
+            if state.down and _age(state.probed_at, now) >= RECHECK_S:
                 yield pair
 
     def _round_of_pairs(self) -> list[Pair]:
@@ -149,8 +159,9 @@ class Watchdog:
 
     def _can(self, pair: Pair, now: float) -> bool:
         """Whether both workers take requests, and probes."""
-        workers = _workers(pair)
-        return all(worker.usable and self._cannot.get(worker, now) <= now for worker in workers)
+        return all(
+            worker.usable and not worker.forgotten and self._cannot.get(worker, now) <= now for worker in _workers(pair)
+        )
 
     def _begin(self, pair: Pair, now: float) -> None:
         state = self._pairs.state(pair)

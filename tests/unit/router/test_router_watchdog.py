@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 
 from pdserve.router.app import ROUTER
-from pdserve.router.config import BreakerConfig, ProbeConfig, Role, WorkerSpec
+from pdserve.router.config import BreakerConfig, ProbeConfig, Role, RouterConfig, WorkerSpec
+from pdserve.router.metrics import RouterMetrics
 from pdserve.router.pairs import Pairs
-from pdserve.router.watchdog import rotation
+from pdserve.router.tries import Drain
+from pdserve.router.watchdog import MAX_AT_ONCE, SLACK_S, TICK_S, Watchdog, rotation
 from pdserve.router.workers import Pair, Registry
 
 Scenario = Callable[[Any], Coroutine[Any, Any, None]]
@@ -205,6 +208,50 @@ def test_pairs_of_a_worker_that_is_gone_are_forgotten() -> None:
     assert known.any_down and [json.loads(json.dumps(entry))["prefill"] for entry in known.shown(4.0)] == ["http://p1"]
     registry.forget(decode)
     assert not known.any_down and known.shown(4.0) == []
+
+
+PROMISE_S = 15.0
+"""After which a pair through which nothing comes is not ready, where there are up to 64 pairs."""
+
+
+def seconds_until_all_are_down(num_prefill: int, num_decode: int, served_until: float) -> float:
+    """After all pairs have served until then, on a clock of its own. Every probe takes as long as it may."""
+    registry = Registry(BreakerConfig())
+    prefills, decodes = (
+        [registry.add(WorkerSpec(role=role, url=f"http://{role}{i}")) for i in range(count)]
+        for role, count in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode))
+    )
+    for worker in (*prefills, *decodes):
+        worker.healthy = True
+    known, everyone = Pairs(registry), [Pair(prefill, decode) for prefill in prefills for decode in decodes]
+    config, session = RouterConfig(pd=True), cast(ClientSession, None)
+    watchdog = Watchdog(
+        config, registry, known, session, RouterMetrics(), Drain(), random.Random(1), on_change=lambda: None
+    )
+    running = cast(dict[Pair, float], watchdog._running)
+    now = 0.0
+    while any(known.serves(pair) for pair in everyone):
+        for pair, begun in list(running.items()):
+            if now >= begun + config.probes.timeout_s + SLACK_S:
+                del running[pair]
+                known.failed(pair, begun, "nothing came", now)
+        for pair in everyone if now <= served_until else ():
+            known.served(pair, now)
+        for pair in watchdog.due(now)[: MAX_AT_ONCE - len(running)]:
+            known.state(pair).probed_at = running[pair] = now
+        now += TICK_S
+        assert now < 1000
+    return now - TICK_S - served_until
+
+
+@pytest.mark.parametrize("size", [(1, 1), (8, 8), (1, 64), (64, 1)])
+def test_by_default_pairs_through_which_nothing_comes_are_left_out_in_time(size: tuple[int, int]) -> None:
+    moments = [TICK_S * i for i in range(1 + int(ProbeConfig().interval_s / TICK_S))]
+    assert max(seconds_until_all_are_down(*size, moment) for moment in moments) <= PROMISE_S
+
+
+def test_pairs_that_are_down_keep_no_others_from_being_probed() -> None:
+    assert seconds_until_all_are_down(10, 10, 0.0) < 10 * PROMISE_S
 
 
 def test_each_of_many_workers_is_in_every_round() -> None:
