@@ -150,6 +150,28 @@ window.fetch = (url, options) => {
 """A random model ends its answers at random, too."""
 
 
+NOT_SERVING = """
+const ask = window.fetch;
+window.fetch = async (url, options) => {
+    const answer = await ask(url, options);
+    if (url !== "observe") return answer;
+    const picture = await answer.json();
+    const url_of = (role) => picture.workers.find((one) => one.worker_type === role).url;
+    const pair = {prefill: url_of("prefill"), decode: url_of("decode"), serving: false, error: "no token came"};
+    return Response.json({...picture, pairs: [pair]});
+};
+"""
+
+
+def test_a_pair_that_serves_nothing_is_shown(page: webdriver.Chrome) -> None:
+    page.execute_script(NOT_SERVING)
+    for role, partner in (("prefill", "Decode 1"), ("decode", "Prefill 1")):
+        until(lambda: card(page, role).get_attribute("data-state") == "down", WAIT_S, f"{role} is not ready")  # noqa: B023
+        assert "not ready" in card(page, role).text
+        assert f"No token comes through with {partner}" in card(page, role).text
+    until(lambda: text(page, "#status") == "serving, degraded", WAIT_S, "the header says so")
+
+
 def test_an_answer_can_be_stopped_and_the_chat_goes_on(page: webdriver.Chrome, pair: Pair) -> None:
     page.execute_script(GOES_ON)
     answer = say(page, "on and on", 3000)

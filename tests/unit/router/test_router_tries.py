@@ -45,6 +45,12 @@ def error_in(raw: bytes) -> dict[str, Any]:
     return dict(json.loads(text)["error"])
 
 
+def test_by_default_a_silent_worker_is_found_within_nine_seconds() -> None:
+    """So its streams end within ten."""
+    health = HealthConfig()
+    assert health.interval_s + health.failure_threshold * health.timeout_s <= 9.0
+
+
 def test_stream_of_silent_worker_ends_in_an_error_event(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         prefill, decode = await world.worker("p"), await world.worker("d", stalled_stream)
