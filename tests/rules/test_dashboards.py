@@ -17,6 +17,7 @@ from pdserve.protocol.replicas import merge_states
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.router.config import Role, RouterConfig, WorkerSpec
 from pdserve.server.app import make_metrics
+from pdserve.transfer.peers import SessionTimes
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "configs" / "grafana" / "pdserve.json"
@@ -150,6 +151,19 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
             assert panel["description"] and panel["targets"], panel["title"]
             for target in panel["targets"]:
                 assert target["expr"].count("(") == target["expr"].count(")"), target["expr"]
+
+
+def test_alerts_of_silent_peers_fire_before_the_session_ends() -> None:
+    scrape_s = float(yaml.safe_load((ALERTS.parent / "prometheus.yml").read_text())["global"]["scrape_interval"][:-1])
+    times, said = SessionTimes(), dict(expressions())
+    silent_after_s = times.heartbeat_s * times.misses
+    for alert, ends_after_s in (
+        ("PdservePeerSilentForLong", times.silent_timeout_s),
+        ("PdservePeerSilent", silent_after_s + times.silent_timeout_s),
+    ):
+        threshold_s = float(said[alert].rpartition(">")[2])
+        assert silent_after_s < threshold_s <= ends_after_s - scrape_s, alert
+        assert "max_over_time(" in said[alert], "what one scrape has seen is not overlooked"
 
 
 def test_alerts_say_what_is_wrong_and_how_bad() -> None:

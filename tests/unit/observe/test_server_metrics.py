@@ -229,6 +229,16 @@ def test_peers_failures_and_replicas_have_labels() -> None:
     assert ("sglang:num_running_reqs", frozenset()) not in both, "a sum would be counted twice"
 
 
+def test_the_ages_of_what_should_pass_soon_are_told() -> None:
+    metrics = ServerMetrics("m", "decode")
+    calm = read(metrics.render(state(peers=[peer(1, 0)])).decode())
+    assert value(calm, "pdserve:quarantined_pages_age_seconds") == value(calm, "pdserve:silent_peer_age_seconds") == 0
+    silent = [msgspec.structs.replace(peer(number, 0), silent_s=age_s) for number, age_s in ((1, 4.0), (2, 25.5))]
+    told = read(metrics.render(state(peers=[*silent, peer(3, 0)], oldest_orphan_s=12.5)).decode())
+    assert value(told, "pdserve:quarantined_pages_age_seconds") == 12.5
+    assert value(told, "pdserve:silent_peer_age_seconds") == 25.5
+
+
 def test_the_number_of_peers_with_a_label_is_bounded() -> None:
     peers = [peer(number, 10 + number) for number in range(MAX_PEERS + 9)]
     samples = read(ServerMetrics("m", "prefill").render(state(peers=peers)).decode())
