@@ -32,12 +32,14 @@ NUM_FENCES, NUM_AT_ONCE = 50, 4
 class Rig:
     """A transport that receives, its memory, and senders to it."""
 
-    def __init__(self, transport: Transport, memory: Memory, factory: PeerFactory) -> None:
+    def __init__(
+        self, transport: Transport, memory: Memory, factory: PeerFactory, *, from_other_host: bool = False
+    ) -> None:
         self.transport, self.memory = transport, memory
         self._factory = factory
         self.senders: list[Sender] = []
         self._peers: list[str] = []
-        self._environment = {"OTHER_HOST": "1"} if transport.name == "auto" else {}
+        self._environment = {"OTHER_HOST": "1"} if from_other_host else {}
         memory.bytes[:] = 0
 
     def peer(self) -> str:
@@ -74,16 +76,16 @@ def wait_until(is_so: Callable[[], bool], what: str) -> None:
 
 @pytest.fixture(params=FENCED)
 def rig(request: pytest.FixtureRequest, opened: Open) -> Iterator[Rig]:
-    rig = Rig(*opened(request.param))
+    rig = Rig(*opened(request.param), from_other_host=request.param == "auto")
     yield rig
     rig.end()
 
 
-@pytest.fixture(params=("shm", "nixl"))
+@pytest.fixture(params=("shm", "auto", "nixl"))
 def local_rig(request: pytest.FixtureRequest, opened: Open, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    """Where a sender of the same host writes into our memory by itself."""
+    """Where a sender of the same host writes into our memory by itself; `auto` takes `shm` within a host."""
     transport, memory, factory = opened(request.param)
-    if request.param == "shm":
+    if request.param != "nixl":
         rig = Rig(transport, memory, factory)
         yield rig
         rig.end()
