@@ -19,8 +19,8 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ WARM_UP_S, SOAK_WARM_UP_S = 10.0, 120.0
 """A soak waits until every page of the pools has been used once: only then they are all in memory."""
 WARM_UP_LIMIT_S = 300.0
 SAMPLE_S = 5.0
-HEALTH_S = 0.5
+HEALTH_S, HEALTH_TIMEOUT_S = 0.5, 60.0
 SETTLE_S = 90.0
 FLAGS = ("--page-size", "16", "--device", "cpu", "--cpu-threads", "1", "--log-level", "warning")
 
@@ -100,29 +100,39 @@ class Background:
 
 
 class HealthWatch:
-    """Asks every member after its health all the time, and keeps the slowest answer of those that nothing ails."""
+    """Asks every member for its health all the time. Answers count while the member itself is under no fault.
 
-    def __init__(self, farm: Farm, under_fault: set[str]) -> None:
-        self._farm, self._under_fault = farm, under_fault
-        self.worst: dict[str, float] = defaultdict(float)
+    `turns` is that of `Faults`: a fault that began or ended while an answer was awaited makes the answer not count.
+    """
+
+    def __init__(self, members: Sequence[Member], turns: Mapping[str, int], timeout_s: float = HEALTH_TIMEOUT_S):
+        self._members, self._turns, self._timeout_s = members, turns, timeout_s
+        self.worst: dict[str, float | None] = {member.name: None for member in members}
+        """Seconds of the slowest answer that counts, by member; None: no answer of this member counted."""
+        self.failures: Counter[str] = Counter()
+        """Answers that should have counted and were no 200, by member and reason."""
         self.stopping = False
 
     async def run(self) -> None:
         """Until `stopping`."""
-        timeout = aiohttp.ClientTimeout(total=60)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            await asyncio.gather(*(self._watch(session, member) for member in self._farm.members))
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        connector = aiohttp.TCPConnector(force_close=True)  # no connection that an earlier fault has broken
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            await asyncio.gather(*(self._watch(session, member) for member in self._members))
 
     async def _watch(self, session: aiohttp.ClientSession, member: Member) -> None:
         while not self.stopping:
-            ailing, began = bool(self._under_fault), time.monotonic()
+            turn, began, failure = self._turns.get(member.name, 0), time.monotonic(), ""
             try:
                 async with session.get(f"{member.url}/health") as answer:
                     await answer.read()
-            except (aiohttp.ClientError, OSError, TimeoutError):
-                ailing = True
-            if not ailing and not self._under_fault:
-                self.worst[member.name] = max(self.worst[member.name], time.monotonic() - began)
+                    failure = "" if answer.status == 200 else f"status {answer.status}"
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                failure = type(error).__name__
+            if turn % 2 == 0 and turn == self._turns.get(member.name, 0):
+                self.worst[member.name] = max(self.worst[member.name] or 0.0, time.monotonic() - began)
+                if failure:
+                    self.failures[f"{member.name}: {failure}"] += 1
             await asyncio.sleep(HEALTH_S)
 
 
@@ -151,7 +161,7 @@ def _play(args: argparse.Namespace, farm: Farm, questions: list[Question], token
     background.start(trap.open(host))()
     hostile = make_hostile(args.model, trap.port, host, args.hostile_scale)
     attackers = Attackers(farm, hostile, args.seed, args.deadline)
-    watch = HealthWatch(farm, faults.under_fault)
+    watch = HealthWatch(farm.members, faults.turns)
     loaded = background.start(load.run())
     warm_up(farm, faults, args.warm_up or (SOAK_WARM_UP_S if args.soak else WARM_UP_S))
     before = farm.use()
@@ -180,7 +190,8 @@ def _play(args: argparse.Namespace, farm: Farm, questions: list[Question], token
         hostile=attackers.endings,
         faults=faults.happened,
         problems=faults.problems,
-        worst_health=dict(watch.worst),
+        worst_health=watch.worst,
+        failed_health=watch.failures,
         settled_s=settled_s,
         held=held,
         before=before,

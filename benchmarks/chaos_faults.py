@@ -14,6 +14,7 @@ import random
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import psutil
@@ -56,8 +57,8 @@ class Faults:
         self._rooms = itertools.count(1 << 50)
         self.happened: list[Injected] = []
         self.problems: list[str] = []
-        self.under_fault: set[str] = set()
-        """Names of members that cannot be expected to answer just now."""
+        self.turns: Counter[str] = Counter()
+        """Faults that have begun and that are over, by member: odd while the member is under a fault."""
         self._kinds: dict[str, Callable[[Member], None]] = {
             "kill server": self._kill_server,
             "kill engine": self._kill_engine,
@@ -91,7 +92,7 @@ class Faults:
         kind = self._bag.pop()
         member = self._rng.choice(self._farm.workers)
         began = time.monotonic()
-        self.under_fault.add(member.name)
+        self.turns[member.name] += 1
         detail = ""
         try:
             self._kinds[kind](member)
@@ -100,7 +101,7 @@ class Faults:
             self.problems.append(f"{kind} of {member.name}: {detail}")
         ended = time.monotonic()
         recovery = self._recovery(member)
-        self.under_fault.discard(member.name)
+        self.turns[member.name] += 1
         injected = Injected(kind, member.name, began, ended - began, recovery, detail)
         self.happened.append(injected)
         return injected

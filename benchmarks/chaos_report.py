@@ -40,7 +40,9 @@ class Outcome:
     hostile: list[Ending]
     faults: list[Injected]
     problems: list[str]
-    worst_health: dict[str, float]
+    worst_health: dict[str, float | None]
+    """Seconds, by member, while it was under no fault; None: never measured."""
+    failed_health: Counter[str]
     settled_s: float
     held: dict[str, dict[str, Any]]
     before: dict[str, Use]
@@ -87,6 +89,10 @@ class Outcome:
                 after = "not at all" if fault.recovery_s is None else f"after {fault.recovery_s:.1f} s"
                 found.append(f"{fault.kind} of {fault.member}: recovered {after}")
         found += self.problems
+        unknown = [name for name, took in self.worst_health.items() if took is None]
+        found += [f"/health of {name} was never measured while it was under no fault" for name in unknown]
+        found += [] if self.worst_health else ["/health of no server was measured"]
+        found += [f"/health under no fault failed {count} times: {why}" for why, count in self.failed_health.items()]
         found += [f"{name} holds {leaks}" for name, leaks in self.held.items()]
         found += self.growth()
         found += [f"left behind: {what}" for kind in self.leftovers.values() for what in kind]
@@ -122,6 +128,7 @@ class Outcome:
             "growth": self.growth(),
             "secrets_sent": self.num_secrets,
             "worst_health_s": self.worst_health,
+            "failed_health": dict(self.failed_health),
         }
 
 
@@ -143,6 +150,7 @@ def render(outcome: Outcome, facts: dict[str, Any], *, soak: bool) -> str:
     parts = [
         f"# {title}: {len(outcome.endings)} requests in {outcome.seconds:.0f} s",
         _verdict_line(outcome, counts),
+        _health_line(outcome),
         "## Requests\n\n" + _requests(outcome.endings, lambda ending: f"{ending.kind}, {ending.manner}"),
     ]
     if outcome.faults:
@@ -174,6 +182,12 @@ def _verdict_line(outcome: Outcome, counts: Counter[str]) -> str:
     return ", ".join(words) + "."
 
 
+def _health_line(outcome: Outcome) -> str:
+    times = {name: "never measured" if took is None else f"{took:.2f} s" for name, took in outcome.worst_health.items()}
+    worst = ", ".join(f"{name} {took}" for name, took in sorted(times.items())) or "no server was measured"
+    return f"Slowest `/health` of each server while it was under no fault itself: {worst}."
+
+
 def _requests(endings: Sequence[Ending], name: Any) -> str:
     by_name: dict[str, Counter[str]] = {}
     for ending in endings:
@@ -203,9 +217,8 @@ def _hostile(outcome: Outcome) -> str:
         counts = [str(seen[verdict]) for verdict in (REFUSED, UNREACHABLE, WRONG, HUNG)]
         rows.append([kind, example.replace("|", "/").replace("\n", " "), *counts, f"{slowest:.1f}"])
     table = markdown_table(["request", "", "refused", "unreachable", "wrong", "hung", "slowest s"], rows, num_text=2)
-    worst = ", ".join(f"{name} {took:.2f} s" for name, took in sorted(outcome.worst_health.items()))
     trapped = f"Look-ups lured to a stranger: {outcome.num_trapped}, with the control token: {outcome.num_secrets}."
-    return f"{table}\n\nSlowest `/health` while no fault was injected: {worst}.\n{trapped}"
+    return f"{table}\n\n{trapped}"
 
 
 def _uses(outcome: Outcome) -> str:

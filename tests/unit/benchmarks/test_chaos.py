@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import types
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -11,6 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from benchmarks.chaos import HealthWatch
 from benchmarks.chaos_farm import Use
 from benchmarks.chaos_faults import Injected
 from benchmarks.chaos_load import (
@@ -93,8 +97,6 @@ async def bad_request(request: web.Request) -> web.StreamResponse:
 
 
 async def silent(request: web.Request) -> web.StreamResponse:
-    import asyncio
-
     await asyncio.sleep(60)
     raise AssertionError
 
@@ -172,7 +174,8 @@ def outcome(**changes: Any) -> Outcome:
         "hostile": [],
         "faults": [Injected("cut link", "decode-0", 0.0, 1.0, 2.0)],
         "problems": [],
-        "worst_health": {},
+        "worst_health": {"router": 0.25},
+        "failed_health": Counter(),
         "settled_s": 0.1,
         "held": {},
         "before": {"router": USE},
@@ -202,6 +205,9 @@ def test_a_run_in_which_all_was_well_fails_for_nothing() -> None:
         ({"faults": [Injected("cut link", "decode-0", 0.0, 1.0, 11.0)]}, "11.0 s"),
         ({"held": {"decode-0": {"pages": 3}}}, "pages"),
         ({"num_secrets": 1}, "token"),
+        ({"worst_health": {"router": 0.1, "decode-0": None}}, "/health of decode-0 was never measured"),
+        ({"worst_health": {}}, "/health of no server"),
+        ({"failed_health": Counter({"router: status 503": 2})}, "failed 2 times: router: status 503"),
         ({"leftovers": {"files": ["pdserve-x"]}}, "pdserve-x"),
         ({"after": {"router": Use(100.0, 500, 10)}}, "descriptors"),
         ({"after": {"router": Use(100.0, 50, 99)}}, "threads"),
@@ -223,9 +229,40 @@ def test_memory_that_grows_fails_a_soak() -> None:
     machine = {"cpu_model": "x", "cpus": 1, "platform": "y", "load_1m": 0.0}
     text = render(rising, {"machine": machine, "revision": "r", "duration_s": 1.0, "command": "c"}, soak=True)
     assert "# Soak" in text and "router grows" in text
+    assert "under no fault itself: router 0.25 s." in text
 
 
 def test_questions_are_the_same_for_a_seed_and_of_every_kind() -> None:
     questions = make_questions(5, "m", 28, 100)
     assert questions == make_questions(5, "m", 28, 100) != make_questions(6, "m", 28, 100)
     assert len({question.kind for question in questions}) == 8
+
+
+async def test_health_is_measured_of_each_server_that_is_under_no_fault_itself() -> None:
+    """Faults come back to back, so one server or another is always under one."""
+    turns: Counter[str] = Counter({"stopped": 1})
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        name = request.path.split("/")[1]
+        if name == "hit":  # a fault that begins and ends while the answer is awaited
+            turns["hit"] += 2
+        return web.Response(status=503 if name in ("stopped", "hit", "broken") else 200)
+
+    app = web.Application()
+    app.router.add_get("/{name}/health", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    names = ("sound", "stopped", "hit", "broken")
+    members: Any = [types.SimpleNamespace(name=name, url=f"{url}/{name}") for name in names]
+    watch = HealthWatch(members, turns)
+    running = asyncio.create_task(watch.run())
+    while watch.worst["sound"] is None or not watch.failures:
+        await asyncio.sleep(0.01)
+    watch.stopping = True
+    await running
+    await runner.cleanup()
+    assert {name for name, took in watch.worst.items() if took is not None} == {"sound", "broken"}
+    assert set(watch.failures) == {"broken: status 503"}
