@@ -80,8 +80,10 @@ class Farm:
 
 @pytest.fixture(scope="module")
 def farm(net: Network, tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Farm]:
-    """Servers behind a slow and lossy network."""
-    made = Farm(net, str(tiny_checkpoint("llama")))
+    """Servers behind a slow and lossy network, with a control token."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PDSERVE_CONTROL_TOKEN", "of-these-hosts")
+        made = Farm(net, str(tiny_checkpoint("llama")))
     with running(made.prefill, made.decode), running(made.start_router()):
         yield made
 
