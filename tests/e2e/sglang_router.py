@@ -20,13 +20,15 @@ QUICK = ["--health-check-interval-secs", "1", "--worker-startup-check-interval",
 class SGLangRouter:
     """One running router process and its workers API."""
 
-    def __init__(self, port: int, argv: Sequence[str]) -> None:
+    def __init__(self, port: int, argv: Sequence[str], *, before: Sequence[str] = ()) -> None:
+        """`before`: as of `Server`."""
         self.url = f"http://127.0.0.1:{port}"
         key = argv[argv.index("--api-key") + 1] if "--api-key" in argv else None
         self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.lines: deque[str] = deque(maxlen=200)
         # It announces nothing on stdout; whoever starts it asks its health endpoint.
-        self.child = Child("sglang-router", [*LAUNCH, *QUICK, "--port", str(port), *argv], on_line=self.lines.append)
+        command = [*before, *LAUNCH, *QUICK, "--port", str(port), *argv]
+        self.child = Child("sglang-router", command, on_line=self.lines.append)
 
     def healthy(self) -> list[str]:
         """URLs of the workers that it sends requests to."""

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.harness import Server, running, until
+from pdserve.base.process import end_all
+from tests.e2e.harness import GRACE_S, Server, running, until
 from tests.e2e.namespaces import Host, Network
 from tests.e2e.netem import NetemNetwork, why_no_netem
+from tests.e2e.sglang_router import SGLangRouter
 from tests.e2e.test_parity import make_prompts, reference
 from tests.e2e.tun import TunNetwork, why_no_tun
 from tests.reference import load_reference, reference_greedy
@@ -23,6 +25,7 @@ from tests.tiny import Family
 
 NEW_TOKENS = 8
 LONG = 3000
+SGLANG_PORT = 30001
 PARTITION_S = 10.0
 SLOW_BYTES_PER_S = 400_000.0
 """The long prompt's KV takes some seconds then, so that there is time to cut."""
@@ -63,11 +66,18 @@ class Farm:
         self.router = Server("router", "pdserve.launch_router", argv, before=self.router_host.argv([]))
         return self.router
 
-    def ask(self, input_ids: Any) -> requests.Response:
-        """`/generate`, from the router's host."""
+    def sglang_router(self) -> SGLangRouter:
+        """SGLang's router on the router's host, where all ports but one are free."""
+        pair = ["--prefill", self.prefill.url, str(self.prefill.bootstrap_port), "--decode", self.decode.url]
+        argv = [*pair, "--prometheus-port", str(SGLANG_PORT + 1)]
+        return SGLangRouter(SGLANG_PORT, argv, before=self.router_host.argv([]))
+
+    def ask(self, input_ids: Any, url: str | None = None) -> requests.Response:
+        """`/generate`, from the router's host; `url` of another router there."""
         sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
         body = {"input_ids": input_ids, "sampling_params": sampling}
-        return self.router_host.call(lambda: requests.post(f"{self.router.url}/generate", json=body, timeout=200))
+        path = f"{url or self.router.url}/generate"
+        return self.router_host.call(lambda: requests.post(path, json=body, timeout=200))
 
     def ready(self) -> bool:
         """The router has a pair that it can send requests to."""
@@ -99,6 +109,22 @@ def test_tokens_are_right_behind_delay_and_loss(farm: Farm, tiny_checkpoint: Cal
         timing = body["meta_info"]["timing"]
         assert timing["kv_bytes"] > 0 and timing["kv_transfer_s"] > 0
         print(f"{len(prompt)} tokens: {timing['kv_bytes']} bytes in {timing['kv_transfer_s']:.3f} s, {timing}")
+
+
+def test_behind_sglangs_router(farm: Farm, tiny_checkpoint: Callable[[Family], Path]) -> None:
+    prompts = make_prompts(vocab_size=320)[:1]
+    (tokens,) = reference(tiny_checkpoint("llama"), prompts)
+    router = farm.sglang_router()
+    try:
+        urls = sorted((farm.prefill.url, farm.decode.url))
+        until(lambda: farm.router_host.call(router.healthy) == urls, 60, f"a router with {urls}")
+        answer = farm.ask(prompts[0], router.url)
+        assert answer.status_code == 200 and answer.json()["output_ids"] == tokens, answer.text
+    except BaseException:
+        print("\n".join(router.lines))
+        raise
+    finally:
+        end_all([router.child], GRACE_S)
 
 
 def test_a_partition_in_the_middle_of_a_transfer_ends_in_a_failure_or_in_the_right_tokens(
