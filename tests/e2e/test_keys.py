@@ -4,12 +4,15 @@ has not is not, and a stranger at the ports between the servers changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import openai
+import psutil
 import pytest
 import requests
 import zmq
@@ -42,6 +45,17 @@ def workers(tiny_checkpoint: Callable[[Family], Path]) -> Iterator[tuple[Server,
         yield prefill, decode
 
 
+@pytest.fixture(scope="module")
+def router(workers: tuple[Server, Server]) -> Iterator[Server]:
+    """Ours, before both."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PDSERVE_API_KEY", KEY)
+        patch.setenv("PDSERVE_ADMIN_API_KEY", ROOT)
+        started = start_router([workers[0]], [workers[1]])
+    with running(started):
+        yield started
+
+
 def refused_and_answered(url: str) -> None:
     """Through a router: not without the key, nor with another; with it by the real client."""
     for headers in ({}, {"Authorization": "Bearer wrong"}):
@@ -60,18 +74,12 @@ def test_behind_sglangs_router(workers: tuple[Server, Server]) -> None:
     assert_idle(*workers)
 
 
-def test_behind_our_router(workers: tuple[Server, Server]) -> None:
-    prefill, decode = workers
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PDSERVE_API_KEY", KEY)
-        patch.setenv("PDSERVE_ADMIN_API_KEY", ROOT)
-        router = start_router([prefill], [decode])
-    with running(router):
-        refused_and_answered(router.url)
-        for headers, status in (({}, 401), (CLIENT, 401), (ADMIN, 200)):
-            assert requests.post(f"{router.url}/flush_cache", headers=headers, timeout=60).status_code == status
-        info = requests.get(f"{router.url}/get_server_info", headers=CLIENT, timeout=60)
-        assert info.status_code == 200 and not {KEY, ROOT} & set(info.text.split('"'))
+def test_behind_our_router(router: Server, workers: tuple[Server, Server]) -> None:
+    refused_and_answered(router.url)
+    for headers, status in (({}, 401), (CLIENT, 401), (ADMIN, 200)):
+        assert requests.post(f"{router.url}/flush_cache", headers=headers, timeout=60).status_code == status
+    info = requests.get(f"{router.url}/get_server_info", headers=CLIENT, timeout=60)
+    assert info.status_code == 200 and not {KEY, ROOT} & set(info.text.split('"'))
     assert_idle(*workers)
     for worker in workers:
         command_line = Path(f"/proc/{worker.child.pid}/cmdline").read_bytes()
@@ -82,35 +90,110 @@ def test_behind_our_router(workers: tuple[Server, Server]) -> None:
             client.models.list()
 
 
-def test_a_stranger_between_the_servers_changes_nothing(workers: tuple[Server, Server]) -> None:
+@contextlib.contextmanager
+def nothing_changes(router: Server, workers: tuple[Server, Server]) -> Iterator[None]:
+    """In the memory of the engines, in their peers, in what their audits find, and in the answers."""
+
+    def seen() -> tuple[Any, list[Any]]:
+        answered = requests.post(f"{router.url}/generate", json=BODY, headers=CLIENT, timeout=60)
+        assert answered.status_code == 200, answered.text
+        assert_idle(*workers)
+        states = [worker.state() for worker in workers]
+        peers = [[(peer["endpoint"], peer["instance"], peer["state"]) for peer in one["peers"]] for one in states]
+        assert [len(one) for one in peers] == [1, 1] and all(state["audit"] == [] for state in states)
+        return answered.json()["output_ids"], [(one["memory"], one["failures"]) for one in states] + peers
+
+    before = seen()
+    yield
+    assert seen() == before
+
+
+def data_ports(worker: Server) -> set[int]:
+    """Of its transfer engine: all on which its processes listen and that are no others."""
+    processes = [psutil.Process(worker.child.pid)]
+    processes += processes[0].children(recursive=True)
+    found = [one for process in processes for one in process.net_connections(kind="tcp") if one.status == "LISTEN"]
+    known = {int(url.rpartition(":")[2]) for url in (worker.url, worker.state()["facts"]["control_endpoint"])}
+    assert worker.ready is not None
+    return {one.laddr.port for one in found} - known - {worker.ready.bootstrap_port}
+
+
+def say_all(host: str, port: int) -> None:
+    """What strangers say, each in a connection of its own, which they leave at once."""
+    for said in STRANGERS.values():
+        with socket.create_connection((host, port), timeout=30) as stranger:
+            stranger.sendall(said)
+
+
+ASKED = (
+    ("POST", "/generate"), ("POST", "/v1/chat/completions"), ("POST", "/health_pair"), ("POST", "/flush_cache"),
+    ("POST", "/declare_peer_dead"), ("POST", "/pause_generation"), ("GET", "/get_server_info"), ("GET", "/observe"),
+    ("GET", "/v1/models"),
+)  # fmt: skip
+"""Of servers and of the router. Both refuse a stranger before they look for the path."""
+
+
+def test_a_stranger_on_every_port_changes_nothing(router: Server, workers: tuple[Server, Server]) -> None:
+    with nothing_changes(router, workers):
+        for server in (router, *workers):
+            for headers in ({}, {"Authorization": f"Bearer {TOKEN}"}):
+                for method, path in ASKED:
+                    answer = requests.request(method, server.url + path, json=BODY, headers=headers, timeout=30)
+                    assert answer.status_code == 401, (path, answer.text)
+            say_all("127.0.0.1", int(server.url.rpartition(":")[2]))
+        for worker in workers:
+            ports = data_ports(worker)
+            assert ports, "mooncake listens"
+            for port in ports:
+                say_all("127.0.0.1", port)
+
+
+def test_a_client_between_the_servers_changes_nothing(router: Server, workers: tuple[Server, Server]) -> None:
+    """Its key opens neither the bootstrap server nor the control ports."""
+    bootstrap = f"http://127.0.0.1:{workers[0].bootstrap_port}"
+    with nothing_changes(router, workers):
+        for method, path in (("GET", "/route"), ("PUT", "/route"), ("POST", "/generate"), ("GET", "/nowhere")):
+            answer = requests.request(method, bootstrap + path, json=BODY, headers=CLIENT, timeout=30)
+            assert answer.status_code in (401, 404, 405), (path, answer.text)
+        for worker in workers:
+            host, _, port = worker.state()["facts"]["control_endpoint"].rpartition(":")
+            with socket.create_connection((host, int(port)), timeout=30) as client:
+                client.sendall(b"POST /generate HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %s\r\n\r\n" % KEY.encode())
+                client.settimeout(30)
+                with contextlib.suppress(ConnectionError):
+                    assert b"HTTP" not in client.recv(1 << 12)
+
+
+def forge_control_frames(worker: Server) -> None:
+    endpoint = worker.state()["facts"]["control_endpoint"]
+    host, _, port = endpoint.rpartition(":")
+    say_all(host, int(port))
+    public, secret = zmq.curve_keypair()
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push:
+        push.linger = 0
+        push.curve_serverkey, push.curve_publickey, push.curve_secretkey = public, public, secret
+        push.connect(f"tcp://{endpoint}")
+        push.send(b"forged")
+        until(lambda: worker.counter("control_handshakes_failed") >= 1, 30, "a refused handshake")
+    assert worker.counter("control_frames_refused") == 0
+
+
+def test_a_stranger_between_the_servers_changes_nothing(router: Server, workers: tuple[Server, Server]) -> None:
     prefill, decode = workers
     url = f"http://127.0.0.1:{prefill.bootstrap_port}/route"
     theirs = msgspec.json.encode(route(host="127.0.0.2"))
-    for headers in ({}, {"Authorization": f"Bearer {TOKEN}"}, CLIENT):
-        assert requests.put(url, data=theirs, headers=headers, timeout=30).status_code == 401
-        assert requests.get(url, headers=headers, timeout=30).status_code == 401
-    for worker in workers:
-        endpoint = worker.state()["facts"]["control_endpoint"]
-        host, _, port = endpoint.rpartition(":")
-        for said in STRANGERS.values():
-            with socket.create_connection((host, int(port)), timeout=30) as stranger:
-                stranger.sendall(said)
-        public, secret = zmq.curve_keypair()
-        with zmq.Context() as context, context.socket(zmq.PUSH) as push:
-            push.linger = 0
-            push.curve_serverkey, push.curve_publickey, push.curve_secretkey = public, public, secret
-            push.connect(f"tcp://{endpoint}")
-            push.send(b"forged")
-            until(lambda worker=worker: worker.counter("control_handshakes_failed") >= 1, 30, "a refused handshake")
-        assert worker.counter("control_frames_refused") == 0
-    generated(prefill, decode)
-    assert_idle(*workers)
+    with nothing_changes(router, workers):
+        for headers in ({}, {"Authorization": f"Bearer {TOKEN}"}, CLIENT):
+            assert requests.put(url, data=theirs, headers=headers, timeout=30).status_code == 401
+            assert requests.get(url, headers=headers, timeout=30).status_code == 401
+        for worker in (prefill, decode):
+            forge_control_frames(worker)
 
 
 def test_who_names_a_bootstrap_address_learns_neither_the_token_nor_what_is_there(
-    workers: tuple[Server, Server],
+    router: Server, workers: tuple[Server, Server]
 ) -> None:
-    prefill, decode = workers
+    _, decode = workers
     listener = Listener(answer("403 Forbidden", b"INTERNAL of whatever listens here"))
     try:
         named = {"bootstrap_host": listener.address[0], "bootstrap_port": listener.address[1], "bootstrap_room": 7}
@@ -121,15 +204,6 @@ def test_who_names_a_bootstrap_address_learns_neither_the_token_nor_what_is_ther
     assert "INTERNAL" not in told.text and "403" not in told.text
     assert listener.seen.startswith(b"GET /challenge?nonce=") and b"Proof" not in listener.seen
     assert TOKEN.encode() not in listener.seen
-    generated(prefill, decode)
+    answered = requests.post(f"{router.url}/generate", json=BODY, headers=CLIENT, timeout=60)
     assert_idle(*workers)
-
-
-def generated(prefill: Server, decode: Server) -> None:
-    """A request to both, as a router sends it, is answered."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PDSERVE_API_KEY", KEY)
-        router = start_router([prefill], [decode])
-    with running(router):
-        answered = requests.post(f"{router.url}/generate", json=BODY, headers=CLIENT, timeout=60)
     assert answered.status_code == 200 and len(answered.json()["output_ids"]) == 4, answered.text
