@@ -12,14 +12,19 @@ import json
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.fuzz.watch import Growth, LoopWatch
 
 MAX_INPUT = 4096
 TIMEOUT_S = 20
 RSS_LIMIT_MB = 4096
 FRAMES_AN_EPISODE = 2000
+MAX_GROWTH_MB = 256.0
+"""More than the unguided targets may: libFuzzer keeps its corpus in this process."""
 
 
 def run_guided(what: str, count: int, seed: int, corpus: Path | None) -> None:
@@ -47,11 +52,12 @@ def _frames(seed: int) -> Target:
     from pdserve.protocol.codec import PROTOCOL_VERSION
     from pdserve.protocol.seal import Seal
     from pdserve.transfer.events import FrameArrived
-    from tests.fuzz.frames import Episode
+    from tests.fuzz.frames import MAX_HANDLE_S, Episode
     from tests.unit.transfer.kit import TOKEN
 
     rng, seal = random.Random(seed), Seal(TOKEN)
     state: dict[str, Any] = {"episode": Episode(rng), "left": FRAMES_AN_EPISODE}
+    growth = Growth(MAX_GROWTH_MB, FRAMES_AN_EPISODE)
 
     def one(data: bytes) -> None:
         if not state["left"]:
@@ -59,10 +65,15 @@ def _frames(seed: int) -> Target:
         state["left"] -= 1
         episode = state["episode"]
         to = episode.decode if data[:1] < b"\x80" else episode.prefill
-        to.kv.handle(FrameArrived(seal.close(bytes([PROTOCOL_VERSION]) + data[1:])))
+        frame = seal.close(bytes([PROTOCOL_VERSION]) + data[1:])
+        began = time.perf_counter()
+        to.kv.handle(FrameArrived(frame))
+        took = time.perf_counter() - began
+        assert took < MAX_HANDLE_S, f"{took:.1f} s for one frame"
         if rng.random() < 0.1:
             episode.happen()
         episode.drain()
+        growth.look()
 
     sides = ((b"\x00", state["episode"].decode), (b"\xff", state["episode"].prefill))
     first = [mark + msgspec.msgpack.encode(state["episode"].packet(side)) for mark, side in sides for _ in range(100)]
@@ -71,18 +82,25 @@ def _frames(seed: int) -> Target:
 
 def _http(seed: int) -> Target:
     """Inputs are the number of a path, as one byte, and a body."""
-    from tests.fuzz.http import SEEDS, HttpReport, post
+    from tests.fuzz.http import MAX_STALL_S, SEEDS, WARM_UP, HttpReport, post
     from tests.unit.server.server_kit import bench, tiny_tokenizer
 
     loop = asyncio.new_event_loop()
     paths = sorted({path for path, _ in SEEDS} - {"/pause_generation"})
     opened = bench(tiny_tokenizer())
     server = loop.run_until_complete(opened.__aenter__())
+    growth = Growth(MAX_GROWTH_MB, WARM_UP)
+
+    async def watched(path: str, body: bytes) -> None:
+        async with LoopWatch() as watch:
+            await post(server, path, body, HttpReport())
+        assert watch.worst_s < MAX_STALL_S, f"the loop stood still for {watch.worst_s:.1f} s: {path} {body!r}"
 
     def one(data: bytes) -> None:
         path = paths[data[0] % len(paths)] if data else paths[0]
-        loop.run_until_complete(post(server, path, data[1:], HttpReport()))
+        loop.run_until_complete(watched(path, data[1:]))
         server.scheduler.requests.clear()
+        growth.look()
         assert opened is not None  # else it would be closed as garbage
 
     first = [bytes([paths.index(p)]) + json.dumps(body).encode() for p, body in SEEDS if p in paths]

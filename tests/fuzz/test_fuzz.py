@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.fuzz import files, frames, http
+from tests.fuzz import files, frames, guided, http
+from tests.fuzz.watch import Growth, LoopWatch
 
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -61,3 +63,37 @@ def test_no_config_is_more_than_an_error() -> None:
         except ModelError:
             refused += 1
     assert 100 < refused < 500
+
+
+async def test_a_loop_that_stands_still_is_seen_even_when_the_watch_has_no_turn_after() -> None:
+    async with LoopWatch() as watch:
+        until = time.monotonic() + 0.05
+        while time.monotonic() < until:
+            pass
+    assert 0.03 < watch.worst_s < 5.0
+
+
+def test_growth_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = iter((100.0, 105.0, 111.0))
+    monkeypatch.setattr("tests.fuzz.watch.rss_mb", lambda: next(sizes))
+    growth = Growth(10.0, warm_up=2)
+    for _ in range(5):
+        growth.look()
+    with pytest.raises(AssertionError, match="11 MiB after 6 inputs"):
+        growth.look()
+
+
+def test_guided_targets_time_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without atheris: the targets are called with their own first inputs."""
+    one, first = guided._frames(1)
+    for data in first[::20]:
+        one(data)
+    monkeypatch.setattr(frames, "MAX_HANDLE_S", -1.0)
+    with pytest.raises(AssertionError, match="for one frame"):
+        guided._frames(1)[0](first[0])
+    one, first = guided._http(1)
+    for data in first:
+        one(data)
+    monkeypatch.setattr(http, "MAX_STALL_S", -1.0)
+    with pytest.raises(AssertionError, match="stood still"):
+        guided._http(1)[0](first[0])
