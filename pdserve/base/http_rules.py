@@ -32,6 +32,8 @@ CHANGING = ("POST", "PUT", "PATCH", "DELETE")
 ELSEWHERE = "web pages of other origins may not do this; --cors-allowed-origins names those that may"
 
 MAX_VALUES = 1_500_000
+MAX_CONTAINERS = 1 << 17
+TOO_MANY_VALUES = f"the body has more than {MAX_VALUES} values, or {MAX_CONTAINERS} lists and objects"
 """Values in the JSON of a body. Each takes up to a hundred bytes of memory, and may take two in the body."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
@@ -112,14 +114,18 @@ def _has_body(headers: Mapping[str, str]) -> bool:
 
 
 def has_too_many_values(body: bytes) -> bool:
-    """Whether the JSON in `body` has more than `MAX_VALUES` values. Text may have as many commas as it likes."""
-    if len(body) <= MAX_VALUES or _count_values(body) <= MAX_VALUES:
+    """Whether the JSON in `body` has more than `MAX_VALUES` values, or `MAX_CONTAINERS` lists and objects.
+
+    Commas and brackets within strings do not count.
+    """
+    return _has_too_many(body) and _has_too_many(_STRING.sub(b'""', body))
+
+
+def _has_too_many(body: bytes) -> bool:
+    if len(body) <= MAX_CONTAINERS:
         return False
-    return _count_values(_STRING.sub(b'""', body)) > MAX_VALUES
-
-
-def _count_values(body: bytes) -> int:
-    return body.count(b",") + body.count(b"[") + body.count(b"{")
+    containers = body.count(b"[") + body.count(b"{")
+    return containers > MAX_CONTAINERS or containers + body.count(b",") > MAX_VALUES
 
 
 class BodyBudget:

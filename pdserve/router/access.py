@@ -18,7 +18,7 @@ from pdserve.base.clients import ClientLimit, client_address
 from pdserve.base.http_rules import (
     BODY_TIMEOUT_S,
     CHANGING,
-    MAX_VALUES,
+    TOO_MANY_VALUES,
     BodyBudget,
     BodyHold,
     Refusal,
@@ -115,7 +115,7 @@ class Access:
                 headers = None if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
                 return error_response(error.status, error.message, error.code, headers)
             if has_too_many_values(request[BODY]):
-                return error_response(400, f"the body has more than {MAX_VALUES} values", "invalid_request")
+                return error_response(400, TOO_MANY_VALUES, "invalid_request")
         return await self._handled(request, handler)
 
     async def _read(self, request: web.Request, hold: BodyHold) -> bytes:

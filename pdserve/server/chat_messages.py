@@ -13,6 +13,8 @@ from pdserve.server.chat_template import TemplateFacts
 from pdserve.server.schemas import MAX_MESSAGES, ChatBody, ChatMessage, ContentPart, FunctionCall, ToolCall
 
 MAX_PARTS = 16384
+MAX_VARIABLES = 1024
+"""Names in `chat_template_kwargs`."""
 MAX_SHOWN_BYTES = 1 << 20
 """Of tools, documents, and variables: what templates write into the prompt as JSON."""
 
@@ -31,6 +33,10 @@ def check_chat_size(body: ChatBody, field: str) -> None:
     if num_parts > MAX_PARTS:
         message = f"{field} hold {num_parts} parts and tool calls, at most {MAX_PARTS} are taken"
         raise RequestError(message, field=field)
+    num_variables = len(body.chat_template_kwargs or ())
+    if num_variables > MAX_VARIABLES:
+        message = f"chat_template_kwargs has {num_variables} names, at most {MAX_VARIABLES} are taken"
+        raise RequestError(message, field="chat_template_kwargs")
     for name in ("tools", "documents", "chat_template_kwargs"):
         value = getattr(body, name)
         size = len(msgspec.json.encode(value)) if value else 0

@@ -13,7 +13,7 @@ import orjson
 from fastapi import Request
 from fastapi.responses import Response
 
-from pdserve.base.http_rules import MAX_VALUES, BodyBudget, has_too_many_values
+from pdserve.base.http_rules import TOO_MANY_VALUES, BodyBudget, has_too_many_values
 from pdserve.errors import RequestError
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
         data = b"".join(parts)
         await asyncio.sleep(0)
         if has_too_many_values(data):
-            raise RequestError(f"the body has more than {MAX_VALUES} values", code="invalid_json")
+            raise RequestError(TOO_MANY_VALUES, code="invalid_json")
         await asyncio.sleep(0)
         value = _parse(data)
     if not isinstance(value, dict):
@@ -84,6 +84,7 @@ def _parse(data: bytes) -> Any:
             orjson.dumps(value)  # refuses what is nested deeper than 254 levels, as anyone would who wrote it again
         return value
     except orjson.JSONEncodeError as error:
+        del value  # the traceback keeps this frame
         raise RequestError("the body is nested too deeply", code="invalid_json") from error
     except orjson.JSONDecodeError as error:
         malformed = RequestError(f"the body is not valid JSON: {error}", code="invalid_json")

@@ -18,6 +18,9 @@ from pdserve.protocol.failure import Failure
 from pdserve.transfer.wire import Key, Meta
 
 MAX_EARLY = 4096
+MAX_EARLY_PAGES = 1 << 22
+"""Pages that all early Metas name together, some 130 MB."""
+MAX_TOMBSTONES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class Unmatched:
         self._clock = clock
         self._timeout_s = timeout_s
         self._early: dict[Key, EarlyMeta] = {}
+        self._num_pages = 0
         self._tombstones: dict[tuple[int, str], tuple[float, Verdict]] = {}
 
     @property
@@ -60,28 +64,34 @@ class Unmatched:
         """Let a Meta wait for its request; one that waits already goes on waiting. False when too many do."""
         if meta.key in self._early:
             return True
-        if len(self._early) >= MAX_EARLY:
+        num_pages = _num_pages(meta)
+        if len(self._early) >= MAX_EARLY or self._num_pages + num_pages > MAX_EARLY_PAGES:
             return False
+        self._num_pages += num_pages
         self._early[meta.key] = EarlyMeta(self._clock.now() + self._timeout_s, instance, meta)
         return True
 
     def take_room(self, room: int) -> list[EarlyMeta]:
         """Whoever waits for `room`, which opens now."""
         keys = [key for key in self._early if key.room == room]
-        return [self._early.pop(key) for key in keys]
+        return [self._take(key) for key in keys]
 
     def forget_key(self, key: Key) -> None:
         """Its receiver does not want it any more."""
-        self._early.pop(key, None)
+        if key in self._early:
+            self._take(key)
 
     def forget_peer(self, instance: str) -> None:
         """The receiver's process is dead."""
-        self._early = {key: early for key, early in self._early.items() if early.instance != instance}
+        for key in [key for key, early in self._early.items() if early.instance == instance]:
+            self._take(key)
 
     def bury(self, room: int, digest: str, verdict: Verdict) -> None:
         """A request ended, or went elsewhere, before its receiver was known."""
         self._tombstones.pop((room, digest), None)
         self._tombstones[room, digest] = (self._clock.now() + self._timeout_s, verdict)
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            del self._tombstones[next(iter(self._tombstones))]
 
     def exhume(self, room: int, digest: str) -> Verdict | None:
         """What became of the request of this room and prompt, told once; None when there is no tombstone."""
@@ -96,10 +106,19 @@ class Unmatched:
             key, early = next(iter(self._early.items()))
             if now < early.expires_at:
                 break
-            expired.append(self._early.pop(key))
+            expired.append(self._take(key))
         while self._tombstones:
             mark, (expires_at, _) = next(iter(self._tombstones.items()))
             if now < expires_at:
                 break
             del self._tombstones[mark]
         return expired
+
+    def _take(self, key: Key) -> EarlyMeta:
+        early = self._early.pop(key)
+        self._num_pages -= _num_pages(early.meta)
+        return early
+
+
+def _num_pages(meta: Meta) -> int:
+    return sum(map(len, meta.pages))

@@ -55,6 +55,10 @@ def test_reading_is_open_to_pages_but_for_commands() -> None:
 
 def test_values_are_counted_outside_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_rules, "MAX_VALUES", 10)
+    monkeypatch.setattr(http_rules, "MAX_CONTAINERS", 5)
+    assert not has_too_many_values(b'{"prompt": "[[[[[[", "n": [1, 2, 3]}')
+    assert has_too_many_values(b'{"prompt": [[], [], {}, {}]}')
+    monkeypatch.setattr(http_rules, "MAX_CONTAINERS", 10)
     assert not has_too_many_values(b'{"prompt": "' + b'a, [b], {c}, \\" ,' * 20 + b'"}')
     assert has_too_many_values(b'{"prompt": ["a,", "b,"' + b', "c"' * 20 + b"]}")
     assert has_too_many_values(b"[" * 20)

@@ -137,6 +137,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "x"}] * 4097}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 16385}]}, "messages"),
     (CHAT, {**MESSAGES, "chat_template_kwargs": {"x": "y" * (1 << 20)}}, "chat_template_kwargs"),
+    (CHAT, {**MESSAGES, "chat_template_kwargs": {f"n{i}": 1 for i in range(1025)}}, "chat_template_kwargs"),
     (CHAT, {**MESSAGES, "documents": [{"x": "y" * (1 << 20)}]}, "documents"),
     ("/v1/responses", {"input": [{"role": "user", "content": "x"}] * 4097}, "input"),
     ("/v1/responses", {"input": "a b " * 500_000}, "input"),

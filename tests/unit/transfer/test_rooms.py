@@ -124,8 +124,10 @@ def test_early_metas_of_a_dead_peer_are_forgotten() -> None:
     assert prefill.kv.quiet
 
 
-def test_too_many_early_metas_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unmatched, "MAX_EARLY", 2)
+@pytest.mark.parametrize(("bound", "most"), [("MAX_EARLY", 2), ("MAX_EARLY_PAGES", 2)])
+def test_too_many_early_metas_are_turned_away(monkeypatch: pytest.MonkeyPatch, bound: str, most: int) -> None:
+    """Each of them names one page."""
+    monkeypatch.setattr(unmatched, bound, most)
     net, _, decode = meet()
     receivers = [decode.kv.open_receiver(room, ADDRESS, "d") for room in range(3)]
     for receiver in receivers:
@@ -150,6 +152,16 @@ def test_a_sender_that_gave_up_before_meta_came_tells_the_receiver_why() -> None
     for lease in leases:
         lease.drop("request")
     assert_quiet_and_free(prefill, decode)
+
+
+def test_the_newest_tombstones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unmatched, "MAX_TOMBSTONES", 5)
+    _, prefill, _ = meet()
+    for room in range(20):
+        sender = prefill.kv.open_sender(room, ADDRESS[0], "d")
+        sender.abort(CLIENT_LEFT)
+        sender.close()
+    assert prefill.kv.send_side._unmatched.num_tombstones == 5
 
 
 def test_tombstones_are_for_one_prompt_and_a_limited_time() -> None:
