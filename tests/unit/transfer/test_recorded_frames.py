@@ -1,0 +1,53 @@
+"""The control wire is what it was: packets of version 2, recorded as msgpack, decode and encode to the same bytes.
+
+A change of these bytes is a change of the protocol: raise `CONTROL_VERSION`, and record anew with
+`python -m tests.unit.transfer.test_recorded_frames > tests/unit/transfer/recorded_frames.txt`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+
+from pdserve.transfer.wire import CONTROL_VERSION, Body, Packet
+from tests.fuzz.structs import sample
+
+RECORDED = Path(__file__).parent / "recorded_frames.txt"
+OF_EACH = 3
+
+
+def recorded() -> list[tuple[str, bytes]]:
+    """The tag of a body, and a packet with such a body."""
+    lines = RECORDED.read_text().splitlines()
+    assert lines[0] == f"version {CONTROL_VERSION}"
+    return [(tag, bytes.fromhex(packet)) for tag, packet in (line.split() for line in lines[1:])]
+
+
+def record() -> Iterator[str]:
+    """The file's lines, of packets made up by a seed."""
+    yield f"version {CONTROL_VERSION}"
+    rng = random.Random(1)
+    for kind in sorted(get_args(Body), key=lambda kind: str(kind.__struct_config__.tag)):
+        for _ in range(OF_EACH):
+            packet = sample(Packet, rng, {"body": sample(kind, rng)})
+            yield f"{kind.__struct_config__.tag} {msgspec.msgpack.encode(packet).hex()}"
+
+
+@pytest.mark.parametrize(("tag", "packet"), recorded(), ids=lambda value: value if isinstance(value, str) else "")
+def test_a_packet_has_the_recorded_bytes(tag: str, packet: bytes) -> None:
+    decoded = msgspec.msgpack.decode(packet, type=Packet)
+    assert type(decoded.body).__struct_config__.tag == tag
+    assert msgspec.msgpack.encode(decoded) == packet
+
+
+def test_every_body_is_recorded() -> None:
+    assert {tag for tag, _ in recorded()} == {kind.__struct_config__.tag for kind in get_args(Body)}
+
+
+if __name__ == "__main__":
+    print("\n".join(record()))
