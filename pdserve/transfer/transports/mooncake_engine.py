@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import queue
 import socket
@@ -20,9 +21,13 @@ import psutil
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion
 
+log = logging.getLogger(__name__)
+
 PROBE_TIMEOUT_S = 3.0
 BRIEF_TIMEVAL = struct.pack("@ll", 0, 1000)
 """A millisecond, as the kernel takes it."""
+MAX_STARTS = 16
+PORT_TAKEN = "Address already in use"
 INSTALL_HELP = (
     "install the engine: `pip install mooncake-transfer-engine-non-cuda` on a machine without CUDA "
     "(`mooncake-transfer-engine` for CUDA 12, `mooncake-transfer-engine-cuda13` for CUDA 13), "
@@ -40,13 +45,33 @@ def _new_native() -> Any:
         ) from error
 
 
+def _started(host: str, protocol: str, ib_device: str) -> Any:
+    """A native engine that listens. It takes ports that are free and binds them later: another process may be faster.
+
+    Raises:
+        ConfigError: it does not start on this host.
+        TransferError: its ports were taken each time.
+    """
+    for _ in range(MAX_STARTS):
+        native = _new_native()
+        try:
+            code = int(native.initialize(host, "P2PHANDSHAKE", protocol, ib_device))
+        except RuntimeError as error:
+            if PORT_TAKEN not in str(error):
+                raise TransferError(f"mooncake does not start: {error}", code="engine_failed") from error
+            log.info("mooncake is started once more: %s", error)
+            continue
+        if code != 0:
+            raise ConfigError(f"mooncake does not start on host {host!r} with {protocol}: code {code}", field="host")
+        return native
+    raise TransferError(f"mooncake does not start: its ports were taken {MAX_STARTS} times", code="engine_failed")
+
+
 class Engine:
     """One native TransferEngine. Calls are thread-safe and release the GIL."""
 
     def __init__(self, host: str, protocol: str, ib_device: str) -> None:
-        self._native = _new_native()
-        if (code := int(self._native.initialize(host, "P2PHANDSHAKE", protocol, ib_device))) != 0:
-            raise ConfigError(f"mooncake does not start on host {host!r} with {protocol}: code {code}", field="host")
+        self._native = _started(host, protocol, ib_device)
         self._port = int(self._native.get_rpc_port())
         self._lock = threading.Lock()
         self._num_probes = 0

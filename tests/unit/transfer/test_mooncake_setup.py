@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -208,3 +210,24 @@ def _has_ended(connection: socket.socket) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def test_an_engine_whose_ports_were_taken_meanwhile_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[tuple[bool, bool]] = []
+    failures: Iterator[str] = iter(["bind: Address already in use"] * 2)
+
+    class Unlucky(KitNative):
+        def initialize(self, host: str, metadata: str, protocol: str, device: str) -> int:
+            for failure in failures:
+                raise RuntimeError(failure)
+            return 0
+
+    monkeypatch.setattr(mooncake_engine, "_new_native", lambda: Unlucky(ends))
+    Engine("127.0.0.1", "tcp", "").destroy()
+    assert len(ends) == 3
+    failures = itertools.repeat("bind: Address already in use")
+    with pytest.raises(TransferError, match="ports were taken"):
+        Engine("127.0.0.1", "tcp", "")
+    failures = itertools.repeat("no memory")
+    with pytest.raises(TransferError, match="no memory"):
+        Engine("127.0.0.1", "tcp", "")
