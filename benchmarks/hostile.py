@@ -72,13 +72,13 @@ def _schema(num: int) -> str:
 
 
 def _tools(count: int, size: int) -> list[dict[str, Any]]:
-    """So many tools with descriptions of so many characters."""
+    """`count` tools, each with a description of `size` characters."""
     named = [{"name": f"f{i}", "description": "x" * size} for i in range(count)]
     return [{"type": "function", "function": function} for function in named]
 
 
 def _nested(levels: int, count: int) -> bytes:
-    """A body of so many levels in all, whose prompt is a list of `count` lists in lists."""
+    """A JSON body with `levels` levels of nesting. Its prompt is a list of `count` nested lists."""
     one = b"[" * (levels - 2) + b"]" * (levels - 2)
     return b'{"prompt": [' + b",".join([one] * count) + b"]}"
 

@@ -32,7 +32,7 @@ LOST_CHARS = 4
 """Of so many characters a tokenizer may make one: NFC composes up to four. A text that mostly consists of what its
 tokenizer drops altogether is refused with the longer ones."""
 MAX_LONG = 32
-"""So many of these at a time; what comes beside them is told to come again."""
+"""Maximum number of long texts that wait or run. Further ones get a 503."""
 NUM_THREADS = 2
 """For texts between the two; one more is for the longest."""
 
@@ -46,7 +46,7 @@ class TextWorkers:
         self._num_long = 0
 
     async def run(self, num_chars: int, work: Callable[[], T]) -> T:
-        """What `work`, which is about so many characters, returns or raises.
+        """Run `work` on a text of `num_chars` characters. Returns its result, or raises its exception.
 
         Raises:
             RequestError: 503, too many long texts wait.

@@ -80,7 +80,7 @@ class Episode:
         self._facts = next(packet.body.facts for packet in self.net.seen if isinstance(packet.body, Hello))
         self.num_sent = 0
         self._heard: collections.deque[Packet] = collections.deque(maxlen=POOL)
-        """Packets that the managers sent meanwhile, whoever they were for."""
+        """The newest packets that the managers sent, to any receiver."""
         self._pools: dict[str, list[bytes]] = {"prefill-1": [], "decode-1": []}
         """Packets to change, by who is told; to make one up takes longer than to change it."""
 

@@ -152,18 +152,26 @@ def test_worker_that_writes_is_not_dead_however_late_its_health_is(run_world: Ru
     run_world(scenario)
 
 
+def held_stream(go_on: asyncio.Event) -> Any:
+    """A worker's answer that sends its first event, and the rest once `go_on` is set."""
+
+    async def answer(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin_stream(request)
+        await response.write(FIRST)
+        await go_on.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    return answer
+
+
 @pytest.mark.parametrize(("num_broken", "ends"), [(2, False), (1000, True)])  # the client asks twice in a check
 def test_streams_end_when_several_health_checks_in_a_row_break(
     run_world: RunWorld, num_broken: int, ends: bool
 ) -> None:
     go_on = asyncio.Event()
 
-    async def slow(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = await begin_stream(request)
-        await response.write(FIRST)
-        await go_on.wait()
-        await response.write(b"data: [DONE]\n\n")
-        return response
+    slow = held_stream(go_on)
 
     async def scenario(world: Any) -> None:
         prefill, decode = await world.worker("p"), await world.worker("d", slow)
@@ -189,12 +197,7 @@ def test_streams_end_when_several_health_checks_in_a_row_break(
 def test_ill_worker_keeps_its_streams_unless_its_engine_is_stuck(run_world: RunWorld, code: str, ends: bool) -> None:
     go_on = asyncio.Event()
 
-    async def slow(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = await begin_stream(request)
-        await response.write(FIRST)
-        await go_on.wait()
-        await response.write(b"data: [DONE]\n\n")
-        return response
+    slow = held_stream(go_on)
 
     async def scenario(world: Any) -> None:
         prefill, decode = await world.worker("p"), await world.worker("d", slow)
