@@ -9,8 +9,8 @@ from pdserve.transfer.aux import AuxRecord, MetadataBuffers
 class SharedMetadata(MetadataBuffers):
     """One rank's slots; what is read is what the leader's hold."""
 
-    def __init__(self, num_slots: int, log: InputLog) -> None:
-        super().__init__(num_slots)
+    def __init__(self, num_slots: int, log: InputLog, *, shareable: bool = True) -> None:
+        super().__init__(num_slots, shareable=shareable)
         self._log = log
 
     def read(self, slot: int) -> AuxRecord:

@@ -260,7 +260,7 @@ class Node:
         return self.mailbox
 
     def _aux(self) -> MetadataBuffers:
-        return MetadataBuffers(self._shape.num_aux)
+        return MetadataBuffers(self._shape.num_aux, shareable=False)
 
     def _engine(self) -> CopyEngine:
         net, shape = self._net, self._shape

@@ -122,7 +122,7 @@ class RankedNode(Node):
         return LeaderMail(self.mailbox, self._rank.log, self._rank.consensus)
 
     def _aux(self) -> MetadataBuffers:
-        return SharedMetadata(self._shape.num_aux, self._rank.log)
+        return SharedMetadata(self._shape.num_aux, self._rank.log, shareable=False)
 
     def _engine(self) -> CopyEngine:
         net, number = self._net, self._parallel.num_ranks
@@ -213,7 +213,7 @@ class _Follower(Node):
         return FollowerMail(self._rank.log, self._rank.consensus)
 
     def _aux(self) -> MetadataBuffers:
-        return SharedMetadata(self._shape.num_aux, self._rank.log)
+        return SharedMetadata(self._shape.num_aux, self._rank.log, shareable=False)
 
     def _reach_the_world(self) -> tuple[ControlSocket, Directory]:
         return _SilentSocket(self.endpoint), _NoDirectory()

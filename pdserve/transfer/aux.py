@@ -52,11 +52,13 @@ def _slot_dtype() -> np.dtype[np.void]:
 
 
 class MetadataBuffers:
-    """`num_slots` slots in one buffer."""
+    """`num_slots` slots in one buffer. `shareable`: other processes can map it, which costs a file descriptor."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, *, shareable: bool = True) -> None:
         dtype, count = _slot_dtype(), max(num_slots, 1)
-        self._slots = np.frombuffer(shared.allocate(count * dtype.itemsize), dtype, count)
+        num_bytes = count * dtype.itemsize
+        memory = shared.allocate(num_bytes) if shareable else shared.allocate_private(num_bytes)
+        self._slots = np.frombuffer(memory, dtype, count)
         self.slot_bytes = self._slots.dtype.itemsize
 
     @property

@@ -138,7 +138,9 @@ class Process:
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):  # it has ended with its factory
                 self.signal(signal.SIGKILL)
-            assert select.select([self._pidfd], [], [], 10)[0], "it does not end"
+            ended = select.poll()
+            ended.register(self._pidfd, select.POLLIN)
+            assert ended.poll(10_000), "it does not end"
             os.close(self._pidfd)
             self._pidfd = -1
 

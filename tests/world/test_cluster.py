@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+
 import pytest
 
 from pdserve.sim.cluster import Cluster, Layout
@@ -52,6 +55,18 @@ def test_all_kinds_together(seeds: range) -> None:
 
 def test_a_seed_is_played_alike_each_time() -> None:
     assert play(5) == play(5) != play(6)
+
+
+def test_a_world_holds_no_descriptors() -> None:
+    """Its servers end with the garbage collector: of thousands in one process some hundred are there at a time."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        play(7)
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
 
 
 def test_a_server_that_comes_back_at_once_at_its_endpoint_is_not_taken_for_the_one_before() -> None:
