@@ -110,7 +110,7 @@ def decode(request: pytest.FixtureRequest, model: str) -> Iterator[Server]:
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param((*CHUNKED, OVERLAP), id="overlap"),
+        pytest.param((*CHUNKED, OVERLAP), id="overlap", marks=pytest.mark.slow),
         pytest.param((*WHOLE, LAYERS), id="layers-whole-prompts"),
         pytest.param((*CHUNKED, OVERLAP, LAYERS, "--tp-size", "2"), id="layers-overlap-tp2"),
         pytest.param((*CHUNKED, OVERLAP, LAYERS, "--disaggregation-layerwise-groups", "3"), id="layers-overlap",

@@ -58,11 +58,11 @@ def test_a_full_queue_says_when_to_come_back_and_the_server_goes_on(served: Serv
     expected = generate_all(url, [body(20, 4)])[0]["output_ids"]
     refused = generates.counter("requests_refused")
     with ThreadPoolExecutor(FLOOD) as pool:
-        answers = list(pool.map(lambda i: post(url, body(20, 600, seed=i)), range(FLOOD)))
+        answers = list(pool.map(lambda i: post(url, body(20, 300, seed=i)), range(FLOOD)))
     assert {answer.status_code for answer in answers} == {200, 503}
     for answer in answers:
         if answer.status_code == 200:
-            assert len(answer.json()["output_ids"]) == 600
+            assert len(answer.json()["output_ids"]) == 300
         else:
             assert 1 <= int(answer.headers["Retry-After"]) <= 60
             assert "wait already" in answer.text
@@ -74,7 +74,7 @@ def test_a_full_queue_says_when_to_come_back_and_the_server_goes_on(served: Serv
 
 
 def test_a_full_queue_on_the_openai_endpoint(monolith: Server) -> None:
-    fields = {"prompt": [5, 6, 7], "max_tokens": 600, "ignore_eos": True}
+    fields = {"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True}
     with ThreadPoolExecutor(FLOOD) as pool:
         answers = list(
             pool.map(lambda _: requests.post(f"{monolith.url}/v1/completions", json=fields, timeout=240), range(FLOOD))

@@ -153,7 +153,9 @@ def beside(prompts: list[list[int]], driver: Driver, num_steps: int) -> torch.Te
     return kv_of(driver.built, rows[0], len(prompts[0]) + num_steps)
 
 
-@pytest.mark.parametrize("threads", [2, 4, 7])
+@pytest.mark.parametrize(
+    "threads", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)]
+)
 def test_long_contexts_however_their_keys_are_shared(threads: int, tmp_path: Path) -> None:
     """A long row alone, whose keys are cut for the threads, and among others, where fewer or none are; on one thread
     nothing is cut. KV of as many steps as there are tokens, and tokens, some steps of which are one call."""

@@ -48,13 +48,13 @@ def test_control_tokens_are_single_and_the_template_uses_them(tokenizer: PreTrai
 
 
 def test_greedy_tokens_equal_transformers_in_fp32(smollm2_directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = ["The", "What is the capital of France?", "def add(a, b):\n    return a", "1, 2, 3, 4, " * 25]
+    texts = ["The", "What is the capital of France?", "def add(a, b):\n    return a", "1, 2, 3, 4, " * 12]
     prompts = [tokenizer.encode(text) for text in texts]
     reference = load_reference(smollm2_directory)
     built = build(smollm2_directory, dtype="float32", max_total_tokens=2048)
     assert built.spec.eos_token_ids == (2,)
-    outputs = Driver(built).generate(prompts, 12, chunk=64)
-    assert outputs == [reference_greedy(reference, prompt, 12) for prompt in prompts]
+    outputs = Driver(built).generate(prompts, 8, chunk=64)
+    assert outputs == [reference_greedy(reference, prompt, 8) for prompt in prompts]
 
 
 def test_torch_is_not_imported_to_find_the_files(smollm2_directory: Path) -> None:
