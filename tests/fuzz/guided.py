@@ -13,7 +13,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +31,25 @@ def run_guided(what: str, count: int, seed: int, corpus: Path | None) -> None:
     """Fuzz the target `what` for `count` inputs. Does not return."""
     import atheris
 
-    with atheris.instrument_imports(include=["pdserve"]):
-        target, first = {"frames": _frames, "http": _http, "files": _configs}[what](seed)
-    folder = corpus or Path(tempfile.mkdtemp(prefix="pdserve-corpus-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    for index, data in enumerate(first):
-        (folder / f"seed-{index}").write_bytes(data)
-    argv = [sys.argv[0], str(folder), f"-runs={count}", f"-seed={seed}", f"-max_len={MAX_INPUT}"]
-    atheris.Setup([*argv, f"-timeout={TIMEOUT_S}", f"-rss_limit_mb={RSS_LIMIT_MB}"], target)
-    atheris.Fuzz()
+    with contextlib.ExitStack() as stack:
+        with atheris.instrument_imports(include=["pdserve"]):
+            opened = {"frames": frames, "http": http, "files": configs}[what](seed)
+            target, first = stack.enter_context(opened)
+        folder = corpus or Path(tempfile.mkdtemp(prefix="pdserve-corpus-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        for index, data in enumerate(first):
+            (folder / f"seed-{index}").write_bytes(data)
+        argv = [sys.argv[0], str(folder), f"-runs={count}", f"-seed={seed}", f"-max_len={MAX_INPUT}"]
+        atheris.Setup([*argv, f"-timeout={TIMEOUT_S}", f"-rss_limit_mb={RSS_LIMIT_MB}"], target)
+        atheris.Fuzz()
 
 
 Target = tuple[Callable[[bytes], None], list[bytes]]
+"""What takes an input, and first inputs."""
 
 
-def _frames(seed: int) -> Target:
+@contextlib.contextmanager
+def frames(seed: int) -> Iterator[Target]:
     """Inputs are packets before they are sealed."""
     import msgspec
 
@@ -77,37 +81,42 @@ def _frames(seed: int) -> Target:
 
     sides = ((b"\x00", state["episode"].decode), (b"\xff", state["episode"].prefill))
     first = [mark + msgspec.msgpack.encode(state["episode"].packet(side)) for mark, side in sides for _ in range(100)]
-    return one, first
+    yield one, first
 
 
-def _http(seed: int) -> Target:
+@contextlib.contextmanager
+def http(seed: int) -> Iterator[Target]:
     """Inputs are the number of a path, as one byte, and a body."""
     from tests.fuzz.http import MAX_STALL_S, SEEDS, WARM_UP, HttpReport, post
-    from tests.unit.server.server_kit import bench, tiny_tokenizer
+    from tests.unit.server.server_kit import Bench, bench, tiny_tokenizer
 
-    loop = asyncio.new_event_loop()
     paths = sorted({path for path, _ in SEEDS} - {"/pause_generation"})
-    opened = bench(tiny_tokenizer())
-    server = loop.run_until_complete(opened.__aenter__())
     growth = Growth(MAX_GROWTH_MB, WARM_UP)
 
-    async def watched(path: str, body: bytes) -> None:
+    async def watched(server: Bench, path: str, body: bytes) -> None:
         async with LoopWatch() as watch:
             await post(server, path, body, HttpReport())
         assert watch.worst_s < MAX_STALL_S, f"the loop stood still for {watch.worst_s:.1f} s: {path} {body!r}"
 
-    def one(data: bytes) -> None:
-        path = paths[data[0] % len(paths)] if data else paths[0]
-        loop.run_until_complete(watched(path, data[1:]))
-        server.scheduler.requests.clear()
-        growth.look()
-        assert opened is not None  # else it would be closed as garbage
-
     first = [bytes([paths.index(p)]) + json.dumps(body).encode() for p, body in SEEDS if p in paths]
-    return one, first
+    with asyncio.Runner() as runner:
+        opened = bench(tiny_tokenizer())
+        server = runner.run(opened.__aenter__())
+
+        def one(data: bytes) -> None:
+            path = paths[data[0] % len(paths)] if data else paths[0]
+            runner.run(watched(server, path, data[1:]))
+            server.scheduler.requests.clear()
+            growth.look()
+
+        try:
+            yield one, first
+        finally:
+            runner.run(opened.__aexit__(None, None, None))
 
 
-def _configs(seed: int) -> Target:
+@contextlib.contextmanager
+def configs(seed: int) -> Iterator[Target]:
     """Inputs are a `config.json`."""
     from pdserve.errors import ModelError
     from pdserve.model.config import spec_from_config
@@ -123,4 +132,4 @@ def _configs(seed: int) -> Target:
                 spec_from_config(config, config, where="fuzz")
 
     scaled = BASE | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}}
-    return one, [json.dumps(config).encode() for config in (BASE, BASE | MOE, scaled)]
+    yield one, [json.dumps(config).encode() for config in (BASE, BASE | MOE, scaled)]

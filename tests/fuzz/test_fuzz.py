@@ -70,7 +70,7 @@ async def test_a_loop_that_stands_still_is_seen_even_when_the_watch_has_no_turn_
         until = time.monotonic() + 0.05
         while time.monotonic() < until:
             pass
-    assert 0.03 < watch.worst_s < 5.0
+    assert watch.worst_s > 0.03
 
 
 def test_growth_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,15 +85,15 @@ def test_growth_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_guided_targets_time_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without atheris: the targets are called with their own first inputs."""
-    one, first = guided._frames(1)
-    for data in first[::20]:
-        one(data)
+    with guided.frames(1) as (one, first):
+        for data in first[::20]:
+            one(data)
+    with guided.http(1) as (one, first):
+        for data in first:
+            one(data)
     monkeypatch.setattr(frames, "MAX_HANDLE_S", -1.0)
-    with pytest.raises(AssertionError, match="for one frame"):
-        guided._frames(1)[0](first[0])
-    one, first = guided._http(1)
-    for data in first:
-        one(data)
     monkeypatch.setattr(http, "MAX_STALL_S", -1.0)
-    with pytest.raises(AssertionError, match="stood still"):
-        guided._http(1)[0](first[0])
+    with guided.frames(1) as (one, first), pytest.raises(AssertionError, match="for one frame"):
+        one(first[0])
+    with guided.http(1) as (one, first), pytest.raises(AssertionError, match="stood still"):
+        one(first[0])

@@ -73,7 +73,7 @@ class Server:
         memory = KVMemory(executor.layout, NUM_PAGES, table, NUM_AUX, on_free=executor.poison)
         core = Core(memory, executor, Outbox(self._hear), MonotonicClock(), Limits(chunk_tokens=7))
         self.mailbox: Mailbox[Event] = Mailbox()
-        aux = MetadataBuffers(NUM_AUX)
+        aux = MetadataBuffers(NUM_AUX, shareable=False)
         self._transport = MemoryTransport(hub)
         self._transport.register([MemoryRegion(*buffer) for buffer in (*executor.buffers, aux.buffer)])
         self._socket = ZmqControlSocket("127.0.0.1")

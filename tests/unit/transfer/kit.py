@@ -207,7 +207,7 @@ class Side:
             dp_attention=dp_attention,
             decode_sizes=decode_sizes or {},
             ranks=ranks,
-            aux=MetadataBuffers(4),
+            aux=MetadataBuffers(4, shareable=False),
             facts=FACTS if facts is None else facts,
             token=token,
             secret=instance,
