@@ -1,4 +1,4 @@
-"""Seals frames with a shared secret: whoever does not know it cannot make one, and damage is seen.
+"""Seals frames with a shared secret: a process without it cannot make one, and damage is seen.
 
 Used by what crosses TCP between servers (`transfer.wire`) and between the ranks of one (`ranks.links`).
 """
