@@ -6,6 +6,7 @@ Answers pass through undecoded, so that what the client gets is byte for byte wh
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Callable
 from typing import Protocol
 
@@ -122,6 +123,8 @@ class Broken:
     message: str
     lost: bool = False
     """Health checks found the worker dead: they know that already, and its circuit breaker need not."""
+    out_of_descriptors: bool = False
+    """The router has no free file descriptor: the worker may be healthy."""
 
 
 class EndedError(aiohttp.ClientError):
@@ -198,7 +201,7 @@ async def open_live(
     try:
         response = await session.post(worker.spec.url + path, data=body, headers=headers, allow_redirects=False)
     except (aiohttp.ClientError, OSError) as error:
-        return Broken(worker, describe(error))
+        return Broken(worker, describe(error), out_of_descriptors=is_out_of_descriptors(error))
     kept = returned_headers(response.headers)
     try:
         if response.status >= 400:
@@ -233,6 +236,11 @@ def error_of(raw: bytes) -> tuple[str | None, str]:
         return None, ""
     code = error.get("code")
     return code if isinstance(code, str) else None, str(error.get("message", ""))
+
+
+def is_out_of_descriptors(error: BaseException) -> bool:
+    """Whether a connection failed because this process, or its host, has no free file descriptor."""
+    return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
 
 
 def describe(error: BaseException) -> str:
