@@ -45,6 +45,7 @@ from pdserve.server.new_prefill import NewPrefill
 from pdserve.server.output_text import detokenize_output, refusal
 from pdserve.server.pulses import Pulses
 from pdserve.server.startup_line import tell_startup
+from pdserve.server.stop_regex import SLOW_LOOKS
 from pdserve.server.tokenizer import Tokenizer
 from pdserve.server.watch import Watch
 
@@ -277,17 +278,19 @@ class EngineClient:
     async def _read(self) -> None:
         while self._dead is None:
             try:
-                self._handle(await self._channel.recv())
+                await self._handle(await self._channel.recv())
             except ProtocolError as error:
                 log.error("a message of the scheduler was dropped: %s", error)
             except EngineDeadError as error:
                 self.fail(error)
 
-    def _handle(self, message: ToApi) -> None:
+    async def _handle(self, message: ToApi) -> None:
         match message:
             case OutputBatch():
                 for output in message.outputs:
                     self._on_output(output)
+                    if SLOW_LOOKS.owes_turn:
+                        await SLOW_LOOKS.give_turn()
             case StateReply() | CommandReply():
                 self._queries.on_reply(message)
             case Beat():
