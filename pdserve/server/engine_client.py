@@ -47,6 +47,7 @@ from pdserve.server.pulses import Pulses
 from pdserve.server.startup_line import tell_startup
 from pdserve.server.stop_regex import SLOW_LOOKS
 from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.waiting import WaitingRequests
 from pdserve.server.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -63,12 +64,15 @@ class EngineClient:
         *,
         match_stops: bool = True,
         new_prefill: NewPrefill | None = None,
+        waiting: WaitingRequests | None = None,
     ) -> None:
         """`match_stops` False leaves stop strings alone: a prefill server's first token is decode's to judge.
-        `new_prefill` None: requests may name any number of new bootstrap addresses.
+        `new_prefill` None: requests may name any number of new bootstrap addresses. `waiting` None: no bound of what
+        waits.
         """
         self._channel = channel
         self._new_prefill = new_prefill
+        self._waiting = waiting
         self._tokenizer = tokenizer
         self._match_stops = match_stops
         self._watch = Watch(metrics)
@@ -166,12 +170,14 @@ class EngineClient:
         all by; `rid`s are unique. `client` None: the client of the current call.
 
         Raises:
-            RequestError: 400 when a name belongs to a live request, 503 while the engine is starting, or when the
-                client names too many bootstrap addresses that have never served.
+            RequestError: 400 when a name belongs to a live request, 503 while the engine is starting, when too much
+                waits already, or when the client names too many bootstrap addresses that have never served.
             EngineDeadError: the engine is gone.
         """
         detokenizers = await self._detokenizers([request.sampling for request in requests])
-        self.require_ready()
+        ready = self.require_ready()
+        if self._waiting is not None:
+            self._waiting.check(requests, min(ready.context_length, ready.max_total_tokens))
         also = () if batch is None else (batch,)
         taken = self._live.taken((*names, *also))
         if taken is not None:
@@ -192,6 +198,8 @@ class EngineClient:
             self._live.add(request.rid, sequence)
         try:
             for request in map(self._watch.traced(call), requests):
+                if self._waiting is not None:
+                    self._waiting.add(request)
                 await self._channel.send(request)
         except BaseException:
             generation.close()
@@ -302,6 +310,8 @@ class EngineClient:
                 tell_startup(message)
 
     def _on_output(self, output: RequestOutput) -> None:
+        if self._waiting is not None:
+            self._waiting.heard(output.rid)
         sequence = self._live.get(output.rid)
         if sequence is None:
             return  # it was aborted or stopped here, and this was under way

@@ -23,6 +23,7 @@ from pdserve.server.engine_client import EngineClient
 from pdserve.server.new_prefill import NewPrefill
 from pdserve.server.role_switch import RoleChanger
 from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.waiting import WaitingRequests
 
 log = logging.getLogger(__name__)
 
@@ -91,12 +92,16 @@ class Life:
         self._channel = backend.open_channel()
         try:
             metrics = make_metrics(backend.config, backend.own_counters)
+            waiting = WaitingRequests.of(backend.config)
+            if waiting is not None:
+                metrics.show(waiting.counters)
             self.client = EngineClient(
                 self._channel,
                 tokenizer,
                 metrics,
                 match_stops=backend.role != "prefill",
                 new_prefill=NewPrefill.of(backend.config),
+                waiting=waiting,
             )
             self.app = create_app(
                 backend.config,
