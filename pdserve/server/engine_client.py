@@ -45,7 +45,7 @@ from pdserve.server.new_prefill import NewPrefill
 from pdserve.server.output_text import detokenize_output, refusal
 from pdserve.server.pulses import Pulses
 from pdserve.server.startup_line import tell_startup
-from pdserve.server.stop_regex import SLOW_LOOKS
+from pdserve.server.stop_regex import SLOW_LOOKS, PatternThread
 from pdserve.server.tokenizer import Tokenizer
 from pdserve.server.waiting import WaitingRequests
 from pdserve.server.watch import Watch
@@ -75,6 +75,7 @@ class EngineClient:
         self._waiting = waiting
         self._tokenizer = tokenizer
         self._match_stops = match_stops
+        self._pattern_thread = PatternThread()
         self._watch = Watch(metrics)
         self._live = LiveSequences()
         self._queries = EngineQueries(channel)
@@ -223,9 +224,9 @@ class EngineClient:
             self._send_soon(AbortRequest(rid=rid))
 
     async def _detokenizers(self, samplings: Sequence[SamplingParams]) -> list[Detokenizer]:
-        """One for each sequence. A thread compiles their stop patterns, which takes up to 0.1 s for each."""
+        """One for each sequence. Stop patterns are compiled in a thread."""
         if self._match_stops and any(sampling.stop_regex for sampling in samplings):
-            return await asyncio.to_thread(lambda: [self._detokenizer(sampling) for sampling in samplings])
+            return await self._pattern_thread.run(lambda: [self._detokenizer(sampling) for sampling in samplings])
         return [self._detokenizer(sampling) for sampling in samplings]
 
     def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:

@@ -13,12 +13,15 @@ import collections
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import regex
 
 from pdserve.errors import GrammarError, RequestError
 from pdserve.grammar.bounds import MAX_STOP_REPEATED, check_pattern_size, expanded_size
 
+T = TypeVar("T")
 MAX_STOP_PATTERNS = 8
 MAX_STOP_CHARS = 1024
 CONTEXT_CHARS = 4096
@@ -38,6 +41,8 @@ FLOOR_S = 0.005
 TURN_S = 0.01
 """After so much slow time the event loop has a turn for others, of `BREATH_S`."""
 BREATH_S = 0.005
+MAX_COMPILING = 256
+"""Requests whose patterns wait for the thread that compiles them."""
 FORGIVEN_S = 10.0
 """A pattern that was too slow ends other requests at once, for so long: each would take `SLOW_S` again."""
 MAX_KEPT = 100_000
@@ -76,6 +81,29 @@ def compile_own(patterns: str | Sequence[str] | None) -> None:
             raise RequestError(message, field="stop_regex") from error
         if empty is not None:
             raise RequestError(f"stop_regex {pattern!r} matches the empty text", field="stop_regex")
+
+
+class PatternThread:
+    """Makes matchers in a thread of its own. Compiling a pattern takes up to 0.1 s. Used on the event loop."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stop-regex")
+        self._num_waiting = 0
+
+    async def run(self, make: Callable[[], T]) -> T:
+        """What `make` returns, or raises.
+
+        Raises:
+            RequestError: 503, `MAX_COMPILING` requests wait for the thread.
+        """
+        if self._num_waiting >= MAX_COMPILING:
+            message = f"the stop patterns of {MAX_COMPILING} requests wait to be compiled already; try again"
+            raise RequestError(message, status=503, code="stop_regex_busy", retry_after_s=1)
+        self._num_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, make)
+        finally:
+            self._num_waiting -= 1
 
 
 class _Compiled:

@@ -202,6 +202,20 @@ async def test_the_event_loop_compiles_no_pattern(tokenizer: Tokenizer, monkeypa
     assert threads and threading.get_ident() not in threads
 
 
+@pytest.mark.asyncio
+async def test_requests_that_wait_for_their_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_regex, "MAX_COMPILING", 2)
+    thread, go_on = stop_regex.PatternThread(), threading.Event()
+    waiting = [asyncio.create_task(thread.run(lambda: go_on.wait(30.0))) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError) as refused:
+        await thread.run(lambda: True)
+    assert (refused.value.status, refused.value.code) == (503, "stop_regex_busy")
+    go_on.set()
+    assert await asyncio.gather(*waiting) == [True, True]
+    assert await thread.run(lambda: True)
+
+
 def test_patterns_that_are_kept_for_the_next_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.server.stop_regex.MAX_KEPT", 30_000)
     cache = _Compiled()
