@@ -57,7 +57,8 @@ class Backend:
     `open_channel` is called inside the event loop, where the sockets must be made, and `start` on the main thread,
     before it. `engine_died` says in a sentence which process has ended. `on_ready` gets the HTTP port once requests
     are taken. `own_counters` are shown in `/metrics`, `registered` in `/ready`. `end` blocks until the engine, which
-    was told to stop through its channel, has ended; any thread may call it, any number of times.
+    was told to stop through its channel, has ended; any thread may call it, any number of times. `control_token` is
+    what requests may prove; empty: there is none.
     """
 
     config: ServerConfig
@@ -69,6 +70,7 @@ class Backend:
     registered: Callable[[], bool] = lambda: True
     start: Callable[[], None] = nothing
     end: Callable[[], None] = nothing
+    control_token: str = dataclasses.field(default="", repr=False)
 
     @property
     def role(self) -> DisaggMode:
@@ -112,6 +114,7 @@ class Life:
                 door=self.door,
                 changer=changer,
                 warm=True,
+                control_token=backend.control_token,
             )
         except BaseException:
             self._channel.close()

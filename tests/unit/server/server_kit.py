@@ -334,6 +334,7 @@ async def bench(
     access: AccessConfig = OPEN,
     backend: TransferBackend = "mooncake",
     allowed_prefill: str | None = None,
+    control_token: str = "",
     **serving: Any,
 ) -> AsyncIterator[Bench]:
     """A running server; at its end no stream is left in it."""
@@ -355,7 +356,9 @@ async def bench(
         waiting=waiting,
     )
     grammars = GrammarCheck(config.grammar, tokenizer, CompileHere())
-    app = create_app(config, client, tokenizer, metrics, registered=registered, grammars=grammars)
+    app = create_app(
+        config, client, tokenizer, metrics, registered=registered, grammars=grammars, control_token=control_token
+    )
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
