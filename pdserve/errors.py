@@ -97,6 +97,10 @@ class ProofError(PdserveError):
     """A proof of the control token is missing, wrong, too old or used before."""
 
 
+class ProofExpiredError(ProofError):
+    """The challenge that a proof answers is too old, or from before the server's start: another may help."""
+
+
 class EngineDeadError(PdserveError):
     """The scheduler process has ended; nothing can be generated any more."""
 

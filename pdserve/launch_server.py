@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pdserve.base.env import control_token
+from pdserve.base.env import CONTROL_TOKEN, control_token
 from pdserve.base.exposure import url_host, warn_open, warn_unsealed, warn_weak
 from pdserve.base.leaving import leave_at_signals
 from pdserve.base.log import setup_logging
@@ -56,6 +56,7 @@ def launch(config: ServerConfig, given: ServerConfig) -> int:
     served = False
     try:
         server_tls(config.access)  # these first, for they refuse what is wrong at once
+        check_proof(config)
         tokenizer_dir = tokenizer_dir_of(config)
         check_split(config)
         first = sides.add(config)
@@ -145,6 +146,7 @@ class Side:
             registered=lambda: bootstrap is None or bootstrap.complete,
             start=self._start,
             end=lambda: self.end(told=True),
+            control_token=control_token(),
         )
 
     def end(self, *, told: bool) -> None:
@@ -193,11 +195,18 @@ def join(config: ServerConfig) -> int:
 
 def _warn(config: ServerConfig) -> None:
     """Of what others can reach."""
-    warn_open(config.serving.host, has_key=config.access.api_key is not None)
-    if config.disagg.disaggregation_mode != "null":
-        warn_weak(control_token())
+    access = config.access
+    warn_open(config.serving.host, has_key=access.api_key is not None or access.require_control_proof)
+    warn_weak(control_token())
     if config.disagg.disaggregation_mode != "null" and not control_token():
         warn_unsealed(config.serving.host, config.disagg.disaggregation_host or config.serving.host)
+
+
+def check_proof(config: ServerConfig) -> None:
+    """Refuse `--require-control-proof` where there is no token to prove."""
+    if config.access.require_control_proof and not control_token():
+        text = f"--require-control-proof needs {CONTROL_TOKEN} in the environment"
+        raise ConfigError(text, field="require_control_proof")
 
 
 def check_split(config: ServerConfig) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 
 from pdserve.errors import ConfigError
 
 CONTROL_TOKEN = "PDSERVE_CONTROL_TOKEN"
+WORKER_PROOF_KEY = "PDSERVE_WORKER_PROOF_KEY"
 TRANSFER_FAILURES = ("SGLANG_TEST_DISAGG_FAILURE_PROB", "DISAGGREGATION_TEST_FAILURE_PROB")
 """SGLang's names, the newer one first: the share of writes to peers that shall fail, for tests."""
 TRITON_INTERPRET = "TRITON_INTERPRET"
@@ -69,3 +71,17 @@ def control_token() -> str:
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(f"{CONTROL_TOKEN} must be printable ASCII without spaces")
     return token
+
+
+def worker_proof_secret() -> bytes | None:
+    """The secret for proofs to workers, which a router may have instead of the control token; None: not set.
+
+    Raises:
+        ConfigError: `PDSERVE_WORKER_PROOF_KEY` is not 64 hex digits.
+    """
+    text = os.environ.get(WORKER_PROOF_KEY, "").strip()
+    if not text:
+        return None
+    if not re.fullmatch(r"[0-9a-f]{64}", text):
+        raise ConfigError(f"{WORKER_PROOF_KEY} must be 64 hex digits, as pdserve.router.worker_proof prints them")
+    return bytes.fromhex(text)

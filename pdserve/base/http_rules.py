@@ -32,9 +32,9 @@ CHANGING = ("POST", "PUT", "PATCH", "DELETE")
 ELSEWHERE = "web pages of other origins may not do this; --cors-allowed-origins names those that may"
 
 MAX_VALUES = 1_500_000
+"""Values in the JSON of a body. Each takes up to a hundred bytes of memory, and may take two in the body."""
 MAX_CONTAINERS = 1 << 17
 TOO_MANY_VALUES = f"the body has more than {MAX_VALUES} values, or {MAX_CONTAINERS} lists and objects"
-"""Values in the JSON of a body. Each takes up to a hundred bytes of memory, and may take two in the body."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 LARGE_BODY_BYTES = 1 << 20

@@ -4,7 +4,7 @@
     Challenge         the client of an exchange in which the server proves itself first (decode, to a bootstrap server)
     ChallengeVerifier its server: answers challenges, checks what follows, signs the answers
 
-Proofs travel in the header `Pdserve-Proof`:
+`session_proof` has the form for many requests after one challenge. Proofs travel in the header `Pdserve-Proof`:
 
     exchange c1 <client's nonce> <server's nonce> <SHA-256 of the body> <MAC>
     answer   <MAC>
@@ -25,7 +25,7 @@ import re
 import secrets
 import struct
 
-from pdserve.errors import ProofError
+from pdserve.errors import ProofError, ProofExpiredError
 
 PROOF_HEADER = "Pdserve-Proof"
 MIN_TOKEN_CHARS = 16
@@ -51,12 +51,11 @@ def is_weak(token: str) -> bool:
     return 0 < len(token) < MIN_TOKEN_CHARS
 
 
-class ControlKey:
-    """What is derived from a control token, which must not be empty. Any thread; never shows the token."""
+class MacKey:
+    """A secret of 32 bytes that makes and checks MACs. Any thread; never shows the secret."""
 
-    def __init__(self, token: str) -> None:
-        assert token, "without a token there is nothing to prove"
-        self._key = _stretched(token)
+    def __init__(self, secret: bytes) -> None:
+        self._key = secret
 
     def mac(self, label: str, *parts: bytes) -> bytes:
         """32 bytes over `label` and `parts`; other labels, or other boundaries between parts, give other bytes."""
@@ -66,16 +65,24 @@ class ControlKey:
             digest.update(part)
         return digest.digest()
 
+    def matches(self, mac: str, label: str, *parts: bytes) -> bool:
+        """Whether `mac`, in hex, is that of `parts`. In constant time."""
+        return hmac.compare_digest(as_bytes(mac), self.mac(label, *parts).hex().encode())
+
+
+class ControlKey(MacKey):
+    """What is derived from a control token, which must not be empty."""
+
+    def __init__(self, token: str) -> None:
+        assert token, "without a token there is nothing to prove"
+        super().__init__(_stretched(token))
+
     def secret(self, purpose: str) -> bytes:
         """32 secret bytes for one purpose: the same in all processes with this token."""
         return self.mac("secret", purpose.encode())
 
-    def matches(self, mac: str, label: str, *parts: bytes) -> bool:
-        """Whether `mac`, in hex, is that of `parts`. In constant time."""
-        return hmac.compare_digest(_bytes(mac), self.mac(label, *parts).hex().encode())
 
-
-def _bytes(text: str) -> bytes:
+def as_bytes(text: str) -> bytes:
     """Whatever came in a header or in JSON, lone surrogates included."""
     return text.encode(errors="backslashreplace")
 
@@ -136,10 +143,16 @@ def _given(header: str | None) -> str:
 class Challenge:
     """The client's side of one exchange: ask for a challenge with `nonce`, `accept` the answer, then send `header`."""
 
-    def __init__(self, key: ControlKey) -> None:
+    def __init__(self, key: MacKey) -> None:
         self._key = key
         self.nonce = secrets.token_hex(NONCE_BYTES)
         self._nonces: tuple[bytes, ...] = ()
+
+    @property
+    def nonces(self) -> tuple[bytes, ...]:
+        """The client's and the server's, in hex. After `accept`."""
+        assert self._nonces, "the server comes first"
+        return self._nonces
 
     def accept(self, server_nonce: str, proof: str) -> None:
         """Believe the server from here on.
@@ -147,17 +160,16 @@ class Challenge:
         Raises:
             ProofError: it does not know the token. Nothing may be sent to it then.
         """
-        nonces = (_bytes(self.nonce), _bytes(server_nonce))
+        nonces = (as_bytes(self.nonce), as_bytes(server_nonce))
         if not _SERVER_NONCE.fullmatch(server_nonce) or not self._key.matches(proof, "challenge", *nonces):
             raise ProofError("it has another control token")
         self._nonces = nonces
 
     def header(self, method: str, target: str, body: bytes) -> str:
         """Our proof for the one request that this exchange is for. After `accept`."""
-        assert self._nonces, "the server comes first"
         digest = body_digest(body)
-        mac = self._key.mac("exchange", *self._nonces, _bytes(method), _bytes(target), digest)
-        client, server = (nonce.decode() for nonce in self._nonces)
+        mac = self._key.mac("exchange", *self.nonces, as_bytes(method), as_bytes(target), digest)
+        client, server = (nonce.decode() for nonce in self.nonces)
         return f"c1 {client} {server} {digest.hex()} {mac.hex()}"
 
     def check_answer(self, header: str | None, status: int, body: bytes) -> None:
@@ -171,7 +183,7 @@ class Exchange:
     """A request whose proof was good. `digest`: of the body that is to come, see `check_body`."""
 
     digest: bytes
-    _key: ControlKey = dataclasses.field(repr=False)
+    _key: MacKey = dataclasses.field(repr=False)
     _nonces: tuple[bytes, ...] = dataclasses.field(repr=False)
 
     def answer(self, status: int, body: bytes) -> str:
@@ -179,16 +191,45 @@ class Exchange:
         return self._key.mac("answer", *self._nonces, str(status).encode(), body).hex()
 
 
-class ChallengeVerifier:
-    """The server's side. One thread. A challenge costs no memory: the nonce says itself when and for whom it was made.
+class ServerNonces:
+    """A server's own nonces. They cost no memory: a nonce says itself when and for whom it was made.
 
     `now_s` is a monotonic clock's.
     """
 
-    def __init__(self, key: ControlKey, *, lifetime_s: float = CHALLENGE_LIFETIME_S, max_nonces: int = 1 << 16) -> None:
+    def __init__(self, key: MacKey, lifetime_s: float) -> None:
         self._key = key
         self._own = secrets.token_bytes(32)
         self._lifetime_s = lifetime_s
+
+    def challenge(self, client_nonce: str, now_s: float) -> tuple[str, str]:
+        """A new one for a client, and our proof over both. ProofError where what the client sent is no nonce."""
+        if not _NONCE.fullmatch(client_nonce):
+            raise ProofError("a challenge needs a nonce of 32 hex digits")
+        stamp = struct.pack(">Q", int(now_s * 1e6)) + secrets.token_bytes(NONCE_BYTES)
+        server_nonce = (stamp + self._mark(client_nonce, stamp)).hex()
+        return server_nonce, self._key.mac("challenge", client_nonce.encode(), server_nonce.encode()).hex()
+
+    def made_s(self, client_nonce: str, server_nonce: str, now_s: float) -> float:
+        """When it was made. ProofExpiredError where it is not ours for this client, or no longer good."""
+        stamp, mark = bytes.fromhex(server_nonce)[:24], bytes.fromhex(server_nonce)[24:]
+        if not hmac.compare_digest(mark, self._mark(client_nonce, stamp)):
+            raise ProofExpiredError("the proof answers no challenge of ours")
+        made_s: float = struct.unpack(">Q", stamp[:8])[0] / 1e6
+        if now_s - made_s > self._lifetime_s:
+            raise ProofExpiredError("the proof is too old")
+        return made_s
+
+    def _mark(self, client_nonce: str, stamp: bytes) -> bytes:
+        return hmac.new(self._own, client_nonce.encode() + stamp, hashlib.sha256).digest()[:NONCE_BYTES]
+
+
+class ChallengeVerifier:
+    """The server's side. One thread. `now_s` is a monotonic clock's."""
+
+    def __init__(self, key: MacKey, *, lifetime_s: float = CHALLENGE_LIFETIME_S, max_nonces: int = 1 << 16) -> None:
+        self._key = key
+        self._nonces = ServerNonces(key, lifetime_s)
         self._spent = SpentNonces(lifetime_s, max_nonces)
 
     def challenge(self, client_nonce: str, now_s: float) -> tuple[str, str]:
@@ -197,11 +238,7 @@ class ChallengeVerifier:
         Raises:
             ProofError: what the client sent is no nonce.
         """
-        if not _NONCE.fullmatch(client_nonce):
-            raise ProofError("a challenge needs a nonce of 32 hex digits")
-        stamp = struct.pack(">Q", int(now_s * 1e6)) + secrets.token_bytes(NONCE_BYTES)
-        server_nonce = (stamp + self._mark(client_nonce, stamp)).hex()
-        return server_nonce, self._key.mac("challenge", client_nonce.encode(), server_nonce.encode()).hex()
+        return self._nonces.challenge(client_nonce, now_s)
 
     def check(self, header: str | None, method: str, target: str, now_s: float) -> Exchange:
         """The exchange that a request completes; its body is still to be read and compared.
@@ -213,18 +250,10 @@ class ChallengeVerifier:
         if found is None:
             raise ProofError("the proof of the control token is malformed")
         client, server, digest, mac = found.groups()
-        stamp, mark = bytes.fromhex(server)[:24], bytes.fromhex(server)[24:]
-        if not hmac.compare_digest(mark, self._mark(client, stamp)):
-            raise ProofError("the proof answers no challenge of ours")
-        made_s = struct.unpack(">Q", stamp[:8])[0] / 1e6
-        if now_s - made_s > self._lifetime_s:
-            raise ProofError("the proof is too old")
-        nonces = (_bytes(client), _bytes(server))
-        parts = (*nonces, _bytes(method), _bytes(target), bytes.fromhex(digest))
+        made_s = self._nonces.made_s(client, server, now_s)
+        nonces = (as_bytes(client), as_bytes(server))
+        parts = (*nonces, as_bytes(method), as_bytes(target), bytes.fromhex(digest))
         if not self._key.matches(mac, "exchange", *parts):
             raise ProofError("the proof was made with another control token, or for another request")
         self._spent.spend(server, made_s, now_s)
         return Exchange(bytes.fromhex(digest), self._key, nonces)
-
-    def _mark(self, client_nonce: str, stamp: bytes) -> bytes:
-        return hmac.new(self._own, client_nonce.encode() + stamp, hashlib.sha256).digest()[:NONCE_BYTES]

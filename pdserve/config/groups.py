@@ -129,7 +129,11 @@ class ScheduleConfig:
         "absent: no parts",
     )
     max_prefill_tokens: int = flag(16384, help="prompt tokens per step when chunking is off")
-    max_queued_requests: int | None = flag(None, help="waiting requests, beyond free rows, before new ones get 503")
+    max_queued_requests: int = flag(
+        8192,
+        help="waiting requests of a replica, beyond free rows, before new ones get 503; -1: any number, and of any "
+        "number of prompt tokens",
+    )
     schedule_policy: SchedulePolicy = flag(
         "fcfs", help="order of waiting requests: of arrival, longest cached prefix first, or highest priority first"
     )
@@ -143,6 +147,11 @@ class ScheduleConfig:
     disable_overlap_schedule: bool | None = flag(
         None, help="process each step's results before the next step is launched"
     )
+
+    @property
+    def most_queued(self) -> int | None:
+        """Requests that may wait in a replica; None: any number."""
+        return None if self.max_queued_requests < 0 else self.max_queued_requests
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ class LocalAccess:
 
     api_key: str | None = dataclasses.field(default=None, repr=False)
     admin_api_key: str | None = dataclasses.field(default=None, repr=False)
+    require_control_proof: bool = False
     max_concurrent_requests_per_client: int | None = None
     forwarded_allow_ips: str | None = None
     cors_allowed_origins: tuple[str, ...] = ()
@@ -56,6 +57,10 @@ class LocalAccess:
     @property
     def server_flags(self) -> list[str]:
         """For every server."""
+        return [*(["--require-control-proof"] if self.require_control_proof else []), *self._tls_flags]
+
+    @property
+    def _tls_flags(self) -> list[str]:
         if self.ssl_ca_certs is None or self.ssl_certfile is None or self.ssl_keyfile is None:
             return []
         return ["--ssl-certfile", self.ssl_certfile, "--ssl-keyfile", self.ssl_keyfile]
@@ -70,7 +75,8 @@ class LocalAccess:
             "--tls-key-path": self.ssl_keyfile,
             "--ca-cert-paths": self.ssl_ca_certs,
         }
-        flags = [word for name, value in values.items() if value is not None for word in (name, str(value))]
+        flags = ["--worker-control-proof"] if self.require_control_proof else []
+        flags += [word for name, value in values.items() if value is not None for word in (name, str(value))]
         return flags + (["--cors-allowed-origins", *self.cors_allowed_origins] if self.cors_allowed_origins else [])
 
 
@@ -79,6 +85,8 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("access", "who may ask, and over what").add_argument
     add("--api-key", metavar="KEY", help=f"what clients must send as Authorization: Bearer KEY (or in {API_KEY})")
     add("--admin-api-key", metavar="KEY", help=f"instead of it for commands (or in {ADMIN_API_KEY})")
+    text = "the servers take requests of the router only, which proves the control token with each"
+    add("--require-control-proof", action="store_true", help=text)
     text = "generating requests that a client may have at a time"
     add("--max-concurrent-requests-per-client", type=int, metavar="N", help=text)
     text = "proxies whose X-Forwarded-For names the client, with commas between them"

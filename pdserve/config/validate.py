@@ -126,7 +126,8 @@ def _check_memory(memory: MemoryConfig) -> None:
 
 def _check_schedule(schedule: ScheduleConfig) -> None:
     _at_least("max_running_requests", schedule.max_running_requests, 1)
-    _at_least("max_queued_requests", schedule.max_queued_requests, 1)
+    if schedule.max_queued_requests != -1:
+        _at_least("max_queued_requests", schedule.max_queued_requests, 1, "at least 1, or -1 for no bound")
     _at_least("max_prefill_tokens", schedule.max_prefill_tokens, 1)
     _at_least("num_reserved_decode_tokens", schedule.num_reserved_decode_tokens, 0)
     for field, number in (

@@ -72,7 +72,7 @@ class Server:
         """Sequences to give it at once: as many again as run, so that none of its rows waits for us."""
         schedule = self.config.schedule
         rows = (schedule.max_running_requests or MAX_RUNNING_REQUESTS) * self.config.parallel.dp_size
-        waiting = rows if schedule.max_queued_requests is None else min(rows, schedule.max_queued_requests)
+        waiting = rows if schedule.most_queued is None else min(rows, schedule.most_queued)
         return rows + waiting
 
 

@@ -22,6 +22,7 @@ SGLANG_QUEUES = (
     "num_decode_prealloc_queue_reqs",
     "num_decode_transfer_queue_reqs",
     "num_retracted_reqs",
+    "num_grammar_queue_reqs",
 )
 """Queues with a gauge of their own, shown at 0 by roles that lack them."""
 

@@ -10,7 +10,8 @@ The server owns the API end, on its event loop. The scheduler owns the other end
     ZmqApiChannel.recv   PULL <──── to_api ────── PUSH   ZmqSchedulerChannel.send   (scheduler thread)
                               <──── to_api ────── PUSH   ZmqSchedulerChannel.beat   (ingress thread)
 
-Sends never block: queues are unbounded here, and admission control lives in the scheduler.
+Sends never block: queues are unbounded here. The API process bounds what it sends (`server/waiting`), and the scheduler
+what it admits.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pdserve.base.clients import Network, parse_networks
 from pdserve.base.keys import Keys, check_keys, split_keys
+from pdserve.base.proof import MacKey
 from pdserve.errors import ConfigError
 
 
@@ -22,6 +23,8 @@ class AccessConfig:
     """What workers are sent; None: `api_key`, and where there is none either, what the client sent."""
     worker_admin_api_key: str | None = dataclasses.field(default=None, repr=False)
     """What workers are sent with commands; None: `admin_api_key`, and without that what they are sent otherwise."""
+    worker_proof_key: MacKey | None = dataclasses.field(default=None, repr=False)
+    """With this workers are sent proofs instead of keys, and have to prove the control token; see `worker_proof`."""
     max_concurrent_requests_per_client: int | None = None
     """Generating requests that a client may have at a time; None: no limit."""
     forwarded_allow_ips: str | None = None

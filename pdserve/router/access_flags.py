@@ -9,7 +9,11 @@ import argparse
 import os
 from pathlib import Path
 
+from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY, control_token, worker_proof_secret
 from pdserve.base.keys import ADMIN_API_KEY, API_KEY, WORKER_ADMIN_API_KEY, WORKER_API_KEY
+from pdserve.base.proof import MacKey
+from pdserve.base.session_proof import worker_key
+from pdserve.errors import ConfigError
 from pdserve.router.access_config import AccessConfig, TlsConfig
 
 KEYFILE_PASSWORD = "PDSERVE_SSL_KEYFILE_PASSWORD"
@@ -29,6 +33,11 @@ def add_access(group: argparse._ArgumentGroup) -> None:
         "what servers are sent with commands; without it --admin-api-key, and without that what they are sent otherwise"
     )
     add("--worker-admin-api-key", metavar="KEY", help=f"{text} (or in {WORKER_ADMIN_API_KEY})")
+    text = (
+        f"prove {CONTROL_TOKEN} to servers with every request instead of sending keys, and ask only servers that prove "
+        f"it first; needs the variable, or {WORKER_PROOF_KEY}, which is derived from it"
+    )
+    add("--worker-control-proof", action="store_true", help=text)
     text = "generating requests that a client may have at a time; one more is a 429. No limit without it"
     add("--max-concurrent-requests-per-client", type=int, metavar="N", help=text)
     text = "proxies, as addresses and networks with commas, whose X-Forwarded-For names the client"
@@ -50,6 +59,7 @@ def access_of(args: argparse.Namespace) -> AccessConfig:
         admin_api_key=_secret(args.admin_api_key, ADMIN_API_KEY),
         worker_api_key=_secret(args.worker_api_key, WORKER_API_KEY),
         worker_admin_api_key=_secret(args.worker_admin_api_key, WORKER_ADMIN_API_KEY),
+        worker_proof_key=_proof_key() if args.worker_control_proof else None,
         max_concurrent_requests_per_client=args.max_concurrent_requests_per_client,
         forwarded_allow_ips=args.forwarded_allow_ips,
         cors_allowed_origins=tuple(args.cors_allowed_origins),
@@ -67,6 +77,15 @@ def tls_of(args: argparse.Namespace) -> TlsConfig:
         client_cert=args.client_cert_path,
         client_key=args.client_key_path,
     )
+
+
+def _proof_key() -> MacKey:
+    """From the environment, which must have it."""
+    secret, token = worker_proof_secret(), control_token()
+    if secret is None and not token:
+        text = f"--worker-control-proof needs {CONTROL_TOKEN} or {WORKER_PROOF_KEY} in the environment"
+        raise ConfigError(text, field="worker_control_proof")
+    return worker_key(token) if secret is None else MacKey(secret)
 
 
 def _secret(given: str | None, variable: str) -> str | None:

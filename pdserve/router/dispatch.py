@@ -25,6 +25,7 @@ import aiohttp
 import orjson
 from multidict import CIMultiDict
 
+from pdserve.base.log import SparingLog
 from pdserve.base.roles import ROLE_HEADER
 from pdserve.base.stream_state import STATE_HEADER
 from pdserve.router.admission import Admission, Places, Refused, rids_of
@@ -93,6 +94,7 @@ class Dispatcher:
         self._session = session
         self._metrics = metrics
         self._rng = rng
+        self._not_asked = SparingLog(log)
         self._uses_key = any(policy.uses_key for policy in admission.policies.values())
         self._uses_prompt = any(policy.uses_prompt for policy in admission.policies.values())
 
@@ -272,7 +274,7 @@ class Dispatcher:
 
     async def _after_failure(self, outcome: Live | Whole | Broken, attempt: int) -> None:
         """Before the next try: see whether a silent worker is still there, and leave a busy one some time."""
-        if isinstance(outcome, Broken) and not outcome.lost:
+        if blames(outcome) and isinstance(outcome, Broken):
             self._health.connection_broke(outcome.worker, outcome.message)
             await self._health.check(outcome.worker)
         if attempt < self._config.retry.max_tries:
@@ -281,6 +283,9 @@ class Dispatcher:
     def _note(self, places: Places, outcome: Live | Whole | Broken | Refused) -> None:
         """Tell breaker, metrics and log what a try has come to."""
         if isinstance(outcome, Refused):
+            return
+        if isinstance(outcome, Broken) and outcome.out_of_descriptors:
+            self._not_asked.warning("%s was not asked: %s", outcome.worker.spec.url, outcome.message)
             return
         place = places.at(outcome.worker)
         if not isinstance(outcome, Live):

@@ -13,7 +13,6 @@ because its role is being changed, counts as dead so long.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -21,16 +20,15 @@ from typing import Any
 import aiohttp
 import orjson
 
+from pdserve.base.log import SparingLog
 from pdserve.base.roles import NO_ROLE, ROLE_HEADER
 from pdserve.router.config import Role, RouterConfig
-from pdserve.router.upstream import describe, error_of, own_headers, read_at_most
+from pdserve.router.upstream import describe, error_of, is_out_of_descriptors, own_headers, read_at_most
 from pdserve.router.workers import LoadReport, Registry, Worker
 
 log = logging.getLogger(__name__)
 
 RECHECK_DEAD_S = 0.5
-_OURS = frozenset({errno.EMFILE, errno.ENFILE})
-"""The router has no free file descriptor: the worker may be healthy."""
 UNCHECKED_RETRY_S = 1.0
 INFO_PATH = "/get_server_info"
 STALLED_S = 1.0
@@ -58,6 +56,7 @@ class HealthMonitor:
     ) -> None:
         self._config = config
         self._health = config.health
+        self._unchecked = SparingLog(log)
         self._registry = registry
         self._session = session
         self._on_change = on_change
@@ -145,8 +144,9 @@ class HealthMonitor:
                 self._was_late(worker)
             return
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            if getattr(error, "errno", None) in _OURS:
-                log.warning("%s cannot be checked: %s", worker.spec.url, describe(error))
+            if is_out_of_descriptors(error):
+                self._unchecked.warning("%s cannot be checked: %s", worker.spec.url, describe(error))
+                await asyncio.sleep(RECHECK_DEAD_S)
                 return
             worker.ended = worker.ended or _is_refused(error)
             self._mark_dead(worker, describe(error))

@@ -23,6 +23,9 @@ async def relay(request: web.Request, outcome: Outcome, deadline: float) -> web.
             return web.Response(status=outcome.status, headers=outcome.headers, body=outcome.body)
         case Broken():
             spec = outcome.worker.spec
+            if outcome.out_of_descriptors:
+                text = "the router has no free file descriptor for a connection to a worker; try again"
+                return error_response(503, text, "router_busy", RETRY_AFTER)
             text = f"the {spec.role} worker {spec.url} gave no answer: {outcome.message}"
             return error_response(502, text, "worker_unreachable", RETRY_AFTER)
         case Refused():

@@ -6,6 +6,7 @@ Answers pass through undecoded, so that what the client gets is byte for byte wh
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Callable
 from typing import Protocol
 
@@ -13,9 +14,11 @@ import aiohttp
 import orjson
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from pdserve.base.proof import PROOF_HEADER
 from pdserve.base.stream_state import STATE_HEADER
 from pdserve.router.config import RouterConfig
 from pdserve.router.tls import worker_tls
+from pdserve.router.worker_proof import WorkerProof
 from pdserve.router.workers import Worker
 
 HOP_BY_HOP = frozenset(
@@ -33,7 +36,7 @@ HOP_BY_HOP = frozenset(
 )
 NOT_FORWARDED = HOP_BY_HOP | {
     *("host", "content-length", "content-type", "content-encoding", "expect"),
-    STATE_HEADER.lower(),
+    *(STATE_HEADER.lower(), PROOF_HEADER.lower()),
     *("origin", "referer", "cookie", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest", "sec-fetch-user"),
 }
 """The body is re-encoded by the router, so what described the client's bytes does not hold any more; and what a browser
@@ -122,6 +125,8 @@ class Broken:
     message: str
     lost: bool = False
     """Health checks found the worker dead: they know that already, and its circuit breaker need not."""
+    out_of_descriptors: bool = False
+    """The router has no free file descriptor: the worker may be healthy."""
 
 
 class EndedError(aiohttp.ClientError):
@@ -135,16 +140,19 @@ class EndedError(aiohttp.ClientError):
 
 
 def make_session(config: RouterConfig) -> aiohttp.ClientSession:
-    """The one session of a router: no limit on connections, no timeout but connecting, nothing decompressed.
+    """The one session of a router: no limit on connections, no timeout but connecting, nothing decompressed; with
+    `--worker-control-proof` a proof in every request.
 
     `ConfigError` where a certificate cannot be read.
     """
+    key = config.access.worker_proof_key
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=worker_tls(config.tls) or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s),
         auto_decompress=False,
         skip_auto_headers=("Accept-Encoding", "User-Agent"),
         read_bufsize=1 << 20,
+        middlewares=() if key is None else (WorkerProof(key, config.connect_timeout_s),),
     )
 
 
@@ -198,7 +206,7 @@ async def open_live(
     try:
         response = await session.post(worker.spec.url + path, data=body, headers=headers, allow_redirects=False)
     except (aiohttp.ClientError, OSError) as error:
-        return Broken(worker, describe(error))
+        return Broken(worker, describe(error), out_of_descriptors=is_out_of_descriptors(error))
     kept = returned_headers(response.headers)
     try:
         if response.status >= 400:
@@ -233,6 +241,11 @@ def error_of(raw: bytes) -> tuple[str | None, str]:
         return None, ""
     code = error.get("code")
     return code if isinstance(code, str) else None, str(error.get("message", ""))
+
+
+def is_out_of_descriptors(error: BaseException) -> bool:
+    """Whether a connection failed because this process, or its host, has no free file descriptor."""
+    return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
 
 
 def describe(error: BaseException) -> str:

@@ -43,7 +43,7 @@ def blames(outcome: Live | Whole | Broken) -> bool:
     """Whether an outcome speaks against its worker: not where it is the client's fault, nor where it is only full."""
     if isinstance(outcome, Whole):
         return outcome.status >= 500 and not told_to_wait(outcome)
-    return isinstance(outcome, Broken) and not outcome.lost
+    return isinstance(outcome, Broken) and not outcome.lost and not outcome.out_of_descriptors
 
 
 def told_to_wait(outcome: Live | Whole | Broken) -> bool:

@@ -1,4 +1,4 @@
-"""Does a token come through each pair? Probes pairs that nobody uses, and those whose requests wait for too long.
+"""Does a token come through each pair? Probes idle pairs, and those whose requests wait for too long.
 
     every interval   each worker in at least one pair, all pairs where they are few; not those that have served of late
     at once          a pair whose request waits, once an interval; one whose last probe has failed

@@ -87,8 +87,9 @@ def make_scheduler(
     live_facts: Callable[[], Mapping[str, float]] | None = None,
     idle_rounds: IdleRounds | None = None,
     pulse: Pulse | None = None,
+    num_gated: Callable[[], int] | None = None,
 ) -> Scheduler:
-    """A scheduler of the role that the mode says; `kv` is None in a monolith."""
+    """A scheduler of the role that the mode says; `kv` is None in a monolith. `num_gated`: see `Scheduler`."""
     core = Core(memory, executor, Outbox(send), clock, _limits(config, built))
     waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory)
     role: Role
@@ -104,13 +105,14 @@ def make_scheduler(
         core,
         kv,
         mail,
-        max_queued=config.schedule.max_queued_requests,
+        max_queued=config.schedule.most_queued,
         overlap=config.schedule.disable_overlap_schedule is False,
         profile_name=profile_name,
         facts=facts,
         live_facts=live_facts,
         idle_rounds=idle_rounds,
         pulse=pulse,
+        num_gated=num_gated,
     )
 
 

@@ -128,6 +128,7 @@ def build_scheduler(
             opened = open_transfer(config, engine, mailbox, memory.aux.num_total, replica, token, stack)
         facts |= opened.facts
         witness = make_witness(config, built, engine.hasher(), facts, _kv_log(config, facts, stack))
+    gate = GrammarGate(mailbox, engine.built.executor.prepare_grammar)
     scheduler = make_scheduler(
         config,
         built,
@@ -135,7 +136,7 @@ def build_scheduler(
         memory,
         None if opened is None else opened.kv,
         witness,
-        _mail(engine, mailbox, None if opened is None else opened.consensus),
+        _mail(engine, gate, None if opened is None else opened.consensus),
         engine.clock,
         channel.send,
         profile_name=f"{mode if mode != 'null' else 'server'}-DP-{replica.dp_rank}",
@@ -143,6 +144,7 @@ def build_scheduler(
         live_facts=engine.facts,
         idle_rounds=_idle_rounds(engine, mailbox),
         pulse=Pulse(MonotonicClock()),
+        num_gated=lambda: gate.num_waiting,
     )
     if engine.group is not None:
         engine.group.begin(None if opened is None else opened.start)
@@ -159,9 +161,8 @@ def _kv_log(config: ServerConfig, facts: Mapping[str, Fact], stack: contextlib.E
     return lines.write
 
 
-def _mail(engine: Engine, mailbox: Mailbox[Event], consensus: Consensus | None) -> Mail:
+def _mail(engine: Engine, gate: GrammarGate, consensus: Consensus | None) -> Mail:
     """What the loop hears of the world."""
-    gate = GrammarGate(mailbox, engine.built.executor.prepare_grammar)
     return gate if engine.group is None else LeaderMail(gate, engine.group.log, consensus)
 
 

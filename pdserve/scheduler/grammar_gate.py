@@ -4,7 +4,8 @@
                                         └─ no: it waits here, and others pass ──opened, or failed──> the loop
 
 A step waits for the masks of all its rows, so a row whose grammar takes a second to open would hold up the rest. On a
-replica of many ranks the leader's gate decides for all: what it lets through is what the ranks' log has.
+replica of many ranks the leader's gate decides for all: what it lets through is what the ranks' log has. The API
+process bounds how many can be here: see `server/waiting`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from pdserve.base.mailbox import Woken
+from pdserve.base.pace import Pace
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
@@ -36,7 +37,6 @@ from pdserve.protocol.messages import (
 )
 from pdserve.scheduler.core import Core
 from pdserve.scheduler.idle_rounds import IdleRounds
-from pdserve.scheduler.pace import Pace
 from pdserve.scheduler.pulse import Pulse
 from pdserve.scheduler.req import CLIENT_ABORT, GRAMMAR_FAILED, Req, Times
 from pdserve.scheduler.roles.base import Role
@@ -81,7 +81,9 @@ class Scheduler:
         live_facts: Callable[[], Mapping[str, float]] | None = None,
         idle_rounds: IdleRounds | None = None,
         pulse: Pulse | None = None,
+        num_gated: Callable[[], int] | None = None,
     ) -> None:
+        """`num_gated`: requests that wait for their grammar before they come here."""
         self.role = role
         self.core = core
         self.kv = kv
@@ -89,6 +91,7 @@ class Scheduler:
         self._max_queued = max_queued
         self.facts = dict(facts or {})
         self._live_facts = live_facts
+        self._num_gated = num_gated
         self._idle_rounds = idle_rounds
         self._depth = max(int(overlap), core.limits.num_stages - 1)
         self._layer_marks = core.limits.layer_groups > 0
@@ -211,7 +214,8 @@ class Scheduler:
 
     def state(self) -> EngineState:
         """The snapshot behind `/get_server_info` and `/metrics`."""
-        queues = self.role.queues()
+        num_gated = 0 if self._num_gated is None else self._num_gated()
+        queues = self.role.queues() | {"num_grammar_queue_reqs": num_gated}
         memory = self.core.memory.counts() | {"reqs_live": len(self.role.live)}
         counters: dict[str, float] = {name: float(value) for name, value in self.core.counters.items()}
         counters["evicted_pages"] = float(self.core.memory.pages.num_evicted)
@@ -232,7 +236,7 @@ class Scheduler:
             counters=counters,
             facts=facts,
             num_running_reqs=queues["num_running_reqs"],
-            num_queue_reqs=len(self.role.live) - queues["num_running_reqs"],
+            num_queue_reqs=len(self.role.live) - queues["num_running_reqs"] + num_gated,
             num_used_tokens=used,
             max_total_tokens=self.core.memory.max_tokens,
             audit=self._found,

@@ -1,7 +1,8 @@
 """Who may ask a server what: keys, limits per client, pages of other origins, headers. Put on the application by `app`.
 
 With a key everything needs it but `PUBLIC`: as in SGLang these are for probes and Prometheus, which have none, and
-tell nothing of requests. `COMMANDS` need the admin key where there is one.
+tell nothing of requests. `COMMANDS` need the admin key where there is one. A proof of the control token is as good as
+both keys, and the only thing that counts with `--require-control-proof`; a bad one is refused on every path.
 """
 
 from __future__ import annotations
@@ -19,21 +20,26 @@ from pdserve.base.clients import ClientLimit, client_address
 from pdserve.base.error_object import error_object
 from pdserve.base.http_rules import BODY_TIMEOUT_S, BodyBudget, BodyHold, Refusal, framing_refusal, page_refusal
 from pdserve.base.keys import COMMANDS
+from pdserve.base.proof import PROOF_HEADER
+from pdserve.base.session_proof import CHALLENGE_PATH
 from pdserve.config.access_group import AccessConfig
-from pdserve.errors import RequestError
+from pdserve.errors import ProofError, RequestError
+from pdserve.server import control_proof
 from pdserve.server.calls import CLIENT_OF_SCOPE, GENERATING
+from pdserve.server.control_proof import ControlProof
 from pdserve.server.errors_http import error_response
 from pdserve.server.json_http import BODIES, json_response
 
 PUBLIC = frozenset({"/health", "/health_generate", "/ready", "/readiness", "/metrics"})
+OPEN = PUBLIC | {CHALLENGE_PATH}
 SECURITY_HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 """Answers are data of one client: no browser shall guess at them, nobody between shall keep them."""
 PREFLIGHT_S = 600
 
 
-def install(app: FastAPI, config: AccessConfig, max_body_bytes: int) -> None:
+def install(app: FastAPI, config: AccessConfig, max_body_bytes: int, proof: ControlProof) -> None:
     """Put the rules around all that `app` has so far."""
-    app.add_middleware(AccessMiddleware, config=config, bodies=BodyBudget(max_body_bytes))
+    app.add_middleware(AccessMiddleware, config=config, bodies=BodyBudget(max_body_bytes), proof=proof)
     if config.origins:
         app.add_middleware(
             CORSMiddleware,
@@ -45,12 +51,22 @@ def install(app: FastAPI, config: AccessConfig, max_body_bytes: int) -> None:
         )
 
 
+class _StrangerError(Exception):
+    """A request that may not ask, and the answer to it."""
+
+    def __init__(self, refusal: Refusal, headers: Mapping[str, str]) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+        self.headers = headers
+
+
 class AccessMiddleware:
     """ASGI: refuses who may not ask, and who asks too much at a time."""
 
-    def __init__(self, app: ASGIApp, config: AccessConfig, bodies: BodyBudget) -> None:
+    def __init__(self, app: ASGIApp, config: AccessConfig, bodies: BodyBudget, proof: ControlProof) -> None:
         self._app = app
         self._bodies = bodies
+        self._proof = proof
         self._keys = config.keys
         self._proxies = config.proxies
         self._origins = config.origins
@@ -73,15 +89,18 @@ class AccessMiddleware:
             await _refused(framing, {"Connection": "close"})(scope, receive, marked)
             return
         path, command = scope["path"], scope["path"] in COMMANDS
-        if path not in PUBLIC and not self._keys.may(headers.get("authorization"), command=command):
-            text = "this needs a valid API key as Authorization: Bearer KEY"
-            refusal = Refusal(401, text, "invalid_api_key")
-            await _refused(refusal, {"WWW-Authenticate": "Bearer"})(scope, receive, marked)
+        try:
+            digest = self._digest(scope, headers)
+        except _StrangerError as error:
+            await _refused(error.refusal, error.headers)(scope, receive, marked)
             return
-        page = page_refusal(scope["method"], headers, self._origins, command=command, has_keys=self._keys.some)
+        has_keys = self._keys.some or self._proof.required or digest is not None
+        page = page_refusal(scope["method"], headers, self._origins, command=command, has_keys=has_keys)
         if page is not None:
             await _refused(page)(scope, receive, marked)
             return
+        if digest is not None:
+            receive = control_proof.signed(receive, digest)
         hold = self._bodies.open()
         scope[BODIES] = self._bodies
         scope[CLIENT_OF_SCOPE] = client = self._client(scope, headers)
@@ -92,6 +111,27 @@ class AccessMiddleware:
                 await self._app(scope, _counted(receive, hold), marked)
         finally:
             hold.close()
+
+    def _digest(self, scope: Scope, headers: Headers) -> bytes | None:
+        """The digest that the body of a request with a good proof must have; None of one without a proof that may ask.
+
+        Raises:
+            _StrangerError: it may not ask.
+        """
+        path, given = scope["path"], headers.get(PROOF_HEADER)
+        if given is not None:
+            try:
+                return self._proof.check(scope, given)
+            except ProofError as error:
+                raise _StrangerError(*control_proof.refusal(error)) from error
+        if path in OPEN:
+            return None
+        if self._proof.required:
+            raise _StrangerError(*control_proof.refusal(None))
+        if not self._keys.may(headers.get("authorization"), command=path in COMMANDS):
+            text = "this needs a valid API key as Authorization: Bearer KEY"
+            raise _StrangerError(Refusal(401, text, "invalid_api_key"), {"WWW-Authenticate": "Bearer"})
+        return None
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send, client: str) -> None:
         try:

@@ -13,12 +13,14 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 
 import pdserve
+from pdserve.base.session_proof import CHALLENGE_PATH
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.server import access, admin, commands, health, observing, openapi
 from pdserve.server.chat_formats import ChatFormats
 from pdserve.server.context import ServerContext
+from pdserve.server.control_proof import ControlProof
 from pdserve.server.door import Door, DoorMiddleware
 from pdserve.server.engine_client import EngineClient
 from pdserve.server.errors_http import install_error_handlers
@@ -76,6 +78,7 @@ INPUTS = openapi.Inputs(
     {
         "/flush_cache": {"timeout": {"type": "number", "minimum": 0, "maximum": admin.MAX_FLUSH_WAIT_S}},
         "/v1/loads": {"dp_rank": {"type": "integer", "minimum": 0}},
+        CHALLENGE_PATH: {"nonce": {"type": "string", "pattern": "^[0-9a-f]{32}$"}},
     },
 )
 """With the queries: for the OpenAPI document."""
@@ -102,12 +105,14 @@ def create_app(
     changer: RoleChanger | None = None,
     grammars: GrammarCheck | None = None,
     warm: bool = False,
+    control_token: str = "",
 ) -> FastAPI:
     """The application. It starts `client` with its lifespan and stops it at the end; `metrics` is the client's.
 
     `registered`: decode servers find us, which is so for all but a prefill server whose replicas are not known yet.
     `door` is for who wants to close it, `changer` for a server whose role can be changed. The application closes
-    `grammars`; with `warm` their compile worker starts as soon as the engine is ready.
+    `grammars`; with `warm` their compile worker starts as soon as the engine is ready. `control_token` is what requests
+    may prove; empty: there is none.
     """
     door = door or Door(config.disagg.disaggregation_mode)
     checks = grammars or GrammarCheck(config.grammar, tokenizer)
@@ -132,10 +137,12 @@ def create_app(
     _add_generation(app, context)
     _add_health_and_facts(app, context, door)
     _add_commands(app, context, door, changer)
+    proof = ControlProof(control_token, required=config.access.require_control_proof)
+    proof.install(app)
     openapi.install(app, INPUTS, with_keys=config.access.keys.some)
     observer = observing.install(app, context)
     app.add_middleware(DoorMiddleware, door=door)
-    access.install(app, config.access, context.max_body_bytes)
+    access.install(app, config.access, context.max_body_bytes, proof)
     return app
 
 

@@ -105,10 +105,10 @@ class FairQueue:
         Raises:
             RequestError: 503, too many wait.
         """
-        queue = self._waiting[entry.small].setdefault(entry.client, collections.deque())
-        if len(queue) >= MAX_WAITING_OF_CLIENT or len(self) >= MAX_WAITING:
+        clients = self._waiting[entry.small]
+        if len(clients.get(entry.client, ())) >= MAX_WAITING_OF_CLIENT or len(self) >= MAX_WAITING:
             raise RequestError(BUSY, status=503, code="grammar_compiler_busy", retry_after_s=1)
-        queue.append(entry)
+        clients.setdefault(entry.client, collections.deque()).append(entry)
 
     def take(self) -> _Waiting | None:
         """One that may run now, counted as running; None: none may. Small ones come first."""

@@ -45,7 +45,9 @@ from pdserve.server.new_prefill import NewPrefill
 from pdserve.server.output_text import detokenize_output, refusal
 from pdserve.server.pulses import Pulses
 from pdserve.server.startup_line import tell_startup
+from pdserve.server.stop_regex import SLOW_LOOKS, PatternThread
 from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.waiting import WaitingRequests
 from pdserve.server.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -62,14 +64,18 @@ class EngineClient:
         *,
         match_stops: bool = True,
         new_prefill: NewPrefill | None = None,
+        waiting: WaitingRequests | None = None,
     ) -> None:
         """`match_stops` False leaves stop strings alone: a prefill server's first token is decode's to judge.
-        `new_prefill` None: requests may name any number of new bootstrap addresses.
+        `new_prefill` None: requests may name any number of new bootstrap addresses. `waiting` None: no bound of what
+        waits.
         """
         self._channel = channel
         self._new_prefill = new_prefill
+        self._waiting = waiting
         self._tokenizer = tokenizer
         self._match_stops = match_stops
+        self._pattern_thread = PatternThread()
         self._watch = Watch(metrics)
         self._live = LiveSequences()
         self._queries = EngineQueries(channel)
@@ -165,12 +171,14 @@ class EngineClient:
         all by; `rid`s are unique. `client` None: the client of the current call.
 
         Raises:
-            RequestError: 400 when a name belongs to a live request, 503 while the engine is starting, or when the
-                client names too many bootstrap addresses that have never served.
+            RequestError: 400 when a name belongs to a live request, 503 while the engine is starting, when too much
+                waits already, or when the client names too many bootstrap addresses that have never served.
             EngineDeadError: the engine is gone.
         """
         detokenizers = await self._detokenizers([request.sampling for request in requests])
-        self.require_ready()
+        ready = self.require_ready()
+        if self._waiting is not None:
+            self._waiting.check(requests, min(ready.context_length, ready.max_total_tokens))
         also = () if batch is None else (batch,)
         taken = self._live.taken((*names, *also))
         if taken is not None:
@@ -191,6 +199,8 @@ class EngineClient:
             self._live.add(request.rid, sequence)
         try:
             for request in map(self._watch.traced(call), requests):
+                if self._waiting is not None:
+                    self._waiting.add(request)
                 await self._channel.send(request)
         except BaseException:
             generation.close()
@@ -214,9 +224,9 @@ class EngineClient:
             self._send_soon(AbortRequest(rid=rid))
 
     async def _detokenizers(self, samplings: Sequence[SamplingParams]) -> list[Detokenizer]:
-        """One for each sequence. A thread compiles their stop patterns, which takes up to 0.1 s for each."""
+        """One for each sequence. Stop patterns are compiled in a thread."""
         if self._match_stops and any(sampling.stop_regex for sampling in samplings):
-            return await asyncio.to_thread(lambda: [self._detokenizer(sampling) for sampling in samplings])
+            return await self._pattern_thread.run(lambda: [self._detokenizer(sampling) for sampling in samplings])
         return [self._detokenizer(sampling) for sampling in samplings]
 
     def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
@@ -277,17 +287,19 @@ class EngineClient:
     async def _read(self) -> None:
         while self._dead is None:
             try:
-                self._handle(await self._channel.recv())
+                await self._handle(await self._channel.recv())
             except ProtocolError as error:
                 log.error("a message of the scheduler was dropped: %s", error)
             except EngineDeadError as error:
                 self.fail(error)
 
-    def _handle(self, message: ToApi) -> None:
+    async def _handle(self, message: ToApi) -> None:
         match message:
             case OutputBatch():
                 for output in message.outputs:
                     self._on_output(output)
+                    if SLOW_LOOKS.owes_turn:
+                        await SLOW_LOOKS.give_turn()
             case StateReply() | CommandReply():
                 self._queries.on_reply(message)
             case Beat():
@@ -299,6 +311,8 @@ class EngineClient:
                 tell_startup(message)
 
     def _on_output(self, output: RequestOutput) -> None:
+        if self._waiting is not None:
+            self._waiting.heard(output.rid)
         sequence = self._live.get(output.rid)
         if sequence is None:
             return  # it was aborted or stopped here, and this was under way

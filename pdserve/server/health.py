@@ -33,6 +33,7 @@ from pdserve.server.generation import Update
 from pdserve.server.json_http import json_response
 from pdserve.server.pulses import Vitals
 from pdserve.server.streaming import collect, until_disconnect
+from pdserve.server.waiting import QUEUE_FULL
 
 STATE_TIMEOUT_S = 1.0
 PROBE_TIMEOUT_S = 20.0
@@ -86,25 +87,35 @@ async def health_generate(context: ServerContext, request: Request) -> Response:
     vitals = await require_alive(context)
     _require_going(context)
     probes = _probes(context)
-    generation = await context.client.submit(probes, [probe.rid for probe in probes])
-    with generation.closed_on_error():
-        try:
-            work = asyncio.wait_for(collect(generation, len(probes)), PROBE_TIMEOUT_S)
-            updates = await until_disconnect(request, work)
-        except TimeoutError as error:
-            now = await require_alive(context)
-            _require_going(context)
-            if _all_busy(vitals, now):
-                return json_response({"status": "busy"})
-            message = f"no token came within {PROBE_TIMEOUT_S} s"
-            raise RequestError(message, status=503, code="engine_busy") from error
-        except RequestError as error:
-            if error.code == "queue_full" and _all_busy(vitals, await require_alive(context)):
-                return json_response({"status": "busy"})
-            message = f"the probe failed: {error.message}"
-            raise RequestError(message, status=503, code=error.code, retry_after_s=error.retry_after_s) from error
+    try:
+        updates = await _probed(context, request, probes)
+    except TimeoutError as error:
+        now = await require_alive(context)
+        _require_going(context)
+        if _all_busy(vitals, now):
+            return json_response({"status": "busy"})
+        message = f"no token came within {PROBE_TIMEOUT_S} s"
+        raise RequestError(message, status=503, code="engine_busy") from error
+    except RequestError as error:
+        if error.code == QUEUE_FULL and _all_busy(vitals, await require_alive(context)):
+            return json_response({"status": "busy"})
+        message = f"the probe failed: {error.message}"
+        raise RequestError(message, status=503, code=error.code, retry_after_s=error.retry_after_s) from error
     _check(updates)
     return json_response({"status": "ok"})
+
+
+async def _probed(context: ServerContext, request: Request, probes: Sequence[GenerateRequest]) -> Sequence[Update]:
+    """What came of the probes.
+
+    Raises:
+        TimeoutError: not all have ended within `PROBE_TIMEOUT_S`.
+        RequestError: one was refused.
+    """
+    generation = await context.client.submit(probes, [probe.rid for probe in probes])
+    with generation.closed_on_error():
+        work = asyncio.wait_for(collect(generation, len(probes)), PROBE_TIMEOUT_S)
+        return await until_disconnect(request, work)
 
 
 def _require_going(context: ServerContext) -> None:

@@ -23,6 +23,7 @@ from pdserve.server.engine_client import EngineClient
 from pdserve.server.new_prefill import NewPrefill
 from pdserve.server.role_switch import RoleChanger
 from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.waiting import WaitingRequests
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ class Backend:
     `open_channel` is called inside the event loop, where the sockets must be made, and `start` on the main thread,
     before it. `engine_died` says in a sentence which process has ended. `on_ready` gets the HTTP port once requests
     are taken. `own_counters` are shown in `/metrics`, `registered` in `/ready`. `end` blocks until the engine, which
-    was told to stop through its channel, has ended; any thread may call it, any number of times.
+    was told to stop through its channel, has ended; any thread may call it, any number of times. `control_token` is
+    what requests may prove; empty: there is none.
     """
 
     config: ServerConfig
@@ -68,6 +70,7 @@ class Backend:
     registered: Callable[[], bool] = lambda: True
     start: Callable[[], None] = nothing
     end: Callable[[], None] = nothing
+    control_token: str = dataclasses.field(default="", repr=False)
 
     @property
     def role(self) -> DisaggMode:
@@ -91,12 +94,16 @@ class Life:
         self._channel = backend.open_channel()
         try:
             metrics = make_metrics(backend.config, backend.own_counters)
+            waiting = WaitingRequests.of(backend.config)
+            if waiting is not None:
+                metrics.show(waiting.counters)
             self.client = EngineClient(
                 self._channel,
                 tokenizer,
                 metrics,
                 match_stops=backend.role != "prefill",
                 new_prefill=NewPrefill.of(backend.config),
+                waiting=waiting,
             )
             self.app = create_app(
                 backend.config,
@@ -107,6 +114,7 @@ class Life:
                 door=self.door,
                 changer=changer,
                 warm=True,
+                control_token=backend.control_token,
             )
         except BaseException:
             self._channel.close()

@@ -2,7 +2,8 @@
 
 The transfer manager looks up 64 such addresses at a time, for all clients together. A client that names many of them
 would push the look-ups of others out, so each client may have `MAX_NEW_OF_CLIENT` in its running requests. An address
-is new until KV has come from its server. Owned by the engine client, on its event loop.
+is new until KV has come from its server. The client's health probes of pairs may have as many again, so a router finds
+its prefill servers through them while requests use up the others. Owned by the engine client, on its event loop.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pdserve.errors import RequestError
 from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, GenerateRequest, RequestOutput, RoomAddress
 
 MAX_NEW_OF_CLIENT = 16
-"""New addresses in the running requests of one client: a quarter of the look-ups that run at a time."""
+"""New addresses in the running requests of one client, and as many in its probes. 64 look-ups run at a time."""
 MAX_SERVED = 1024
 """Addresses that have served, the newest."""
 
@@ -57,6 +58,8 @@ class NewPrefill:
         new = {address for address in addresses if address is not None}
         if not new:
             return [None] * len(addresses)
+        if any(request.probe for request in requests):
+            client = f"probes of {client}"
         named = self._named.get(client, Counter())
         if len(new | named.keys()) > MAX_NEW_OF_CLIENT:
             raise RequestError(

@@ -20,7 +20,7 @@ from pdserve.server.schemas import NativeSampling
 REF = "#/components/schemas/{name}"
 ERRORS = {
     "400": "a field is missing, of the wrong type, out of range, or not supported; `param` names it",
-    "401": "no API key, or a wrong one",
+    "401": "no API key, or a wrong one; a proof of the control token that is bad, or missing where it is required",
     "403": "a command of a web page of another origin",
     "404": "no such model",
     "409": "the room is in use by a live request, or the role is being changed",

@@ -36,6 +36,7 @@ from pdserve.server.json_http import convert, json_response, read_json_object
 from pdserve.server.new_prefill import TOO_MANY
 from pdserve.server.schemas import PairProbeBody
 from pdserve.server.streaming import collect, until_disconnect
+from pdserve.server.waiting import QUEUE_FULL
 
 MAX_PROBES = 64
 """At a time; what comes beside them is told that the server is busy."""
@@ -86,7 +87,7 @@ class PairProbes:
         try:
             generation = await self._context.client.submit([probe], [probe.rid], client=client)
         except RequestError as error:
-            if error.code == TOO_MANY:
+            if error.code in (TOO_MANY, QUEUE_FULL):
                 return _busy(error.message)
             raise
         with generation.closed_on_error():
@@ -100,7 +101,7 @@ class PairProbes:
                 return await self._late(probe.rid, min(STATE_S, timeout_s / 2))
             (update,) = reading.result()
         except RequestError as error:
-            if error.code == "queue_full":
+            if error.code == QUEUE_FULL:
                 return _busy(error.message)
             raise RequestError(f"the probe failed: {error.message}", status=503, code=error.code) from error
         finally:

@@ -2,32 +2,47 @@
 
 Made by `Detokenizer` for sequences that ask for it. A pattern is a program of a stranger's: `grammar_check` has had it
 compiled elsewhere before a thread compiles it here, each look has a time limit, and so have all slow looks of a
-sequence together. A look sees no further back than `CONTEXT_CHARS`, so that a long answer costs no more per token than
-a short one.
+sequence together. The looks of all sequences share one more budget, `SlowLooks`, because they all run on the event
+loop. A look sees no further back than `CONTEXT_CHARS`, so that a long answer costs no more per token than a short one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import regex
 
 from pdserve.errors import GrammarError, RequestError
 from pdserve.grammar.bounds import MAX_STOP_REPEATED, check_pattern_size, expanded_size
 
+T = TypeVar("T")
 MAX_STOP_PATTERNS = 8
 MAX_STOP_CHARS = 1024
 CONTEXT_CHARS = 4096
 """So much text before the newest piece a pattern can match in, or look back at."""
 LOOK_S = 0.05
-"""A pattern that needs longer for one look ends its request."""
+"""A pattern that needs longer for one look ends its request. See `FLOOR_S` for when all have less."""
 SLOW_S = 0.1
 """Processor time that the patterns of a sequence may take in all, quick looks not counted."""
 QUICK_S = 0.001
 """A look that is over by then is not slow."""
+SHARED_S = 0.1
+"""Processor time of slow looks that all sequences of the process together may take at once."""
+SHARED_RATE = 0.1
+"""Of that budget, seconds that come back in each second."""
+FLOOR_S = 0.005
+"""What a look gets while the shared budget is used up. One of an innocent pattern takes some 0.05 ms."""
+TURN_S = 0.01
+"""After so much slow time the event loop has a turn for others, of `BREATH_S`."""
+BREATH_S = 0.005
+MAX_COMPILING = 256
+"""Requests whose patterns wait for the thread that compiles them."""
 FORGIVEN_S = 10.0
 """A pattern that was too slow ends other requests at once, for so long: each would take `SLOW_S` again."""
 MAX_KEPT = 100_000
@@ -66,6 +81,29 @@ def compile_own(patterns: str | Sequence[str] | None) -> None:
             raise RequestError(message, field="stop_regex") from error
         if empty is not None:
             raise RequestError(f"stop_regex {pattern!r} matches the empty text", field="stop_regex")
+
+
+class PatternThread:
+    """Makes matchers in a thread of its own. Compiling a pattern takes up to 0.1 s. Used on the event loop."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stop-regex")
+        self._num_waiting = 0
+
+    async def run(self, make: Callable[[], T]) -> T:
+        """What `make` returns, or raises.
+
+        Raises:
+            RequestError: 503, `MAX_COMPILING` requests wait for the thread.
+        """
+        if self._num_waiting >= MAX_COMPILING:
+            message = f"the stop patterns of {MAX_COMPILING} requests wait to be compiled already; try again"
+            raise RequestError(message, status=503, code="stop_regex_busy", retry_after_s=1)
+        self._num_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, make)
+        finally:
+            self._num_waiting -= 1
 
 
 class _Compiled:
@@ -111,6 +149,62 @@ _COMPILED = _Compiled()
 """Of this process: requests often bring the same patterns."""
 
 
+class SlowLooks:
+    """The slow time that all sequences of a process share. A bucket of `SHARED_S` that refills with `SHARED_RATE`.
+
+    An empty bucket refuses nobody. It shortens the looks, so that only a look of more than `FLOOR_S` fails. Looks of up
+    to `QUICK_S` take nothing. Used on the event loop.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, worked: Callable[[], float] = time.thread_time
+    ) -> None:
+        """`worked`: seconds of processor time that this thread has taken so far."""
+        self._clock = clock
+        self._worked = worked
+        self._left_s = SHARED_S
+        self._as_of = clock()
+        self._since_turn_s = 0.0
+
+    def timeout_s(self) -> float:
+        """How long the next look may take."""
+        now = self._clock()
+        self._left_s = min(SHARED_S, self._left_s + SHARED_RATE * (now - self._as_of))
+        self._as_of = now
+        return max(FLOOR_S, min(LOOK_S, self._left_s))
+
+    def search(
+        self, pattern: regex.Pattern[str], text: str, start: int, *, partial: bool
+    ) -> tuple[regex.Match[str] | None, float]:
+        """The first match at or behind `start`, and the seconds that count as slow.
+
+        Raises:
+            TimeoutError: it takes longer than it may.
+        """
+        slow_s, timeout_s, begun_s = 0.0, self.timeout_s(), self._worked()
+        try:
+            found = pattern.search(text, start, partial=partial, timeout=timeout_s)
+        finally:
+            slow_s = max(0.0, self._worked() - begun_s - QUICK_S)
+            self._left_s = max(0.0, self._left_s - slow_s)
+            self._since_turn_s += slow_s
+        return found, slow_s
+
+    @property
+    def owes_turn(self) -> bool:
+        """Whether slow looks have held up other tasks for `TURN_S` since the last turn."""
+        return self._since_turn_s >= TURN_S
+
+    async def give_turn(self) -> None:
+        """Let other tasks run for `BREATH_S`."""
+        self._since_turn_s = 0.0
+        await asyncio.sleep(BREATH_S)
+
+
+SLOW_LOOKS = SlowLooks()
+"""Of this process."""
+
+
 class RegexMatcher:
     """Finds the first match of any of `patterns`; of several, the one that begins first.
 
@@ -119,7 +213,8 @@ class RegexMatcher:
     `matched` is the pattern that stopped the text.
     """
 
-    def __init__(self, patterns: Sequence[str], *, keep_match: bool) -> None:
+    def __init__(self, patterns: Sequence[str], *, keep_match: bool, looks: SlowLooks = SLOW_LOOKS) -> None:
+        self._looks = looks
         self._patterns = [_COMPILED.get(pattern) for pattern in patterns]
         self._keep_match = keep_match
         self._text = ""
@@ -152,12 +247,11 @@ class RegexMatcher:
         return "" if self.matched is not None else self._show(len(self._text))
 
     def _search(self, pattern: regex.Pattern[str], *, partial: bool) -> regex.Match[str] | None:
-        begun_s = time.thread_time()
         try:
-            found = pattern.search(self._text, self._num_shown, partial=partial, timeout=LOOK_S)
+            found, slow_s = self._looks.search(pattern, self._text, self._num_shown, partial=partial)
         except TimeoutError as error:
             raise _COMPILED.too_slow(pattern.pattern) from error
-        self._slow_s += max(0.0, time.thread_time() - begun_s - QUICK_S)
+        self._slow_s += slow_s
         if self._slow_s > SLOW_S:
             raise _COMPILED.too_slow(pattern.pattern)
         return found

@@ -33,6 +33,8 @@ LOST_CHARS = 4
 tokenizer drops altogether is refused with the longer ones."""
 MAX_LONG = 32
 """Maximum number of long texts that wait or run. Further ones get a 503."""
+MAX_MIDDLE_CHARS = 1 << 27
+"""Characters of the texts between the two that wait or run. Further ones get a 503."""
 NUM_THREADS = 2
 """For texts between the two; one more is for the longest."""
 
@@ -44,26 +46,36 @@ class TextWorkers:
         self._some = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-text")
         self._num_long = 0
+        self._middle_chars = 0
 
     async def run(self, num_chars: int, work: Callable[[], T]) -> T:
         """Run `work` on a text of `num_chars` characters. Returns its result, or raises its exception.
 
         Raises:
-            RequestError: 503, too many long texts wait.
+            RequestError: 503, too many texts wait.
         """
         if num_chars <= SHORT_CHARS:
             return work()
-        loop = asyncio.get_running_loop()
         if num_chars <= LONG_CHARS:
-            return await loop.run_in_executor(self._some, work)
+            return await self._run_middle(num_chars, work)
         if self._num_long >= MAX_LONG:
             message = f"{MAX_LONG} texts of over {LONG_CHARS} characters wait already; try again"
             raise RequestError(message, status=503, code="text_workers_busy", retry_after_s=1)
         self._num_long += 1
         try:
-            return await loop.run_in_executor(self._long, lambda: _then_trimmed(work))
+            return await asyncio.get_running_loop().run_in_executor(self._long, lambda: _then_trimmed(work))
         finally:
             self._num_long -= 1
+
+    async def _run_middle(self, num_chars: int, work: Callable[[], T]) -> T:
+        if self._middle_chars + num_chars > MAX_MIDDLE_CHARS:
+            message = f"texts of {self._middle_chars} characters wait to be tokenized already; try again"
+            raise RequestError(message, status=503, code="text_workers_busy", retry_after_s=1)
+        self._middle_chars += num_chars
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._some, work)
+        finally:
+            self._middle_chars -= num_chars
 
 
 def _then_trimmed(work: Callable[[], T]) -> T:

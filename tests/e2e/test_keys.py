@@ -1,5 +1,6 @@
 """A pair with keys and a control token, behind SGLang's real router and behind ours: who has the key is answered, who
-has not is not, and a stranger at the ports between the servers changes nothing.
+has not is not, and a stranger at the ports between the servers changes nothing. Another pair takes its router only,
+which has no token but the key that is derived from it, and no API key.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 import requests
 import zmq
 
+from pdserve.base.session_proof import CHALLENGE_PATH, worker_secret
 from tests.e2e.harness import Server, assert_idle, running, start_router, start_server, until
 from tests.e2e.sglang_router import running_sglang_router
 from tests.tiny import Family
@@ -207,3 +209,79 @@ def test_who_names_a_bootstrap_address_learns_neither_the_token_nor_what_is_ther
     answered = requests.post(f"{router.url}/generate", json=BODY, headers=CLIENT, timeout=60)
     assert_idle(*workers)
     assert answered.status_code == 200 and len(answered.json()["output_ids"]) == 4, answered.text
+
+
+# ---------------------------------------------------------------------- worker HTTP behind the proof
+
+
+@pytest.fixture(scope="module")
+def proven(tiny_checkpoint: Callable[[Family], Path]) -> Iterator[tuple[Server, Server, Server]]:
+    """Prefill, decode and router: the servers take requests with a proof only."""
+    model = str(tiny_checkpoint("llama"))
+    flags = (*FLAGS, "--require-control-proof", "--api-key", KEY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PDSERVE_CONTROL_TOKEN", TOKEN)
+        prefill, decode = start_server(model, "prefill", *flags), start_server(model, "decode", *flags)
+    with running(prefill, decode):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PDSERVE_WORKER_PROOF_KEY", worker_secret(TOKEN).hex())
+            probing = ("--worker-control-proof", "--pair-probe-interval-secs", "0.5")
+            router = start_router([prefill], [decode], *probing, probes=True)
+        with running(router):
+            yield prefill, decode, router
+
+
+def chats(url: str) -> None:
+    """A whole answer and a stream."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    whole = client.chat.completions.create(model="tiny", messages=messages, max_tokens=4)
+    assert whole.usage is not None and whole.usage.completion_tokens == 4
+    events = client.chat.completions.create(model="tiny", messages=messages, max_tokens=4, stream=True)
+    assert [event.choices[0].finish_reason for event in events if event.choices][-1] in ("length", "stop")
+
+
+def test_a_router_that_proves_the_token_is_served(proven: tuple[Server, Server, Server]) -> None:
+    _, _, router = proven
+    chats(router.url)
+    for method, path in (
+        ("GET", "/get_load"), ("GET", "/get_server_info"), ("GET", "/v1/models"), ("GET", "/observe"),
+        ("GET", "/engine_metrics"), ("POST", "/flush_cache?timeout=10"), ("POST", "/tokenize"),
+        ("GET", "/health_generate"),
+    ):  # fmt: skip
+        body = {"prompt": "hello"} if path == "/tokenize" else None
+        answer = requests.request(method, router.url + path, json=body, timeout=60)
+        assert answer.status_code == 200, (path, answer.text)
+    assert len(requests.get(f"{router.url}/get_load", timeout=60).json()) == 2
+    seen = f"{router.url}/metrics"
+    until(
+        lambda: 'pair_probes_total{result="ok"}' in requests.get(seen, timeout=30).text, 30, "a token through the pair"
+    )
+
+
+def test_who_asks_a_server_directly_is_refused_with_a_key_as_well(proven: tuple[Server, Server, Server]) -> None:
+    for worker in proven[:2]:
+        for headers in ({}, CLIENT, {"Authorization": f"Bearer {TOKEN}"}, {"Pdserve-Proof": "w1"}):
+            for method, path in ASKED:
+                answer = requests.request(method, worker.url + path, json=BODY, headers=headers, timeout=30)
+                assert answer.status_code == 401, (path, answer.text)
+                assert "control" in answer.json()["error"]["code"]
+        for path in ("/health", "/metrics", f"{CHALLENGE_PATH}?nonce={'0' * 32}"):
+            assert requests.get(worker.url + path, timeout=30).status_code == 200
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PDSERVE_WORKER_PROOF_KEY", worker_secret(TOKEN + "x").hex())
+        stranger = start_router([proven[0]], [proven[1]], "--worker-control-proof")
+    with running(stranger):
+        errors = [one["last_error"] for one in requests.get(f"{stranger.url}/workers", timeout=30).json()["workers"]]
+        assert len(errors) == 2 and all("another control token" in error for error in errors)
+        assert requests.post(f"{stranger.url}/generate", json=BODY, timeout=60).status_code == 503
+
+
+def test_a_server_that_changes_its_role_is_believed_again(proven: tuple[Server, Server, Server]) -> None:
+    """Its application begins anew, and with it its sessions."""
+    _, decode, router = proven
+    for role in ("prefill", "decode"):
+        body = {"worker_url": decode.url, "new_role": role}
+        answer = requests.post(f"{router.url}/pd_role_switch", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+    chats(router.url)

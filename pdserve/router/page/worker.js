@@ -4,6 +4,7 @@ import { Keyed, el, mark, put } from "./dom.js";
 import { count, percent, seconds, speed } from "./format.js";
 
 const QUEUES = {
+  num_grammar_queue_reqs: ["grammar", "Wait until their grammar is open"],
   num_prefill_bootstrap_queue_reqs: ["bootstrap", "Wait until decode has said where its pages are"],
   num_decode_prealloc_queue_reqs: ["prealloc", "Wait for pages for their prompt"],
   num_decode_transfer_queue_reqs: ["transfer", "Their KV is computed, or on its way"],
@@ -12,7 +13,7 @@ const QUEUES = {
   num_prefill_inflight_queue_reqs: ["sending", "Computed; their last bytes are under way"],
   num_retracted_reqs: ["retracted", "Gave their pages to others and come back"],
 };
-const RARE = ["num_retracted_reqs"];
+const RARE = ["num_grammar_queue_reqs", "num_retracted_reqs"];
 /** States of KV pages: their name on the page, and what it means. */
 export const PAGES = {
   leased: ["private", "Pages of one request alone"],

@@ -100,7 +100,10 @@ class MooncakeTransport:
     def open(cls, host: str, ib_device: str | None) -> MooncakeTransport:
         """Start the engine. Raises ConfigError when the library is missing or does not start."""
         protocol = choose_protocol(ib_device)
-        return cls(host, protocol, ib_device or "", set_environment(protocol))
+        try:
+            return cls(host, protocol, ib_device or "", set_environment(protocol))
+        except TransferError as error:
+            raise ConfigError(str(error), field="host") from error
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Make regions readable and writable through the engine."""

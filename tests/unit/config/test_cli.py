@@ -36,6 +36,13 @@ def test_values_arrive_in_their_groups_with_their_types() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "most"), [("", 8192), ("--max-queued-requests 7", 7), ("--max-queued-requests -1", None)]
+)
+def test_requests_that_wait_are_bounded_unless_the_flag_says_otherwise(words: str, most: int | None) -> None:
+    assert parse_server_args([*MODEL, *words.split()]).schedule.most_queued == most
+
+
+@pytest.mark.parametrize(
     "name", ["--moe-a2a-backend", "--dcp-size", "--disable-cuda-graph-padding", "--enable-torch-compile"]
 )
 def test_a_flag_of_sglang_that_is_not_honoured_is_refused_by_name(name: str) -> None:
@@ -90,7 +97,7 @@ def test_what_does_not_parse_is_a_config_error_naming_the_flag(words: str, named
         ("max-total-tokens", ["0", "15"]),
         ("mem-fraction-static", ["0", "1", "-0.5", "nan", "inf"]),
         ("max-running-requests", ["0"]),
-        ("max-queued-requests", ["0"]),
+        ("max-queued-requests", ["0", "-2"]),
         ("chunked-prefill-size", ["0", "-2"]),
         ("mixed-chunk-size", ["0", "-1"]),
         ("cpu-nice", ["-1", "20"]),

@@ -36,6 +36,9 @@ def test_names_of_vllm_and_sglang_mean_our_flags() -> None:
 def test_no_server_is_given_more_than_it_lets_wait() -> None:
     (server,) = plan({**MODEL, "max_running_requests": 4, "max_queued_requests": 1, "dp_size": 2}, None, {}, {}).servers
     assert server.most_requests == 9
+    for unbounded in ({}, {"max_queued_requests": -1}):
+        (server,) = plan({**MODEL, "max_running_requests": 4, **unbounded}, None, {}, {}).servers
+        assert server.most_requests == 8
 
 
 def test_pairs_share_the_cores_and_get_the_flags_of_their_side_only() -> None:

@@ -65,10 +65,12 @@ class FakeWorker:
     observe_keys: list[str | None] = dataclasses.field(default_factory=list)
     num_cancelled: int = 0
     num_done: int = 0
+    guard: Any = None
+    """A middleware before all of it."""
     runner: web.AppRunner | None = None
 
     async def start(self, port: int = 0) -> None:
-        app = web.Application(client_max_size=1 << 28)
+        app = web.Application(client_max_size=1 << 28, middlewares=[] if self.guard is None else [self.guard])
         app.router.add_get("/health", self._health)
         app.router.add_get("/get_server_info", self._info)
         app.router.add_get("/get_load", self._load)
@@ -172,8 +174,8 @@ class World:
         self.app: web.Application | None = None
         """That of the newest router."""
 
-    async def worker(self, name: str, *answers: Answer) -> FakeWorker:
-        worker = FakeWorker(name=name, answers=list(answers) or [answer_ok])
+    async def worker(self, name: str, *answers: Answer, guard: Any = None) -> FakeWorker:
+        worker = FakeWorker(name=name, answers=list(answers) or [answer_ok], guard=guard)
         await worker.start()
         self.workers.append(worker)
         return worker

@@ -195,6 +195,13 @@ def test_keys_go_to_all_parts_through_the_environment(tmp_path: Path) -> None:
         assert ("--cors-allowed-origins" in argv) == (name == "router")
 
 
+def test_servers_take_the_router_only_where_that_is_asked_for() -> None:
+    assert "--require-control-proof" not in server_argv(config_from([]), "decode")
+    config = config_from(["--require-control-proof"])
+    assert all("--require-control-proof" in server_argv(config, role) for role in ROLES)
+    assert "--worker-control-proof" in config.access.router_flags
+
+
 def test_clients_see_the_routers_certificate_and_servers_have_it_where_authorities_are_given() -> None:
     both = ["--ssl-certfile", "c", "--ssl-keyfile", "k"]
     config = config_from(both)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import errno
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -291,3 +294,41 @@ def test_prompt_logprobs_do_not_wait_for_a_silent_prefill(run_world: RunWorld) -
 
 def post(world: Any, url: str, body: dict[str, Any]) -> Any:
     return world.session.post(url + "/generate", json=body)
+
+
+def test_worker_is_not_to_blame_where_the_router_has_no_descriptors(
+    run_world: RunWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, refused = aiohttp.TCPConnector.connect, collections.Counter[str]()
+    ports: set[int] = set()
+
+    async def short(connector: aiohttp.TCPConnector, request: Any, **options: Any) -> Any:
+        if request.url.port in ports:
+            refused[request.url.path] += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await connect(connector, request, **options)
+
+    monkeypatch.setattr(aiohttp.TCPConnector, "connect", short)
+    monkeypatch.setattr("pdserve.router.health.RECHECK_DEAD_S", 3600.0)
+
+    async def scenario(world: Any) -> None:
+        decode = await world.worker("d")
+        async with world.router([], [decode], health=QUICK, breaker=BreakerConfig(failure_threshold=1)) as url:
+            registry = world.app[ROUTER].registry
+            (worker,) = registry.workers
+            worker.late_checks = 1  # checks follow one another at once then
+            ports.add(worker_port(decode.url))
+            await world.until_true(lambda: refused["/health"] > 0)
+            async with world.session.post(url + CHAT, json={}) as response:
+                assert (response.status, response.headers["Retry-After"]) == (503, "1")
+                assert (await response.json())["error"]["code"] == "router_busy"
+            assert (refused["/health"], refused[CHAT]) == (1, 3), "the next check comes after a pause"
+            ports.clear()
+            async with world.session.post(url + CHAT, json={}) as response:
+                assert response.status == 200, "its breaker is closed"
+
+    run_world(scenario)
+
+
+def worker_port(url: str) -> int:
+    return int(url.rpartition(":")[2])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.base.clock import ManualClock
+from pdserve.base.pace import Pace
 from pdserve.protocol.messages import AbortRequest, CommandReply, FlushCache
-from pdserve.scheduler.pace import Pace
 from pdserve.scheduler.running import NewTokenRatio
 from tests.unit.scheduler.kit import Mono
 

@@ -12,9 +12,11 @@ from pdserve.executor.interface import BatchPlan, StepHandle
 from pdserve.protocol.messages import (
     AbortRequest,
     CommandReply,
+    ContinueGeneration,
     FinishReason,
     FlushCache,
     GenerateRequest,
+    PauseGeneration,
     Shutdown,
     StateQuery,
     StateReply,
@@ -165,6 +167,33 @@ def test_state_counts_what_is_where() -> None:
     after = mono.scheduler.state()
     assert (after.num_running_reqs, after.num_queue_reqs, after.num_used_tokens) == (0, 0, 0)
     assert after.counters["prompt_tokens"] == 15 and after.counters["generation_tokens"] == 12
+
+
+def test_requests_that_wait_for_their_grammar_are_in_the_queue() -> None:
+    mono = Mono(num_rows=2, chunk=4)
+    mono.scheduler._num_gated = lambda: 5
+    mono.post("a")
+    mono.scheduler.step()
+    state = mono.scheduler.state()
+    assert (state.num_running_reqs, state.num_queue_reqs) == (1, 5)
+    assert state.queues["num_grammar_queue_reqs"] == 5
+
+
+def test_retracted_requests_fill_the_queue_and_are_never_refused() -> None:
+    mono = Mono(num_rows=2, max_queued=1)
+    for rid in ("a", "b"):
+        mono.post(rid)
+    for _ in range(4):
+        mono.step()
+    mono.mailbox.post(PauseGeneration(query_id="1", mode="retract"))
+    for rid in ("c", "d"):
+        mono.post(rid)
+    mono.step()
+    assert mono.scheduler.state().queues["num_retracted_reqs"] == 2
+    assert mono.finish("d").err_type == "queue_full", "two rows are free, and one may wait beyond them"
+    mono.mailbox.post(ContinueGeneration(query_id="2"))
+    mono.run()
+    assert [mono.finish(rid).type for rid in "abc"] == ["length"] * 3 and mono.all_free()
 
 
 def test_probes_are_counted_as_such_and_nowhere_else() -> None:

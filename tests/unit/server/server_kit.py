@@ -61,6 +61,7 @@ from pdserve.server.engine_client import EngineClient
 from pdserve.server.grammar_check import GrammarCheck
 from pdserve.server.new_prefill import NewPrefill
 from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.waiting import WaitingRequests
 
 OPEN = AccessConfig()
 EOS = 0
@@ -333,6 +334,7 @@ async def bench(
     access: AccessConfig = OPEN,
     backend: TransferBackend = "mooncake",
     allowed_prefill: str | None = None,
+    control_token: str = "",
     **serving: Any,
 ) -> AsyncIterator[Bench]:
     """A running server; at its end no stream is left in it."""
@@ -342,9 +344,21 @@ async def bench(
     api, low = memory_channel_pair()
     scheduler = ScriptedScheduler(low)
     metrics = make_metrics(config)
-    client = EngineClient(api, tokenizer, metrics, match_stops=mode != "prefill", new_prefill=NewPrefill.of(config))
+    waiting = WaitingRequests.of(config)
+    assert waiting is not None
+    metrics.show(waiting.counters)
+    client = EngineClient(
+        api,
+        tokenizer,
+        metrics,
+        match_stops=mode != "prefill",
+        new_prefill=NewPrefill.of(config),
+        waiting=waiting,
+    )
     grammars = GrammarCheck(config.grammar, tokenizer, CompileHere())
-    app = create_app(config, client, tokenizer, metrics, registered=registered, grammars=grammars)
+    app = create_app(
+        config, client, tokenizer, metrics, registered=registered, grammars=grammars, control_token=control_token
+    )
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),

@@ -156,6 +156,20 @@ async def test_what_a_client_may_have_waiting_is_bounded() -> None:
     queue.add(_entry("b", small=True))
 
 
+async def test_a_client_that_finds_the_queue_full_leaves_nothing_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_pool, "MAX_WAITING", 2)
+    queue = FairQueue()
+    entries = [_entry(client, small=True) for client in "ab"]
+    for entry in entries:
+        queue.add(entry)
+    with pytest.raises(RequestError):
+        queue.add(_entry("c", small=True))
+    for entry in entries:
+        assert queue.take() is entry
+        queue.ended(entry)
+    assert queue.take() is None
+
+
 async def test_a_pool_that_closes_leaves_no_check_unanswered(tokenizer: Tokenizer) -> None:
     async with opened(tokenizer, cpu_s=30.0) as pool:
         checks = [asyncio.create_task(pool.check(slow(i), "a")) for i in range(4)]

@@ -46,11 +46,14 @@ async def test_a_client_cannot_fill_the_look_ups_of_another(
         assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
         error = refused.json()["error"]
         assert (error["code"], error["param"]) == ("bootstrap_busy", "bootstrap_host")
-        probed = await ask(b, "192.0.2.1", MOST, 3, "/health_pair")
-        assert probed.json()["status"] == "busy", "a probe counts for its client and says nothing of the pair"
+        probes = [asyncio.create_task(ask(b, "192.0.2.1", MOST + n, 30 + n, "/health_pair")) for n in range(MOST)]
+        await until(lambda: len(b.scheduler.requests) == 1 + 3 * MOST)
+        probed = await ask(b, "192.0.2.1", 2 * MOST, 3, "/health_pair")
+        assert probed.json()["status"] == "busy", "it says nothing of the pair"
+        waiting += probes
         waiting.append(asyncio.create_task(ask(b, "192.0.2.1", 9, 4)))
         waiting.append(asyncio.create_task(ask(b, "192.0.2.2", MOST, 5)))
-        await until(lambda: len(b.scheduler.requests) == 3 + 2 * MOST)
+        await until(lambda: len(b.scheduler.requests) == 3 + 3 * MOST)
         for request in b.scheduler.requests[1:]:
             b.scheduler.finish(request)
         assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200] * len(waiting)

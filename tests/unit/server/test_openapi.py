@@ -79,6 +79,7 @@ async def test_every_query_says_what_it_may_be_and_nothing_else_is_read(tokenize
             for parameter in operation.get("parameters", ())
             if parameter["in"] == "query"
         }
+        assert found.pop(("/control_challenge", "get", "nonce")) == {"type": "string", "pattern": "^[0-9a-f]{32}$"}
         assert found.keys() == {
             ("/flush_cache", "get", "timeout"), ("/flush_cache", "post", "timeout"), ("/v1/loads", "get", "dp_rank"),
         }  # fmt: skip
@@ -89,7 +90,7 @@ async def test_every_query_says_what_it_may_be_and_nothing_else_is_read(tokenize
                 assert (answer.status_code, answer.json()["param"]) == (400, name), (path, text)
             assert (await b.http.request(method, f"{path}?{name}=0")).status_code == 200
     sources = "".join(path.read_text() for path in Path(pdserve.server.__file__).parent.rglob("*.py"))
-    assert set(re.findall(r"query_params\W+get\(\"(\w+)", sources)) == {name for _, _, name in found}
+    assert set(re.findall(r"query_params\W+get\(\"(\w+)", sources)) == {name for _, _, name in found} | {"nonce"}
 
 
 async def test_every_field_says_what_it_may_be_and_bodies_that_are_taken_are_allowed(tokenizer: Tokenizer) -> None:

@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 
 from pdserve.base import http_rules
 from pdserve.base.keys import COMMANDS
+from pdserve.base.session_proof import CHALLENGE_PATH
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.errors import ConfigError
@@ -42,7 +43,8 @@ def bearer(key: str) -> dict[str, str]:
 async def test_every_route_is_public_for_clients_or_a_command(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer) as b:
         routes = [route for route in b.app.routes if isinstance(route, APIRoute)]
-    assert {route.path for route in routes} == PUBLIC | COMMANDS | GENERATING | FACTS | PURE | PROBES
+    known = PUBLIC | COMMANDS | GENERATING | FACTS | PURE | PROBES | {CHALLENGE_PATH}
+    assert {route.path for route in routes} == known
 
 
 async def test_without_a_key_only_probes_are_answered(tokenizer: Tokenizer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import random
 import re
 import threading
@@ -10,12 +12,56 @@ import pytest
 import regex
 
 from pdserve.errors import RequestError
-from pdserve.server.stop_regex import CONTEXT_CHARS, RegexMatcher, _Compiled, compile_own
+from pdserve.server import stop_regex
+from pdserve.server.stop_regex import (
+    CONTEXT_CHARS,
+    FLOOR_S,
+    LOOK_S,
+    QUICK_S,
+    SHARED_RATE,
+    SLOW_LOOKS,
+    TURN_S,
+    RegexMatcher,
+    SlowLooks,
+    _Compiled,
+    compile_own,
+)
 from pdserve.server.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
 
 TEXTS = ["total: 42 and more", "a\n\nb\n\n\nc", "no match at all", "END of ENDS: END1 END22"]
 PATTERNS = [r"\d+", r"\n{3}", r"END\d", r"(?<=: )\w", r"a.*m", r"END22|zz"]
+
+
+class World:
+    """Patterns that take as long as the test says, on clocks of their own. No pattern matches."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = self.worked_s = 0.0
+        self.timeouts: list[float] = []
+        self.looks = SlowLooks(lambda: self.now_s, lambda: self.worked_s)
+        self._takes_s: dict[str, float] = {}
+        monkeypatch.setattr(stop_regex, "_COMPILED", _Compiled())
+        monkeypatch.setattr(_Compiled, "get", lambda _, pattern: Slow(self, pattern, self._takes_s[pattern]))
+
+    def matcher(self, pattern: str, *, takes_s: float) -> RegexMatcher:
+        self._takes_s[pattern] = takes_s
+        return RegexMatcher([pattern], keep_match=False, looks=self.looks)
+
+
+@dataclasses.dataclass
+class Slow:
+    """A `regex.Pattern` whose look takes `takes_s`, or its timeout if that is less."""
+
+    world: World
+    pattern: str
+    takes_s: float
+
+    def search(self, text: str, start: int, *, partial: bool, timeout: float) -> None:
+        self.world.timeouts.append(timeout)
+        self.world.worked_s += min(self.takes_s, timeout)
+        if self.takes_s > timeout:
+            raise TimeoutError
 
 
 def _pushed(matcher: RegexMatcher, pieces: list[str]) -> str:
@@ -76,12 +122,63 @@ def test_a_pattern_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_slow_looks_have_a_limit_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(10_000))
-    monkeypatch.setattr("pdserve.server.stop_regex.time.thread_time", lambda: next(clock) * 0.02)
-    matcher = RegexMatcher([r"\d{2}"], keep_match=False)
+    world = World(monkeypatch)
+    matcher = world.matcher(r"\d{2}", takes_s=0.02)
     assert matcher.push("a") + matcher.push("b") == "ab"
     with pytest.raises(RequestError, match="takes too long"):
         _pushed(matcher, ["c", "1"])
+
+
+def test_the_looks_of_all_sequences_get_shorter_together_and_recover(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    for i in range(100):
+        with pytest.raises(RequestError, match="takes too long"):
+            world.matcher(f"slow{i}", takes_s=1.0).push("x")
+    assert world.timeouts[:2] == pytest.approx([LOOK_S, LOOK_S])
+    assert world.timeouts[3:] == pytest.approx([FLOOR_S] * 97)
+    innocent = world.matcher("zz", takes_s=0.9 * FLOOR_S)
+    assert _pushed(innocent, list("abc")) == "abc", "an empty budget refuses nobody"
+    world.now_s += 0.2
+    world.matcher("yy", takes_s=0.0).push("x")
+    assert world.timeouts[-2:] == pytest.approx([0.2 * SHARED_RATE] * 2)
+    world.now_s += 3600.0
+    world.timeouts.clear()
+    for i in range(4):
+        with pytest.raises(RequestError, match="takes too long"):
+            world.matcher(f"again{i}", takes_s=1.0).push("x")
+    assert world.timeouts[-1] == pytest.approx(FLOOR_S), "an hour saves up no more than the bucket holds"
+
+
+def test_quick_looks_use_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    matcher = world.matcher("zz", takes_s=QUICK_S)
+    assert _pushed(matcher, ["a"] * 2000) == "a" * 2000
+    assert set(world.timeouts) == {LOOK_S} and not world.looks.owes_turn
+
+
+@pytest.mark.asyncio
+async def test_slow_looks_owe_the_event_loop_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.matcher("zz", takes_s=TURN_S).push("a")
+    assert world.looks.owes_turn
+    ran = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(ran.set_result, None)
+    await world.looks.give_turn()
+    assert ran.done() and not world.looks.owes_turn
+
+
+@pytest.mark.asyncio
+async def test_outputs_of_one_step_leave_turns_to_others(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[None] = []
+
+    async def turn() -> None:
+        turns.append(None)
+
+    monkeypatch.setattr(SLOW_LOOKS, "_since_turn_s", TURN_S)
+    monkeypatch.setattr(SLOW_LOOKS, "give_turn", turn)
+    async with bench(tokenizer) as b:
+        assert (await b.http.post("/generate", json={"text": ["a", "b"]})).status_code == 200
+    assert len(turns) >= 2
 
 
 @pytest.mark.parametrize("pattern", ["(", "a*", "", "[z-a]", "(?P<x>a)(?P<x", "x{99999999999}"])
@@ -103,6 +200,20 @@ async def test_the_event_loop_compiles_no_pattern(tokenizer: Tokenizer, monkeypa
         body = {"text": "hi", "sampling_params": {"stop_regex": ["zz{200}", "yy"]}}
         assert (await b.http.post("/generate", json=body)).status_code == 200
     assert threads and threading.get_ident() not in threads
+
+
+@pytest.mark.asyncio
+async def test_requests_that_wait_for_their_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_regex, "MAX_COMPILING", 2)
+    thread, go_on = stop_regex.PatternThread(), threading.Event()
+    waiting = [asyncio.create_task(thread.run(lambda: go_on.wait(30.0))) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError) as refused:
+        await thread.run(lambda: True)
+    assert (refused.value.status, refused.value.code) == (503, "stop_regex_busy")
+    go_on.set()
+    assert await asyncio.gather(*waiting) == [True, True]
+    assert await thread.run(lambda: True)
 
 
 def test_patterns_that_are_kept_for_the_next_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

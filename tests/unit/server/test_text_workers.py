@@ -93,7 +93,15 @@ async def test_long_texts_wait_for_each_other_and_short_ones_for_none(monkeypatc
     with pytest.raises(RequestError, match="texts of over") as refused:
         await workers.run(LONG_CHARS + 1, lambda: None)
     assert (refused.value.status, refused.value.code) == (503, "text_workers_busy")
+    monkeypatch.setattr(text_workers, "MAX_MIDDLE_CHARS", 3 * SHORT_CHARS)
+    middle = [asyncio.create_task(workers.run(SHORT_CHARS + 1, lambda: release.wait(20.0))) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError, match="wait to be tokenized already") as refused:
+        await workers.run(SHORT_CHARS + 1, lambda: None)
+    assert (refused.value.status, refused.value.code) == (503, "text_workers_busy")
     release.set()
+    assert await asyncio.gather(*middle) == [True, True]
+    assert await workers.run(SHORT_CHARS + 1, lambda: "again") == "again"
     assert await asyncio.gather(*long) == [0, 1, 2] and most[0] == 1
     assert await workers.run(LONG_CHARS + 1, lambda: "again") == "again"
 

@@ -1,0 +1,172 @@
+"""Workers prove the control token to the router before they are sent anything, and every request proves it to them.
+
+An aiohttp client middleware around all requests of the router's session; `upstream` puts it there. The protocol is in
+`base/session_proof`.
+
+    no session with a worker, or it ended  ──>  challenge  ──>  request with a proof  ──>  answer
+                                                    └─ not proven: UnprovenWorkerError, and the worker counts as dead
+    half the session's lifetime has passed ──>  the next challenge, beside requests
+    a request had no answer, or a 401      ──>  the session ends: something else may listen there now
+    401 `control_proof_expired`            ──>  the worker was started anew: a new challenge, and once more
+
+`python -m pdserve.router.worker_proof` prints the key for PDSERVE_WORKER_PROOF_KEY, out of PDSERVE_CONTROL_TOKEN.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import sys
+
+import aiohttp
+import msgspec
+from aiohttp import hdrs
+from yarl import URL
+
+from pdserve.base.env import control_token
+from pdserve.base.log import SparingLog, escaped
+from pdserve.base.proof import PROOF_HEADER, MacKey
+from pdserve.base.session_proof import CHALLENGE_PATH, EXPIRED, SESSION_LIFETIME_S, Session, worker_secret
+from pdserve.errors import ProofError
+
+log = logging.getLogger(__name__)
+
+RENEW_AFTER_S = SESSION_LIFETIME_S / 2
+TIMEOUT_S = 10.0
+"""For a challenge."""
+MAX_ANSWER_BYTES = 4096
+REASONS = {
+    404: "it has no such path: it is no pdserve server, or an old one",
+    409: "it has no control token; set PDSERVE_CONTROL_TOKEN there",
+}
+
+
+class UnprovenWorkerError(aiohttp.ClientError):
+    """A worker does not prove the control token, or does not take our proof. It was sent no prompt and no API key."""
+
+
+class ChallengeAnswer(msgspec.Struct, frozen=True):
+    """A worker's answer to a challenge."""
+
+    nonce: str
+    proof: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Proven:
+    """A worker that has proven the token, at `since_s` of the event loop's time."""
+
+    session: Session
+    since_s: float
+
+
+class WorkerProof:
+    """The middleware. One event loop. `connect_timeout_s` is for challenges."""
+
+    def __init__(self, key: MacKey, connect_timeout_s: float) -> None:
+        self._key = key
+        self._timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=connect_timeout_s)
+        self._warnings = SparingLog(log)
+        self._proven: dict[URL, _Proven] = {}
+        self._asking: dict[URL, asyncio.Task[_Proven]] = {}
+
+    async def __call__(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        """See aiohttp. UnprovenWorkerError instead of an answer where either side does not believe the other."""
+        request.headers.popall(hdrs.AUTHORIZATION, None)
+        response = await self._send(request, handler)
+        if response.status == 401 and response.headers.get(PROOF_HEADER) == EXPIRED:
+            response.close()
+            response = await self._send(request, handler)
+        if response.status == 401:
+            response.close()
+            told = escaped(response.headers.get(PROOF_HEADER, "none given"))
+            raise self._unproven(request.url.origin(), f"it refuses the router's own proof, reason: {told}")
+        return response
+
+    async def _send(self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        """The request with a proof of its own, to a worker that has proven the token. No answer ends the session."""
+        origin = request.url.origin()
+        proven = await self._prove(origin, request.session)
+        body = request.body if isinstance(request.body, bytes) else await request.body.as_bytes()
+        request.headers[PROOF_HEADER] = proven.session.header(request.method, request.url.raw_path_qs, body)
+        try:
+            response = await handler(request)
+        except BaseException:  # time-outs come as cancellations, too
+            self._forget(origin, proven)
+            raise
+        if response.status == 401:
+            self._forget(origin, proven)
+        return response
+
+    def _forget(self, origin: URL, proven: _Proven) -> None:
+        if self._proven.get(origin) is proven:
+            del self._proven[origin]
+
+    async def _prove(self, origin: URL, http: aiohttp.ClientSession) -> _Proven:
+        """What the worker has proven of late; else it has to do so now, once for all requests that wait for it."""
+        proven = self._proven.get(origin)
+        age_s = None if proven is None else asyncio.get_running_loop().time() - proven.since_s
+        if proven is not None and age_s is not None and age_s < SESSION_LIFETIME_S:
+            if age_s >= RENEW_AFTER_S:
+                self._challenge(origin, http)
+            return proven
+        return await asyncio.shield(self._challenge(origin, http))
+
+    def _challenge(self, origin: URL, http: aiohttp.ClientSession) -> asyncio.Task[_Proven]:
+        running = self._asking.get(origin)
+        if running is None:
+            running = self._asking[origin] = asyncio.create_task(self._ask(origin, http))
+            running.add_done_callback(lambda task: self._asked(origin, task))
+        return running
+
+    def _asked(self, origin: URL, task: asyncio.Task[_Proven]) -> None:
+        del self._asking[origin]
+        if task.cancelled() or task.exception() is not None:
+            self._proven.pop(origin, None)
+            return
+        now = asyncio.get_running_loop().time()
+        for old in [url for url, one in self._proven.items() if now - one.since_s >= SESSION_LIFETIME_S]:
+            del self._proven[old]
+        self._proven[origin] = task.result()
+
+    async def _ask(self, origin: URL, http: aiohttp.ClientSession) -> _Proven:
+        session, begun_s = Session(self._key), asyncio.get_running_loop().time()
+        url = origin.with_path(CHALLENGE_PATH).with_query(nonce=session.nonce)
+        async with http.get(url, timeout=self._timeout, allow_redirects=False, middlewares=()) as response:
+            length = response.content_length
+            if response.status != 200:
+                reason = REASONS.get(response.status, "it gives no challenge")
+                raise self._unproven(origin, f"GET {CHALLENGE_PATH} answered {response.status}, {reason}")
+            if length is None or length > MAX_ANSWER_BYTES:
+                raise self._unproven(origin, f"what GET {CHALLENGE_PATH} answered is no challenge")
+            raw = await response.read()
+        try:
+            answer = msgspec.json.decode(raw, type=ChallengeAnswer)
+            session.accept(answer.nonce, answer.proof)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise self._unproven(origin, f"what GET {CHALLENGE_PATH} answered is no challenge") from error
+        except ProofError as error:
+            raise self._unproven(origin, str(error)) from error
+        return _Proven(session, begun_s)
+
+    def _unproven(self, origin: URL, reason: str) -> UnprovenWorkerError:
+        text = f"{origin} does not prove the control token (--worker-control-proof): {reason}"
+        self._warnings.warning("%s", text)
+        return UnprovenWorkerError(text)
+
+
+def main() -> int:
+    """Print the key that a router needs which shall not have the token itself. Exit status: 2 without a token."""
+    token = control_token()
+    if not token:
+        print("PDSERVE_CONTROL_TOKEN is not set", file=sys.stderr)
+        return 2
+    print(worker_secret(token).hex())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
