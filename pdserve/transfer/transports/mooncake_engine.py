@@ -27,6 +27,8 @@ PROBE_TIMEOUT_S = 3.0
 BRIEF_TIMEVAL = struct.pack("@ll", 0, 1000)
 """A millisecond, as the kernel takes it."""
 MAX_STARTS = 16
+MAX_TURNED_AWAY = 4096
+LOOPBACK = "127.0.0.1"
 PORT_TAKEN = "Address already in use"
 INSTALL_HELP = (
     "install the engine: `pip install mooncake-transfer-engine-non-cuda` on a machine without CUDA "
@@ -170,23 +172,36 @@ def open_session(native: Any, session: str) -> bool:
 def hurry_end(port: int) -> None:
     """Have the engine that answers on `port` end in milliseconds; to be called right before its last name goes.
 
-    Its destructor waits for a thread that accepts connections and looks once a second whether it should end, and keeps
-    the interpreter's lock: all threads of this process would stand still. The listening socket is this process's own,
-    so its time limit can be shortened, and one connection ends the wait under way. Where that fails, the end takes its
-    second.
+    Its destructor waits for a thread that accepts a connection, waits for what that says, 5 s for each read, and then
+    looks whether it should end. The destructor keeps the interpreter's lock: all threads of this process would stand
+    still, and a stranger who connects and says nothing could make that last. The sockets are this process's own. So
+    the thread gets another listening socket, to which nobody connects and whose time limit is short; one connection
+    ends its wait at the first one, and what it reads from is shut. Where that fails, the end takes its time.
     """
     with contextlib.suppress(OSError, psutil.Error):
-        listener = find_listener(port)
-        if listener is not None:
-            with listener:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, BRIEF_TIMEVAL)
-                loopback = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
-            socket.create_connection((loopback, port), timeout=PROBE_TIMEOUT_S).close()
+        for descriptor in sockets_at(port, listening=True):
+            with socket.socket(fileno=os.dup(descriptor)) as listener, socket.create_server((LOOPBACK, 0)) as other:
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, BRIEF_TIMEVAL)
+                os.dup2(other.fileno(), descriptor, inheritable=False)
+                listener.setblocking(False)
+                turn_away(listener)
+                loopback = "::1" if listener.family == socket.AF_INET6 else LOOPBACK
+                socket.create_connection((loopback, port), timeout=PROBE_TIMEOUT_S).close()
+        for descriptor in sockets_at(port, listening=False):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.getsockname()[1] == port:  # else it was closed, and the number is another's by now
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
-def find_listener(port: int) -> socket.socket | None:
-    """A descriptor of one's own for the TCP socket on which this process listens at `port`; None when there is none."""
-    for found in psutil.Process().net_connections("tcp"):
-        if found.status == psutil.CONN_LISTEN and found.laddr.port == port:
-            return socket.socket(fileno=os.dup(found.fd))
-    return None
+def turn_away(listener: socket.socket) -> None:
+    """Close what waits to be accepted."""
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(MAX_TURNED_AWAY):
+            listener.accept()[0].close()
+
+
+def sockets_at(port: int, *, listening: bool) -> list[int]:
+    """Descriptors of this process's TCP sockets with that local port: those that listen, or the others."""
+    found = psutil.Process().net_connections("tcp")
+    mine = [one for one in found if one.laddr and one.laddr.port == port]
+    return [one.fd for one in mine if (one.status == psutil.CONN_LISTEN) == listening]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -17,7 +18,7 @@ from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transports import mooncake_engine
 from pdserve.transfer.transports.link import Window
 from pdserve.transfer.transports.mooncake import TCP_TIMEOUTS, MooncakeTransport, session_of, set_environment
-from pdserve.transfer.transports.mooncake_engine import BRIEF_TIMEVAL, Engine, find_listener, open_session
+from pdserve.transfer.transports.mooncake_engine import BRIEF_TIMEVAL, Engine, hurry_end, open_session, sockets_at
 from pdserve.transfer.transports.nics import choose_protocol
 from tests.unit.transfer.waiting import wait_until
 
@@ -137,13 +138,31 @@ def test_where_an_engine_listens_is_found() -> None:
     set_environment("tcp")
     engine = Engine("127.0.0.1", "tcp", "")
     port = int(engine.session.rpartition(":")[2])
-    listener = find_listener(port)
-    assert listener is not None
-    with listener, socket.create_connection(("127.0.0.1", port), timeout=30.0) as connection:
-        assert listener.getsockname()[1] == connection.getpeername()[1] == port
-        assert find_listener(connection.getsockname()[1]) is None, "this one is connected, it does not listen"
+    assert len(sockets_at(port, listening=True)) == 1
+    with socket.create_connection(("127.0.0.1", port), timeout=30.0) as connection:
+        near = connection.getsockname()[1]
+        assert sockets_at(near, listening=False) == [connection.fileno()]
+        assert sockets_at(near, listening=True) == [], "this one is connected, it does not listen"
     engine.destroy()
-    assert find_listener(port) is None, "it has ended"
+    assert sockets_at(port, listening=True) == [], "it has ended"
+
+
+@pytest.mark.parametrize("said", [b"", b"\x10\x00\x00"])
+def test_strangers_who_say_nothing_do_not_hold_up_the_end_of_an_engine(said: bytes) -> None:
+    """The engine waits 5 s for what each says, and at its end the interpreter's lock is kept meanwhile."""
+    set_environment("tcp")
+    engine = Engine("127.0.0.1", "tcp", "")
+    port = int(engine.session.rpartition(":")[2])
+    with contextlib.ExitStack() as opened:
+        strangers = [opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30)) for _ in range(3)]
+        for stranger in strangers:
+            stranger.sendall(said)
+        wait_until(lambda: sockets_at(port, listening=False), "the engine reads from the first one")
+        assert not any(map(_has_ended, strangers))
+        hurry_end(port)
+        assert all(map(_has_ended, strangers))
+        assert sockets_at(port, listening=True) == [], "nobody else comes in"
+        engine.destroy()
 
 
 class KitNative:
@@ -152,6 +171,8 @@ class KitNative:
     def __init__(self, ends: list[tuple[bool, bool]]) -> None:
         self._ends = ends
         self._listener = socket.create_server(("127.0.0.1", 0))
+        self._awaited = self._listener.dup()
+        """Where the thread that accepts is at; its descriptor is given another socket."""
         self.asked, self.may_answer = threading.Event(), threading.Event()
 
     def initialize(self, host: str, metadata: str, protocol: str, device: str) -> int:
@@ -167,12 +188,13 @@ class KitNative:
 
     def __del__(self) -> None:
         limit = self._listener.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, len(BRIEF_TIMEVAL))
-        self._listener.setblocking(False)
+        self._awaited.setblocking(False)
         try:
-            self._listener.accept()[0].close()
+            self._awaited.accept()[0].close()
             woken = True
         except BlockingIOError:
             woken = False
+        self._awaited.close()
         self._listener.close()
         self._ends.append((limit != bytes(len(limit)), woken))
 
@@ -209,6 +231,8 @@ def _has_ended(connection: socket.socket) -> bool:
             pass
     except BlockingIOError:
         return False
+    except ConnectionResetError:
+        return True
     return True
 
 
