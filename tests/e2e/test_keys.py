@@ -110,14 +110,18 @@ def nothing_changes(router: Server, workers: tuple[Server, Server]) -> Iterator[
     assert seen() == before
 
 
-def data_ports(worker: Server) -> set[int]:
-    """Of its transfer engine: all on which its processes listen and that are no others."""
+def data_ports(worker: Server) -> list[tuple[str, int]]:
+    """Of its transfer engine: all at which its processes listen and that are no others."""
     processes = [psutil.Process(worker.child.pid)]
     processes += processes[0].children(recursive=True)
     found = [one for process in processes for one in process.net_connections(kind="tcp") if one.status == "LISTEN"]
     known = {int(url.rpartition(":")[2]) for url in (worker.url, worker.state()["facts"]["control_endpoint"])}
     assert worker.ready is not None
-    return {one.laddr.port for one in found} - known - {worker.ready.bootstrap_port}
+    known |= {worker.ready.bootstrap_port}
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
+    return sorted(
+        {(everywhere.get(at.ip, at.ip), at.port) for at in (one.laddr for one in found) if at.port not in known}
+    )
 
 
 def say_all(host: str, port: int) -> None:
@@ -146,8 +150,8 @@ def test_a_stranger_on_every_port_changes_nothing(router: Server, workers: tuple
         for worker in workers:
             ports = data_ports(worker)
             assert ports, "mooncake listens"
-            for port in ports:
-                say_all("127.0.0.1", port)
+            for host, port in ports:
+                say_all(host, port)
 
 
 def test_a_client_between_the_servers_changes_nothing(router: Server, workers: tuple[Server, Server]) -> None:
