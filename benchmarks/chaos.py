@@ -3,7 +3,8 @@
     python -m benchmarks.chaos --seconds 600 --seed 1 --write
     python -m benchmarks.chaos --soak --seconds 1800 --write        the same load without faults
 
-Two prefill and two decode servers and a router, each on a network of its own where namespaces are permitted. Every
+Two prefill and two decode servers and a router, each on a network of its own where namespaces are permitted, elsewhere
+with proxies between them (`--links`). Every
 answer must be the greedy text of a monolith, whole, or an error in time. Exit status 1 when an answer was wrong, lost
 or late without end, a fault was not recovered from, or something is left at the end.
 """
@@ -29,7 +30,19 @@ if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie
 
 import aiohttp
 
-from benchmarks.chaos_farm import LOOPBACK, Farm, Member, Use, running_farm, settle
+from benchmarks.chaos_farm import (
+    AUTO,
+    LOOPBACK,
+    NAMESPACES,
+    NONE,
+    PROXY,
+    Farm,
+    Member,
+    Use,
+    choose_links,
+    running_farm,
+    settle,
+)
 from benchmarks.chaos_faults import Faults
 from benchmarks.chaos_hostile import Attackers, Trap, make_hostile
 from benchmarks.chaos_load import PROBE, Load, Question, make_questions, with_answers
@@ -56,6 +69,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--soak", action="store_true", help="no faults and no hostile requests; memory must stay flat")
     add("--warm-up", type=float, help="seconds of load before anything counts: 10, and 120 with --soak")
     add("--only", nargs="+", metavar="KIND", help="these kinds of faults only")
+    text = "how links are cut: by network namespaces (root, iproute2), by proxies, or not; auto: the first that works"
+    add("--links", default=AUTO, choices=(AUTO, NAMESPACES, PROXY, NONE), help=text)
     add("--no-hostile", action="store_true", help="no hostile requests beside the faults")
     add("--model", default="smollm2", help="as --model-path of a server")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
@@ -138,20 +153,21 @@ class HealthWatch:
 
 def play(args: argparse.Namespace) -> Outcome:
     """The whole run, from the monolith's answers to what is left at the end."""
+    links = choose_links(args.links)
     questions = make_questions(args.seed, args.model, args.questions, args.long_words)
     with monolith(args.model, args.dtype, threads=1, flags=server_flags(args)[6:]) as url:
         questions = asyncio.run(with_answers(url, questions))
     say(f"{len(questions)} answers known")
     token = "" if args.no_token else TOKEN
     router_flags = ["--health-check-interval", "1", "--log-level", "warning", *str(args.router_flags).split()]
-    with running_farm(2, 2, server_flags(args), router_flags, token=token) as (farm, leftovers):
-        say("all servers serve; links " + ("can be cut" if farm.network is not None else f"stay: {farm.why_no_cuts}"))
-        outcome = _play(args, farm, questions, token)
+    with running_farm(2, 2, server_flags(args), router_flags, token=token, links=links) as (farm, leftovers):
+        say(f"all servers serve; what cuts links: {links}")
+        outcome = _play(args, farm, questions, token, links)
     outcome.leftovers = leftovers
     return outcome
 
 
-def _play(args: argparse.Namespace, farm: Farm, questions: list[Question], token: str) -> Outcome:
+def _play(args: argparse.Namespace, farm: Farm, questions: list[Question], token: str, links: str) -> Outcome:
     background = Background()
     load = Load(farm.router.url, questions, args.seed, args.clients, args.deadline)
     faults = Faults(farm, next(question for question in questions if question.kind == PROBE), args.seed, token)
@@ -199,7 +215,7 @@ def _play(args: argparse.Namespace, farm: Farm, questions: list[Question], token
         samples=samples,
         num_trapped=trap.num_visits,
         num_secrets=trap.num_secrets,
-        can_cut=farm.network is not None,
+        links=links,
         seconds=time.monotonic() - began,
         recovery_limit_s=args.recovery_limit,
     )

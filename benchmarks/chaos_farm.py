@@ -1,8 +1,9 @@
 """The deployment that `benchmarks.chaos` breaks: prefill and decode servers and a router, each on a host of its own.
 
-Hosts are network namespaces where this machine permits them, else all servers listen on loopback and no link can be
-cut. The caller's thread moves to the client's host: what it starts, and every thread that it starts, speaks from there.
-Also what is measured of the processes: memory, descriptors, threads, and what is left at the end.
+Hosts are network namespaces where this machine permits them. Elsewhere all servers listen on loopback, and proxies
+before their ports can be told to cut links. With namespaces the caller's thread moves to the client's host: what it
+starts, and every thread that it starts, speaks from there. Also what is measured of the processes: memory, descriptors,
+threads, and what is left at the end.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any
 import psutil
 import requests
 
+from benchmarks.chaos_proxies import BOOTSTRAP, HTTP, Proxies
+from benchmarks.chaos_server import NAME_VARIABLE, REGISTRAR_VARIABLE
 from pdserve.base.process import ChildError, end_all
 from tests.e2e.harness import Server
 from tests.e2e.namespaces import Host
@@ -29,8 +32,21 @@ from tests.e2e.netem import VethNetwork, why_no_veth
 _CLONE_NEWNET = 0x40000000
 GRACE_S, READY_S = 20.0, 600.0
 LOOPBACK = "127.0.0.1"
+ROOT = Path(__file__).resolve().parents[1]
 PORT = 30000
 """Of every server on its own host; its bootstrap server has the next one."""
+NAMESPACES, PROXY, NONE, AUTO = "namespaces", "proxy", "none", "auto"
+"""How links are cut. Auto: by namespaces where they are permitted, else by proxies."""
+
+
+def choose_links(wanted: str) -> str:
+    """How links are cut on this machine. Raises SystemExit when it cannot be as it is wanted."""
+    if wanted not in (AUTO, NAMESPACES):
+        return wanted
+    why_not = why_no_veth()
+    if why_not is not None and wanted == NAMESPACES:
+        raise SystemExit(f"--links namespaces: {why_not}")
+    return NAMESPACES if why_not is None else PROXY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +67,11 @@ class Member:
         self.started: list[Server] = []
         """Every process that was started in its place; the last one is `server`."""
         self.url = ""
-        """Where it listens, alive or dead; known from its first start on."""
+        """Where others reach it, alive or dead; known from its first start on."""
         self.bootstrap = (self.address, 0)
         """A prefill server's bootstrap server, likewise."""
+        self._ports = (0, 0) if host is None else (PORT, PORT + 1)
+        """Its own ports for HTTP and bootstrap, which a proxy may be before."""
 
     @property
     def server(self) -> Server:
@@ -62,20 +80,23 @@ class Member:
 
     def start(self) -> None:
         """Start a process in its place; on the ports of the one before, where there was one."""
-        port, bootstrap = (0, 0) if self.host is None else (PORT, PORT + 1)
-        if self.url:
-            port, bootstrap = self.port, self.bootstrap[1]
-        flags = ["--host", self.address, "--port", str(port)]
+        flags = ["--host", self.address, "--port", str(self._ports[0])]
+        proxies, variables = self.farm.proxies, {}
         if self.mode == "router":
             module = "pdserve.launch_router"
             flags += self.farm.router_flags()
         else:
-            module = "pdserve.launch_server"
+            module = "pdserve.launch_server" if proxies is None else "benchmarks.chaos_server"
             flags += ["--disaggregation-mode", self.mode, *self.farm.server_flags]
             if self.mode == "prefill":
-                flags += ["--disaggregation-bootstrap-port", str(bootstrap)]
+                flags += ["--disaggregation-bootstrap-port", str(self._ports[1])]
+            if proxies is not None:
+                proxies.drop(self.name)
+                search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+                variables = {REGISTRAR_VARIABLE: str(proxies.port), NAME_VARIABLE: self.name, "PYTHONPATH": search}
         before = [] if self.host is None else self.host.argv([])
-        self.started.append(Server(self.name, module, flags, before=before))
+        with _variables(variables):
+            self.started.append(Server(self.name, module, flags, before=before))
 
     def wait(self) -> None:
         """Block until it serves."""
@@ -84,7 +105,13 @@ class Member:
             ready = server.ready = server.child.wait_ready(READY_S)
         except ChildError as error:
             raise ChildError("\n".join([str(error), *server.lines])) from error
-        self.url, self.bootstrap = ready.url, (self.address, ready.bootstrap_port or 0)
+        self._ports = (int(ready.url.rsplit(":", 1)[1]), ready.bootstrap_port or 0)
+        port, bootstrap = self._ports
+        if self.farm.proxies is not None and self.mode != "router":  # a proxy keeps its port, as a server does
+            port = self.farm.proxies.open(self.name, HTTP, port, at=self.port if self.url else 0)
+            if bootstrap:
+                bootstrap = self.farm.proxies.open(self.name, BOOTSTRAP, bootstrap, at=self.bootstrap[1])
+        self.url, self.bootstrap = f"http://{self.address}:{port}", (self.address, bootstrap)
 
     @property
     def port(self) -> int:
@@ -93,6 +120,8 @@ class Member:
 
     def processes(self) -> list[psutil.Process]:
         """The server's process first, then its children; none that has ended."""
+        if not self.started:
+            return []
         with contextlib.suppress(psutil.NoSuchProcess):
             first = psutil.Process(self.server.child.pid)
             if first.status() != psutil.STATUS_ZOMBIE:
@@ -139,11 +168,14 @@ class Member:
 class Farm:
     """All members. `start` must be called by the main thread, which owns the children."""
 
-    def __init__(self, num_prefill: int, num_decode: int, server_flags: Sequence[str], router_flags: Sequence[str]):
+    def __init__(
+        self, num_prefill: int, num_decode: int, server_flags: Sequence[str], router_flags: Sequence[str], links: str
+    ) -> None:
+        """`links`: as `choose_links` says."""
         self.server_flags, self._router_flags = list(server_flags), list(router_flags)
-        self.why_no_cuts = why_no_veth()
         count = num_prefill + num_decode + 2
-        self.network = None if self.why_no_cuts else VethNetwork(count)
+        self.network = VethNetwork(count) if links == NAMESPACES else None
+        self.proxies = Proxies(self._owner_of) if links == PROXY else None
         hosts: list[Host | None] = [None] * count if self.network is None else [*self.network.hosts]
         self.client_host = hosts.pop()
         self.router = Member(self, "router", "router", hosts.pop())
@@ -187,7 +219,18 @@ class Farm:
         left = [f"{p.pid} {' '.join(p.cmdline())[:120]}" for p in marked_processes()]
         if self.network is not None:
             self.network.close()
+        if self.proxies is not None:
+            self.proxies.close()
         return left
+
+    def _owner_of(self, port: int) -> str:
+        """Which of the workers has this local port; "" for none. Any thread."""
+        for member in self.workers:
+            for process in member.processes():
+                with contextlib.suppress(psutil.Error):
+                    if any(one.laddr and one.laddr.port == port for one in process.net_connections("tcp")):
+                        return member.name
+        return ""
 
 
 MARK_VARIABLE = "PDSERVE_CHAOS_RUN"
@@ -206,7 +249,13 @@ def marked_processes() -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def running_farm(
-    num_prefill: int, num_decode: int, server_flags: Sequence[str], router_flags: Sequence[str], *, token: str
+    num_prefill: int,
+    num_decode: int,
+    server_flags: Sequence[str],
+    router_flags: Sequence[str],
+    *,
+    token: str,
+    links: str,
 ) -> Iterator[tuple[Farm, dict[str, list[str]]]]:
     """A farm that serves, and what it left behind, which is filled in when the block has been left.
 
@@ -217,7 +266,7 @@ def running_farm(
         tempfile.TemporaryDirectory(prefix="chaos-") as folder,
         _variables({"TMPDIR": folder, MARK_VARIABLE: secrets.token_hex(8), "PDSERVE_CONTROL_TOKEN": token}),
     ):
-        farm = Farm(num_prefill, num_decode, server_flags, router_flags)
+        farm = Farm(num_prefill, num_decode, server_flags, router_flags, links)
         try:
             if farm.client_host is not None:
                 _move_to(farm.client_host)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import random
@@ -32,6 +33,8 @@ from tests.fuzz.structs import sample
 ATTEMPT_S, EVERY_S, MAX_TRIES = 15.0, 1.0, 4
 """Of a request that looks whether a pair has recovered; another is sent beside it every so often, up to so many."""
 LIMIT_S = 90.0
+SLOW_S = (0.02, 0.3)
+"""By how much what passes a slow link comes late."""
 FOLLOW_S = 10.0
 """In which the other processes of a server must end when one was killed."""
 
@@ -72,6 +75,14 @@ class Faults:
         }
         if farm.network is not None:
             self._kinds |= {"cut link": self._cut, "device down": self._device_down, "one-way link": self._one_way}
+        if (proxies := farm.proxies) is not None:
+            faults: dict[str, Callable[[Member], None]] = {
+                "cut link": lambda member: proxies.cut(member.name),
+                "reset link": lambda member: proxies.refuse(member.name),
+                "slow link": lambda member: proxies.slow_down(member.name, self._rng.uniform(*SLOW_S)),
+                "one-way link": lambda member: proxies.hold(member.name, self._other(member).name),
+            }
+            self._kinds |= {kind: functools.partial(self._at_proxies, fault) for kind, fault in faults.items()}
         self._chosen = list(self._kinds)
         self._bag: list[str] = []
 
@@ -154,13 +165,24 @@ class Faults:
 
     def _one_way(self, member: Member) -> None:
         """Packets from `member` to one server of the other role are lost; all others arrive."""
-        assert self._farm.network is not None and member.host is not None
-        others = self._farm.decode if member.mode == "prefill" else self._farm.prefill
-        other = self._rng.choice(others).host
-        assert other is not None
+        other = self._other(member).host
+        assert self._farm.network is not None and member.host is not None and other is not None
         self._farm.network.swallow(member.host, other)
         self._outage()
         self._farm.network.deliver(member.host, other)
+
+    def _at_proxies(self, fault: Callable[[Member], None], member: Member) -> None:
+        """The same and more without a network of our own."""
+        assert self._farm.proxies is not None
+        fault(member)
+        try:
+            self._outage()
+        finally:
+            self._farm.proxies.heal()
+
+    def _other(self, member: Member) -> Member:
+        """A server of the other role."""
+        return self._rng.choice(self._farm.decode if member.mode == "prefill" else self._farm.prefill)
 
     def _outage(self) -> None:
         time.sleep(self._rng.choice((0.5, 3.0, 10.0)) * self._rng.uniform(0.7, 1.3))

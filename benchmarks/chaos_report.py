@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.chaos_farm import Use
+from benchmarks.chaos_farm import NAMESPACES, NONE, PROXY, Use
 from benchmarks.chaos_faults import Injected
 from benchmarks.chaos_hostile import REFUSED, UNREACHABLE
 from benchmarks.chaos_load import ABORTED, BAD, ERROR, GOOD, HUNG, LEFT, LOST, WRONG, Ending
@@ -20,6 +20,11 @@ MORE_RSS = 1.3
 MORE_RSS_MB = 128.0
 """What a process may have more at the end than after the warm-up: pools of connections and heaps have grown."""
 SOAK_RSS = 1.03
+HOW_CUT = {
+    NAMESPACES: "Links were cut between network namespaces.",
+    PROXY: "Links were cut by proxies before HTTP, bootstrap and control ports and Mooncake's engines.",
+    NONE: "No link was cut.",
+}
 NUM_EXAMPLES = 8
 
 
@@ -50,7 +55,8 @@ class Outcome:
     samples: list[Sample]
     num_trapped: int
     num_secrets: int
-    can_cut: bool
+    links: str
+    """What cut links; see `chaos_farm.choose_links`."""
     seconds: float
     recovery_limit_s: float
     leftovers: dict[str, list[str]] = dataclasses.field(default_factory=dict)
@@ -120,6 +126,7 @@ class Outcome:
         return {
             "requests": dict(Counter(ending.verdict for ending in self.endings)),
             "hostile": dict(Counter(ending.verdict for ending in self.hostile)),
+            "links": self.links,
             "fault_counts": dict(Counter(fault.kind for fault in self.faults)),
             "slowest_recovery_s": self.slowest_recovery_s,
             "settled_s": self.settled_s,
@@ -154,9 +161,7 @@ def render(outcome: Outcome, facts: dict[str, Any], *, soak: bool) -> str:
         "## Requests\n\n" + _requests(outcome.endings, lambda ending: f"{ending.kind}, {ending.manner}"),
     ]
     if outcome.faults:
-        parts.append(
-            "## Faults\n\n" + _faults(outcome.faults) + ("" if outcome.can_cut else "\n\nNo link can be cut here.")
-        )
+        parts.append(f"## Faults\n\n{_faults(outcome.faults)}\n\n{HOW_CUT[outcome.links]}")
     if outcome.hostile:
         parts.append("## Hostile requests\n\n" + _hostile(outcome))
     if outcome.samples:

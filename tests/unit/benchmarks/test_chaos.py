@@ -183,7 +183,7 @@ def outcome(**changes: Any) -> Outcome:
         "samples": [],
         "num_trapped": 0,
         "num_secrets": 0,
-        "can_cut": True,
+        "links": "proxy",
         "seconds": 1.0,
         "recovery_limit_s": 10.0,
     }
