@@ -175,6 +175,8 @@ class Farm:
         self.server_flags, self._router_flags = list(server_flags), list(router_flags)
         count = num_prefill + num_decode + 2
         self.network = VethNetwork(count) if links == NAMESPACES else None
+        self._pids: dict[str, list[int]] = {}
+        """Processes of workers, as far as they are known."""
         self.proxies = Proxies(self._owner_of) if links == PROXY else None
         hosts: list[Host | None] = [None] * count if self.network is None else [*self.network.hosts]
         self.client_host = hosts.pop()
@@ -224,13 +226,37 @@ class Farm:
         return left
 
     def _owner_of(self, port: int) -> str:
-        """Which of the workers has this local port; "" for none. Any thread."""
-        for member in self.workers:
-            for process in member.processes():
-                with contextlib.suppress(psutil.Error):
-                    if any(one.laddr and one.laddr.port == port for one in process.net_connections("tcp")):
-                        return member.name
+        """Which of the workers has this local port; "" for none, such as this process. Any thread, often."""
+        name = _socket_at(port)
+        if name is None or name in _sockets_of(os.getpid()):
+            return ""
+        for again in (False, True):
+            for member in self.workers:
+                if again or member.name not in self._pids:
+                    self._pids[member.name] = [process.pid for process in member.processes()]
+                if any(name in _sockets_of(pid) for pid in self._pids[member.name]):
+                    return member.name
         return ""
+
+
+def _socket_at(port: int) -> str | None:
+    """What /proc calls the connected socket of this host with that local port; None when there is none."""
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+            fields = line.split()
+            if int(fields[1].rpartition(":")[2], 16) == port and fields[9] != "0":
+                return f"socket:[{fields[9]}]"
+    return None
+
+
+def _sockets_of(pid: int) -> set[str]:
+    """What /proc calls the open descriptors of a process; none where it has ended."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    return found
 
 
 MARK_VARIABLE = "PDSERVE_CHAOS_RUN"
