@@ -1,16 +1,18 @@
-"""What the control token costs: control frames between two processes, and the look-up of a prefill server.
+"""What the control token costs: control frames, the look-up of a prefill server, and proofs of worker requests.
 
     python -m benchmarks.bench_control --write
 
 Frames go through `ZmqControlSocket` and the mailbox on both sides, as a scheduler's do: in the clear, and encrypted
 (CURVE) with a token. A look-up is one `PrefillFound` of the directory: with a token it is an exchange of proofs instead
-of one question. Both ways in the same round, one after the other.
+of one question. Both ways in the same round, one after the other. A proof is what `--worker-control-proof` adds to a
+request: made by the router, checked by the server, with the digest of the body on both sides.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,7 @@ from multiprocessing.connection import Connection
 
 from benchmarks.report import Run, add_write_flags, footer, markdown_table, ratios, spread_of
 from pdserve.base.mailbox import Mailbox
+from pdserve.base.session_proof import Session, SessionVerifier, worker_key
 from pdserve.transfer.bootstrap import BootstrapServer
 from pdserve.transfer.bootstrap_client import register_route
 from pdserve.transfer.bootstrap_routes import ReplicaRoute
@@ -129,6 +132,18 @@ def look_up_ms(token: str, count: int) -> float:
     return took_ms
 
 
+def proof_us(size: int, count: int) -> float:
+    """Microseconds of CPU for the proofs of requests with bodies of `size` bytes, both ends together."""
+    key, body = worker_key(TOKEN), bytes(size)
+    session, verifier = Session(key), SessionVerifier(key)
+    session.accept(*verifier.challenge(session.nonce, 0.0))
+    began_s = time.process_time()
+    for _ in range(count):
+        digest = verifier.check(session.header("POST", "/generate", body), "POST", "/generate", 0.0)
+        assert digest == hashlib.sha256(body).digest()
+    return (time.process_time() - began_s) / count * 1e6
+
+
 def measure(rounds: int, count: int) -> dict[str, dict[str, list[float]]]:
     """For each figure the value of each round, without ("") and with a token."""
     found: dict[str, dict[str, list[float]]] = {}
@@ -147,6 +162,8 @@ def measure(rounds: int, count: int) -> dict[str, dict[str, list[float]]]:
                     add(f"{size} B there and back, us of CPU at one end", token, cpu_us)
                     add(f"{size} B, frames/s", token, frames_per_s(end, endpoint, size, trips * 4))
             add("look-up of one replica, ms", token, look_up_ms(token, 50))
+        for size in SIZES:
+            add(f"proof of a request with a body of {size} B, us of CPU at both ends", TOKEN, proof_us(size, count))
     return found
 
 
@@ -162,10 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     for name, values in found.items():
         digits = 0 if "frames/s" in name else 1
-        cells = [spread_of(values[token]).show(digits) for token in ("", TOKEN)]
-        rows.append([name, *cells, ratios(values[TOKEN], values[""]).show(2)])
+        cells = [spread_of(values[token]).show(digits) if token in values else "-" for token in ("", TOKEN)]
+        rows.append([name, *cells, ratios(values[TOKEN], values[""]).show(2) if "" in values else "-"])
     table = markdown_table(["", "without a token", "with", "ratio"], rows)
-    facts = run.facts(found={name: [values[""], values[TOKEN]] for name, values in found.items()})
+    facts = run.facts(found={name: [values.get("", []), values[TOKEN]] for name, values in found.items()})
     run.publish(args, f"# What the control token costs\n\n{table}\n\n{footer(facts, NOTES)}\n", facts)
     return 0
 

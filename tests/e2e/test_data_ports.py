@@ -44,7 +44,10 @@ FOREIGN = (0, 8, 0x1000, 0x7FFF_FFFF_F000, (1 << 64) - 4096, (1 << 64) - 1)
     scope="module",
     params=[
         "mooncake",
-        pytest.param("nixl", marks=pytest.mark.skipif(not is_installed(), reason="nixl is not installed")),
+        pytest.param(
+            "nixl",
+            marks=[pytest.mark.slow, pytest.mark.skipif(not is_installed(), reason="nixl is not installed")],
+        ),
     ],
 )
 def pair(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Pair]:

@@ -1,4 +1,4 @@
-"""40 chats at once through the router, a tenth of whose clients hang up: the others notice nothing, nothing stays."""
+"""30 chats at once through the router, a tenth of whose clients hang up: the others notice nothing, nothing stays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.e2e.clients import chat_all
 from tests.e2e.harness import assert_idle, running_pair
 
-NUM_CLIENTS = 40
+NUM_CLIENTS = 30
 
 
 def test_clients_that_hang_up_disturb_nobody(smollm2_directory: Path) -> None:

@@ -281,6 +281,7 @@ def test_who_asks_a_server_directly_is_refused_with_a_key_as_well(proven: tuple[
         assert requests.post(f"{stranger.url}/generate", json=BODY, timeout=60).status_code == 503
 
 
+@pytest.mark.slow
 def test_a_server_that_changes_its_role_is_believed_again(proven: tuple[Server, Server, Server]) -> None:
     """Its application begins anew, and with it its sessions."""
     _, decode, router = proven

@@ -124,7 +124,7 @@ def check_split(model: Path, prefill: tuple[str, ...], decode: tuple[str, ...], 
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [pytest.param(*split, marks=[] if number in (1, 5) else pytest.mark.slow) for number, split in enumerate(SPLITS)],
+    [pytest.param(*split, marks=[] if number == 5 else pytest.mark.slow) for number, split in enumerate(SPLITS)],
     ids="".join,
 )
 def test_split_models(

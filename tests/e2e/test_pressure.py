@@ -74,7 +74,7 @@ def started(kind: str, model: str, *flags: str) -> Iterator[Served]:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("monolith", OVERLAP), id="monolith-overlap"),
+        pytest.param(("monolith", OVERLAP), id="monolith-overlap", marks=pytest.mark.slow),
         pytest.param(("pair",), id="pair"),
         pytest.param(("pair", OFFLOAD, OVERLAP, "--tp-size", "2"), id="pair-offload-overlap-tp2"),
         pytest.param(("monolith", OFFLOAD), id="monolith-offload", marks=pytest.mark.slow),

@@ -72,6 +72,7 @@ def test_a_failed_check_is_reported_and_the_rest_goes_on() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_what_there_was_no_time_for_is_named() -> None:
     """By every process that checks, and by the one that was not asked to."""
     outcomes, missing = check_cuda.check_all(("llama",), time.monotonic() - 1.0)
@@ -155,6 +156,7 @@ def test_the_whole_program_runs_on_a_cpu_with_tiny_shapes(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.slow
 def test_other_tilings_are_timed_and_the_kernels_own_are_back_behind_them(capsys: pytest.CaptureFixture[str]) -> None:
     own = Attention.of(1, 16, torch.float32, torch.device("cpu"))
     tilings.try_out()
