@@ -136,10 +136,10 @@ class Proxies:
             proxy.reset(server)
 
     async def _heal(self) -> None:
-        for proxy in self._proxies.values():
-            if proxy.server in self._cut | self._refusing:
-                proxy.listen(proxy.port)
+        deaf = [proxy for proxy in self._proxies.values() if proxy.server in self._cut | self._refusing]
         await self._change(lambda: [fault.clear() for fault in (self._cut, self._refusing, self._held, self._delay_s)])
+        for proxy in deaf:
+            proxy.listen(proxy.port)
 
     async def _open(self, server: str, kind: str, port: int, at: int) -> int:
         proxy = self._proxies.get((server, kind, port))

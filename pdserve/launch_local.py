@@ -28,13 +28,14 @@ from pathlib import Path
 from typing import IO, get_args
 
 from pdserve.base.cores import cores_of, share_cores
+from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY
 from pdserve.base.process import Child, ChildError, Ready, end_all
+from pdserve.base.session_proof import worker_secret
 from pdserve.config.local_access import LocalAccess, access_of, add_access
 from pdserve.config.role_flags import Role, flags_for, flags_for_router
 from pdserve.errors import ConfigError
 from pdserve.router.config import POLICY_HELP, PolicyName
 
-CONTROL_TOKEN = "PDSERVE_CONTROL_TOKEN"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 OWNED_FLAGS = ("--port", "--host", "--disaggregation-mode", "--disaggregation-bootstrap-port")
 DECODE_CACHE = "--disaggregation-decode-enable-radix-cache"
@@ -136,9 +137,18 @@ def router_argv(config: LocalConfig, prefills: Sequence[Ready], decodes: Sequenc
 
 
 def child_env(config: LocalConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The parts' environment: the secret that servers' control ports share, keys of clients, numbers of threads."""
+    """The servers' environment: the secret that their control ports share, keys of clients, numbers of threads."""
     threads = dict.fromkeys(THREAD_VARIABLES, str(config.threads_per_server))
-    return {CONTROL_TOKEN: secrets.token_hex(32)} | dict(inherited) | config.access.env | threads
+    env = {CONTROL_TOKEN: secrets.token_hex(32)} | dict(inherited) | config.access.env | threads
+    env.pop(WORKER_PROOF_KEY, None)
+    return env
+
+
+def router_env(servers: Mapping[str, str]) -> dict[str, str]:
+    """The router's environment: the servers', with the key of its proofs instead of the secret itself."""
+    env = dict(servers)
+    token = env.pop(CONTROL_TOKEN, "").strip()
+    return env | {WORKER_PROOF_KEY: worker_secret(token).hex()} if token else env
 
 
 class LocalService:
@@ -169,11 +179,11 @@ class LocalService:
         for role, count in counts.items():
             for index in range(count):
                 argv = [*self._server_command, *server_argv(self._config, role, index)]
-                self._servers[role].append(self._spawn(f"{role}-{index}", argv))
+                self._servers[role].append(self._spawn(f"{role}-{index}", argv, self._env))
         deadline = time.monotonic() + self._config.ready_timeout_s
         ready = {role: [self._wait(child, deadline) for child in group] for role, group in self._servers.items()}
         argv = [*self._router_command, *router_argv(self._config, ready["prefill"], ready["decode"])]
-        self._routers.append(self._spawn("router", argv))
+        self._routers.append(self._spawn("router", argv, router_env(self._env)))
         return self._wait(self._routers[0], deadline).url
 
     def run(self) -> int:
@@ -218,8 +228,8 @@ class LocalService:
         if time.monotonic() >= deadline:
             raise ChildError(f"{child.name} (pid {child.pid}) was not ready within {self._config.ready_timeout_s:g} s")
 
-    def _spawn(self, name: str, argv: Sequence[str]) -> Child:
-        return Child(name, argv, env=self._env, on_line=self._line_writer(name), on_exit=self._on_exit)
+    def _spawn(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> Child:
+        return Child(name, argv, env=env, on_line=self._line_writer(name), on_exit=self._on_exit)
 
     def _on_exit(self, child: Child) -> None:
         if not self._ending:

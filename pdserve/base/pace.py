@@ -1,4 +1,7 @@
-"""How fast requests end, so that one that is turned away can be told when to come back. Owned by `Scheduler`."""
+"""How fast requests end, so that one that is turned away can be told when to come back.
+
+Owned by `Scheduler` and by `WaitingRequests`.
+"""
 
 from __future__ import annotations
 

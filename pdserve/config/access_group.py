@@ -33,7 +33,8 @@ class AccessConfig:
     require_control_proof: bool = flag(
         False,
         help="take only requests that prove PDSERVE_CONTROL_TOKEN, as routers with --worker-control-proof send them; "
-        "API keys are not enough. /health, /ready and /metrics stay open",
+        "API keys are not enough. /health, /health_generate, /ready, /readiness, /metrics and /control_challenge "
+        "stay open",
     )
     max_concurrent_requests_per_client: int | None = flag(
         None, help="generating requests that a client may have at a time; one more is a 429. No limit when absent"

@@ -144,7 +144,7 @@ class Fleet:
         url = URL(worker.spec.url + request.path_qs, encoded=True)  # as it came: what was checked is what is asked
         try:
             async with self._session.request(
-                request.method, url, data=body, headers=headers, timeout=timeout
+                request.method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 return Whole(worker, response.status, returned_headers(response.headers), await response.read())
         except (aiohttp.ClientError, OSError):

@@ -175,7 +175,9 @@ class HealthMonitor:
         if not self._health.enabled and worker.healthy:
             return 200, None
         url = worker.spec.url + (self._health.endpoint if self._health.enabled else INFO_PATH)
-        async with self._session.get(url, timeout=timeout, headers=self._headers(worker)) as response:
+        async with self._session.get(
+            url, timeout=timeout, headers=self._headers(worker), allow_redirects=False
+        ) as response:
             if response.status == 200 or not self._health.enabled:
                 return 200, response.headers.get(ROLE_HEADER)
             return response.status, error_of(await read_at_most(response, MAX_ERROR_BYTES))[0]
@@ -207,7 +209,9 @@ class HealthMonitor:
     async def _ask_info(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> dict[str, Any]:
         """The worker's `/get_server_info`; `ValueError` where it has none."""
         url = worker.spec.url + INFO_PATH
-        async with self._session.get(url, timeout=timeout, headers=self._headers(worker)) as response:
+        async with self._session.get(
+            url, timeout=timeout, headers=self._headers(worker), allow_redirects=False
+        ) as response:
             if response.status != 200:
                 raise ValueError(f"/get_server_info answered {response.status}, so the bootstrap port is not known")
             info = orjson.loads(await response.read())
@@ -227,7 +231,9 @@ class HealthMonitor:
         timeout = aiohttp.ClientTimeout(total=self._health.timeout_s)
         try:
             url = f"{worker.spec.url}/get_load"
-            async with self._session.get(url, timeout=timeout, headers=self._headers(worker)) as response:
+            async with self._session.get(
+                url, timeout=timeout, headers=self._headers(worker), allow_redirects=False
+            ) as response:
                 body = orjson.loads(await response.read()) if response.status == 200 else None
         except (aiohttp.ClientError, OSError, ValueError):
             return None

@@ -100,7 +100,9 @@ class RoleSwitch:
         headers = forwarded_headers(request.headers, request.remote)
         headers.popall("Accept-Encoding", None)
         headers.update(own_headers(worker, self._config.access.admin_key_for_workers))
-        async with self._session.post(worker.spec.url + PATH, json=wish, headers=headers) as response:
+        async with self._session.post(
+            worker.spec.url + PATH, json=wish, headers=headers, allow_redirects=False
+        ) as response:
             kept = returned_headers(response.headers)
             return web.Response(status=response.status, headers=kept, body=await response.read())
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
 from collections.abc import Callable
 from typing import Protocol
 
@@ -245,6 +246,11 @@ def error_of(raw: bytes) -> tuple[str | None, str]:
 
 def is_out_of_descriptors(error: BaseException) -> bool:
     """Whether a connection failed because this process, or its host, has no free file descriptor."""
+    if isinstance(error, aiohttp.ClientConnectorDNSError):  # the resolver does not say why it could not ask
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as found:
+            error = found
     return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
 
 

@@ -6,7 +6,8 @@ An aiohttp client middleware around all requests of the router's session; `upstr
     no session with a worker, or it ended  ──>  challenge  ──>  request with a proof  ──>  answer
                                                     └─ not proven: UnprovenWorkerError, and the worker counts as dead
     half the session's lifetime has passed ──>  the next challenge, beside requests
-    a request had no answer, or a 401      ──>  the session ends: something else may listen there now
+    a request failed, or had a 401         ──>  the session ends: something else may listen there now
+    a request was cancelled                ──>  the next challenge, beside requests
     401 `control_proof_expired`            ──>  the worker was started anew: a new challenge, and once more
 
 `python -m pdserve.router.worker_proof` prints the key for PDSERVE_WORKER_PROOF_KEY, out of PDSERVE_CONTROL_TOKEN.
@@ -94,7 +95,10 @@ class WorkerProof:
         request.headers[PROOF_HEADER] = proven.session.header(request.method, request.url.raw_path_qs, body)
         try:
             response = await handler(request)
-        except BaseException:  # time-outs come as cancellations, too
+        except asyncio.CancelledError:  # the client has left, or a time-out: the worker has to prove itself anew
+            self._challenge(origin, request.session)
+            raise
+        except Exception:
             self._forget(origin, proven)
             raise
         if response.status == 401:

@@ -54,7 +54,7 @@ class ControlProof:
             raise ProofError(NO_TOKEN)
         query: bytes = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
-        return self._verifier.check(header, scope["method"], target.decode("latin-1"), self._now())
+        return self._verifier.check(header, scope["method"], target.decode(errors="backslashreplace"), self._now())
 
     def _challenge(self, client_nonce: str) -> Response:
         if self._verifier is None:

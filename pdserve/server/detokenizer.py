@@ -10,6 +10,7 @@ if the sequence ends first. `StopMatcher` holds back text that may be the beginn
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,7 +18,10 @@ from typing import Protocol
 from pdserve.base.stream_state import RESUME_FIELD
 from pdserve.errors import RequestError
 from pdserve.protocol.sampling import SamplingParams
-from pdserve.server.stop_regex import RegexMatcher
+from pdserve.server.stop_regex import SLOW_LOOKS, RegexMatcher
+
+REPLAYED_AT_ONCE = 256
+"""Tokens of a broken stream that are detokenized without a turn for other tasks: a few milliseconds."""
 
 
 class TextDecoder(Protocol):
@@ -152,13 +156,20 @@ class Detokenizer:
         text = self._patterns.push(self._stops.push(piece))
         return text if self._stops.matched is None else text + self._patterns.flush()
 
-    def replay(self, token_ids: Sequence[int]) -> str:
-        """The text that was shown of these tokens by another server, before it broke off.
+    async def replay(self, token_ids: Sequence[int]) -> str:
+        """The text that another server has shown of these tokens, before it broke off. Others have turns meanwhile.
 
         Raises:
             RequestError: 400, the text ends in them.
         """
-        text = "".join(self.push(token_id) for token_id in token_ids)
+        pieces = []
+        for number, token_id in enumerate(token_ids, start=1):
+            pieces.append(self.push(token_id))
+            if SLOW_LOOKS.owes_turn:
+                await SLOW_LOOKS.give_turn()
+            elif number % REPLAYED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        text = "".join(pieces)
         if self.stopped is not None:
             raise RequestError(f"{RESUME_FIELD} has tokens behind a stop string", field=RESUME_FIELD)
         return text

@@ -175,7 +175,15 @@ class EngineClient:
                 waits already, or when the client names too many bootstrap addresses that have never served.
             EngineDeadError: the engine is gone.
         """
-        detokenizers = await self._detokenizers([request.sampling for request in requests])
+        call = current_call()
+        if client is None:
+            client = "" if call is None else call.client
+        detokenizers = await self._detokenizers([request.sampling for request in requests], client)
+        prior_text = {
+            index: await detokenizers[index].replay(request.prior_output_ids)
+            for index, request in enumerate(requests)
+            if request.prior_output_ids
+        }
         ready = self.require_ready()
         if self._waiting is not None:
             self._waiting.check(requests, min(ready.context_length, ready.max_total_tokens))
@@ -184,12 +192,7 @@ class EngineClient:
         if taken is not None:
             raise RequestError(f"rid {taken!r} belongs to a request that is still running", field="rid")
         generation = Generation(len(requests), self._close)
-        for index, request in enumerate(requests):
-            if request.prior_output_ids:
-                generation.prior_text[index] = detokenizers[index].replay(request.prior_output_ids)
-        call = current_call()
-        if client is None:
-            client = "" if call is None else call.client
+        generation.prior_text.update(prior_text)
         new = [None] * len(requests) if self._new_prefill is None else self._new_prefill.take(client, requests)
         for index, (request, name, detokenizer) in enumerate(zip(requests, names, detokenizers, strict=True)):
             progress = self._watch.started(request, name, call)
@@ -199,13 +202,22 @@ class EngineClient:
             self._live.add(request.rid, sequence)
         try:
             for request in map(self._watch.traced(call), requests):
-                if self._waiting is not None:
-                    self._waiting.add(request)
-                await self._channel.send(request)
+                await self._send(request)
         except BaseException:
             generation.close()
             raise
         return generation
+
+    async def _send(self, request: GenerateRequest) -> None:
+        if self._waiting is None:
+            await self._channel.send(request)
+            return
+        self._waiting.add(request)
+        try:
+            await self._channel.send(request)
+        except BaseException:
+            self._waiting.heard(request.rid)  # the scheduler will say nothing of it
+            raise
 
     def abort(self, name: str | None) -> int:
         """Abort the sequences the client knows as `name`, their own or that of their batch, all for None; how many.
@@ -223,10 +235,12 @@ class EngineClient:
             self._drop(rid, "abort").generation.fail(error)
             self._send_soon(AbortRequest(rid=rid))
 
-    async def _detokenizers(self, samplings: Sequence[SamplingParams]) -> list[Detokenizer]:
+    async def _detokenizers(self, samplings: Sequence[SamplingParams], client: str) -> list[Detokenizer]:
         """One for each sequence. Stop patterns are compiled in a thread."""
         if self._match_stops and any(sampling.stop_regex for sampling in samplings):
-            return await self._pattern_thread.run(lambda: [self._detokenizer(sampling) for sampling in samplings])
+            return await self._pattern_thread.run(
+                lambda: [self._detokenizer(sampling) for sampling in samplings], client
+            )
         return [self._detokenizer(sampling) for sampling in samplings]
 
     def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:

@@ -97,8 +97,10 @@ async def health_generate(context: ServerContext, request: Request) -> Response:
         message = f"no token came within {PROBE_TIMEOUT_S} s"
         raise RequestError(message, status=503, code="engine_busy") from error
     except RequestError as error:
-        if error.code == QUEUE_FULL and _all_busy(vitals, await require_alive(context)):
-            return json_response({"status": "busy"})
+        if error.code == QUEUE_FULL:
+            await asyncio.sleep(SECOND_LOOK_S)  # the refusal came at once: the next beat says more
+            if _all_busy(vitals, await require_alive(context)):
+                return json_response({"status": "busy"})
         message = f"the probe failed: {error.message}"
         raise RequestError(message, status=503, code=error.code, retry_after_s=error.retry_after_s) from error
     _check(updates)

@@ -39,10 +39,13 @@ SHARED_RATE = 0.1
 FLOOR_S = 0.005
 """What a look gets while the shared budget is used up. One of an innocent pattern takes some 0.05 ms."""
 TURN_S = 0.01
-"""After so much slow time the event loop has a turn for others, of `BREATH_S`."""
+"""After looks of so much processor time the event loop has a turn for others, of `BREATH_S`."""
 BREATH_S = 0.005
-MAX_COMPILING = 256
-"""Requests whose patterns wait for the thread that compiles them."""
+MAX_COMPILING = 1024
+MAX_COMPILING_OF_CLIENT = 64
+"""Requests whose patterns wait for the thread that compiles them: of all clients, and of one."""
+NEARLY = 0.8
+"""The share of its time that a look has had when the library's clock and ours differ."""
 FORGIVEN_S = 10.0
 """A pattern that was too slow ends other requests at once, for so long: each would take `SLOW_S` again."""
 MAX_KEPT = 100_000
@@ -88,22 +91,23 @@ class PatternThread:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stop-regex")
-        self._num_waiting = 0
+        self._waiting: collections.Counter[str] = collections.Counter()
 
-    async def run(self, make: Callable[[], T]) -> T:
+    async def run(self, make: Callable[[], T], client: str) -> T:
         """What `make` returns, or raises.
 
         Raises:
-            RequestError: 503, `MAX_COMPILING` requests wait for the thread.
+            RequestError: 503, `MAX_COMPILING` requests wait for the thread, or `MAX_COMPILING_OF_CLIENT` of `client`.
         """
-        if self._num_waiting >= MAX_COMPILING:
-            message = f"the stop patterns of {MAX_COMPILING} requests wait to be compiled already; try again"
+        if self._waiting.total() >= MAX_COMPILING or self._waiting[client] >= MAX_COMPILING_OF_CLIENT:
+            message = f"the stop patterns of {self._waiting.total()} requests wait to be compiled already; try again"
             raise RequestError(message, status=503, code="stop_regex_busy", retry_after_s=1)
-        self._num_waiting += 1
+        self._waiting[client] += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, make)
         finally:
-            self._num_waiting -= 1
+            self._waiting[client] -= 1
+            self._waiting += collections.Counter()  # which drops clients that have none
 
 
 class _Compiled:
@@ -132,11 +136,12 @@ class _Compiled:
             self._size -= self._kept.popitem(last=False)[1][1]
         return kept[0]
 
-    def too_slow(self, pattern: str) -> RequestError:
-        """Remember it, and what to say of it."""
+    def too_slow(self, pattern: str, *, remember: bool = True) -> RequestError:
+        """What to say of it. `remember`: other requests with the pattern end at once for `FORGIVEN_S`."""
         now = time.monotonic()
         self.slow_until = {text: until for text, until in self.slow_until.items() if until > now}
-        self.slow_until.setdefault(pattern, now + FORGIVEN_S)
+        if remember:
+            self.slow_until.setdefault(pattern, now + FORGIVEN_S)
         text = f"stop_regex {pattern[:80]!r} takes too long on the text of this answer"
         return RequestError(text, field="stop_regex", code="stop_regex_too_slow")
 
@@ -152,8 +157,12 @@ _COMPILED = _Compiled()
 class SlowLooks:
     """The slow time that all sequences of a process share. A bucket of `SHARED_S` that refills with `SHARED_RATE`.
 
-    An empty bucket refuses nobody. It shortens the looks, so that only a look of more than `FLOOR_S` fails. Looks of up
-    to `QUICK_S` take nothing. Used on the event loop.
+    An empty bucket refuses no request. It shortens the looks, so that only a look of more than `FLOOR_S` fails.
+    Looks of up to `QUICK_S` take nothing. Used on the event loop.
+
+    The library measures a time-out by the processor time of all threads of the process, and would give the
+    interpreter's lock away meanwhile. So a look keeps the lock, and one that had less time of its own than it may have
+    is repeated once.
     """
 
     def __init__(
@@ -165,6 +174,8 @@ class SlowLooks:
         self._left_s = SHARED_S
         self._as_of = clock()
         self._since_turn_s = 0.0
+        self.last_s = 0.0
+        """Processor time that the newest look took."""
 
     def timeout_s(self) -> float:
         """How long the next look may take."""
@@ -181,18 +192,29 @@ class SlowLooks:
         Raises:
             TimeoutError: it takes longer than it may.
         """
-        slow_s, timeout_s, begun_s = 0.0, self.timeout_s(), self._worked()
+        timeout_s, begun_s = self.timeout_s(), self._worked()
+        slow_s = 0.0
+
+        def look() -> regex.Match[str] | None:
+            return pattern.search(text, start, partial=partial, concurrent=False, timeout=timeout_s)
+
         try:
-            found = pattern.search(text, start, partial=partial, timeout=timeout_s)
+            try:
+                found = look()
+            except TimeoutError:
+                if self._worked() - begun_s >= NEARLY * timeout_s:
+                    raise
+                found = look()
         finally:
-            slow_s = max(0.0, self._worked() - begun_s - QUICK_S)
+            self.last_s = self._worked() - begun_s
+            slow_s = max(0.0, self.last_s - QUICK_S)
             self._left_s = max(0.0, self._left_s - slow_s)
-            self._since_turn_s += slow_s
+            self._since_turn_s += self.last_s
         return found, slow_s
 
     @property
     def owes_turn(self) -> bool:
-        """Whether slow looks have held up other tasks for `TURN_S` since the last turn."""
+        """Whether looks, slow and quick ones, have held up other tasks for `TURN_S` since the last turn."""
         return self._since_turn_s >= TURN_S
 
     async def give_turn(self) -> None:
@@ -250,7 +272,7 @@ class RegexMatcher:
         try:
             found, slow_s = self._looks.search(pattern, self._text, self._num_shown, partial=partial)
         except TimeoutError as error:
-            raise _COMPILED.too_slow(pattern.pattern) from error
+            raise _COMPILED.too_slow(pattern.pattern, remember=self._looks.last_s >= NEARLY * LOOK_S) from error
         self._slow_s += slow_s
         if self._slow_s > SLOW_S:
             raise _COMPILED.too_slow(pattern.pattern)

@@ -27,6 +27,8 @@ WAITING_CONTEXTS = 16
 ROWS_AHEAD = 4
 """A replica may have so many sequences without an output for each of its rows, beside its queue: computed just now, in
 transfer, or ended with the news on its way."""
+MIN_AHEAD = 1024
+"""The least number of these: a prefill server gives a row away before the transfer of its prompt has ended."""
 
 
 class WaitingRequests:
@@ -50,7 +52,8 @@ class WaitingRequests:
             return None
         rows = config.schedule.max_running_requests or MAX_RUNNING_REQUESTS
         num_replicas = config.parallel.dp_size
-        return cls(num_replicas * (most_queued + ROWS_AHEAD * rows), num_replicas, MonotonicClock())
+        ahead = max(ROWS_AHEAD * rows, MIN_AHEAD)
+        return cls(num_replicas * (most_queued + ahead), num_replicas, MonotonicClock())
 
     def check(self, requests: Sequence[GenerateRequest], capacity: int) -> None:
         """Refuse `requests`, the sequences of one body, where too much waits already. `capacity`: tokens of a context.

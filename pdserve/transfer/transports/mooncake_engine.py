@@ -180,17 +180,28 @@ def hurry_end(port: int) -> None:
     """
     with contextlib.suppress(OSError, psutil.Error):
         for descriptor in sockets_at(port, listening=True):
-            with socket.socket(fileno=os.dup(descriptor)) as listener, socket.create_server((LOOPBACK, 0)) as other:
+            with own_socket(descriptor) as listener, socket.create_server((LOOPBACK, 0)) as other:
                 other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, BRIEF_TIMEVAL)
                 os.dup2(other.fileno(), descriptor, inheritable=False)
                 listener.setblocking(False)
                 turn_away(listener)
                 loopback = "::1" if listener.family == socket.AF_INET6 else LOOPBACK
                 socket.create_connection((loopback, port), timeout=PROBE_TIMEOUT_S).close()
+    with contextlib.suppress(OSError, psutil.Error):
         for descriptor in sockets_at(port, listening=False):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            with contextlib.suppress(OSError), own_socket(descriptor) as connection:
                 if connection.getsockname()[1] == port:  # else it was closed, and the number is another's by now
                     connection.shutdown(socket.SHUT_RDWR)
+
+
+def own_socket(descriptor: int) -> socket.socket:
+    """The socket at `descriptor`, under a descriptor of its own. OSError: there is none any more."""
+    own = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
 
 
 def turn_away(listener: socket.socket) -> None:

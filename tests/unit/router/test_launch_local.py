@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from pdserve.base import cores
+from pdserve.base.session_proof import worker_secret
 from pdserve.config.cli import flags, parse_server_args
 from pdserve.config.resolve import Machine, fill_in
 from pdserve.config.role_flags import ROUTER_FIELDS, Role, flags_for, role_of
 from pdserve.errors import ConfigError
-from pdserve.launch_local import LocalConfig, child_env, config_from, router_argv, server_argv
+from pdserve.launch_local import LocalConfig, child_env, config_from, router_argv, router_env, server_argv
 from pdserve.router.flags import config_from as routers_config
 from pdserve.router.flags import make_parser as router_parser
 
@@ -137,6 +138,8 @@ def test_one_signal_ends_every_part(tmp_path: Path, signum: signal.Signals) -> N
         for name in ("prefill-0", "decode-0"):
             argv = parts[name]["argv"]
             assert isinstance(argv, list) and argv[-2:] == ["--page-size", "64"]
+        router = parts.pop("router")["env"]
+        assert isinstance(router, dict) and router["PDSERVE_CONTROL_TOKEN"] is None
         assert len({json.dumps(part["env"]) for part in parts.values()}) == 1
         process.send_signal(signum)
         assert process.wait(EXIT_S) == 0
@@ -181,6 +184,16 @@ def test_cores_are_divided_and_the_secret_is_fresh() -> None:
     assert len(first["PDSERVE_CONTROL_TOKEN"]) == 64
     assert first["PDSERVE_CONTROL_TOKEN"] != second["PDSERVE_CONTROL_TOKEN"]
     assert child_env(config, {"PDSERVE_CONTROL_TOKEN": "mine"})["PDSERVE_CONTROL_TOKEN"] == "mine"
+
+
+def test_the_router_has_a_key_for_its_proofs_and_not_the_token() -> None:
+    theirs = {"PDSERVE_CONTROL_TOKEN": "mine", "PDSERVE_WORKER_PROOF_KEY": "of another service"}
+    servers = child_env(LocalConfig(model_path="m"), theirs)
+    assert "PDSERVE_WORKER_PROOF_KEY" not in servers
+    router = router_env(servers)
+    assert router["PDSERVE_WORKER_PROOF_KEY"] == worker_secret("mine").hex()
+    assert "PDSERVE_CONTROL_TOKEN" not in router
+    assert not {"PDSERVE_CONTROL_TOKEN", "PDSERVE_WORKER_PROOF_KEY"} & router_env({"PDSERVE_CONTROL_TOKEN": ""}).keys()
 
 
 def test_keys_go_to_all_parts_through_the_environment(tmp_path: Path) -> None:

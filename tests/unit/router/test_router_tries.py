@@ -13,9 +13,11 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.client_reqrep import ConnectionKey
 
 from pdserve.router.app import ROUTER
 from pdserve.router.config import BreakerConfig, HealthConfig, LimitConfig
+from pdserve.router.upstream import is_out_of_descriptors
 from tests.unit.router.streams import begin_stream
 
 Scenario = Callable[[Any], Coroutine[Any, Any, None]]
@@ -332,3 +334,43 @@ def test_worker_is_not_to_blame_where_the_router_has_no_descriptors(
 
 def worker_port(url: str) -> int:
     return int(url.rpartition(":")[2])
+
+
+def test_a_name_that_is_not_resolved_for_want_of_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resolver says that it does not know the name."""
+    key = ConnectionKey("worker", 1, False, True, None, None, None)
+    error = aiohttp.ClientConnectorDNSError(key, OSError(-3, "Temporary failure in name resolution"))
+    assert not is_out_of_descriptors(error)
+
+    def no_more(*_: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("pdserve.router.upstream.os.open", no_more)
+    assert is_out_of_descriptors(error)
+    assert not is_out_of_descriptors(aiohttp.ServerDisconnectedError())
+
+
+def test_redirects_of_workers_are_not_followed(run_world: RunWorld) -> None:
+    """A proof or a key would be good for the path that it leads to, too."""
+    told: list[str] = []
+
+    @web.middleware
+    async def leads_on(request: web.Request, handler: Any) -> web.StreamResponse:
+        told.append(request.path)
+        if request.path == "/health" and told.count("/flush_cache"):
+            raise web.HTTPFound("/observe")
+        if request.method == "POST" and request.path != "/observe":
+            raise web.HTTPTemporaryRedirect("/observe")
+        return await handler(request)
+
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w", guard=leads_on)
+        async with world.router([], [worker], health=QUICK) as url:
+            for path in (CHAT, "/flush_cache"):
+                async with world.session.post(url + path, json={}, allow_redirects=False) as response:
+                    await response.read()
+            begun = told.count("/health")
+            await world.until_true(lambda: told.count("/health") > begun + 2)
+        assert {CHAT, "/flush_cache"} <= set(told) and "/observe" not in told
+
+    run_world(scenario)

@@ -39,6 +39,8 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = self.worked_s = 0.0
         self.timeouts: list[float] = []
+        self.num_cut_short = 0
+        """Looks that time out before they have worked at all: the library's clock counts all threads."""
         self.looks = SlowLooks(lambda: self.now_s, lambda: self.worked_s)
         self._takes_s: dict[str, float] = {}
         monkeypatch.setattr(stop_regex, "_COMPILED", _Compiled())
@@ -57,8 +59,12 @@ class Slow:
     pattern: str
     takes_s: float
 
-    def search(self, text: str, start: int, *, partial: bool, timeout: float) -> None:
+    def search(self, text: str, start: int, *, partial: bool, concurrent: bool, timeout: float) -> None:
+        assert not concurrent, "the interpreter's lock is kept"
         self.world.timeouts.append(timeout)
+        if self.world.num_cut_short:
+            self.world.num_cut_short -= 1
+            raise TimeoutError
         self.world.worked_s += min(self.takes_s, timeout)
         if self.takes_s > timeout:
             raise TimeoutError
@@ -104,12 +110,12 @@ SLOW = [r"(\w+\s?)+\d$", "(a?)" * 40 + r"\1" * 9 + "x", "(?:" + "abcdefghij" * 2
 
 @pytest.mark.parametrize("pattern", SLOW)
 def test_a_pattern_that_takes_too_long_ends_its_request(pattern: str) -> None:
-    matcher = RegexMatcher([pattern], keep_match=False)
+    matcher = RegexMatcher([pattern], keep_match=False, looks=SlowLooks())
     with pytest.raises(RequestError, match="takes too long") as refused:
         _pushed(matcher, ["word aaaa abcdefghi "] * 2000)
     assert (refused.value.status, refused.value.code) == (400, "stop_regex_too_slow")
     assert refused.value.field == "stop_regex"
-    another = RegexMatcher([pattern], keep_match=False)
+    another = RegexMatcher([pattern], keep_match=False, looks=SlowLooks())
     with pytest.raises(RequestError, match="takes too long"):
         another.push("x")  # which is quick: but other sequences of the request do not pay again
 
@@ -117,8 +123,8 @@ def test_a_pattern_that_takes_too_long_ends_its_request(pattern: str) -> None:
 def test_a_pattern_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.server.stop_regex.FORGIVEN_S", 0.0)
     with pytest.raises(RequestError, match="takes too long"):
-        _pushed(RegexMatcher([r"(\w+\s?)+\D\d$"], keep_match=False), ["word aaaa abcdefghi "] * 2000)
-    assert RegexMatcher([r"(\w+\s?)+\D\d$"], keep_match=False).push("!") == "!"
+        _pushed(RegexMatcher([r"(\w+\s?)+\D\d$"], keep_match=False, looks=SlowLooks()), ["word aaaa abcdefghi "] * 2000)
+    assert RegexMatcher([r"(\w+\s?)+\D\d$"], keep_match=False, looks=SlowLooks()).push("!") == "!"
 
 
 def test_slow_looks_have_a_limit_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,11 +155,23 @@ def test_the_looks_of_all_sequences_get_shorter_together_and_recover(monkeypatch
     assert world.timeouts[-1] == pytest.approx(FLOOR_S), "an hour saves up no more than the bucket holds"
 
 
-def test_quick_looks_use_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_looks_use_up_no_budget_and_owe_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     matcher = world.matcher("zz", takes_s=QUICK_S)
+    assert _pushed(matcher, ["a"] * 4) == "a" * 4 and not world.looks.owes_turn  # two looks for each
     assert _pushed(matcher, ["a"] * 2000) == "a" * 2000
-    assert set(world.timeouts) == {LOOK_S} and not world.looks.owes_turn
+    assert set(world.timeouts) == {LOOK_S} and world.looks.owes_turn
+
+
+def test_a_look_that_was_cut_short_by_other_threads_is_repeated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    matcher = world.matcher("zz", takes_s=0.0)
+    world.num_cut_short = 1
+    assert matcher.push("a") == "a" and world.num_cut_short == 0
+    world.num_cut_short = 2
+    with pytest.raises(RequestError, match="takes too long"):
+        matcher.push("b")
+    assert matcher.push("c") == "bc", "its pattern is not to blame"
 
 
 @pytest.mark.asyncio
@@ -204,16 +222,21 @@ async def test_the_event_loop_compiles_no_pattern(tokenizer: Tokenizer, monkeypa
 
 @pytest.mark.asyncio
 async def test_requests_that_wait_for_their_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_regex, "MAX_COMPILING", 2)
+    monkeypatch.setattr(stop_regex, "MAX_COMPILING", 3)
+    monkeypatch.setattr(stop_regex, "MAX_COMPILING_OF_CLIENT", 2)
     thread, go_on = stop_regex.PatternThread(), threading.Event()
-    waiting = [asyncio.create_task(thread.run(lambda: go_on.wait(30.0))) for _ in range(2)]
+    waiting = [asyncio.create_task(thread.run(lambda: go_on.wait(30.0), "a")) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(RequestError) as refused:
-        await thread.run(lambda: True)
+        await thread.run(lambda: True, "a")
     assert (refused.value.status, refused.value.code) == (503, "stop_regex_busy")
+    waiting.append(asyncio.create_task(thread.run(lambda: go_on.wait(30.0), "b")))
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError):
+        await thread.run(lambda: True, "c")
     go_on.set()
-    assert await asyncio.gather(*waiting) == [True, True]
-    assert await thread.run(lambda: True)
+    assert await asyncio.gather(*waiting) == [True, True, True]
+    assert await thread.run(lambda: True, "a")
 
 
 def test_patterns_that_are_kept_for_the_next_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

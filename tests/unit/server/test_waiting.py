@@ -14,7 +14,7 @@ from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.server import waiting
 from pdserve.server.tokenizer import Tokenizer
-from pdserve.server.waiting import MAX_WAITING_TOKENS, ROWS_AHEAD, WAITING_CONTEXTS, WaitingRequests
+from pdserve.server.waiting import MAX_WAITING_TOKENS, MIN_AHEAD, WAITING_CONTEXTS, WaitingRequests
 from tests.unit.server.server_kit import Bench, bench, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -100,7 +100,7 @@ def test_the_flag_sets_it_for_all_replicas_or_lifts_it() -> None:
     assert WaitingRequests.of(config(max_queued_requests=-1)) is None
     bound = WaitingRequests.of(config(max_queued_requests=5))
     assert bound is not None
-    most = 2 * (5 + 8 * ROWS_AHEAD)
+    most = 2 * (5 + MIN_AHEAD)
     send(bound, requests(most))
     with pytest.raises(RequestError, match=f"{most} requests wait already"):
         send(bound, requests(1, name="s"))
@@ -160,3 +160,19 @@ async def test_what_is_aborted_counts_until_the_scheduler_has_ended_it(
             await b.client.submit(requests(1, name="s"), ["b"])
         await until(lambda: not b.client._waiting._tokens)  # type: ignore[union-attr]
         (await b.client.submit(requests(1, name="t"), ["c"])).close()
+
+
+@pytest.mark.asyncio
+async def test_what_could_not_be_sent_counts_no_longer(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "MAX_WAITING_TOKENS", 1)
+    monkeypatch.setattr(waiting, "WAITING_CONTEXTS", 0)
+
+    async def fails(_: Any) -> None:
+        raise OSError("no way to the scheduler")
+
+    async with bench(tokenizer) as b:
+        with monkeypatch.context() as patch:
+            patch.setattr(b.client._channel, "send", fails)
+            with pytest.raises(OSError, match="no way"):
+                await b.client.submit(requests(1), ["a"])
+        (await b.client.submit(requests(1, name="s"), ["b"])).close()
