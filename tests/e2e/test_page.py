@@ -131,10 +131,13 @@ def test_a_chat_streams_and_leaves_an_edge_and_a_bar(page: webdriver.Chrome, pai
     assert "TTFT" in stats and "24 tokens" in stats and "tok/s" in stats
 
     until(lambda: text(page, ".edges .ends") == "Prefill 1 → Decode 1", WAIT_S, "the edge")
-    edge = requests.get(f"{pair.url}/observe", timeout=10).json()["edges"][0]
-    assert edge["bytes"] > 0 and edge["reports"] == 2
-    title = page.find_element(By.CSS_SELECTOR, ".edges li").get_attribute("title")
-    assert title is not None and f"{edge['transfers']} done" in title
+
+    def edge() -> dict[str, Any]:
+        seen: dict[str, Any] = requests.get(f"{pair.url}/observe", timeout=10).json()["edges"][0]
+        return seen
+
+    until(lambda: edge()["bytes"] > 0 and edge()["reports"] == 2, WAIT_S, "both servers have told of the transfer")
+    until(lambda: f"{edge()['transfers']} done" in each(page, ".edges li", "title")[0], WAIT_S, "the page shows it")
     until(lambda: len(page.find_elements(By.CSS_SELECTOR, "li.row")) >= 1, WAIT_S, "the request")
     until(lambda: "→ 24" in text(page, "li.row .tokens"), WAIT_S, "both halves are one row")
     parts = page.find_elements(By.CSS_SELECTOR, "li.row .part-prefill")
