@@ -208,7 +208,7 @@ class _Proxy:
         self._listener = self._filler = None
 
     async def fall_silent(self) -> None:
-        """Nobody can connect from now on, and nobody is told so: the system drops what a full queue has no room for."""
+        """New connections hang from now on: the accept queue is full, so the system drops their SYN packets."""
         await self._accept_no_more()
         if self._listener is not None and self._filler is None:
             self._listener.listen(0)

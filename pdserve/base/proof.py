@@ -192,7 +192,7 @@ class Exchange:
 
 
 class ServerNonces:
-    """A server's own nonces. They cost no memory: a nonce says itself when and for whom it was made.
+    """A server's own nonces. They take no memory: each encodes its creation time and the client's nonce, with a MAC.
 
     `now_s` is a monotonic clock's.
     """

@@ -272,7 +272,8 @@ class RegexMatcher:
         try:
             found, slow_s = self._looks.search(pattern, self._text, self._num_shown, partial=partial)
         except TimeoutError as error:
-            raise _COMPILED.too_slow(pattern.pattern, remember=self._looks.last_s >= NEARLY * LOOK_S) from error
+            own_s = self._slow_s + self._looks.last_s  # less where other sequences have used up the shared budget
+            raise _COMPILED.too_slow(pattern.pattern, remember=own_s >= NEARLY * LOOK_S) from error
         self._slow_s += slow_s
         if self._slow_s > SLOW_S:
             raise _COMPILED.too_slow(pattern.pattern)

@@ -25,8 +25,8 @@ MAX_WAITING_TOKENS = 1 << 24
 WAITING_CONTEXTS = 16
 """Full contexts that may wait in any case, for each replica."""
 ROWS_AHEAD = 4
-"""A replica may have so many sequences without an output for each of its rows, beside its queue: computed just now, in
-transfer, or ended with the news on its way."""
+"""Sequences without an output that each row of a replica may have beside the queue: those that are being computed or
+transferred, and those whose end has not been reported yet."""
 MIN_AHEAD = 1024
 """The least number of these: a prefill server gives a row away before the transfer of its prompt has ended."""
 

@@ -172,11 +172,10 @@ def open_session(native: Any, session: str) -> bool:
 def hurry_end(port: int) -> None:
     """Have the engine that answers on `port` end in milliseconds; to be called right before its last name goes.
 
-    Its destructor waits for a thread that accepts a connection, waits for what that says, 5 s for each read, and then
-    looks whether it should end. The destructor keeps the interpreter's lock: all threads of this process would stand
-    still, and a stranger who connects and says nothing could make that last. The sockets are this process's own. So
-    the thread gets another listening socket, to which nobody connects and whose time limit is short; one connection
-    ends its wait at the first one, and what it reads from is shut. Where that fails, the end takes its time.
+    The destructor joins the engine's accept thread and holds the GIL meanwhile. That thread accepts a connection, reads
+    from it with a time limit of 5 s per read, and only then checks whether to stop. A silent connection would block all
+    threads of this process. This function replaces the listening socket by one with a time limit of 1 ms, wakes the
+    thread with one connection, and shuts down the connections that it reads from. Otherwise it waits.
     """
     with contextlib.suppress(OSError, psutil.Error):
         for descriptor in sockets_at(port, listening=True):

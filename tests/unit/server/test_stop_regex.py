@@ -143,7 +143,7 @@ def test_the_looks_of_all_sequences_get_shorter_together_and_recover(monkeypatch
     assert world.timeouts[:2] == pytest.approx([LOOK_S, LOOK_S])
     assert world.timeouts[3:] == pytest.approx([FLOOR_S] * 97)
     innocent = world.matcher("zz", takes_s=0.9 * FLOOR_S)
-    assert _pushed(innocent, list("abc")) == "abc", "an empty budget refuses nobody"
+    assert _pushed(innocent, list("abc")) == "abc", "an empty budget refuses no quick pattern"
     world.now_s += 0.2
     world.matcher("yy", takes_s=0.0).push("x")
     assert world.timeouts[-2:] == pytest.approx([0.2 * SHARED_RATE] * 2)
