@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# What to run at once on a machine with one GPU, the most wanted first; nine minutes and a bit at most. A failure of one
-# step does not stop the next. Arguments choose steps: packages pair checks timings (all when absent).
+# What to run at once on a machine with one GPU, the most wanted first; eleven minutes at most, seven as a rule. A failure
+# of one step does not stop the next. Arguments choose steps: packages pair fence checks timings (all when absent).
 #
 #   packages   installs what build/gpu-wheels holds (`python -m benchmarks.gpu.wheels --make`, beforehand) into
 #              build/gpu-site, for the steps behind it
 #   pair       prefill, decode and router on the one GPU beside a monolith: equal tokens, TTFT, KV from GPU to GPU
+#   fence      no byte lands in the GPU's memory after a fence, whatever the sender does
 #   checks     kernels and tiny models against the CPU
 #   timings    decode and prefill of published shapes
 #
@@ -20,7 +21,7 @@ DEVICE=${DEVICE:-cuda}
 FILES=$PWD/build/gpu
 KEEP=${OUT:-}
 SUMMARY=$FILES/summary.txt
-STEPS=${*:-packages pair checks timings}
+STEPS=${*:-packages pair fence checks timings}
 WORST=0
 unset OUT # each step is told where to write
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -78,10 +79,12 @@ mkdir -p "$FILES"
 
 if [ "$DEVICE" = cpu ]; then
     pair=(--device cpu --models tiny-fp32 --prompts 4 --prompt-lens 17 300 --output-len 8)
+    fence=(--device cpu --share-mb 16 --rounds 3 --wait 0.5)
     checks=(--tiny --skip-timings)
     timings=(--tiny --skip-checks)
 else
     pair=(--max-minutes 3)
+    fence=(--rounds 9)
     checks=(--skip-timings --max-minutes 1.7)
     timings=(--skip-checks --models Qwen3-8B Qwen3-0.6B --max-minutes 1.8)
 fi
@@ -90,6 +93,7 @@ for name in $STEPS; do
     case $name in
         packages) install_packages ;;
         pair) step pair 250 "$PYTHON" -m benchmarks.gpu.pair_on_one_gpu "${pair[@]}" ;;
+        fence) step fence 110 "$PYTHON" -m benchmarks.gpu.fence_check "${fence[@]}" ;;
         checks) step checks 120 "$PYTHON" -m benchmarks.gpu.check_cuda "${checks[@]}" ;;
         timings) step timings 130 "$PYTHON" -m benchmarks.gpu.check_cuda "${timings[@]}" ;;
         *) note "$name?" 2 0 ;;

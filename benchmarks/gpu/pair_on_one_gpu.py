@@ -7,6 +7,10 @@ Every prompt is sent alone, greedily, to the monolith and then to the pair, so t
 rows: their tokens must be equal, in bfloat16 too. All servers share the device, but one computes at a time. `tiny-fp32`
 is a checkpoint in float32; other models are random weights in published shapes, in bfloat16, the same in all servers.
 
+Then the pair gets all prompts `--copies` times at once: prefill, copies and decode run beside each other, and more
+requests wait than run. In float32 the tokens must be the same again; in bfloat16 a batch of another size may round
+another way, so the equal ones are only counted.
+
 Of pdserve's transfer engines mooncake and nixl are made for memory of a CUDA device: without a NIC mooncake sends it by
 TCP, through host memory; nixl goes by UCX, which knows copies from GPU to GPU within a host. `shm` maps host memory,
 and is refused on CUDA. Where neither engine loads, the pair is run with `fake`, which moves nothing: that shows that
@@ -88,11 +92,14 @@ class Outcome:
     alone: list[Answer] = dataclasses.field(default_factory=list)
     answers: list[Answer] = dataclasses.field(default_factory=list)
     equal: list[bool] | None = None
+    at_once: list[bool] | None = None
+    """Whether the answers to prompts sent together are the monolith's to each alone."""
 
     @property
     def passed(self) -> bool:
         """Every answer came, and its tokens are the monolith's."""
-        return self.error is None and bool(self.equal) and all(self.equal or ())
+        same_at_once = self.model != TINY or all(self.at_once or ())
+        return self.error is None and bool(self.equal) and all(self.equal or ()) and same_at_once
 
     @property
     def verdict(self) -> str:
@@ -103,7 +110,8 @@ class Outcome:
             return "answers came, but no KV was moved: tokens are not compared"
         differ = [index for index, same in enumerate(self.equal) if not same]
         if not differ:
-            return f"{len(self.equal)} of {len(self.equal)} answers equal"
+            found = f"{len(self.equal)} of {len(self.equal)} answers equal"
+            return f"{found}, {sum(self.at_once)} of {len(self.at_once)} sent at once" if self.at_once else found
         where = ", ".join(f"{i} at token {first_difference(self.alone[i], self.answers[i])}" for i in differ[:5])
         return f"{len(self.equal) - len(differ)} of {len(self.equal)} answers equal; differing: {where}"
 
@@ -205,6 +213,19 @@ async def ask_in_turn(
     return answers
 
 
+async def ask_at_once(url: str, prompts: Sequence[Sequence[int]], output_len: int) -> list[Answer]:
+    """The answers to all prompts, sent together."""
+    answers = [Answer() for _ in prompts]
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        async with asyncio.timeout(REQUEST_S):
+            reads = [
+                read_answer(session, url, prompt, output_len, answer)
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ]
+            await asyncio.gather(*reads)
+    return answers
+
+
 def run_pair(
     outcome: Outcome, alone: str, directory: Path, flags: Sequence[str], prompts: Sequence[Sequence[int]],
     args: argparse.Namespace, logs: Path,
@@ -216,10 +237,13 @@ def run_pair(
         with running_pair(outcome.pair, directory, flags, args.ready_timeout, logs, threads) as url:
             outcome.start_s = time.perf_counter() - began
             found = asyncio.run(ask_in_turn([alone, url], prompts, args.output_len, len(args.prompt_lens)))
+            together = asyncio.run(ask_at_once(url, [*prompts] * args.copies, args.output_len))
         outcome.alone, outcome.answers = found
         if outcome.pair.engine != FAKE:
             outcome.equal = equal_tokens(*found)
-    except (PdserveError, RuntimeError, aiohttp.ClientError, TimeoutError) as error:
+            alone_again = found[0] * args.copies
+            outcome.at_once = [a.output_ids == b.output_ids for a, b in zip(alone_again, together, strict=True)]
+    except (PdserveError, RuntimeError, ValueError, aiohttp.ClientError, TimeoutError) as error:
         outcome.error = f"{type(error).__name__}: {str(error)[:300]}"
         show_logs(logs)
 
@@ -320,6 +344,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--engines", nargs="+", choices=tuple(LOADERS), default=list(LOADERS), help="those that load are used")
     add("--prompts", type=int, default=20, help="how many, of --prompt-lens in turn")
     add("--prompt-lens", nargs="+", type=int, default=[17, 128, 512, 2048, 6000], help="in tokens")
+    add("--copies", type=int, default=3, help="of all prompts, sent at once behind them; 0: none")
     add("--output-len", type=int, default=32, help="tokens of each answer")
     add("--max-total-tokens", type=int, help="KV pool of each server; four of the longest requests when absent")
     add("--max-minutes", type=float, default=5.0, help="no pair is started after so long")

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.answers import Answer
-from benchmarks.gpu import pair_on_one_gpu, wheels
+from benchmarks.gpu import fence_check, pair_on_one_gpu, wheels
+from benchmarks.gpu.fence_check import Round
 from benchmarks.gpu.pair_on_one_gpu import FAKE, MORE, TINY, Outcome, Pair
 
 SCRIPT = wheels.ROOT / "benchmarks" / "gpu" / "next.sh"
@@ -63,6 +64,12 @@ def test_a_pair_passes_with_equal_tokens_only() -> None:
     assert "| 1P1D nixl - monolith |" in pair_on_one_gpu.section(outcome)
     outcome.equal = [True, True]
     assert outcome.passed and outcome.verdict == "2 of 2 answers equal"
+    outcome.at_once = [True, False]
+    assert outcome.passed and outcome.verdict == "2 of 2 answers equal, 1 of 2 sent at once"
+    outcome.model = TINY
+    assert not outcome.passed, "float32 has no excuse"
+    outcome.at_once = [True, True]
+    assert outcome.passed
     outcome.equal = None
     assert not outcome.passed and "no KV was moved" in outcome.verdict
 
@@ -104,6 +111,22 @@ def test_the_script_goes_on_behind_a_step_that_fails(tmp_path: Path) -> None:
         "checks.md", "gpu-next.tar.gz", "pair.md", "summary.txt"
     ]  # fmt: skip
     assert "--skip-timings" in (tmp_path / "out" / "checks.md").read_text()
+
+
+def test_fences_are_counted_by_what_the_sender_did() -> None:
+    rounds = [
+        Round("runs", True, 0.02, True, 0),
+        Round("runs", False, 0.03, False, 5),
+        Round("is dead", True, 0.01, True, 0),
+    ]
+    facts = dict.fromkeys(("device", "date", "torch", "revision", "command"), "x")
+    lines = fence_check.document(facts, {"nixl": rounds, "mooncake": "TransferError: no"}).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
+    assert cells[-3:] == [
+        ["nixl", "runs", "2", "1", "30", "1", "5"],
+        ["nixl", "is dead", "1", "1", "10", "1", "0"],
+        ["mooncake", "TransferError: no", "-", "-", "-", "-", "-"],
+    ]
 
 
 def test_help_needs_no_wheels() -> None:
