@@ -10,7 +10,7 @@ after is accepted once, before the mask of the next is made.
                  logits are masked ──> a token is sampled
 
 A grammar is a client's: one that passed the server's check may still be slow to follow. A row has a budget of
-processor time for that; beyond it the grammar has failed, and fails at once in other rows.
+processor time for that; beyond it the row has failed, and other rows of the grammar have a smaller budget for a while.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ MAX_PREPARED_S = 3.0
 """Processor time that opening those has taken: about 100 MB a second at most."""
 QUICK_S = 0.02
 """A token of a row that takes longer is slow."""
-FORGIVEN_S = 60.0
-"""A grammar that was too slow fails at once in other rows, for so long."""
 SLOW_S = 0.5
 """Processor time that the slow tokens of a row may take in all: the others in its steps wait for them."""
+SUSPECT_SLOW_S, SUSPECT_S = 0.05, 60.0
+"""The same of rows whose grammar was too slow in another row, for how long. A row with quick tokens goes on."""
 _BITS = np.uint8(1) << np.arange(8, dtype=np.uint8)
 """The bits of a byte of a mask, in order of tokens."""
 
@@ -66,22 +66,19 @@ class Prepared:
     def __init__(self) -> None:
         self.opening: Future[Matcher] = Future()
         self.spent_s = 0.0
-        self._slow_until = 0.0
-
-    def check(self) -> None:
-        """Raises GrammarError: a row has found it too slow to follow, a short while ago."""
-        if self._slow_until > time.monotonic():
-            raise GrammarError("it takes too long to follow")
+        self._suspect_until = 0.0
 
     def given_up(self, work: Future[None]) -> None:
         """The threads have ended before they came to it: what waits for it must end as well."""
         if work.cancelled():
             self.opening.cancel()
 
-    def found_slow(self) -> None:
-        """A row has used up its time. Raises GrammarError."""
-        self._slow_until = time.monotonic() + FORGIVEN_S
-        self.check()
+    def check(self, slow_s: float) -> None:
+        """Raises GrammarError: a row's slow tokens have taken too long, `slow_s` seconds in all."""
+        now = time.monotonic()
+        if slow_s > (SUSPECT_SLOW_S if self._suspect_until > now else SLOW_S):
+            self._suspect_until = now + SUSPECT_S
+            raise GrammarError("it takes too long to follow")
 
 
 class RowGrammar:
@@ -107,16 +104,16 @@ class RowGrammar:
         Raises:
             GrammarError: the grammar cannot be followed any more, or takes too long to follow.
         """
-        self._prepared.check()
         opened = self._prepared.opening.result()
         tokens = self._arrived()
         began_s = time.thread_time()
         if self._matcher is None:
             self._matcher = opened.copy()
         mask = self._follow(self._matcher, tokens)
-        self._slow_s += max(0.0, time.thread_time() - began_s - QUICK_S * max(1, len(tokens)))
-        if self._slow_s > SLOW_S:
-            self._prepared.found_slow()
+        slow_s = max(0.0, time.thread_time() - began_s - QUICK_S * max(1, len(tokens)))
+        self._slow_s += slow_s
+        if slow_s:
+            self._prepared.check(self._slow_s)
         rest = mask.copy()
         for token in (*bans, *self._eos):
             rest[token // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token % 32))

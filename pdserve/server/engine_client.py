@@ -237,10 +237,8 @@ class EngineClient:
 
     async def _detokenizers(self, samplings: Sequence[SamplingParams], client: str) -> list[Detokenizer]:
         """One for each sequence. Stop patterns are compiled in a thread."""
-        if self._match_stops and any(sampling.stop_regex for sampling in samplings):
-            return await self._pattern_thread.run(
-                lambda: [self._detokenizer(sampling) for sampling in samplings], client
-            )
+        if self._match_stops and (patterns := {text for sampling in samplings for text in sampling.stop_regex}):
+            await self._pattern_thread.compile(patterns, client)
         return [self._detokenizer(sampling) for sampling in samplings]
 
     def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import regex
 
 from pdserve.errors import GrammarError, RequestError
 from pdserve.grammar.bounds import MAX_STOP_REPEATED, check_pattern_size, expanded_size
 
-T = TypeVar("T")
 MAX_STOP_PATTERNS = 8
 MAX_STOP_CHARS = 1024
 CONTEXT_CHARS = 4096
@@ -42,12 +41,14 @@ TURN_S = 0.01
 """After looks of so much processor time the event loop has a turn for others, of `BREATH_S`."""
 BREATH_S = 0.005
 MAX_COMPILING = 1024
-MAX_COMPILING_OF_CLIENT = 64
-"""Requests whose patterns wait for the thread that compiles them: of all clients, and of one."""
+MAX_COMPILING_OF_CLIENT = 256
+"""Different patterns that wait for the thread that compiles them: of all clients, and of one."""
 NEARLY = 0.8
 """The share of its time that a look has had when the library's clock and ours differ."""
-FORGIVEN_S = 10.0
-"""A pattern that was too slow ends other requests at once, for so long: each would take `SLOW_S` again."""
+SUSPECT_S = 10.0
+"""After a pattern was too slow for a sequence, looks of others get `FLOOR_S` each and `SUSPECT_SLOW_S` in all."""
+SUSPECT_SLOW_S = 0.01
+"""Of `SLOW_S`, what sequences with such a pattern get. A sequence whose own looks are quick goes on."""
 MAX_KEPT = 100_000
 """Expanded size of all compiled patterns that are kept for the next request: about 40 MB."""
 
@@ -86,72 +87,84 @@ def compile_own(patterns: str | Sequence[str] | None) -> None:
             raise RequestError(f"stop_regex {pattern!r} matches the empty text", field="stop_regex")
 
 
-class PatternThread:
-    """Makes matchers in a thread of its own. Compiling a pattern takes up to 0.1 s. Used on the event loop."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stop-regex")
-        self._waiting: collections.Counter[str] = collections.Counter()
-
-    async def run(self, make: Callable[[], T], client: str) -> T:
-        """What `make` returns, or raises.
-
-        Raises:
-            RequestError: 503, `MAX_COMPILING` requests wait for the thread, or `MAX_COMPILING_OF_CLIENT` of `client`.
-        """
-        if self._waiting.total() >= MAX_COMPILING or self._waiting[client] >= MAX_COMPILING_OF_CLIENT:
-            message = f"the stop patterns of {self._waiting.total()} requests wait to be compiled already; try again"
-            raise RequestError(message, status=503, code="stop_regex_busy", retry_after_s=1)
-        self._waiting[client] += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, make)
-        finally:
-            self._waiting[client] -= 1
-            self._waiting += collections.Counter()  # which drops clients that have none
-
-
 class _Compiled:
     """The newest compiled patterns, as many as `MAX_KEPT` allows. The library's own cache has no bound in bytes."""
 
     def __init__(self) -> None:
-        self.slow_until: dict[str, float] = {}
-        """By pattern that was too slow, when that is forgiven."""
+        self._suspect_until: dict[str, float] = {}
+        """By pattern that was too slow."""
         self._kept: collections.OrderedDict[str, tuple[regex.Pattern[str], int]] = collections.OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
 
-    def get(self, pattern: str) -> regex.Pattern[str]:
-        """`pattern`, compiled. Any thread; patterns are compiled one after the other."""
-        with self._lock:
-            return self._get(pattern)
+    def has(self, pattern: str) -> bool:
+        """Whether `get` need not compile it. Any thread."""
+        return pattern in self._kept
 
-    def _get(self, pattern: str) -> regex.Pattern[str]:
-        kept = self._kept.get(pattern)
-        if kept is None:
-            kept = regex.compile(pattern, cache_pattern=False), expanded_size(pattern)
-            self._kept[pattern] = kept
-            self._size += kept[1]
-        self._kept.move_to_end(pattern)
-        while self._size > MAX_KEPT and len(self._kept) > 1:
-            self._size -= self._kept.popitem(last=False)[1][1]
+    def get(self, pattern: str) -> regex.Pattern[str]:
+        """`pattern`, compiled. Any thread: the lock is not held while a pattern is compiled."""
+        kept = self._kept.get(pattern) or (regex.compile(pattern, cache_pattern=False), expanded_size(pattern))
+        with self._lock:
+            if pattern not in self._kept:
+                self._kept[pattern] = kept
+                self._size += kept[1]
+            self._kept.move_to_end(pattern)
+            while self._size > MAX_KEPT and len(self._kept) > 1:
+                self._size -= self._kept.popitem(last=False)[1][1]
         return kept[0]
 
     def too_slow(self, pattern: str, *, remember: bool = True) -> RequestError:
-        """What to say of it. `remember`: other requests with the pattern end at once for `FORGIVEN_S`."""
+        """The error of a sequence. `remember`: other sequences with the pattern get less time, for `SUSPECT_S`."""
         now = time.monotonic()
-        self.slow_until = {text: until for text, until in self.slow_until.items() if until > now}
+        self._suspect_until = {text: until for text, until in self._suspect_until.items() if until > now}
         if remember:
-            self.slow_until.setdefault(pattern, now + FORGIVEN_S)
+            self._suspect_until.setdefault(pattern, now + SUSPECT_S)
         text = f"stop_regex {pattern[:80]!r} takes too long on the text of this answer"
         return RequestError(text, field="stop_regex", code="stop_regex_too_slow")
 
-    def is_slow(self, pattern: str) -> bool:
-        """Whether it was too slow a short while ago."""
-        return self.slow_until.get(pattern, 0.0) > time.monotonic()
+    def is_suspect(self, pattern: str) -> bool:
+        """Whether it was too slow for some sequence a short while ago."""
+        return bool(self._suspect_until) and self._suspect_until.get(pattern, 0.0) > time.monotonic()
 
 
 _COMPILED = _Compiled()
 """Of this process: requests often bring the same patterns."""
+
+
+class PatternThread:
+    """Compiles patterns in a thread of its own, each once: that takes up to 0.1 s. Used on the event loop."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stop-regex")
+        self._compiling: dict[str, tuple[str, asyncio.Future[regex.Pattern[str]]]] = {}
+        """By pattern, the client that asked for it first."""
+
+    async def compile(self, patterns: Iterable[str], client: str) -> None:
+        """Return once `RegexMatcher` can have all `patterns` without compiling any. `client` "" is our own program.
+
+        Raises:
+            RequestError: 503, `MAX_COMPILING` patterns wait for the thread, or `MAX_COMPILING_OF_CLIENT` of `client`.
+        """
+        wanted = {pattern for pattern in patterns if not _COMPILED.has(pattern)}
+        if new := wanted - self._compiling.keys():
+            self._check_bounds(len(new), client)
+        for pattern in new:
+            future = asyncio.get_running_loop().run_in_executor(self._thread, _COMPILED.get, pattern)
+            self._compiling[pattern] = client, future
+            future.add_done_callback(functools.partial(self._compiled, pattern))
+        for future in [self._compiling[pattern][1] for pattern in wanted]:
+            await asyncio.shield(future)  # others wait for it, too
+
+    def _compiled(self, pattern: str, _: asyncio.Future[regex.Pattern[str]]) -> None:
+        del self._compiling[pattern]
+
+    def _check_bounds(self, num_new: int, client: str) -> None:
+        if not client:
+            return
+        num_own = sum(owner == client for owner, _ in self._compiling.values())
+        if len(self._compiling) + num_new > MAX_COMPILING or num_own + num_new > MAX_COMPILING_OF_CLIENT:
+            message = f"{len(self._compiling)} stop patterns wait to be compiled already; try again"
+            raise RequestError(message, status=503, code="stop_regex_busy", retry_after_s=1)
 
 
 class SlowLooks:
@@ -185,26 +198,27 @@ class SlowLooks:
         return max(FLOOR_S, min(LOOK_S, self._left_s))
 
     def search(
-        self, pattern: regex.Pattern[str], text: str, start: int, *, partial: bool
+        self, pattern: regex.Pattern[str], text: str, start: int, *, partial: bool, most_s: float = LOOK_S
     ) -> tuple[regex.Match[str] | None, float]:
-        """The first match at or behind `start`, and the seconds that count as slow.
+        """The first match at or behind `start`, and the seconds that count as slow. `most_s`: at most so long.
 
         Raises:
             TimeoutError: it takes longer than it may.
         """
-        timeout_s, begun_s = self.timeout_s(), self._worked()
+        timeout_s, begun_s = min(self.timeout_s(), most_s), self._worked()
         slow_s = 0.0
 
-        def look() -> regex.Match[str] | None:
-            return pattern.search(text, start, partial=partial, concurrent=False, timeout=timeout_s)
+        def look(seconds: float) -> regex.Match[str] | None:
+            return pattern.search(text, start, partial=partial, concurrent=False, timeout=seconds)
 
         try:
             try:
-                found = look()
+                found = look(timeout_s)
             except TimeoutError:
-                if self._worked() - begun_s >= NEARLY * timeout_s:
+                left_s = timeout_s - (self._worked() - begun_s)
+                if left_s <= (1 - NEARLY) * timeout_s:
                     raise
-                found = look()
+                found = look(left_s)
         finally:
             self.last_s = self._worked() - begun_s
             slow_s = max(0.0, self.last_s - QUICK_S)
@@ -230,8 +244,8 @@ SLOW_LOOKS = SlowLooks()
 class RegexMatcher:
     """Finds the first match of any of `patterns`; of several, the one that begins first.
 
-    `patterns` have passed `GrammarCheck.take_patterns`. Making a matcher compiles them: the engine client makes it in a
-    thread. Text that may be the beginning of a match is held back.
+    `patterns` have passed `GrammarCheck.take_patterns`. Making a matcher compiles those that `PatternThread` has not
+    compiled. Text that may be the beginning of a match is held back.
     `matched` is the pattern that stopped the text.
     """
 
@@ -252,9 +266,6 @@ class RegexMatcher:
         """
         if not self._patterns or not piece:
             return piece
-        for pattern in self._patterns if _COMPILED.slow_until else ():
-            if _COMPILED.is_slow(pattern.pattern):
-                raise _COMPILED.too_slow(pattern.pattern)
         self._text += piece
         found = [match for pattern in self._patterns if (match := self._search(pattern, partial=False))]
         if found:
@@ -269,13 +280,15 @@ class RegexMatcher:
         return "" if self.matched is not None else self._show(len(self._text))
 
     def _search(self, pattern: regex.Pattern[str], *, partial: bool) -> regex.Match[str] | None:
+        is_suspect = _COMPILED.is_suspect(pattern.pattern)
+        most_s = FLOOR_S if is_suspect else LOOK_S
         try:
-            found, slow_s = self._looks.search(pattern, self._text, self._num_shown, partial=partial)
+            found, slow_s = self._looks.search(pattern, self._text, self._num_shown, partial=partial, most_s=most_s)
         except TimeoutError as error:
             own_s = self._slow_s + self._looks.last_s  # less where other sequences have used up the shared budget
             raise _COMPILED.too_slow(pattern.pattern, remember=own_s >= NEARLY * LOOK_S) from error
         self._slow_s += slow_s
-        if self._slow_s > SLOW_S:
+        if slow_s and self._slow_s > (SUSPECT_SLOW_S if is_suspect else SLOW_S):
             raise _COMPILED.too_slow(pattern.pattern)
         return found
 

@@ -174,12 +174,22 @@ def test_a_grammar_that_is_slow_to_follow_fails_and_others_go_on(
         start, end = end, end + 1
     assert failed == (0,) and end > len(PROMPT) + 5
     assert tokens[1] is not None and TOKENIZER.decode([tokens[1]]).isdigit()
+    monkeypatch.setattr(grammar_rows, "SUSPECT_SLOW_S", -1.0)
     again = driver.open(PROMPT, 200, ambiguous)
     tokens, failed = _step(executor, 2000, (again, 0, len(PROMPT)), (other, start, end))
-    assert failed == (0,), "at once"
-    monkeypatch.setattr(grammar_rows, "FORGIVEN_S", 0.0)
+    assert failed == (0,), "it has less time"
     for row in (slow, other, again):
         driver.close(row)
+    prepared = grammar_rows.Prepared()
+    prepared.check(grammar_rows.SLOW_S)
+    with pytest.raises(GrammarError, match="too long"):
+        prepared.check(2 * grammar_rows.SLOW_S)
+    monkeypatch.setattr(grammar_rows, "SUSPECT_SLOW_S", 0.05)
+    prepared.check(0.05)
+    with pytest.raises(GrammarError, match="too long"):
+        prepared.check(0.06)
+    monkeypatch.setattr(prepared, "_suspect_until", 0.0)
+    prepared.check(0.06)
 
 
 def test_grammars_that_are_kept_open_are_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

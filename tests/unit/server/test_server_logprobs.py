@@ -189,7 +189,7 @@ async def test_a_stop_regex_that_is_slow_on_the_text_ends_its_request(
     tokenizer: Tokenizer, ids: Ids, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.server.stop_regex.SLOW_S", -1.0)
-    monkeypatch.setattr("pdserve.server.stop_regex.FORGIVEN_S", 0.0)
+    monkeypatch.setattr("pdserve.server.stop_regex.QUICK_S", -1.0)
     async with bench(tokenizer) as b:
         b.scheduler.script = lambda request: ids("some text that goes on")
         b.scheduler.hold = True

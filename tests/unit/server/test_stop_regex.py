@@ -116,15 +116,31 @@ def test_a_pattern_that_takes_too_long_ends_its_request(pattern: str) -> None:
     assert (refused.value.status, refused.value.code) == (400, "stop_regex_too_slow")
     assert refused.value.field == "stop_regex"
     another = RegexMatcher([pattern], keep_match=False, looks=SlowLooks())
-    with pytest.raises(RequestError, match="takes too long"):
-        another.push("x")  # which is quick: but other sequences of the request do not pay again
+    assert another.push("") == "" and another.push("!") + another.flush() == "!", "quick on its own text"
 
 
-def test_a_pattern_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.server.stop_regex.FORGIVEN_S", 0.0)
+@pytest.mark.parametrize("suspect_s", [0.0, 60.0])
+def test_a_pattern_that_was_too_slow_has_less_time_for_a_while(
+    suspect_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_regex, "SUSPECT_S", suspect_s)
+    world = World(monkeypatch)
+    innocent, other = world.matcher("zz", takes_s=QUICK_S), world.matcher("yy", takes_s=0.0)
     with pytest.raises(RequestError, match="takes too long"):
-        _pushed(RegexMatcher([r"(\w+\s?)+\D\d$"], keep_match=False, looks=SlowLooks()), ["word aaaa abcdefghi "] * 2000)
-    assert RegexMatcher([r"(\w+\s?)+\D\d$"], keep_match=False, looks=SlowLooks()).push("!") == "!"
+        world.matcher("zz", takes_s=1.0).push("a")
+    world.now_s += 3600.0
+    world.timeouts.clear()
+    assert _pushed(innocent, ["b"] * 1000) == "b" * 1000, "other sequences go on while their own looks are quick"
+    assert set(world.timeouts) == {FLOOR_S if suspect_s else LOOK_S}
+    slow = world.matcher("zz", takes_s=QUICK_S + 0.0021)
+    world.timeouts.clear()
+    with pytest.raises(RequestError, match="takes too long"):
+        _pushed(slow, ["c"] * 100)
+    assert len(world.timeouts) == (5 if suspect_s else 48)
+    world.now_s += 3600.0
+    world.timeouts.clear()
+    other.push("d")
+    assert set(world.timeouts) == {LOOK_S}, "another pattern"
 
 
 def test_slow_looks_have_a_limit_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,13 +223,13 @@ def test_what_stops_everything_or_nothing_is_refused(pattern: str) -> None:
 
 @pytest.mark.asyncio
 async def test_the_event_loop_compiles_no_pattern(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    get, threads = _Compiled.get, set[int]()
+    size, threads = stop_regex.expanded_size, set[int]()
 
-    def watched(self: _Compiled, pattern: str) -> regex.Pattern[str]:
+    def watched(pattern: str) -> int:
         threads.add(threading.get_ident())
-        return get(self, pattern)
+        return size(pattern)
 
-    monkeypatch.setattr(_Compiled, "get", watched)
+    monkeypatch.setattr(stop_regex, "expanded_size", watched)  # called where a pattern is compiled
     async with bench(tokenizer) as b:
         body = {"text": "hi", "sampling_params": {"stop_regex": ["zz{200}", "yy"]}}
         assert (await b.http.post("/generate", json=body)).status_code == 200
@@ -221,22 +237,46 @@ async def test_the_event_loop_compiles_no_pattern(tokenizer: Tokenizer, monkeypa
 
 
 @pytest.mark.asyncio
-async def test_requests_that_wait_for_their_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_patterns_that_wait_to_be_compiled_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_regex, "MAX_COMPILING", 3)
     monkeypatch.setattr(stop_regex, "MAX_COMPILING_OF_CLIENT", 2)
-    thread, go_on = stop_regex.PatternThread(), threading.Event()
-    waiting = [asyncio.create_task(thread.run(lambda: go_on.wait(30.0), "a")) for _ in range(2)]
+    cache, go_on = _Compiled(), threading.Event()
+    compiled: list[str] = []
+
+    def get(pattern: str) -> regex.Pattern[str]:
+        assert go_on.wait(30.0)
+        compiled.append(pattern)
+        return _Compiled.get(cache, pattern)
+
+    monkeypatch.setattr(cache, "get", get)
+    monkeypatch.setattr(stop_regex, "_COMPILED", cache)
+    thread = stop_regex.PatternThread()
+    waiting = [asyncio.create_task(thread.compile(["a1", "a2"], "a")) for _ in range(300)]
     await asyncio.sleep(0)
     with pytest.raises(RequestError) as refused:
-        await thread.run(lambda: True, "a")
+        await thread.compile(["a2", "a3"], "a")
     assert (refused.value.status, refused.value.code) == (503, "stop_regex_busy")
-    waiting.append(asyncio.create_task(thread.run(lambda: go_on.wait(30.0), "b")))
+    waiting += [asyncio.create_task(thread.compile(["a1", "b1"], "b"))]
+    waiting[0].cancel()
     await asyncio.sleep(0)
     with pytest.raises(RequestError):
-        await thread.run(lambda: True, "c")
+        await thread.compile(["c1"], "c")
+    waiting += [asyncio.create_task(thread.compile([f"own{i}" for i in range(50)], ""))]
+    await asyncio.sleep(0)
     go_on.set()
-    assert await asyncio.gather(*waiting) == [True, True, True]
-    assert await thread.run(lambda: True, "a")
+    found = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(found[0], asyncio.CancelledError) and set(found[1:]) == {None}
+    assert sorted(compiled) == sorted({"a1", "a2", "b1", *(f"own{i}" for i in range(50))}), "each once"
+    go_on.clear()
+    await asyncio.wait_for(thread.compile(["a1", "b1"], "c"), 30.0)  # nothing is compiled
+
+
+@pytest.mark.asyncio
+async def test_hundreds_of_requests_with_one_pattern_are_taken(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        body = {"text": "hi", "sampling_params": {"stop_regex": "foo+bar"}}
+        answers = await asyncio.gather(*(b.http.post("/generate", json=body) for _ in range(200)))
+    assert {answer.status_code for answer in answers} == {200}
 
 
 def test_patterns_that_are_kept_for_the_next_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
