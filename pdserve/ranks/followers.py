@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -19,7 +18,7 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.errors import PdserveError, RankError
 from pdserve.ranks.copies import Outcome
 from pdserve.ranks.links import Links, end_process
-from pdserve.ranks.meeting import Facts, Introduction, rank_names, secret_of
+from pdserve.ranks.meeting import Facts, Introduction, rank_names
 from pdserve.ranks.messages import (
     Agreed,
     Alive,
@@ -49,7 +48,7 @@ _OnLost = Callable[[PdserveError], None]
 
 
 class Followers:
-    """All other ranks of the replica, as `Mates` too. `peers` are they, `secret` is what they were told; see
+    """All other ranks of the replica, as `Mates` too. `peers` are they, `token` is the control token; see
     `meet_followers`.
     """
 
@@ -58,7 +57,7 @@ class Followers:
         shape: ParallelShape,
         links: Links[ToFollower, ToLeader],
         peers: Sequence[Peer],
-        secret: str,
+        token: str,
         on_lost: _OnLost,
     ) -> None:
         assert [peer.rank for peer in peers] == list(range(1, shape.num_ranks))
@@ -76,7 +75,7 @@ class Followers:
         self._on_copied: Callable[[Outcome], None] | None = None
         links.connect(
             peers,
-            secret,
+            token,
             alive=Alive(),
             on_message=self._take,
             on_lost=self._give_up,
@@ -207,9 +206,8 @@ def meet_followers(
     links: Links[ToFollower, ToLeader] = Links(0, host, follower_codec(), leader_codec(), times)
     with contextlib.ExitStack() as stack:
         stack.callback(links.close)
-        nonce = uuid.uuid4().hex
-        introduction.publish(links.endpoint, nonce)
+        introduction.publish(links.endpoint, links.nonce)
         peers = introduction.lookup_followers()
-        followers = Followers(shape, links, peers, secret_of(token, nonce), on_lost)
+        followers = Followers(shape, links, peers, token, on_lost)
         stack.pop_all()
     return followers

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 from pdserve.base.parallel import Place
 from pdserve.errors import PdserveError, RankError
 from pdserve.ranks.links import Links, end_process
-from pdserve.ranks.meeting import Facts, Introduction, rank_names, secret_of
+from pdserve.ranks.meeting import Facts, Introduction, rank_names
 from pdserve.ranks.messages import (
     Agreed,
     Alive,
@@ -80,11 +80,10 @@ class Leader:
         with contextlib.ExitStack() as stack:
             stack.callback(self._links.close)
             introduction = Introduction(rank_names(place.shape), place.rank, store, token, facts or {}, timeout_s)
-            introduction.publish(self._links.endpoint)
-            peer, nonce = introduction.lookup(_LEADER)
+            introduction.publish(self._links.endpoint, self._links.nonce)
             self._links.connect(
-                [peer],
-                secret_of(token, nonce),
+                [introduction.lookup(_LEADER)],
+                token,
                 alive=Alive(),
                 on_message=self._take,
                 on_lost=self._give_up,

@@ -4,9 +4,9 @@
     thread "ranks"    takes what comes from PULL, sends heartbeats, sees who is lost
 
 A rank that computes for minutes is not silent, for heartbeats have the thread of their own. Frames are sealed with the
-servers' token and a number that the leader draws, and counted: one that is lost, repeated or out of order ends the
-replica, as a silent or dead peer does. A PUSH socket is used by several threads, by one at a time: its lock is the
-memory fence that zmq asks for. Sends never block.
+control token and the nonces of both ends, and counted. One that is lost or comes too early ends the replica, as a
+silent or dead peer does. One that comes again is ignored, as is everything from strangers. A PUSH socket is used by
+several threads, by one at a time: its lock is the memory fence that zmq asks for. Sends never block.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import struct
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Generic, NoReturn, TypeVar
 
@@ -25,7 +26,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.errors import ConfigError, ModelError, PdserveError, ProtocolError, RankError
 from pdserve.protocol.codec import MAX_RANK_BYTES, Codec
-from pdserve.protocol.seal import Seal
+from pdserve.protocol.seal import SEAL_BYTES, Seal
+from pdserve.ranks.seals import frame_seal
 from pdserve.ranks.watch import LinkTimes, Peer, Watch
 
 log = logging.getLogger(__name__)
@@ -37,7 +39,11 @@ _HEADER = struct.Struct("<IQ")
 """Rank of the sender, and its count of frames to this receiver."""
 _MAX_FRAME_BYTES = MAX_RANK_BYTES + 64
 _WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_MAX_WAITING = 1000
+"""Frames that zmq takes in ahead of us, for each connection. More wait at their sender."""
 _POLL_MS = 100
+_TAKE_S = 0.05
+"""Frames are taken for so long at a time: a stranger who sends without a pause must not hold up heartbeats."""
 _LINGER_MS = 500
 _REFUSED, _LOST = 2, 1
 
@@ -115,8 +121,9 @@ class Links(Generic[Out, In]):
                 f"cannot listen on {host} for other ranks: {error}", field="disaggregation_host"
             ) from error
         self.endpoint = self._pull.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.nonce = uuid.uuid4().hex
         self.refused = 0
-        """Frames that were not sealed with our secret, nor from a peer."""
+        """Frames that no peer sealed for us, or that came again."""
         self.num_heard = 0
         """Messages of peers."""
         self._lines: dict[int, _Line] = {}
@@ -128,18 +135,21 @@ class Links(Generic[Out, In]):
     def connect(
         self,
         peers: Sequence[Peer],
-        secret: str,
+        token: str,
         *,
         alive: Out,
         on_message: Callable[[int, In], None],
         on_lost: Callable[[PdserveError], None],
         last_words: Callable[[PdserveError], Out | None] = lambda error: None,
     ) -> None:
-        """Begin to talk with `peers`, which listen by now; `alive` is the heartbeat. Once."""
+        """Begin to talk with `peers`, which listen by now and know our `nonce`; `alive` is the heartbeat. Once."""
         assert self._thread is None, "connected twice"
-        self._seal = Seal(secret)
         self._counts = dict.fromkeys((peer.rank for peer in peers), 0)
-        self._lines = {peer.rank: _Line(self._context, self.rank, peer, self._seal) for peer in peers}
+        self._seals = {peer.rank: frame_seal(token, peer.nonce, self.nonce) for peer in peers}
+        self._lines = {
+            peer.rank: _Line(self._context, self.rank, peer, frame_seal(token, self.nonce, peer.nonce))
+            for peer in peers
+        }
         self._watch = Watch(peers, self.times, time.monotonic())
         self._alive = self._outgoing.encode(alive)
         self._on_message, self._on_lost, self._last_words = on_message, on_lost, last_words
@@ -218,21 +228,33 @@ class Links(Generic[Out, In]):
         return None
 
     def _take_all(self) -> None:
-        while True:
+        """For `_TAKE_S` at the longest; zmq takes frames from all connections in turn."""
+        end = time.monotonic() + _TAKE_S
+        while time.monotonic() < end:
             try:
                 sealed = self._pull.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
-                frame = self._seal.open(sealed, max_bytes=_MAX_FRAME_BYTES)
-                rank, count = _HEADER.unpack_from(frame)
-                assert rank in self._counts, f"rank {rank} is no peer"
-            except (ProtocolError, struct.error) as error:
+                rank, count, body = self._open(sealed)
+            except ProtocolError as error:
                 self.refused += 1
                 if self.refused == 1:
                     log.warning("refused what was said to be from another rank, and all like it: %s", error)
                 continue
-            self._take(rank, count, frame[_HEADER.size :])
+            self._take(rank, count, body)
+
+    def _open(self, sealed: bytes) -> tuple[int, int, bytes]:
+        """Sender, its count, and the message. Raises ProtocolError for a stranger's, and for one that came before."""
+        if len(sealed) < SEAL_BYTES + _HEADER.size:
+            raise ProtocolError(f"frame of {len(sealed)} bytes")
+        rank, count = _HEADER.unpack_from(sealed, SEAL_BYTES)
+        if rank not in self._seals:
+            raise ProtocolError(f"rank {rank} is no peer")
+        frame = self._seals[rank].open(sealed, max_bytes=_MAX_FRAME_BYTES)
+        if count <= self._counts[rank]:
+            raise ProtocolError(f"message {count} of rank {rank} came again")
+        return rank, count, frame[_HEADER.size :]
 
     def _take(self, rank: int, count: int, body: bytes) -> None:
         now = time.monotonic()
@@ -264,7 +286,7 @@ class Links(Generic[Out, In]):
 def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, _MAX_WAITING)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     if "[" in endpoint:

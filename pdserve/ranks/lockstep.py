@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -27,7 +26,7 @@ from pdserve.errors import PdserveError
 from pdserve.model.params import WeightSamples
 from pdserve.protocol.codec import Codec
 from pdserve.ranks.links import Links, end_process
-from pdserve.ranks.meeting import Facts, Introduction, secret_of
+from pdserve.ranks.meeting import Facts, Introduction
 from pdserve.ranks.messages import Alive, RankFailed, Trouble
 from pdserve.ranks.rendezvous import MEET_TIMEOUT_S
 from pdserve.ranks.watch import LinkTimes, Peer
@@ -35,7 +34,6 @@ from pdserve.ranks.watch import LinkTimes, Peer
 Round = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _VERDICT_S = 3.0
 _SLICE_S = 0.5
-_LEADER = 0
 _OnLost = Callable[[PdserveError], None]
 
 
@@ -67,7 +65,7 @@ class Lockstep:
     """
 
     def __init__(
-        self, links: Links[LeaderMessage, LeaderMessage], peers: Sequence[Peer], secret: str, on_lost: _OnLost
+        self, links: Links[LeaderMessage, LeaderMessage], peers: Sequence[Peer], token: str, on_lost: _OnLost
     ) -> None:
         self._links = links
         self._num_others = len(peers)
@@ -81,7 +79,7 @@ class Lockstep:
         self.wake: Callable[[], None] = lambda: None
         links.connect(
             peers,
-            secret,
+            token,
             alive=Alive(),
             on_message=self._take,
             on_lost=self._give_up,
@@ -197,10 +195,8 @@ def meet_leaders(
     links: Links[LeaderMessage, LeaderMessage] = Links(dp_rank, host, codec, codec, times)
     with contextlib.ExitStack() as stack:
         stack.callback(links.close)
-        own_nonce = uuid.uuid4().hex if dp_rank == _LEADER else ""
-        introduction.publish(links.endpoint, own_nonce)
-        met = {number: introduction.lookup(number) for number in range(num_replicas) if number != dp_rank}
-        nonce = met[_LEADER][1] if dp_rank != _LEADER else own_nonce
-        lockstep = Lockstep(links, [peer for peer, _ in met.values()], secret_of(token, nonce), on_lost)
+        introduction.publish(links.endpoint, links.nonce)
+        peers = [introduction.lookup(number) for number in range(num_replicas) if number != dp_rank]
+        lockstep = Lockstep(links, peers, token, on_lost)
         stack.pop_all()
     return lockstep

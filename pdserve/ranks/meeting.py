@@ -1,8 +1,8 @@
 """How ranks learn each other's addresses: through the store of the rendezvous. Called by each rank at start-up.
 
 Every rank writes its contact first and then reads: what differs is refused on both sides. Contacts are sealed with the
-token, so that hosts with different ones are told so at once. The leader draws a number for this incarnation of the
-replica, which is part of the secret from then on.
+token, so that hosts with different ones are told so at once. Each rank draws a nonce at its start, and seals with the
+token and the nonces of both ends from then on (`links`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError, ProtocolError, RankError
 from pdserve.protocol.codec import Codec
-from pdserve.protocol.seal import Seal
 from pdserve.ranks.rendezvous import MEET_TIMEOUT_S
+from pdserve.ranks.seals import contact_seal
 from pdserve.ranks.watch import Peer
 
 _MAX_BYTES = 16384
@@ -45,7 +45,7 @@ Facts = Mapping[str, str]
 
 
 class Contact(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank listens, and who it is. `nonce` is the leader's."""
+    """Where a rank listens, and who it is. `nonce` is drawn at its start."""
 
     endpoint: str
     host: str
@@ -110,24 +110,25 @@ class Introduction:
     facts: Facts
     timeout_s: float = MEET_TIMEOUT_S
 
-    def publish(self, endpoint: str, nonce: str = "") -> None:
+    def publish(self, endpoint: str, nonce: str) -> None:
         """Write our contact."""
         contact = Contact(
             endpoint=endpoint, host=socket.gethostname(), pid=os.getpid(), nonce=nonce, facts=dict(self.facts)
         )
-        self.store.set(_key(self.rank), Seal(self.token).close(_CODEC.encode(contact)).hex())
+        self._write(_key(self.rank), _CODEC.encode(contact))
 
-    def lookup(self, rank: int) -> tuple[Peer, str]:
-        """Wait for the contact of `rank`; its address, and the number it gives.
+    def lookup(self, rank: int) -> Peer:
+        """Wait for the contact of `rank`.
 
         Raises:
             RankError: it did not come in time, or has another token.
             ConfigError: it was started with another value of a flag.
         """
-        sealed, whose = self._await(rank), self.names[rank]
+        key, whose = _key(rank), self.names[rank]
+        self._await(rank)
         try:
-            contact = _CODEC.decode(Seal(self.token).open(bytes.fromhex(sealed.decode()), max_bytes=_MAX_BYTES))
-        except (ProtocolError, ValueError) as error:
+            contact = _CODEC.decode(self._read(key))
+        except ProtocolError as error:
             raise RankError(
                 f"{whose} was started with another PDSERVE_CONTROL_TOKEN, or a very different pdserve: {error}"
             ) from error
@@ -136,37 +137,52 @@ class Introduction:
             if ours != theirs:
                 message = f"{whose} on {contact.host} has {field} {theirs}, {self.names[self.rank]} has {ours}"
                 message += "; all must be started alike"
-                self.store.set(_REFUSED, f"{field}: {message}")
+                self._write(_REFUSED, f"{field}: {message}".encode())
                 raise ConfigError(message, field=field)
-        return Peer(rank, f"{whose} on {contact.host}, pid {contact.pid},", contact.endpoint), contact.nonce
+        return Peer(rank, f"{whose} on {contact.host}, pid {contact.pid},", contact.endpoint, contact.nonce)
 
-    def _await(self, rank: int) -> bytes:
-        """The contact as it was written. Who refuses to meet says so in the store, for those who wait for others."""
+    def _await(self, rank: int) -> None:
+        """Until there is a contact. A rank that refuses to meet says so in the store, for those that still wait."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             try:
                 self.store.wait([_key(rank)], timedelta(seconds=min(_SLICE_S, self.timeout_s)))
-                return self.store.get(_key(rank))
+                return
             except RuntimeError as error:
-                if self.store.check([_REFUSED]):
-                    raise ConfigError(self.store.get(_REFUSED).decode(errors="replace")[:_MAX_BYTES]) from error
+                if refusal := self._refusal():
+                    raise ConfigError(refusal) from error
                 if time.monotonic() >= deadline:
                     raise RankError(f"{self.names[rank]} did not come within {self.timeout_s:g} s") from error
 
+    def _refusal(self) -> str:
+        """Why a rank refuses to meet; empty while none does. What strangers write is none."""
+        if not self.store.check([_REFUSED]):
+            return ""
+        try:
+            return self._read(_REFUSED).decode(errors="replace")
+        except ProtocolError:
+            return ""
+
+    def _write(self, key: str, said: bytes) -> None:
+        self.store.set(key, contact_seal(self.token, key).close(said).hex())
+
+    def _read(self, key: str) -> bytes:
+        """What is written under `key`. Raises ProtocolError where it is not sealed with our token, or not for `key`."""
+        try:
+            sealed = bytes.fromhex(self.store.get(key).decode())
+        except ValueError as error:
+            raise ProtocolError(f"{key} is not what a rank writes") from error
+        return contact_seal(self.token, key).open(sealed, max_bytes=_MAX_BYTES)
+
     def lookup_followers(self) -> Sequence[Peer]:
         """The contacts of all ranks but the first. Raises like `lookup`."""
-        return [self.lookup(rank)[0] for rank in range(1, len(self.names))]
+        return [self.lookup(rank) for rank in range(1, len(self.names))]
 
 
 def rank_names(shape: ParallelShape) -> list[str]:
     """What the ranks of a replica are called."""
     places = [shape.place(rank) for rank in range(shape.num_ranks)]
     return [f"rank {place.rank} (tp {place.tp_rank}, pp {place.pp_rank})" for place in places]
-
-
-def secret_of(token: str, nonce: str) -> str:
-    """What the ranks of one incarnation of a replica seal with."""
-    return f"{token}\n{nonce}"
 
 
 def _key(rank: int) -> str:

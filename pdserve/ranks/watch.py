@@ -28,11 +28,12 @@ class LinkTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Another rank. `name` is for people: its number, host and process."""
+    """Another rank. `name` is for people: its number, host and process. `nonce` is what it drew at its start."""
 
     rank: int
     name: str
     endpoint: str
+    nonce: str
 
 
 @dataclasses.dataclass(slots=True)

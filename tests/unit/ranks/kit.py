@@ -18,10 +18,11 @@ from pdserve.memory.page_table import PageTable
 from pdserve.ranks.followers import Followers, meet_followers
 from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
 from pdserve.ranks.leader import Leader, Stopped
+from pdserve.ranks.links import Links
 from pdserve.ranks.mates import Mates
-from pdserve.ranks.messages import Begin, RankReady
+from pdserve.ranks.messages import Alive, Begin, RankReady, ToFollower, ToLeader, follower_codec, leader_codec
 from pdserve.ranks.rank_executor import RankExecutor
-from pdserve.ranks.watch import LinkTimes
+from pdserve.ranks.watch import LinkTimes, Peer
 
 TOKEN = "secret"
 HOST = "127.0.0.1"
@@ -132,3 +133,28 @@ def replica(
         followers.close()
         for thread in threads:
             thread.join()
+
+
+@contextlib.contextmanager
+def talking(
+    times: LinkTimes = TIMES, *, tap: str | None = None
+) -> Iterator[tuple[Links[ToFollower, ToLeader], Links[ToLeader, ToFollower], list[ToFollower], Losses]]:
+    """Leader and follower, what the follower got, and the losses of both. With `tap` the leader sends there instead."""
+    leader: Links[ToFollower, ToLeader] = Links(0, HOST, follower_codec(), leader_codec(), times)
+    follower: Links[ToLeader, ToFollower] = Links(1, HOST, leader_codec(), follower_codec(), times)
+    got: list[ToFollower] = []
+    losses = Losses()
+
+    def take(rank: int, order: ToFollower) -> None:
+        if not isinstance(order, Alive):
+            got.append(order)
+
+    of_leader = Peer(0, "rank 0", leader.endpoint, leader.nonce)
+    of_follower = Peer(1, "rank 1", tap or follower.endpoint, follower.nonce)
+    follower.connect([of_leader], TOKEN, alive=Alive(), on_message=take, on_lost=losses)
+    leader.connect([of_follower], TOKEN, alive=Alive(), on_message=lambda *_: None, on_lost=losses)
+    try:
+        yield leader, follower, got, losses
+    finally:
+        follower.close()
+        leader.close()

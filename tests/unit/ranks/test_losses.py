@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 from torch.distributed import FileStore, HashStore
 
 from pdserve.base.parallel import ParallelShape
@@ -25,7 +24,7 @@ from pdserve.ranks.links import Links
 from pdserve.ranks.meeting import Facts, facts_of
 from pdserve.ranks.messages import Agreed, Alive, ToFollower, ToLeader, follower_codec, leader_codec
 from pdserve.ranks.watch import LinkTimes, Peer
-from tests.unit.ranks.kit import HOST, TIMES, TOKEN, Losses
+from tests.unit.ranks.kit import HOST, TIMES, TOKEN, Losses, talking
 from tests.unit.transfer.waiting import wait_until
 
 SCRIPT = Path(__file__).with_name("follower_process.py")
@@ -197,7 +196,9 @@ def test_a_peer_that_nobody_listens_for_is_lost() -> None:
     gone = Links(1, HOST, leader_codec(), follower_codec(), TIMES)
     gone.close()
     losses = Losses()
-    links.connect([Peer(1, "rank 1", gone.endpoint)], TOKEN, alive=Alive(), on_message=lambda *_: None, on_lost=losses)
+    links.connect(
+        [Peer(1, "rank 1", gone.endpoint, gone.nonce)], TOKEN, alive=Alive(), on_message=lambda *_: None, on_lost=losses
+    )
     assert "rank 1 cannot be reached; it never said a word" in str(losses.wait())
     links.close()
 
@@ -212,47 +213,6 @@ def test_a_rank_that_never_comes_is_named() -> None:
 def test_a_host_that_is_not_ours_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 for other ranks"):
         Links(0, "192.0.2.1", follower_codec(), leader_codec())
-
-
-@contextlib.contextmanager
-def talking(
-    times: LinkTimes = TIMES,
-) -> Iterator[tuple[Links[ToFollower, ToLeader], Links[ToLeader, ToFollower], list[ToFollower], Losses]]:
-    """Leader and follower, what the follower got, and its losses."""
-    leader: Links[ToFollower, ToLeader] = Links(0, HOST, follower_codec(), leader_codec(), times)
-    follower: Links[ToLeader, ToFollower] = Links(1, HOST, leader_codec(), follower_codec(), times)
-    got: list[ToFollower] = []
-    losses = Losses()
-
-    def take(rank: int, order: ToFollower) -> None:
-        if not isinstance(order, Alive):
-            got.append(order)
-
-    follower.connect([Peer(0, "rank 0", leader.endpoint)], TOKEN, alive=Alive(), on_message=take, on_lost=losses)
-    leader.connect(
-        [Peer(1, "rank 1", follower.endpoint)], TOKEN, alive=Alive(), on_message=lambda *_: None, on_lost=Losses()
-    )
-    try:
-        yield leader, follower, got, losses
-    finally:
-        follower.close()
-        leader.close()
-
-
-def test_frames_of_strangers_are_refused_and_orders_keep_their_order() -> None:
-    with talking() as (leader, follower, got, losses):
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        stranger = context.socket(zmq.PUSH)
-        stranger.connect(follower.endpoint)
-        for frame in (b"", b"x", b"y" * 100):
-            stranger.send(frame)
-        for number in range(500):
-            leader.broadcast(Agreed(number))
-        wait_until(lambda: len(got) == 500 and follower.refused == 3, "all orders, and none of the stranger's")
-        assert got == [Agreed(number) for number in range(500)]
-        assert not losses.errors
-        stranger.close(linger=0)
-        context.term()
 
 
 def test_a_lost_order_is_not_passed_over() -> None:

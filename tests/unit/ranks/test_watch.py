@@ -11,7 +11,7 @@ TIMES = LinkTimes(beat_s=1.0, silent_s=10.0, join_s=60.0, grace_s=0.5)
 
 
 def make() -> Watch:
-    return Watch([Peer(rank, f"rank {rank} on h{rank}", "") for rank in (1, 2)], TIMES, now=0.0)
+    return Watch([Peer(rank, f"rank {rank} on h{rank}", "", "") for rank in (1, 2)], TIMES, now=0.0)
 
 
 def run_until(watch: Watch, start: float, end: float) -> list[tuple[float, Exception]]:
