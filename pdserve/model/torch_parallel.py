@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from pdserve.base.listeners import ports_closed_afterwards
 from pdserve.base.parallel import ParallelShape, Place, WidePlace
 from pdserve.errors import ConfigError, RankError
 from pdserve.model.parallel import Arrival, Parallel, SingleRank, StageRanks
@@ -29,6 +30,9 @@ from pdserve.model.wide_replicas import AllReplicas
 _LOG = logging.getLogger(__name__)
 TIMEOUT_S = 300.0
 """Longer than any step: a rank that computes is no rank that is gone."""
+
+_LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
+"""Torch's variable: gloo connects ranks when they first exchange something."""
 
 Backend = Literal["gloo", "nccl"]
 _SHARING = "sharing tokens"
@@ -177,7 +181,8 @@ def open_parallel(
 
     `host` is the address of this host that the other ranks reach, 127.0.0.1 when all are on one. The device says the
     backend: NCCL on CUDA, gloo elsewhere. With `fixed_order` a sum over ranks has the same bits wherever it stands in a
-    tensor: backends add each part of one in another order, which shows from three ranks on.
+    tensor: backends add each part of one in another order, which shows from three ranks on. When all are there, gloo's
+    ports are closed to everyone else.
 
     Raises:
         ConfigError: no network interface has the address `host`.
@@ -191,7 +196,8 @@ def open_parallel(
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # gloo carries numbers beside NCCL, too
         os.environ.setdefault(variable, interface)
     timeout = datetime.timedelta(seconds=timeout_s)
-    with _with_others("meeting"):
+    makes_all_now = backend == "gloo" and _LAZY_GLOO not in os.environ  # NCCL makes connections later
+    with _with_others("meeting"), ports_closed_afterwards() if makes_all_now else contextlib.nullcontext():
         dist.init_process_group(
             backend,
             store=PrefixStore("parallel", store),

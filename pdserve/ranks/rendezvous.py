@@ -10,6 +10,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
+from pdserve.base.listeners import close_port
 from pdserve.base.parallel import Place, WidePlace
 from pdserve.config.groups import ParallelConfig
 from pdserve.errors import ConfigError
@@ -49,3 +50,11 @@ def open_store(rendezvous: str, rank: int, num_ranks: int, timeout_s: float = ME
         reason = str(error).splitlines()[0]
         message = f"rank {rank} cannot meet the others at {host}:{port}: {reason}"
         raise ConfigError(message, field="dist_init_addr") from error
+
+
+def close_rendezvous(store: Store) -> None:
+    """Take no more connections; those of ranks stay. To be called when all ranks have met. Nothing happens in a process
+    that does not serve the TCP store.
+    """
+    if isinstance(store, TCPStore):
+        close_port(store.port)

@@ -27,7 +27,7 @@ from pdserve.ranks.meeting import LOOPBACK, facts_of, own_host
 from pdserve.ranks.messages import Begin, RankReady, TransferStart
 from pdserve.ranks.rank_executor import RankExecutor
 from pdserve.ranks.rebalance import Rebalancer, RoundRebalancer, StepRebalancer
-from pdserve.ranks.rendezvous import open_stores
+from pdserve.ranks.rendezvous import close_rendezvous, open_stores
 from pdserve.ranks.rounds import PreparedExecutor
 from pdserve.transfer.wire import RankMemory
 
@@ -160,6 +160,8 @@ def open_engine(
         stack.callback(met.close)  # before the ranks part: who is told that all ends does not take it for a loss
         with startup.part(RANKS):  # those that load longer than this one
             engine = dataclasses.replace(_join(config, built, parallel, met), startup=startup)
+        if built.device.type == "cpu":  # NCCL may connect to the store again
+            close_rendezvous(store)
         log.info("weights of all ranks: %s", engine.weights_fingerprint)
     except BaseException as error:
         met.close(error)

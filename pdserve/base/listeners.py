@@ -1,0 +1,67 @@
+"""Closes ports that libraries listen on for the life of the process but need only at its start. Linux.
+
+A filter that passes no packet is attached to the listening socket: the kernel drops new connections, those that were
+accepted before go on, and the library sees nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
+
+_SO_ATTACH_FILTER = 26
+_RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""A classic BPF instruction: keep 0 bytes of the packet."""
+
+
+@contextlib.contextmanager
+def ports_closed_afterwards() -> Iterator[None]:
+    """Ports that are opened inside, by any thread of the process, are closed at the end. Where the kernel refuses, they
+    stay open, with a warning.
+    """
+    before = {(fd, inode) for fd, inode, _ in _listeners()}
+    yield
+    for fd, inode, listener in _listeners():
+        if (fd, inode) not in before:
+            _close(listener)
+
+
+def close_port(port: int) -> None:
+    """Close a TCP port of this process; nothing where it has none of that number. Warns as above."""
+    for _, _, listener in _listeners():
+        if listener.getsockname()[1] == port:
+            _close(listener)
+
+
+def _listeners() -> Iterator[tuple[int, int, socket.socket]]:
+    """Each TCP socket of this process that listens: descriptor, inode, and a duplicate that is closed after use."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.stat(f"/proc/self/fd/{name}")
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            duplicate = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # closed meanwhile
+            continue
+        with duplicate:
+            is_tcp = duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM
+            if is_tcp and duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield int(name), status.st_ino, duplicate
+
+
+def _close(listener: socket.socket) -> None:
+    program = ctypes.create_string_buffer(_RETURN_NOTHING, len(_RETURN_NOTHING))
+    try:
+        listener.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program))
+        )  # fmt: skip
+    except OSError as error:
+        log.warning("port %d stays open to strangers: %s", listener.getsockname()[1], error)
