@@ -5,15 +5,18 @@ on failure.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import socket
 import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import requests
 
 from pdserve.base.process import Child, Ready, end_all
@@ -28,11 +31,22 @@ PYTHON = sys.executable
 class Server:
     """One started process and what it announced."""
 
-    def __init__(self, name: str, module: str, flags: Sequence[str], *, before: Sequence[str] = ()) -> None:
-        """`before` goes before the command line: a program that runs it somewhere else."""
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        flags: Sequence[str],
+        *,
+        before: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`before` goes before the command line: a program that runs it somewhere else. `variables` are added to our
+        environment.
+        """
         self.lines: deque[str] = deque(maxlen=200)
         RUNNING.add(self)
         env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+        env |= variables or {}
         self.child = Child(name, [*before, PYTHON, "-m", module, *flags], env=env, on_line=self.lines.append)
         self.ready: Ready | None = None
         self.headers: dict[str, str] = {}
@@ -178,6 +192,59 @@ def running_monolith(model: str, *flags: str) -> Iterator[Server]:
     server = start_server(model, "null", *flags, name="monolith")
     with running(server):
         yield server
+
+
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """One server of two nodes, which meet at `port` of loopback. The first has the HTTP server."""
+
+    first: Server
+    second: Server
+    port: int
+
+    @property
+    def ranks(self) -> list[psutil.Process]:
+        """Of both, in order."""
+        return [*ranks_of(self.first), *ranks_of(self.second)]
+
+
+def ranks_of(server: Server) -> list[psutil.Process]:
+    """The engine's processes, in the order of their start: the leader first."""
+    children = psutil.Process(server.child.pid).children(recursive=True)
+    return sorted((one for one in children if "spawn_main" in " ".join(one.cmdline())), key=lambda one: one.pid)
+
+
+@contextlib.contextmanager
+def running_nodes(model: str, token: str, *flags: str, between: Callable[[int], None] | None = None) -> Iterator[Nodes]:
+    """A server of two nodes with this control token. `between` is called with the port where they meet, after the start
+    of the first and before that of the second. When the first is told to end, the second must follow.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    argv = ["--model-path", model, "--port", "0", "--device", "cpu", *flags]
+    argv += ["--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{port}"]
+
+    def start(rank: int) -> Server:
+        flags, secret = [*argv, "--node-rank", str(rank)], {"PDSERVE_CONTROL_TOKEN": token}
+        return Server(f"node-{rank}", "pdserve.launch_server", flags, variables=secret)
+
+    first = start(0)
+    try:
+        if between is not None:
+            between(port)
+        second = start(1)
+    except BaseException:
+        end_all([first.child], GRACE_S)
+        raise
+    with running(first):
+        try:
+            yield Nodes(first, second, port)
+            first.child.ask_to_end()
+            assert second.child.wait_exit(30.0), "the other node follows"
+        finally:
+            status = second.child.end(10.0)
+        assert status == 0, list(second.lines)
 
 
 def assert_refused(model: str, flags: Sequence[str], field: str) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import requests
 
-from tests.e2e.harness import Server, assert_idle, assert_refused, running, running_monolith, running_pair
+from tests.e2e.harness import assert_idle, assert_refused, ranks_of, running_monolith, running_nodes, running_pair
 from tests.e2e.test_parity import ask, make_prompts, reference
 from tests.tiny import Family
 
@@ -87,34 +85,18 @@ def test_deterministic_mode(tiny_checkpoint: Callable[[Family], Path]) -> None:
 
 
 @pytest.mark.slow
-def test_replicas_whose_ranks_are_spread_over_two_nodes(
-    tiny_checkpoint: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PDSERVE_CONTROL_TOKEN", "of-these-nodes")
+def test_replicas_whose_ranks_are_spread_over_two_nodes(tiny_checkpoint: Callable[[Family], Path]) -> None:
     model, prompts = tiny_checkpoint("llama"), make_prompts(vocab_size=320)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    argv = ["--model-path", str(model), "--port", "0", "--device", "cpu", *COMMON, *FOUR]
-    argv += ["--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{port}"]
-    nodes = [Server(f"node-{rank}", "pdserve.launch_server", [*argv, "--node-rank", str(rank)]) for rank in (0, 1)]
-    with running(nodes[0]):
-        try:
-            for answer, tokens in zip(ask(nodes[0].url, prompts), reference(model, prompts), strict=True):
-                assert answer["output_ids"] == tokens
-            nodes[0].child.ask_to_end()
-            assert nodes[1].child.wait_exit(30.0), "the other node follows"
-        finally:
-            status = nodes[1].child.end(10.0)
-        assert status == 0, list(nodes[1].lines)
+    with running_nodes(str(model), "of-these-nodes", *COMMON, *FOUR) as nodes:
+        for answer, tokens in zip(ask(nodes.first.url, prompts), reference(model, prompts), strict=True):
+            assert answer["output_ids"] == tokens
 
 
 def test_a_lost_rank_of_one_replica_ends_the_server_for_the_clients_of_the_other(
     tiny_checkpoint: Callable[[Family], Path],
 ) -> None:
     with running_monolith(str(tiny_checkpoint("llama")), *COMMON, *TWO) as server:
-        children = psutil.Process(server.child.pid).children(recursive=True)
-        ranks = sorted((one for one in children if "spawn_main" in " ".join(one.cmdline())), key=lambda one: one.pid)
+        ranks = ranks_of(server)
         assert len(ranks) == 2
         body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}, "stream": True}
         with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=100) as stream:

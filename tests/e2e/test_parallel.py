@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 import requests
 
 from pdserve.transfer.transports.nixl_engine import is_installed
-from tests.e2e.harness import Pair, Server, assert_idle, assert_refused, running, running_monolith, running_pair, until
+from tests.e2e.harness import (
+    Pair,
+    Server,
+    assert_idle,
+    assert_refused,
+    ranks_of,
+    running_monolith,
+    running_nodes,
+    running_pair,
+    until,
+)
 from tests.e2e.test_parity import ask, make_prompts, reference
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import Family
@@ -145,12 +153,6 @@ def test_split_models_over_nixl(
     check_split(tiny_checkpoint("llama"), prefill, decode, "--disaggregation-transfer-backend", "nixl")
 
 
-def ranks_of(server: Server) -> list[psutil.Process]:
-    """The engine's processes, in the order of their start: the leader first."""
-    children = psutil.Process(server.child.pid).children(recursive=True)
-    return sorted((one for one in children if "spawn_main" in " ".join(one.cmdline())), key=lambda one: one.pid)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_rank_ends_the_server_with_a_clear_error(
     number: signal.Signals, tiny_checkpoint: Callable[[Family], Path]
@@ -170,26 +172,13 @@ def test_a_lost_rank_ends_the_server_with_a_clear_error(
         assert not leader.is_running() and not follower.is_running()
 
 
-def test_two_nodes(tiny_checkpoint: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PDSERVE_CONTROL_TOKEN", "of-these-nodes")
+def test_two_nodes(tiny_checkpoint: Callable[[Family], Path]) -> None:
     model = tiny_checkpoint("llama")
     prompts = make_prompts(vocab_size=320)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    split = ["--tp-size", "2", "--pp-size", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{port}"]
-    argv = ["--model-path", str(model), "--port", "0", "--device", "cpu", *COMMON, *split]
-    nodes = [Server(f"node-{rank}", "pdserve.launch_server", [*argv, "--node-rank", str(rank)]) for rank in (0, 1)]
-    with running(nodes[0]):
-        try:
-            assert [len(ranks_of(node)) for node in nodes] == [2, 2]
-            for prompt, tokens in zip(prompts, reference(model, prompts), strict=True):
-                assert ask(nodes[0].url, prompt)["output_ids"] == tokens
-            nodes[0].child.ask_to_end()
-            assert nodes[1].child.wait_exit(30.0), "the other node follows"
-        finally:
-            status = nodes[1].child.end(10.0)
-        assert status == 0, list(nodes[1].lines)
+    with running_nodes(str(model), "of-these-nodes", *COMMON, "--tp-size", "2", "--pp-size", "2") as nodes:
+        assert [len(ranks_of(node)) for node in (nodes.first, nodes.second)] == [2, 2]
+        for prompt, tokens in zip(prompts, reference(model, prompts), strict=True):
+            assert ask(nodes.first.url, prompt)["output_ids"] == tokens
 
 
 @pytest.mark.parametrize(
