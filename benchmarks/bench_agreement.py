@@ -41,13 +41,13 @@ from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.followers import meet_followers
 from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
-from pdserve.ranks.leader import Leader, Stopped
+from pdserve.ranks.leader import Rank0Link, Stopped
 from pdserve.ranks.rendezvous import open_store
-from pdserve.scheduler.scheduler import Event, Mail
-from pdserve.scheduler.shared_mail import FollowerMail, LeaderMail
+from pdserve.scheduler.scheduler import Event, InputSource
+from pdserve.scheduler.shared_mail import FollowerInputSource, LeaderInputSource
 from pdserve.transfer.events import CopyDone, CopyJob
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import Key
+from pdserve.transfer.wire import MemoryKey
 
 Way = Literal["on news", "every step"]
 HOST, TOKEN, TIMEOUT_S = "127.0.0.1", "agreement", 60.0
@@ -111,7 +111,7 @@ class TimedCopies:
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`."""
 
-    def expect(self, key: Key, rank: int, count: int) -> bool:
+    def expect(self, key: MemoryKey, rank: int, count: int) -> bool:
         """See `CopyEngine`."""
         raise AssertionError("it notifies of nothing")
 
@@ -126,13 +126,13 @@ class TimedCopies:
         for transfer in range(transfers):
             self._submitted.acquire()
             sleep_until(ends_at(began, rank, transfer))
-            post(CopyDone(Key(transfer, 1, "bench"), rank, None, settled=True, write_s=0.0))
+            post(CopyDone(MemoryKey(transfer, 1, "bench"), rank, None, settled=True, write_s=0.0))
 
 
 class Loop:
     """A rank's loop as a server has it, but for all that has nothing to do with copies."""
 
-    def __init__(self, ranks: int, mail: Mail, copies: RankCopies, log: InputLog, began: float) -> None:
+    def __init__(self, ranks: int, mail: InputSource, copies: RankCopies, log: InputLog, began: float) -> None:
         self._ranks = ranks
         self._mail = mail
         self._copies = copies
@@ -154,7 +154,7 @@ class Loop:
             due = min(transfers, int((self._log.now() - self._began) / GAP_S) + 2)
             for transfer in range(submitted, due):
                 for rank in range(self._ranks):
-                    self._copies.submit(CopyJob(Key(transfer, 1, "bench"), rank, "", "", (), 1, rank=rank))
+                    self._copies.submit(CopyJob(MemoryKey(transfer, 1, "bench"), rank, "", "", (), 1, rank=rank))
             submitted = max(submitted, due)
             look()
             if step_s:
@@ -177,7 +177,7 @@ def follow(way: Way, path: str, rank: int, ranks: int, transfers: int, step_s: f
     """The process of a rank but the first."""
     torch.set_num_threads(1)
     store = open_store(f"file://{path}", rank, ranks)
-    leader = Leader(ParallelShape(tp_size=ranks).place(rank), store, TOKEN, host=HOST)
+    leader = Rank0Link(ParallelShape(tp_size=ranks).place(rank), store, TOKEN, host=HOST)
     with joined(store, rank, ranks) as parallel, contextlib.suppress(Stopped):
         began = float(store.get("began"))
         if way == "every step":
@@ -187,7 +187,7 @@ def follow(way: Way, path: str, rank: int, ranks: int, transfers: int, step_s: f
             log = FollowerLog(f"rank {rank}", began, leader.hear)
             consensus = Consensus(copies, parallel.begin_least, log, leader.blame, lambda: None, in_step=True)
             copies.drive(TimedCopies(rank, began, transfers, copies.post), 0.0, 0.0, leader.report)
-            Loop(ranks, FollowerMail(log, consensus), copies, log, began).run(transfers, step_s, lambda: None)
+            Loop(ranks, FollowerInputSource(log, consensus), copies, log, began).run(transfers, step_s, lambda: None)
         leader.wait_stop()
     leader.close()
 
@@ -247,7 +247,7 @@ def lead(way: Way, ranks: int, transfers: int, step_s: float, stop: bool) -> dic
                 known = reduce_until_agreed(began, 0, transfers, step_s, looks)
             else:
                 copies.drive(TimedCopies(0, began, transfers, copies.post), 0.0, 0.0, consensus.heard)
-                loop = Loop(ranks, LeaderMail(mailbox, log, consensus), copies, log, began)
+                loop = Loop(ranks, LeaderInputSource(mailbox, log, consensus), copies, log, began)
                 known = loop.run(transfers, step_s, looks)
             took_s, cpu_s = time.monotonic() - began, cpu_seconds(processes) - cpu_s
             followers.close()

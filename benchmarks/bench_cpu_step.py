@@ -29,8 +29,8 @@ from benchmarks.kernels import CLOCKS
 from benchmarks.report import markdown_table, ratios, spread_of
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.executor.factory import build_executor
-from pdserve.executor.interface import BatchPlan, Row, run
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.executor.interface import BatchPlan, BatchRow, run
+from pdserve.protocol.sampling import CoreSamplingParams
 
 PAGE_TOKENS = MemoryConfig().page_size
 SHAPES = MODELS | TINY_MODELS
@@ -61,8 +61,8 @@ def step_of(kind: str, batch: int, context: int, shape: Path | None = None) -> C
     for index in range(batch):
         row = built.table.open(order[index * per_row : (index + 1) * per_row])
         assert row is not None, "there are rows and pages for all"
-        built.executor.open_row(row, [TOKEN] * context, context - 1, SamplingParams(temperature=0.0), None)
-        rows.append(Row(str(index), row, context - 1, context, True))
+        built.executor.open_row(row, [TOKEN] * context, context - 1, CoreSamplingParams(temperature=0.0), None)
+        rows.append(BatchRow(str(index), row, context - 1, context, True))
     for pool in built.executor.pools:
         pool.pages.zero_()
     return partial(run, built.executor, BatchPlan(0, tuple(rows)))

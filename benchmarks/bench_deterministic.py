@@ -21,10 +21,10 @@ from typing import Any, Literal
 import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
-from pdserve.executor.factory import Built, build_executor
-from pdserve.executor.interface import BatchPlan, Row, run
+from pdserve.executor.factory import LoadedEngine, build_executor
+from pdserve.executor.interface import BatchPlan, BatchRow, run
 from pdserve.memory.layout import pages_for
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import random_prompt
 
 SMOLLM2_SHAPE: dict[str, Any] = {
@@ -41,7 +41,7 @@ SMOLLM2_SHAPE: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = CoreSamplingParams(temperature=0.0)
 BATCHES = (1, 8, 32)
 DType = Literal["bfloat16", "float32"]
 
@@ -70,7 +70,7 @@ class Side:
     ) -> None:
         self._model = ModelConfig(model_path=path, dtype=dtype, load_format=load_format, context_length=4096)
         self._args = args
-        self._built: Built | None = None
+        self._built: LoadedEngine | None = None
 
     def build(self, deterministic: bool) -> float:
         """Load the model; seconds it took."""
@@ -114,7 +114,7 @@ class Side:
     def _step(self, rows: list[int], start: int, end: int) -> float:
         """Seconds of one step; it ends with its tokens on the host."""
         assert self._built is not None
-        plan = BatchPlan(0, tuple(Row(str(row), row, start, end, True) for row in rows))
+        plan = BatchPlan(0, tuple(BatchRow(str(row), row, start, end, True) for row in rows))
         began = self._clock()
         run(self._built.executor, plan)
         return self._clock() - began

@@ -18,15 +18,15 @@ import numpy as np
 
 from pdserve.base.hf_tokenizer import read_tokenizer_json
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
-from pdserve.executor.factory import Built, build_executor
-from pdserve.executor.interface import BatchPlan, Row, run
+from pdserve.executor.factory import LoadedEngine, build_executor
+from pdserve.executor.interface import BatchPlan, BatchRow, run
 from pdserve.grammar.compile import JsonRules, compile_grammar
 from pdserve.grammar.matcher import Matcher
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.memory.layout import pages_for
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 from pdserve.protocol.grammar import Grammar
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 
 STEPS = 60
 PROMPT = [10 + i for i in range(32)]
@@ -42,14 +42,14 @@ SCHEMA = {
 GRAMMAR = Grammar(kind="json_schema", text=json.dumps(SCHEMA))
 
 
-def steps_ms(built: Built, num_rows: int) -> tuple[float, float]:
+def steps_ms(built: LoadedEngine, num_rows: int) -> tuple[float, float]:
     """Median milliseconds of a decode step of `num_rows` rows: free text, and with the grammar."""
     executor, steps = built.executor, itertools.count()
     pages = iter(range(built.num_pages))
     needed = pages_for(len(PROMPT) + STEPS + 1, executor.layout.page_tokens)
     groups: list[list[int]] = []
     for grammar in (None, GRAMMAR):
-        sampling = SamplingParams(temperature=0.0, ignore_eos=True, grammar=grammar)
+        sampling = CoreSamplingParams(temperature=0.0, ignore_eos=True, grammar=grammar)
         taken_rows = [built.table.open(list(itertools.islice(pages, needed))) for _ in range(num_rows)]
         opened = [row for row in taken_rows if row is not None]
         for row in opened:
@@ -59,7 +59,9 @@ def steps_ms(built: Built, num_rows: int) -> tuple[float, float]:
     for step in range(STEPS):
         start = 0 if step == 0 else len(PROMPT) + step - 1
         for rows, times in zip(groups, taken, strict=True):
-            plan = BatchPlan(next(steps), tuple(Row(str(row), row, start, len(PROMPT) + step, True) for row in rows))
+            plan = BatchPlan(
+                next(steps), tuple(BatchRow(str(row), row, start, len(PROMPT) + step, True) for row in rows)
+            )
             began = time.perf_counter()
             assert not run(executor, plan).failed
             times.append(time.perf_counter() - began)

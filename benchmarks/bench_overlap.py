@@ -20,8 +20,8 @@ if __package__ in (None, ""):  # run by its path: `benchmarks`, `pdserve` and `t
 
 from benchmarks import report
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
-from pdserve.executor.factory import Built, build_executor
-from pdserve.executor.interface import BatchPlan, Row, StepHandle
+from pdserve.executor.factory import LoadedEngine, build_executor
+from pdserve.executor.interface import BatchPlan, BatchRow, StepHandle
 from pdserve.memory.layout import pages_for
 from tests.driver import GREEDY, random_prompt
 
@@ -31,7 +31,7 @@ NUM_WARM = 3
 class Loop:
     """Decode steps of one executor. `overlap`: one step stays in flight while the next is planned."""
 
-    def __init__(self, built: Built, overlap: bool) -> None:
+    def __init__(self, built: LoadedEngine, overlap: bool) -> None:
         self._built, self._overlap = built, overlap
 
     def run(self, batch: int, context: int, num_steps: int, plan_s: float) -> float:
@@ -44,7 +44,7 @@ class Loop:
             assert row is not None
             prompt = random_prompt(context, self._built.spec.vocab_size, seed=index)
             executor.open_row(row, prompt, context, GREEDY, None)
-            executor.resolve(executor.launch(BatchPlan(0, (Row(str(row), row, 0, context, True),))))
+            executor.resolve(executor.launch(BatchPlan(0, (BatchRow(str(row), row, 0, context, True),))))
             rows.append(row)
         self._steps(rows, context, NUM_WARM, plan_s)
         began = time.perf_counter()
@@ -60,7 +60,7 @@ class Loop:
         flying: StepHandle | None = None
         for position in range(start, start + num_steps):
             _plan_for(plan_s)
-            plan = BatchPlan(position, tuple(Row(str(row), row, position, position + 1, True) for row in rows))
+            plan = BatchPlan(position, tuple(BatchRow(str(row), row, position, position + 1, True) for row in rows))
             handle = executor.launch(plan)
             if flying is not None:
                 executor.resolve(flying)
@@ -79,7 +79,7 @@ def _plan_for(seconds: float) -> None:
         pass
 
 
-def build(args: argparse.Namespace, *, overlap: bool) -> Built:
+def build(args: argparse.Namespace, *, overlap: bool) -> LoadedEngine:
     """An executor for the largest batch."""
     pages = pages_for(args.context + NUM_WARM + args.steps + 1, 16)
     return build_executor(

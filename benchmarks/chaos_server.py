@@ -13,7 +13,7 @@ import sys
 from benchmarks.chaos_proxies import CONTROL, MOONCAKE, ask_for_proxy
 from pdserve import launch_server
 from pdserve.transfer.control import ZmqControlSocket
-from pdserve.transfer.transports.mooncake_engine import Receiver
+from pdserve.transfer.transports.mooncake_engine import MooncakeReceiver
 
 REGISTRAR_VARIABLE, NAME_VARIABLE = "PDSERVE_CHAOS_REGISTRAR", "PDSERVE_CHAOS_NAME"
 """Where proxies are asked for, and what the farm calls this server."""
@@ -21,7 +21,7 @@ REGISTRAR_VARIABLE, NAME_VARIABLE = "PDSERVE_CHAOS_REGISTRAR", "PDSERVE_CHAOS_NA
 
 def advertise_proxies(registrar: int, name: str) -> None:
     """Have control sockets and receiving engines of this process tell peers a proxy's port."""
-    open_socket, start_engine = ZmqControlSocket.__init__, Receiver.__init__
+    open_socket, start_engine = ZmqControlSocket.__init__, MooncakeReceiver.__init__
 
     def proxied(kind: str, where: str) -> str:
         host, _, port = where.rpartition(":")
@@ -31,13 +31,13 @@ def advertise_proxies(registrar: int, name: str) -> None:
         open_socket(self, host, token)
         self.endpoint = proxied(CONTROL, self.endpoint)
 
-    def start_proxied(self: Receiver, host: str, protocol: str, ib_device: str) -> None:
+    def start_proxied(self: MooncakeReceiver, host: str, protocol: str, ib_device: str) -> None:
         start_engine(self, host, protocol, ib_device)
         self.session = proxied(MOONCAKE, self.session)
         self.address = f"{self.session}/{self.address.partition('/')[2]}"
 
     ZmqControlSocket.__init__ = open_proxied  # type: ignore[method-assign]
-    Receiver.__init__ = start_proxied  # type: ignore[method-assign,assignment]
+    MooncakeReceiver.__init__ = start_proxied  # type: ignore[method-assign,assignment]
 
 
 if __name__ in ("__main__", "__mp_main__"):

@@ -22,10 +22,10 @@ from pdserve.memory.page_table import PageTable
 from pdserve.protocol.codec import Codec
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import GenerateRequest, RoomAddress, ToApi, WaitsFor
-from pdserve.protocol.sampling import SamplingParams
-from pdserve.scheduler.core import Core, Limits, Outbox
+from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.scheduler.core import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.req import Req
-from pdserve.scheduler.roles.base import Role
+from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
@@ -38,7 +38,7 @@ from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import Address, CopyJob, PrefillFound, ReceiverOpened
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST, KVArgs, KVManager, TransferTimes
 from pdserve.transfer.peers import SessionTimes
-from pdserve.transfer.wire import Key, RankMemory
+from pdserve.transfer.wire import MemoryKey, RankMemory
 
 PAGE_TOKENS = 16
 PREFILL: Address = ("prefill", 1)
@@ -90,74 +90,74 @@ class WatchedExecutor(CostModelExecutor):
 
 
 class WatchedRole:
-    """Implements `Role`: another one, with its CPU time counted as `poll`, `plan` and `commit`."""
+    """Implements `SchedulerRole`: another one, with its CPU time counted as `poll`, `plan` and `commit`."""
 
-    def __init__(self, role: Role, watch: Watch) -> None:
+    def __init__(self, role: SchedulerRole, watch: Watch) -> None:
         self.role, self.watch = role, watch
 
     @property
     def live(self) -> dict[str, Req]:
-        """See `Role`."""
+        """See `SchedulerRole`."""
         return self.role.live
 
     @property
     def num_waiting(self) -> int:
-        """See `Role`."""
+        """See `SchedulerRole`."""
         return self.role.num_waiting
 
     def admit(self, req: Req) -> None:
-        """See `Role`."""
+        """See `SchedulerRole`."""
         self.role.admit(req)
 
     def poll(self) -> None:
-        """See `Role`."""
+        """See `SchedulerRole`."""
         began = time.thread_time_ns()
         self.role.poll()
         self.watch.timed("poll", began)
 
     @property
     def must_settle(self) -> bool:
-        """See `Role`. Counted as `plan`."""
+        """See `SchedulerRole`. Counted as `plan`."""
         began = time.thread_time_ns()
         answer = self.role.must_settle
         self.watch.timed("plan", began)
         return answer
 
     def plan(self, step: int) -> BatchPlan | None:
-        """See `Role`."""
+        """See `SchedulerRole`."""
         began = time.thread_time_ns()
         plan = self.role.plan(step)
         self.watch.timed("plan", began)
         return plan
 
     def launched(self, handle: StepHandle) -> None:
-        """See `Role`."""
+        """See `SchedulerRole`."""
         self.role.launched(handle)
 
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
-        """See `Role`."""
+        """See `SchedulerRole`."""
         began = time.thread_time_ns()
         self.role.commit(plan, result)
         self.watch.timed("commit", began)
 
     def end(self, req: Req, failure: Failure | None) -> None:
-        """See `Role`."""
+        """See `SchedulerRole`."""
         self.role.end(req, failure)
 
     def queues(self) -> dict[str, int]:
-        """See `Role`."""
+        """See `SchedulerRole`."""
         return self.role.queues()
 
     def waits_for(self, req: Req) -> WaitsFor:
-        """See `Role`."""
+        """See `SchedulerRole`."""
         return self.role.waits_for(req)
 
     def facts(self) -> dict[str, float]:
-        """See `Role`."""
+        """See `SchedulerRole`."""
         return self.role.facts()
 
     def retract_all(self) -> None:
-        """See `Role`."""
+        """See `SchedulerRole`."""
         self.role.retract_all()
 
 
@@ -178,7 +178,7 @@ class HeldEngine:
     def submit(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
 
-    def expect(self, key: Key, rank: int, count: int) -> bool:
+    def expect(self, key: MemoryKey, rank: int, count: int) -> bool:
         """See `CopyEngine`."""
         raise AssertionError("it notifies of nothing")
 
@@ -228,9 +228,11 @@ class CostedServer:
         )
         executor = WatchedExecutor(LAYOUT, sizes.num_pages, CostModel(), net.clock)
         executor.watch = self.watch
-        limits = Limits(chunk_tokens=sizes.chunk_tokens, reserved_decode_tokens=0)
+        limits = StepLimits(chunk_tokens=sizes.chunk_tokens, reserved_decode_tokens=0)
         codec: Codec[ToApi] = Codec(ToApi)
-        self.core = Core(self.memory, executor, Outbox(lambda message: self._send(codec, message)), net.clock, limits)
+        self.core = SchedulerContext(
+            self.memory, executor, Outbox(lambda message: self._send(codec, message)), net.clock, limits
+        )
         waiting = WaitingQueue(sizes.policy, 10.0, self.memory)
         self.kv = None if mode == "null" else self._transfer(mode, executor, sizes.num_aux, net)
         self.scheduler = Scheduler(self._role(mode, waiting), self.core, self.kv, self.mailbox)
@@ -263,8 +265,8 @@ class CostedServer:
     def _send(self, codec: Codec[ToApi], message: ToApi) -> None:
         self.num_bytes_sent += len(codec.encode(message))
 
-    def _role(self, mode: str, waiting: WaitingQueue) -> Role:
-        role: Role
+    def _role(self, mode: str, waiting: WaitingQueue) -> SchedulerRole:
+        role: SchedulerRole
         if self.kv is None:
             role = MonolithRole(self.core, waiting)
         elif mode == "prefill":
@@ -306,7 +308,7 @@ class Prompts:
     def __init__(self, num_tokens: int, max_new_tokens: int, first: int = 0) -> None:
         self._rng = random.Random(0)
         self._num_tokens = num_tokens
-        self._sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
+        self._sampling = CoreSamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
         self._heads = [self._tokens(num_tokens // 2) for _ in range(8)]
         self._numbers = itertools.count(first)
 

@@ -17,24 +17,24 @@ import sys
 import time
 from collections.abc import Sequence
 
-from pdserve.base.process import Ready, announce_ready
+from pdserve.base.process import ServerReady, announce_ready
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import resolve
 from pdserve.launch_server import tokenizer_dir_of
 from pdserve.protocol.channel import ChannelAddress, ZmqApiChannel, ZmqSchedulerChannel
 from pdserve.protocol.messages import (
-    Beat,
+    EngineCoreOutput,
     EngineReady,
     EngineState,
     FinishReason,
     GenerateRequest,
     OutputBatch,
-    RequestOutput,
+    SchedulerBeat,
     Shutdown,
     StateQuery,
     StateReply,
 )
-from pdserve.server.life import Backend
+from pdserve.server.life import EngineBackend
 from pdserve.server.run import run_api
 
 VOCAB_SIZE, FIRST_WORD = 49152, 1000
@@ -64,9 +64,9 @@ def serve(channel: str, model: str) -> int:
     config = resolve(parse_server_args(["--model-path", model, "--port", "0", "--device", "cpu"]))
 
     def announce(port: int) -> None:
-        announce_ready(Ready(role="null", url=f"http://127.0.0.1:{port}", bootstrap_port=None))
+        announce_ready(ServerReady(role="null", url=f"http://127.0.0.1:{port}", bootstrap_port=None))
 
-    backend = Backend(
+    backend = EngineBackend(
         config=config,
         open_channel=lambda: ZmqApiChannel(ChannelAddress(channel)),
         engine_died=lambda: None,
@@ -92,7 +92,7 @@ class StandIn:
             message = self._channel.recv(0.5)
             match message:
                 case None:
-                    self._channel.beat(Beat(dp_rank=0, turn_s=None, num_turns=0))
+                    self._channel.beat(SchedulerBeat(dp_rank=0, turn_s=None, num_turns=0))
                 case GenerateRequest():
                     waiting.append(message)
                     if len(waiting) == num_streams:
@@ -114,7 +114,7 @@ class StandIn:
             last = step == self._num_tokens - 1
             finish = FinishReason(type="length", length=self._num_tokens) if last else None
             outputs = [
-                RequestOutput(
+                EngineCoreOutput(
                     rid=request.rid,
                     token_ids=[self._rng.randrange(FIRST_WORD, VOCAB_SIZE)],
                     finish=finish,

@@ -15,13 +15,13 @@ import torch
 from benchmarks.strip_reader import StripReader
 from pdserve.base.native import best_level
 from pdserve.config.groups import MemoryConfig
-from pdserve.executor.row_params import RowParams
+from pdserve.executor.row_params import SamplingMetadata
 from pdserve.memory.shared import allocate_private
 from pdserve.model.forward_batch import ForwardBatch, HostRows
 from pdserve.model.native.choice import NativeChooser
 from pdserve.model.native.program import HeadShape, Program, Threads
 from pdserve.model.native.weights import Arena, Format, open_packed, pack, pack_gated
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 
 HEADS = HeadShape(layers=30, num_heads=9, num_kv_heads=3, page_tokens=MemoryConfig().page_size, dim=64)
 """SmolLM2-135M's, in pages as servers have them."""
@@ -285,10 +285,10 @@ def reading_case(read: StripReader, name: str, num_rows: int, tokens: int, *, by
     )  # fmt: skip
 
 
-def choice_case(threads: Threads, name: str, num_rows: int, request: SamplingParams) -> Case:
+def choice_case(threads: Threads, name: str, num_rows: int, request: CoreSamplingParams) -> Case:
     """A token for each row of logits; they are read once at least."""
     logits = torch.randn(num_rows, VOCAB) * 3
-    params = RowParams(num_rows, ())
+    params = SamplingMetadata(num_rows, ())
     for row in range(num_rows):
         params.set(row, 1, request, None)
     picked = params.pick(np.arange(num_rows), np.ones(num_rows, dtype=np.int64))

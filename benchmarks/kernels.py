@@ -47,7 +47,7 @@ from benchmarks.strip_reader import StripReader
 from pdserve.base.native import best_level
 from pdserve.model.native.program import Threads
 from pdserve.model.native.weights import Format
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 
 LIMIT_BYTES = 256 << 20
 LIMIT_SIZE = 1536
@@ -80,9 +80,9 @@ def all_cases(threads: Threads) -> list[Case]:
         cases.append(attention_case(threads, f"decode, {rows} rows of {tokens:,}", rows, tokens - 1, tokens))
     cases += [attention_case(threads, f"prompt of {tokens}", 1, 0, tokens) for tokens in (512, 2048)]
     for name, request in (
-        ("best token", SamplingParams(temperature=0.0)),
-        ("drawn token", SamplingParams(seed=0)),
-        ("drawn with top_p 0.9", SamplingParams(seed=0, top_p=0.9)),
+        ("best token", CoreSamplingParams(temperature=0.0)),
+        ("drawn token", CoreSamplingParams(seed=0)),
+        ("drawn with top_p 0.9", CoreSamplingParams(seed=0, top_p=0.9)),
     ):
         cases += [choice_case(threads, name, rows, request) for rows in FEW]
     wake = waking(threads)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pdserve.base.process import Child, ChildError, Ready, end_all
+from pdserve.base.process import Child, ChildError, ServerReady, end_all
 from pdserve.launch_local import LocalConfig, LocalService
 
 READY_S = 120.0
@@ -28,7 +28,7 @@ class Server:
         env = dict(os.environ, OMP_NUM_THREADS=str(threads), HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
         self.child = Child(name, [sys.executable, "-m", module, *flags], env=env, on_line=self.lines.append)
 
-    def wait(self) -> Ready:
+    def wait(self) -> ServerReady:
         """Block until it serves. Raises ChildError with its last lines."""
         try:
             return self.child.wait_ready(READY_S)

@@ -51,7 +51,7 @@ CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RankStart:
+class RankStartInfo:
     """What a rank's process is told. `rendezvous` is None for a rank that is alone; `cores` are those to stay on."""
 
     config: ServerConfig
@@ -73,7 +73,7 @@ class RankStart:
         return f"{name} scheduler" if self.rank == 0 else f"{name} rank {self.rank}"
 
 
-class Engine:
+class EngineProcesses:
     """All processes of the engine on this host. Main thread only, but for `died`."""
 
     def __init__(self, config: ServerConfig, bootstrap_port: int | None) -> None:
@@ -93,7 +93,7 @@ class Engine:
         sharing = parallel.num_sharing > 1
         meets = sharing or shape.num_ranks > 1
         self._starts = [
-            RankStart(
+            RankStartInfo(
                 config=config,
                 address=address,
                 server=server,
@@ -168,7 +168,7 @@ class Engine:
             process.join(max(0.0, deadline - time.monotonic()))
 
 
-def rank_main(start: RankStart) -> None:
+def rank_main(start: RankStartInfo) -> None:
     """The process of one rank. Ctrl-C is the parent's to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(start.parent_pid)
@@ -210,7 +210,7 @@ def may_compute_natively(config: ServerConfig) -> bool:
     return kernels.device == "cpu" and not torch_alone and dtype in ("auto", "bfloat16")
 
 
-def own_devices(start: RankStart, visible: str | None) -> str:
+def own_devices(start: RankStartInfo, visible: str | None) -> str:
     """The CUDA devices of this replica: as many as it has ranks on this host, behind those of the replicas before it.
 
     `visible` is the variable as it was given. To be set before torch is imported.
@@ -230,13 +230,13 @@ def own_devices(start: RankStart, visible: str | None) -> str:
     return ",".join(devices[first : first + count])
 
 
-def _lead(start: RankStart) -> None:
+def _lead(start: RankStartInfo) -> None:
     from pdserve.scheduler.build import run_scheduler
-    from pdserve.scheduler.build_transfer import Replica
+    from pdserve.scheduler.build_transfer import ReplicaId
 
     startup = StartupTimes()
     startup.add(IMPORTS, process_age_s())
-    replica = Replica(
+    replica = ReplicaId(
         server=start.server, dp_rank=start.dp_rank, bootstrap_port=start.bootstrap_port, rendezvous=start.rendezvous
     )
     channel = ZmqSchedulerChannel(start.address)
@@ -246,7 +246,7 @@ def _lead(start: RankStart) -> None:
         channel.close()
 
 
-def _follow(start: RankStart) -> None:
+def _follow(start: RankStartInfo) -> None:
     from pdserve.scheduler.build_follower import run_follower
 
     assert start.rendezvous is not None

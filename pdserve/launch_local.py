@@ -29,7 +29,7 @@ from typing import IO, get_args
 
 from pdserve.base.cores import cores_of, share_cores
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY
-from pdserve.base.process import Child, ChildError, Ready, end_all
+from pdserve.base.process import Child, ChildError, ServerReady, end_all
 from pdserve.base.session_proof import worker_secret
 from pdserve.config.local_access import LocalAccess, access_of, add_access
 from pdserve.config.role_flags import Role, flags_for, flags_for_router
@@ -125,7 +125,7 @@ def server_argv(config: LocalConfig, role: Role, index: int = 0) -> list[str]:
     return [*argv, *flags_for(role, config.server_flags), *own]
 
 
-def router_argv(config: LocalConfig, prefills: Sequence[Ready], decodes: Sequence[Ready]) -> list[str]:
+def router_argv(config: LocalConfig, prefills: Sequence[ServerReady], decodes: Sequence[ServerReady]) -> list[str]:
     """Arguments of the router, once the servers have said where they are."""
     argv = ["--pd-disaggregation", "--host", config.router_host, "--port", str(config.router_port)]
     argv += ["--policy", config.policy, *config.access.router_flags]
@@ -206,7 +206,7 @@ class LocalService:
     def _children(self) -> list[Child]:
         return [*self._routers, *self._servers["decode"], *self._servers["prefill"]]
 
-    def _wait(self, child: Child, deadline: float) -> Ready:
+    def _wait(self, child: Child, deadline: float) -> ServerReady:
         """Wait in slices: a death elsewhere or a signal ends the wait too."""
         while True:
             try:

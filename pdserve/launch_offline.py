@@ -23,7 +23,7 @@ from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.launch_engine import REFUSED, ROLES, Engine
+from pdserve.launch_engine import REFUSED, ROLES, EngineProcesses
 
 PREFIX = "PDSERVE_ENGINE "
 LOOPBACK = "127.0.0.1"
@@ -36,21 +36,21 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     bootstrap_port: int | None
 
 
-class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ConfigRefusal(msgspec.Struct, frozen=True, kw_only=True, tag="Refusal"):
     """The configuration is wrong; `field` names what is, where one flag alone is at fault."""
 
     message: str
     field: str | None
 
 
-def parse_line(line: str) -> Announcement | Refusal | None:
+def parse_line(line: str) -> Announcement | ConfigRefusal | None:
     """What a host says of itself in a line of its output; None when it is some other line."""
     if not line.startswith(PREFIX):
         return None
-    return msgspec.json.decode(line.removeprefix(PREFIX), type=Announcement | Refusal)
+    return msgspec.json.decode(line.removeprefix(PREFIX), type=Announcement | ConfigRefusal)
 
 
-def _say(what: Announcement | Refusal) -> None:
+def _say(what: Announcement | ConfigRefusal) -> None:
     print(PREFIX + msgspec.json.encode(what).decode(), flush=True)
 
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode])
         return host(without_streams(config, resolve(config)))
     except PdserveError as error:
-        _say(Refusal(message=str(error), field=error.field if isinstance(error, ConfigError) else None))
+        _say(ConfigRefusal(message=str(error), field=error.field if isinstance(error, ConfigError) else None))
         return REFUSED
 
 
@@ -82,14 +82,14 @@ def host(config: ServerConfig) -> int:
     from pdserve.transfer.bootstrap import BootstrapServer
 
     bootstrap: BootstrapServer | None = None
-    engine: Engine | None = None
+    engine: EngineProcesses | None = None
     try:
         if config.disagg.disaggregation_mode == "prefill":
             port = config.disagg.disaggregation_bootstrap_port
             assert port is not None, "resolve has filled it in"
             bootstrap = BootstrapServer(LOOPBACK, port, token=control_token())
         bootstrap_port = None if bootstrap is None else bootstrap.port
-        engine = Engine(config, bootstrap_port)
+        engine = EngineProcesses(config, bootstrap_port)
         directories = [address.directory for address in engine.addresses]
         _say(Announcement(directories=directories, bootstrap_port=bootstrap_port))
         engine.start()

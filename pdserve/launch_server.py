@@ -20,17 +20,17 @@ from pdserve.base.env import CONTROL_TOKEN, control_token
 from pdserve.base.exposure import url_host, warn_open, warn_unsealed, warn_weak
 from pdserve.base.leaving import leave_at_signals
 from pdserve.base.log import setup_logging
-from pdserve.base.process import Ready, announce_ready
+from pdserve.base.process import ServerReady, announce_ready
 from pdserve.config import DisaggMode, ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import for_mode, resolve
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.launch_engine import REFUSED, ROLES, Engine
+from pdserve.launch_engine import REFUSED, ROLES, EngineProcesses
 from pdserve.protocol.channel import ApiChannel, ZmqApiChannel
 from pdserve.protocol.replicas import ReplicatedChannel
 
 if TYPE_CHECKING:
-    from pdserve.server.life import Backend
+    from pdserve.server.life import EngineBackend
     from pdserve.transfer.bootstrap import BootstrapServer
 
 
@@ -78,7 +78,7 @@ class Sides:
         self._sides: list[Side] = []
         self._bootstrap_port: int | None = None
 
-    def add(self, config: ServerConfig) -> Backend:
+    def add(self, config: ServerConfig) -> EngineBackend:
         """One more side, not started."""
         _warn(config)
         ports = [config.disagg.disaggregation_bootstrap_port]
@@ -89,7 +89,7 @@ class Sides:
         self._sides = [*self._sides[-1:], side]  # those before have ended
         return side.backend()
 
-    def other(self, role: DisaggMode) -> Backend:
+    def other(self, role: DisaggMode) -> EngineBackend:
         """What there is to be in another role.
 
         Raises:
@@ -125,18 +125,18 @@ class Side:
             config = dataclasses.replace(config, disagg=disagg)
         self._config = config
         try:
-            self.engine = Engine(config, self._bootstrap_port)
+            self.engine = EngineProcesses(config, self._bootstrap_port)
         except ConfigError:
             if self.bootstrap is not None:
                 self.bootstrap.close()
             raise
 
-    def backend(self) -> Backend:
+    def backend(self) -> EngineBackend:
         """As the API process sees it."""
-        from pdserve.server.life import Backend
+        from pdserve.server.life import EngineBackend
 
         bootstrap = self.bootstrap
-        return Backend(
+        return EngineBackend(
             config=self._config,
             open_channel=self._open_channel,
             engine_died=self.engine.died,
@@ -150,7 +150,7 @@ class Side:
         )
 
     def end(self, *, told: bool) -> None:
-        """See `Engine.end`; any number of times."""
+        """See `EngineProcesses.end`; any number of times."""
         self.engine.end(told=told)
         if self.bootstrap is not None:
             self.bootstrap.close()
@@ -169,7 +169,7 @@ class Side:
 
     def _announce(self, port: int) -> None:
         url = f"{self._config.access.scheme}://{url_host(self._config.serving.host)}:{port}"
-        announce_ready(Ready(role=self._role, url=url, bootstrap_port=self._bootstrap_port))
+        announce_ready(ServerReady(role=self._role, url=url, bootstrap_port=self._bootstrap_port))
 
 
 def _open_bootstrap(host: str, ports: Sequence[int]) -> BootstrapServer:
@@ -184,7 +184,7 @@ def _open_bootstrap(host: str, ports: Sequence[int]) -> BootstrapServer:
 def join(config: ServerConfig) -> int:
     """On a host that is not node 0: run its ranks until the leader tells them to stop."""
     check_split(config)
-    engine = Engine(config, None)
+    engine = EngineProcesses(config, None)
     try:
         engine.start()
         status = engine.wait()

@@ -22,7 +22,7 @@ import msgspec
 import openai
 from openai.types.chat import ChatCompletionMessageParam
 
-from pdserve.base.process import Child, ChildError, Ready
+from pdserve.base.process import Child, ChildError, ServerReady
 from pdserve.protocol.messages import RequestTiming
 
 QUESTION = "Why is the sky blue? Answer in three sentences."
@@ -69,11 +69,11 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     return args, rest
 
 
-def read_ready(line: str) -> Ready | None:
+def read_ready(line: str) -> ServerReady | None:
     """The base URL in launch_local's last start-up line."""
     if not line.startswith(READY_PREFIX):
         return None
-    return Ready(role="local", url=line.removeprefix(READY_PREFIX).split()[0])
+    return ServerReady(role="local", url=line.removeprefix(READY_PREFIX).split()[0])
 
 
 @contextlib.contextmanager

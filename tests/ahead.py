@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
-from pdserve.executor.factory import Built, build_executor
-from pdserve.executor.interface import BatchPlan, Row, SampledToken, StepHandle, StepResult
+from pdserve.executor.factory import LoadedEngine, build_executor
+from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepHandle, StepResult
 from pdserve.protocol.grammar import Grammar
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import Driver, random_prompt
 from tests.tiny import VOCAB_SIZE
 
@@ -30,7 +30,7 @@ class Request:
     prompt: tuple[int, ...]
     num_new: int
     arrives: int
-    sampling: SamplingParams
+    sampling: CoreSamplingParams
     top_logprobs: int | None = None
 
     def ranges(self) -> list[tuple[int, int, bool]]:
@@ -45,14 +45,14 @@ def requests(*, grammars: bool = True) -> list[Request]:
     grammars, and are left out without `grammars`.
     """
     kinds = [
-        (SamplingParams(temperature=0.0), None),
-        (SamplingParams(temperature=1.2, seed=5, top_k=40, logit_bias={7: 3.0}), 2),
-        (SamplingParams(temperature=1.0, seed=6, repetition_penalty=1.4, frequency_penalty=0.7), 0),
-        (SamplingParams(temperature=0.0, presence_penalty=1.5, min_new_tokens=4, stop_token_ids=(9,)), None),
-        (SamplingParams(temperature=1.5, seed=8, top_p=0.9, repetition_penalty=1.2), 3),
-        (SamplingParams(temperature=0.0, frequency_penalty=1.0), 1),
-        (SamplingParams(temperature=1.0, seed=9, grammar=Grammar(kind="regex", text="([0-9]{2},)+x[a-f]{40}")), 2),
-        (SamplingParams(temperature=0.0, grammar=Grammar(kind="json_schema", text=_SCHEMA)), None),
+        (CoreSamplingParams(temperature=0.0), None),
+        (CoreSamplingParams(temperature=1.2, seed=5, top_k=40, logit_bias={7: 3.0}), 2),
+        (CoreSamplingParams(temperature=1.0, seed=6, repetition_penalty=1.4, frequency_penalty=0.7), 0),
+        (CoreSamplingParams(temperature=0.0, presence_penalty=1.5, min_new_tokens=4, stop_token_ids=(9,)), None),
+        (CoreSamplingParams(temperature=1.5, seed=8, top_p=0.9, repetition_penalty=1.2), 3),
+        (CoreSamplingParams(temperature=0.0, frequency_penalty=1.0), 1),
+        (CoreSamplingParams(temperature=1.0, seed=9, grammar=Grammar(kind="regex", text="([0-9]{2},)+x[a-f]{40}")), 2),
+        (CoreSamplingParams(temperature=0.0, grammar=Grammar(kind="json_schema", text=_SCHEMA)), None),
     ]
     return [
         Request(tuple(random_prompt(5 + 9 * i, VOCAB_SIZE, seed=i)), 9 + i, 3 * i, sampling, top)
@@ -63,7 +63,7 @@ def requests(*, grammars: bool = True) -> list[Request]:
 
 def build_ahead(
     path: Path, *, overlap: bool, device: Literal["cpu", "cuda"] = "cpu", page_size: int = 16, max_rows: int = 6
-) -> Built:
+) -> LoadedEngine:
     """An executor whose steps may be launched ahead; the caller closes it."""
     return build_executor(
         ServerConfig(
@@ -76,7 +76,9 @@ def build_ahead(
     )
 
 
-def generate_ahead(built: Built, wanted: list[Request], *, depth: int, layer_marks: bool = False) -> list[StepResult]:
+def generate_ahead(
+    built: LoadedEngine, wanted: list[Request], *, depth: int, layer_marks: bool = False
+) -> list[StepResult]:
     """The result of every step, with up to `depth` of them unresolved at once."""
     driver, executor = Driver(built), built.executor
     ranges = [request.ranges() for request in wanted]
@@ -97,7 +99,7 @@ def generate_ahead(built: Built, wanted: list[Request], *, depth: int, layer_mar
                 limit = len(request.prompt) + request.num_new
                 rows[i] = driver.open(request.prompt, limit, request.sampling, top_logprobs=request.top_logprobs)
             if 0 <= step - request.arrives < len(ranges[i]):
-                plan.append(Row(str(i), rows[i], *ranges[i][step - request.arrives]))
+                plan.append(BatchRow(str(i), rows[i], *ranges[i][step - request.arrives]))
         flying.append((step, executor.launch(BatchPlan(step, tuple(plan)), layer_marks=layer_marks)))
         if len(flying) == depth:
             resolve()

@@ -11,13 +11,13 @@ from typing import Literal
 import torch
 
 from pdserve.config.groups import AttentionBackend, KernelConfig, MemoryConfig, ModelConfig, ServerConfig
-from pdserve.executor.factory import Built, build_executor
-from pdserve.executor.interface import BatchPlan, Row, SampledToken, StepResult, run
+from pdserve.executor.factory import LoadedEngine, build_executor
+from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepResult, run
 from pdserve.memory.layout import pages_for
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = CoreSamplingParams(temperature=0.0)
 
 
 def build(
@@ -36,7 +36,7 @@ def build(
     attention_backend: AttentionBackend = "auto",
     disable_cuda_graph: bool = False,
     deterministic: bool = False,
-) -> Built:
+) -> LoadedEngine:
     """An executor on CPU, with one thread unless told otherwise, or on the CUDA device."""
     return build_executor(
         ServerConfig(
@@ -64,7 +64,7 @@ def build(
 class Driver:
     """Requests on one executor. Pages are given out in a scattered order, and start as NaN everywhere."""
 
-    def __init__(self, built: Built, *, seed: int = 0) -> None:
+    def __init__(self, built: LoadedEngine, *, seed: int = 0) -> None:
         self.built = built
         for pool in built.executor.pools:
             pool.pages.fill_(float("nan"))
@@ -76,7 +76,7 @@ class Driver:
         self,
         tokens: Sequence[int],
         max_tokens: int,
-        sampling: SamplingParams = GREEDY,
+        sampling: CoreSamplingParams = GREEDY,
         *,
         num_prompt: int | None = None,
         top_logprobs: int | None = None,
@@ -103,7 +103,7 @@ class Driver:
 
     def result(self, *rows: tuple[int, int, int, bool]) -> StepResult:
         """The same, and all that it gives."""
-        entries = tuple(Row(str(row), row, start, end, take) for row, start, end, take in rows)
+        entries = tuple(BatchRow(str(row), row, start, end, take) for row, start, end, take in rows)
         plan = BatchPlan(next(self._steps), entries)
         result = run(self.built.executor, plan)
         assert result.step == plan.step

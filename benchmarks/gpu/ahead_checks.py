@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.executor_checks import LOGPROB_TOLERANCE, Device, prompts
-from pdserve.executor.factory import Built
-from pdserve.executor.interface import BatchPlan, LayerMarks, Row, StepHandle
+from pdserve.executor.factory import LoadedEngine
+from pdserve.executor.interface import BatchPlan, BatchRow, LayerEvents, StepHandle
 from pdserve.memory.layout import pages_for
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from tests.ahead import Request, build_ahead, generate_ahead, requests, sampled, token_ids
 from tests.driver import Driver
 
 DEPTHS = (1, 2)
 LIMIT_S = 60.0
 Launch = Callable[..., StepHandle]
-OFFLOADED = SamplingParams(temperature=1.2, seed=3, repetition_penalty=1.2, frequency_penalty=0.4)
+OFFLOADED = CoreSamplingParams(temperature=1.2, seed=3, repetition_penalty=1.2, frequency_penalty=0.4)
 
 
 def has_grammars() -> bool:
@@ -33,7 +33,7 @@ def has_grammars() -> bool:
 
 
 @contextlib.contextmanager
-def built_on(checkpoint: Path, device: Device, page_size: int = 16) -> Iterator[Built]:
+def built_on(checkpoint: Path, device: Device, page_size: int = 16) -> Iterator[LoadedEngine]:
     """An executor with overlap, closed at the end."""
     built = build_ahead(checkpoint, overlap=True, device=device, page_size=page_size)
     try:
@@ -85,14 +85,14 @@ def check_layer_marks(checkpoint: Path, device: Device) -> None:
         num_layers = built.executor.layout.groups[0].num_layers
         found: list[bool] = []
 
-        def work(marks: LayerMarks) -> None:
+        def work(marks: LayerEvents) -> None:
             for layer in range(num_layers):
                 marked = marks.wait(layer + 1, LIMIT_S)
                 found.append(marked and not bool(built.executor.pools[0].pages[whole, layer].isnan().any()))
 
         if device == "cuda":
             torch.cuda.synchronize()  # the driver's NaN
-        handle = built.executor.launch(BatchPlan(0, (Row("a", row, 0, len(prompt), True),)), layer_marks=True)
+        handle = built.executor.launch(BatchPlan(0, (BatchRow("a", row, 0, len(prompt), True),)), layer_marks=True)
         assert handle.marks is not None
         worker = threading.Thread(target=work, args=(handle.marks,))
         worker.start()

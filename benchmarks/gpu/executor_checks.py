@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from pdserve.config.groups import AttentionBackend
-from pdserve.executor.factory import Built
+from pdserve.executor.factory import LoadedEngine
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs, join
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import GREEDY, Driver, build, random_prompt
 from tests.tiny import VOCAB_SIZE
 
@@ -25,9 +25,9 @@ NUM_NEW = 12
 MIXED_CHUNK = 23
 LOGPROB_TOLERANCE = 2e-3
 SAMPLINGS = (
-    SamplingParams(temperature=1.2, seed=11, top_k=40),
-    SamplingParams(temperature=1.5, seed=12, top_p=0.95),
-    SamplingParams(temperature=1.0, seed=13, repetition_penalty=1.3, frequency_penalty=0.5, min_p=0.01),
+    CoreSamplingParams(temperature=1.2, seed=11, top_k=40),
+    CoreSamplingParams(temperature=1.5, seed=12, top_p=0.95),
+    CoreSamplingParams(temperature=1.0, seed=13, repetition_penalty=1.3, frequency_penalty=0.5, min_p=0.01),
 )
 
 
@@ -146,7 +146,7 @@ def check_prompt_logprobs(checkpoint: Path, device: Device) -> float:
     return worst
 
 
-def _run(built: Built, sampling: SamplingParams) -> list[tuple[int, float]]:
+def _run(built: LoadedEngine, sampling: CoreSamplingParams) -> list[tuple[int, float]]:
     """`(token, log-probability)` of NUM_NEW tokens after the longest prompt."""
     driver, prompt = Driver(built), prompts()[-1]
     row = driver.open(prompt, len(prompt) + NUM_NEW, sampling, top_logprobs=0)

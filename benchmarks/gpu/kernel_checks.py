@@ -16,7 +16,7 @@ from torch import Tensor
 from pdserve.config.groups import AttentionBackend
 from pdserve.executor.attention_choice import Choice, make_attention, make_kernels
 from pdserve.executor.batch_builder import build_batch, read_plan
-from pdserve.executor.interface import BatchPlan, Row
+from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.memory.layout import GroupKind, KVGroup, pages_for
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import Heads
@@ -134,7 +134,7 @@ def step_of(
         pages = [free.pop() for _ in range(count)]
         row = table.open(pages)
         assert row is not None
-        rows.append(Row(str(row), row, start, end, True))
+        rows.append(BatchRow(str(row), row, start, end, True))
         at = np.arange(start)
         before.append(np.stack((np.array(pages)[at // shape.page_tokens], at % shape.page_tokens)))
     known = np.concatenate(before, 1)

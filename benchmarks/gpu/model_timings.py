@@ -18,7 +18,7 @@ import torch
 from benchmarks import report
 from benchmarks.gpu.timings import Limits, Plan, Timer, Timing, build_dummy
 from pdserve.errors import PdserveError
-from pdserve.executor.factory import Built
+from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.graphs import EagerCapture, GraphCapture
 
 NUM_NAMED = 14
@@ -97,7 +97,7 @@ def time_models(
 
 
 def _time_model(
-    name: str, built: Built, plan: Plan, results: Results, out: Path | None, has_time: Callable[[], bool]
+    name: str, built: LoadedEngine, plan: Plan, results: Results, out: Path | None, has_time: Callable[[], bool]
 ) -> None:
     """One model: without graphs first, for they cannot be taken back."""
     timer = Timer(built, results.limits, plan)

@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks.gpu.check_cuda import EXIT_NO_DEVICE
 from benchmarks.gpu.timings import measure_limits
 from pdserve.model.gpu import elementwise, few_rows
-from pdserve.model.gpu.few_rows import Tiling
+from pdserve.model.gpu.few_rows import SmallBatchTiling
 from pdserve.model.gpu.runtime import num_cores, shared_bytes
 from pdserve.model.layers.kernels import FastKernels
 
@@ -63,9 +63,9 @@ class Product:
         found = FastKernels().linear(x, weight, None)
         return elementwise.swiglu(*found.chunk(2, -1)) if self.is_gate else found
 
-    def tiling(self, num_rows: int, device: torch.device) -> Tiling:
+    def tiling(self, num_rows: int, device: torch.device) -> SmallBatchTiling:
         """What `few_rows` takes."""
-        return Tiling.of(num_rows, self.num_outs, device, is_gate=self.is_gate)
+        return SmallBatchTiling.of(num_rows, self.num_outs, device, is_gate=self.is_gate)
 
 
 PRODUCTS = {
@@ -76,11 +76,11 @@ PRODUCTS = {
     "0.6B qkv": Product(4096, 1024), "0.6B out": Product(1024, 2048), "0.6B gate": Product(3072, 1024, is_gate=True),
     "0.6B down": Product(1024, 3072),
 }  # fmt: skip
-Kernel = tuple[Tiling, int, bool]
+Kernel = tuple[SmallBatchTiling, int, bool]
 """A tiling, the number of rows, and whether it is a gate's."""
 
 
-def candidates(product: Product, num_rows: int, num_cores: int, shared: int) -> Iterator[Tiling]:
+def candidates(product: Product, num_rows: int, num_cores: int, shared: int) -> Iterator[SmallBatchTiling]:
     """Tilings whose programs are there all at once, or in many turns, and that fit into `shared` bytes."""
     rows, halves = few_rows.padded(num_rows), 1 + product.is_gate
     for outs, depth, warps, stages in itertools.product((16, 32, 64, 128), (64, 128, 256), (2, 4, 8), range(3, 9)):
@@ -93,12 +93,12 @@ def candidates(product: Product, num_rows: int, num_cores: int, shared: int) -> 
         programs = -(-product.num_outs // outs)
         is_one_turn, is_many = programs <= room * num_cores, programs >= 4 * room * num_cores
         if 1 <= room <= 6 and (is_one_turn or is_many) and (outs == 16 or programs >= num_cores * 2 // 3):
-            yield Tiling(outs, depth, warps, stages)
+            yield SmallBatchTiling(outs, depth, warps, stages)
 
 
-def chosen(tiling: Tiling) -> contextlib.AbstractContextManager[object]:
+def chosen(tiling: SmallBatchTiling) -> contextlib.AbstractContextManager[object]:
     """Within, products of few rows have this tiling."""
-    return mock.patch.object(Tiling, "of", staticmethod(lambda *args, **how: tiling))
+    return mock.patch.object(SmallBatchTiling, "of", staticmethod(lambda *args, **how: tiling))
 
 
 def compile_all(kernels: Sequence[Kernel]) -> None:
@@ -158,7 +158,7 @@ def seconds(work: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Sequen
 
 
 def measure(
-    name: str, product: Product, num_rows: int, tilings: Sequence[Tiling], copy_bytes_s: float, most: int,
+    name: str, product: Product, num_rows: int, tilings: Sequence[SmallBatchTiling], copy_bytes_s: float, most: int,
     device: torch.device, dtype: torch.dtype = torch.bfloat16, copy_bytes: int = _COPY_BYTES,
 ) -> None:  # fmt: skip
     """One product by cuBLAS, by its own tiling and by `tilings`, of which the `most` fastest are printed."""
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def try_out() -> None:
     """The same on a CPU, at a tiny shape, by Triton's interpreter."""
     for product in (Product(48, 32), Product(24, 32, is_gate=True)):
-        tilings = [Tiling(16, 32, 4, 1), Tiling(32, 16, 4, 1)]
+        tilings = [SmallBatchTiling(16, 32, 4, 1), SmallBatchTiling(32, 16, 4, 1)]
         measure("tiny", product, 2, tilings, 1e9, 2, torch.device("cpu"), torch.float16, copy_bytes=1)
 
 

@@ -25,7 +25,7 @@ from benchmarks.gpu.shapes import MODELS, TINY_MODELS
 from benchmarks.gpu.timings import Limits, Plan, Timer, build_dummy, measure_limits
 from pdserve.executor.graphs import Capture, EagerCapture, GraphCapture
 from pdserve.model.gpu import decode_attention, few_rows
-from pdserve.model.gpu.decode_attention import Tiling as Attention
+from pdserve.model.gpu.decode_attention import AttentionTiling as Attention
 
 Change = tuple[Any, str, Any]
 """An object, and what one of its attributes is to be."""

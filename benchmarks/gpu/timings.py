@@ -17,13 +17,13 @@ from typing import Any, Literal
 import torch
 
 from pdserve.config.groups import AttentionBackend, KernelConfig, MemoryConfig, ModelConfig, ServerConfig
-from pdserve.executor.factory import Built, build_executor
-from pdserve.executor.interface import BatchPlan, Row, StepHandle
+from pdserve.executor.factory import LoadedEngine, build_executor
+from pdserve.executor.interface import BatchPlan, BatchRow, StepHandle
 from pdserve.memory.layout import DTYPE_BYTES, pages_for
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import random_prompt
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = CoreSamplingParams(temperature=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ def prefill_flop(shape: Shape, num_tokens: int) -> int:
     return 2 * applied * num_tokens + 2 * shape.head_params + attention
 
 
-def build_dummy(directory: Path, config: dict[str, Any], plan: Plan) -> Built:
+def build_dummy(directory: Path, config: dict[str, Any], plan: Plan) -> LoadedEngine:
     """An executor with random weights of `config`'s shape, no captured steps, and as large a pool as there is room."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -152,7 +152,7 @@ class Timer:
     Contexts are zeros: what KV holds makes no difference to how long it takes to read.
     """
 
-    def __init__(self, built: Built, limits: Limits, plan: Plan) -> None:
+    def __init__(self, built: LoadedEngine, limits: Limits, plan: Plan) -> None:
         self._built, self._limits, self._plan = built, limits, plan
         self.shape = shape_of(built)
         self._vocab = built.spec.vocab_size
@@ -226,7 +226,8 @@ class Timer:
             return executor.launch(plans[index])
 
         plans = [
-            BatchPlan(0, tuple(Row(str(row), row, start, end, True) for row, start, end in ranges)) for ranges in steps
+            BatchPlan(0, tuple(BatchRow(str(row), row, start, end, True) for row, start, end in ranges))
+            for ranges in steps
         ]
         times = []
         began = time.perf_counter()
@@ -250,7 +251,7 @@ class Timer:
             self._built.table.close(row)
 
 
-def shape_of(built: Built) -> Shape:
+def shape_of(built: LoadedEngine) -> Shape:
     """Counts for the floors; all weights but the embedding, the head and experts are applied to every token."""
     spec, width = built.spec, DTYPE_BYTES[built.dtype]
     head = spec.vocab_size * spec.hidden_size

@@ -47,7 +47,7 @@ BODY_TIMEOUT_S = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Refusal:
+class HttpRefusal:
     """The answer to a request that breaks a rule: HTTP status, words for people, a word for machines."""
 
     status: int
@@ -55,34 +55,36 @@ class Refusal:
     code: str
 
 
-def framing_refusal(raw: RawHeaders, target_bytes: int) -> Refusal | None:
+def framing_refusal(raw: RawHeaders, target_bytes: int) -> HttpRefusal | None:
     """Why a request is refused whose headers are `raw`, with path and query of `target_bytes`.
 
     What is wrong with the length of its body makes proxies and servers see different requests in the same bytes.
     """
     if target_bytes > MAX_TARGET_BYTES:
-        return Refusal(414, f"path and query are longer than {MAX_TARGET_BYTES} bytes", "uri_too_long")
+        return HttpRefusal(414, f"path and query are longer than {MAX_TARGET_BYTES} bytes", "uri_too_long")
     if sum(len(name) + len(value) for name, value in raw) > MAX_HEADER_BYTES:
-        return Refusal(400, f"the headers are larger than {MAX_HEADER_BYTES} bytes", "headers_too_large")
+        return HttpRefusal(400, f"the headers are larger than {MAX_HEADER_BYTES} bytes", "headers_too_large")
     names = [name.lower() for name, _ in raw]
     if b"content-length" in names and b"transfer-encoding" in names:
-        return Refusal(400, "a request has Content-Length or Transfer-Encoding, not both", "ambiguous_length")
+        return HttpRefusal(400, "a request has Content-Length or Transfer-Encoding, not both", "ambiguous_length")
     encodings = [value.strip().lower() for name, value in raw if name.lower() == b"content-encoding"]
     if any(encoding not in (b"", b"identity") for encoding in encodings):
-        return Refusal(415, "Content-Encoding: bodies are taken as they are, not compressed", "unsupported_encoding")
+        return HttpRefusal(
+            415, "Content-Encoding: bodies are taken as they are, not compressed", "unsupported_encoding"
+        )
     return None
 
 
 def page_refusal(
     method: str, headers: Mapping[str, str], allowed: Collection[str], *, command: bool, has_keys: bool
-) -> Refusal | None:
+) -> HttpRefusal | None:
     """Why a request is refused that a browser may have sent for a page of another origin, or whose body is no JSON.
 
     `allowed` are the origins that may ask, `command` says that the path changes things for others, `has_keys` that
     keys are asked for, which a page of another origin cannot send unasked.
     """
     if (command or method in CHANGING) and not has_keys and from_elsewhere(headers, allowed):
-        return Refusal(403, ELSEWHERE, "origin_not_allowed")
+        return HttpRefusal(403, ELSEWHERE, "origin_not_allowed")
     if method not in CHANGING or not _has_body(headers):
         return None
     kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -90,7 +92,7 @@ def page_refusal(
         return None
     if kind in UNTYPED and not _of_browser(headers):
         return None
-    return Refusal(415, f"Content-Type must be application/json, got {kind or 'none'!r}", "unsupported_media_type")
+    return HttpRefusal(415, f"Content-Type must be application/json, got {kind or 'none'!r}", "unsupported_media_type")
 
 
 def from_elsewhere(headers: Mapping[str, str], allowed: Collection[str]) -> bool:

@@ -14,7 +14,7 @@ from typing import NoReturn
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
-class Leave(SystemExit):
+class ExitSignals(SystemExit):
     """Not KeyboardInterrupt: where that passes through `exec`, CPython ends with the signal's status, though caught."""
 
 
@@ -22,24 +22,24 @@ _told = False
 
 
 def leave_at_signals() -> None:
-    """From now on `ENDING` end the process with 0, by `Leave` in the main thread. Call it there."""
+    """From now on `ENDING` end the process with 0, by `ExitSignals` in the main thread. Call it there."""
     for number in ENDING:
         signal.signal(number, _leave)
     sys.unraisablehook = _say_what_is_lost
 
 
 def leave_if_told() -> None:
-    """Raises `Leave` where a signal came and its exception was lost."""
+    """Raises `ExitSignals` where a signal came and its exception was lost."""
     if _told:
-        raise Leave(0)
+        raise ExitSignals(0)
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
     global _told
     _told = True
-    raise Leave(0)
+    raise ExitSignals(0)
 
 
 def _say_what_is_lost(lost: sys.UnraisableHookArgs) -> None:
-    if lost.exc_type is not Leave:
+    if lost.exc_type is not ExitSignals:
         sys.__unraisablehook__(lost)

@@ -24,7 +24,7 @@ class Woken:
     """Posted to wake the reader alone, which sees by itself what for."""
 
 
-class Source(Protocol[T_co]):
+class EventSource(Protocol[T_co]):
     """Something that events arrive at by themselves. Only the reader's thread calls it."""
 
     def fileno(self) -> int:
@@ -66,11 +66,11 @@ class Mailbox(Generic[T]):
 
     def __init__(self) -> None:
         self._events: deque[T] = deque()
-        self._sources: list[Source[T]] = []
+        self._sources: list[EventSource[T]] = []
         self._alarm: _Alarm | None = None
         self._asleep = False
 
-    def attach(self, source: Source[T]) -> None:
+    def attach(self, source: EventSource[T]) -> None:
         """Look at `source`, too. The reader's thread; `source` stays open for as long as anybody drains or waits."""
         self._sources.append(source)
         self._open_alarm().watch(source.fileno())

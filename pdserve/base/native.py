@@ -50,7 +50,7 @@ class Decoding(Structure):
     )
 
 
-class Heads(Structure):
+class PdkHeads(Structure):
     """`pdk_heads`."""
 
     _fields_ = (
@@ -85,7 +85,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_pool_close": (None, (_P,)),
     "pdk_choose_bytes": (_I, (_P, _I)),
     "pdk_choose": (_I, (_P, c_char_p, _P, _I, _I, _P, _P, _P)),
-    "pdk_program_open": (_P, (_P, c_char_p, POINTER(Heads))),
+    "pdk_program_open": (_P, (_P, c_char_p, POINTER(PdkHeads))),
     "pdk_program_close": (None, (_P,)),
     "pdk_buffer": (_I, (_P, _I, _I, _I)),
     "pdk_buffer_data": (_P, (_P, _I)),

@@ -13,7 +13,7 @@ from pdserve.base.clock import Clock
 _WINDOW_S, _SAMPLE_S = 30.0, 1.0
 
 
-class Pace:
+class RetryAfterEstimator:
     """Samples the number of ended requests about once a second."""
 
     def __init__(self, clock: Clock) -> None:

@@ -26,14 +26,14 @@ class ParallelShape:
         """Processes of the replica."""
         return self.tp_size * self.pp_size
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankCoord:
         """Where `rank` stands."""
         assert 0 <= rank < self.num_ranks, (rank, self)
-        return Place(self, rank % self.tp_size, rank // self.tp_size)
+        return RankCoord(self, rank % self.tp_size, rank // self.tp_size)
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RankCoord:
     """One rank's place in its replica."""
 
     shape: ParallelShape
@@ -67,7 +67,7 @@ class WidePlace:
     A replica that shares with nobody is the only one.
     """
 
-    place: Place
+    place: RankCoord
     dp_size: int = 1
     dp_rank: int = 0
 

@@ -61,7 +61,7 @@ class ChildError(PdserveError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ready:
+class ServerReady:
     """What a server says when it can serve. `bootstrap_port` is a prefill server's, None for the others."""
 
     role: str
@@ -69,18 +69,18 @@ class Ready:
     bootstrap_port: int | None = None
 
 
-def announce_ready(ready: Ready) -> None:
+def announce_ready(ready: ServerReady) -> None:
     """Print the line that `Child.wait_ready` waits for, on stdout, at once."""
     print(READY_PREFIX + json.dumps(dataclasses.asdict(ready)), flush=True)
 
 
-def parse_ready(line: str) -> Ready | None:
+def parse_ready(line: str) -> ServerReady | None:
     """The announcement in a line of a child's stdout; None when it is some other line."""
     if not line.startswith(READY_PREFIX):
         return None
     try:
         fields = json.loads(line.removeprefix(READY_PREFIX))
-        return Ready(role=fields["role"], url=fields["url"], bootstrap_port=fields.get("bootstrap_port"))
+        return ServerReady(role=fields["role"], url=fields["url"], bootstrap_port=fields.get("bootstrap_port"))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -100,11 +100,11 @@ class Child:
         env: Mapping[str, str] | None = None,
         on_line: Callable[[str], None] = lambda line: None,
         on_exit: Callable[[Child], None] = lambda child: None,
-        read_ready: Callable[[str], Ready | None] = parse_ready,
+        read_ready: Callable[[str], ServerReady | None] = parse_ready,
     ) -> None:
         self.name = name
         self._on_line, self._on_exit, self._read_ready = on_line, on_exit, read_ready
-        self._ready: Ready | None = None
+        self._ready: ServerReady | None = None
         self._exited = False
         self._asked = False
         self._changed = threading.Condition()
@@ -144,7 +144,7 @@ class Child:
         """Exit status (negative: the signal that killed it); None before `end` has reaped it."""
         return self._process.returncode
 
-    def wait_ready(self, timeout_s: float) -> Ready:
+    def wait_ready(self, timeout_s: float) -> ServerReady:
         """Block until the child has announced itself; `ChildError` when it ends first or takes longer."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready is not None or self._exited, timeout_s)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.executor.interface import BatchPlan, SampledToken, StepResult
-from pdserve.executor.row_params import RowParams
+from pdserve.executor.row_params import SamplingMetadata
 from pdserve.executor.runners import Collect, Compute, OnLayer
 from pdserve.memory.page_table import PageTable
 from pdserve.model.forward_batch import IntArray
@@ -21,11 +21,11 @@ Decode = Callable[[IntArray, npt.NDArray[np.int32], npt.NDArray[np.int32]], list
 """As `NativeDecoder.decode`."""
 
 
-class AtOnce:
+class NativeDecodePath:
     """`tokens` int32 `[table rows, context]` are the known ones, on the host; at most `most_rows` rows are computed."""
 
     def __init__(
-        self, decode: Decode, most_rows: int, tokens: npt.NDArray[np.int32], table: PageTable, params: RowParams
+        self, decode: Decode, most_rows: int, tokens: npt.NDArray[np.int32], table: PageTable, params: SamplingMetadata
     ) -> None:
         self._decode = decode
         self._most_rows = most_rows

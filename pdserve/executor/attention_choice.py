@@ -15,7 +15,7 @@ import torch
 
 from pdserve.config.groups import KernelConfig
 from pdserve.errors import ConfigError
-from pdserve.model.attention.fixed_blocks import FixedBlockAttention
+from pdserve.model.attention.fixed_blocks import BatchInvariantAttention
 from pdserve.model.attention.flashinfer_pages import FlashInferAttention
 from pdserve.model.attention.flashinfer_pages import cannot_run as flashinfer_cannot_run
 from pdserve.model.attention.interface import AttentionBackend
@@ -23,7 +23,7 @@ from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
 from pdserve.model.config import ModelSpec
 from pdserve.model.gpu import runtime
-from pdserve.model.layers.fixed import FixedKernels
+from pdserve.model.layers.fixed import BatchInvariantKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels
 
 _LOG = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def make_attention(
         ConfigError: flashinfer cannot build its kernels here, and `was_asked_for`; else Triton's take its place.
     """
     if choice == "fixed":
-        return FixedBlockAttention(pool, num_heads, device)
+        return BatchInvariantAttention(pool, num_heads, device)
     if choice == "torch":
         return TorchAttention(pool, num_heads, device)
     if choice == "flashinfer":
@@ -83,7 +83,7 @@ def make_attention(
 def make_kernels(choice: Choice) -> Kernels:
     """The arithmetic of the layers that goes with it."""
     if choice == "fixed":
-        return FixedKernels()
+        return BatchInvariantKernels()
     if choice == "torch":
         return FastKernels()
     from pdserve.model.layers.triton_kernels import TritonKernels

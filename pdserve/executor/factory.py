@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from pdserve.base.heap import give_back_freed
 from pdserve.base.hf_tokenizer import read_tokenizer_json
 from pdserve.base.native import arithmetic_of
-from pdserve.base.parallel import Place, WidePlace, layers_of
+from pdserve.base.parallel import RankCoord, WidePlace, layers_of
 from pdserve.base.startup_times import PACK, POOLS, WARM_UP, WEIGHTS, StartupTimes
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError, GrammarError
@@ -43,7 +43,7 @@ from pdserve.model.native.attention import AttentionInProgram
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.parallel import Parallel, SingleRank, is_sampler
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
-from pdserve.model.placement import Placement, first_placement
+from pdserve.model.placement import ExpertMap, first_placement
 from pdserve.model.split import check_spec
 from pdserve.model.torch_parallel import open_parallel
 
@@ -57,7 +57,7 @@ TORCH = "torch"
 
 
 @dataclasses.dataclass(frozen=True)
-class Built:
+class LoadedEngine:
     """One rank's executor and what it was sized to. `dtype` is the number format that weights and KV have.
 
     `arithmetic`: TORCH, or the level and the format of the CPU kernels, levels that give the same bits by one name.
@@ -70,7 +70,7 @@ class Built:
     context_length: int
     dtype: str
     device: torch.device
-    place: Place
+    place: RankCoord
     arithmetic: str
 
     @property
@@ -85,7 +85,7 @@ class Built:
 
 
 def join_replica(
-    config: ServerConfig, place: Place, store: Store, *, host: str = "127.0.0.1", dp_rank: int = 0
+    config: ServerConfig, place: RankCoord, store: Store, *, host: str = "127.0.0.1", dp_rank: int = 0
 ) -> Parallel:
     """Meet the other ranks over `store`, on the device that `build_executor` will use; see `open_parallel`.
 
@@ -109,7 +109,7 @@ def build_executor(
     agree_num_pages: Callable[[int], int] | None = None,
     tells: bool = True,
     startup: StartupTimes | None = None,
-) -> Built:
+) -> LoadedEngine:
     """Load this rank's part of the model and allocate its KV pool for `max_rows` requests at once.
 
     `parallel` is what `join_replica` gave; without it the model is not split. `agree_num_pages` is called once,
@@ -186,7 +186,7 @@ def build_executor(
         num_pages * page_tokens, num_pages, sum(size for _, size in executor.buffers) >> 20,
     )  # fmt: skip
     arithmetic = TORCH if level is None else f"{arithmetic_of(level)} {config.model.quantization or dtype}"
-    return Built(executor, table, spec, num_pages, context_length, dtype, device, place, arithmetic)
+    return LoadedEngine(executor, table, spec, num_pages, context_length, dtype, device, place, arithmetic)
 
 
 def _chunk(config: ServerConfig, context_length: int) -> int:
@@ -221,7 +221,7 @@ def _attention(
     model: Decoder | NativeDecoder,
     choice: Choice,
     pool: KVPool,
-    place: Place,
+    place: RankCoord,
     device: torch.device,
     *,
     was_asked_for: bool,
@@ -234,7 +234,7 @@ def _attention(
     return make_attention(choice, pool, num_heads, device, was_asked_for=was_asked_for)
 
 
-def _grammars(config: ServerConfig, path: Path, spec: ModelSpec, place: Place) -> GrammarRows:
+def _grammars(config: ServerConfig, path: Path, spec: ModelSpec, place: RankCoord) -> GrammarRows:
     """What follows grammars, on the rank that samples."""
     wanted = config.grammar.grammar_backend != "none" and is_sampler(place)
 
@@ -248,7 +248,7 @@ def _grammars(config: ServerConfig, path: Path, spec: ModelSpec, place: Place) -
     return GrammarRows(open_vocabulary if wanted else None, JsonRules.of(config.grammar), spec.eos_token_ids)
 
 
-def _placement(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, device: torch.device) -> Placement | None:
+def _placement(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, device: torch.device) -> ExpertMap | None:
     """Where whole experts lie at start, on all ranks alike; None where the tensor ranks have parts of all."""
     if config.ep_size == 1 or spec.moe is None:
         return None
@@ -276,7 +276,7 @@ class LocalRanks:
     count: int = 1
 
     @staticmethod
-    def of(config: ParallelConfig, place: Place) -> LocalRanks:
+    def of(config: ParallelConfig, place: RankCoord) -> LocalRanks:
         """Every host has as many ranks, in order."""
         count = max(1, place.shape.num_ranks // config.nnodes)
         return LocalRanks(place.rank % count, count)

@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pdserve.executor.prompt_logprobs import Scores
+from pdserve.executor.prompt_logprobs import PromptLogprobTensors
 from pdserve.executor.sampler import Sampled
 from pdserve.model.parallel import Arrival
 
-Found = tuple[Sampled | None, Scores | None]
+Found = tuple[Sampled | None, PromptLogprobTensors | None]
 
 
 def fetch_late(
-    sampled: Sampled | None, scores: Scores | None, arrival: Arrival, aside: torch.cuda.Stream | None
+    sampled: Sampled | None, scores: PromptLogprobTensors | None, arrival: Arrival, aside: torch.cuda.Stream | None
 ) -> Callable[[], Found]:
     """As `fetch`, of tensors that are under way to this rank. What is computed next does not wait for them.
 
@@ -36,7 +36,7 @@ def fetch_late(
         return fetch(sampled, scores, aside.device)
 
 
-def fetch(sampled: Sampled | None, scores: Scores | None, device: torch.device) -> Callable[[], Found]:
+def fetch(sampled: Sampled | None, scores: PromptLogprobTensors | None, device: torch.device) -> Callable[[], Found]:
     """Begin the copy; the function returned waits until everything enqueued so far is done, and gives host tensors.
 
     None, when nothing was sampled, is waited for as well: the step's KV is written then.
@@ -66,9 +66,9 @@ def _copy_sampled(sampled: Sampled) -> Sampled:
     )
 
 
-def _copy_scores(scores: Scores) -> Scores:
+def _copy_scores(scores: PromptLogprobTensors) -> PromptLogprobTensors:
     """Host tensors that the current stream will fill."""
-    return Scores(*map(_pinned, scores.tensors()))
+    return PromptLogprobTensors(*map(_pinned, scores.tensors()))
 
 
 def _pinned(tensor: Tensor) -> Tensor:

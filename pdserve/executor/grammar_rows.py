@@ -35,7 +35,7 @@ from pdserve.grammar.matcher import MaskWords, Matcher
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.model.forward_batch import IntArray, to_device
 from pdserve.protocol.grammar import Grammar
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 
 _LOG = logging.getLogger(__name__)
 NUM_THREADS = 4
@@ -60,7 +60,7 @@ Arrival = Callable[[], IntArray]
 """Waits for a step's tokens; int64 `[S]` on the host."""
 
 
-class Prepared:
+class OpenedGrammar:
     """A grammar that was opened once, for all rows that follow it. `opening` gives a matcher at its beginning."""
 
     def __init__(self) -> None:
@@ -85,7 +85,11 @@ class RowGrammar:
     """Where the request in one row stands. Used by one thread of the pool at a time, step after step."""
 
     def __init__(
-        self, prepared: Prepared, output_ids: list[int], eos_token_ids: tuple[int, ...], sampling: SamplingParams
+        self,
+        prepared: OpenedGrammar,
+        output_ids: list[int],
+        eos_token_ids: tuple[int, ...],
+        sampling: CoreSamplingParams,
     ) -> None:
         self._prepared = prepared
         self._matcher: Matcher | None = None
@@ -181,7 +185,7 @@ class GrammarRows:
         self._rules = rules
         self._eos = eos_token_ids
         self._rows: dict[int, RowGrammar] = {}
-        self._prepared: collections.OrderedDict[Grammar, Prepared] = collections.OrderedDict()
+        self._prepared: collections.OrderedDict[Grammar, OpenedGrammar] = collections.OrderedDict()
         self._pool = _threads(NUM_THREADS, "grammar")
         self._opening = {small: _threads(NUM_OPENING, "grammar-open") for small in (True, False)}
         # threads take what is submitted in order, so that what a task waits for has always begun
@@ -195,18 +199,18 @@ class GrammarRows:
         found = self._prepare(grammar)
         return None if found is None else found.opening
 
-    def open(self, row: int, grammar: Grammar, sampling: SamplingParams, output_ids: Sequence[int]) -> None:
+    def open(self, row: int, grammar: Grammar, sampling: CoreSamplingParams, output_ids: Sequence[int]) -> None:
         """The request in `row` follows `grammar`, and has come to `output_ids`."""
         prepared = self._prepare(grammar)
         if prepared is not None:
             self._rows[row] = RowGrammar(prepared, list(output_ids), self._eos, sampling)
 
-    def _prepare(self, grammar: Grammar) -> Prepared | None:
+    def _prepare(self, grammar: Grammar) -> OpenedGrammar | None:
         if self._vocabulary is None:
             return None
         found = self._prepared.get(grammar)
         if found is None:
-            found = self._prepared[grammar] = Prepared()
+            found = self._prepared[grammar] = OpenedGrammar()
             opening = self._opening[len(grammar.text) <= SMALL_CHARS]
             work = opening.submit(_open, found, self._vocabulary, self._rules, grammar)
             work.add_done_callback(found.given_up)
@@ -259,7 +263,7 @@ def _threads(count: int, name: str) -> ThreadPoolExecutor:
     return pool
 
 
-def _open(prepared: Prepared, vocabulary: Future[Vocabulary], rules: JsonRules, grammar: Grammar) -> None:
+def _open(prepared: OpenedGrammar, vocabulary: Future[Vocabulary], rules: JsonRules, grammar: Grammar) -> None:
     """Give `prepared` a matcher with its first mask made, so that copies have it, too."""
     try:
         known = vocabulary.result()

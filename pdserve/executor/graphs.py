@@ -34,7 +34,7 @@ NOWHERE = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoded:
+class DecodeOutput:
     """What a decode step gives: `logits` `[n, vocab]` in the model's dtype, and the likeliest tokens, `best` int64
     `[n]`, which are in the rows' tokens already. Good until the next step.
     """
@@ -174,14 +174,14 @@ class DecodeGraphs:
             return None
         return int(self._sizes[np.searchsorted(self._sizes, len(host.lines))])
 
-    def run(self, host: HostBatch, size: int) -> Decoded:
+    def run(self, host: HostBatch, size: int) -> DecodeOutput:
         """Compute a step of which `size_for` gave `size`; nothing waits for the device."""
         sized = self._sized[size]
         filled = padded(host, size, null_page=self._null_page, spare_line=self._spare_line)
         fill([(sized.columns, filled.columns), *sized.attention.filling(filled.rows)])
         sized.replay()
         num_rows = len(host.lines)
-        return Decoded(self._logits[:num_rows], self._best[:num_rows])
+        return DecodeOutput(self._logits[:num_rows], self._best[:num_rows])
 
     def _capture(self, size: int, max_pages: int, backend: CapturableBackend, capture: Capture) -> _Sized:
         """One size, filled with padding."""

@@ -20,7 +20,7 @@ PIECE_BYTES = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class SavedPages:
+class OffloadedPages:
     """Implements `HostPages`. `pieces[g]` are group g's pages in order, uint8 `[pages, page_bytes]` each."""
 
     num_pages: int
@@ -33,13 +33,13 @@ class SavedPages:
 
 
 @torch.inference_mode()
-def save(pools: Sequence[KVPool], pages: Sequence[int]) -> SavedPages:
+def save(pools: Sequence[KVPool], pages: Sequence[int]) -> OffloadedPages:
     """Copy `pages` of every pool to the host. On CUDA the copies are in the current stream; wait before you read."""
-    return SavedPages(len(pages), tuple(tuple(_save_pieces(pool, pages)) for pool in pools))
+    return OffloadedPages(len(pages), tuple(tuple(_save_pieces(pool, pages)) for pool in pools))
 
 
 @torch.inference_mode()
-def load(pools: Sequence[KVPool], saved: SavedPages, pages: Sequence[int]) -> None:
+def load(pools: Sequence[KVPool], saved: OffloadedPages, pages: Sequence[int]) -> None:
     """Copy what was saved into `pages`. On CUDA in the current stream; torch keeps the pinned pieces until then."""
     assert len(pages) == saved.num_pages, f"{saved.num_pages} pages were saved, {len(pages)} are given"
     for pool, pieces in zip(pools, saved.pieces, strict=True):

@@ -14,10 +14,10 @@ import msgspec
 
 from pdserve.memory.layout import KVLayout
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 
 
-class Row(msgspec.Struct, frozen=True, gc=False):
+class BatchRow(msgspec.Struct, frozen=True, gc=False):
     """Compute positions `[start, end)` of the request in page-table row `row`; sample the token at `end` if
     `sample`.
 
@@ -41,7 +41,7 @@ class BatchPlan:
     """One step: rows of any lengths, flattened by the executor into one batch without padding."""
 
     step: int
-    rows: tuple[Row, ...]
+    rows: tuple[BatchRow, ...]
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
@@ -69,7 +69,7 @@ class StepResult:
     """Rows of the plan whose grammar cannot be followed any more; their tokens mean nothing."""
 
 
-class LayerMarks(Protocol):
+class LayerEvents(Protocol):
     """Says when the KV of the first layers of a launched step is written. Made by `Executor.launch` where asked for.
 
     Waited on by copy workers, never by the scheduler thread or inside attention.
@@ -89,7 +89,7 @@ class StepHandle:
     """
 
     plan: BatchPlan
-    marks: LayerMarks | None
+    marks: LayerEvents | None
     finish: Callable[[], StepResult]
 
 
@@ -125,7 +125,7 @@ class Executor(Protocol):
         row: int,
         token_ids: Sequence[int],
         num_prompt_tokens: int,
-        sampling: SamplingParams,
+        sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
     ) -> None:
         """A request takes `row`; `token_ids` are its prompt and any output tokens known so far.

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdserve.base.parallel import Place
+from pdserve.base.parallel import RankCoord
 from pdserve.memory.layout import KVLayout
 from pdserve.model.attention.kv_pool import KVPool
 from pdserve.transfer.kv_digest import RankDigest, digest_group
-from pdserve.transfer.plan import Window
+from pdserve.transfer.plan import RankShard
 
 PIECE_BYTES = 4 << 20
 """So much is read at once: hashing takes some ten times as much memory."""
@@ -30,9 +30,9 @@ class KVHasher(Protocol):
 class PoolHasher:
     """Implements `KVHasher` over one rank's pools; `layout` is the whole model's."""
 
-    def __init__(self, pools: Sequence[KVPool], layout: KVLayout, place: Place) -> None:
+    def __init__(self, pools: Sequence[KVPool], layout: KVLayout, place: RankCoord) -> None:
         self._pools = pools
-        self._windows = [Window.of(group, place) for group in layout.groups]
+        self._windows = [RankShard.of(group, place) for group in layout.groups]
         self._rank = place.rank
 
     def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:

@@ -21,21 +21,27 @@ import msgspec
 import numpy as np
 import torch
 
-from pdserve.base.parallel import Place
+from pdserve.base.parallel import RankCoord
 from pdserve.executor import host_pages
-from pdserve.executor.at_once import AtOnce, Decode
+from pdserve.executor.at_once import Decode, NativeDecodePath
 from pdserve.executor.batch_builder import HostBatch, read_plan, sampled_rows
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.fetch import fetch, fetch_late
 from pdserve.executor.grammar_rows import GrammarRows, RowGrammar
 from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture
 from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepHandle, StepResult
-from pdserve.executor.prompt_logprobs import Stretch, Wishes, pack_scores, read_wishes, stretch_of
-from pdserve.executor.row_params import RowParams, StepParams
-from pdserve.executor.runners import CallingThread, Collect, Compute, DeviceStream, OnLayer, OwnThread, Runner
+from pdserve.executor.prompt_logprobs import (
+    PromptLogprobParams,
+    PromptLogprobRange,
+    pack_scores,
+    read_wishes,
+    stretch_of,
+)
+from pdserve.executor.row_params import SamplingMetadata, StepParams
+from pdserve.executor.runners import Collect, Compute, OnLayer, StepRunner, StreamRunner, SyncRunner, ThreadedRunner
 from pdserve.executor.sampler import Choose, choose_with_torch, to_host
-from pdserve.executor.stages import MIN_TOKENS, Stage, cut_plan
-from pdserve.executor.token_rows import TokenRows
+from pdserve.executor.stages import MIN_TOKENS, ModelRunner, cut_plan
+from pdserve.executor.token_rows import TokenPool
 from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.matcher import Matcher
@@ -49,7 +55,7 @@ from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.params import WeightSamples, fingerprint_of
 from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +74,8 @@ class _Step:
     sampled: IntArray
     params: StepParams | None
     grammars: tuple[RowGrammar | None, ...] = ()
-    wishes: tuple[Wishes | None, ...] = ()
-    stretches: tuple[Stretch, ...] = ()
+    wishes: tuple[PromptLogprobParams | None, ...] = ()
+    stretches: tuple[PromptLogprobRange, ...] = ()
 
 
 class LocalExecutor:
@@ -82,7 +88,7 @@ class LocalExecutor:
     With `overlap`, steps are computed on CPU by a thread that `close` ends; on CUDA the host never waits in `launch`.
 
     Where nobody reads the results, with `tells` False, a step is resolved when this rank has computed its part.
-    `choose` chooses tokens from logits; `decode` computes steps of up to so many rows in one call, see `AtOnce`.
+    `choose` chooses tokens from logits; `decode` computes small decode steps in one call, see `NativeDecodePath`.
     With `tells_prompts` False the model is not told which tokens are of prompts: all are computed as decoded ones are.
     """
 
@@ -105,21 +111,21 @@ class LocalExecutor:
     ) -> None:
         self._model = model
         self._attention = attention
-        self._stage = Stage(model, attention, choose)
+        self._stage = ModelRunner(model, attention, choose)
         self._layout = layout
         self.pools = pools
         self._table = table
         self.device = device
-        self._tokens = TokenRows(table.num_rows + 1, context_length + 1, self.place.shape.pp_size, device)
-        self._params = RowParams(table.num_rows, model.spec.eos_token_ids)
+        self._tokens = TokenPool(table.num_rows + 1, context_length + 1, self.place.shape.pp_size, device)
+        self._params = SamplingMetadata(table.num_rows, model.spec.eos_token_ids)
         self._grammars = grammars or GrammarRows(None, JsonRules(), ())
         self._open: set[int] = set()
         self._unwritten: dict[int, IntArray] = {}
         self._launched: deque[StepHandle] = deque()
         self._runner = _runner(device, overlap)
-        self._at_once: AtOnce | None = None
+        self._at_once: NativeDecodePath | None = None
         if decode is not None and device.type == "cpu" and not overlap:
-            self._at_once = AtOnce(*decode, self._tokens.tensor.numpy(), table, self._params)
+            self._at_once = NativeDecodePath(*decode, self._tokens.tensor.numpy(), table, self._params)
         self._prompts = self._params.num_prompt if tells_prompts else np.zeros(table.num_rows, dtype=np.int64)
         self._tells = tells
         self._aside: torch.cuda.Stream | None = None
@@ -171,7 +177,7 @@ class LocalExecutor:
         return self._layout
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankCoord:
         """Where this rank stands in its replica."""
         return self._model.parallel.place
 
@@ -219,7 +225,7 @@ class LocalExecutor:
         row: int,
         token_ids: Sequence[int],
         num_prompt_tokens: int,
-        sampling: SamplingParams,
+        sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
     ) -> None:
         """See `Executor.open_row`. The tokens reach the device with the next step."""
@@ -274,7 +280,7 @@ class LocalExecutor:
     def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
         """See `Executor.restore`."""
         assert not self._launched, "restore while a step is unresolved"
-        assert isinstance(saved, host_pages.SavedPages), "pages that another executor saved"
+        assert isinstance(saved, host_pages.OffloadedPages), "pages that another executor saved"
         with self._runner.behind():
             host_pages.load(self.pools, saved, pages)
 
@@ -365,8 +371,8 @@ class LocalExecutor:
         return collect
 
 
-def _runner(device: torch.device, overlap: bool) -> Runner:
+def _runner(device: torch.device, overlap: bool) -> StepRunner:
     """Where steps are computed on `device`."""
     if device.type == "cuda":
-        return DeviceStream(device)
-    return OwnThread() if overlap else CallingThread()
+        return StreamRunner(device)
+    return ThreadedRunner() if overlap else SyncRunner()

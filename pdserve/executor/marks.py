@@ -14,7 +14,7 @@ import torch
 _POLL_S = 50e-6
 
 
-class CountedMarks:
+class CountedLayerEvents:
     """Implements `LayerMarks` where the computing thread has written what it says it has: on CPU."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class CountedMarks:
             return self._num_written >= num_layers
 
 
-class EventMarks:
+class CudaLayerEvents:
     """Implements `LayerMarks` by an event behind each layer in the stream of a CUDA device.
 
     All events are recorded before `launch` returns, so that nobody meets one that is not.

@@ -1,8 +1,9 @@
-"""Log probabilities of prompt tokens: which tokens of a step they are wanted of, and what the model says of them.
+"""Log probabilities of prompt tokens.
 
-`read_wishes` is called by `LocalExecutor` when a step is launched, `Scorer` by `Stage` while it is computed. The logits
-of a long prompt would not fit into memory: a few positions at a time are looked at, and only what was asked for is
-kept. With the vocabulary split over tensor ranks, each looks at its part, and they exchange what is left of it.
+`LocalExecutor` calls `read_wishes` when it launches a step; `ModelRunner` calls `PromptLogprobComputer` while the step
+is computed. The logits of a long prompt would not fit into memory, so positions are processed a few at a time and only
+the requested values are kept. With the vocabulary split over tensor ranks, each rank reduces its part, and the ranks
+exchange the results.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LOGIT_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Wishes:
+class PromptLogprobParams:
     """What a micro-batch shall tell of prompt tokens; int64.
 
     `flat` `[M]`: tokens of the batch whose successors are wanted. `lines`, `positions` `[M]`: table row and position of
@@ -42,7 +43,7 @@ class Wishes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
+class PromptLogprobRange:
     """The successors that one row of the plan asks for: `num_tokens` from position `start` on."""
 
     row: int
@@ -52,7 +53,7 @@ class Stretch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores:
+class PromptLogprobTensors:
     """Of M tokens: `own` float32 and `ranks` int64 `[M]`, `top_ids` int64 and `top` float32 `[M, n]`, `picked` float32
     `[M, K]`.
     """
@@ -68,10 +69,10 @@ class Scores:
         return [self.own, self.ranks, self.top_ids, self.top, self.picked]
 
     @staticmethod
-    def blank(wishes: Sequence[Wishes], device: torch.device) -> Scores:
+    def blank(wishes: Sequence[PromptLogprobParams], device: torch.device) -> PromptLogprobTensors:
         """Tensors of the shapes that the sampling rank has, to be overwritten."""
         count, num_top, num_ids = _widths(wishes)
-        return Scores(
+        return PromptLogprobTensors(
             torch.empty(count, device=device),
             torch.empty(count, dtype=torch.int64, device=device),
             torch.empty(count, num_top, dtype=torch.int64, device=device),
@@ -80,9 +81,9 @@ class Scores:
         )
 
     @staticmethod
-    def joined(parts: Sequence[Scores], wishes: Sequence[Wishes]) -> Scores:
+    def joined(parts: Sequence[PromptLogprobTensors], wishes: Sequence[PromptLogprobParams]) -> PromptLogprobTensors:
         """Those of all micro-batches; where some have fewer columns than others, filled up."""
-        whole = Scores.blank(wishes, parts[0].own.device)
+        whole = PromptLogprobTensors.blank(wishes, parts[0].own.device)
         at = 0
         for part in parts:
             for target, source in zip(whole.tensors(), part.tensors(), strict=True):
@@ -92,7 +93,7 @@ class Scores:
         return whole
 
 
-def read_wishes(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) -> Wishes | None:
+def read_wishes(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) -> PromptLogprobParams | None:
     """What is wanted of this micro-batch; None when nothing is. `wanted`: prompt tokens and wish by table row."""
     stretches = _stretches(batch, wanted)
     if not stretches:
@@ -106,7 +107,7 @@ def read_wishes(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) ->
     for index, s in enumerate(stretches):
         ids[index, : len(s.wish.token_ids)] = s.wish.token_ids
     counts = [s.num_tokens for s in stretches]
-    return Wishes(
+    return PromptLogprobParams(
         flat=np.concatenate(flat),
         lines=np.repeat([batch.lines[s.row] for s in stretches], counts),
         positions=np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in stretches]),
@@ -116,7 +117,7 @@ def read_wishes(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) ->
     )
 
 
-def _stretches(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) -> list[Stretch]:
+def _stretches(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) -> list[PromptLogprobRange]:
     found = []
     for row, line in enumerate(batch.lines.tolist()):
         if line in wanted:
@@ -126,14 +127,14 @@ def _stretches(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) -> 
     return found
 
 
-def stretch_of(row: int, start: int, end: int, num_prompt: int, wish: Logprobs) -> Stretch | None:
+def stretch_of(row: int, start: int, end: int, num_prompt: int, wish: Logprobs) -> PromptLogprobRange | None:
     """The prompt tokens whose probabilities the logits at `[start, end)` give, as far as they are wanted."""
     assert wish.prompt_from is not None, "only those that want some are kept"
     first, stop = max(start, wish.prompt_from), min(end, num_prompt - 1)
-    return Stretch(row, first + 1, stop - first, wish) if first < stop else None
+    return PromptLogprobRange(row, first + 1, stop - first, wish) if first < stop else None
 
 
-def pack_scores(stretches: Sequence[Stretch], scores: Scores) -> dict[int, PromptLogprobs]:
+def pack_scores(stretches: Sequence[PromptLogprobRange], scores: PromptLogprobTensors) -> dict[int, PromptLogprobs]:
     """The result by row of the plan; `scores` are host tensors, in the order of `stretches`."""
     own, ranks, top_ids, top, picked = (tensor.numpy() for tensor in scores.tensors())
     packed, at = {}, 0
@@ -152,10 +153,10 @@ def pack_scores(stretches: Sequence[Stretch], scores: Scores) -> dict[int, Promp
     return packed
 
 
-class Scorer:
+class PromptLogprobComputer:
     """Looks at the hidden states of one micro-batch on a rank of the last stage. All tensor ranks do so together."""
 
-    def __init__(self, model: Model, wishes: Wishes, tokens: Tensor) -> None:
+    def __init__(self, model: Model, wishes: PromptLogprobParams, tokens: Tensor) -> None:
         """`tokens` int32 `[num_table_rows, context]`: known tokens."""
         self._model = model
         self._parallel = model.parallel
@@ -169,9 +170,9 @@ class Scorer:
         self._held = vocab_of(vocab_size, place.shape.tp_size, place.tp_rank)
         self._share = len(vocab_of(vocab_size, place.shape.tp_size, 0))
         self._num_top = min(wishes.num_top, vocab_size)
-        self._blank = Scores.blank([wishes], device)
+        self._blank = PromptLogprobTensors.blank([wishes], device)
 
-    def __call__(self, hidden: Tensor) -> Scores:
+    def __call__(self, hidden: Tensor) -> PromptLogprobTensors:
         """Scores of hidden states `[N, hidden]`, equal on all tensor ranks."""
         step = max(1, LOGIT_BYTES // (4 * self._share))
         for first in range(0, len(self._flat), step):
@@ -183,7 +184,7 @@ class Scorer:
         return self._blank
 
     def _look(self, logits: Tensor, some: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What a few positions say: this rank's logits `[c, share]` to the lines of `Scores`."""
+        """What a few positions say: this rank's logits `[c, share]` to the lines of `PromptLogprobTensors`."""
         total = self._over_ranks(_logsumexp(logits)).logsumexp(0)
         own_logit = self._of_ids(logits, self._targets[some, None])
         ranks = self._over_ranks((logits > own_logit).sum(-1)).sum(0) + 1
@@ -215,7 +216,7 @@ class Scorer:
         return self._parallel.all_gather(part[None])
 
 
-def _widths(wishes: Sequence[Wishes]) -> tuple[int, int, int]:
+def _widths(wishes: Sequence[PromptLogprobParams]) -> tuple[int, int, int]:
     """Lines, and the most columns of top entries and of ids."""
     return (
         sum(len(wish.flat) for wish in wishes),

@@ -12,7 +12,7 @@ import numpy as np
 
 from pdserve.model.forward_batch import IntArray
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 
 _COLUMNS = np.dtype(
     [
@@ -85,14 +85,14 @@ class Seeds:
     def __init__(self, default_seed: int | None = None) -> None:
         self._random = np.random.default_rng(default_seed)
 
-    def fix(self, sampling: SamplingParams) -> SamplingParams:
+    def fix(self, sampling: CoreSamplingParams) -> CoreSamplingParams:
         """`sampling` with a seed: its own, or a new one."""
         if sampling.seed is not None:
             return sampling
         return msgspec.structs.replace(sampling, seed=int(self._random.integers(1 << 63)))
 
 
-class RowParams:
+class SamplingMetadata:
     """The columns. `default_seed` makes seeds for requests that bring none."""
 
     def __init__(self, num_rows: int, eos_token_ids: tuple[int, ...], default_seed: int | None = None) -> None:
@@ -107,7 +107,7 @@ class RowParams:
         self._picked = b"", self._columns[:0], False
         """The last rows picked, their columns, and whether all are plain: decode steps have the same rows for long."""
 
-    def set(self, row: int, num_prompt: int, sampling: SamplingParams, logprobs: Logprobs | None) -> None:
+    def set(self, row: int, num_prompt: int, sampling: CoreSamplingParams, logprobs: Logprobs | None) -> None:
         """A request takes `row`."""
         self.clear(row)
         seed = self._seeds.fix(sampling).seed

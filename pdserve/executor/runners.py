@@ -16,8 +16,8 @@ from typing import Protocol
 
 import torch
 
-from pdserve.executor.interface import LayerMarks, StepResult
-from pdserve.executor.marks import CountedMarks, EventMarks
+from pdserve.executor.interface import LayerEvents, StepResult
+from pdserve.executor.marks import CountedLayerEvents, CudaLayerEvents
 
 OnLayer = Callable[[int], None]
 Collect = Callable[[], StepResult]
@@ -26,10 +26,10 @@ Compute = Callable[[OnLayer | None], Collect]
 """Computes a step, or puts it into the current stream."""
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """One way to compute steps."""
 
-    def begin(self, compute: Compute, layer_marks: bool) -> tuple[LayerMarks | None, Collect]:
+    def begin(self, compute: Compute, layer_marks: bool) -> tuple[LayerEvents | None, Collect]:
         """Take a step up; its marks if asked for, and what waits for it."""
         ...
 
@@ -42,7 +42,7 @@ class Runner(Protocol):
         ...
 
 
-class CallingThread:
+class SyncRunner:
     """CPU, no overlap: a step is computed in `begin`; with layer marks when it is waited for.
 
     So its marks are in the hands of copy workers before the first layer is computed. A later step computes it as well.
@@ -51,12 +51,12 @@ class CallingThread:
     def __init__(self) -> None:
         self._deferred: deque[Callable[[], None]] = deque()
 
-    def begin(self, compute: Compute, layer_marks: bool) -> tuple[LayerMarks | None, Collect]:
-        """See `Runner.begin`."""
+    def begin(self, compute: Compute, layer_marks: bool) -> tuple[LayerEvents | None, Collect]:
+        """See `StepRunner.begin`."""
         self._catch_up()
         if not layer_marks:
             return None, _computed(compute)
-        marks = CountedMarks()
+        marks = CountedLayerEvents()
         outcome: Future[Collect] = Future()
         self._deferred.append(lambda: _settle(outcome, compute, marks))
 
@@ -67,12 +67,12 @@ class CallingThread:
         return marks, collect
 
     def behind(self) -> contextlib.AbstractContextManager[object]:
-        """See `Runner.behind`."""
+        """See `StepRunner.behind`."""
         self._catch_up()
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """See `Runner.close`."""
+        """See `StepRunner.close`."""
         self._catch_up()
 
     def _catch_up(self) -> None:
@@ -80,7 +80,7 @@ class CallingThread:
             self._deferred.popleft()()
 
 
-class OwnThread:
+class ThreadedRunner:
     """CPU with overlap: one thread, named "executor", computes step after step; `close` must be called to end it.
 
     It has as many torch threads as the one that made it.
@@ -93,16 +93,16 @@ class OwnThread:
         self._thread = threading.Thread(target=self._work, name="executor", daemon=True)
         self._thread.start()
 
-    def begin(self, compute: Compute, layer_marks: bool) -> tuple[LayerMarks | None, Collect]:
-        """See `Runner.begin`."""
+    def begin(self, compute: Compute, layer_marks: bool) -> tuple[LayerEvents | None, Collect]:
+        """See `StepRunner.begin`."""
         assert self._open, "launched on a closed executor"
-        marks = CountedMarks() if layer_marks else None
+        marks = CountedLayerEvents() if layer_marks else None
         outcome: Future[Collect] = Future()
         self._tasks.put(lambda: _settle(outcome, compute, marks))
         return marks, lambda: outcome.result()()
 
     def behind(self) -> contextlib.AbstractContextManager[object]:
-        """See `Runner.behind`: waits until nothing is being computed."""
+        """See `StepRunner.behind`: waits until nothing is being computed."""
         idle = threading.Event()
         if self._open:
             self._tasks.put(idle.set)
@@ -110,7 +110,7 @@ class OwnThread:
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """See `Runner.close`."""
+        """See `StepRunner.close`."""
         if self._open:
             self._open = False
             self._tasks.put(lambda: None)
@@ -122,7 +122,7 @@ class OwnThread:
             self._tasks.get()()
 
 
-class DeviceStream:
+class StreamRunner:
     """CUDA: a step is put into a stream of its own and computed there while the host goes on.
 
     The stream is not the default one, for what others copy there would wait for every step that has been launched.
@@ -132,21 +132,21 @@ class DeviceStream:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def begin(self, compute: Compute, layer_marks: bool) -> tuple[LayerMarks | None, Collect]:
-        """See `Runner.begin`."""
-        marks = EventMarks() if layer_marks else None
+    def begin(self, compute: Compute, layer_marks: bool) -> tuple[LayerEvents | None, Collect]:
+        """See `StepRunner.begin`."""
+        marks = CudaLayerEvents() if layer_marks else None
         outcome: Future[Collect] = Future()
         with self.behind():
             _settle(outcome, compute, marks)
         return marks, lambda: outcome.result()()
 
     def behind(self) -> contextlib.AbstractContextManager[object]:
-        """See `Runner.behind`; behind what lies in the current stream, too."""
+        """See `StepRunner.behind`; behind what lies in the current stream, too."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
     def close(self) -> None:
-        """See `Runner.close`."""
+        """See `StepRunner.close`."""
         self._stream.synchronize()
 
 
@@ -163,7 +163,7 @@ def _computed(compute: Compute) -> Collect:
     return fail
 
 
-def _settle(outcome: Future[Collect], compute: Compute, marks: CountedMarks | EventMarks | None) -> None:
+def _settle(outcome: Future[Collect], compute: Compute, marks: CountedLayerEvents | CudaLayerEvents | None) -> None:
     """Compute; whatever comes of it is kept for whoever resolves the step."""
     try:
         outcome.set_result(compute(None if marks is None else marks.on_layer))

@@ -19,8 +19,8 @@ from torch import Tensor
 from pdserve.executor.batch_builder import HostBatch, build_batch
 from pdserve.executor.grammar_rows import StepMasks
 from pdserve.executor.graphs import DecodeGraphs
-from pdserve.executor.interface import BatchPlan, Row
-from pdserve.executor.prompt_logprobs import Scorer, Scores, Wishes
+from pdserve.executor.interface import BatchPlan, BatchRow
+from pdserve.executor.prompt_logprobs import PromptLogprobComputer, PromptLogprobParams, PromptLogprobTensors
 from pdserve.executor.row_params import StepParams
 from pdserve.executor.sampler import Choose, Sampled, choose_with_torch, sample
 from pdserve.model.attention.interface import AttentionBackend
@@ -31,7 +31,7 @@ MIN_TOKENS = {"cpu": 32, "cuda": 256}
 """By device: a micro-batch of fewer tokens costs what reading the weights costs, so to cut it off gains nothing."""
 
 
-class Stage:
+class ModelRunner:
     """One rank's part of the model at work."""
 
     def __init__(self, model: Model, attention: AttentionBackend, choose: Choose = choose_with_torch) -> None:
@@ -45,14 +45,14 @@ class Stage:
         self._choose = choose
         self._parallel = model.parallel
         self.is_sampler = is_sampler(self._parallel.place)
-        self._scores: list[Scores] = []
+        self._scores: list[PromptLogprobTensors] = []
 
     def logits(
         self,
         batches: Sequence[HostBatch],
         tokens: Tensor,
         on_layer: Callable[[int], None] | None,
-        wishes: Sequence[Wishes | None],
+        wishes: Sequence[PromptLogprobParams | None],
     ) -> Tensor | None:
         """Compute a step's micro-batches: `[S, vocab]`, for `choose`, on the sampling rank, None on the others.
 
@@ -105,7 +105,9 @@ class Stage:
         failed, params = masks.apply(logits), params.without_grammar_bans()
         return dataclasses.replace(sample(logits, params, tokens, self._choose), failed=failed)
 
-    def prompt_scores(self, wishes: Sequence[Wishes | None], device: torch.device) -> Scores | None:
+    def prompt_scores(
+        self, wishes: Sequence[PromptLogprobParams | None], device: torch.device
+    ) -> PromptLogprobTensors | None:
         """What the micro-batches just computed say of prompt tokens; None when nothing was wanted. Stages before the
         last one get theirs by `share`.
         """
@@ -113,11 +115,11 @@ class Stage:
         if not wanted:
             return None
         if not self._parallel.place.is_last_stage:
-            return Scores.blank(wanted, device)
-        scores, self._scores = Scores.joined(self._scores, wanted), []
+            return PromptLogprobTensors.blank(wanted, device)
+        scores, self._scores = PromptLogprobTensors.joined(self._scores, wanted), []
         return scores
 
-    def share(self, chosen: Sampled | None, scores: Scores | None) -> Arrival:
+    def share(self, chosen: Sampled | None, scores: PromptLogprobTensors | None) -> Arrival:
         """Begin to give every rank what the sampling rank has found in a step."""
         tensors = [] if chosen is None else chosen.tensors()
         if scores is not None and self._parallel.place.shape.pp_size > 1:
@@ -125,7 +127,11 @@ class Stage:
         return self._parallel.share_tokens(tensors)
 
     def _run(
-        self, host: HostBatch, tokens: Tensor, on_layer: Callable[[int], None] | None, wishes: Wishes | None
+        self,
+        host: HostBatch,
+        tokens: Tensor,
+        on_layer: Callable[[int], None] | None,
+        wishes: PromptLogprobParams | None,
     ) -> Tensor:
         """One micro-batch; what it gives is sent on where there is a next stage."""
         model, parallel = self._model, self._parallel
@@ -136,7 +142,7 @@ class Stage:
             hidden = parallel.receive(shape, model.dtype, tokens.device)
         on_hidden = None
         if wishes is not None and parallel.place.is_last_stage:
-            scorer = Scorer(model, wishes, tokens)
+            scorer = PromptLogprobComputer(model, wishes, tokens)
 
             def on_hidden(x: Tensor) -> None:
                 self._scores.append(scorer(x))
@@ -159,13 +165,13 @@ def cut_plan(plan: BatchPlan, num_stages: int, min_tokens: int) -> tuple[BatchPl
     if count == 1:
         return (plan,)
     bounds = [total * i // count for i in range(1, count + 1)]
-    parts: list[list[Row]] = [[] for _ in bounds]
+    parts: list[list[BatchRow]] = [[] for _ in bounds]
     done, current = 0, 0
     for row in plan.rows:
         start = row.start
         while start < row.end:
             end = min(row.end, start + bounds[current] - done)
-            parts[current].append(Row(row.rid, row.row, start, end, row.sample and end == row.end))
+            parts[current].append(BatchRow(row.rid, row.row, start, end, row.sample and end == row.end))
             done += end - start
             start = end
             if done == bounds[current]:

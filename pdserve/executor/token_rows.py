@@ -24,7 +24,7 @@ class _Late:
     arrival: Arrival
 
 
-class TokenRows:
+class TokenPool:
     """`tensor` is int32 `[num_rows, width]`, `width` tokens a row. At most `num_late` steps' tokens are under way."""
 
     def __init__(self, num_rows: int, width: int, num_late: int, device: torch.device) -> None:

@@ -70,7 +70,7 @@ class CheckPattern(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pattern: str
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class CompileResult(msgspec.Struct, frozen=True, kw_only=True):
     """`message` says why not, None where all is well."""
 
     job: int
@@ -82,10 +82,10 @@ Check: TypeAlias = CheckGrammar | CheckPattern
 Question: TypeAlias = Setup | LoadVocabulary | CheckGrammar | CheckPattern
 
 _QUESTIONS: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-_VERDICTS = msgspec.msgpack.Decoder(Verdict)
+_VERDICTS = msgspec.msgpack.Decoder(CompileResult)
 
 
-def frame(message: Question | Verdict) -> bytes:
+def frame(message: Question | CompileResult) -> bytes:
     """`message` with its length."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -97,7 +97,7 @@ def take_questions(buffer: bytearray) -> Iterator[Question]:
         yield _QUESTIONS.decode(body)
 
 
-def take_verdicts(buffer: bytearray) -> Iterator[Verdict]:
+def take_verdicts(buffer: bytearray) -> Iterator[CompileResult]:
     """The same of what the worker answers."""
     for body in _take(buffer):
         yield _VERDICTS.decode(body)
@@ -113,7 +113,7 @@ def _take(buffer: bytearray) -> Iterator[bytes]:
         yield body
 
 
-def verdict_on(check: Check, rules: JsonRules, vocabulary: Vocabulary | None) -> Verdict:
+def verdict_on(check: Check, rules: JsonRules, vocabulary: Vocabulary | None) -> CompileResult:
     """Compile it and say how that went. In a process of its own: it may take any time and memory, or crash."""
     try:
         if isinstance(check, CheckPattern):
@@ -121,13 +121,13 @@ def verdict_on(check: Check, rules: JsonRules, vocabulary: Vocabulary | None) ->
         else:
             _check_grammar(check.grammar, rules, vocabulary)
     except GrammarError as error:
-        return Verdict(job=check.job, reason="refused", message=str(error)[:MAX_ERROR_CHARS])
+        return CompileResult(job=check.job, reason="refused", message=str(error)[:MAX_ERROR_CHARS])
     except MemoryError:
-        return Verdict(job=check.job, reason="memory", message="it takes too much memory to compile")
+        return CompileResult(job=check.job, reason="memory", message="it takes too much memory to compile")
     except BaseException as error:  # a panic of the engine is no Exception
         text = f"it cannot be compiled: {error}"[:MAX_ERROR_CHARS]
-        return Verdict(job=check.job, reason="refused", message=text)
-    return Verdict(job=check.job)
+        return CompileResult(job=check.job, reason="refused", message=text)
+    return CompileResult(job=check.job)
 
 
 def _check_grammar(grammar: Grammar, rules: JsonRules, vocabulary: Vocabulary | None) -> None:

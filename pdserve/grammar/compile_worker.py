@@ -25,11 +25,11 @@ from pdserve.grammar.compile_jobs import (
     SMALL_CHARS,
     Check,
     CheckGrammar,
+    CompileResult,
     LoadVocabulary,
     Question,
     Reason,
     Setup,
-    Verdict,
     frame,
     limit_memory,
     take_questions,
@@ -49,7 +49,7 @@ _CAUSES: Mapping[int, Reason] = {
 """A failed allocation aborts in the engine; SIGKILL is the system's answer to a lack of memory."""
 
 
-class Worker:
+class CompileWorker:
     """See the file's docstring. Reads `source`, writes `sink`: file descriptors of pipes."""
 
     def __init__(self, source: int, sink: int) -> None:
@@ -90,18 +90,18 @@ class Worker:
             case _:
                 self._fork(question)
 
-    def _load(self, question: LoadVocabulary) -> Verdict:
+    def _load(self, question: LoadVocabulary) -> CompileResult:
         try:
             self._vocabulary = Vocabulary(question.tokenizer_json, question.vocab_size, question.eos_token_ids)
         except GrammarError as error:
-            return Verdict(job=question.job, reason="refused", message=str(error)[:1000])
-        return Verdict(job=question.job)
+            return CompileResult(job=question.job, reason="refused", message=str(error)[:1000])
+        return CompileResult(job=question.job)
 
     def _fork(self, check: Check) -> None:
         try:
             pid = os.fork()
         except OSError as error:
-            self._write(Verdict(job=check.job, reason="busy", message=f"no process can be made for it: {error}"))
+            self._write(CompileResult(job=check.job, reason="busy", message=f"no process can be made for it: {error}"))
             return
         if pid == 0:
             self._be_child(check)
@@ -134,7 +134,7 @@ class Worker:
         _, status = os.waitpid(pid, 0)
         if status:
             reason = _CAUSES.get(os.WTERMSIG(status), "crashed") if os.WIFSIGNALED(status) else "crashed"
-            self._write(Verdict(job=job, reason=reason, message=self._told(reason)))
+            self._write(CompileResult(job=job, reason=reason, message=self._told(reason)))
 
     def _told(self, reason: Reason) -> str:
         assert self._setup is not None, "it has had a child"
@@ -148,7 +148,7 @@ class Worker:
             case _:
                 return "it is too deep for the grammar engine"
 
-    def _write(self, verdict: Verdict) -> None:
+    def _write(self, verdict: CompileResult) -> None:
         os.write(self._sink, frame(verdict))  # less than PIPE_BUF: whole, or not at all
 
 
@@ -164,7 +164,7 @@ def main() -> None:
     with contextlib.suppress(ImportError):
         import llguidance  # noqa: F401
     with contextlib.suppress(BrokenPipeError):
-        Worker(0, sink).run()
+        CompileWorker(0, sink).run()
     sys.stdout.flush()
 
 

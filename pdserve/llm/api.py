@@ -22,17 +22,17 @@ from pdserve.llm.outputs import OutputMaker, RequestOutput
 from pdserve.llm.prepare import Preparer, ReadyJob, ReadyPrompt
 from pdserve.llm.progress import Bar, Progress
 from pdserve.llm.prompts import Conversation, Prompt, as_conversations, as_prompts
-from pdserve.llm.runner import Job, Runner
+from pdserve.llm.runner import Job, OfflineRunner
 from pdserve.llm.sampling import SamplingParams
 from pdserve.llm.servers import Servers
 from pdserve.server.admin import flush_when_idle
 from pdserve.server.context import ServerContext
-from pdserve.server.generation import Update
+from pdserve.server.generation import GenerationUpdate
 from pdserve.server.tokenizer import load_tokenizer
 
 Params = SamplingParams | Mapping[str, Any]
 UseTqdm = bool | Callable[..., Bar]
-_Outcome = tuple[Job, list[Update] | PdserveError]
+_Outcome = tuple[Job, list[GenerationUpdate] | PdserveError]
 SEED_BITS = 63
 FLUSH_WAIT_S = 5.0
 """Sequences that have just ended may take their servers a moment more."""
@@ -113,7 +113,7 @@ class LLM:
             self._finalizer.detach()
             raise
         others = self._servers.of("null", "decode")
-        self._runner = Runner(self._servers.of("prefill"), others)
+        self._runner = OfflineRunner(self._servers.of("prefill"), others)
         self._preparer = Preparer(self._servers.all, seed)
         ready = others[0].context.client.require_ready()
         self._maker = OutputMaker(tokenizer, frozenset(ready.eos_token_ids))
@@ -205,7 +205,7 @@ class LLM:
             raise BatchError(outputs, errors)
         return [output for output in outputs if output is not None]
 
-    def _output(self, ready: ReadyJob, updates: list[Update]) -> RequestOutput:
+    def _output(self, ready: ReadyJob, updates: list[GenerationUpdate]) -> RequestOutput:
         job, params = ready.job, ready.params
         return self._maker.make(
             job.request_id, ready.prompt.text, job.requests, updates, params.logprobs, params.prompt_logprobs

@@ -45,7 +45,7 @@ ROLES: tuple[DisaggMode, ...] = ("prefill", "decode")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Server:
+class ServerCommand:
     """One server to start: its name for messages, its command line, and the same parsed.
 
     `devices`: the CUDA devices that it may use; None: those that this process may.
@@ -80,7 +80,7 @@ class Server:
 class Deployment:
     """The servers of one LLM. `threads`: CPU threads of each, None: as many as there are cores."""
 
-    servers: tuple[Server, ...]
+    servers: tuple[ServerCommand, ...]
     threads: int | None
 
 
@@ -112,7 +112,7 @@ def plan(
     num_cores = len(os.sched_getaffinity(0) if pin is None else cores_of(str(pin)))
     threads = max(1, num_cores // sum(pairs))
     values.setdefault("cpu_threads", threads)
-    servers: list[Server] = []
+    servers: list[ServerCommand] = []
     for role, count in zip(ROLES, pairs, strict=True):
         words = flags_for("prefill" if role == "prefill" else "decode", _words(values))
         for i in range(count):
@@ -129,7 +129,7 @@ def visible_devices() -> list[str]:
     return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
-def deal_devices(servers: Sequence[Server], devices: Sequence[str]) -> list[Server]:
+def deal_devices(servers: Sequence[ServerCommand], devices: Sequence[str]) -> list[ServerCommand]:
     """Each server gets devices of its own where there are enough; else all share what there is."""
     if sum(server.num_ranks for server in servers) > len(devices):
         return list(servers)
@@ -175,10 +175,10 @@ def _words(values: Mapping[str, Value]) -> list[str]:
     return words
 
 
-def _server(name: str, mode: DisaggMode, words: Sequence[str]) -> Server:
+def _server(name: str, mode: DisaggMode, words: Sequence[str]) -> ServerCommand:
     argv = ["--disaggregation-mode", mode, *(["--disaggregation-bootstrap-port", "0"] if mode == "prefill" else [])]
     argv += words
-    return Server(name=name, argv=tuple(argv), config=parse_server_args(argv))
+    return ServerCommand(name=name, argv=tuple(argv), config=parse_server_args(argv))
 
 
 def _on_cpu(values: Mapping[str, Value]) -> bool:

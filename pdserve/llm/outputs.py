@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pdserve.protocol.messages import FinishReason, GenerateRequest
-from pdserve.server.generation import Update
+from pdserve.server.generation import GenerationUpdate
 from pdserve.server.logprob_format import Pair, PromptToken, prompt_tokens
 from pdserve.server.tokenizer import Tokenizer
 
@@ -70,7 +70,7 @@ class OutputMaker:
         request_id: str,
         prompt: str | None,
         requests: Sequence[GenerateRequest],
-        updates: Sequence[Update],
+        updates: Sequence[GenerationUpdate],
         top: int | None,
         prompt_top: int | None,
     ) -> RequestOutput:
@@ -92,7 +92,9 @@ class OutputMaker:
             num_cached_tokens=updates[0].cached_tokens,
         )
 
-    def _answer(self, index: int, request: GenerateRequest, update: Update, top: int | None) -> CompletionOutput:
+    def _answer(
+        self, index: int, request: GenerateRequest, update: GenerationUpdate, top: int | None
+    ) -> CompletionOutput:
         finish = update.finish
         lines = None
         if top is not None:

@@ -19,7 +19,7 @@ from pdserve.llm.errors import InvalidRequestError
 from pdserve.llm.prompts import GivenPrompt
 from pdserve.llm.runner import Job
 from pdserve.llm.sampling import SamplingParams
-from pdserve.llm.servers import Running
+from pdserve.llm.servers import RunningServer
 from pdserve.protocol.grammar import Grammar
 from pdserve.server.chat_messages import final_text
 from pdserve.server.chat_prepare import chat_prompt
@@ -28,7 +28,7 @@ from pdserve.server.constraints import Constraint
 from pdserve.server.context import ServerContext
 from pdserve.server.intake import PromptSpec, check_token_ids, make_intake
 from pdserve.server.json_http import convert
-from pdserve.server.sampling_fields import Ask, fit_max_tokens
+from pdserve.server.sampling_fields import RequestedSampling, fit_max_tokens
 from pdserve.server.schemas import ChatBody
 from pdserve.server.thought_grammar import after_thoughts
 
@@ -71,7 +71,7 @@ class _Nowhere:
 class Preparer:
     """Numbers all requests of one LLM. `seed` None: what is drawn at random differs from run to run."""
 
-    def __init__(self, servers: Sequence[Running], seed: int | None) -> None:
+    def __init__(self, servers: Sequence[RunningServer], seed: int | None) -> None:
         self._servers = servers
         self._seed = seed
         self._numbers = itertools.count()
@@ -168,7 +168,7 @@ class Preparer:
         sampling = params.for_engine(count, context.limits(), prompt.where, grammar)
         for running in self._servers:  # a prefill server may have less memory for the prompt
             limits = running.context.limits()
-            fit_max_tokens(count, Ask(None, 1, "max_tokens"), 0, limits, prompt.where)
+            fit_max_tokens(count, RequestedSampling(None, 1, "max_tokens"), 0, limits, prompt.where)
         own = next(self._numbers)
         if sampling.seed is None and self._seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=_derived(self._seed, own))

@@ -17,9 +17,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 import msgspec
 
 from pdserve.errors import PdserveError, RequestError
-from pdserve.llm.servers import Running
+from pdserve.llm.servers import RunningServer
 from pdserve.protocol.messages import GenerateRequest
-from pdserve.server.generation import Update
+from pdserve.server.generation import GenerationUpdate
 
 TRIES = 3
 """How often a request is tried that failed for a cause that may pass: a transfer that broke, a server that was full."""
@@ -37,14 +37,16 @@ class Job:
     requests: list[GenerateRequest]
 
 
-Deliver = Callable[[Job, list[Update] | PdserveError], None]
+Deliver = Callable[[Job, list[GenerationUpdate] | PdserveError], None]
 """Called once per job, in the order in which they end."""
 
 
-class Runner:
+class OfflineRunner:
     """See the file's docstring. `prefills` is empty where servers do both halves."""
 
-    def __init__(self, prefills: Sequence[Running], others: Sequence[Running], *, pause_s: float = 1.0) -> None:
+    def __init__(
+        self, prefills: Sequence[RunningServer], others: Sequence[RunningServer], *, pause_s: float = 1.0
+    ) -> None:
         """`pause_s`: seconds before a second try, twice as long before the third."""
         self._pause_s = pause_s
         self._prefills = prefills
@@ -59,7 +61,7 @@ class Runner:
                 task = group.create_task(self._run_one(job, chosen, deliver))
                 task.add_done_callback(functools.partial(self._release, chosen, len(job.requests)))
 
-    async def _run_one(self, job: Job, chosen: Sequence[Running], deliver: Deliver) -> None:
+    async def _run_one(self, job: Job, chosen: Sequence[RunningServer], deliver: Deliver) -> None:
         for attempt in range(TRIES):
             result = await _try(_again(job, attempt), chosen)
             if not (isinstance(result, RequestError) and result.status in PASSING):
@@ -68,7 +70,7 @@ class Runner:
                 await asyncio.sleep(self._pause_s * (attempt + 1))
         deliver(job, result)
 
-    async def _take(self, count: int) -> list[Running]:
+    async def _take(self, count: int) -> list[RunningServer]:
         """Places for `count` sequences at the servers with the least to do, once they have them."""
         while True:
             groups = [group for group in (self._prefills, self._others) if group]
@@ -81,7 +83,7 @@ class Runner:
             running.num_live += count
         return chosen
 
-    def _release(self, chosen: Sequence[Running], count: int, _: asyncio.Task[None]) -> None:
+    def _release(self, chosen: Sequence[RunningServer], count: int, _: asyncio.Task[None]) -> None:
         """Also called for a task that was cancelled before it began."""
         for running in chosen:
             running.num_live -= count
@@ -96,7 +98,7 @@ def _again(job: Job, attempt: int) -> Job:
     return dataclasses.replace(job, requests=requests)
 
 
-async def _try(job: Job, chosen: Sequence[Running]) -> list[Update] | PdserveError:
+async def _try(job: Job, chosen: Sequence[RunningServer]) -> list[GenerationUpdate] | PdserveError:
     try:
         if len(chosen) == 1:
             return await _sequences(chosen[0], job, job.requests)
@@ -105,16 +107,16 @@ async def _try(job: Job, chosen: Sequence[Running]) -> list[Update] | PdserveErr
         return error
 
 
-def _has_room(running: Running, count: int) -> bool:
+def _has_room(running: RunningServer, count: int) -> bool:
     return running.num_live == 0 or running.num_live + count <= running.server.most_requests
 
 
 async def _sequences(
-    running: Running, job: Job, requests: Sequence[GenerateRequest], begun: asyncio.Event | None = None
-) -> list[Update]:
+    running: RunningServer, job: Job, requests: Sequence[GenerateRequest], begun: asyncio.Event | None = None
+) -> list[GenerationUpdate]:
     """Submit to one server, and all that came of each sequence; `begun` is set with the first news."""
     generation = await running.context.client.submit(requests, [job.request_id] * len(requests))
-    whole = [Update(index) for index in range(len(requests))]
+    whole = [GenerationUpdate(index) for index in range(len(requests))]
     async with generation:
         async for update in generation:
             whole[update.index].absorb(update)
@@ -123,7 +125,7 @@ async def _sequences(
     return whole
 
 
-async def _through_pair(prefill: Running, decode: Running, job: Job) -> list[Update]:
+async def _through_pair(prefill: RunningServer, decode: RunningServer, job: Job) -> list[GenerationUpdate]:
     """Both halves at once. Prefill's failure counts until decode has begun; then its KV cache has arrived."""
     requests = [msgspec.structs.replace(request, room=prefill.room()) for request in job.requests]
     begun = asyncio.Event()
@@ -138,7 +140,9 @@ async def _through_pair(prefill: Running, decode: Running, job: Job) -> list[Upd
 
 
 @contextlib.asynccontextmanager
-async def _task(work: Coroutine[None, None, list[Update]]) -> AsyncIterator[asyncio.Task[list[Update]]]:
+async def _task(
+    work: Coroutine[None, None, list[GenerationUpdate]],
+) -> AsyncIterator[asyncio.Task[list[GenerationUpdate]]]:
     """`work` beside the block; what has not ended with the block is cancelled."""
     task = asyncio.create_task(work)
     try:

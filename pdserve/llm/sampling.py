@@ -14,11 +14,11 @@ from pdserve.errors import RequestError
 from pdserve.llm.errors import InvalidRequestError
 from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.sampling import SamplingParams as EngineSampling
+from pdserve.protocol.sampling import CoreSamplingParams as EngineSampling
 from pdserve.server.constraints import Constraint, openai_constraint
 from pdserve.server.intake import check_top_logprobs, openai_logprobs
 from pdserve.server.json_http import convert
-from pdserve.server.sampling_fields import COMPLETION_TOKENS, Ask, Limits, count_n, openai_sampling
+from pdserve.server.sampling_fields import COMPLETION_TOKENS, RequestedSampling, RequestLimits, count_n, openai_sampling
 from pdserve.server.schemas import CompletionBody
 from pdserve.server.stop_regex import compile_own
 
@@ -30,7 +30,7 @@ OTHER_NAMES = {
 }
 """SGLang's names of fields, for dicts."""
 _ENDLESS = 1 << 40
-_ANY_MODEL = Limits("null", vocab_size=1 << 31, context_length=_ENDLESS, max_total_tokens=_ENDLESS)
+_ANY_MODEL = RequestLimits("null", vocab_size=1 << 31, context_length=_ENDLESS, max_total_tokens=_ENDLESS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,13 +128,15 @@ class SamplingParams:
         """
         return openai_constraint(self._body)
 
-    def for_engine(self, num_prompt: int, limits: Limits, prompt_field: str, grammar: Grammar | None) -> EngineSampling:
+    def for_engine(
+        self, num_prompt: int, limits: RequestLimits, prompt_field: str, grammar: Grammar | None
+    ) -> EngineSampling:
         """As the scheduler takes them, for a prompt of `num_prompt` tokens.
 
         Raises:
             RequestError: they do not fit this model or this prompt.
         """
-        ask = Ask(self._body.max_tokens, _ENDLESS, "max_tokens", least=0)
+        ask = RequestedSampling(self._body.max_tokens, _ENDLESS, "max_tokens", least=0)
         return openai_sampling(self._body, ask, num_prompt, limits, prompt_field, grammar)
 
     @functools.cached_property

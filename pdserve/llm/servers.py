@@ -22,9 +22,9 @@ from pdserve.base.process import Child, end_all
 from pdserve.errors import ConfigError, EngineDeadError
 from pdserve.launch_engine import CUDA_DEVICES, REFUSED
 from pdserve.launch_local import THREAD_VARIABLES
-from pdserve.launch_offline import LOOPBACK, Announcement, Refusal, parse_line
+from pdserve.launch_offline import LOOPBACK, Announcement, ConfigRefusal, parse_line
 from pdserve.llm.loop_thread import LoopThread
-from pdserve.llm.options import Deployment, Server
+from pdserve.llm.options import Deployment, ServerCommand
 from pdserve.protocol.channel import ApiChannel, ChannelAddress, ZmqApiChannel, remove_channel_address
 from pdserve.protocol.messages import MAX_ROOM, RoomAddress, Shutdown
 from pdserve.protocol.replicas import ReplicatedChannel
@@ -42,10 +42,10 @@ ABANDON_S = 2.0
 TAIL_LINES = 5
 
 
-class Running:
+class RunningServer:
     """One started server. All but `child`'s threads run in the loop thread. `num_live`: sequences that it has."""
 
-    def __init__(self, server: Server, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, server: ServerCommand, tokenizer: Tokenizer | None) -> None:
         self.server = server
         self.num_live = 0
         self._tokenizer = tokenizer
@@ -106,7 +106,7 @@ class Servers:
 
     def __init__(self, deployment: Deployment, tokenizer: Tokenizer | None) -> None:
         self.loop = LoopThread("pdserve-llm")
-        self.all = [Running(server, tokenizer) for server in deployment.servers]
+        self.all = [RunningServer(server, tokenizer) for server in deployment.servers]
         self._env = _environment(deployment.threads)
         self._children: list[Child] = []
         self._died: str | None = None
@@ -114,7 +114,7 @@ class Servers:
         self._owner = os.getpid()
         self._closing = threading.Event()
 
-    def of(self, *modes: str) -> list[Running]:
+    def of(self, *modes: str) -> list[RunningServer]:
         """The servers that do these halves."""
         return [running for running in self.all if running.server.mode in modes]
 
@@ -173,7 +173,7 @@ class Servers:
         if self._died is not None:
             raise EngineDeadError(self._died)
 
-    def _spawn(self, running: Running) -> asyncio.Future[Announcement]:
+    def _spawn(self, running: RunningServer) -> asyncio.Future[Announcement]:
         """Start a host; the future is where it says it is."""
         announced: asyncio.Future[Announcement] = asyncio.get_running_loop().create_future()
         name = running.server.name
@@ -182,7 +182,7 @@ class Servers:
             said = parse_line(line)
             if isinstance(said, Announcement):
                 self.loop.post(lambda: announced.set_result(said) if not announced.done() else None)
-            elif isinstance(said, Refusal):
+            elif isinstance(said, ConfigRefusal):
                 running.refusal = ConfigError(said.message, field=said.field)
             else:
                 running.tail.append(line)

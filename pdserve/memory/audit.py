@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.memory.lease import Lease, LeasePool
-from pdserve.memory.prefix.node import Node
+from pdserve.memory.prefix.node import RadixNode
 from pdserve.memory.prefix.radix import RadixTree
 
 NUM_NAMED = 8
@@ -75,7 +75,7 @@ def _audit_counts(name: str, tree: RadixTree) -> list[str]:
 def _audit_locks(name: str, pool: LeasePool, tree: RadixTree) -> list[str]:
     """Locks are those of live leases, and what a lease does not own is what it locks."""
     nodes = list(tree.nodes())
-    expected: dict[Node, int] = dict.fromkeys(nodes, 0)
+    expected: dict[RadixNode, int] = dict.fromkeys(nodes, 0)
     found = []
     for lease in pool.live_leases:
         if lease.node is None:

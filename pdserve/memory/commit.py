@@ -32,7 +32,7 @@ _QUIET_S = 1.0
 """Since a page was taken: then nobody is likely to wait."""
 
 
-class CommitAhead:
+class Prefault:
     """Commits the memory of the pages behind the highest one that was ever used.
 
     Page allocators hand out pages in ascending order until all were used once. It has committed the first when it is

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import hashlib
 
-from pdserve.base.parallel import Place, kv_heads_of, layers_of
+from pdserve.base.parallel import RankCoord, kv_heads_of, layers_of
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint64": 8}
 LAYOUT_VERSION = 2
@@ -66,15 +66,15 @@ class KVGroup:
         """Bytes of one page."""
         return self.num_layers * self.layer_bytes
 
-    def layers_of(self, place: Place) -> range:
+    def layers_of(self, place: RankCoord) -> range:
         """Which of the model's layers a rank has. To be asked of the whole model's group, as the two below."""
         return layers_of(self.num_layers, place.shape.pp_size, place.pp_rank)
 
-    def heads_of(self, place: Place) -> range:
+    def heads_of(self, place: RankCoord) -> range:
         """Which of the model's KV heads a rank has."""
         return kv_heads_of(self.num_kv_heads_total, place.shape.tp_size, place.tp_rank)
 
-    def of_rank(self, place: Place) -> KVGroup:
+    def of_rank(self, place: RankCoord) -> KVGroup:
         """What of this group lies in the pages of one rank."""
         assert self.num_kv_heads == self.num_kv_heads_total, "already a rank's"
         layers, heads = self.layers_of(place), self.heads_of(place)
@@ -97,7 +97,7 @@ class KVLayout:
         """KV bytes of one token over all groups."""
         return sum(group.page_bytes // group.page_tokens for group in self.groups)
 
-    def of_rank(self, place: Place) -> KVLayout:
+    def of_rank(self, place: RankCoord) -> KVLayout:
         """What of it lies in the pages of one rank."""
         return KVLayout(tuple(group.of_rank(place) for group in self.groups))
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pdserve.memory.allocator import PageAllocator
-from pdserve.memory.prefix.node import Node
+from pdserve.memory.prefix.node import RadixNode
 from pdserve.memory.prefix.radix import RadixTree
 
 Hold = Literal["request", "remote", "send"]
@@ -42,7 +42,7 @@ class Lease:
 
     __slots__ = ("_holds", "_pool", "node", "num_locked_pages", "num_prefix_pages", "owner", "pages", "spares")
 
-    def __init__(self, pool: LeasePool, pages: list[int], owner: str, node: Node | None) -> None:
+    def __init__(self, pool: LeasePool, pages: list[int], owner: str, node: RadixNode | None) -> None:
         self._pool = pool
         self._holds: set[Hold] = {"request"}
         self.pages = pages
@@ -191,7 +191,7 @@ class LeasePool:
             owners[lease.owner] += len(lease.owned)
         return dict(owners)
 
-    def _lock_prefix(self, tree: RadixTree, prefix: bytes, max_pages: int) -> tuple[Node | None, list[int]]:
+    def _lock_prefix(self, tree: RadixTree, prefix: bytes, max_pages: int) -> tuple[RadixNode | None, list[int]]:
         """Lock the longest cached beginning of `prefix`, so that making room cannot evict it; its pages."""
         found = tree.match(prefix, max_pages)
         if found.num_pages == 0:

@@ -94,7 +94,7 @@ def _stay(ranks: list[list[int]], before: Sequence[Row]) -> Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Move:
+class ExpertMove:
     """An expert goes from a slot of one rank to a slot of another."""
 
     source: int
@@ -103,7 +103,7 @@ class Move:
     target_slot: int
 
 
-def moves_between(before: Row, after: Row, num_ranks: int) -> list[Move]:
+def moves_between(before: Row, after: Row, num_ranks: int) -> list[ExpertMove]:
     """What makes `before` `after`: each slot whose expert changes gets it from the first slot that had it.
 
     In the order of sources and then of targets, as senders and receivers alike read it.
@@ -113,5 +113,5 @@ def moves_between(before: Row, after: Row, num_ranks: int) -> list[Move]:
     for index, expert in enumerate(after):
         if before[index] != expert:
             source, target = divmod(before.index(expert), num_slots), divmod(index, num_slots)
-            moves.append(Move(*source, *target))
+            moves.append(ExpertMove(*source, *target))
     return sorted(moves, key=lambda move: (move.source, move.target, move.target_slot))

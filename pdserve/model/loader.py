@@ -25,8 +25,8 @@ from pdserve.model.dtypes import torch_dtype
 from pdserve.model.families.decoder import Decoder
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
-from pdserve.model.params import Source
-from pdserve.model.placement import Placement
+from pdserve.model.params import TensorSource
+from pdserve.model.placement import ExpertMap
 
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _ITEM_BYTES = 4
@@ -65,7 +65,7 @@ def load_model(
     seed: int,
     kernels: Kernels | None = None,
     parallel: Parallel | None = None,
-    placement: Placement | None = None,
+    placement: ExpertMap | None = None,
 ) -> Decoder:
     """The model of `spec` with the weights at `path`, or with random ones.
 
@@ -87,7 +87,7 @@ def empty_model(
     *,
     kernels: Kernels | None = None,
     parallel: Parallel | None = None,
-    placement: Placement | None = None,
+    placement: ExpertMap | None = None,
 ) -> Decoder:
     """The model of `spec` before it has weights; on CPU they take no memory yet. See `Decoder`. Raises ConfigError."""
     with torch.inference_mode():
@@ -107,7 +107,7 @@ def fill_model(model: Decoder, path: Path, *, load_format: Literal["auto", "dumm
 
 @dataclasses.dataclass(frozen=True)
 class _MappedSource:
-    """One tensor of a mapped safetensors file. Implements `Source`; only what is asked for is touched."""
+    """One tensor of a mapped safetensors file. Implements `TensorSource`; only what is asked for is touched."""
 
     file: safe_open
     name: str
@@ -128,7 +128,7 @@ class _MappedSource:
         return tensor
 
 
-def _safetensors(directory: Path) -> Iterator[tuple[str, Source]]:
+def _safetensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
     """All tensors of a directory, by name; to be read before the next one is asked for."""
     for path in _weight_files(directory):
         with _open(path) as file:
@@ -145,7 +145,7 @@ def _safetensors(directory: Path) -> Iterator[tuple[str, Source]]:
                         break
 
 
-def _gguf(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Source]]:
+def _gguf(path: Path, spec: ModelSpec) -> Iterator[tuple[str, TensorSource]]:
     """All tensors of a gguf file, by HF name."""
     for source in gguf_file.sources(path, spec):
         yield source.name, source

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pdserve.base.parallel import SINGLE, Place, dealt
-from pdserve.model.wide import Hand, Wide, own_slice, padded, stripped
+from pdserve.base.parallel import SINGLE, RankCoord, dealt
+from pdserve.model.wide import DPAttentionGroup, TokenShare, own_slice, padded, stripped
 
 
 class Arrival(Protocol):
@@ -32,12 +32,12 @@ class Parallel(Protocol):
     """One rank among those of its replica. Raises RankError where another rank is gone or too late."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankCoord:
         """Where this rank stands."""
         ...
 
     @property
-    def wide(self) -> Wide:
+    def wide(self) -> DPAttentionGroup:
         """The ranks that the feed-forward layers are split over."""
         ...
 
@@ -86,7 +86,7 @@ class Parallel(Protocol):
 
 
 class StageRanks:
-    """Implements `Wide` for the tensor ranks of one stage of one replica: N is T."""
+    """Implements `DPAttentionGroup` for the tensor ranks of one stage of one replica: N is T."""
 
     spans_replicas = False
 
@@ -95,31 +95,31 @@ class StageRanks:
         self.size, self.rank = parallel.place.shape.tp_size, parallel.place.tp_rank
 
     def begin(self, step: int, num_tokens: int) -> None:
-        """See `Wide.begin`; nothing to do."""
+        """See `DPAttentionGroup.begin`; nothing to do."""
 
-    def hand(self, num_tokens: int) -> Hand:
-        """See `Wide.hand`."""
+    def hand(self, num_tokens: int) -> TokenShare:
+        """See `DPAttentionGroup.hand`."""
         sizes = dealt(num_tokens, self.size)
-        return Hand(sizes, own_slice(sizes, self.rank))
+        return TokenShare(sizes, own_slice(sizes, self.rank))
 
     def gather(self, x: Tensor) -> Tensor:
-        """See `Wide.gather`: `x` itself."""
+        """See `DPAttentionGroup.gather`: `x` itself."""
         return x
 
     def add_up(self, x: Tensor) -> Tensor:
-        """See `Wide.add_up`."""
+        """See `DPAttentionGroup.add_up`."""
         return self._parallel.all_reduce(x)
 
     def everyones(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """See `Wide.everyones`."""
+        """See `DPAttentionGroup.everyones`."""
         return stripped(self._parallel.all_gather(padded(part, max(sizes))), sizes)
 
     def rejoin(self, part: Tensor, num_tokens: int) -> Tensor:
-        """See `Wide.rejoin`."""
+        """See `DPAttentionGroup.rejoin`."""
         return self.everyones(part, dealt(num_tokens, self.size))
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """See `Wide.all_to_all`."""
+        """See `DPAttentionGroup.all_to_all`."""
         return self._parallel.all_to_all(x, send, receive)
 
 
@@ -133,7 +133,7 @@ class _There:
 _THERE = _There()
 
 
-def is_sampler(place: Place) -> bool:
+def is_sampler(place: RankCoord) -> bool:
     """Whether this is the one rank that has all logits: tensor rank 0 of the last stage."""
     return place.is_last_stage and place.tp_rank == 0
 
@@ -141,10 +141,10 @@ def is_sampler(place: Place) -> bool:
 class SingleRank:
     """Implements `Parallel` for a replica of one rank."""
 
-    place: Place = SINGLE
+    place: RankCoord = SINGLE
 
     @property
-    def wide(self) -> Wide:
+    def wide(self) -> DPAttentionGroup:
         """See `Parallel.wide`."""
         return StageRanks(self)
 

@@ -25,7 +25,7 @@ WeightSamples = dict[str, dict[int, float]]
 """By checkpoint name, values at fixed positions of the whole tensor, as far as a rank holds them."""
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A tensor of a checkpoint that has not been read yet."""
 
     @property
@@ -134,7 +134,7 @@ class ParamSlots:
         """Accept whatever begins with one of `prefixes`: it is for other ranks to check."""
         self._ignored_prefixes += tuple(prefixes)
 
-    def fill(self, name: str, source: Source) -> None:
+    def fill(self, name: str, source: TensorSource) -> None:
         """Copy what is held of the parameter `name`, converting its dtype. Raises ModelError when it does not fit."""
         slot = self._slots.get(name)
         if slot is None:

@@ -24,7 +24,7 @@ _FIELD = "init_expert_location"
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class ExpertMap:
     """`rows[layer]` has the experts of rank 0's slots, then those of rank 1's, and so on; every expert is in it.
 
     There is a row for every layer of the model that has experts, by its index there. All ranks have as many slots. An
@@ -62,7 +62,7 @@ def num_slots_for(moe: MoeSpec, num_ranks: int, num_redundant: int) -> int:
     return num_slots
 
 
-def first_placement(moe: MoeSpec, num_ranks: int, num_redundant: int, location: str) -> Placement:
+def first_placement(moe: MoeSpec, num_ranks: int, num_redundant: int, location: str) -> ExpertMap:
     """The placement at start. `location` is "trivial" (experts in order, then again from the first), or a JSON file.
 
     The file has SGLang's `physical_to_logical_map`, `[layers][slots of all ranks]`, or `logical_count`,
@@ -74,18 +74,18 @@ def first_placement(moe: MoeSpec, num_ranks: int, num_redundant: int, location: 
     num_slots = num_slots_for(moe, num_ranks, num_redundant)
     trivial: Row = tuple(index % moe.num_experts for index in range(num_ranks * num_slots))
     if location == TRIVIAL:
-        return Placement(dict.fromkeys(moe.layers, trivial), num_ranks)
+        return ExpertMap(dict.fromkeys(moe.layers, trivial), num_ranks)
     facts = _read(Path(location))
     if "physical_to_logical_map" in facts:
         table = _table(facts["physical_to_logical_map"], location, "physical_to_logical_map")
         rows = _rows(table, moe, location, num_ranks * num_slots)
         for layer, row in rows.items():
             _check(row, moe, num_ranks, f"{location}: layer {layer}")
-        return Placement(rows, num_ranks)
+        return ExpertMap(rows, num_ranks)
     if "logical_count" in facts:
         counts = _table(facts["logical_count"], location, "logical_count")
         loads = _rows(counts, moe, location, moe.num_experts)
-        return Placement({layer: balanced(load, num_ranks, trivial) for layer, load in loads.items()}, num_ranks)
+        return ExpertMap({layer: balanced(load, num_ranks, trivial) for layer, load in loads.items()}, num_ranks)
     raise ConfigError(f"{location} has neither physical_to_logical_map nor logical_count", field=_FIELD)
 
 

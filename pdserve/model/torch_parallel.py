@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pdserve.base.listeners import ports_closed_afterwards
-from pdserve.base.parallel import ParallelShape, Place, WidePlace
+from pdserve.base.parallel import ParallelShape, RankCoord, WidePlace
 from pdserve.errors import ConfigError, RankError
 from pdserve.model.parallel import Arrival, Parallel, SingleRank, StageRanks
-from pdserve.model.wide import Wide
+from pdserve.model.wide import DPAttentionGroup
 from pdserve.model.wide_replicas import AllReplicas
 
 _LOG = logging.getLogger(__name__)
@@ -61,14 +61,14 @@ class TorchParallel:
         self._sampler = _stages(replicas[place.dp_rank], own.shape)[-1][0]
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._max_sending = own.shape.pp_size**2  # so many micro-batches are under way
-        self._wide: Wide = StageRanks(self)
+        self._wide: DPAttentionGroup = StageRanks(self)
         if place.dp_size > 1:
             on_host = dist.get_backend() == "gloo"
             numbers = None if on_host else dist.new_group(backend="gloo", timeout=timeout)
             self._wide = AllReplicas(place, self.all_gather, _with_others, numbers)
 
     @property
-    def wide(self) -> Wide:
+    def wide(self) -> DPAttentionGroup:
         """See `Parallel.wide`."""
         return self._wide
 
@@ -169,7 +169,7 @@ class _Works:
 
 
 def open_parallel(
-    place: Place | WidePlace,
+    place: RankCoord | WidePlace,
     store: Store,
     device: torch.device,
     *,
@@ -188,7 +188,7 @@ def open_parallel(
         ConfigError: no network interface has the address `host`.
         RankError: a rank did not come in time, or left.
     """
-    place = WidePlace(place) if isinstance(place, Place) else place
+    place = WidePlace(place) if isinstance(place, RankCoord) else place
     if place.num_ranks == 1:
         return SingleRank()
     backend: Backend = "nccl" if device.type == "cuda" else "gloo"

@@ -18,14 +18,14 @@ from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Hand:
+class TokenShare:
     """What each rank has in hand: `sizes[i]` tokens at rank i; ours are those at `mine` among our replica's."""
 
     sizes: Sequence[int]
     mine: slice
 
 
-class Wide(Protocol):
+class DPAttentionGroup(Protocol):
     """One rank among them. Raises RankError where another rank is gone or too late.
 
     N are the tokens of this rank's replica, T those of all replicas: one replica's behind the other's.
@@ -50,7 +50,7 @@ class Wide(Protocol):
         """All ranks begin `step`, in which this one's replica computes `num_tokens` tokens."""
         ...
 
-    def hand(self, num_tokens: int) -> Hand:
+    def hand(self, num_tokens: int) -> TokenShare:
         """What the ranks have in hand of the batch, of which `num_tokens` are this replica's."""
         ...
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pdserve.base.parallel import WidePlace, dealt
 from pdserve.errors import RankError
-from pdserve.model.wide import Hand, own_slice, padded, stripped
+from pdserve.model.wide import TokenShare, own_slice, padded, stripped
 
 WithOthers = Callable[[str], AbstractContextManager[object]]
 """Turns torch's errors into ours; the argument says what the ranks were about."""
@@ -48,7 +48,7 @@ class AllReplicas:
         self._gather_own = gather_own
         self._with_others = with_others
         self._numbers = numbers
-        self._hand = Hand([0] * self.size, slice(0, 0))
+        self._hand = TokenShare([0] * self.size, slice(0, 0))
 
     def begin(self, step: int, num_tokens: int) -> None:
         """See `Wide.begin`. Waits until all ranks have begun `step`."""
@@ -61,9 +61,9 @@ class AllReplicas:
         if any(there != step for there, _ in facts) or any(facts[i] != firsts[i // tp_size] for i in range(self.size)):
             raise RankError(f"the ranks are not in the same round: rank {self.rank} is in {step}, all are in {facts}")
         sizes = [size for _, count in firsts for size in dealt(count, tp_size)]
-        self._hand = Hand(sizes, own_slice(dealt(num_tokens, tp_size), self._place.place.tp_rank))
+        self._hand = TokenShare(sizes, own_slice(dealt(num_tokens, tp_size), self._place.place.tp_rank))
 
-    def hand(self, num_tokens: int) -> Hand:
+    def hand(self, num_tokens: int) -> TokenShare:
         """See `Wide.hand`: as `begin` was told."""
         return self._hand
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from pdserve.protocol.messages import RequestTiming
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 
 TTFT_PARTS = ("intake", "bootstrap", "queue", "prefill", "transfer", "delivery")
 """In the order in which they follow each other; see `ttft_parts`."""
@@ -31,7 +31,7 @@ class RequestStart:
     arrived_at: float
     intake_s: float
     input_ids: Sequence[int]
-    sampling: SamplingParams
+    sampling: CoreSamplingParams
     stream: bool
     traceparent: str | None
     request_id: str | None = None

@@ -29,7 +29,7 @@ import zmq
 from pdserve.base.run_folders import make_run_folder
 from pdserve.errors import EngineDeadError
 from pdserve.protocol.codec import Codec
-from pdserve.protocol.messages import Beat, ToApi, ToScheduler
+from pdserve.protocol.messages import SchedulerBeat, ToApi, ToScheduler
 
 MAX_IPC_PATH = 100
 """Unix socket paths end at 107 bytes on Linux; a little room is left."""
@@ -71,7 +71,7 @@ class SchedulerChannel(Protocol):
         """Hand `message` to the API process, in order; called by the scheduler thread only."""
         ...
 
-    def beat(self, message: Beat) -> None:
+    def beat(self, message: SchedulerBeat) -> None:
         """Hand a sign of life to the API process, in no order with the rest; called by the ingress thread only."""
         ...
 
@@ -210,7 +210,7 @@ class ZmqSchedulerChannel:
         """See `SchedulerChannel.send`."""
         self._push.send(self._up.encode(message))
 
-    def beat(self, message: Beat) -> None:
+    def beat(self, message: SchedulerBeat) -> None:
         """See `SchedulerChannel.beat`."""
         self._beats.send(self._up.encode(message))
 
@@ -292,7 +292,7 @@ class MemorySchedulerChannel:
         """See `SchedulerChannel.send`."""
         self._api.deliver(message)
 
-    def beat(self, message: Beat) -> None:
+    def beat(self, message: SchedulerBeat) -> None:
         """See `SchedulerChannel.beat`."""
         self._api.deliver(message)
 

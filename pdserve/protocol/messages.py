@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 
 MAX_ROOM = (1 << 63) - 1
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
@@ -31,7 +31,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     rid: str
     input_ids: list[int]
-    sampling: SamplingParams
+    sampling: CoreSamplingParams
     stream: bool = False
     logprobs: Logprobs | None = None
     """None: nothing is wanted."""
@@ -179,7 +179,7 @@ class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
     planned, and how many tokens were computed by then."""
 
 
-class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request; the last one carries `finish`.
 
     `timing` comes whenever a part of it has become known. `prompt_logprobs` come in parts, before the first token; a
@@ -199,7 +199,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
 class OutputBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All outputs of one scheduler step."""
 
-    outputs: list[RequestOutput]
+    outputs: list[EngineCoreOutput]
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,7 +292,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     facts: dict[str, str | int | float | bool | None]
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SchedulerBeat(msgspec.Struct, frozen=True, kw_only=True, tag="Beat"):
     """The scheduler process of a replica runs. Sent about once a second, also while a step takes long.
 
     `turn_s` is how long the loop has been at its present turn, None while it sleeps; `num_turns` those that computed
@@ -304,4 +304,4 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_turns: int
 
 
-ToApi = OutputBatch | StateReply | CommandReply | EngineReady | Beat
+ToApi = OutputBatch | StateReply | CommandReply | EngineReady | SchedulerBeat

@@ -20,13 +20,13 @@ from pdserve.errors import EngineDeadError, ProtocolError
 from pdserve.protocol.channel import ApiChannel
 from pdserve.protocol.messages import (
     AbortRequest,
-    Beat,
     CommandReply,
     Divert,
     EngineReady,
     EngineState,
     GenerateRequest,
     OutputBatch,
+    SchedulerBeat,
     StateReply,
     ToApi,
     ToScheduler,
@@ -154,7 +154,7 @@ class ReplicatedChannel:
                     if output.finish is not None:
                         self._ended(output.rid)
                 return message
-            case Beat():
+            case SchedulerBeat():
                 return message
             case EngineReady():
                 self._ready[index] = message

@@ -13,7 +13,7 @@ TOP_K_ALL = 1 << 30
 """`top_k` value that keeps the whole vocabulary (SGLang's -1 is turned into this)."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class CoreSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose tokens, and when to stop.
 
     `temperature` 0 means greedy. `seed` makes the request's tokens reproducible whatever else runs.
@@ -54,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
-def validate_sampling(params: SamplingParams, vocab_size: int) -> SamplingParams:
+def validate_sampling(params: CoreSamplingParams, vocab_size: int) -> CoreSamplingParams:
     """Return `params` when every field is in range.
 
     Raises:

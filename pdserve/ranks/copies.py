@@ -19,13 +19,13 @@ from pdserve.transfer.events import (
     CopyEngine,
     CopyJob,
     Notified,
+    PeerConnected,
     PeerFenced,
-    Reached,
     ReceiverOpened,
     TransferEvent,
 )
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import Key
+from pdserve.transfer.wire import MemoryKey
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -40,10 +40,10 @@ class Fencing(msgspec.Struct, frozen=True):
     name: str
 
 
-Item = tuple[Key | Opening | Fencing | str, int]
+Item = tuple[MemoryKey | Opening | Fencing | str, int]
 """A copy job by its index; what rank r expects to be notified of, `-1 - r`; an address that rank r shall reach; or a
 receiving engine that rank r opens or ends."""
-Outcome = Reached | CopyDone | Notified | ReceiverOpened | PeerFenced
+Outcome = PeerConnected | CopyDone | Notified | ReceiverOpened | PeerFenced
 Tell = Callable[[Outcome], None]
 
 LOST = Failure(code="transfer_failed", message="a rank could not; its own log says why", status=502)
@@ -64,7 +64,7 @@ class RankCopies:
         self._lock = threading.RLock()
         self._pending: dict[Item, int] = {}
         """Whose each is, in the order in which they came."""
-        self._together: dict[Key | Opening | Fencing | str, set[Item]] = {}
+        self._together: dict[MemoryKey | Opening | Fencing | str, set[Item]] = {}
         """The same by what they are of."""
         self._outcomes: dict[Item, Outcome] = {}
         """Of own items, until all agree."""
@@ -100,7 +100,7 @@ class RankCopies:
             return False  # asked before, by somebody who has given up
         self._add((transport_address, rank), rank)
         if rank == self._rank and self._engine.reach(0, transport_address):
-            self.post(Reached(transport_address, None))
+            self.post(PeerConnected(transport_address, None))
         return False
 
     def submit(self, job: CopyJob) -> None:
@@ -130,7 +130,7 @@ class RankCopies:
         if rank == self._rank:
             self._engine.fence(0, peer)
 
-    def expect(self, key: Key, rank: int, count: int) -> bool:
+    def expect(self, key: MemoryKey, rank: int, count: int) -> bool:
         """See `CopyEngine`; as `reach`."""
         self._add((key, -1 - rank), rank)
         if rank == self._rank and self._engine.expect(key, 0, count):
@@ -157,7 +157,7 @@ class RankCopies:
             if isinstance(event, ReceiverOpened):
                 self._addresses[item_of(event)] = event.transport_address
 
-    def is_ripe(self, ended: Container[Item], of: Key | Opening | Fencing | str | None = None) -> bool:
+    def is_ripe(self, ended: Container[Item], of: MemoryKey | Opening | Fencing | str | None = None) -> bool:
         """Whether all that is pending of a transfer, or of that one alone, is known to have `ended`. Any thread."""
         with self._lock:
             some = self._together.values() if of is None else [self._together.get(of, set())]
@@ -192,7 +192,7 @@ class RankCopies:
                 failure = (None if own is None else failure_of(own)) or reason
             match item:
                 case str(reached), rank:
-                    ended.append(Reached(reached, failure, rank))
+                    ended.append(PeerConnected(reached, failure, rank))
                 case Opening(name=name), rank:
                     address = own.transport_address if isinstance(own, ReceiverOpened) else address
                     ended.append(ReceiverOpened(name, address, failure, rank))
@@ -234,7 +234,7 @@ class RankCopies:
 def item_of(event: Outcome) -> Item:
     """What it is the outcome of."""
     match event:
-        case Reached(transport_address=address, rank=rank):
+        case PeerConnected(transport_address=address, rank=rank):
             return address, rank
         case Notified(key=key, rank=rank):
             return key, -1 - rank
@@ -256,7 +256,7 @@ def _values_of(outcome: Outcome | None) -> tuple[int, int, int]:
     match outcome:
         case None:
             return KVPoll.TRANSFERRING, 0, 0
-        case Reached(failure=failure) | ReceiverOpened(failure=failure):
+        case PeerConnected(failure=failure) | ReceiverOpened(failure=failure):
             return KVPoll.SUCCESS if failure is None else KVPoll.FAILED, 1, 0
         case PeerFenced(fenced=fenced):
             return KVPoll.SUCCESS if fenced else KVPoll.FAILED, 1, 0

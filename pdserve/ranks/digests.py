@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from pdserve.executor.kv_hasher import KVHasher
 from pdserve.ranks.input_log import InputLog
-from pdserve.ranks.mates import Mates
+from pdserve.ranks.mates import RankGroup
 from pdserve.transfer.kv_digest import RankDigest
 
 
 class GroupHasher:
     """Implements `KVHasher` over `own`, this rank's: what all have, in the order of the ranks."""
 
-    def __init__(self, own: KVHasher, mates: Mates, log: InputLog) -> None:
+    def __init__(self, own: KVHasher, mates: RankGroup, log: InputLog) -> None:
         self._own = own
         self._mates = mates
         self._log = log

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import PdserveError, RankError
 from pdserve.ranks.copies import Outcome
-from pdserve.ranks.links import Links, end_process
+from pdserve.ranks.links import RankLink, end_process
 from pdserve.ranks.meeting import Facts, Introduction, rank_names
 from pdserve.ranks.messages import (
     Agreed,
@@ -36,8 +36,8 @@ from pdserve.ranks.messages import (
     leader_codec,
 )
 from pdserve.ranks.rendezvous import MEET_TIMEOUT_S
-from pdserve.ranks.watch import LinkTimes, Peer
-from pdserve.transfer.events import CopyDone, Notified, PeerFenced, Reached, ReceiverOpened
+from pdserve.ranks.watch import LinkTimes, PeerRank
+from pdserve.transfer.events import CopyDone, Notified, PeerConnected, PeerFenced, ReceiverOpened
 from pdserve.transfer.kv_digest import RankDigest
 
 ANSWER_TIMEOUT_S = 600.0
@@ -47,7 +47,7 @@ _SLICE_S = 0.5
 _OnLost = Callable[[PdserveError], None]
 
 
-class Followers:
+class WorkerLinks:
     """All other ranks of the replica, as `Mates` too. `peers` are they, `token` is the control token; see
     `meet_followers`.
     """
@@ -55,8 +55,8 @@ class Followers:
     def __init__(
         self,
         shape: ParallelShape,
-        links: Links[ToFollower, ToLeader],
-        peers: Sequence[Peer],
+        links: RankLink[ToFollower, ToLeader],
+        peers: Sequence[PeerRank],
         token: str,
         on_lost: _OnLost,
     ) -> None:
@@ -153,7 +153,7 @@ class Followers:
         match report:
             case Alive():
                 return
-            case Reached() | CopyDone() | Notified() | ReceiverOpened() | PeerFenced():
+            case PeerConnected() | CopyDone() | Notified() | ReceiverOpened() | PeerFenced():
                 assert self._on_copied is not None, "a report on copies where nothing is transferred"
                 self._on_copied(report)
                 return
@@ -190,7 +190,7 @@ def meet_followers(
     on_lost: _OnLost = end_process,
     times: LinkTimes | None = None,
     timeout_s: float = MEET_TIMEOUT_S,
-) -> Followers:
+) -> WorkerLinks:
     """Meet all followers of a replica over `store`; `host` is where they reach us (`meeting.own_host`).
 
     `facts` must be the same at all ranks (`meeting.facts_of`).
@@ -203,11 +203,11 @@ def meet_followers(
         RankError: a follower did not come in time, or has another token.
     """
     introduction = Introduction(rank_names(shape), 0, store, token, facts or {}, timeout_s)
-    links: Links[ToFollower, ToLeader] = Links(0, host, follower_codec(), leader_codec(), times)
+    links: RankLink[ToFollower, ToLeader] = RankLink(0, host, follower_codec(), leader_codec(), times)
     with contextlib.ExitStack() as stack:
         stack.callback(links.close)
         introduction.publish(links.endpoint, links.nonce)
         peers = introduction.lookup_followers()
-        followers = Followers(shape, links, peers, token, on_lost)
+        followers = WorkerLinks(shape, links, peers, token, on_lost)
         stack.pop_all()
     return followers

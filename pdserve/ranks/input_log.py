@@ -29,7 +29,7 @@ _TOKEN_BYTES, _EVENT_BYTES = 5, 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class TickInput:
     """What a turn begins with. `num_pending` is this rank's own; the rest is the leader's."""
 
     events: Sequence[SharedEvent] = ()
@@ -44,7 +44,7 @@ class InputLog(Protocol):
         """The time that the newest turn, or end of a step, came with."""
         ...
 
-    def turn(self, look: Look) -> Look:
+    def turn(self, look: TickInput) -> TickInput:
         """A turn of the loop begins; what the leader's begins with."""
         ...
 
@@ -73,7 +73,7 @@ class LeaderLog:
         """See `InputLog.now`."""
         return self._now
 
-    def turn(self, look: Look) -> Look:
+    def turn(self, look: TickInput) -> TickInput:
         """See `InputLog.turn`."""
         self._now = self._clock.now()
         *first, last = _parts(look.events)
@@ -114,7 +114,7 @@ class FollowerLog:
         """See `InputLog.now`."""
         return self._now
 
-    def turn(self, look: Look) -> Look:
+    def turn(self, look: TickInput) -> TickInput:
         """See `InputLog.turn`."""
         events: list[SharedEvent] = []
         while isinstance(entry := self._hear(), More):
@@ -123,7 +123,7 @@ class FollowerLog:
         if turn.reduction and turn.num_pending != look.num_pending:
             raise self._apart(f"has {look.num_pending} things to agree on where its leader has {turn.num_pending}")
         self._now = turn.now
-        return Look([*events, *turn.events], turn.reduction, turn.num_pending)
+        return TickInput([*events, *turn.events], turn.reduction, turn.num_pending)
 
     def launched(self, step: int, seen: int) -> None:
         """See `InputLog.launched`."""

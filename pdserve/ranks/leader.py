@@ -13,9 +13,9 @@ from typing import NoReturn
 
 from torch._C._distributed_c10d import Store
 
-from pdserve.base.parallel import Place
+from pdserve.base.parallel import RankCoord
 from pdserve.errors import PdserveError, RankError
-from pdserve.ranks.links import Links, end_process
+from pdserve.ranks.links import RankLink, end_process
 from pdserve.ranks.meeting import Facts, Introduction, rank_names
 from pdserve.ranks.messages import (
     Agreed,
@@ -54,14 +54,14 @@ class Stopped(Exception):
     """The leader has told us to stop, and wanted that. Control flow of a follower's process; nobody else sees it."""
 
 
-class Leader:
+class Rank0Link:
     """The leader, as `Mates` too. `on_lost` is called on the link thread when it is gone, or says that the replica is:
     it should end the process.
     """
 
     def __init__(
         self,
-        place: Place,
+        place: RankCoord,
         store: Store,
         token: str,
         *,
@@ -76,7 +76,9 @@ class Leader:
         self._agreed: queue.SimpleQueue[int | PdserveError] = queue.SimpleQueue()
         self._end = on_lost
         self._lost = threading.Event()
-        self._links: Links[ToLeader, ToFollower] = Links(place.rank, host, leader_codec(), follower_codec(), times)
+        self._links: RankLink[ToLeader, ToFollower] = RankLink(
+            place.rank, host, leader_codec(), follower_codec(), times
+        )
         with contextlib.ExitStack() as stack:
             stack.callback(self._links.close)
             introduction = Introduction(rank_names(place.shape), place.rank, store, token, facts or {}, timeout_s)

@@ -28,7 +28,7 @@ from pdserve.errors import ConfigError, ModelError, PdserveError, ProtocolError,
 from pdserve.protocol.codec import MAX_RANK_BYTES, Codec
 from pdserve.protocol.seal import SEAL_BYTES, Seal
 from pdserve.ranks.seals import frame_seal
-from pdserve.ranks.watch import LinkTimes, Peer, Watch
+from pdserve.ranks.watch import FailureDetector, LinkTimes, PeerRank
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def end_process(error: PdserveError) -> NoReturn:
 class _Line:
     """The way to one peer. `send` from any thread; all else from the link thread."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], rank: int, peer: Peer, seal: Seal) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], rank: int, peer: PeerRank, seal: Seal) -> None:
         self.peer = peer
         self._rank, self._seal = rank, seal
         self._lock = threading.Lock()
@@ -91,7 +91,7 @@ class _Line:
                 self._socket = None
 
 
-class Links(Generic[Out, In]):
+class RankLink(Generic[Out, In]):
     """One rank's end of the conversation: it sends `Out` and is sent `In`.
 
     Listens from the beginning at `endpoint`; `connect` starts the thread. From then on each message goes to
@@ -134,7 +134,7 @@ class Links(Generic[Out, In]):
 
     def connect(
         self,
-        peers: Sequence[Peer],
+        peers: Sequence[PeerRank],
         token: str,
         *,
         alive: Out,
@@ -150,7 +150,7 @@ class Links(Generic[Out, In]):
             peer.rank: _Line(self._context, self.rank, peer, frame_seal(token, self.nonce, peer.nonce))
             for peer in peers
         }
-        self._watch = Watch(peers, self.times, time.monotonic())
+        self._watch = FailureDetector(peers, self.times, time.monotonic())
         self._alive = self._outgoing.encode(alive)
         self._on_message, self._on_lost, self._last_words = on_message, on_lost, last_words
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)

@@ -7,7 +7,7 @@ Who has heard of a round enters it silently. So a round is announced by those wh
 everybody; where nobody has anything to compute nothing is said. As every leader enters every round in its order,
 and nothing else holds up a round that all have entered, there is always one that can go on.
 
-One `Lockstep` in each leader's process, made by its composition root, used on the scheduler thread; the others'
+One `DpSync` in each leader's process, made by its composition root, used on the scheduler thread; the others'
 messages come in on the link thread.
 """
 
@@ -25,11 +25,11 @@ from torch._C._distributed_c10d import Store
 from pdserve.errors import PdserveError
 from pdserve.model.params import WeightSamples
 from pdserve.protocol.codec import Codec
-from pdserve.ranks.links import Links, end_process
+from pdserve.ranks.links import RankLink, end_process
 from pdserve.ranks.meeting import Facts, Introduction
 from pdserve.ranks.messages import Alive, RankFailed, Trouble
 from pdserve.ranks.rendezvous import MEET_TIMEOUT_S
-from pdserve.ranks.watch import LinkTimes, Peer
+from pdserve.ranks.watch import LinkTimes, PeerRank
 
 Round = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _VERDICT_S = 3.0
@@ -37,42 +37,42 @@ _SLICE_S = 0.5
 _OnLost = Callable[[PdserveError], None]
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class LoadAgreed(msgspec.Struct, frozen=True, tag="Loaded"):
     """The replica can compute; `samples` of the weights of each of its ranks."""
 
     samples: tuple[dict[str, dict[int, float]], ...]
 
 
-class Entered(msgspec.Struct, frozen=True, tag=True):
+class RoundEntered(msgspec.Struct, frozen=True, tag="Entered"):
     """The sender enters this round."""
 
     round: Round
 
 
-class Left(msgspec.Struct, frozen=True, tag=True):
+class RoundLeft(msgspec.Struct, frozen=True, tag="Left"):
     """The sender was told to stop in this round, and enters later ones only where it is called."""
 
     round: Round
 
 
-LeaderMessage = Loaded | Entered | Left | RankFailed | Alive
+LeaderMessage = LoadAgreed | RoundEntered | RoundLeft | RankFailed | Alive
 
 
-class Lockstep:
+class DpSync:
     """This replica's leader among the others', which are `peers`. Rounds are counted from 1, like a scheduler's steps.
 
     `wake` is called on the link thread when another leader has entered a round that we have not, or leaves.
     """
 
     def __init__(
-        self, links: Links[LeaderMessage, LeaderMessage], peers: Sequence[Peer], token: str, on_lost: _OnLost
+        self, links: RankLink[LeaderMessage, LeaderMessage], peers: Sequence[PeerRank], token: str, on_lost: _OnLost
     ) -> None:
         self._links = links
         self._num_others = len(peers)
         self._changed = threading.Condition()
         self._called = 0
         self._entered = 0
-        self._loaded: dict[int, Loaded] = {}
+        self._loaded: dict[int, LoadAgreed] = {}
         self._left: set[int] = set()
         self._lost: PdserveError | None = None
         self._end_server = on_lost
@@ -93,7 +93,7 @@ class Lockstep:
             PdserveError: why the server ends.
         """
         ours = tuple({name: dict(values) for name, values in rank.items()} for rank in samples)
-        self._links.broadcast(Loaded(ours))
+        self._links.broadcast(LoadAgreed(ours))
         with self._changed:
             while not self._changed.wait_for(
                 lambda: self._lost is not None or len(self._loaded) == self._num_others, _SLICE_S
@@ -110,7 +110,7 @@ class Lockstep:
         with self._changed:
             heard, self._called = number <= self._called, max(self._called, number)
         if not heard:
-            self._links.broadcast(Entered(number))
+            self._links.broadcast(RoundEntered(number))
 
     @property
     def is_behind(self) -> bool:
@@ -120,7 +120,7 @@ class Lockstep:
 
     def leave(self) -> None:
         """We shall stop; to be called once. From now on nobody's end is taken for a loss."""
-        self._links.broadcast(Left(self._entered))
+        self._links.broadcast(RoundLeft(self._entered))
         self._links.expect_end()
 
     @property
@@ -147,11 +147,11 @@ class Lockstep:
         """Link thread."""
         with self._changed:
             match message:
-                case Loaded():
+                case LoadAgreed():
                     self._loaded[rank] = message
-                case Entered(round=number):
+                case RoundEntered(round=number):
                     self._called = max(self._called, number)
-                case Left(round=number):
+                case RoundLeft(round=number):
                     self._called = max(self._called, number)
                     self._left.add(rank)
                 case RankFailed(trouble=trouble):
@@ -180,7 +180,7 @@ def meet_leaders(
     on_lost: _OnLost = end_process,
     times: LinkTimes | None = None,
     timeout_s: float = MEET_TIMEOUT_S,
-) -> Lockstep:
+) -> DpSync:
     """Meet the leaders of the other replicas over `store`; `host` is where they reach us.
 
     `on_lost` as for `meet_followers`.
@@ -192,11 +192,11 @@ def meet_leaders(
     names = [f"replica {number}" for number in range(num_replicas)]
     introduction = Introduction(names, dp_rank, store, token, facts or {}, timeout_s)
     codec = Codec[LeaderMessage](LeaderMessage)
-    links: Links[LeaderMessage, LeaderMessage] = Links(dp_rank, host, codec, codec, times)
+    links: RankLink[LeaderMessage, LeaderMessage] = RankLink(dp_rank, host, codec, codec, times)
     with contextlib.ExitStack() as stack:
         stack.callback(links.close)
         introduction.publish(links.endpoint, links.nonce)
         peers = [introduction.lookup(number) for number in range(num_replicas) if number != dp_rank]
-        lockstep = Lockstep(links, peers, token, on_lost)
+        lockstep = DpSync(links, peers, token, on_lost)
         stack.pop_all()
     return lockstep

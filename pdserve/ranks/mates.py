@@ -13,7 +13,7 @@ from pdserve.transfer.kv_digest import RankDigest
 T = TypeVar("T")
 
 
-class Mates(Protocol):
+class RankGroup(Protocol):
     """A leader waits where a follower only reports. Raises RankError when a rank is lost. Scheduler thread."""
 
     def computed(self, step: int) -> None:

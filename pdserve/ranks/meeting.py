@@ -24,7 +24,7 @@ from pdserve.errors import ConfigError, ProtocolError, RankError
 from pdserve.protocol.codec import Codec
 from pdserve.ranks.rendezvous import MEET_TIMEOUT_S
 from pdserve.ranks.seals import contact_seal
-from pdserve.ranks.watch import Peer
+from pdserve.ranks.watch import PeerRank
 
 _MAX_BYTES = 16384
 LOOPBACK = "127.0.0.1"
@@ -44,7 +44,7 @@ Facts = Mapping[str, str]
 """What must be equal on all ranks, by the name of the flag."""
 
 
-class Contact(msgspec.Struct, frozen=True, kw_only=True):
+class RankContact(msgspec.Struct, frozen=True, kw_only=True):
     """Where a rank listens, and who it is. `nonce` is drawn at its start."""
 
     endpoint: str
@@ -54,7 +54,7 @@ class Contact(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, str]
 
 
-_CODEC: Codec[Contact] = Codec(Contact, max_bytes=_MAX_BYTES)
+_CODEC: Codec[RankContact] = Codec(RankContact, max_bytes=_MAX_BYTES)
 
 
 def facts_of(config: ServerConfig) -> Facts:
@@ -112,12 +112,12 @@ class Introduction:
 
     def publish(self, endpoint: str, nonce: str) -> None:
         """Write our contact."""
-        contact = Contact(
+        contact = RankContact(
             endpoint=endpoint, host=socket.gethostname(), pid=os.getpid(), nonce=nonce, facts=dict(self.facts)
         )
         self._write(_key(self.rank), _CODEC.encode(contact))
 
-    def lookup(self, rank: int) -> Peer:
+    def lookup(self, rank: int) -> PeerRank:
         """Wait for the contact of `rank`.
 
         Raises:
@@ -139,7 +139,7 @@ class Introduction:
                 message += "; all must be started alike"
                 self._write(_REFUSED, f"{field}: {message}".encode())
                 raise ConfigError(message, field=field)
-        return Peer(rank, f"{whose} on {contact.host}, pid {contact.pid},", contact.endpoint, contact.nonce)
+        return PeerRank(rank, f"{whose} on {contact.host}, pid {contact.pid},", contact.endpoint, contact.nonce)
 
     def _await(self, rank: int) -> None:
         """Until there is a contact. A rank that refuses to meet says so in the store, for those that still wait."""
@@ -174,7 +174,7 @@ class Introduction:
             raise ProtocolError(f"{key} is not what a rank writes") from error
         return contact_seal(self.token, key).open(sealed, max_bytes=_MAX_BYTES)
 
-    def lookup_followers(self) -> Sequence[Peer]:
+    def lookup_followers(self) -> Sequence[PeerRank]:
         """The contacts of all ranks but the first. Raises like `lookup`."""
         return [self.lookup(rank) for rank in range(1, len(self.names))]
 

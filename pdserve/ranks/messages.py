@@ -27,13 +27,13 @@ from pdserve.transfer.events import (
     CopyDone,
     FrameArrived,
     Notified,
+    PeerConnected,
     PeerFenced,
     PeerGone,
     PeerHandshakeFailed,
     PeerListens,
     PrefillFound,
     PrefillNotFound,
-    Reached,
     ReceiverOpened,
 )
 from pdserve.transfer.kv_digest import RankDigest
@@ -210,7 +210,7 @@ ToLeader = (
     | StepDone
     | Offloaded
     | Digested
-    | Reached
+    | PeerConnected
     | CopyDone
     | Notified
     | ReceiverOpened

@@ -11,14 +11,14 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
-from pdserve.base.parallel import Place
-from pdserve.executor.interface import BatchPlan, Executor, HostPages, LayerMarks, StepHandle, StepResult
+from pdserve.base.parallel import RankCoord
+from pdserve.executor.interface import BatchPlan, Executor, HostPages, LayerEvents, StepHandle, StepResult
 from pdserve.memory.layout import KVLayout, pages_for
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.input_log import InputLog
-from pdserve.ranks.mates import Mates, guarded
+from pdserve.ranks.mates import RankGroup, guarded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,13 +31,13 @@ class _AllRanksPages:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _OwnMarks:
-    """Implements `LayerMarks` in numbers of the whole model: this rank has the layers `own`."""
+    """Implements `LayerEvents` in numbers of the whole model: this rank has the layers `own`."""
 
-    marks: LayerMarks
+    marks: LayerEvents
     own: range
 
     def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerMarks.wait`. Layers of later stages are no concern of ours; of earlier ones only: our first one,
+        """See `LayerEvents.wait`. Layers of later stages are no concern of ours; of earlier ones only: our first one,
         before which no earlier step is at work here.
         """
         return self.marks.wait(min(max(num_layers - self.own.start, 1), len(self.own)), timeout_s)
@@ -67,8 +67,8 @@ class RankExecutor:
         local: Executor,
         table: PageTable,
         layout: KVLayout,
-        place: Place,
-        mates: Mates,
+        place: RankCoord,
+        mates: RankGroup,
         log: InputLog,
         *,
         at_once: bool = False,
@@ -103,7 +103,7 @@ class RankExecutor:
         row: int,
         token_ids: Sequence[int],
         num_prompt_tokens: int,
-        sampling: SamplingParams,
+        sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
     ) -> None:
         """See `Executor.open_row`: all ranks open the same ones."""

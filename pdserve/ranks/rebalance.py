@@ -11,7 +11,7 @@ from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.ranks.input_log import InputLog
 
 
-class Rebalancer(Protocol):
+class ExpertRebalancer(Protocol):
     """What may move experts."""
 
     def before_step(self, step: int) -> None:
@@ -32,7 +32,7 @@ class StepRebalancer:
         self._is_planning = False
 
     def before_step(self, step: int) -> None:
-        """See `Rebalancer.before_step`."""
+        """See `ExpertRebalancer.before_step`."""
         self._since += 1
         if self._is_planning:
             if self._log.answer(self._is_planned):
@@ -59,7 +59,7 @@ class RoundRebalancer:
         self._count = 0
 
     def before_step(self, step: int) -> None:
-        """See `Rebalancer.before_step`."""
+        """See `ExpertRebalancer.before_step`."""
         position = self._count % self._num_rounds
         if self._experts.is_planning and position == self._num_rounds // 2:
             self._experts.place()

@@ -11,7 +11,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from pdserve.base.listeners import close_port
-from pdserve.base.parallel import Place, WidePlace
+from pdserve.base.parallel import RankCoord, WidePlace
 from pdserve.config.groups import ParallelConfig
 from pdserve.errors import ConfigError
 
@@ -20,7 +20,7 @@ MEET_TIMEOUT_S = 600.0
 FILE, TCP = "file://", "tcp://"
 
 
-def open_stores(rendezvous: str, parallel: ParallelConfig, place: Place, dp_rank: int) -> tuple[Store, Store]:
+def open_stores(rendezvous: str, parallel: ParallelConfig, place: RankCoord, dp_rank: int) -> tuple[Store, Store]:
     """The store of all ranks that compute together, and that of the rank's own replica, which may be the same.
 
     Raises like `open_store`.

@@ -12,11 +12,11 @@ from pdserve.errors import PdserveError
 from pdserve.executor.interface import BatchPlan, Executor, StepHandle, StepResult
 from pdserve.memory.layout import KVLayout
 from pdserve.ranks.input_log import InputLog
-from pdserve.ranks.lockstep import Lockstep
+from pdserve.ranks.lockstep import DpSync
 from pdserve.ranks.mates import guarded
 
 
-class PreparedExecutor:
+class PreStepExecutor:
     """Implements `Executor` over `inner`. `prepare` is called with the number of each step before it is launched: all
     that follows may be an exchange with other ranks, which `blame` knows as `Mates.blame` does.
     """
@@ -61,20 +61,20 @@ class PreparedExecutor:
 class SharedRounds:
     """What `lockstep` tells the schedulers of all ranks of a replica; None on a follower, which hears it by `log`."""
 
-    def __init__(self, lockstep: Lockstep | None, log: InputLog) -> None:
+    def __init__(self, lockstep: DpSync | None, log: InputLog) -> None:
         self._lockstep = lockstep
         self._log = log
 
     @property
     def is_behind(self) -> bool:
-        """See `Lockstep.is_behind`."""
+        """See `DpSync.is_behind`."""
         return self._log.answer(lambda: self._lockstep is not None and self._lockstep.is_behind)
 
     def leave(self) -> None:
-        """See `Lockstep.leave`."""
+        """See `DpSync.leave`."""
         if self._lockstep is not None:
             self._lockstep.leave()
 
     def ended(self, deadline: float) -> bool:
-        """See `Lockstep.ended`."""
+        """See `DpSync.ended`."""
         return self._log.answer(lambda: self._lockstep is not None and self._lockstep.ended(deadline))

@@ -27,7 +27,7 @@ class LinkTimes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Peer:
+class PeerRank:
     """Another rank. `name` is for people: its number, host and process. `nonce` is what it drew at its start."""
 
     rank: int
@@ -50,10 +50,10 @@ class _State:
     """Its own word."""
 
 
-class Watch:
+class FailureDetector:
     """Peers and what is known of them. One thread only."""
 
-    def __init__(self, peers: Sequence[Peer], times: LinkTimes, now: float) -> None:
+    def __init__(self, peers: Sequence[PeerRank], times: LinkTimes, now: float) -> None:
         self._peers = {peer.rank: peer for peer in peers}
         self._times = times
         self._states = {peer.rank: _State(now) for peer in peers}

@@ -21,14 +21,14 @@ from pdserve.base.http_rules import (
     TOO_MANY_VALUES,
     BodyBudget,
     BodyHold,
-    Refusal,
+    HttpRefusal,
     framing_refusal,
     has_too_many_values,
     page_refusal,
 )
 from pdserve.base.keys import COMMANDS
 from pdserve.errors import RequestError
-from pdserve.router.access_config import AccessConfig
+from pdserve.router.access_config import RouterAccessConfig
 from pdserve.router.errors_http import error_response
 from pdserve.router.rooms import GENERATING
 
@@ -55,7 +55,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Access:
     """The rules of one router."""
 
-    def __init__(self, config: AccessConfig, max_body_bytes: int) -> None:
+    def __init__(self, config: RouterAccessConfig, max_body_bytes: int) -> None:
         self._config = config
         self._max_body_bytes = max_body_bytes
         self._bodies = BodyBudget(max_body_bytes)
@@ -85,7 +85,7 @@ class Access:
         if has_dots(request.raw_path):
             return error_response(404, f"{request.method}: a path has no . or .. segments here", "not_found")
         if not self._may(request):
-            refusal = Refusal(401, "this needs a valid API key as Authorization: Bearer KEY", "invalid_api_key")
+            refusal = HttpRefusal(401, "this needs a valid API key as Authorization: Bearer KEY", "invalid_api_key")
             return _refused(refusal, {"WWW-Authenticate": "Bearer"})
         page = page_refusal(
             request.method,
@@ -204,7 +204,7 @@ class Access:
                 response.headers["Access-Control-Expose-Headers"] = REQUEST_ID_HEADER
 
 
-def _refused(refusal: Refusal, headers: Mapping[str, str] | None = None) -> web.Response:
+def _refused(refusal: HttpRefusal, headers: Mapping[str, str] | None = None) -> web.Response:
     return error_response(refusal.status, refusal.message, refusal.code, headers)
 
 

@@ -12,7 +12,7 @@ from pdserve.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AccessConfig:
+class RouterAccessConfig:
     """Who may ask what, and what workers are told of it. Keys never appear in a repr."""
 
     api_key: str | None = dataclasses.field(default=None, repr=False)

@@ -14,10 +14,10 @@ from pdserve.base.keys import ADMIN_API_KEY, API_KEY, WORKER_ADMIN_API_KEY, WORK
 from pdserve.base.proof import MacKey
 from pdserve.base.session_proof import worker_key
 from pdserve.errors import ConfigError
-from pdserve.router.access_config import AccessConfig, TlsConfig
+from pdserve.router.access_config import RouterAccessConfig, TlsConfig
 
 KEYFILE_PASSWORD = "PDSERVE_SSL_KEYFILE_PASSWORD"
-DEFAULTS = AccessConfig()
+DEFAULTS = RouterAccessConfig()
 
 
 def add_access(group: argparse._ArgumentGroup) -> None:
@@ -52,9 +52,9 @@ def add_access(group: argparse._ArgumentGroup) -> None:
     add("--client-key-path", type=Path, metavar="PEM", help="and its key")
 
 
-def access_of(args: argparse.Namespace) -> AccessConfig:
+def access_of(args: argparse.Namespace) -> RouterAccessConfig:
     """Who may ask; `ConfigError` names the flag at fault."""
-    return AccessConfig(
+    return RouterAccessConfig(
         api_key=_secret(args.api_key, API_KEY),
         admin_api_key=_secret(args.admin_api_key, ADMIN_API_KEY),
         worker_api_key=_secret(args.worker_api_key, WORKER_API_KEY),

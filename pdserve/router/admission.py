@@ -21,11 +21,11 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from pdserve.router.breaker import Pass
-from pdserve.router.config import Role, RouterConfig
+from pdserve.router.breaker import Permit
+from pdserve.router.config import RouterConfig, WorkerRole
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.pairs import Pairs
-from pdserve.router.policies import Candidate, Policy, Request, make_policy
+from pdserve.router.policies import Candidate, Policy, RoutedRequest, make_policy
 from pdserve.router.workers import Pair, Registry, Worker
 
 MAX_RETRY_AFTER_S = 60
@@ -51,13 +51,13 @@ class Full:
     """Somebody could take it, but not now."""
 
 
-class Place:
+class Slot:
     """One request at one worker: it counts there until `close`, and tells the worker's breaker how it went."""
 
     def __init__(self, admission: Admission, worker: Worker) -> None:
         self.worker = worker
         self._admission = admission
-        self._pass: Pass = worker.breaker.enter(admission.now())
+        self._pass: Permit = worker.breaker.enter(admission.now())
         self._open = True
         worker.inflight += 1
 
@@ -84,21 +84,21 @@ class Place:
         self._admission.left(self.worker)
 
 
-class Places:
+class PairSlots:
     """The places of one try. `prefill` is given back as soon as prefill has answered."""
 
     def __init__(self, admission: Admission, pair: Pair) -> None:
         self._admission = admission
         self._open = True
         self.pair = pair
-        self.prefill = None if pair.prefill is None else Place(admission, pair.prefill)
-        self.decode = Place(admission, pair.decode)
+        self.prefill = None if pair.prefill is None else Slot(admission, pair.prefill)
+        self.decode = Slot(admission, pair.decode)
         admission.num_inside += 1
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[Slot]:
         return iter([self.decode] if self.prefill is None else [self.prefill, self.decode])
 
-    def at(self, worker: Worker) -> Place:
+    def at(self, worker: Worker) -> Slot:
         """The place at one of the two workers."""
         return next(place for place in self if place.worker is worker)
 
@@ -113,10 +113,10 @@ class Places:
 
 @dataclasses.dataclass(eq=False)
 class _Waiter:
-    request: Request
+    request: RoutedRequest
     avoid: Collection[Worker]
     rids: frozenset[str]
-    future: asyncio.Future[Places | Refused]
+    future: asyncio.Future[PairSlots | Refused]
 
 
 class Admission:
@@ -128,11 +128,11 @@ class Admission:
         self._registry = registry
         self._rng = rng
         self._waiting: deque[_Waiter] = deque()
-        self._pace = Pace()
+        self._pace = QueueWaitEstimator()
         self.metrics = metrics
         self.pairs = Pairs(registry)
         self.num_inside = 0
-        self.policies: dict[Role, Policy] = {role: make_policy(config.policies, role) for role in config.roles}
+        self.policies: dict[WorkerRole, Policy] = {role: make_policy(config.policies, role) for role in config.roles}
 
     @property
     def num_waiting(self) -> int:
@@ -149,18 +149,18 @@ class Admission:
         usable = {role: self._registry.usable(role) for role in self._config.roles}
         if not all(usable.values()):
             return False
-        if Role.REGULAR in usable:
-            return any(self.pairs.serves(Pair(None, worker)) for worker in usable[Role.REGULAR])
-        return self.pairs.could_serve(usable[Role.PREFILL], usable[Role.DECODE])
+        if WorkerRole.REGULAR in usable:
+            return any(self.pairs.serves(Pair(None, worker)) for worker in usable[WorkerRole.REGULAR])
+        return self.pairs.could_serve(usable[WorkerRole.PREFILL], usable[WorkerRole.DECODE])
 
     async def enter(
         self,
-        request: Request,
+        request: RoutedRequest,
         avoid: Collection[Worker] = (),
         *,
         again: bool = False,
         rids: frozenset[str] = frozenset(),
-    ) -> Places | Refused:
+    ) -> PairSlots | Refused:
         """Places for one try, workers in `avoid` only where there is no other. Waits while all are full.
 
         `again`: not its first try. `rids`: what the client calls it, for `abort`. The caller closes the places.
@@ -206,7 +206,7 @@ class Admission:
         self._registry.settle(worker)
         self.wake()
 
-    async def _wait(self, waiter: _Waiter, again: bool) -> Places | Refused:
+    async def _wait(self, waiter: _Waiter, again: bool) -> PairSlots | Refused:
         (self._waiting.appendleft if again else self._waiting.append)(waiter)
         begun = self.now()
         try:
@@ -228,13 +228,13 @@ class Admission:
         """The client left in the moment in which its turn came."""
         if waiter.future.done() and not waiter.future.cancelled():
             given = waiter.future.result()
-            if isinstance(given, Places):
+            if isinstance(given, PairSlots):
                 given.close()
 
     def _refuse_full(self, message: str, reason: str) -> Refused:
         return Refused(reason, message, self._pace.retry_after_s(self.now(), len(self._waiting)))
 
-    def _try_enter(self, request: Request, avoid: Collection[Worker]) -> Places | Refused | Full:
+    def _try_enter(self, request: RoutedRequest, avoid: Collection[Worker]) -> PairSlots | Refused | Full:
         limit = self._limits.max_concurrent_requests
         found = {role: self._free(role) for role in self._config.roles}
         for free in found.values():
@@ -242,13 +242,13 @@ class Admission:
                 return free
         if limit is not None and self.num_inside >= limit:
             return Full()
-        lists: dict[Role, list[Worker]] = {}
+        lists: dict[WorkerRole, list[Worker]] = {}
         for role, free in found.items():
             if isinstance(free, Full):
                 return free
             assert isinstance(free, list)
             lists[role] = free
-        chosen: dict[Role, Worker] = {}
+        chosen: dict[WorkerRole, Worker] = {}
         for role, free in lists.items():
             serving = self._serving(role, free, lists, chosen) if self.pairs.any_down else free
             if not serving:
@@ -256,9 +256,11 @@ class Admission:
             chosen[role] = self._choose(role, [worker for worker in serving if worker not in avoid] or serving, request)
         for role, worker in chosen.items():
             self.policies[role].chosen(worker.spec.url, request, self.now())
-        return Places(self, Pair(chosen.get(Role.PREFILL), chosen.get(Role.DECODE) or chosen[Role.REGULAR]))
+        return PairSlots(
+            self, Pair(chosen.get(WorkerRole.PREFILL), chosen.get(WorkerRole.DECODE) or chosen[WorkerRole.REGULAR])
+        )
 
-    def _free(self, role: Role) -> list[Worker] | Refused | Full:
+    def _free(self, role: WorkerRole) -> list[Worker] | Refused | Full:
         """The workers of a role that can take a request now."""
         usable = self._registry.usable(role)
         if not usable:
@@ -272,22 +274,26 @@ class Admission:
         return [worker for worker in passing if limit is None or worker.inflight < limit] or Full()
 
     def _serving(
-        self, role: Role, free: list[Worker], lists: dict[Role, list[Worker]], chosen: dict[Role, Worker]
+        self,
+        role: WorkerRole,
+        free: list[Worker],
+        lists: dict[WorkerRole, list[Worker]],
+        chosen: dict[WorkerRole, Worker],
     ) -> list[Worker]:
         """Of the `free` workers of a role those that serve with the one that is chosen, or with a free one."""
-        if role is Role.REGULAR:
+        if role is WorkerRole.REGULAR:
             return [worker for worker in free if self.pairs.serves(Pair(None, worker))]
-        if role is Role.PREFILL:
-            return [worker for worker in free if self.pairs.could_serve([worker], lists[Role.DECODE])]
-        return [worker for worker in free if self.pairs.serves(Pair(chosen[Role.PREFILL], worker))]
+        if role is WorkerRole.PREFILL:
+            return [worker for worker in free if self.pairs.could_serve([worker], lists[WorkerRole.DECODE])]
+        return [worker for worker in free if self.pairs.serves(Pair(chosen[WorkerRole.PREFILL], worker))]
 
-    def _choose(self, role: Role, workers: list[Worker], request: Request) -> Worker:
+    def _choose(self, role: WorkerRole, workers: list[Worker], request: RoutedRequest) -> Worker:
         now, max_age_s = self.now(), STALE_LOADS * self._config.health.load_interval_s
         candidates = [Candidate(worker.spec.url, worker.load(now, max_age_s)) for worker in workers]
         return workers[self.policies[role].choose(candidates, request, self._rng)]
 
 
-class Pace:
+class QueueWaitEstimator:
     """How fast places come free, to tell those who are turned away when to come back."""
 
     def __init__(self) -> None:

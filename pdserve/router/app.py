@@ -22,11 +22,11 @@ from pdserve.observe.tracing import open_tracing
 from pdserve.router.access import BODY, REQUEST_ID, REQUEST_ID_HEADER, Access
 from pdserve.router.admission import Admission
 from pdserve.router.config import RouterConfig
-from pdserve.router.dispatch import Call, Dispatcher
+from pdserve.router.dispatch import Dispatcher, ProxiedCall
 from pdserve.router.engine_metrics import PATH as ENGINE_METRICS_PATH
 from pdserve.router.engine_metrics import EngineMetrics
 from pdserve.router.errors_http import RETRY_AFTER, error_response, json_response
-from pdserve.router.fleet import Fleet
+from pdserve.router.fleet import WorkerFanout
 from pdserve.router.health import HealthMonitor
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.observe import PATH as OBSERVE_PATH
@@ -40,7 +40,7 @@ from pdserve.router.role_switch import RoleSwitch
 from pdserve.router.rooms import GENERATING
 from pdserve.router.tracing import CallTrace
 from pdserve.router.tries import SHUTTING_DOWN, WRITE_S, Drain
-from pdserve.router.upstream import Live, Whole, forwarded_headers, make_session
+from pdserve.router.upstream import WorkerResponse, WorkerStream, forwarded_headers, make_session
 from pdserve.router.watchdog import Watchdog
 from pdserve.router.workers import Registry, Worker
 from pdserve.router.workers_api import WorkersApi
@@ -94,7 +94,7 @@ class RouterApp:
         self.watchdog = Watchdog(
             config, self.registry, self.admission.pairs, session, self.metrics, self._drain, rng, self.admission.wake
         )
-        self._fleet = Fleet(config, self.registry, self.health, session)
+        self._fleet = WorkerFanout(config, self.registry, self.health, session)
         self._workers_api = WorkersApi(config, self.registry, self.admission.wake, self.admission.now)
         self._role_switch = RoleSwitch(
             config, self.registry, self.health, session, self.admission.wake, self.admission.now
@@ -189,11 +189,11 @@ class RouterApp:
         body.pop(RESUME_FIELD, None)  # the router's own
         headers = forwarded_headers(request.headers, request.remote)
         headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
-        call = Call(request.path, body, headers, deadline, trace)
+        call = ProxiedCall(request.path, body, headers, deadline, trace)
         try:
             async with asyncio.timeout_at(deadline) as limit, self._dispatcher.answer(call) as outcome:
                 limit.reschedule(None)
-                if isinstance(outcome, Live) or (isinstance(outcome, Whole) and outcome.status < 400):
+                if isinstance(outcome, WorkerStream) or (isinstance(outcome, WorkerResponse) and outcome.status < 400):
                     self.metrics.first_byte_seconds.labels(request.path).observe(self.admission.now() - begun)
                 return await relay(request, outcome, deadline)
         except orjson.JSONEncodeError as error:

@@ -27,7 +27,7 @@ class BreakerState(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
+class Permit:
     """Leave to send one request. `opening` numbers the opening that it probes the end of; None: not a probe.
 
     `answered`: the probe has shown what it was to show, though it may still fail.
@@ -65,20 +65,20 @@ class Breaker:
         """Seconds until it may admit something; 0 unless it is open."""
         return 0.0 if self._opened_at is None else max(0.0, self._opened_at + self._config.open_s - now)
 
-    def enter(self, now: float) -> Pass:
+    def enter(self, now: float) -> Permit:
         """Take leave to send a request that it `admits`; give it back with `leave` whatever comes of it."""
         assert self.admits(now), "ask first"
         if self._opened_at is None:
-            return Pass(None)
+            return Permit(None)
         self._probes += 1
-        return Pass(self._openings)
+        return Permit(self._openings)
 
-    def leave(self, held: Pass) -> None:
+    def leave(self, held: Permit) -> None:
         """The request has ended. Without a verdict before, it says nothing about the worker."""
         if self._is_probe(held) and not held.answered:
             self._probes -= 1
 
-    def answered(self, held: Pass) -> Pass:
+    def answered(self, held: Permit) -> Permit:
         """The worker has begun a good answer: what a probe is to show. Returns what is held from now on."""
         if not self._is_probe(held) or held.answered:
             return held
@@ -101,7 +101,7 @@ class Breaker:
         self._successes = self._probes = 0
         self._failures.clear()
 
-    def failed(self, held: Pass, now: float) -> None:
+    def failed(self, held: Permit, now: float) -> None:
         """The worker has failed a request. While it is open, only its probes count."""
         if not self._config.enabled:
             return
@@ -121,6 +121,6 @@ class Breaker:
         self._successes = self._probes = 0
         self._failures.clear()
 
-    def _is_probe(self, held: Pass) -> bool:
+    def _is_probe(self, held: Permit) -> bool:
         """A probe of this opening, not of an earlier one."""
         return self._opened_at is not None and held.opening == self._openings

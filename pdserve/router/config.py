@@ -9,7 +9,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from pdserve.errors import ConfigError
-from pdserve.router.access_config import AccessConfig, TlsConfig
+from pdserve.router.access_config import RouterAccessConfig, TlsConfig
 
 PolicyName = Literal["cache_aware", "least_loaded", "power_of_two", "round_robin", "random", "consistent_hashing"]
 PrefillPolicyName = Literal[PolicyName, "bucket"]
@@ -22,7 +22,7 @@ POLICY_HELP = (
 )
 
 
-class Role(enum.StrEnum):
+class WorkerRole(enum.StrEnum):
     """What a worker does. `REGULAR` workers do both halves themselves and get no room."""
 
     PREFILL = "prefill"
@@ -32,10 +32,10 @@ class Role(enum.StrEnum):
     @property
     def mode(self) -> str:
         """What its servers call it: a `--disaggregation-mode`."""
-        return "null" if self is Role.REGULAR else self.value
+        return "null" if self is WorkerRole.REGULAR else self.value
 
     @classmethod
-    def of_mode(cls, mode: str) -> Role | None:
+    def of_mode(cls, mode: str) -> WorkerRole | None:
         """The role of servers with this `--disaggregation-mode`; None for what is none."""
         return next((role for role in cls if role.mode == mode), None)
 
@@ -48,7 +48,7 @@ class WorkerSpec:
     is sent as null. `api_key` is sent to this worker instead of the router's `--worker-api-key`.
     """
 
-    role: Role
+    role: WorkerRole
     url: str
     bootstrap_port: int | None = None
     ask_bootstrap_port: bool = False
@@ -144,9 +144,13 @@ class PolicyConfig:
     max_tree_size: int = 1 << 26
     bucket_adjust_interval_s: float = 5.0
 
-    def of(self, role: Role) -> PrefillPolicyName:
+    def of(self, role: WorkerRole) -> PrefillPolicyName:
         """The policy that chooses among the workers of a role."""
-        own = {Role.PREFILL: self.prefill_policy, Role.DECODE: self.decode_policy, Role.REGULAR: None}[role]
+        own = {
+            WorkerRole.PREFILL: self.prefill_policy,
+            WorkerRole.DECODE: self.decode_policy,
+            WorkerRole.REGULAR: None,
+        }[role]
         return own or self.policy
 
 
@@ -170,15 +174,15 @@ class RouterConfig:
     retry: RetryConfig = RetryConfig()
     breaker: BreakerConfig = BreakerConfig()
     limits: LimitConfig = LimitConfig()
-    access: AccessConfig = AccessConfig()
+    access: RouterAccessConfig = RouterAccessConfig()
     tls: TlsConfig = TlsConfig()
     otlp_traces_endpoint: str | None = None
     """Where spans are posted; None: calls are not traced."""
 
     @property
-    def roles(self) -> tuple[Role, ...]:
+    def roles(self) -> tuple[WorkerRole, ...]:
         """The roles that a request needs one worker of each."""
-        return (Role.PREFILL, Role.DECODE) if self.pd else (Role.REGULAR,)
+        return (WorkerRole.PREFILL, WorkerRole.DECODE) if self.pd else (WorkerRole.REGULAR,)
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` where values contradict each other."""
@@ -275,9 +279,9 @@ def prefill_spec(values: list[str]) -> WorkerSpec:
         raise ConfigError(f"--prefill takes a URL and at most one bootstrap port, got {values}", field="prefill")
     url = parse_worker_url(values[0], field="prefill")
     if len(values) == 1:
-        return WorkerSpec(role=Role.PREFILL, url=url, ask_bootstrap_port=True)
+        return WorkerSpec(role=WorkerRole.PREFILL, url=url, ask_bootstrap_port=True)
     if values[1].lower() == "none":
-        return WorkerSpec(role=Role.PREFILL, url=url)
+        return WorkerSpec(role=WorkerRole.PREFILL, url=url)
     if not values[1].isdecimal() or not 1 <= int(values[1]) <= 65535:
         raise ConfigError(f"the bootstrap port is 1 to 65535 or none, got {values[1]!r}", field="prefill")
-    return WorkerSpec(role=Role.PREFILL, url=url, bootstrap_port=int(values[1]))
+    return WorkerSpec(role=WorkerRole.PREFILL, url=url, bootstrap_port=int(values[1]))

@@ -28,19 +28,28 @@ from multidict import CIMultiDict
 from pdserve.base.log import SparingLog
 from pdserve.base.roles import ROLE_HEADER
 from pdserve.base.stream_state import STATE_HEADER
-from pdserve.router.admission import Admission, Places, Refused, rids_of
-from pdserve.router.config import Role, RouterConfig
+from pdserve.router.admission import Admission, PairSlots, Refused, rids_of
+from pdserve.router.config import RouterConfig, WorkerRole
 from pdserve.router.conversation import conversation_key
 from pdserve.router.health import LOAD_FAILURE_POLICY, HealthMonitor
 from pdserve.router.merge import event_merger, merged_body, prefill_metas, wants_prompt_logprobs
 from pdserve.router.metrics import RouterMetrics
-from pdserve.router.policies import Request
+from pdserve.router.policies import RoutedRequest
 from pdserve.router.prompt import prompt_of
 from pdserve.router.rooms import with_rooms
-from pdserve.router.stream_retry import StreamSoFar, can_go_on, with_seed
+from pdserve.router.stream_retry import StreamProgress, can_go_on, with_seed
 from pdserve.router.tracing import CallTrace, half_of
-from pdserve.router.tries import SHUTTING_DOWN, Drain, Try
-from pdserve.router.upstream import Broken, EndedError, Live, Whole, describe, open_live, own_headers, read_whole
+from pdserve.router.tries import SHUTTING_DOWN, Attempt, Drain
+from pdserve.router.upstream import (
+    ConnectionFailed,
+    EndedError,
+    WorkerResponse,
+    WorkerStream,
+    describe,
+    open_live,
+    own_headers,
+    read_whole,
+)
 from pdserve.router.verdict import blames, ends_both, failed, judge, retryable, told_to_wait
 from pdserve.router.workers import Pair, Registry, Worker
 
@@ -51,7 +60,7 @@ PREFILL_GRACE_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class ProxiedCall:
     """What a client asked for: the path, its JSON object, the headers for the workers.
 
     `deadline`, in the event loop's time, is of all tries together.
@@ -66,7 +75,7 @@ class Call:
     """Its stream may go on elsewhere: decode is asked to tell what that takes."""
 
 
-Outcome = Live | Whole | Broken | Refused
+Outcome = WorkerStream | WorkerResponse | ConnectionFailed | Refused
 EVENT_STREAM = "text/event-stream"
 SHOWN_BYTES = 500
 """So much of a worker's error goes to the log."""
@@ -99,7 +108,7 @@ class Dispatcher:
         self._uses_prompt = any(policy.uses_prompt for policy in admission.policies.values())
 
     @contextlib.asynccontextmanager
-    async def answer(self, call: Call) -> AsyncIterator[Outcome]:
+    async def answer(self, call: ProxiedCall) -> AsyncIterator[Outcome]:
         """The final outcome, tried as often as allowed; leaving the block closes whatever is still open."""
         if not self._config.retry.stream_retries or not can_go_on(call.path, call.body):
             async with self._tried(call, set()) as outcome:
@@ -110,26 +119,30 @@ class Dispatcher:
         avoid: set[Worker] = set()
         async with contextlib.AsyncExitStack() as stack:
             outcome = await stack.enter_async_context(self._tried(call, avoid))
-            if isinstance(outcome, Live) and outcome.response.content_type == EVENT_STREAM:
+            if isinstance(outcome, WorkerStream) and outcome.response.content_type == EVENT_STREAM:
                 worker = outcome.worker
 
-                async def again(body: dict[str, Any], error: EndedError) -> Live | None:
+                async def again(body: dict[str, Any], error: EndedError) -> WorkerStream | None:
                     nonlocal worker
                     await stack.aclose()
                     log.info("a stream of %s %s goes on elsewhere: %s", worker.spec.role, worker.spec.url, error)
                     self._metrics.stream_retries.inc()
                     avoid.add(worker)
-                    await self._after_failure(Broken(worker, error.message), 1)
+                    await self._after_failure(ConnectionFailed(worker, error.message), 1)
                     found = await stack.enter_async_context(self._tried(dataclasses.replace(call, body=body), avoid))
-                    worker = found.worker if isinstance(found, Live) else worker
-                    return found if isinstance(found, Live) and found.response.content_type == EVENT_STREAM else None
+                    worker = found.worker if isinstance(found, WorkerStream) else worker
+                    return (
+                        found
+                        if isinstance(found, WorkerStream) and found.response.content_type == EVENT_STREAM
+                        else None
+                    )
 
-                stream = StreamSoFar(body, self._config.retry.stream_retries, again)
+                stream = StreamProgress(body, self._config.retry.stream_retries, again)
                 outcome = dataclasses.replace(outcome, stream=stream)
             yield outcome
 
     @contextlib.asynccontextmanager
-    async def _tried(self, call: Call, avoid: set[Worker]) -> AsyncIterator[Outcome]:
+    async def _tried(self, call: ProxiedCall, avoid: set[Worker]) -> AsyncIterator[Outcome]:
         """The outcome of tries until one answers, or no other helps; workers that failed are added to `avoid`."""
         request, rids = self._request(call), rids_of(call.body)
         outcome: Outcome | None = None
@@ -140,14 +153,14 @@ class Dispatcher:
                 break
             if attempt > 1:
                 self._metrics.retries.inc()
-            with Try(entered.pair, self._drain, self._goes_on_without) as this:
+            with Attempt(entered.pair, self._drain, self._goes_on_without) as this:
                 async with self._attempt(entered, call, this) as tried:
                     if isinstance(tried, Refused) or not retryable(tried):
                         yield tried
                         return
             outcome = tried
             avoid.add(tried.worker)
-            if isinstance(tried, Whole) and ROLE_HEADER in tried.headers:
+            if isinstance(tried, WorkerResponse) and ROLE_HEADER in tried.headers:
                 await self._health.said_role(tried.worker, tried.headers[ROLE_HEADER])
             if told_to_wait(tried) and not set(self._registry.usable(tried.worker.spec.role)) - avoid:
                 break
@@ -160,19 +173,21 @@ class Dispatcher:
             self._metrics.refused.labels(outcome.reason).inc()
         yield outcome
 
-    def _request(self, call: Call) -> Request:
+    def _request(self, call: ProxiedCall) -> RoutedRequest:
         """What the policies go by; nothing that none of them asks for."""
-        return Request(
+        return RoutedRequest(
             key=conversation_key(call.path, call.body, call.headers) if self._uses_key else None,
             prompt=prompt_of(call.path, call.body) if self._uses_prompt else None,
         )
 
     @contextlib.asynccontextmanager
-    async def _attempt(self, places: Places, call: Call, this: Try) -> AsyncIterator[Live | Whole | Broken | Refused]:
+    async def _attempt(
+        self, places: PairSlots, call: ProxiedCall, this: Attempt
+    ) -> AsyncIterator[WorkerStream | WorkerResponse | ConnectionFailed | Refused]:
         """One try. On leaving, both connections are closed and both places given back."""
-        prefill: asyncio.Task[Whole | Broken] | None = None
-        decode: asyncio.Task[Live | Whole | Broken] | None = None
-        outcome: Live | Whole | Broken | Refused | None = None
+        prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None = None
+        decode: asyncio.Task[WorkerStream | WorkerResponse | ConnectionFailed] | None = None
+        outcome: WorkerStream | WorkerResponse | ConnectionFailed | Refused | None = None
         try:
             data = self._body_for(call, places.pair)
             decode = asyncio.create_task(self._decode_half(places.pair.decode, call, data))
@@ -180,14 +195,18 @@ class Dispatcher:
                 prefill = asyncio.create_task(self._prefill_half(places, call, data))
             outcome = await self._wait(prefill, decode, this, places.pair)
             self._note(places, outcome)
-            if prefill is not None and isinstance(outcome, Live) and wants_prompt_logprobs(call.path, call.body):
+            if (
+                prefill is not None
+                and isinstance(outcome, WorkerStream)
+                and wants_prompt_logprobs(call.path, call.body)
+            ):
                 halves: list[asyncio.Future[Any]] = [prefill, this.ended]
                 await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
                 this.answers(outcome)
                 outcome = await _with_prompt_logprobs(outcome, prefill) if prefill.done() else this.ended.result()
                 if failed(outcome):
                     self._note(places, outcome)
-            if isinstance(outcome, Live):
+            if isinstance(outcome, WorkerStream):
                 this.answers(outcome)
             yield outcome
             if prefill is not None and not failed(outcome):
@@ -201,7 +220,7 @@ class Dispatcher:
                 finally:
                     places.close()
 
-    def _body_for(self, call: Call, pair: Pair) -> bytes:
+    def _body_for(self, call: ProxiedCall, pair: Pair) -> bytes:
         """The body of both halves, with a room of its own for a pair."""
         body = call.body
         if pair.prefill is not None:
@@ -210,11 +229,11 @@ class Dispatcher:
 
     async def _wait(
         self,
-        prefill: asyncio.Task[Whole | Broken] | None,
-        decode: asyncio.Task[Live | Whole | Broken],
-        this: Try,
+        prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None,
+        decode: asyncio.Task[WorkerStream | WorkerResponse | ConnectionFailed],
+        this: Attempt,
         pair: Pair,
-    ) -> Live | Whole | Broken | Refused:
+    ) -> WorkerStream | WorkerResponse | ConnectionFailed | Refused:
         """Until decode has answered, either half has failed, or the try is ended from outside. A prefill that fails
         counts only where decode does not do without it.
         """
@@ -236,10 +255,12 @@ class Dispatcher:
         """Whether the decode server of a pair is to compute the prompt when its prefill server fails: it was told to
         by its flag, and there is no other prefill server to try.
         """
-        others = set(self._registry.usable(Role.PREFILL)) - {pair.prefill}
+        others = set(self._registry.usable(WorkerRole.PREFILL)) - {pair.prefill}
         return pair.decode.facts.get(LOAD_FAILURE_POLICY) == "recompute" and not others
 
-    async def _prefill_half(self, places: Places, call: Call, data: bytes) -> Whole | Broken:
+    async def _prefill_half(
+        self, places: PairSlots, call: ProxiedCall, data: bytes
+    ) -> WorkerResponse | ConnectionFailed:
         """Prefill's place is free again as soon as it has answered, and its breaker knows how that went."""
         place = places.prefill
         assert place is not None
@@ -253,11 +274,13 @@ class Dispatcher:
             place.worker.num_heard += 1
         return answer
 
-    async def _decode_half(self, worker: Worker, call: Call, data: bytes) -> Live | Whole | Broken:
+    async def _decode_half(
+        self, worker: Worker, call: ProxiedCall, data: bytes
+    ) -> WorkerStream | WorkerResponse | ConnectionFailed:
         with half_of(call.trace, worker.spec.role, worker.spec.url) as more:
             return await open_live(self._session, worker, call.path, data, self._headers(worker, call, more))
 
-    def _headers(self, worker: Worker, call: Call, more: Mapping[str, str]) -> CIMultiDict[str]:
+    def _headers(self, worker: Worker, call: ProxiedCall, more: Mapping[str, str]) -> CIMultiDict[str]:
         """The client's headers, with the worker's key instead of the client's if the router knows one, and what the
         worker is taken for.
         """
@@ -272,34 +295,34 @@ class Dispatcher:
         self._metrics.sent_to(worker)
         return headers
 
-    async def _after_failure(self, outcome: Live | Whole | Broken, attempt: int) -> None:
+    async def _after_failure(self, outcome: WorkerStream | WorkerResponse | ConnectionFailed, attempt: int) -> None:
         """Before the next try: see whether a silent worker is still there, and leave a busy one some time."""
-        if blames(outcome) and isinstance(outcome, Broken):
+        if blames(outcome) and isinstance(outcome, ConnectionFailed):
             self._health.connection_broke(outcome.worker, outcome.message)
             await self._health.check(outcome.worker)
         if attempt < self._config.retry.max_tries:
             await asyncio.sleep(self._config.retry.backoff_s(attempt, self._rng))
 
-    def _note(self, places: Places, outcome: Live | Whole | Broken | Refused) -> None:
+    def _note(self, places: PairSlots, outcome: WorkerStream | WorkerResponse | ConnectionFailed | Refused) -> None:
         """Tell breaker, metrics and log what a try has come to."""
         if isinstance(outcome, Refused):
             return
-        if isinstance(outcome, Broken) and outcome.out_of_descriptors:
+        if isinstance(outcome, ConnectionFailed) and outcome.out_of_descriptors:
             self._not_asked.warning("%s was not asked: %s", outcome.worker.spec.url, outcome.message)
             return
         place = places.at(outcome.worker)
-        if not isinstance(outcome, Live):
+        if not isinstance(outcome, WorkerStream):
             spec = outcome.worker.spec
-            kind = "connection" if isinstance(outcome, Broken) else str(outcome.status)
+            kind = "connection" if isinstance(outcome, ConnectionFailed) else str(outcome.status)
             self._metrics.failed_at(outcome.worker, kind)
-            said = outcome.message.encode() if isinstance(outcome, Broken) else outcome.body
+            said = outcome.message.encode() if isinstance(outcome, ConnectionFailed) else outcome.body
             text = said[:SHOWN_BYTES].decode(errors="replace")
             ours = blames(outcome) or told_to_wait(outcome)  # what a client did wrong is no news
             log.log(logging.INFO if ours else logging.DEBUG, "%s %s failed: %s: %s", spec.role, spec.url, kind, text)
         if blames(outcome):
             place.failed()
             self._admission.pairs.suspect(places.pair)
-        elif isinstance(outcome, Live):
+        elif isinstance(outcome, WorkerStream):
             place.answered()
             self._admission.pairs.served(places.pair, self._admission.now())
         elif not told_to_wait(outcome):
@@ -307,24 +330,24 @@ class Dispatcher:
 
     def _last_words(
         self,
-        places: Places,
-        prefill: asyncio.Task[Whole | Broken] | None,
+        places: PairSlots,
+        prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None,
         outcome: Outcome | None,
-        call: Call,
+        call: ProxiedCall,
     ) -> None:
         """What the end of a try says of its workers; nothing where the client left.
 
         Past the deadline without an answer the pair waited for prefill, or, had it answered, for decode.
         """
         ended = prefill.result() if prefill is not None and prefill.done() and not prefill.cancelled() else None
-        if isinstance(outcome, Live):
+        if isinstance(outcome, WorkerStream):
             if ended is not None and blames(ended) and places.prefill is not None:
                 places.prefill.failed()
             if outcome.broke and not outcome.was_ended:
                 places.decode.failed()
             elif outcome.ended:
                 places.decode.completed()
-        elif isinstance(outcome, Whole) and not failed(outcome):
+        elif isinstance(outcome, WorkerResponse) and not failed(outcome):
             places.decode.completed()
         elif outcome is None and self._admission.now() >= call.deadline:
             late = places.decode if prefill is None or prefill.done() else places.prefill
@@ -332,10 +355,12 @@ class Dispatcher:
             late.failed()
 
 
-async def _with_prompt_logprobs(live: Live, prefill: asyncio.Task[Whole | Broken]) -> Live | Whole | Broken:
+async def _with_prompt_logprobs(
+    live: WorkerStream, prefill: asyncio.Task[WorkerResponse | ConnectionFailed]
+) -> WorkerStream | WorkerResponse | ConnectionFailed:
     """Decode's answer with what prefill says of the prompt; prefill's failure is the request's."""
     answer = await prefill
-    if isinstance(answer, Broken) or failed(answer):
+    if isinstance(answer, ConnectionFailed) or failed(answer):
         return answer
     metas = prefill_metas(answer.body)
     headers = live.headers.copy()
@@ -345,12 +370,13 @@ async def _with_prompt_logprobs(live: Live, prefill: asyncio.Task[Whole | Broken
     try:
         body = live.first + await live.response.read()
     except (aiohttp.ClientError, OSError) as error:
-        return Broken(live.worker, describe(error))
-    return Whole(live.worker, live.response.status, headers, merged_body(body, metas))
+        return ConnectionFailed(live.worker, describe(error))
+    return WorkerResponse(live.worker, live.response.status, headers, merged_body(body, metas))
 
 
 async def _close(
-    prefill: asyncio.Task[Whole | Broken] | None, decode: asyncio.Task[Live | Whole | Broken] | None
+    prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None,
+    decode: asyncio.Task[WorkerStream | WorkerResponse | ConnectionFailed] | None,
 ) -> None:
     """Cancel both halves; closes decode's connection unless its answer was read to the end."""
     halves: list[asyncio.Task[Any]] = [half for half in (prefill, decode) if half is not None]
@@ -367,5 +393,5 @@ def _let_go(half: asyncio.Task[Any]) -> None:
     error = half.exception()
     if error is not None:
         log.error("a call to a worker ended in an unexpected error", exc_info=error)
-    elif isinstance(half.result(), Live):
+    elif isinstance(half.result(), WorkerStream):
         half.result().response.close()

@@ -16,8 +16,8 @@ from pdserve.router.config import (
     PolicyName,
     ProbeConfig,
     RetryConfig,
-    Role,
     RouterConfig,
+    WorkerRole,
     WorkerSpec,
     parse_worker_url,
     prefill_spec,
@@ -213,9 +213,9 @@ def _specs(args: argparse.Namespace) -> tuple[WorkerSpec, ...]:
         message = "name servers with --worker-urls URL ..., or with --pd-disaggregation --prefill URL --decode URL"
         raise ConfigError(message, field="worker_urls")
     specs = [prefill_spec(values) for values in args.prefill]
-    specs += [WorkerSpec(role=Role.DECODE, url=parse_worker_url(url, field="decode")) for url in args.decode]
+    specs += [WorkerSpec(role=WorkerRole.DECODE, url=parse_worker_url(url, field="decode")) for url in args.decode]
     regular = [parse_worker_url(url, field="worker-urls") for url in args.worker_urls or []]
-    return (*specs, *(WorkerSpec(role=Role.REGULAR, url=url) for url in regular))
+    return (*specs, *(WorkerSpec(role=WorkerRole.REGULAR, url=url) for url in regular))
 
 
 def _policies(args: argparse.Namespace) -> PolicyConfig:

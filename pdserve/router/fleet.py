@@ -14,10 +14,10 @@ from yarl import URL
 
 from pdserve.base.error_object import error_object
 from pdserve.router.access import BODY, is_admin
-from pdserve.router.config import Role, RouterConfig
+from pdserve.router.config import RouterConfig, WorkerRole
 from pdserve.router.errors_http import RETRY_AFTER, error_response, json_response
 from pdserve.router.health import HealthMonitor
-from pdserve.router.upstream import Whole, forwarded_headers, own_headers, returned_headers
+from pdserve.router.upstream import WorkerResponse, forwarded_headers, own_headers, returned_headers
 from pdserve.router.workers import Registry, Worker
 
 INFO_TIMEOUT_S = 10.0
@@ -25,7 +25,7 @@ GENERATE_TIMEOUT_S = 30.0
 MAX_EXTRA_S = 600.0
 
 
-class Fleet:
+class WorkerFanout:
     """The handlers that ask workers."""
 
     def __init__(
@@ -50,10 +50,10 @@ class Fleet:
         workers = self._alive()
         answers = await asyncio.gather(*(self._get_object(request, worker) for worker in workers))
         merged: dict[str, Any] = {}
-        by_role: dict[str, list[dict[str, Any]]] = {role.value: [] for role in Role}
+        by_role: dict[str, list[dict[str, Any]]] = {role.value: [] for role in WorkerRole}
         for worker, info in zip(workers, answers, strict=True):
             by_role[worker.spec.role].append(info | {"url": worker.spec.url})
-        for info in [*by_role[Role.REGULAR], *by_role[Role.DECODE]][:1]:
+        for info in [*by_role[WorkerRole.REGULAR], *by_role[WorkerRole.DECODE]][:1]:
             merged |= info
         return json_response(merged | by_role)
 
@@ -114,7 +114,11 @@ class Fleet:
 
     def _preferred(self) -> list[Worker]:
         """Those that may get new requests, in the order in which they are asked what any of them can answer."""
-        return [worker for role in (Role.REGULAR, Role.DECODE, Role.PREFILL) for worker in self._registry.usable(role)]
+        return [
+            worker
+            for role in (WorkerRole.REGULAR, WorkerRole.DECODE, WorkerRole.PREFILL)
+            for worker in self._registry.usable(role)
+        ]
 
     def _alive(self) -> list[Worker]:
         """Draining ones too: requests still run there."""
@@ -133,7 +137,7 @@ class Fleet:
 
     async def _call(
         self, request: web.Request, worker: Worker, body: bytes | None, timeout_s: float | None = None
-    ) -> Whole | None:
+    ) -> WorkerResponse | None:
         """The same request to a worker; None where it does not answer."""
         timeout = _patience(request) if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
         headers: CIMultiDict[str] = forwarded_headers(request.headers, request.remote)
@@ -146,17 +150,19 @@ class Fleet:
             async with self._session.request(
                 request.method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                return Whole(worker, response.status, returned_headers(response.headers), await response.read())
+                return WorkerResponse(
+                    worker, response.status, returned_headers(response.headers), await response.read()
+                )
         except (aiohttp.ClientError, OSError):
             return None
 
 
-def _statuses(workers: Sequence[Worker], answers: Sequence[Whole | None]) -> dict[str, int]:
+def _statuses(workers: Sequence[Worker], answers: Sequence[WorkerResponse | None]) -> dict[str, int]:
     """By URL; 502 for who did not answer."""
     return {worker.spec.url: 502 if one is None else one.status for worker, one in zip(workers, answers, strict=True)}
 
 
-def _error_of(workers: Sequence[Worker], answers: Sequence[Whole | None], status: int) -> dict[str, Any]:
+def _error_of(workers: Sequence[Worker], answers: Sequence[WorkerResponse | None], status: int) -> dict[str, Any]:
     """OpenAI's error object of the first worker that answered with `status`, and which worker that was."""
     statuses = _statuses(workers, answers)
     worker, answer = next(one for one in zip(workers, answers, strict=True) if statuses[one[0].spec.url] == status)
@@ -168,7 +174,7 @@ def _error_of(workers: Sequence[Worker], answers: Sequence[Whole | None], status
     return error | {"worker": worker.spec.url}
 
 
-def _load_entries(answer: Whole | None) -> list[dict[str, Any]]:
+def _load_entries(answer: WorkerResponse | None) -> list[dict[str, Any]]:
     """What a worker says of its replicas; nothing where it does not say."""
     said = None if answer is None or answer.status != 200 else _parsed(answer.body)
     return [entry for entry in said if isinstance(entry, dict)] if isinstance(said, list) else []

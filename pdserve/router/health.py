@@ -22,7 +22,7 @@ import orjson
 
 from pdserve.base.log import SparingLog
 from pdserve.base.roles import NO_ROLE, ROLE_HEADER
-from pdserve.router.config import Role, RouterConfig
+from pdserve.router.config import RouterConfig, WorkerRole
 from pdserve.router.upstream import describe, error_of, is_out_of_descriptors, own_headers, read_at_most
 from pdserve.router.workers import LoadReport, Registry, Worker
 
@@ -39,7 +39,7 @@ MAX_ERROR_BYTES = 1 << 16
 LOAD_FAILURE_POLICY = "disaggregation_load_failure_policy"
 FACTS = (LOAD_FAILURE_POLICY, "served_model_name", "model_path", "disaggregation_mode", "tp_size", "dp_size", "version")
 """What is kept of it, to be shown."""
-PAIR = (Role.PREFILL, Role.DECODE)
+PAIR = (WorkerRole.PREFILL, WorkerRole.DECODE)
 
 
 class HealthMonitor:
@@ -106,7 +106,7 @@ class HealthMonitor:
         """The worker said what it takes: a `--disaggregation-mode`, or nothing."""
         if worker.forgotten or told == worker.spec.role.mode:
             return
-        role = Role.of_mode(told)
+        role = WorkerRole.of_mode(told)
         if told == NO_ROLE:
             self._mark_dead(worker, "it takes no requests: its role is being changed, or it ends")
         elif role is None or role not in self._config.roles:

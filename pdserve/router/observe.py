@@ -21,8 +21,8 @@ from aiohttp import web
 
 import pdserve
 from pdserve.router.admission import Admission
-from pdserve.router.config import Role, RouterConfig
-from pdserve.router.picture import Answer, join_edges, join_requests, parse_answer
+from pdserve.router.config import RouterConfig, WorkerRole
+from pdserve.router.picture import ObserveReply, join_edges, join_requests, parse_answer
 from pdserve.router.upstream import describe as describe_error
 from pdserve.router.upstream import own_headers, read_at_most
 from pdserve.router.workers import Registry, Worker
@@ -39,10 +39,10 @@ PATH = "/observe"
 
 
 @dataclasses.dataclass(eq=False)
-class Sight:
+class ClusterSight:
     """What is known of one worker. Times are the event loop's."""
 
-    answer: Answer | None = None
+    answer: ObserveReply | None = None
     answered_at: float = 0.0
     error: str | None = None
     endpoints: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Observer:
         self._registry = registry
         self._admission = admission
         self._session = session
-        self._sights: dict[Worker, Sight] = {}
+        self._sights: dict[Worker, ClusterSight] = {}
         self._asked_at: float | None = None
         self._shown: bytes | None = None
         self._started_at = time.time()
@@ -90,19 +90,19 @@ class Observer:
 
     def _ask_all(self) -> None:
         for worker in self._registry.workers:
-            sight = self._sights.setdefault(worker, Sight())
+            sight = self._sights.setdefault(worker, ClusterSight())
             if worker.healthy and sight.asking is None:
                 sight.asking = asyncio.create_task(self._ask(worker, sight))
                 sight.asking.add_done_callback(self._ended(sight))
 
-    def _ended(self, sight: Sight) -> Callable[[asyncio.Task[None]], None]:
+    def _ended(self, sight: ClusterSight) -> Callable[[asyncio.Task[None]], None]:
         def forget_task(_: asyncio.Task[None]) -> None:
             sight.asking = None
             self._shown = None
 
         return forget_task
 
-    async def _ask(self, worker: Worker, sight: Sight) -> None:
+    async def _ask(self, worker: Worker, sight: ClusterSight) -> None:
         """One question to one worker; what comes of it is in `sight`."""
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
         headers = own_headers(worker, self._config.access.admin_key_for_workers)
@@ -127,7 +127,7 @@ class Observer:
     def _picture(self) -> dict[str, Any]:
         now = self._admission.now()
         workers = self._registry.workers
-        sights = {worker: self._sights.get(worker, Sight()) for worker in workers}
+        sights = {worker: self._sights.get(worker, ClusterSight()) for worker in workers}
         answers = {worker: answer for worker in workers if (answer := self._current(worker, sights[worker], now))}
         owners = {endpoint: worker.spec.url for worker in workers for endpoint in sights[worker].endpoints}
         return {
@@ -141,13 +141,13 @@ class Observer:
             "requests": join_requests((one.spec.role, one.spec.url, answer) for one, answer in answers.items()),
         }
 
-    def _current(self, worker: Worker, sight: Sight, now: float) -> Answer | None:
+    def _current(self, worker: Worker, sight: ClusterSight, now: float) -> ObserveReply | None:
         """What a worker said of late; nothing of one that is known to be dead."""
         if not worker.healthy or now - sight.answered_at > KEEP_S:
             return None
         return sight.answer
 
-    def _observed(self, worker: Worker, sight: Sight, answer: Answer | None, now: float) -> dict[str, Any]:
+    def _observed(self, worker: Worker, sight: ClusterSight, answer: ObserveReply | None, now: float) -> dict[str, Any]:
         told = {"error": sight.error if worker.healthy else worker.last_error}
         if answer is None:
             return told | {"age_s": None, "server": None, "replicas": [], "rates": None}
@@ -162,7 +162,7 @@ class Observer:
         limits = self._config.limits
         return {
             "version": pdserve.__version__,
-            "pd": Role.PREFILL in self._config.roles,
+            "pd": WorkerRole.PREFILL in self._config.roles,
             "time": time.time(),
             "started_at": self._started_at,
             "serving": self._admission.could_serve(),

@@ -15,7 +15,7 @@ from aiohttp import web
 
 import pdserve
 from pdserve.router.errors_http import json_response
-from pdserve.router.fleet import Fleet
+from pdserve.router.fleet import WorkerFanout
 from pdserve.router.role_switch import PATH as ROLE_SWITCH_PATH
 from pdserve.router.role_switch import SwitchBody
 from pdserve.router.workers_api import AddBody, ChangeBody
@@ -79,7 +79,12 @@ class OpenApi:
     """The handler. `forwarded`: the paths that workers answer; `routes`: all that there are, asked at each request."""
 
     def __init__(
-        self, fleet: Fleet, forwarded: Iterable[str], routes: Callable[[], list[web.RouteDef]], *, with_keys: bool
+        self,
+        fleet: WorkerFanout,
+        forwarded: Iterable[str],
+        routes: Callable[[], list[web.RouteDef]],
+        *,
+        with_keys: bool,
     ) -> None:
         self._fleet = fleet
         self._forwarded = frozenset(map(_plain, forwarded))

@@ -10,19 +10,19 @@ from typing import Any
 
 import msgspec
 
-from pdserve.router.config import Role
+from pdserve.router.config import WorkerRole
 
 NUM_REQUESTS = 64
 
 
-class Tokens(msgspec.Struct, frozen=True):
+class TokensSnapshot(msgspec.Struct, frozen=True):
     """Token slots of a replica."""
 
     used: int = 0
     max: int = 0
 
 
-class Pages(msgspec.Struct, frozen=True):
+class PagesSnapshot(msgspec.Struct, frozen=True):
     """KV pages of a replica by state; the last four add up to `total`."""
 
     total: int = 0
@@ -32,14 +32,14 @@ class Pages(msgspec.Struct, frozen=True):
     leased: int = 0
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldSnapshot(msgspec.Struct, frozen=True):
     """Pages that a peer may write into, and pages that are read for one."""
 
     remote: int = 0
     send: int = 0
 
 
-class State(msgspec.Struct, frozen=True):
+class StateSnapshot(msgspec.Struct, frozen=True):
     """A scheduler's."""
 
     endpoint: str | None = None
@@ -47,13 +47,13 @@ class State(msgspec.Struct, frozen=True):
     queues: dict[str, int] = {}
     running: int = 0
     waiting: int = 0
-    tokens: Tokens = Tokens()
-    pages: Pages = Pages()
-    pages_held: Held = Held()
+    tokens: TokensSnapshot = TokensSnapshot()
+    pages: PagesSnapshot = PagesSnapshot()
+    pages_held: HeldSnapshot = HeldSnapshot()
     failures: dict[str, int] = {}
 
 
-class Replica(msgspec.Struct, frozen=True):
+class ReplicaSnapshot(msgspec.Struct, frozen=True):
     """One replica of a server; `state` is None until its scheduler has answered once."""
 
     dp_rank: int = 0
@@ -61,10 +61,10 @@ class Replica(msgspec.Struct, frozen=True):
     silent: bool = False
     turn_s: float | None = None
     trouble: str | None = None
-    state: State | None = None
+    state: StateSnapshot | None = None
 
 
-class Server(msgspec.Struct, frozen=True):
+class ServerSnapshot(msgspec.Struct, frozen=True):
     """A server as a whole."""
 
     model: str = ""
@@ -77,7 +77,7 @@ class Server(msgspec.Struct, frozen=True):
     live_requests: int = 0
 
 
-class Edge(msgspec.Struct, frozen=True, rename={"source": "from", "target": "to"}):
+class EdgeSnapshot(msgspec.Struct, frozen=True, rename={"source": "from", "target": "to"}):
     """KV from one replica to another, by the control endpoints of the two."""
 
     source: str | None = None
@@ -92,14 +92,14 @@ class Edge(msgspec.Struct, frozen=True, rename={"source": "from", "target": "to"
     heartbeat_age_s: float | None = None
 
 
-class Rates(msgspec.Struct, frozen=True):
+class RatesSnapshot(msgspec.Struct, frozen=True):
     """A server's."""
 
     generation_tokens_per_s: float = 0.0
     cache_hit_rate: float = 0.0
 
 
-class Ended(msgspec.Struct, frozen=True):
+class EndedRequest(msgspec.Struct, frozen=True):
     """One half of a request that has ended, or all of it on a server that does both."""
 
     id: str = ""
@@ -118,14 +118,14 @@ class Ended(msgspec.Struct, frozen=True):
     kv_transfer_s: float | None = None
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ObserveReply(msgspec.Struct, frozen=True):
     """A server's whole answer. What is missing in it has a default, so that servers of other versions can be shown."""
 
-    server: Server = Server()
-    replicas: list[Replica] = []
-    edges: list[Edge] = []
-    rates: Rates = Rates()
-    requests: list[Ended] = []
+    server: ServerSnapshot = ServerSnapshot()
+    replicas: list[ReplicaSnapshot] = []
+    edges: list[EdgeSnapshot] = []
+    rates: RatesSnapshot = RatesSnapshot()
+    requests: list[EndedRequest] = []
 
     @property
     def endpoints(self) -> list[str]:
@@ -133,18 +133,18 @@ class Answer(msgspec.Struct, frozen=True):
         return [one.state.endpoint for one in self.replicas if one.state is not None and one.state.endpoint is not None]
 
 
-def parse_answer(raw: bytes) -> Answer:
+def parse_answer(raw: bytes) -> ObserveReply:
     """Raises `msgspec.MsgspecError` (a `ValueError`) that says which field is not as it should be."""
-    return msgspec.json.decode(raw, type=Answer)
+    return msgspec.json.decode(raw, type=ObserveReply)
 
 
-def join_edges(answers: Iterable[Answer], owners: Mapping[str, str]) -> list[dict[str, Any]]:
+def join_edges(answers: Iterable[ObserveReply], owners: Mapping[str, str]) -> list[dict[str, Any]]:
     """One edge for each pair of endpoints, whoever reports it; `owners` are the URLs of endpoints.
 
     Its numbers are the larger of the two reports: an end that was asked a moment later, or that has been there for
     longer, knows more. `from_url` and `to_url` are None for servers that this router does not know.
     """
-    seen: dict[tuple[str, str], list[Edge]] = {}
+    seen: dict[tuple[str, str], list[EdgeSnapshot]] = {}
     for answer in answers:
         for edge in answer.edges:
             if edge.source is not None and edge.target is not None:
@@ -152,7 +152,7 @@ def join_edges(answers: Iterable[Answer], owners: Mapping[str, str]) -> list[dic
     return [_joined(ends, reports, owners) for ends, reports in sorted(seen.items())]
 
 
-def _joined(ends: tuple[str, str], reports: Sequence[Edge], owners: Mapping[str, str]) -> dict[str, Any]:
+def _joined(ends: tuple[str, str], reports: Sequence[EdgeSnapshot], owners: Mapping[str, str]) -> dict[str, Any]:
     writing = [one.gb_per_s_writing for one in reports if one.gb_per_s_writing is not None]
     ages = [one.heartbeat_age_s for one in reports if one.heartbeat_age_s is not None]
     states = {one.peer_state for one in reports}
@@ -173,7 +173,7 @@ def _joined(ends: tuple[str, str], reports: Sequence[Edge], owners: Mapping[str,
     }
 
 
-def join_requests(answers: Iterable[tuple[Role, str, Answer]]) -> list[dict[str, Any]]:
+def join_requests(answers: Iterable[tuple[WorkerRole, str, ObserveReply]]) -> list[dict[str, Any]]:
     """The newest requests of all servers (role, URL, answer), newest first, the halves of one under their roles.
 
     Halves are matched by the room, which both carry, or by the request's id where there is no room.

@@ -11,17 +11,25 @@ from aiohttp import web
 from pdserve.router.admission import Refused
 from pdserve.router.dispatch import Outcome
 from pdserve.router.errors_http import RETRY_AFTER, error_body, error_response
-from pdserve.router.upstream import WORKER_FAILED, Broken, ContinuedStream, EndedError, Live, Whole, describe
+from pdserve.router.upstream import (
+    WORKER_FAILED,
+    ConnectionFailed,
+    ContinuedStream,
+    EndedError,
+    WorkerResponse,
+    WorkerStream,
+    describe,
+)
 
 
 async def relay(request: web.Request, outcome: Outcome, deadline: float) -> web.StreamResponse:
     """Answer the client; `deadline` is in the event loop's time."""
     match outcome:
-        case Live():
+        case WorkerStream():
             return await _relay_live(request, outcome, deadline)
-        case Whole():
+        case WorkerResponse():
             return web.Response(status=outcome.status, headers=outcome.headers, body=outcome.body)
-        case Broken():
+        case ConnectionFailed():
             spec = outcome.worker.spec
             if outcome.out_of_descriptors:
                 text = "the router has no free file descriptor for a connection to a worker; try again"
@@ -38,7 +46,7 @@ def refusal(refused: Refused) -> web.Response:
     return error_response(refused.status, refused.message, refused.reason, after)
 
 
-async def _relay_live(request: web.Request, live: Live, deadline: float) -> web.StreamResponse:
+async def _relay_live(request: web.Request, live: WorkerStream, deadline: float) -> web.StreamResponse:
     """Pass decode's answer through, chunk by chunk as it arrives; a client that stops reading is cut off in time."""
     response = web.StreamResponse(status=live.response.status, headers=live.headers)
     await response.prepare(request)
@@ -56,7 +64,7 @@ async def _relay_live(request: web.Request, live: Live, deadline: float) -> web.
     return response
 
 
-async def _pieces(live: Live, deadline: float) -> AsyncIterator[bytes]:
+async def _pieces(live: WorkerStream, deadline: float) -> AsyncIterator[bytes]:
     """What the client gets of an answer; may be empty. Raises EndedError where the rest will not come."""
     chunk = live.first
     while chunk:
@@ -66,7 +74,7 @@ async def _pieces(live: Live, deadline: float) -> AsyncIterator[bytes]:
         yield live.change(b"", True)
 
 
-async def _continued(live: Live, stream: ContinuedStream, deadline: float) -> AsyncIterator[bytes]:
+async def _continued(live: WorkerStream, stream: ContinuedStream, deadline: float) -> AsyncIterator[bytes]:
     """As `_pieces`, of a stream that other pairs go on with where its worker dies."""
     chunk = live.first
     while True:
@@ -91,7 +99,7 @@ async def _continued(live: Live, stream: ContinuedStream, deadline: float) -> As
         return
 
 
-async def _go_on(stream: ContinuedStream, error: EndedError, deadline: float) -> Live | None:
+async def _go_on(stream: ContinuedStream, error: EndedError, deadline: float) -> WorkerStream | None:
     try:
         async with asyncio.timeout_at(deadline):
             return await stream.go_on(error)
@@ -111,7 +119,7 @@ async def _write(request: web.Request, response: web.StreamResponse, chunk: byte
     return True
 
 
-async def _next_chunk(live: Live, deadline: float) -> bytes:
+async def _next_chunk(live: WorkerStream, deadline: float) -> bytes:
     """The next bytes, empty at the end. Raises EndedError where they will not come."""
     try:
         async with asyncio.timeout_at(deadline):

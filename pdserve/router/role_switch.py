@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import web
 
 from pdserve.router.access import BODY
-from pdserve.router.config import Role, RouterConfig
+from pdserve.router.config import RouterConfig, WorkerRole
 from pdserve.router.errors_http import error_response
 from pdserve.router.health import HealthMonitor
 from pdserve.router.upstream import describe, forwarded_headers, own_headers, returned_headers
@@ -80,7 +80,7 @@ class RoleSwitch:
                 self._registry.resume(now)
                 self._on_change()
 
-    async def _switch(self, request: web.Request, worker: Worker, role: Role, drain_s: float) -> web.Response:
+    async def _switch(self, request: web.Request, worker: Worker, role: WorkerRole, drain_s: float) -> web.Response:
         deadline = self._now() + drain_s
         while worker.inflight and self._now() < deadline:
             await asyncio.sleep(POLL_S)
@@ -106,8 +106,8 @@ class RoleSwitch:
             kept = returned_headers(response.headers)
             return web.Response(status=response.status, headers=kept, body=await response.read())
 
-    def _role(self, body: SwitchBody) -> Role:
-        role = Role.of_mode(body.new_role)
+    def _role(self, body: SwitchBody) -> WorkerRole:
+        role = WorkerRole.of_mode(body.new_role)
         if role is None or role not in self._config.roles:
             modes = " or ".join(one.mode for one in self._config.roles)
             raise BadBody(f"new_role must be {modes} here, got {body.new_role!r}", "new_role")

@@ -20,14 +20,14 @@ import orjson
 from pdserve.base.stream_state import DONE, EVENT_END, RESUME_FIELD, split_event
 from pdserve.router.merge import wants_prompt_logprobs
 from pdserve.router.rooms import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, batch_size, num_sequences
-from pdserve.router.upstream import WORKER_FAILED, EndedError, Live
+from pdserve.router.upstream import WORKER_FAILED, EndedError, WorkerStream
 
 RETRYABLE_STATUSES = frozenset({502, 503, 504})
 """Of error events."""
 _ERROR = b'data: {"error":'
 
 Body = dict[str, Any]
-Again = Callable[[Body, EndedError], Awaitable[Live | None]]
+Again = Callable[[Body, EndedError], Awaitable[WorkerStream | None]]
 """Sends a body to another pair after the stream broke; None where none answers."""
 
 
@@ -50,7 +50,7 @@ def with_seed(path: str, body: Body, rng: random.Random) -> Body:
     return body | {"sampling_params": params | {"sampling_seed": seed}}
 
 
-class StreamSoFar:
+class StreamProgress:
     """One client's stream, whichever workers write it."""
 
     def __init__(self, body: Body, max_retries: int, again: Again) -> None:
@@ -94,7 +94,7 @@ class StreamSoFar:
             return b""
         return None if self._tail is None else self._tail.encode() + DONE
 
-    async def go_on(self, error: EndedError) -> Live | None:
+    async def go_on(self, error: EndedError) -> WorkerStream | None:
         """The answer that the stream goes on with; None where it cannot."""
         can = self._num_left > 0 and self._may_go_on
         if not can or error.code not in (WORKER_FAILED, *([self.failure.code] if self.failure else [])):

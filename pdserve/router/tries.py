@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from pdserve.router.admission import Refused
-from pdserve.router.upstream import WORKER_FAILED, Broken, EndedError, Live
+from pdserve.router.upstream import WORKER_FAILED, ConnectionFailed, EndedError, WorkerStream
 from pdserve.router.workers import Pair, Worker
 
 SHUTTING_DOWN = Refused("router_shutting_down", "the router is shutting down; send the request again")
@@ -25,7 +25,7 @@ WRITE_S = 2.0
 """How long clients may take to read the error that their request is cut with."""
 
 
-class Try:
+class Attempt:
     """One try at a pair, as long as its `with` block. `ended` is done when it was ended from outside, and says why."""
 
     def __init__(self, pair: Pair, drain: Drain, goes_on_without: Callable[[Pair], bool] = lambda pair: False) -> None:
@@ -35,8 +35,8 @@ class Try:
         self.pair = pair
         self.begun = asyncio.get_running_loop().time()
         self._drain = drain
-        self._live: Live | None = None
-        self.ended: asyncio.Future[Broken | Refused] = asyncio.get_running_loop().create_future()
+        self._live: WorkerStream | None = None
+        self.ended: asyncio.Future[ConnectionFailed | Refused] = asyncio.get_running_loop().create_future()
 
     def __enter__(self) -> Self:
         for worker in self._workers:
@@ -62,13 +62,13 @@ class Try:
         if worker is self.pair.prefill and self._goes_on_without(self.pair):
             return
         if self._live is None or self._live.worker is worker:
-            self._end(Broken(worker, reason, lost=True))
+            self._end(ConnectionFailed(worker, reason, lost=True))
 
     def cut(self) -> None:
         """The router ends."""
         self._end(SHUTTING_DOWN)
 
-    def answers(self, live: Live) -> None:
+    def answers(self, live: WorkerStream) -> None:
         """Decode has begun its answer, which ends with this try."""
         self._live = live
         if self.ended.done():
@@ -78,14 +78,14 @@ class Try:
         """What `worker` has written of its answer so far."""
         return 0 if self._live is None or self._live.worker is not worker else self._live.response.content.total_bytes
 
-    def _end(self, why: Broken | Refused) -> None:
+    def _end(self, why: ConnectionFailed | Refused) -> None:
         if not self.ended.done():
             self.ended.set_result(why)
             if self._live is not None:
                 self._break(self._live, why)
 
     @staticmethod
-    def _break(live: Live, why: Broken | Refused) -> None:
+    def _break(live: WorkerStream, why: ConnectionFailed | Refused) -> None:
         """Whoever reads the answer gets an `EndedError`."""
         if live.response.content.is_eof():
             return
@@ -100,7 +100,7 @@ class Drain:
     """The end of one router: see the file's docstring."""
 
     def __init__(self) -> None:
-        self.tries: set[Try] = set()
+        self.tries: set[Attempt] = set()
         """All that are under way."""
         self._num_calls = 0
         self._left = asyncio.Event()
@@ -138,12 +138,12 @@ class Drain:
                     await self._left.wait()
         return self._num_calls == 0
 
-    def enter(self, one: Try) -> None:
+    def enter(self, one: Attempt) -> None:
         """Called by the try."""
         self.tries.add(one)
         if self.is_cut:
             one.cut()
 
-    def leave(self, one: Try) -> None:
+    def leave(self, one: Attempt) -> None:
         """Called by the try."""
         self.tries.discard(one)

@@ -53,7 +53,7 @@ WORKER_FAILED = "worker_failed"
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
+class WorkerResponse:
     """An answer that was read to its end."""
 
     worker: Worker
@@ -83,12 +83,12 @@ class ContinuedStream(Protocol):
     def end(self) -> bytes:
         """The worker's answer is at its end; returns the rest. Raises EndedError where something is missing."""
 
-    async def go_on(self, error: EndedError) -> Live | None:
+    async def go_on(self, error: EndedError) -> WorkerStream | None:
         """The answer that the stream goes on with after `error`; None where it cannot."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Live:
+class WorkerStream:
     """A good answer whose first bytes are here and whose rest is still to be read; its owner must close `response`.
 
     `change`, if given, makes of each piece, and of whether it is the last, what the client gets. `stream`, if given,
@@ -119,7 +119,7 @@ class Live:
 
 
 @dataclasses.dataclass(frozen=True)
-class Broken:
+class ConnectionFailed:
     """No answer: the connection could not be made, or ended too early."""
 
     worker: Worker
@@ -183,23 +183,23 @@ def returned_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 
 async def read_whole(
     session: aiohttp.ClientSession, worker: Worker, path: str, body: bytes, headers: CIMultiDict[str]
-) -> Whole | Broken:
+) -> WorkerResponse | ConnectionFailed:
     """POST and read the answer to its end. Cancelling it closes the connection."""
     outcome = await open_live(session, worker, path, body, headers)
-    if not isinstance(outcome, Live):
+    if not isinstance(outcome, WorkerStream):
         return outcome
     try:
         rest = await outcome.response.read()
     except (aiohttp.ClientError, OSError) as error:
-        return Broken(worker, describe(error))
+        return ConnectionFailed(worker, describe(error))
     finally:
         outcome.response.close()
-    return Whole(worker, outcome.response.status, outcome.headers, outcome.first + rest)
+    return WorkerResponse(worker, outcome.response.status, outcome.headers, outcome.first + rest)
 
 
 async def open_live(
     session: aiohttp.ClientSession, worker: Worker, path: str, body: bytes, headers: CIMultiDict[str]
-) -> Live | Whole | Broken:
+) -> WorkerStream | WorkerResponse | ConnectionFailed:
     """POST and wait for the first bytes of a good answer, or for all of a refusal (status 400 or more).
 
     Cancelling it closes the connection.
@@ -207,15 +207,15 @@ async def open_live(
     try:
         response = await session.post(worker.spec.url + path, data=body, headers=headers, allow_redirects=False)
     except (aiohttp.ClientError, OSError) as error:
-        return Broken(worker, describe(error), out_of_descriptors=is_out_of_descriptors(error))
+        return ConnectionFailed(worker, describe(error), out_of_descriptors=is_out_of_descriptors(error))
     kept = returned_headers(response.headers)
     try:
         if response.status >= 400:
-            return Whole(worker, response.status, kept, await response.read())
-        return Live(worker, response, kept, await response.content.readany())
+            return WorkerResponse(worker, response.status, kept, await response.read())
+        return WorkerStream(worker, response, kept, await response.content.readany())
     except (aiohttp.ClientError, OSError) as error:
         response.close()
-        return Broken(worker, describe(error))
+        return ConnectionFailed(worker, describe(error))
     except BaseException:
         response.close()
         raise

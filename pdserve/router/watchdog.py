@@ -24,7 +24,7 @@ import aiohttp
 import orjson
 
 from pdserve.protocol.messages import MAX_ROOM
-from pdserve.router.config import Role, RouterConfig
+from pdserve.router.config import RouterConfig, WorkerRole
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.pairs import Pairs
 from pdserve.router.tries import Drain
@@ -57,7 +57,7 @@ NO_NEWS = frozenset({"engine_starting", "engine_dead", "engine_stuck", "server_s
 """Codes of workers that health checks know about."""
 
 
-class Half(enum.Enum):
+class ProbeResult(enum.Enum):
     """What one half of a probe says."""
 
     OK = "ok"
@@ -152,9 +152,9 @@ class Watchdog:
 
     def _round_of_pairs(self) -> list[Pair]:
         """Each worker in at least one of them; which ones changes from round to round."""
-        if Role.REGULAR in self._config.roles:
-            return [Pair(None, worker) for worker in self._registry.usable(Role.REGULAR)]
-        prefills, decodes = self._registry.usable(Role.PREFILL), self._registry.usable(Role.DECODE)
+        if WorkerRole.REGULAR in self._config.roles:
+            return [Pair(None, worker) for worker in self._registry.usable(WorkerRole.REGULAR)]
+        prefills, decodes = self._registry.usable(WorkerRole.PREFILL), self._registry.usable(WorkerRole.DECODE)
         return [Pair(*chosen) for chosen in rotation(prefills, decodes, self._round)]
 
     def _can(self, pair: Pair, now: float) -> bool:
@@ -183,13 +183,13 @@ class Watchdog:
         answers = await asyncio.gather(*(self._ask(worker, orjson.dumps(body)) for worker in workers))
         now = asyncio.get_running_loop().time()
         for worker, answer in zip(workers, answers, strict=True):
-            if answer is Half.CANNOT:
+            if answer is ProbeResult.CANNOT:
                 self._note_cannot(worker, now)
         errors = [f"{w.spec.url}: {a}" for w, a in zip(workers, answers, strict=True) if isinstance(a, str)]
-        if answers[-1] is Half.OK:
+        if answers[-1] is ProbeResult.OK:
             self._metrics.probes.labels("ok").inc()
             self._came(pair, now)
-        elif not errors or any(not isinstance(answer, str) and answer is not Half.OK for answer in answers):
+        elif not errors or any(not isinstance(answer, str) and answer is not ProbeResult.OK for answer in answers):
             self._metrics.probes.labels("no_news").inc()
         elif all(worker.usable for worker in workers):
             self._metrics.probes.labels("failed").inc()
@@ -209,7 +209,7 @@ class Watchdog:
                 if one.pair == pair and one.waits and one.begun <= begun:
                     one.lost(pair.decode, f"no token came through {_named(pair)}")
 
-    async def _ask(self, worker: Worker, body: bytes) -> Half | str:
+    async def _ask(self, worker: Worker, body: bytes) -> ProbeResult | str:
         """What a worker says of its half, or as a sentence why it has failed."""
         timeout = aiohttp.ClientTimeout(total=self._probes.timeout_s + SLACK_S)
         headers = own_headers(worker, self._config.access.key_for_workers) | {"Content-Type": "application/json"}
@@ -221,13 +221,15 @@ class Watchdog:
         except TimeoutError:
             return f"no answer within {self._probes.timeout_s + SLACK_S:g} s"
         except (aiohttp.ClientError, OSError):
-            return Half.NO_NEWS  # health checks see that, too
+            return ProbeResult.NO_NEWS  # health checks see that, too
         if response.status in CANNOT:
-            return Half.CANNOT
+            return ProbeResult.CANNOT
         if response.status != 200:
             code, message = error_of(raw)
-            return Half.NO_NEWS if code in NO_NEWS else f"status {response.status}, {code}: {message[:SHOWN_CHARS]}"
-        return Half.OK if _status(raw) == "ok" else Half.NO_NEWS
+            return (
+                ProbeResult.NO_NEWS if code in NO_NEWS else f"status {response.status}, {code}: {message[:SHOWN_CHARS]}"
+            )
+        return ProbeResult.OK if _status(raw) == "ok" else ProbeResult.NO_NEWS
 
     def _forget(self, worker: Worker) -> None:
         self._cannot.pop(worker, None)

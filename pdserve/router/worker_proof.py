@@ -47,7 +47,7 @@ class UnprovenWorkerError(aiohttp.ClientError):
     """A worker does not prove the control token, or does not take our proof. It was sent no prompt and no API key."""
 
 
-class ChallengeAnswer(msgspec.Struct, frozen=True):
+class WorkerChallengeAnswer(msgspec.Struct, frozen=True):
     """A worker's answer to a challenge."""
 
     nonce: str
@@ -148,7 +148,7 @@ class WorkerProof:
                 raise self._unproven(origin, f"what GET {CHALLENGE_PATH} answered is no challenge")
             raw = await response.read()
         try:
-            answer = msgspec.json.decode(raw, type=ChallengeAnswer)
+            answer = msgspec.json.decode(raw, type=WorkerChallengeAnswer)
             session.accept(answer.nonce, answer.proof)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise self._unproven(origin, f"what GET {CHALLENGE_PATH} answered is no challenge") from error

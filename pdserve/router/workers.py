@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from pdserve.router.breaker import Breaker
-from pdserve.router.config import BreakerConfig, Role, WorkerSpec
+from pdserve.router.config import BreakerConfig, WorkerRole, WorkerSpec
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Registry:
         """All of them, draining ones too."""
         return list(self._workers.values())
 
-    def usable(self, role: Role) -> list[Worker]:
+    def usable(self, role: WorkerRole) -> list[Worker]:
         """Workers of a role that are alive and not drained."""
         return [worker for worker in self._workers.values() if worker.spec.role is role and worker.usable]
 
@@ -145,14 +145,14 @@ class Registry:
         assert spec.url not in self._workers, "ask `find` first"
         return self._put(Worker(spec=spec, breaker=Breaker(self._breaker), bootstrap_port=spec.bootstrap_port))
 
-    def move(self, worker: Worker, role: Role) -> Worker | None:
+    def move(self, worker: Worker, role: WorkerRole) -> Worker | None:
         """It does something else now, and is known anew, by the same id; drained if it was. None: it was leaving."""
         log.info("%s %s is a %s worker now", worker.spec.role, worker.spec.url, role)
         draining, leaving = worker.draining, worker.leaving
         self.forget(worker)
         if leaving:
             return None
-        asks = role is Role.PREFILL
+        asks = role is WorkerRole.PREFILL
         spec = dataclasses.replace(worker.spec, role=role, bootstrap_port=None, ask_bootstrap_port=asks)
         moved = Worker(spec=spec, breaker=Breaker(self._breaker), bootstrap_port=None, id=worker.id, draining=draining)
         return self._put(moved)

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from pdserve.errors import ConfigError
 from pdserve.router.access import BODY
-from pdserve.router.config import Role, RouterConfig, WorkerSpec, parse_worker_url
+from pdserve.router.config import RouterConfig, WorkerRole, WorkerSpec, parse_worker_url
 from pdserve.router.errors_http import error_response, json_response
 from pdserve.router.workers import Registry, Worker
 
@@ -93,7 +93,7 @@ class WorkersApi:
     async def list_all(self, request: web.Request) -> web.Response:
         """The state of every worker."""
         workers = self._registry.workers
-        stats = {f"{role.value}_count": sum(worker.spec.role is role for worker in workers) for role in Role}
+        stats = {f"{role.value}_count": sum(worker.spec.role is role for worker in workers) for role in WorkerRole}
         return json_response(
             {"workers": [describe(worker, self._now()) for worker in workers], "total": len(workers), "stats": stats}
         )
@@ -174,12 +174,14 @@ class WorkersApi:
         if role not in names:
             raise BadBody(f"worker_type must be {' or '.join(names)} here, got {role!r}", "worker_type")
         port = body.bootstrap_port
-        if port is not None and (role != Role.PREFILL or not 1 <= port <= 65535):
+        if port is not None and (role != WorkerRole.PREFILL or not 1 <= port <= 65535):
             raise BadBody("bootstrap_port is 1 to 65535, and for prefill workers only", "bootstrap_port")
         if body.api_key is not None and not (body.api_key.isascii() and body.api_key.isprintable()):
             raise BadBody("api_key must be printable ASCII", "api_key")
-        ask = role == Role.PREFILL and port is None
-        return WorkerSpec(role=Role(role), url=url, bootstrap_port=port, ask_bootstrap_port=ask, api_key=body.api_key)
+        ask = role == WorkerRole.PREFILL and port is None
+        return WorkerSpec(
+            role=WorkerRole(role), url=url, bootstrap_port=port, ask_bootstrap_port=ask, api_key=body.api_key
+        )
 
     def _remove(self, request: web.Request, worker: Worker | None) -> web.Response:
         if worker is None:

@@ -9,23 +9,23 @@ from collections.abc import Callable, Mapping
 
 from pdserve.base.clock import Clock
 from pdserve.config import ServerConfig
-from pdserve.executor.factory import Built
+from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_hasher import KVHasher
-from pdserve.memory.commit import MOST_BYTES_AHEAD, TOKENS_AHEAD, CommitAhead
+from pdserve.memory.commit import MOST_BYTES_AHEAD, TOKENS_AHEAD, Prefault
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.layout import pages_for
 from pdserve.protocol.messages import ToApi
-from pdserve.scheduler.core import Core, Limits, Outbox
-from pdserve.scheduler.idle_rounds import IdleRounds
-from pdserve.scheduler.pulse import Pulse
-from pdserve.scheduler.roles.base import Role
+from pdserve.scheduler.core import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.idle_rounds import IdleBatches
+from pdserve.scheduler.pulse import Heartbeat
+from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
-from pdserve.scheduler.scheduler import Mail, Scheduler
+from pdserve.scheduler.scheduler import InputSource, Scheduler
 from pdserve.scheduler.waiting import WaitingQueue
-from pdserve.scheduler.witness import KVWitness, WriteLine
+from pdserve.scheduler.witness import KVChecksum, WriteLine
 from pdserve.transfer.manager import KVManager
 
 SATURATION_TOKENS = 128
@@ -33,19 +33,19 @@ SATURATION_TOKENS = 128
 SATURATION_TOKENS_OF_TILES = 256
 """The same where products are made by AMX, which takes longer to read weights than to multiply fewer rows."""
 TILED = "amx bfloat16"
-"""See `Built.arithmetic`."""
+"""See `LoadedEngine.arithmetic`."""
 Fact = str | int | float | bool | None
 
 
-def make_memory(config: ServerConfig, built: Built, stack: contextlib.ExitStack) -> KVMemory:
+def make_memory(config: ServerConfig, built: LoadedEngine, stack: contextlib.ExitStack) -> KVMemory:
     """The books of this replica's pages, rows and aux slots; `stack` ends the thread that commits memory."""
     num_rows = built.table.num_rows
-    commit: CommitAhead | None = None
+    commit: Prefault | None = None
     if built.device.type == "cpu":
         buffers = built.executor.buffers
         page_bytes = sum(num_bytes for _, num_bytes in buffers) // built.num_pages
         num_ahead = min(pages_for(TOKENS_AHEAD, built.layout.page_tokens), MOST_BYTES_AHEAD // page_bytes)
-        commit = CommitAhead(buffers, built.num_pages, num_ahead, built.executor)
+        commit = Prefault(buffers, built.num_pages, num_ahead, built.executor)
         stack.callback(commit.close)
     return KVMemory(
         built.layout,
@@ -59,8 +59,8 @@ def make_memory(config: ServerConfig, built: Built, stack: contextlib.ExitStack)
 
 
 def make_witness(
-    config: ServerConfig, built: Built, hasher: KVHasher, facts: Mapping[str, Fact], write: WriteLine | None
-) -> KVWitness | None:
+    config: ServerConfig, built: LoadedEngine, hasher: KVHasher, facts: Mapping[str, Fact], write: WriteLine | None
+) -> KVChecksum | None:
     """Who hashes the KV that is sent or arrives, where somebody wants that; `write` takes the lines of the log."""
     if not (config.observe.log_kv_target is not None or config.disagg.disaggregation_enable_kv_checksum):
         return None
@@ -68,31 +68,31 @@ def make_witness(
     told = {name: facts[name] for name in ("instance", "dp_rank", "dtype", "layout_fingerprint")}
     told |= {"page_tokens": layout.page_tokens, "page_bytes": layout.token_bytes * layout.page_tokens}
     verify = config.disagg.disaggregation_enable_kv_checksum
-    return KVWitness(hasher, layout.page_tokens, told, write, verify=verify)
+    return KVChecksum(hasher, layout.page_tokens, told, write, verify=verify)
 
 
 def make_scheduler(
     config: ServerConfig,
-    built: Built,
+    built: LoadedEngine,
     executor: Executor,
     memory: KVMemory,
     kv: KVManager | None,
-    witness: KVWitness | None,
-    mail: Mail,
+    witness: KVChecksum | None,
+    mail: InputSource,
     clock: Clock,
     send: Callable[[ToApi], None],
     *,
     profile_name: str,
     facts: Mapping[str, Fact] | None = None,
     live_facts: Callable[[], Mapping[str, float]] | None = None,
-    idle_rounds: IdleRounds | None = None,
-    pulse: Pulse | None = None,
+    idle_rounds: IdleBatches | None = None,
+    pulse: Heartbeat | None = None,
     num_gated: Callable[[], int] | None = None,
 ) -> Scheduler:
     """A scheduler of the role that the mode says; `kv` is None in a monolith. `num_gated`: see `Scheduler`."""
-    core = Core(memory, executor, Outbox(send), clock, _limits(config, built))
+    core = SchedulerContext(memory, executor, Outbox(send), clock, _limits(config, built))
     waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory)
-    role: Role
+    role: SchedulerRole
     if kv is None:
         role = MonolithRole(core, waiting)
     elif config.disagg.disaggregation_mode == "prefill":
@@ -116,8 +116,8 @@ def make_scheduler(
     )
 
 
-def saturation_tokens(config: ServerConfig, built: Built) -> int | None:
-    """Prompt tokens that keep the processor at its peak, see `Limits`; each expert needs so many, too."""
+def saturation_tokens(config: ServerConfig, built: LoadedEngine) -> int | None:
+    """Prompt tokens that keep the processor at its peak, see `StepLimits`; each expert needs so many, too."""
     given = config.schedule.prefill_saturation_tokens
     if given is not None:
         return given if given > 0 else None
@@ -135,11 +135,11 @@ def _caches_prefixes(config: ServerConfig) -> bool:
     return not config.memory.disable_radix_cache
 
 
-def _limits(config: ServerConfig, built: Built) -> Limits:
+def _limits(config: ServerConfig, built: LoadedEngine) -> StepLimits:
     schedule, disagg = config.schedule, config.disagg
     chunk = schedule.chunked_prefill_size
     offload = disagg.disaggregation_decode_enable_offload_kvcache
-    return Limits(
+    return StepLimits(
         chunk_tokens=None if chunk is None or chunk < 0 else chunk,
         mixed_chunk_tokens=schedule.mixed_chunk_size,
         saturation_tokens=saturation_tokens(config, built),

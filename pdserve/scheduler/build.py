@@ -17,17 +17,17 @@ from pdserve.config import ServerConfig
 from pdserve.errors import ProtocolError
 from pdserve.observe.json_lines import JsonLines
 from pdserve.protocol.channel import SchedulerChannel
-from pdserve.protocol.messages import Beat, EngineReady, Shutdown
+from pdserve.protocol.messages import EngineReady, SchedulerBeat, Shutdown
 from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.rounds import SharedRounds
 from pdserve.scheduler.assemble import Fact, make_memory, make_scheduler, make_witness, saturation_tokens
-from pdserve.scheduler.build_transfer import Replica, open_transfer
-from pdserve.scheduler.engine import Engine, open_engine
+from pdserve.scheduler.build_transfer import ReplicaId, open_transfer
+from pdserve.scheduler.engine import ReplicaEngine, open_engine
 from pdserve.scheduler.grammar_gate import GrammarGate
-from pdserve.scheduler.idle_rounds import IdleRounds
-from pdserve.scheduler.pulse import Pulse
-from pdserve.scheduler.scheduler import Event, Mail, Scheduler
-from pdserve.scheduler.shared_mail import LeaderMail
+from pdserve.scheduler.idle_rounds import IdleBatches
+from pdserve.scheduler.pulse import Heartbeat
+from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
+from pdserve.scheduler.shared_mail import LeaderInputSource
 from pdserve.scheduler.witness import WriteLine
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ BEAT_S = 1.0
 def run_scheduler(
     config: ServerConfig,
     channel: SchedulerChannel,
-    replica: Replica,
+    replica: ReplicaId,
     token: str,
     startup: StartupTimes | None = None,
 ) -> None:
@@ -99,10 +99,10 @@ def keep_for_good() -> None:
 
 def build_scheduler(
     config: ServerConfig,
-    engine: Engine,
+    engine: ReplicaEngine,
     channel: SchedulerChannel,
     mailbox: Mailbox[Event],
-    replica: Replica,
+    replica: ReplicaId,
     token: str,
     stack: contextlib.ExitStack,
 ) -> Scheduler:
@@ -143,7 +143,7 @@ def build_scheduler(
         facts=facts,
         live_facts=engine.facts,
         idle_rounds=_idle_rounds(engine, mailbox),
-        pulse=Pulse(MonotonicClock()),
+        pulse=Heartbeat(MonotonicClock()),
         num_gated=lambda: gate.num_waiting,
     )
     if engine.group is not None:
@@ -161,21 +161,21 @@ def _kv_log(config: ServerConfig, facts: Mapping[str, Fact], stack: contextlib.E
     return lines.write
 
 
-def _mail(engine: Engine, gate: GrammarGate, consensus: Consensus | None) -> Mail:
+def _mail(engine: ReplicaEngine, gate: GrammarGate, consensus: Consensus | None) -> InputSource:
     """What the loop hears of the world."""
-    return gate if engine.group is None else LeaderMail(gate, engine.group.log, consensus)
+    return gate if engine.group is None else LeaderInputSource(gate, engine.group.log, consensus)
 
 
-def _idle_rounds(engine: Engine, mailbox: Mailbox[Event]) -> IdleRounds | None:
+def _idle_rounds(engine: ReplicaEngine, mailbox: Mailbox[Event]) -> IdleBatches | None:
     """Where replicas compute together, their calls wake the loop."""
     if engine.lockstep is None:
         return None
     engine.lockstep.wake = lambda: mailbox.post(Woken())
-    return IdleRounds(engine.lockstep if engine.group is None else SharedRounds(engine.lockstep, engine.group.log))
+    return IdleBatches(engine.lockstep if engine.group is None else SharedRounds(engine.lockstep, engine.group.log))
 
 
 def _ingress(
-    channel: SchedulerChannel, mailbox: Mailbox[Event], beat: Callable[[], Beat], stop: threading.Event
+    channel: SchedulerChannel, mailbox: Mailbox[Event], beat: Callable[[], SchedulerBeat], stop: threading.Event
 ) -> None:
     """Brings the API process's messages into the mailbox, and tells it now and then that this process runs."""
     beats_at = time.monotonic()

@@ -14,11 +14,11 @@ import contextlib
 import dataclasses
 import logging
 
-from pdserve.base.parallel import Place
+from pdserve.base.parallel import RankCoord
 from pdserve.base.process import die_with_parent
 from pdserve.config import ServerConfig
 from pdserve.errors import RankError
-from pdserve.executor.factory import Built, build_executor, join_replica
+from pdserve.executor.factory import LoadedEngine, build_executor, join_replica
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_hasher import PoolHasher
 from pdserve.model.parallel import Parallel
@@ -26,20 +26,20 @@ from pdserve.protocol.messages import ToApi
 from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.digests import GroupHasher
 from pdserve.ranks.input_log import FollowerLog
-from pdserve.ranks.leader import Leader, Stopped
+from pdserve.ranks.leader import Rank0Link, Stopped
 from pdserve.ranks.meeting import facts_of, own_host, rank_names
 from pdserve.ranks.messages import Begin, RankReady
 from pdserve.ranks.rank_executor import RankExecutor
 from pdserve.ranks.rendezvous import open_stores
-from pdserve.ranks.rounds import PreparedExecutor, SharedRounds
+from pdserve.ranks.rounds import PreStepExecutor, SharedRounds
 from pdserve.ranks.shared_aux import SharedMetadata
 from pdserve.scheduler.assemble import Fact, make_memory, make_scheduler, make_witness
 from pdserve.scheduler.build import keep_for_good
 from pdserve.scheduler.build_transfer import make_consensus, make_manager, open_workers
 from pdserve.scheduler.engine import make_rebalancer, rank_facts
-from pdserve.scheduler.idle_rounds import IdleRounds
+from pdserve.scheduler.idle_rounds import IdleBatches
 from pdserve.scheduler.scheduler import Scheduler
-from pdserve.scheduler.shared_mail import FollowerMail
+from pdserve.scheduler.shared_mail import FollowerInputSource
 from pdserve.transfer.events import Address
 from pdserve.transfer.transport import Transport
 from pdserve.transfer.wire import RankMemory
@@ -86,7 +86,7 @@ class _Copying:
 
 def run_follower(
     config: ServerConfig,
-    place: Place,
+    place: RankCoord,
     rendezvous: str,
     token: str,
     *,
@@ -105,7 +105,7 @@ def run_follower(
     if parent_pid is not None:
         die_with_parent(parent_pid)
     store, own_store = open_stores(rendezvous, config.parallel, place, dp_rank)
-    leader = Leader(place, own_store, token, host=own_host(config), facts=facts_of(config))
+    leader = Rank0Link(place, own_store, token, host=own_host(config), facts=facts_of(config))
     with contextlib.ExitStack() as stack:
         stack.callback(leader.close)
         try:
@@ -121,7 +121,7 @@ def run_follower(
 
 
 def _serve(
-    config: ServerConfig, parallel: Parallel, leader: Leader, token: str, dp_rank: int, stack: contextlib.ExitStack
+    config: ServerConfig, parallel: Parallel, leader: Rank0Link, token: str, dp_rank: int, stack: contextlib.ExitStack
 ) -> None:
     """Load, say that we are ready, and follow; `stack` ends what was opened. Raises Stopped in the end."""
     place = parallel.place
@@ -152,8 +152,8 @@ def _serve(
 
 def _make_scheduler(
     config: ServerConfig,
-    built: Built,
-    leader: Leader,
+    built: LoadedEngine,
+    leader: Rank0Link,
     begin: Begin,
     copying: _Copying | None,
     token: str,
@@ -189,21 +189,23 @@ def _make_scheduler(
         memory,
         kv,
         witness,
-        FollowerMail(inputs, consensus),
+        FollowerInputSource(inputs, consensus),
         inputs,
         _say_nothing,
         profile_name=f"DP-{dp_rank}-RANK-{place.rank}",
-        idle_rounds=IdleRounds(SharedRounds(None, inputs)) if config.parallel.num_sharing > 1 else None,
+        idle_rounds=IdleBatches(SharedRounds(None, inputs)) if config.parallel.num_sharing > 1 else None,
     )
 
 
-def _executor(config: ServerConfig, built: Built, leader: Leader, begin: Begin, inputs: FollowerLog) -> Executor:
+def _executor(
+    config: ServerConfig, built: LoadedEngine, leader: Rank0Link, begin: Begin, inputs: FollowerLog
+) -> Executor:
     own = built.executor
     overlap = built.device.type == "cuda" or config.schedule.disable_overlap_schedule is False
     executor: Executor = RankExecutor(own, built.table, built.layout, built.place, leader, inputs, at_once=not overlap)
     if begin.rebalances:
         rebalancer = make_rebalancer(config, own.experts, inputs)
-        executor = PreparedExecutor(executor, rebalancer.before_step, leader.blame)
+        executor = PreStepExecutor(executor, rebalancer.before_step, leader.blame)
     return executor
 
 

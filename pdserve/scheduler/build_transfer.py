@@ -12,17 +12,17 @@ from pdserve import __version__
 from pdserve.base.clock import Clock
 from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.config import ServerConfig
-from pdserve.executor.factory import Built
+from pdserve.executor.factory import LoadedEngine
 from pdserve.model.parallel import Parallel
 from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.input_log import InputLog
-from pdserve.ranks.mates import Mates
+from pdserve.ranks.mates import RankGroup
 from pdserve.ranks.meeting import transfer_host
 from pdserve.ranks.messages import TransferStart
 from pdserve.ranks.shared_aux import SharedMetadata
 from pdserve.scheduler.assemble import Fact
-from pdserve.scheduler.engine import Engine
+from pdserve.scheduler.engine import ReplicaEngine
 from pdserve.scheduler.scheduler import Event
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.bootstrap_client import register_route
@@ -39,7 +39,7 @@ from pdserve.transfer.workers import CopyWorkers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Replica:
+class ReplicaId:
     """Which replica of which server this is. `bootstrap_port` is the server's own, None where it has none."""
 
     server: str
@@ -50,7 +50,7 @@ class Replica:
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class OpenedTransfer:
     """The leader's transfer manager, what its followers' are made with, and what people want to know of it.
 
     `consensus` is there where there are followers.
@@ -64,13 +64,13 @@ class Opened:
 
 def open_transfer(
     config: ServerConfig,
-    engine: Engine,
+    engine: ReplicaEngine,
     mailbox: Mailbox[Event],
     num_aux: int,
-    replica: Replica,
+    replica: ReplicaId,
     token: str,
     stack: contextlib.ExitStack,
-) -> Opened:
+) -> OpenedTransfer:
     """The transfer manager on real sockets and a real transport; a prefill replica registers its route."""
     built, group = engine.built, engine.group
     aux = MetadataBuffers(num_aux) if group is None else SharedMetadata(num_aux, group.log)
@@ -100,11 +100,15 @@ def open_transfer(
         "control_endpoint": socket.endpoint,
         "instance": start.instance,
     }
-    return Opened(kv, start, facts, consensus)
+    return OpenedTransfer(kv, start, facts, consensus)
 
 
 def _open_copies(
-    config: ServerConfig, engine: Engine, mailbox: Mailbox[Event], aux: MetadataBuffers, stack: contextlib.ExitStack
+    config: ServerConfig,
+    engine: ReplicaEngine,
+    mailbox: Mailbox[Event],
+    aux: MetadataBuffers,
+    stack: contextlib.ExitStack,
 ) -> tuple[Transport, CopyEngine, Consensus | None]:
     """This rank's transport, and the copy engine that the transfer manager has."""
     built, group = engine.built, engine.group
@@ -123,7 +127,7 @@ def _open_copies(
 
 
 def make_consensus(
-    copies: RankCopies, parallel: Parallel, log: InputLog, mates: Mates, wake: Callable[[], None]
+    copies: RankCopies, parallel: Parallel, log: InputLog, mates: RankGroup, wake: Callable[[], None]
 ) -> Consensus:
     """How this rank agrees with the others on what becomes of `copies`."""
     in_step = parallel.place.shape.pp_size == 1
@@ -132,7 +136,7 @@ def make_consensus(
 
 def open_workers(
     config: ServerConfig,
-    built: Built,
+    built: LoadedEngine,
     post: Callable[[TransferEvent], None],
     stack: contextlib.ExitStack,
     more_memory: Sequence[tuple[int, int]] = (),
@@ -150,7 +154,7 @@ def open_workers(
 
 def make_manager(
     config: ServerConfig,
-    built: Built,
+    built: LoadedEngine,
     start: TransferStart,
     aux: MetadataBuffers,
     socket: ControlSocket,
@@ -187,7 +191,7 @@ def make_manager(
     return KVManager(args, socket, copies, directory, clock, times, fake=not transport.facts.moves_bytes)
 
 
-def _handshake(config: ServerConfig, built: Built, transport: Transport, weights: str) -> dict[str, str | int]:
+def _handshake(config: ServerConfig, built: LoadedEngine, transport: Transport, weights: str) -> dict[str, str | int]:
     """What must be equal at a peer, beside the layout."""
     parallel, fixed = config.parallel, config.kernels.enable_deterministic_inference
     facts: dict[str, str | int] = {
@@ -207,7 +211,7 @@ def _handshake(config: ServerConfig, built: Built, transport: Transport, weights
 
 
 def _register(
-    config: ServerConfig, built: Built, start: TransferStart, replica: Replica, bootstrap_port: int, token: str
+    config: ServerConfig, built: LoadedEngine, start: TransferStart, replica: ReplicaId, bootstrap_port: int, token: str
 ) -> None:
     """Tell the server's own bootstrap server where this replica is."""
     host, _, port = start.endpoint.rpartition(":")

@@ -9,16 +9,16 @@ Counted in tokens: how many of a burst's prompts are there for its first step is
 
 from __future__ import annotations
 
-from pdserve.scheduler.core import Core
+from pdserve.scheduler.core import SchedulerContext
 
 BURST_STEPS = 2
 """Full steps of a burst: those that come together rarely are all there when the first is planned."""
 
 
-class Burst:
+class PrefillBudget:
     """Starts with a whole burst ahead."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: SchedulerContext) -> None:
         self._core = core
         self._left = 0
         self.refill()

@@ -7,15 +7,15 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from pdserve.base.clock import Clock
-from pdserve.executor.interface import BatchPlan, Executor, Row, SampledToken
+from pdserve.executor.interface import BatchPlan, BatchRow, Executor, SampledToken
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import (
+    EngineCoreOutput,
     FinishReason,
     OutputBatch,
-    RequestOutput,
     RequestTiming,
     ToApi,
     TokenLogprob,
@@ -28,7 +28,7 @@ MAX_FAILURE_CODES = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class StepLimits:
     """What a step may hold, and how much memory is kept for what runs.
 
     `chunk_tokens` None: prompts are not cut, and a step takes prompts of up to `prefill_tokens` together.
@@ -69,7 +69,7 @@ class Outbox:
 
     def __init__(self, send: Callable[[ToApi], None]) -> None:
         self.send = send
-        self._outputs: list[RequestOutput] = []
+        self._outputs: list[EngineCoreOutput] = []
 
     def emit(
         self,
@@ -85,7 +85,7 @@ class Outbox:
         if req.spec.logprobs is not None and req.spec.logprobs.output:
             logprobs = [TokenLogprob(token.logprob or 0.0, list(token.top), list(token.picked)) for token in tokens]
         self._outputs.append(
-            RequestOutput(
+            EngineCoreOutput(
                 rid=req.rid,
                 token_ids=[token.token_id for token in tokens],
                 logprobs=logprobs,
@@ -99,7 +99,7 @@ class Outbox:
     def emit_prompt(self, req: Req, part: PromptLogprobs) -> None:
         """Log probabilities of a part of the prompt. Sent at once, one message for each so many: they may be large."""
         for piece in part.parts(MAX_PART_BYTES):
-            output = RequestOutput(
+            output = EngineCoreOutput(
                 rid=req.rid,
                 token_ids=[],
                 prompt_logprobs=piece,
@@ -124,14 +124,14 @@ class _Claim:
     leases: tuple[Lease, ...]
 
 
-class Core:
+class SchedulerContext:
     """The part of a scheduler that does not depend on the role.
 
     What a request gives back while a step is under way is free only when that step has been resolved: the step may
     still write its next token's KV, though nobody wants it.
     """
 
-    def __init__(self, memory: KVMemory, executor: Executor, outbox: Outbox, clock: Clock, limits: Limits) -> None:
+    def __init__(self, memory: KVMemory, executor: Executor, outbox: Outbox, clock: Clock, limits: StepLimits) -> None:
         self.memory = memory
         self.executor = executor
         self.outbox = outbox
@@ -279,6 +279,6 @@ class Core:
             lease.drop("request")
 
 
-def plan_of(step: int, rows: list[Row]) -> BatchPlan | None:
+def plan_of(step: int, rows: list[BatchRow]) -> BatchPlan | None:
     """A plan, or None when there is nothing to compute."""
     return BatchPlan(step, tuple(rows)) if rows else None

@@ -14,31 +14,31 @@ from pdserve.base.startup_times import RANKS, StartupTimes
 from pdserve.config import ServerConfig
 from pdserve.errors import ConfigError, PdserveError, RankError
 from pdserve.executor.expert_balance import ExpertBalance
-from pdserve.executor.factory import TORCH, Built, build_executor, join_replica
+from pdserve.executor.factory import TORCH, LoadedEngine, build_executor, join_replica
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_hasher import KVHasher, PoolHasher
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples, fingerprint_of
 from pdserve.ranks.digests import GroupHasher
-from pdserve.ranks.followers import Followers, meet_followers
+from pdserve.ranks.followers import WorkerLinks, meet_followers
 from pdserve.ranks.input_log import InputLog, LeaderLog
-from pdserve.ranks.lockstep import Lockstep, meet_leaders
+from pdserve.ranks.lockstep import DpSync, meet_leaders
 from pdserve.ranks.meeting import LOOPBACK, facts_of, own_host
 from pdserve.ranks.messages import Begin, RankReady, TransferStart
 from pdserve.ranks.rank_executor import RankExecutor
-from pdserve.ranks.rebalance import Rebalancer, RoundRebalancer, StepRebalancer
+from pdserve.ranks.rebalance import ExpertRebalancer, RoundRebalancer, StepRebalancer
 from pdserve.ranks.rendezvous import close_rendezvous, open_stores
-from pdserve.ranks.rounds import PreparedExecutor
+from pdserve.ranks.rounds import PreStepExecutor
 from pdserve.transfer.wire import RankMemory
 
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class RankProcessGroup:
     """The followers, what they said when they were ready, and what they are told of the world."""
 
-    followers: Followers
+    followers: WorkerLinks
     ready: tuple[RankReady, ...]
     log: LeaderLog
     parallel: Parallel
@@ -53,8 +53,8 @@ class Group:
 class _Met:
     """Whom we have met so far: the followers, and the leaders of replicas that we compute together with."""
 
-    followers: Followers | None = None
-    lockstep: Lockstep | None = None
+    followers: WorkerLinks | None = None
+    lockstep: DpSync | None = None
 
     def close(self, error: BaseException | None = None) -> None:
         """Tell all to end, and why when that was not wanted. May be called again."""
@@ -66,16 +66,16 @@ class _Met:
 
 
 @dataclasses.dataclass(frozen=True)
-class Engine:
+class ReplicaEngine:
     """`built` is this rank's own, the first; `executor` computes in step with the others, which are the `group`.
 
     `lockstep` is there where replicas compute together; `samples` are of the weights of all ranks that do.
     """
 
-    built: Built
+    built: LoadedEngine
     executor: Executor
-    group: Group | None
-    lockstep: Lockstep | None = None
+    group: RankProcessGroup | None
+    lockstep: DpSync | None = None
     samples: Sequence[WeightSamples] | None = None
     startup: StartupTimes = dataclasses.field(default_factory=StartupTimes)
     """Written until the scheduler takes requests."""
@@ -125,7 +125,7 @@ def open_engine(
     *,
     dp_rank: int = 0,
     startup: StartupTimes | None = None,
-) -> Engine:
+) -> ReplicaEngine:
     """Load the model; with a `rendezvous`, meet the other ranks there and wait until all have. `stack` ends it all.
 
     With DP attention all replicas meet there, of which this one is `dp_rank`. `startup` learns what takes how long.
@@ -139,7 +139,7 @@ def open_engine(
     if rendezvous is None:
         built = build_executor(config, max_rows=max_rows, startup=startup)
         stack.callback(built.executor.close)
-        return Engine(built, built.executor, None, startup=startup)
+        return ReplicaEngine(built, built.executor, None, startup=startup)
     parallel_config, host = config.parallel, own_host(config)
     shape = parallel_config.shape
     store, own_store = open_stores(rendezvous, parallel_config, shape.place(0), dp_rank)
@@ -169,14 +169,14 @@ def open_engine(
     return engine
 
 
-def _meet_leaders(config: ServerConfig, dp_rank: int, store: Store, token: str) -> Lockstep:
+def _meet_leaders(config: ServerConfig, dp_rank: int, store: Store, token: str) -> DpSync:
     """Leaders are all at the first host."""
     num_replicas = config.parallel.num_sharing
     leaders = PrefixStore("leaders", store)
     return meet_leaders(num_replicas, dp_rank, leaders, token, host=LOOPBACK, facts=facts_of(config))
 
 
-def _join(config: ServerConfig, built: Built, parallel: Parallel, met: _Met) -> Engine:
+def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _Met) -> ReplicaEngine:
     """Wait for all ranks, and put their executors together."""
     own = built.executor
     executor: Executor = own
@@ -189,19 +189,19 @@ def _join(config: ServerConfig, built: Built, parallel: Parallel, met: _Met) -> 
         ready = followers.wait_ready()
         _check_facts(built, ready)
         samples += [one.samples for one in ready]
-        group = Group(followers, ready, LeaderLog(MonotonicClock(), followers.tell), parallel, moves)
+        group = RankProcessGroup(followers, ready, LeaderLog(MonotonicClock(), followers.tell), parallel, moves)
         executor = RankExecutor(own, built.table, built.layout, built.place, followers, group.log)
         blame = followers.blame
     if moves and blame is not None:
         log = None if group is None else group.log
-        executor = PreparedExecutor(executor, make_rebalancer(config, own.experts, log).before_step, blame)
+        executor = PreStepExecutor(executor, make_rebalancer(config, own.experts, log).before_step, blame)
     if lockstep is not None:
         samples += lockstep.share_samples(samples)
-        executor = PreparedExecutor(executor, lockstep.enter, lockstep.blame)
-    return Engine(built, executor, group, lockstep, tuple(samples))
+        executor = PreStepExecutor(executor, lockstep.enter, lockstep.blame)
+    return ReplicaEngine(built, executor, group, lockstep, tuple(samples))
 
 
-def rank_facts(built: Built) -> dict[str, str]:
+def rank_facts(built: LoadedEngine) -> dict[str, str]:
     """What ranks must have in common that is not said by flags, but by each one's host."""
     return {
         "model": built.spec.digest(),
@@ -212,7 +212,7 @@ def rank_facts(built: Built) -> dict[str, str]:
     }
 
 
-def _check_facts(built: Built, ready: Sequence[RankReady]) -> None:
+def _check_facts(built: LoadedEngine, ready: Sequence[RankReady]) -> None:
     """Raises ConfigError: a host has another model, or no CPU kernels where another has."""
     for rank, one in enumerate(ready, 1):
         for field, ours in rank_facts(built).items():
@@ -221,7 +221,7 @@ def _check_facts(built: Built, ready: Sequence[RankReady]) -> None:
                 raise ConfigError(message, field=field)
 
 
-def make_rebalancer(config: ServerConfig, experts: ExpertBalance | None, log: InputLog | None) -> Rebalancer:
+def make_rebalancer(config: ServerConfig, experts: ExpertBalance | None, log: InputLog | None) -> ExpertRebalancer:
     """What moves experts on a rank whose stage has `experts`; `log` is None where the replica is one rank."""
     every = config.parallel.eplb_rebalance_num_iterations
     if config.parallel.num_sharing > 1:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pdserve.errors import RequestError
-from pdserve.scheduler.core import Core
+from pdserve.scheduler.core import SchedulerContext
 
 
-def check_fits(core: Core, num_tokens: int) -> None:
+def check_fits(core: SchedulerContext, num_tokens: int) -> None:
     """Refuse what could never run, however long it waits.
 
     Raises:

@@ -9,27 +9,27 @@ from collections.abc import Callable, Iterator
 
 from pdserve.executor.interface import BatchPlan, SampledToken, StepResult
 from pdserve.protocol.messages import FinishReason
-from pdserve.scheduler.burst import Burst
-from pdserve.scheduler.core import Core, plan_of
-from pdserve.scheduler.parts import StepInParts
-from pdserve.scheduler.prefilling import Prefilling
+from pdserve.scheduler.burst import PrefillBudget
+from pdserve.scheduler.core import SchedulerContext, plan_of
+from pdserve.scheduler.parts import BatchSplitter
+from pdserve.scheduler.prefilling import PrefillManager
 from pdserve.scheduler.req import Req
-from pdserve.scheduler.running import Running
+from pdserve.scheduler.running import DecodeBatch
 from pdserve.scheduler.waiting import WaitingQueue
 
 
-class Generating:
-    """Owns `Running` and `Prefilling`, and brings retracted requests from one back to the other.
+class BatchPlanner:
+    """Owns `DecodeBatch` and `PrefillManager`, and brings retracted requests from one back to the other.
 
     `headroom_tokens(req)` must stay free when `req` starts.
     """
 
-    def __init__(self, core: Core, waiting: WaitingQueue, headroom_tokens: Callable[[Req], float]) -> None:
+    def __init__(self, core: SchedulerContext, waiting: WaitingQueue, headroom_tokens: Callable[[Req], float]) -> None:
         self._core = core
-        self.running = Running(core, self._retract)
-        self.prefilling = Prefilling(core, waiting, headroom_tokens, needs_aux=False)
-        self._burst = Burst(core)
-        self._parts = StepInParts(core.limits.saturation_tokens)
+        self.running = DecodeBatch(core, self._retract)
+        self.prefilling = PrefillManager(core, waiting, headroom_tokens, needs_aux=False)
+        self._burst = PrefillBudget(core)
+        self._parts = BatchSplitter(core.limits.saturation_tokens)
 
     @property
     def must_settle(self) -> bool:

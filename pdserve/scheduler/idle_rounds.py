@@ -14,7 +14,7 @@ END_TIMEOUT_S = 4.0
 """A replica that has not been told to stop by then never will be."""
 
 
-class Rounds(Protocol):
+class DpRounds(Protocol):
     """What `Lockstep` tells a scheduler. Scheduler thread."""
 
     @property
@@ -43,10 +43,10 @@ class Sleeper(Protocol):
         ...
 
 
-class IdleRounds:
+class IdleBatches:
     """Plans without rows, for the rounds that others call us to."""
 
-    def __init__(self, rounds: Rounds) -> None:
+    def __init__(self, rounds: DpRounds) -> None:
         self._rounds = rounds
 
     def plan(self, step: int) -> BatchPlan | None:

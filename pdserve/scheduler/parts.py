@@ -10,35 +10,35 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from pdserve.executor.interface import Row
+from pdserve.executor.interface import BatchRow
 
 TIMES_BESIDE_STREAMS = 2
 """So many times as large is a part where streams pause."""
 
 
-class StepInParts:
+class BatchSplitter:
     """Rows of the step that was planned last and that no part has had yet. False when there are none."""
 
     def __init__(self, saturation_tokens: int | None) -> None:
         """See `Limits.saturation_tokens`. A part has half as many at least, for then it is nearly as fast for each."""
         self._saturation_tokens = saturation_tokens
         self._most: float = math.inf
-        self._prompts: deque[Row] = deque()
-        self._decode: list[Row] = []
+        self._prompts: deque[BatchRow] = deque()
+        self._decode: list[BatchRow] = []
 
     def __bool__(self) -> bool:
         return bool(self._prompts or self._decode)
 
-    def put(self, decode: list[Row], prompts: list[Row], *, beside_streams: bool = False) -> None:
+    def put(self, decode: list[BatchRow], prompts: list[BatchRow], *, beside_streams: bool = False) -> None:
         """The next step, when nothing is left of the last one."""
         assert not self
         self._decode, self._prompts = decode, deque(prompts)
         if self._saturation_tokens is not None:
             self._most = self._saturation_tokens * (TIMES_BESIDE_STREAMS if beside_streams else 1)
 
-    def take(self) -> list[Row]:
+    def take(self) -> list[BatchRow]:
         """The next part: chunks of prompts, in turn; with the last of them the rows that decode, which come first."""
-        part: list[Row] = []
+        part: list[BatchRow] = []
         taken, left = 0, sum(row.num_tokens for row in self._prompts)
         while self._prompts and not self._is_full(taken, left):
             row = self._prompts.popleft()

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pdserve.executor.interface import Row
-from pdserve.scheduler.core import Core
+from pdserve.executor.interface import BatchRow
+from pdserve.scheduler.core import SchedulerContext
 from pdserve.scheduler.req import Req
 from pdserve.scheduler.waiting import WaitingQueue
 
@@ -24,11 +24,11 @@ SCAN = 1024
 """Places of the queue that a step passes at most."""
 
 
-class Prefilling:
+class PrefillManager:
     """Admission and chunks. `headroom_tokens(req)` is memory that must stay free for what runs if `req` starts."""
 
     def __init__(
-        self, core: Core, waiting: WaitingQueue, headroom_tokens: Callable[[Req], float], *, needs_aux: bool
+        self, core: SchedulerContext, waiting: WaitingQueue, headroom_tokens: Callable[[Req], float], *, needs_aux: bool
     ) -> None:
         self._core = core
         self._headroom_tokens = headroom_tokens
@@ -38,14 +38,14 @@ class Prefilling:
         self._waits_for: dict[str, bytes] = {}
         """Waiting requests that would compute what an active one computes: the tokens up to the end of that page."""
 
-    def plan(self, budget: int) -> list[Row]:
+    def plan(self, budget: int) -> list[BatchRow]:
         """The next chunks, at most `budget` tokens if prompts are cut; admits what waits while that, memory and rows
         last.
         """
         if not self.active and not len(self.waiting):
             return []
         whole = self._core.limits.chunk_tokens is None
-        rows: list[Row] = []
+        rows: list[BatchRow] = []
         long = next((req for req in self.active.values() if _left(req) > budget), None)
         if long is not None:
             spent = self._short_ones(budget // 2, long, rows)
@@ -104,7 +104,7 @@ class Prefilling:
         req.chunks = [] if req.chunks is None else req.chunks
         req.chunks.append((self._core.clock.now() - req.times.started, end))
 
-    def _short_ones(self, budget: int, long: Req, rows: list[Row]) -> int:
+    def _short_ones(self, budget: int, long: Req, rows: list[BatchRow]) -> int:
         """Chunks of prompts that end within `budget` tokens, and of one that ends long before `long` does; once it has
         started, half of `budget` is kept for it. How many tokens they take.
         """
@@ -220,7 +220,7 @@ class Prefilling:
     def _num_cached(self, req: Req) -> int:
         return self._core.memory.match_prefix(*self._prefix(req))
 
-    def _chunk(self, req: Req, rows: list[Row], budget: int) -> int:
+    def _chunk(self, req: Req, rows: list[BatchRow], budget: int) -> int:
         """Add the next chunk of at most `budget` tokens; how many it takes. One that is cut ends with a page."""
         assert req.row is not None
         take = min(_left(req), budget)
@@ -231,7 +231,7 @@ class Prefilling:
         if take <= 0:
             return 0
         end = req.planned + take
-        rows.append(Row(req.rid, req.row, req.planned, end, sample=end == req.num_known))
+        rows.append(BatchRow(req.rid, req.row, req.planned, end, sample=end == req.num_known))
         req.planned = end
         return take
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pdserve.base.clock import Clock
-from pdserve.protocol.messages import Beat
+from pdserve.protocol.messages import SchedulerBeat
 
 
-class Pulse:
+class Heartbeat:
     """Two plain fields: another thread may read them at any time, and is wrong by a turn at most."""
 
     def __init__(self, clock: Clock) -> None:
@@ -23,8 +23,8 @@ class Pulse:
         self._began_at = None
         self._num_turns += computed
 
-    def beat(self, dp_rank: int) -> Beat:
+    def beat(self, dp_rank: int) -> SchedulerBeat:
         """What the API process is told. Any thread."""
         began_at = self._began_at
         turn_s = None if began_at is None else self._clock.now() - began_at
-        return Beat(dp_rank=dp_rank, turn_s=turn_s, num_turns=self._num_turns)
+        return SchedulerBeat(dp_rank=dp_rank, turn_s=turn_s, num_turns=self._num_turns)

@@ -12,7 +12,7 @@ from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FinishReason, GenerateRequest
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.transfer.manager import KVReceiver, KVSender
 
 RESUME_TOKENS = 16
@@ -150,7 +150,7 @@ def _grammar_ends(req: Req) -> bool:
     return req.spec.sampling.grammar is not None
 
 
-def _eos_counts(sampling: SamplingParams, num_out: int) -> bool:
+def _eos_counts(sampling: CoreSamplingParams, num_out: int) -> bool:
     return num_out >= sampling.min_new_tokens and not sampling.ignore_eos
 
 

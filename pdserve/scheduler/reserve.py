@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pdserve.scheduler.req import Req
 
 
-class Reserve:
+class DecodeReservation:
     """Token slots that a new request must leave free beside those that have memory and will want more.
 
     Each of them is granted `each_tokens` ahead, and the largest must be able to finish once all others have given way.

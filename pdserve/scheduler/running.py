@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdserve.executor.interface import Row, SampledToken
+from pdserve.executor.interface import BatchRow, SampledToken
 from pdserve.protocol.messages import FinishReason
-from pdserve.scheduler.core import Core
+from pdserve.scheduler.core import SchedulerContext
 from pdserve.scheduler.req import Req
 
 RETRACT_STEPS = 16
@@ -46,10 +46,10 @@ class NewTokenRatio:
         self.value = max(self.value, min(1.0, used / max(1, allowed)))
 
 
-class Running:
+class DecodeBatch:
     """The running batch. `retract(req)` is told to take a request back that must give way."""
 
-    def __init__(self, core: Core, retract: Callable[[Req], None]) -> None:
+    def __init__(self, core: SchedulerContext, retract: Callable[[Req], None]) -> None:
         self._core = core
         self._retract = retract
         self.ratio = NewTokenRatio(core.limits.conservativeness)
@@ -70,7 +70,7 @@ class Running:
         left = sum(min(req.num_left, CLIP_TOKENS) for req in self.reqs.values())
         return self.ratio.value * left + self._core.memory.layout.page_tokens * len(self.reqs)
 
-    def plan(self) -> list[Row]:
+    def plan(self) -> list[BatchRow]:
         """One row per request that has memory for it: compute the last token, sample the next.
 
         With stages, of those that no step under way has, and only their share: every stage gets as many.
@@ -83,7 +83,7 @@ class Running:
         page_tokens = self._core.memory.layout.page_tokens
         num_stages = self._core.limits.num_stages
         share = -(-len(self.reqs) // num_stages)
-        rows: list[Row] = []
+        rows: list[BatchRow] = []
         for req in self.reqs.values():
             planned, row, lease = req.planned, req.row, req.lease
             assert row is not None and lease is not None
@@ -93,7 +93,7 @@ class Running:
                 break
             if planned >= len(lease.pages) * page_tokens and not self._core.grow(req, planned + 1):
                 continue
-            rows.append(Row(req.rid, row, planned, planned + 1, sample=True))
+            rows.append(BatchRow(req.rid, row, planned, planned + 1, sample=True))
             req.planned = planned + 1
         if rows:
             self.ratio.decay()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from pdserve.base.mailbox import Woken
-from pdserve.base.pace import Pace
+from pdserve.base.pace import RetryAfterEstimator
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
@@ -20,6 +20,7 @@ from pdserve.protocol.messages import (
     ContinueGeneration,
     DeclarePeerDead,
     Divert,
+    EngineCoreOutput,
     EngineState,
     FinishReason,
     FlushCache,
@@ -27,7 +28,6 @@ from pdserve.protocol.messages import (
     OutputBatch,
     PauseGeneration,
     PauseMode,
-    RequestOutput,
     Shutdown,
     StartProfile,
     StateQuery,
@@ -35,11 +35,11 @@ from pdserve.protocol.messages import (
     StopProfile,
     ToScheduler,
 )
-from pdserve.scheduler.core import Core
-from pdserve.scheduler.idle_rounds import IdleRounds
-from pdserve.scheduler.pulse import Pulse
+from pdserve.scheduler.core import SchedulerContext
+from pdserve.scheduler.idle_rounds import IdleBatches
+from pdserve.scheduler.pulse import Heartbeat
 from pdserve.scheduler.req import CLIENT_ABORT, GRAMMAR_FAILED, Req, Times
-from pdserve.scheduler.roles.base import Role
+from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.wire import prompt_digest
@@ -52,7 +52,7 @@ PROBES = "health_probes"
 """The counter of requests that are nobody's; no other counter of requests and tokens has them."""
 
 
-class Mail(Protocol):
+class InputSource(Protocol):
     """Where the loop hears of the world: a `Mailbox`, or what all ranks of a replica hear alike (`shared_mail`)."""
 
     def drain(self) -> Sequence[Event]:
@@ -69,18 +69,18 @@ class Scheduler:
 
     def __init__(
         self,
-        role: Role,
-        core: Core,
+        role: SchedulerRole,
+        core: SchedulerContext,
         kv: KVManager | None,
-        mailbox: Mail,
+        mailbox: InputSource,
         *,
         max_queued: int | None = None,
         overlap: bool = False,
         profile_name: str = "TP-0",
         facts: Mapping[str, str | int | float | bool | None] | None = None,
         live_facts: Callable[[], Mapping[str, float]] | None = None,
-        idle_rounds: IdleRounds | None = None,
-        pulse: Pulse | None = None,
+        idle_rounds: IdleBatches | None = None,
+        pulse: Heartbeat | None = None,
         num_gated: Callable[[], int] | None = None,
     ) -> None:
         """`num_gated`: requests that wait for their grammar before they come here."""
@@ -99,8 +99,8 @@ class Scheduler:
         self._under_way: deque[StepHandle] = deque()
         self._audited = True
         self._found: list[str] = []
-        self._pace = Pace(core.clock)
-        self.pulse = pulse or Pulse(core.clock)
+        self._pace = RetryAfterEstimator(core.clock)
+        self.pulse = pulse or Heartbeat(core.clock)
         self._paused = False
         self._profiler = Profiler(profile_name)
         self._stopping = False
@@ -302,7 +302,7 @@ class Scheduler:
                 err_type=error.code,
                 retry_after_s=error.retry_after_s,
             )
-            self.core.outbox.send(OutputBatch(outputs=[RequestOutput(rid=spec.rid, token_ids=[], finish=finish)]))
+            self.core.outbox.send(OutputBatch(outputs=[EngineCoreOutput(rid=spec.rid, token_ids=[], finish=finish)]))
 
     def _abort(self, abort: AbortRequest) -> None:
         live = self.role.live

@@ -18,12 +18,12 @@ from pdserve.executor.kv_hasher import KVHasher
 from pdserve.protocol.failure import Failure
 from pdserve.scheduler.req import Req
 from pdserve.transfer.kv_digest import RankDigest, checksum
-from pdserve.transfer.wire import Key
+from pdserve.transfer.wire import MemoryKey
 
 WriteLine = Callable[[dict[str, Any]], None]
 
 
-class KVWitness:
+class KVChecksum:
     """`write` takes the lines, None where nobody wants them. With `verify` decode refuses what differs."""
 
     def __init__(
@@ -89,7 +89,7 @@ class KVWitness:
         self,
         event: str,
         req: Req,
-        key: Key,
+        key: MemoryKey,
         first: int,
         pages: Sequence[int],
         digests: Sequence[RankDigest],

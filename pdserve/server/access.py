@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.base.clients import ClientLimit, client_address
 from pdserve.base.error_object import error_object
-from pdserve.base.http_rules import BODY_TIMEOUT_S, BodyBudget, BodyHold, Refusal, framing_refusal, page_refusal
+from pdserve.base.http_rules import BODY_TIMEOUT_S, BodyBudget, BodyHold, HttpRefusal, framing_refusal, page_refusal
 from pdserve.base.keys import COMMANDS
 from pdserve.base.proof import PROOF_HEADER
 from pdserve.base.session_proof import CHALLENGE_PATH
@@ -54,7 +54,7 @@ def install(app: FastAPI, config: AccessConfig, max_body_bytes: int, proof: Cont
 class _StrangerError(Exception):
     """A request that may not ask, and the answer to it."""
 
-    def __init__(self, refusal: Refusal, headers: Mapping[str, str]) -> None:
+    def __init__(self, refusal: HttpRefusal, headers: Mapping[str, str]) -> None:
         super().__init__(refusal.message)
         self.refusal = refusal
         self.headers = headers
@@ -130,7 +130,7 @@ class AccessMiddleware:
             raise _StrangerError(*control_proof.refusal(None))
         if not self._keys.may(headers.get("authorization"), command=path in COMMANDS):
             text = "this needs a valid API key as Authorization: Bearer KEY"
-            raise _StrangerError(Refusal(401, text, "invalid_api_key"), {"WWW-Authenticate": "Bearer"})
+            raise _StrangerError(HttpRefusal(401, text, "invalid_api_key"), {"WWW-Authenticate": "Bearer"})
         return None
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send, client: str) -> None:
@@ -152,7 +152,7 @@ class AccessMiddleware:
         return "unknown" if peer is None else client_address(peer[0], forwarded, self._proxies)
 
 
-def _refused(refusal: Refusal, headers: Mapping[str, str] | None = None) -> Response:
+def _refused(refusal: HttpRefusal, headers: Mapping[str, str] | None = None) -> Response:
     body = error_object(refusal.message, refusal.status, code=refusal.code)
     return json_response(body, status=refusal.status, headers=headers)
 

@@ -21,7 +21,7 @@ from pdserve.server import access, admin, commands, health, observing, openapi
 from pdserve.server.chat_formats import ChatFormats
 from pdserve.server.context import ServerContext
 from pdserve.server.control_proof import ControlProof
-from pdserve.server.door import Door, DoorMiddleware
+from pdserve.server.door import DrainGate, DrainGateMiddleware
 from pdserve.server.engine_client import EngineClient
 from pdserve.server.errors_http import install_error_handlers
 from pdserve.server.grammar_check import GrammarCheck
@@ -101,7 +101,7 @@ def create_app(
     metrics: ServerMetrics,
     *,
     registered: Callable[[], bool] = lambda: True,
-    door: Door | None = None,
+    door: DrainGate | None = None,
     changer: RoleChanger | None = None,
     grammars: GrammarCheck | None = None,
     warm: bool = False,
@@ -114,7 +114,7 @@ def create_app(
     `grammars`; with `warm` their compile worker starts as soon as the engine is ready. `control_token` is what requests
     may prove; empty: there is none.
     """
-    door = door or Door(config.disagg.disaggregation_mode)
+    door = door or DrainGate(config.disagg.disaggregation_mode)
     checks = grammars or GrammarCheck(config.grammar, tokenizer)
 
     @contextlib.asynccontextmanager
@@ -141,7 +141,7 @@ def create_app(
     proof.install(app)
     openapi.install(app, INPUTS, with_keys=config.access.keys.some)
     observer = observing.install(app, context)
-    app.add_middleware(DoorMiddleware, door=door)
+    app.add_middleware(DrainGateMiddleware, door=door)
     access.install(app, config.access, context.max_body_bytes, proof)
     return app
 
@@ -183,7 +183,7 @@ def _add_generation(app: FastAPI, context: ServerContext) -> None:
         return await generate(context, request)
 
 
-def _add_health_and_facts(app: FastAPI, context: ServerContext, door: Door) -> None:
+def _add_health_and_facts(app: FastAPI, context: ServerContext, door: DrainGate) -> None:
     pair_probes = PairProbes(context)
 
     @app.get("/health", response_model=None)
@@ -243,7 +243,7 @@ def _add_health_and_facts(app: FastAPI, context: ServerContext, door: Door) -> N
         return await admin.get_model(context, name)
 
 
-def _add_commands(app: FastAPI, context: ServerContext, door: Door, changer: RoleChanger | None) -> None:
+def _add_commands(app: FastAPI, context: ServerContext, door: DrainGate, changer: RoleChanger | None) -> None:
     @app.post("/pd_role_switch", response_model=None)
     async def post_pd_role_switch(request: Request) -> Response:
         return await pd_role_switch(context, door, changer, request)

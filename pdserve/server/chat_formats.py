@@ -7,7 +7,7 @@ import logging
 
 from pdserve.config.groups import ServingConfig
 from pdserve.server.parsers.registry import HARMONY, TOOL_FORMATS, detect_reasoning, detect_tools
-from pdserve.server.parsers.thinking import THINKING, Thinking
+from pdserve.server.parsers.thinking import THINKING, ReasoningFormat
 from pdserve.server.parsers.tool_format import ToolFormat
 from pdserve.server.tokenizer import Tokenizer
 
@@ -22,7 +22,7 @@ class ChatFormats:
     """
 
     tools: type[ToolFormat] | None = None
-    thinking: Thinking | None = None
+    thinking: ReasoningFormat | None = None
     harmony: bool = False
 
     @classmethod

@@ -12,14 +12,14 @@ from pdserve.server.chat_tools import ToolPlan, plan_tools
 from pdserve.server.constraints import Constraint, openai_constraint
 from pdserve.server.context import ServerContext
 from pdserve.server.intake import (
-    Intake,
+    PreparedRequests,
     PromptSpec,
     check_token_ids,
     check_top_logprobs,
     openai_logprobs,
 )
 from pdserve.server.openai_common import check_prompt_logprobs
-from pdserve.server.sampling_fields import Ask, check_listed, check_prompt_fits, count_n, openai_sampling
+from pdserve.server.sampling_fields import RequestedSampling, check_listed, check_prompt_fits, count_n, openai_sampling
 from pdserve.server.schemas import ChatBody
 from pdserve.server.thought_grammar import after_thoughts
 from pdserve.server.tokenizer import Tokenizer
@@ -36,11 +36,13 @@ _RESERVED_TEMPLATE_NAMES = {
 class PreparedChat:
     """Ready to be submitted and read."""
 
-    intake: Intake
+    intake: PreparedRequests
     plan: ReadPlan
 
 
-async def prepare_chat(context: ServerContext, body: ChatBody, ask: Ask, field: str = "messages") -> PreparedChat:
+async def prepare_chat(
+    context: ServerContext, body: ChatBody, ask: RequestedSampling, field: str = "messages"
+) -> PreparedChat:
     """Check everything; nothing is allocated for a bad request. `field`: what the client calls its messages.
 
     Raises:

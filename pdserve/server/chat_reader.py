@@ -13,10 +13,10 @@ import dataclasses
 import uuid
 from collections.abc import Sequence
 
-from pdserve.server.parsers.feed import Feed, Reader
+from pdserve.server.parsers.feed import IncrementalParser, PiecesReader
 from pdserve.server.parsers.harmony import Harmony
 from pdserve.server.parsers.pieces import CallArguments, CallOpened, Content, Piece, Reasoning
-from pdserve.server.parsers.thinking import Thinking
+from pdserve.server.parsers.thinking import ReasoningFormat
 from pdserve.server.parsers.tool_format import ToolFormat, Tools
 
 
@@ -26,14 +26,14 @@ class ReadPlan:
 
     `tools` are read in the format `reading`, None: there are no calls. `native` is the model's own format, which says
     what ids look like. `thinking`: how thoughts are told apart, None: they are content; `inside`: see
-    `Thinking.begins_inside`. `stream_reasoning` False: thoughts are handed on in one piece, when they have ended.
+    `ReasoningFormat.begins_inside`. `stream_reasoning` False: thoughts are sent in one piece, when they have ended.
     `show_reasoning` False: thoughts that were told apart are content. `one_call`: calls after the first are dropped.
     """
 
     tools: Tools = dataclasses.field(default_factory=dict)
     reading: type[ToolFormat] | None = None
     native: type[ToolFormat] | None = None
-    thinking: Thinking | None = None
+    thinking: ReasoningFormat | None = None
     inside: bool | None = None
     harmony: bool = False
     show_reasoning: bool = True
@@ -52,8 +52,8 @@ class ChatReader:
 
     def __init__(self, plan: ReadPlan) -> None:
         self._plan = plan
-        self._thinking: Reader | None = None
-        self._calls: Reader | None = None
+        self._thinking: PiecesReader | None = None
+        self._calls: PiecesReader | None = None
         self._thoughts: list[str] = []
         self.called = False
         if plan.harmony:
@@ -61,8 +61,8 @@ class ChatReader:
         elif plan.reading is not None:
             self._calls = _reader(plan.reading(plan.tools))
         if plan.thinking is not None:
-            feed = Feed()
-            self._thinking = Reader(feed, plan.thinking.read(feed, plan.inside))
+            feed = IncrementalParser()
+            self._thinking = PiecesReader(feed, plan.thinking.read(feed, plan.inside))
 
     def push(self, text: str) -> list[Piece]:
         """What `text`, which follows all earlier text, lets us know."""
@@ -113,6 +113,6 @@ class ChatReader:
         return f"call_{random[:24]}" if self._plan.native is None else self._plan.native.new_id(index, name, random)
 
 
-def _reader(format: ToolFormat) -> Reader:
-    feed = Feed()
-    return Reader(feed, format.read(feed))
+def _reader(format: ToolFormat) -> PiecesReader:
+    feed = IncrementalParser()
+    return PiecesReader(feed, format.read(feed))

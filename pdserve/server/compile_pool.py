@@ -31,10 +31,10 @@ from pdserve.grammar.compile_jobs import (
     Check,
     CheckGrammar,
     CheckPattern,
+    CompileResult,
     LoadVocabulary,
     Question,
     Setup,
-    Verdict,
     frame,
     take_verdicts,
 )
@@ -62,11 +62,11 @@ GONE = "the grammar compiler has ended while it checked this; try again"
 class Compiler(Protocol):
     """What `GrammarCheck` needs of a `CompilePool`."""
 
-    async def load(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> Verdict:
+    async def load(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> CompileResult:
         """Make the vocabulary that grammars are checked with; once."""
         ...
 
-    async def check(self, text: Check, client: str) -> Verdict:
+    async def check(self, text: Check, client: str) -> CompileResult:
         """Whether it compiles. RequestError, 503: there is no time for it now."""
         ...
 
@@ -80,7 +80,7 @@ class _Waiting:
     check: Check
     client: str
     small: bool
-    verdict: asyncio.Future[Verdict]
+    verdict: asyncio.Future[CompileResult]
 
 
 class FairQueue:
@@ -139,7 +139,7 @@ class WorkerProcess:
         self._command = command
         self._setup = setup
         self._on_end = on_end
-        self._asked: dict[int, asyncio.Future[Verdict]] = {}
+        self._asked: dict[int, asyncio.Future[CompileResult]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.WriteTransport | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -170,10 +170,10 @@ class WorkerProcess:
         pipe = subprocess.PIPE
         return subprocess.Popen(self._command, env=env, stdin=pipe, stdout=pipe, process_group=0)
 
-    async def ask(self, question: Question, job: int, timeout_s: float) -> Verdict:
+    async def ask(self, question: Question, job: int, timeout_s: float) -> CompileResult:
         """The answer; `busy` when there is none in time, and then the worker is killed."""
         if self.ended or self._writer is None:
-            return Verdict(job=job, reason="busy", message=GONE)
+            return CompileResult(job=job, reason="busy", message=GONE)
         answer = self._asked[job] = asyncio.get_running_loop().create_future()
         self._writer.write(frame(question))
         try:
@@ -181,7 +181,7 @@ class WorkerProcess:
         except TimeoutError:
             log.error("the compile worker (pid %s) has not answered for %g s and is killed", self.pid, timeout_s)
             self.kill()
-            return Verdict(job=job, reason="busy", message=GONE)
+            return CompileResult(job=job, reason="busy", message=GONE)
         finally:
             self._asked.pop(job, None)
 
@@ -214,7 +214,7 @@ class WorkerProcess:
                 self._writer.close()
             for job, asked in self._asked.items():
                 if not asked.done():
-                    asked.set_result(Verdict(job=job, reason="busy", message=GONE))
+                    asked.set_result(CompileResult(job=job, reason="busy", message=GONE))
             self._on_end(self)
             await asyncio.to_thread(self._process.wait)
 
@@ -231,7 +231,7 @@ class CompilePool:
         self._starting = asyncio.Lock()
         self._worker: WorkerProcess | None = None
         self._vocabulary: LoadVocabulary | None = None
-        self._tasks: set[asyncio.Task[Verdict]] = set()
+        self._tasks: set[asyncio.Task[CompileResult]] = set()
         self._closed = False
 
     @property
@@ -239,7 +239,7 @@ class CompilePool:
         """Of the worker; None: there is none now."""
         return None if self._worker is None else self._worker.pid
 
-    async def load(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> Verdict:
+    async def load(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> CompileResult:
         """See `Compiler.load`. A worker that comes later is given it as well."""
         job = next(self._jobs)
         vocabulary = LoadVocabulary(
@@ -248,13 +248,13 @@ class CompilePool:
         try:
             worker = await self._open()
         except OSError as error:
-            return Verdict(job=job, reason="busy", message=f"no grammar can be compiled: {error}")
+            return CompileResult(job=job, reason="busy", message=f"no grammar can be compiled: {error}")
         verdict = await worker.ask(vocabulary, job, LOAD_S)
         if verdict.message is None:
             self._vocabulary = vocabulary
         return verdict
 
-    async def check(self, text: Check, client: str) -> Verdict:
+    async def check(self, text: Check, client: str) -> CompileResult:
         """See `Compiler.check`."""
         small = isinstance(text, CheckPattern) or len(text.grammar.text) <= SMALL_CHARS
         entry = _Waiting(text, client, small, asyncio.get_running_loop().create_future())
@@ -267,7 +267,7 @@ class CompilePool:
         self._closed = True
         for entry in self._queue:
             if not entry.verdict.done():
-                entry.verdict.set_result(Verdict(job=0, reason="busy", message=GONE))
+                entry.verdict.set_result(CompileResult(job=0, reason="busy", message=GONE))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -283,7 +283,7 @@ class CompilePool:
             self._tasks.add(task)
             task.add_done_callback(functools.partial(self._ended, entry))
 
-    def _ended(self, entry: _Waiting, task: asyncio.Task[Verdict]) -> None:
+    def _ended(self, entry: _Waiting, task: asyncio.Task[CompileResult]) -> None:
         """A check has its verdict, or was cancelled, perhaps before its first step."""
         self._tasks.discard(task)
         self._queue.ended(entry)
@@ -292,11 +292,11 @@ class CompilePool:
             log.error("a check has failed", exc_info=error)
         if not entry.verdict.done():
             lost = task.cancelled() or error is not None
-            entry.verdict.set_result(Verdict(job=0, reason="busy", message=GONE) if lost else task.result())
+            entry.verdict.set_result(CompileResult(job=0, reason="busy", message=GONE) if lost else task.result())
         if not self._closed:
             self._begin()
 
-    async def _ask(self, check: Check) -> Verdict:
+    async def _ask(self, check: Check) -> CompileResult:
         job = next(self._jobs)
         numbered: Check
         if isinstance(check, CheckGrammar):
@@ -307,7 +307,7 @@ class CompilePool:
             worker = await self._open()
         except OSError as error:
             log.error("the compile worker cannot be started: %s", error)
-            return Verdict(job=job, reason="busy", message=f"nothing can be compiled: {error}")
+            return CompileResult(job=job, reason="busy", message=f"nothing can be compiled: {error}")
         return await worker.ask(numbered, job, self._wall_s + GRACE_S)
 
     async def _open(self) -> WorkerProcess:

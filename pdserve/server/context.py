@@ -16,15 +16,15 @@ from pdserve.server.constraints import Constraint
 from pdserve.server.engine_client import EngineClient
 from pdserve.server.grammar_check import GrammarCheck
 from pdserve.server.intake import (
-    Addressed,
-    Intake,
+    PreparedRequests,
     PromptSpec,
+    TransferAddress,
     check_size,
     check_token_ids,
     make_intake,
     prompt_field,
 )
-from pdserve.server.sampling_fields import Limits, check_prompt_fits
+from pdserve.server.sampling_fields import RequestLimits, check_prompt_fits
 from pdserve.server.tokenizer import Tokenizer
 
 ANY_MODEL = ("", "default", "unknown")
@@ -88,7 +88,9 @@ class ServerContext:
             check_token_ids(ids, limits.vocab_size, name(i))
         return lists
 
-    def intake(self, prompts: Sequence[PromptSpec], n: int, body: Addressed, field: str, *, stream: bool) -> Intake:
+    def intake(
+        self, prompts: Sequence[PromptSpec], n: int, body: TransferAddress, field: str, *, stream: bool
+    ) -> PreparedRequests:
         """`make_intake` on this server, of a body whose prompts came in `field`. Clients may name the fake bootstrap
         host where no KV is moved at all.
 
@@ -107,14 +109,14 @@ class ServerContext:
             fake_rooms=self.config.disagg.disaggregation_transfer_backend == "fake",
         )
 
-    def limits(self) -> Limits:
+    def limits(self) -> RequestLimits:
         """What bounds a request.
 
         Raises:
             RequestError: 503 while the engine is starting.
             EngineDeadError: the engine is gone.
         """
-        return Limits.of(self.client.require_ready(), self.mode)
+        return RequestLimits.of(self.client.require_ready(), self.mode)
 
     async def take_grammar(
         self, constraint: Constraint | None, stop_regex: str | Sequence[str] | None = None

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope
 
-from pdserve.base.http_rules import Refusal
+from pdserve.base.http_rules import HttpRefusal
 from pdserve.base.proof import PROOF_HEADER
 from pdserve.base.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, SessionVerifier, worker_key
 from pdserve.errors import ProofError, ProofExpiredError, RequestError
@@ -66,12 +66,12 @@ class ControlProof:
         return json_response({"nonce": nonce, "proof": proof})
 
 
-def refusal(error: ProofError | None) -> tuple[Refusal, Mapping[str, str]]:
+def refusal(error: ProofError | None) -> tuple[HttpRefusal, Mapping[str, str]]:
     """The answer to a request whose proof was bad, or missing (None) where one is required, and its headers."""
     code, text = "control_proof_required", REQUIRED
     if error is not None:
         code, text = EXPIRED if isinstance(error, ProofExpiredError) else INVALID, str(error)
-    return Refusal(401, text, code), {"WWW-Authenticate": PROOF_HEADER, PROOF_HEADER: code}
+    return HttpRefusal(401, text, code), {"WWW-Authenticate": PROOF_HEADER, PROOF_HEADER: code}
 
 
 def signed(receive: Receive, digest: bytes) -> Receive:

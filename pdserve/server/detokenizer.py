@@ -17,7 +17,7 @@ from typing import Protocol
 
 from pdserve.base.stream_state import RESUME_FIELD
 from pdserve.errors import RequestError
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.stop_regex import SLOW_LOOKS, RegexMatcher
 
 REPLAYED_AT_ONCE = 256
@@ -135,7 +135,7 @@ class StopMatcher:
 class Detokenizer:
     """One sequence's text. `push` each token in order, then `finish` unless `stopped` is set."""
 
-    def __init__(self, decoder: TextDecoder, sampling: SamplingParams) -> None:
+    def __init__(self, decoder: TextDecoder, sampling: CoreSamplingParams) -> None:
         self._decoder = decoder
         self._stops = StopMatcher(sampling.stop, keep_match=sampling.no_stop_trim)
         self._patterns = RegexMatcher(sampling.stop_regex, keep_match=sampling.no_stop_trim)

@@ -21,7 +21,7 @@ from pdserve.server.calls import GENERATING
 from pdserve.server.errors_http import error_response
 
 
-class Door:
+class DrainGate:
     """That of a server whose role is `role`."""
 
     def __init__(self, role: DisaggMode) -> None:
@@ -82,10 +82,10 @@ class Door:
         return self._num_inside == 0
 
 
-class DoorMiddleware:
+class DrainGateMiddleware:
     """ASGI: generating calls go through the door."""
 
-    def __init__(self, app: ASGIApp, door: Door) -> None:
+    def __init__(self, app: ASGIApp, door: DrainGate) -> None:
         self._app = app
         self._door = door
 

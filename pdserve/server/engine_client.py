@@ -23,32 +23,32 @@ from pdserve.observe.record import RequestListener
 from pdserve.protocol.channel import ApiChannel
 from pdserve.protocol.messages import (
     AbortRequest,
-    Beat,
     Command,
     CommandReply,
+    EngineCoreOutput,
     EngineReady,
     EngineState,
     GenerateRequest,
     OutputBatch,
-    RequestOutput,
+    SchedulerBeat,
     StateReply,
     ToApi,
     ToScheduler,
 )
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.calls import current_call
 from pdserve.server.detokenizer import Detokenizer, NoText
 from pdserve.server.engine_queries import EngineQueries
 from pdserve.server.generation import Generation
-from pdserve.server.live import LiveSequence, LiveSequences
+from pdserve.server.live import RequestState, RequestStates
 from pdserve.server.new_prefill import NewPrefill
 from pdserve.server.output_text import detokenize_output, refusal
-from pdserve.server.pulses import Pulses
+from pdserve.server.pulses import Watchdogs
 from pdserve.server.startup_line import tell_startup
 from pdserve.server.stop_regex import SLOW_LOOKS, PatternThread
 from pdserve.server.tokenizer import Tokenizer
 from pdserve.server.waiting import WaitingRequests
-from pdserve.server.watch import Watch
+from pdserve.server.watch import RequestStatsRecorder
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +76,10 @@ class EngineClient:
         self._tokenizer = tokenizer
         self._match_stops = match_stops
         self._pattern_thread = PatternThread()
-        self._watch = Watch(metrics)
-        self._live = LiveSequences()
+        self._watch = RequestStatsRecorder(metrics)
+        self._live = RequestStates()
         self._queries = EngineQueries(channel)
-        self.pulses = Pulses()
+        self.pulses = Watchdogs()
         self._ready: EngineReady | None = None
         self._became_ready = asyncio.Event()
         self._dead: EngineDeadError | None = None
@@ -196,7 +196,7 @@ class EngineClient:
         new = [None] * len(requests) if self._new_prefill is None else self._new_prefill.take(client, requests)
         for index, (request, name, detokenizer) in enumerate(zip(requests, names, detokenizers, strict=True)):
             progress = self._watch.started(request, name, call)
-            sequence = LiveSequence(
+            sequence = RequestState(
                 index, (name, *also), generation, request.sampling, detokenizer, progress, new_address=new[index]
             )
             self._live.add(request.rid, sequence)
@@ -235,13 +235,13 @@ class EngineClient:
             self._drop(rid, "abort").generation.fail(error)
             self._send_soon(AbortRequest(rid=rid))
 
-    async def _detokenizers(self, samplings: Sequence[SamplingParams], client: str) -> list[Detokenizer]:
+    async def _detokenizers(self, samplings: Sequence[CoreSamplingParams], client: str) -> list[Detokenizer]:
         """One for each sequence. Stop patterns are compiled in a thread."""
         if self._match_stops and (patterns := {text for sampling in samplings for text in sampling.stop_regex}):
             await self._pattern_thread.compile(patterns, client)
         return [self._detokenizer(sampling) for sampling in samplings]
 
-    def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
+    def _detokenizer(self, sampling: CoreSamplingParams) -> Detokenizer:
         if not self._match_stops:
             sampling = msgspec.structs.replace(sampling, stop=(), stop_regex=())
         if self._tokenizer is None:
@@ -253,7 +253,7 @@ class EngineClient:
             self._drop(rid, "abort")
             self._send_soon(AbortRequest(rid=rid))
 
-    def _drop(self, rid: str, outcome: str) -> LiveSequence:
+    def _drop(self, rid: str, outcome: str) -> RequestState:
         sequence = self._live.pop(rid)
         if self._new_prefill is not None and sequence.new_address is not None:
             self._new_prefill.release(sequence.new_address)
@@ -314,7 +314,7 @@ class EngineClient:
                         await SLOW_LOOKS.give_turn()
             case StateReply() | CommandReply():
                 self._queries.on_reply(message)
-            case Beat():
+            case SchedulerBeat():
                 self.pulses.heard(message)
             case EngineReady():
                 self._ready = message
@@ -322,7 +322,7 @@ class EngineClient:
                 self._became_ready.set()
                 tell_startup(message)
 
-    def _on_output(self, output: RequestOutput) -> None:
+    def _on_output(self, output: EngineCoreOutput) -> None:
         if self._waiting is not None:
             self._waiting.heard(output.rid)
         sequence = self._live.get(output.rid)

@@ -18,7 +18,7 @@ from pdserve.protocol.messages import FinishReason, RequestTiming, TokenLogprob
 
 
 @dataclasses.dataclass
-class Update:
+class GenerationUpdate:
     """News of sequence `index`: text that is safe to show, and the tokens since the last update.
 
     `finish` comes with the last one, `timing` is the newest known.
@@ -35,7 +35,7 @@ class Update:
     cached_tokens: int = 0
     timing: RequestTiming | None = None
 
-    def absorb(self, newer: Update) -> None:
+    def absorb(self, newer: GenerationUpdate) -> None:
         """Append what came later for the same sequence."""
         assert newer.index == self.index and self.finish is None
         self.text += newer.text
@@ -60,11 +60,11 @@ class Generation:
         """By sequence, what its client was shown before it came here; see `GenerateRequest.prior_output_ids`."""
         self._unfinished = num_sequences
         self._on_close = on_close
-        self._pending: dict[int, Update] = {}
+        self._pending: dict[int, GenerationUpdate] = {}
         self._news = asyncio.Event()
         self._error: PdserveError | None = None
 
-    def put(self, update: Update) -> None:
+    def put(self, update: GenerationUpdate) -> None:
         """Called by the engine client on the event loop."""
         if update.finish is not None:
             self._unfinished -= 1
@@ -81,10 +81,10 @@ class Generation:
             self._error = error
         self._news.set()
 
-    def __aiter__(self) -> AsyncIterator[Update]:
+    def __aiter__(self) -> AsyncIterator[GenerationUpdate]:
         return self
 
-    async def __anext__(self) -> Update:
+    async def __anext__(self) -> GenerationUpdate:
         while True:
             if self._error is not None:
                 raise self._error

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pdserve.config.groups import GrammarConfig
 from pdserve.errors import GrammarError, RequestError
 from pdserve.grammar.compile import JsonRules
-from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, Verdict
+from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, CompileResult
 from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import EngineReady
 from pdserve.server.calls import current_call
@@ -36,8 +36,8 @@ class GrammarCheck:
         self._config = config
         self._tokenizer = tokenizer
         self._pool = pool or CompilePool(JsonRules.of(config), config.grammar_compile_timeout)
-        self._vocabulary: asyncio.Task[Verdict] | None = None
-        self._known: collections.OrderedDict[bytes, asyncio.Future[Verdict]] = collections.OrderedDict()
+        self._vocabulary: asyncio.Task[CompileResult] | None = None
+        self._known: collections.OrderedDict[bytes, asyncio.Future[CompileResult]] = collections.OrderedDict()
 
     async def take(self, constraint: Constraint | None, ready: EngineReady) -> Grammar | None:
         """The grammar of `constraint`, once it is known to be good; None for None. The first takes a second longer.
@@ -80,7 +80,7 @@ class GrammarCheck:
             await asyncio.gather(self._vocabulary, return_exceptions=True)
         await self._pool.close()
 
-    async def _verdict(self, check: Check, kind: str) -> Verdict:
+    async def _verdict(self, check: Check, kind: str) -> CompileResult:
         """Known from before, or from the pool. Requests for the same text wait for one check."""
         text = check.pattern if isinstance(check, CheckPattern) else check.grammar.text
         key = hashlib.sha256(f"{kind}\0{text}".encode(errors="surrogatepass")).digest()
@@ -96,7 +96,7 @@ class GrammarCheck:
         self._known.move_to_end(key)
         return await asyncio.shield(known)
 
-    def _forget_unclear(self, key: bytes, known: asyncio.Future[Verdict]) -> None:
+    def _forget_unclear(self, key: bytes, known: asyncio.Future[CompileResult]) -> None:
         """What says nothing of the text, but of the moment, is asked again."""
         failed = known.cancelled() or known.exception() is not None
         if (failed or known.result().reason == "busy") and self._known.get(key) is known:
@@ -114,12 +114,12 @@ class GrammarCheck:
             self._vocabulary = None  # the next request tries again
             raise GrammarError(verdict.message)
 
-    async def _load(self, tokenizer: Tokenizer, ready: EngineReady) -> Verdict:
+    async def _load(self, tokenizer: Tokenizer, ready: EngineReady) -> CompileResult:
         text = await asyncio.to_thread(tokenizer.as_json)
         return await self._pool.load(text, ready.vocab_size, ready.eos_token_ids)
 
 
-def _raise(verdict: Verdict, field: str, *, code: str) -> None:
+def _raise(verdict: CompileResult, field: str, *, code: str) -> None:
     """Refuse what the verdict is against. Raises RequestError."""
     if verdict.reason == "busy":
         raise RequestError(

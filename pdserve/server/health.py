@@ -26,12 +26,12 @@ from fastapi.responses import Response
 from pdserve.base.roles import ROLE_HEADER
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, MAX_ROOM, GenerateRequest, PeerLoad, RoomAddress
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.context import ServerContext
-from pdserve.server.door import Door
-from pdserve.server.generation import Update
+from pdserve.server.door import DrainGate
+from pdserve.server.generation import GenerationUpdate
 from pdserve.server.json_http import json_response
-from pdserve.server.pulses import Vitals
+from pdserve.server.pulses import ReplicaVitals
 from pdserve.server.streaming import collect, until_disconnect
 from pdserve.server.waiting import QUEUE_FULL
 
@@ -43,7 +43,7 @@ PARTNER_MEMORY_S = 60.0
 """A partner that is silent for longer is no reason not to be ready."""
 
 
-async def health(context: ServerContext, door: Door) -> Response:
+async def health(context: ServerContext, door: DrainGate) -> Response:
     """200 while the server lives; 503 as the engine starts, when it is gone, silent or stuck, and as the server ends.
 
     A header says in which role new requests are taken.
@@ -53,7 +53,7 @@ async def health(context: ServerContext, door: Door) -> Response:
     return json_response({"status": "ok"}, headers={ROLE_HEADER: door.takes})
 
 
-async def ready(context: ServerContext, door: Door) -> Response:
+async def ready(context: ServerContext, door: DrainGate) -> Response:
     """200 when requests can be taken and will find their partner; see the file's docstring."""
     await require_alive(context)
     door.require_open()
@@ -107,7 +107,9 @@ async def health_generate(context: ServerContext, request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-async def _probed(context: ServerContext, request: Request, probes: Sequence[GenerateRequest]) -> Sequence[Update]:
+async def _probed(
+    context: ServerContext, request: Request, probes: Sequence[GenerateRequest]
+) -> Sequence[GenerationUpdate]:
     """What came of the probes.
 
     Raises:
@@ -132,7 +134,7 @@ def _probes(context: ServerContext) -> list[GenerateRequest]:
         GenerateRequest(
             rid=f"health-{uuid.uuid4().hex}",
             input_ids=[min(1, vocab_size - 1)],
-            sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+            sampling=CoreSamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
             room=None
             if context.mode == "null"
             else RoomAddress(host=FAKE_BOOTSTRAP_HOST, port=None, room=secrets.randbelow(MAX_ROOM)),
@@ -143,17 +145,17 @@ def _probes(context: ServerContext) -> list[GenerateRequest]:
     ]
 
 
-def _check(updates: Sequence[Update]) -> None:
+def _check(updates: Sequence[GenerationUpdate]) -> None:
     if not all(update.token_ids for update in updates):
         raise RequestError("the probe was aborted", status=503, code="aborted")
 
 
-def _all_busy(before: Sequence[Vitals], now: Sequence[Vitals]) -> bool:
+def _all_busy(before: Sequence[ReplicaVitals], now: Sequence[ReplicaVitals]) -> bool:
     """Every replica has computed since, or does so now."""
     return all(new.num_turns > old.num_turns or new.turn_s is not None for old, new in zip(before, now, strict=True))
 
 
-async def require_alive(context: ServerContext) -> list[Vitals]:
+async def require_alive(context: ServerContext) -> list[ReplicaVitals]:
     """What is known of all schedulers.
 
     Raises:

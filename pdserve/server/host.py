@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import ConfigError, EngineDeadError, PdserveError, RequestError
-from pdserve.server.life import Backend, Life
+from pdserve.server.life import EngineBackend, EngineInstance
 from pdserve.server.role_switch import RoleChanged
 from pdserve.server.tokenizer import Tokenizer
 
@@ -28,17 +28,17 @@ SHUTTING_DOWN = RequestError(
     "this server is shutting down; send the request again", status=503, code="server_shutting_down", retry_after_s=1
 )
 
-OtherRole = Callable[[DisaggMode], Backend]
+OtherRole = Callable[[DisaggMode], EngineBackend]
 """From a role to what would stand behind the server in it, checked but not started; any thread. ConfigError: it cannot
 have this role."""
 
 
-class Host:
+class RoleSwitchApp:
     """See the file's docstring. `other` None: the role is fixed. `leave` ends the HTTP server; `port` is its own."""
 
     def __init__(
         self,
-        first: Backend,
+        first: EngineBackend,
         tokenizer: Tokenizer | None,
         other: OtherRole | None,
         *,
@@ -52,7 +52,7 @@ class Host:
         self._changing: asyncio.Task[RoleChanged] | None = None
         self._preparing = self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._life = Life(first, tokenizer, self)
+        self._life = EngineInstance(first, tokenizer, self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -103,7 +103,7 @@ class Host:
         self._changing.add_done_callback(self._changed)
         return self._changing
 
-    async def _change(self, backend: Backend, drain_s: float) -> RoleChanged:
+    async def _change(self, backend: EngineBackend, drain_s: float) -> RoleChanged:
         before = self._life.backend.role
         text = f"this server changes its role from {before!r} to {backend.role!r}"
         log.warning("%s; what runs has %g s to end", text, drain_s)
@@ -130,17 +130,17 @@ class Host:
             self._leave()
             raise
 
-    async def _begin(self, backend: Backend) -> None:
+    async def _begin(self, backend: EngineBackend) -> None:
         """Start an engine and hand calls to it from now on; returns when it is ready."""
         backend.start()
-        life = self._life = Life(backend, self._tokenizer, self, on_trial=True)
+        life = self._life = EngineInstance(backend, self._tokenizer, self, on_trial=True)
         await life.open()
         self._keep(asyncio.create_task(self._guard(life)))
         await life.client.wait_ready()
         life.on_trial = False
         backend.on_ready(self._port)
 
-    async def _end(self, backend: Backend, reason: str) -> None:
+    async def _end(self, backend: EngineBackend, reason: str) -> None:
         """The end of the present life, and of the engine behind it, as at the end of a server."""
         await self._life.close(reason)
         await asyncio.to_thread(backend.end)
@@ -153,7 +153,7 @@ class Host:
             return
         life.backend.on_ready(self._port)
 
-    async def _guard(self, life: Life) -> None:
+    async def _guard(self, life: EngineInstance) -> None:
         """End the server when its engine is gone."""
         await life.watch()
         if life.client.engine_lost and not life.on_trial:

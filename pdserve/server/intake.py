@@ -21,7 +21,7 @@ from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, MAX_ROOM, GenerateRequest, RoomAddress
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.json_http import scalar_or_list
 
 MAX_PROMPTS = 4096
@@ -35,7 +35,7 @@ MAX_RID_CHARS = 256
 MAX_TOP_LOGPROBS = 20
 
 
-class Addressed(Protocol):
+class TransferAddress(Protocol):
     """A body with the bootstrap trio and an id, each a scalar, a list, or None; and one priority for all it asks."""
 
     rid: Any
@@ -51,12 +51,12 @@ class PromptSpec:
     """One prompt of a body, checked: its tokens, how to sample, how many answers."""
 
     input_ids: list[int]
-    sampling: SamplingParams
+    sampling: CoreSamplingParams
     logprobs: Logprobs | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Intake:
+class PreparedRequests:
     """Everything one body asks for, ready to be submitted. `names[i]` is the client's id of sequence i, `batch` that of
     all, where one was given to several prompts.
     """
@@ -185,7 +185,7 @@ def _spread(value: Any, field: str, num_prompts: int, n: int, kind: type) -> lis
 
 
 def rooms_of(
-    body: Addressed,
+    body: TransferAddress,
     mode: DisaggMode,
     num_prompts: int,
     n: int,
@@ -250,7 +250,7 @@ def _names(rid: Any, num_prompts: int) -> list[str]:
     return [uuid.uuid4().hex if name is None else name for name in names]
 
 
-def _seeded(sampling: SamplingParams, j: int) -> SamplingParams:
+def _seeded(sampling: CoreSamplingParams, j: int) -> CoreSamplingParams:
     """The j-th answer to one prompt has its own seed, so that the answers differ."""
     if sampling.seed is None or j == 0:
         return sampling
@@ -293,14 +293,14 @@ def check_size(prompts: Sequence[PromptSpec], n: int, most_tokens: int, field: s
 def make_intake(
     prompts: Sequence[PromptSpec],
     n: int,
-    body: Addressed,
+    body: TransferAddress,
     mode: DisaggMode,
     *,
     stream: bool,
     dp_size: int = 1,
     allowed_prefill: HostPatterns | None = None,
     fake_rooms: bool = False,
-) -> Intake:
+) -> PreparedRequests:
     """All requests of a body whose prompts are checked; `body` has the bootstrap trio, `rid`, priority.
 
     `fake_rooms`: see `rooms_of`.
@@ -333,4 +333,4 @@ def make_intake(
         )
         for i in range(len(names))
     ]
-    return Intake(requests, names, n, body.rid if isinstance(body.rid, str) and len(prompts) > 1 else None)
+    return PreparedRequests(requests, names, n, body.rid if isinstance(body.rid, str) and len(prompts) > 1 else None)

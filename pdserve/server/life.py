@@ -18,7 +18,7 @@ from pdserve.errors import EngineDeadError, RequestError
 from pdserve.protocol.channel import ApiChannel
 from pdserve.protocol.messages import Shutdown
 from pdserve.server.app import create_app, make_metrics
-from pdserve.server.door import Door
+from pdserve.server.door import DrainGate
 from pdserve.server.engine_client import EngineClient
 from pdserve.server.new_prefill import NewPrefill
 from pdserve.server.role_switch import RoleChanger
@@ -51,7 +51,7 @@ def tell_nobody(port: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Backend:
+class EngineBackend:
     """What stands behind the HTTP server in one role, made by the launcher.
 
     `open_channel` is called inside the event loop, where the sockets must be made, and `start` on the main thread,
@@ -78,7 +78,7 @@ class Backend:
         return self.config.disagg.disaggregation_mode
 
 
-class Life:
+class EngineInstance:
     """See the file's docstring. `on_trial`: whoever made it sees to it if the engine does not come up.
 
     Raises:
@@ -86,11 +86,11 @@ class Life:
     """
 
     def __init__(
-        self, backend: Backend, tokenizer: Tokenizer | None, changer: RoleChanger, *, on_trial: bool = False
+        self, backend: EngineBackend, tokenizer: Tokenizer | None, changer: RoleChanger, *, on_trial: bool = False
     ) -> None:
         self.backend = backend
         self.on_trial = on_trial
-        self.door = Door(backend.role)
+        self.door = DrainGate(backend.role)
         self._channel = backend.open_channel()
         try:
             metrics = make_metrics(backend.config, backend.own_counters)

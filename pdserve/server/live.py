@@ -7,15 +7,15 @@ import dataclasses
 from collections.abc import Iterable
 
 from pdserve.protocol.messages import RequestTiming
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.detokenizer import Detokenizer
 from pdserve.server.generation import Generation
 from pdserve.server.new_prefill import NewAddress
-from pdserve.server.watch import Progress
+from pdserve.server.watch import SequenceProgress
 
 
 @dataclasses.dataclass
-class LiveSequence:
+class RequestState:
     """One live sequence; `progress` is what is told of it.
 
     `names` are what the client knows it by: its own, and that of its batch.
@@ -25,34 +25,34 @@ class LiveSequence:
     index: int
     names: tuple[str, ...]
     generation: Generation
-    sampling: SamplingParams
+    sampling: CoreSamplingParams
     detokenizer: Detokenizer
-    progress: Progress
+    progress: SequenceProgress
     timing: RequestTiming | None = None
     new_address: NewAddress | None = None
     """The bootstrap address, where it had never served when the sequence was submitted."""
 
 
-class LiveSequences:
+class RequestStates:
     """By `rid`, which no other request ever has."""
 
     def __init__(self) -> None:
-        self._sequences: dict[str, LiveSequence] = {}
+        self._sequences: dict[str, RequestState] = {}
         self._names: collections.Counter[str] = collections.Counter()
 
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def add(self, rid: str, sequence: LiveSequence) -> None:
+    def add(self, rid: str, sequence: RequestState) -> None:
         """It is submitted."""
         self._sequences[rid] = sequence
         self._names.update(sequence.names)
 
-    def get(self, rid: str) -> LiveSequence | None:
+    def get(self, rid: str) -> RequestState | None:
         """None where it has ended."""
         return self._sequences.get(rid)
 
-    def pop(self, rid: str) -> LiveSequence:
+    def pop(self, rid: str) -> RequestState:
         """It has ended."""
         sequence = self._sequences.pop(rid)
         for name in sequence.names:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve.protocol.logprobs import PromptLogprobs, join
 from pdserve.protocol.messages import GenerateRequest
-from pdserve.server.generation import Update
+from pdserve.server.generation import GenerationUpdate
 from pdserve.server.tokenizer import Tokenizer
 
 LARGE = 5000
@@ -30,7 +30,7 @@ def _chat_token(tokenizer: Tokenizer | None, token_id: int, logprob: float) -> d
     return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
 
 
-def chat_logprobs(tokenizer: Tokenizer | None, update: Update) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer | None, update: GenerationUpdate) -> dict[str, Any]:
     """`choices[].logprobs` of chat completions, for the tokens of `update`."""
     content = []
     for token_id, logprob in zip(update.token_ids, update.logprobs, strict=True):
@@ -131,7 +131,9 @@ def _completion_lines(
     return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
 
 
-def completion_logprobs(tokenizer: Tokenizer | None, update: Update, offset: int, num_top: int) -> dict[str, Any]:
+def completion_logprobs(
+    tokenizer: Tokenizer | None, update: GenerationUpdate, offset: int, num_top: int
+) -> dict[str, Any]:
     """`choices[].logprobs` of completions; `offset` is the number of characters of the choice's earlier tokens."""
     pairs = zip(update.token_ids, update.logprobs, strict=True)
     return _completion_lines(tokenizer, ((i, line.logprob, line.top[:num_top]) for i, line in pairs), offset)
@@ -162,7 +164,7 @@ class NativeFormat:
     picked: bool
     text: bool
 
-    def output(self, update: Update, token_ids: Sequence[int]) -> dict[str, Any]:
+    def output(self, update: GenerationUpdate, token_ids: Sequence[int]) -> dict[str, Any]:
         """Those of the output; `token_ids` are the ones that the request picked."""
         pairs = list(zip(update.token_ids, update.logprobs, strict=True))
         fields: dict[str, Any] = {"output_token_logprobs": [self._row(i, line.logprob) for i, line in pairs]}

@@ -19,12 +19,12 @@ from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.server.constraints import native_constraint
 from pdserve.server.context import ServerContext
-from pdserve.server.generation import Generation, Update
-from pdserve.server.intake import Intake, PromptSpec, as_prompts, prompt_field
+from pdserve.server.generation import Generation, GenerationUpdate
+from pdserve.server.intake import PreparedRequests, PromptSpec, as_prompts, prompt_field
 from pdserve.server.json_http import convert, json_response, read_json_object, refuse_unsupported, scalar_or_list
 from pdserve.server.logprob_format import LARGE, NativeFormat, prompt_tokens
 from pdserve.server.native_logprobs import native_wishes
-from pdserve.server.sampling_fields import Limits, NativeNames, check_listed, count_n, native_sampling
+from pdserve.server.sampling_fields import NativeNames, RequestLimits, check_listed, count_n, native_sampling
 from pdserve.server.schemas import UNSUPPORTED_NATIVE, UNSUPPORTED_NATIVE_SAMPLING, GenerateBody, NativeSampling
 from pdserve.server.stream_states import Resume, StreamStates, resumed
 from pdserve.server.streaming import collect, event, stream_response, until_disconnect
@@ -37,7 +37,7 @@ class GenerateCall:
     """One call of `/generate`, checked and ready to be submitted. `listed`: the answer is a list."""
 
     context: ServerContext
-    intake: Intake
+    intake: PreparedRequests
     listed: bool
     stream: bool
     logprob_text: bool
@@ -55,12 +55,12 @@ class GenerateCall:
                 return await asyncio.to_thread(self._whole, updates)
             return self._whole(updates)
 
-    def _whole(self, updates: list[Update]) -> Response:
+    def _whole(self, updates: list[GenerationUpdate]) -> Response:
         results = [self._result(update, update, self._input_logprobs(update)) for update in updates]
         return json_response(results if self.listed else results[0])
 
     async def _events(self, request: Request, generation: Generation) -> AsyncGenerator[bytes, None]:
-        totals = [Update(index) for index in range(len(self.intake.requests))]
+        totals = [GenerationUpdate(index) for index in range(len(self.intake.requests))]
         if self.resume is not None:
             totals[0] = self.resume.update(generation.prior_text.get(0, ""))
         inputs: dict[int, dict[str, Any]] = {}
@@ -88,7 +88,7 @@ class GenerateCall:
     def _format(self, wish: Logprobs) -> NativeFormat:
         return NativeFormat(self.context.tokenizer, wish.top > 0, bool(wish.token_ids), self.logprob_text)
 
-    def _input_logprobs(self, update: Update) -> dict[str, Any]:
+    def _input_logprobs(self, update: GenerationUpdate) -> dict[str, Any]:
         """Of the prompt: all lists, but for the one that a router takes from prefill's answer and puts in front."""
         request = self.intake.requests[update.index]
         if request.logprobs is None:
@@ -98,7 +98,9 @@ class GenerateCall:
             fields["input_token_logprobs"] = []
         return fields
 
-    def _result(self, total: Update, shown: Update, input_logprobs: dict[str, Any]) -> dict[str, Any]:
+    def _result(
+        self, total: GenerationUpdate, shown: GenerationUpdate, input_logprobs: dict[str, Any]
+    ) -> dict[str, Any]:
         """`total` is all there is of a sequence, `shown` the tokens and text that this answer or event has of it."""
         request = self.intake.requests[total.index]
         meta: dict[str, Any] = {
@@ -116,7 +118,7 @@ class GenerateCall:
         return {"text": shown.text, "output_ids": shown.token_ids, "meta_info": meta}
 
 
-def _finish(update: Update) -> dict[str, Any] | None:
+def _finish(update: GenerationUpdate) -> dict[str, Any] | None:
     finish = update.finish
     if finish is None:
         return None
@@ -172,7 +174,7 @@ def _specs(
     samplings: list[NativeSampling],
     grammars: list[Grammar | None],
     wishes: list[Logprobs | None],
-    limits: Limits,
+    limits: RequestLimits,
     names: list[NativeNames],
 ) -> list[PromptSpec]:
     return [

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import RequestError
-from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, GenerateRequest, RequestOutput, RoomAddress
+from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, EngineCoreOutput, GenerateRequest, RoomAddress
 
 MAX_NEW_OF_CLIENT = 16
 """New addresses in the running requests of one client, and as many in its probes. 64 look-ups run at a time."""
@@ -74,7 +74,7 @@ class NewPrefill:
         self._named[client] = named
         return [None if address is None else NewAddress(client, address) for address in addresses]
 
-    def heard(self, new: NewAddress, output: RequestOutput) -> None:
+    def heard(self, new: NewAddress, output: EngineCoreOutput) -> None:
         """Its sequence has an output: the address has served if KV came from there."""
         if output.timing is None or output.timing.kv_pages is None or new.address in self._served:
             return

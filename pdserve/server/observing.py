@@ -27,7 +27,7 @@ STATE_TIMEOUT_S = 1.0
 KINDS = {"null": "unified", "prefill": "prefill", "decode": "decode"}
 
 
-class Observing:
+class ServerObservability:
     """Listens to the engine client of `context`.
 
     Raises:
@@ -144,9 +144,9 @@ def _flow(flow: Flow) -> dict[str, Any]:
     }
 
 
-def install(app: FastAPI, context: ServerContext) -> Observing:
+def install(app: FastAPI, context: ServerContext) -> ServerObservability:
     """Routes and middleware; the application closes what is returned."""
-    observing = Observing(context)
+    observing = ServerObservability(context)
     tracing = observing.tracing
     app.add_middleware(CallMiddleware, open_span=None if tracing is None else tracing.call)
 

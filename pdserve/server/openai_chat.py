@@ -12,13 +12,13 @@ from pdserve.protocol.messages import FinishReason
 from pdserve.server.chat_prepare import PreparedChat, prepare_chat
 from pdserve.server.chat_reader import ChatReader
 from pdserve.server.context import ServerContext
-from pdserve.server.generation import Update
+from pdserve.server.generation import GenerationUpdate
 from pdserve.server.json_http import convert, read_json_object, refuse_unsupported
 from pdserve.server.logprob_format import chat_logprobs
 from pdserve.server.openai_common import OpenAICall
 from pdserve.server.parsers.pieces import CallArguments, CallOpened, Content, Piece, Reasoning, put_together
 from pdserve.server.reasoning_count import ReasoningCounter
-from pdserve.server.sampling_fields import MAX_CHAT_TOKENS, Ask
+from pdserve.server.sampling_fields import MAX_CHAT_TOKENS, RequestedSampling
 from pdserve.server.schemas import UNSUPPORTED_CHAT, ChatBody
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "verbosity": ("medium",)}
@@ -38,7 +38,7 @@ class ChatCall(OpenAICall):
         self._readers: dict[int, ChatReader] = {}
         self._counters: dict[int, ReasoningCounter] = {}
 
-    def choice(self, update: Update) -> dict[str, Any]:
+    def choice(self, update: GenerationUpdate) -> dict[str, Any]:
         """See `OpenAICall`."""
         reader = self._reader(update.index)
         whole = put_together([*reader.push(update.text), *reader.finish()])
@@ -59,7 +59,7 @@ class ChatCall(OpenAICall):
         """See `OpenAICall`."""
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def delta(self, update: Update) -> dict[str, Any]:
+    def delta(self, update: GenerationUpdate) -> dict[str, Any]:
         """See `OpenAICall`."""
         reader = self._reader(update.index)
         pieces = reader.push(update.text)
@@ -67,7 +67,7 @@ class ChatCall(OpenAICall):
             pieces += reader.finish()
         return {"delta": delta_fields(pieces), "logprobs": self._logprobs(update)}
 
-    def news(self, update: Update) -> dict[str, Any] | None:
+    def news(self, update: GenerationUpdate) -> dict[str, Any] | None:
         """See `OpenAICall`: a token may say nothing yet, and the last one brings out what was held back."""
         fields = self.delta(update)
         return fields if fields["delta"] or fields["logprobs"] else None
@@ -79,7 +79,7 @@ class ChatCall(OpenAICall):
             fields["finish_reason"] = "tool_calls"
         return fields
 
-    def usage_details(self, updates: Sequence[Update]) -> dict[str, Any]:
+    def usage_details(self, updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
         """See `OpenAICall`."""
         if self._plan.thinking is None:
             return {}
@@ -94,7 +94,7 @@ class ChatCall(OpenAICall):
             self._readers[index] = ChatReader(self._plan)
         return self._readers[index]
 
-    def _logprobs(self, update: Update) -> dict[str, Any] | None:
+    def _logprobs(self, update: GenerationUpdate) -> dict[str, Any] | None:
         return chat_logprobs(self.context.tokenizer, update) if update.logprobs else None
 
 
@@ -117,11 +117,11 @@ def delta_fields(pieces: Sequence[Piece]) -> dict[str, Any]:
     return {**fields, **({"tool_calls": list(calls.values())} if calls else {})}
 
 
-def chat_ask(body: ChatBody) -> Ask:
+def chat_ask(body: ChatBody) -> RequestedSampling:
     """How many tokens the client wants, by the name it used."""
     if body.max_completion_tokens is not None:
-        return Ask(body.max_completion_tokens, MAX_CHAT_TOKENS, "max_completion_tokens")
-    return Ask(body.max_tokens, MAX_CHAT_TOKENS, "max_tokens")
+        return RequestedSampling(body.max_completion_tokens, MAX_CHAT_TOKENS, "max_completion_tokens")
+    return RequestedSampling(body.max_tokens, MAX_CHAT_TOKENS, "max_tokens")
 
 
 async def chat_completions(context: ServerContext, request: Request) -> Response:

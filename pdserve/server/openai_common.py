@@ -17,8 +17,8 @@ from pdserve.errors import RequestError
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
-from pdserve.server.generation import Generation, Update
-from pdserve.server.intake import Intake, check_top_logprobs
+from pdserve.server.generation import Generation, GenerationUpdate
+from pdserve.server.intake import PreparedRequests, check_top_logprobs
 from pdserve.server.json_http import json_response
 from pdserve.server.logprob_format import LARGE, prompt_tokens, vllm_prompt_logprobs
 from pdserve.server.schemas import OpenAIBody
@@ -33,7 +33,7 @@ def finish_fields(finish: FinishReason | None) -> dict[str, Any]:
     return {"finish_reason": finish.type, "matched_stop": finish.matched}
 
 
-def timing_fields(updates: Sequence[Update]) -> dict[str, Any]:
+def timing_fields(updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
     """The `pdserve` extension: timing of the first sequence that has one."""
     for update in updates:
         if update.timing is not None:
@@ -63,7 +63,7 @@ class OpenAICall(abc.ABC):
     prompt_logprobs_of_body = True
     """Whether the prompt's log probabilities are a field of the answer, not of its choices."""
 
-    def __init__(self, context: ServerContext, body: OpenAIBody, intake: Intake) -> None:
+    def __init__(self, context: ServerContext, body: OpenAIBody, intake: PreparedRequests) -> None:
         self.context = context
         self.body = body
         self.intake = resumed(intake, body.pdserve_resume, context.limits().vocab_size, stream=bool(body.stream))
@@ -77,7 +77,7 @@ class OpenAICall(abc.ABC):
         }
 
     @abc.abstractmethod
-    def choice(self, update: Update) -> dict[str, Any]:
+    def choice(self, update: GenerationUpdate) -> dict[str, Any]:
         """A whole choice, without its index and finish."""
 
     @abc.abstractmethod
@@ -85,10 +85,10 @@ class OpenAICall(abc.ABC):
         """The first chunk of a choice that carries no text, if there is one."""
 
     @abc.abstractmethod
-    def delta(self, update: Update) -> dict[str, Any]:
+    def delta(self, update: GenerationUpdate) -> dict[str, Any]:
         """What a chunk's choice says of `update`; with an empty one, of nothing."""
 
-    def news(self, update: Update) -> dict[str, Any] | None:
+    def news(self, update: GenerationUpdate) -> dict[str, Any] | None:
         """What a chunk's choice says of the next `update` of a stream; None where there is nothing to say."""
         return self.delta(update) if update.text or update.logprobs else None
 
@@ -96,11 +96,11 @@ class OpenAICall(abc.ABC):
         """How choice `index` says that it has finished; called after its text was seen."""
         return finish_fields(finish)
 
-    def usage_details(self, updates: Sequence[Update]) -> dict[str, Any]:
+    def usage_details(self, updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
         """More of `usage`, beside the counts that all endpoints have."""
         return {}
 
-    def replay(self, update: Update) -> None:
+    def replay(self, update: GenerationUpdate) -> None:
         """The client has seen `update`, sent by another server, of the one sequence."""
         self.delta(update)
 
@@ -118,7 +118,7 @@ class OpenAICall(abc.ABC):
                 return json_response(await asyncio.to_thread(self._whole, updates))
             return json_response(self._whole(updates))
 
-    def chosen(self, updates: list[Update]) -> list[Update]:
+    def chosen(self, updates: list[GenerationUpdate]) -> list[GenerationUpdate]:
         """The sequences that the client gets, in the order of their choices."""
         return updates
 
@@ -129,7 +129,7 @@ class OpenAICall(abc.ABC):
         tokens = prompt_tokens(self.intake.requests[index], self.prompt_parts.get(index, []))
         return {"prompt_logprobs": vllm_prompt_logprobs(self.context.tokenizer, tokens, self.body.prompt_logprobs)}
 
-    def _whole(self, updates: list[Update]) -> dict[str, Any]:
+    def _whole(self, updates: list[GenerationUpdate]) -> dict[str, Any]:
         choices = [
             {"index": i, **self.choice(u), **self.finish_fields(u.index, u.finish)}
             for i, u in enumerate(self.chosen(updates))
@@ -139,7 +139,7 @@ class OpenAICall(abc.ABC):
             extra |= self.prompt_logprobs(0)
         return {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage(updates), **extra}
 
-    def _usage(self, updates: Sequence[Update]) -> dict[str, Any]:
+    def _usage(self, updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
         prompt = self.intake.num_prompt_tokens
         completion = sum(len(update.token_ids) for update in updates)
         cached = sum(update.cached_tokens for update in updates if update.index % self.intake.n == 0)
@@ -160,7 +160,7 @@ class OpenAICall(abc.ABC):
                 if update.prompt_parts and not update.token_ids and update.finish is None:
                     continue  # the rest of the prompt's log probabilities is on its way
                 if update.index not in seen:
-                    seen[update.index] = Update(update.index)
+                    seen[update.index] = GenerationUpdate(update.index)
                     opening = self.opening(update.index)
                     if opening is not None:
                         for data in states.told(None, [self._chunk(update.index, opening, self._running(seen))]):
@@ -171,7 +171,7 @@ class OpenAICall(abc.ABC):
                 for data in states.told(update, list(self._chunks(update, seen))):
                     yield data
 
-    def _seen_elsewhere(self, generation: Generation) -> dict[int, Update]:
+    def _seen_elsewhere(self, generation: Generation) -> dict[int, GenerationUpdate]:
         """What the client has seen of each sequence before this server had the request."""
         if self._resume is None:
             return {}
@@ -179,7 +179,7 @@ class OpenAICall(abc.ABC):
         self.replay(before)
         return {0: before}
 
-    def _chunks(self, update: Update, seen: dict[int, Update]) -> Iterator[bytes]:
+    def _chunks(self, update: GenerationUpdate, seen: dict[int, GenerationUpdate]) -> Iterator[bytes]:
         """The events that `update` makes; behind the last one of all sequences what ends the stream."""
         news = self.news(update)
         if news is not None:
@@ -189,7 +189,7 @@ class OpenAICall(abc.ABC):
         last = len(seen) == len(self.intake.requests) and all(u.finish for u in seen.values())
         done = list(seen.values())
         extra = self._extra(done) if last and not self._wants_usage else {}
-        nothing = self.delta(Update(update.index))
+        nothing = self.delta(GenerationUpdate(update.index))
         yield self._chunk(update.index, nothing, {**self._running(seen), **extra}, update.finish)
         if last and self._wants_usage:
             body = {**self._head, "object": self.chunk_name, "choices": [], "usage": self._usage(done)}
@@ -205,7 +205,7 @@ class OpenAICall(abc.ABC):
         choice = {"index": index, **fields, **self.finish_fields(index, finish)}
         return event({**self._head, "object": self.chunk_name, "choices": [choice], **extra})
 
-    def _running(self, seen: dict[int, Update]) -> dict[str, Any]:
+    def _running(self, seen: dict[int, GenerationUpdate]) -> dict[str, Any]:
         """`usage` of a chunk: null, or what was used so far where the client wants that in every chunk."""
         if not self._wants_usage:
             return {}
@@ -213,7 +213,7 @@ class OpenAICall(abc.ABC):
         continuous = options is not None and bool(options.continuous_usage_stats)
         return {"usage": self._usage(list(seen.values())) if continuous else None}
 
-    def _extra(self, updates: list[Update]) -> dict[str, Any]:
+    def _extra(self, updates: list[GenerationUpdate]) -> dict[str, Any]:
         return {"pdserve": timing_fields(updates)} if self.body.return_meta_info else {}
 
     @property
@@ -226,7 +226,7 @@ class OpenAICall(abc.ABC):
         return options is not None and bool(options.include_usage)
 
 
-def _count(total: Update, update: Update) -> None:
+def _count(total: GenerationUpdate, update: GenerationUpdate) -> None:
     """Keep what `usage` needs of a stream, but not its text."""
     total.token_ids += update.token_ids
     total.cached_tokens = update.cached_tokens

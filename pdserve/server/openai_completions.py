@@ -12,9 +12,9 @@ from pdserve.errors import RequestError
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.server.constraints import openai_constraint
 from pdserve.server.context import ServerContext
-from pdserve.server.generation import Update
+from pdserve.server.generation import GenerationUpdate
 from pdserve.server.intake import (
-    Intake,
+    PreparedRequests,
     PromptSpec,
     as_prompts,
     check_top_logprobs,
@@ -29,12 +29,19 @@ from pdserve.server.logprob_format import (
     tokens_length,
 )
 from pdserve.server.openai_common import OpenAICall, check_prompt_logprobs
-from pdserve.server.sampling_fields import COMPLETION_TOKENS, MAX_N, Ask, check_listed, count_n, openai_sampling
+from pdserve.server.sampling_fields import (
+    COMPLETION_TOKENS,
+    MAX_N,
+    RequestedSampling,
+    check_listed,
+    count_n,
+    openai_sampling,
+)
 from pdserve.server.schemas import UNSUPPORTED_COMPLETION, CompletionBody
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class CompletionPrompt:
     """A prompt as token ids, and its text if it is to be echoed."""
 
     input_ids: list[int]
@@ -52,7 +59,12 @@ class CompletionCall(OpenAICall):
     prompt_logprobs_of_body = False
 
     def __init__(
-        self, context: ServerContext, body: CompletionBody, intake: Intake, prompts: list[Prompt], num_choices: int
+        self,
+        context: ServerContext,
+        body: CompletionBody,
+        intake: PreparedRequests,
+        prompts: list[CompletionPrompt],
+        num_choices: int,
     ) -> None:
         super().__init__(context, body, intake)
         self._prompts = prompts
@@ -61,7 +73,7 @@ class CompletionCall(OpenAICall):
         self._num_top = body.logprobs
         self._offsets: dict[int, int] = {}
 
-    def chosen(self, updates: list[Update]) -> list[Update]:
+    def chosen(self, updates: list[GenerationUpdate]) -> list[GenerationUpdate]:
         """See `OpenAICall`: of each prompt those with the highest log probability per token, the best first."""
         made, wanted = self.intake.n, self._num_choices
         if made == wanted:
@@ -69,7 +81,7 @@ class CompletionCall(OpenAICall):
         groups = [updates[first : first + made] for first in range(0, len(updates), made)]
         return [one for group in groups for one in sorted(group, key=_mean_logprob, reverse=True)[:wanted]]
 
-    def choice(self, update: Update) -> dict[str, Any]:
+    def choice(self, update: GenerationUpdate) -> dict[str, Any]:
         """See `OpenAICall`."""
         echoed = self.opening(update.index)
         fields = self.delta(update)
@@ -92,14 +104,14 @@ class CompletionCall(OpenAICall):
         tokens = prompt_tokens(request, self.prompt_parts.get(index, []))
         return {"text": text, "logprobs": completion_prompt_logprobs(tokenizer, tokens, self._num_top)}
 
-    def replay(self, update: Update) -> None:
+    def replay(self, update: GenerationUpdate) -> None:
         """See `OpenAICall`."""
         self.opening(update.index)
         if self._num_top is not None:
             num_chars = tokens_length(self.context.tokenizer, update.token_ids)
             self._offsets[update.index] = self._offsets.get(update.index, 0) + num_chars
 
-    def delta(self, update: Update) -> dict[str, Any]:
+    def delta(self, update: GenerationUpdate) -> dict[str, Any]:
         """See `OpenAICall`."""
         if not update.logprobs or self._num_top is None:
             return {"text": update.text, "logprobs": None}
@@ -109,7 +121,7 @@ class CompletionCall(OpenAICall):
         return {"text": update.text, "logprobs": completion_logprobs(tokenizer, update, offset, self._num_top)}
 
 
-def _mean_logprob(update: Update) -> float:
+def _mean_logprob(update: GenerationUpdate) -> float:
     return sum(line.logprob for line in update.logprobs) / max(1, len(update.logprobs))
 
 
@@ -156,10 +168,10 @@ async def completions(context: ServerContext, request: Request) -> Response:
     check_listed([body], len(given) * made)
     wish = _wish(body, ranked=made > num_choices)
     grammar = await context.take_grammar(openai_constraint(body), body.stop_regex)
-    ask = Ask(body.max_tokens, COMPLETION_TOKENS, "max_tokens")
+    ask = RequestedSampling(body.max_tokens, COMPLETION_TOKENS, "max_tokens")
     lists = await context.token_ids(given, "prompt", batch=batch)
     prompts = [
-        Prompt(ids, _text(context, prompt) if body.echo else "", prompt_field("prompt", i, batch=batch))
+        CompletionPrompt(ids, _text(context, prompt) if body.echo else "", prompt_field("prompt", i, batch=batch))
         for i, (ids, prompt) in enumerate(zip(lists, given, strict=True))
     ]
     specs = [

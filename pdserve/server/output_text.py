@@ -6,9 +6,9 @@ Called by the engine client for every output of a live sequence.
 from __future__ import annotations
 
 from pdserve.errors import RequestError
-from pdserve.protocol.messages import FinishReason, RequestOutput
+from pdserve.protocol.messages import EngineCoreOutput, FinishReason
 from pdserve.server.detokenizer import Detokenizer
-from pdserve.server.generation import Update
+from pdserve.server.generation import GenerationUpdate
 
 ABORTED_STATUS = 499
 """Status of an abort that somebody asked for."""
@@ -33,11 +33,13 @@ def refusal(finish: FinishReason | None) -> RequestError | None:
     )
 
 
-def detokenize_output(index: int, detokenizer: Detokenizer, output: RequestOutput, *, keep_stop: bool) -> Update:
+def detokenize_output(
+    index: int, detokenizer: Detokenizer, output: EngineCoreOutput, *, keep_stop: bool
+) -> GenerationUpdate:
     """The update that `output` makes; cut at a stop string, and without the text of a stop token unless it is
     wanted.
     """
-    update = Update(index, prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens)
+    update = GenerationUpdate(index, prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens)
     update.finish, update.timing = output.finish, output.timing
     if output.prompt_logprobs is not None:
         update.prompt_parts.append(output.prompt_logprobs)
@@ -60,7 +62,7 @@ def detokenize_output(index: int, detokenizer: Detokenizer, output: RequestOutpu
     return update
 
 
-def _hidden_stop_token(output: RequestOutput, *, keep: bool) -> int | None:
+def _hidden_stop_token(output: EngineCoreOutput, *, keep: bool) -> int | None:
     finish = output.finish
     if keep or finish is None or finish.type != "stop" or not isinstance(finish.matched, int):
         return None

@@ -26,7 +26,7 @@ from pdserve.base.host_patterns import HostPatterns
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import GenerateRequest, WaitsFor
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.calls import CLIENT_OF_SCOPE
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import Generation
@@ -140,7 +140,7 @@ def make_probe(
     return GenerateRequest(
         rid=f"health-{uuid.uuid4().hex}",
         input_ids=[0 if room is None else room.room % vocab_size],
-        sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+        sampling=CoreSamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
         room=room,
         probe=True,
     )

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from pdserve.protocol.messages import Beat
+from pdserve.protocol.messages import SchedulerBeat
 
 SILENT_S = 10.0
 """A scheduler that was not heard for so long does not run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Vitals:
+class ReplicaVitals:
     """One replica's scheduler now. `age_s` since it was heard, `turn_s` of the loop's turn under way, if any."""
 
     dp_rank: int
@@ -38,30 +38,30 @@ class Vitals:
         return None
 
 
-class Pulses:
+class Watchdogs:
     """The newest beat of each replica. Event loop only."""
 
     def __init__(self) -> None:
         self._began_s: float | None = None
-        self._newest: dict[int, tuple[float, Beat]] = {}
+        self._newest: dict[int, tuple[float, SchedulerBeat]] = {}
 
     def begin(self) -> None:
         """All schedulers run from now on."""
         self._began_s = time.monotonic()
 
-    def heard(self, beat: Beat) -> None:
+    def heard(self, beat: SchedulerBeat) -> None:
         """One beat."""
         self._newest[beat.dp_rank] = (time.monotonic(), beat)
 
-    def vitals(self, dp_size: int) -> list[Vitals]:
+    def vitals(self, dp_size: int) -> list[ReplicaVitals]:
         """Of each of `dp_size` replicas; none before `begin`."""
         if self._began_s is None:
             return []
         now = time.monotonic()
         return [self._vitals(rank, now, self._began_s) for rank in range(dp_size)]
 
-    def _vitals(self, rank: int, now: float, began_s: float) -> Vitals:
-        heard_s, beat = self._newest.get(rank, (began_s, Beat(dp_rank=rank, turn_s=None, num_turns=0)))
+    def _vitals(self, rank: int, now: float, began_s: float) -> ReplicaVitals:
+        heard_s, beat = self._newest.get(rank, (began_s, SchedulerBeat(dp_rank=rank, turn_s=None, num_turns=0)))
         age_s = max(0.0, now - max(heard_s, began_s))
         turn_s = None if beat.turn_s is None else beat.turn_s + now - heard_s
-        return Vitals(rank, age_s, turn_s, beat.num_turns)
+        return ReplicaVitals(rank, age_s, turn_s, beat.num_turns)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pdserve.server.chat_reader import ReadPlan
 from pdserve.server.parsers.feed import SPACE
-from pdserve.server.parsers.thinking import Thinking
+from pdserve.server.parsers.thinking import ReasoningFormat
 from pdserve.server.tokenizer import Tokenizer
 
 
@@ -28,7 +28,7 @@ class ReasoningCounter:
             self._step(self._thinking, token_ids[self._num_seen - 1])
         return self._num_thoughts
 
-    def _step(self, thinking: Thinking, token_id: int) -> None:
+    def _step(self, thinking: ReasoningFormat, token_id: int) -> None:
         self._text += self._decoder.push(token_id) if self._decoder is not None else ""
         if not self._inside:
             begun = self._text.lstrip(SPACE)

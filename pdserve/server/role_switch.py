@@ -21,7 +21,7 @@ from fastapi.responses import Response
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.server.context import ServerContext
-from pdserve.server.door import Door
+from pdserve.server.door import DrainGate
 from pdserve.server.json_http import convert, json_response, read_json_object
 from pdserve.server.schemas import RoleSwitchBody
 
@@ -53,7 +53,9 @@ class RoleChanger(Protocol):
         ...
 
 
-async def pd_role_switch(context: ServerContext, door: Door, changer: RoleChanger | None, request: Request) -> Response:
+async def pd_role_switch(
+    context: ServerContext, door: DrainGate, changer: RoleChanger | None, request: Request
+) -> Response:
     """Change the role of this server; answers when that is done, or with `wait` false when it has begun."""
     body = convert(await read_json_object(request, context.max_body_bytes), RoleSwitchBody)
     drain_s = DRAIN_S if body.drain_timeout_secs is None else body.drain_timeout_secs

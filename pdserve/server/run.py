@@ -21,8 +21,8 @@ from pdserve.base.http_rules import MAX_HEADER_BYTES, MAX_TARGET_BYTES
 from pdserve.base.leaving import ENDING, leave_if_told
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
-from pdserve.server.host import Host, OtherRole
-from pdserve.server.life import Backend, tell_nobody
+from pdserve.server.host import OtherRole, RoleSwitchApp
+from pdserve.server.life import EngineBackend, tell_nobody
 from pdserve.server.tls import server_tls
 from pdserve.server.tokenizer import Tokenizer, load_tokenizer
 
@@ -48,7 +48,7 @@ def _listen(config: ServerConfig) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}", field="port") from error
 
 
-def _settings(app: Host, config: ServerConfig) -> uvicorn.Config:
+def _settings(app: RoleSwitchApp, config: ServerConfig) -> uvicorn.Config:
     """uvicorn's; it is not to believe `X-Forwarded-For`, which it does of loopback unless told otherwise."""
     settings = uvicorn.Config(
         app,
@@ -69,7 +69,7 @@ def _settings(app: Host, config: ServerConfig) -> uvicorn.Config:
     return settings
 
 
-def _on_signals(server: uvicorn.Server, host: Host, grace_s: float) -> None:
+def _on_signals(server: uvicorn.Server, host: RoleSwitchApp, grace_s: float) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     draining: list[asyncio.Task[None]] = []
@@ -89,7 +89,7 @@ def _on_signals(server: uvicorn.Server, host: Host, grace_s: float) -> None:
     leave_if_told()  # by one that came before
 
 
-async def _drain(server: uvicorn.Server, host: Host, grace_s: float) -> None:
+async def _drain(server: uvicorn.Server, host: RoleSwitchApp, grace_s: float) -> None:
     try:
         await host.drain(grace_s)
     finally:
@@ -97,7 +97,7 @@ async def _drain(server: uvicorn.Server, host: Host, grace_s: float) -> None:
 
 
 async def serve(
-    first: Backend,
+    first: EngineBackend,
     tokenizer: Tokenizer | None,
     *,
     other: OtherRole | None = None,
@@ -114,7 +114,7 @@ async def serve(
     listener = _listen(first.config)
     try:
         port = listener.getsockname()[1]
-        host = Host(first, tokenizer, other, port=port, leave=lambda: _leave(server))
+        host = RoleSwitchApp(first, tokenizer, other, port=port, leave=lambda: _leave(server))
         server = _Server(_settings(host, first.config))
         _on_signals(server, host, first.config.serving.timeout_graceful_shutdown)
         told = asyncio.create_task(_tell_listening(server, port, on_listening))
@@ -140,7 +140,7 @@ async def _tell_listening(server: uvicorn.Server, port: int, on_listening: Calla
 
 
 def run_api(
-    first: Backend,
+    first: EngineBackend,
     *,
     tokenizer_dir: str | Path | None,
     other: OtherRole | None = None,

@@ -1,4 +1,4 @@
-"""Sampling fields of the two APIs, turned into `SamplingParams` with their final `max_new_tokens`."""
+"""Sampling fields of the two APIs, turned into `CoreSamplingParams` with their final `max_new_tokens`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import EngineReady
-from pdserve.protocol.sampling import TOP_K_ALL, SamplingParams, validate_sampling
+from pdserve.protocol.sampling import TOP_K_ALL, CoreSamplingParams, validate_sampling
 from pdserve.server.schemas import NativeSampling, OpenAIBody, SharedSampling
 from pdserve.server.stop_regex import MAX_STOP_CHARS, check_stop_regex
 
@@ -32,7 +32,7 @@ COMPLETION_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What bounds a request on this server."""
 
     mode: DisaggMode
@@ -41,7 +41,7 @@ class Limits:
     max_total_tokens: int
 
     @classmethod
-    def of(cls, ready: EngineReady, mode: DisaggMode) -> Limits:
+    def of(cls, ready: EngineReady, mode: DisaggMode) -> RequestLimits:
         """The limits that the scheduler announced."""
         return cls(mode, ready.vocab_size, ready.context_length, ready.max_total_tokens)
 
@@ -62,7 +62,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ask:
+class RequestedSampling:
     """How many tokens the client wants: None for `default`, at least `least`; 0 asks for the prompt to be read alone.
 
     `field` is the client's name for it.
@@ -98,7 +98,7 @@ class NativeNames:
             raise RequestError(message, field=field, status=error.status, code=error.code) from error
 
 
-def check_prompt_fits(num_prompt: int, limits: Limits, prompt_field: str) -> None:
+def check_prompt_fits(num_prompt: int, limits: RequestLimits, prompt_field: str) -> None:
     """Refuse a prompt that leaves no room for a token.
 
     Raises:
@@ -113,7 +113,9 @@ def check_prompt_fits(num_prompt: int, limits: Limits, prompt_field: str) -> Non
         )
 
 
-def fit_max_tokens(num_prompt: int, ask: Ask, min_tokens: int, limits: Limits, prompt_field: str) -> int:
+def fit_max_tokens(
+    num_prompt: int, ask: RequestedSampling, min_tokens: int, limits: RequestLimits, prompt_field: str
+) -> int:
     """Tokens to generate for a prompt of `num_prompt` tokens; a default shrinks to what fits, a wish does not.
 
     A prefill server holds the prompt and one token, so that only the context bounds the rest there.
@@ -200,10 +202,10 @@ def _given(value: V | None, default: V) -> V:
 
 def _build(
     body: NativeSampling | OpenAIBody, min_tokens: int, max_tokens: int, seed: int | None, grammar: Grammar | None
-) -> SamplingParams:
-    default = SamplingParams()
+) -> CoreSamplingParams:
+    default = CoreSamplingParams()
     top_k = _given(body.top_k, -1)
-    return SamplingParams(
+    return CoreSamplingParams(
         max_new_tokens=max_tokens,
         min_new_tokens=min_tokens,
         temperature=_given(body.temperature, default.temperature),
@@ -227,14 +229,14 @@ def _build(
 
 
 def native_sampling(
-    body: NativeSampling, num_prompt: int, limits: Limits, fields: NativeNames, grammar: Grammar | None = None
-) -> SamplingParams:
+    body: NativeSampling, num_prompt: int, limits: RequestLimits, fields: NativeNames, grammar: Grammar | None = None
+) -> CoreSamplingParams:
     """Checked parameters of a `/generate` prompt of `num_prompt` tokens.
 
     Raises:
         RequestError: 400 naming the field.
     """
-    ask = Ask(body.max_new_tokens, NATIVE_TOKENS, "max_new_tokens")
+    ask = RequestedSampling(body.max_new_tokens, NATIVE_TOKENS, "max_new_tokens")
     min_tokens = _given(body.min_new_tokens, 0)
     with fields.inside():
         seed = _seed(body.seed, "seed") if body.sampling_seed is None else _seed(body.sampling_seed, "sampling_seed")
@@ -243,8 +245,13 @@ def native_sampling(
 
 
 def openai_sampling(
-    body: OpenAIBody, ask: Ask, num_prompt: int, limits: Limits, prompt_field: str, grammar: Grammar | None = None
-) -> SamplingParams:
+    body: OpenAIBody,
+    ask: RequestedSampling,
+    num_prompt: int,
+    limits: RequestLimits,
+    prompt_field: str,
+    grammar: Grammar | None = None,
+) -> CoreSamplingParams:
     """Checked parameters of an OpenAI prompt of `num_prompt` tokens.
 
     Raises:

@@ -15,8 +15,8 @@ from fastapi import Request
 from pdserve.base.stream_state import RESUME_FIELD, STATE_HEADER, EventState, ShortText
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import TokenLogprob
-from pdserve.server.generation import Update
-from pdserve.server.intake import Intake, check_token_ids
+from pdserve.server.generation import GenerationUpdate
+from pdserve.server.intake import PreparedRequests, check_token_ids
 
 
 class StreamHead(msgspec.Struct):
@@ -41,13 +41,15 @@ class Resume(msgspec.Struct):
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
 
-    def update(self, text: str) -> Update:
+    def update(self, text: str) -> GenerationUpdate:
         """The stream so far as one update. `text` is what its tokens show."""
         logprobs = list(self.logprobs or ())
-        return Update(0, text, list(self.token_ids), logprobs, cached_tokens=self.cached_tokens)
+        return GenerationUpdate(0, text, list(self.token_ids), logprobs, cached_tokens=self.cached_tokens)
 
 
-def resumed(intake: Intake, resume: Resume | None, vocab_size: int, *, stream: bool, logprobs: bool = False) -> Intake:
+def resumed(
+    intake: PreparedRequests, resume: Resume | None, vocab_size: int, *, stream: bool, logprobs: bool = False
+) -> PreparedRequests:
     """`intake` with the output that an earlier try made, if there was one.
 
     `logprobs`: each event has those of all tokens so far, if the request wants any.
@@ -85,7 +87,7 @@ class StreamStates:
         self._lines: list[Any] = []
         self._cached_tokens = 0
 
-    def told(self, update: Update | None, events: list[bytes]) -> Iterator[bytes]:
+    def told(self, update: GenerationUpdate | None, events: list[bytes]) -> Iterator[bytes]:
         """`events` as they are sent. They show `update`, None: no tokens. The last update has all that follows."""
         if not self._wanted:
             yield from events

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import PdserveError
 from pdserve.server.errors_http import error_event
-from pdserve.server.generation import Generation, Update
+from pdserve.server.generation import Generation, GenerationUpdate
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -59,9 +59,9 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def collect(generation: Generation, count: int) -> list[Update]:
+async def collect(generation: Generation, count: int) -> list[GenerationUpdate]:
     """All of a generation's `count` sequences, each merged into one update."""
-    whole = [Update(index) for index in range(count)]
+    whole = [GenerationUpdate(index) for index in range(count)]
     async with generation:
         async for update in generation:
             whole[update.index].absorb(update)

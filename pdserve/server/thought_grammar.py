@@ -7,14 +7,14 @@ from typing import Any
 
 from pdserve.protocol.grammar import Grammar
 from pdserve.server.constraints import Constraint
-from pdserve.server.parsers.thinking import Thinking
+from pdserve.server.parsers.thinking import ReasoningFormat
 
 SPACE_AFTER_THOUGHTS = r"[ \n]{0,4}"
 
 
-def after_thoughts(constraint: Constraint, thinking: Thinking, inside: bool | None) -> Constraint:
-    """`constraint` for the text behind the thoughts. `inside`: see `Thinking.begins_inside`; where the model may begin
-    to think by itself, it may also answer at once.
+def after_thoughts(constraint: Constraint, thinking: ReasoningFormat, inside: bool | None) -> Constraint:
+    """`constraint` for the text behind the thoughts. `inside`: see `ReasoningFormat.begins_inside`; where
+    the model may begin to think by itself, it may also answer at once.
 
     A grammar that the client wrote by hand (`ebnf`, `structural_tag`) is for the whole text, and stays as it is.
     """

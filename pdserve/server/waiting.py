@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.base.clock import Clock, MonotonicClock
-from pdserve.base.pace import Pace
+from pdserve.base.pace import RetryAfterEstimator
 from pdserve.config import ServerConfig
 from pdserve.config.resolve import MAX_RUNNING_REQUESTS
 from pdserve.errors import RequestError
@@ -37,7 +37,7 @@ class WaitingRequests:
     def __init__(self, most: int, num_replicas: int, clock: Clock) -> None:
         self._most = most
         self._num_replicas = num_replicas
-        self._pace = Pace(clock)
+        self._pace = RetryAfterEstimator(clock)
         self._tokens: dict[str, int] = {}
         """Of each sequence, by rid."""
         self._num_tokens = 0

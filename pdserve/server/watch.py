@@ -14,13 +14,13 @@ import msgspec
 from pdserve.errors import RequestError
 from pdserve.observe.metrics import RequestMetrics
 from pdserve.observe.record import RequestListener, RequestRecord, RequestStart, ttft_parts
-from pdserve.protocol.messages import FinishReason, GenerateRequest, RequestOutput, RequestTiming
+from pdserve.protocol.messages import EngineCoreOutput, FinishReason, GenerateRequest, RequestTiming
 from pdserve.server.calls import HttpCall
-from pdserve.server.generation import Update
+from pdserve.server.generation import GenerationUpdate
 
 
 @dataclasses.dataclass(slots=True)
-class Progress:
+class SequenceProgress:
     """How far one sequence has come. Times are monotonic; `seen_s` is that of its newest token."""
 
     start: RequestStart
@@ -36,7 +36,7 @@ class Progress:
     text: list[str] = dataclasses.field(default_factory=list)
 
 
-class Watch:
+class RequestStatsRecorder:
     """Tells `metrics`, and whoever is in `listeners`."""
 
     def __init__(self, metrics: RequestMetrics) -> None:
@@ -49,7 +49,7 @@ class Watch:
             return lambda request: request
         return lambda request: msgspec.structs.replace(request, traced=True)
 
-    def started(self, request: GenerateRequest, name: str, call: HttpCall | None) -> Progress:
+    def started(self, request: GenerateRequest, name: str, call: HttpCall | None) -> SequenceProgress:
         """A sequence is submitted, which its client knows as `name`."""
         now = time.monotonic()
         intake_s = 0.0 if call is None else now - call.arrived_s
@@ -70,9 +70,9 @@ class Watch:
             self._metrics.started(start)
             for listener in self.listeners:
                 listener.started(start)
-        return Progress(start, now - intake_s, request.probe)
+        return SequenceProgress(start, now - intake_s, request.probe)
 
-    def tokens(self, progress: Progress, output: RequestOutput, update: Update) -> None:
+    def tokens(self, progress: SequenceProgress, output: EngineCoreOutput, update: GenerationUpdate) -> None:
         """Tokens came, perhaps, and perhaps its end. Where the prompt alone is asked for, its end is all that comes."""
         progress.finish = update.finish
         if progress.probe:
@@ -92,7 +92,9 @@ class Watch:
             progress.output_ids += update.token_ids
             progress.text.append(update.text)
 
-    def _prompt_done(self, progress: Progress, output: RequestOutput, update: Update, now: float) -> None:
+    def _prompt_done(
+        self, progress: SequenceProgress, output: EngineCoreOutput, update: GenerationUpdate, now: float
+    ) -> None:
         progress.seen_s = now
         progress.ttft_s = now - progress.arrived_s
         progress.cached_tokens = output.cached_tokens
@@ -100,7 +102,7 @@ class Watch:
         self._metrics.first_token(progress.ttft_s, parts)
         self._metrics.prompt_done(output.prompt_tokens, output.cached_tokens)
 
-    def ended(self, progress: Progress, outcome: str, timing: RequestTiming | None) -> None:
+    def ended(self, progress: SequenceProgress, outcome: str, timing: RequestTiming | None) -> None:
         """It has ended, and will never be heard of again."""
         if progress.probe:
             return

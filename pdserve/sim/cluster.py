@@ -18,9 +18,9 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.sim.faults import Recorder
 from pdserve.sim.mishaps import Mishaps
 from pdserve.sim.network import Faults, SimNet
-from pdserve.sim.node import MachineClock, Node, Prompt, Shape
+from pdserve.sim.node import MachineClock, Prompt, Shape, SimNode
 from pdserve.sim.ranks import RankedNode
-from pdserve.sim.router import Answer, SimRouter
+from pdserve.sim.router import ClientAnswer, SimRouter
 from pdserve.sim.server import SimServer
 
 TICK_S, IDLE_TICK_S = 0.25, 1.0
@@ -84,7 +84,7 @@ class Cluster:
             endpoint = endpoints[index] if index < len(endpoints) else f"{host}:{number}"
             name = f"{role}-{number}"
             if parallel.num_ranks == 1:
-                node = Node(role, self.shape, self.net, endpoint, name, clock=clock, dp_size=dp_size)
+                node = SimNode(role, self.shape, self.net, endpoint, name, clock=clock, dp_size=dp_size)
             else:
                 node = RankedNode(
                     role, self.shape, self.net, endpoint, name, clock=clock, parallel=parallel, dp_size=dp_size
@@ -103,7 +103,7 @@ class Cluster:
 
     def run(
         self, prompts: Sequence[Prompt], num_rooms: int = 6, late: Sequence[Prompt] = (), max_steps: int = 24_000
-    ) -> list[Answer]:
+    ) -> list[ClientAnswer]:
         """Play the workload to its end; what each client got.
 
         The `late` ones come when all else has ended, what may fail a request is over, and time has passed to recover.
@@ -161,7 +161,7 @@ class Cluster:
         self.net.counts["clocks that differ"] += self.net.faults.clocks_differ
         return MachineClock(self.clock, origin)
 
-    def _answers(self, router: SimRouter) -> list[Answer]:
+    def _answers(self, router: SimRouter) -> list[ClientAnswer]:
         answers = []
         for client in sorted(router.clients, key=lambda client: client.index):
             assert client.answer is not None

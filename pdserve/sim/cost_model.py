@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.base.clock import ManualClock
-from pdserve.executor.interface import BatchPlan, HostPages, Row, SampledToken, StepHandle, StepResult
+from pdserve.executor.interface import BatchPlan, BatchRow, HostPages, SampledToken, StepHandle, StepResult
 from pdserve.memory.layout import KVLayout
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 
 FIRST_TOKEN = 1000
 """Tokens below are never sampled, so that one of them can be the end of sequence."""
@@ -41,7 +41,7 @@ class CostModel:
     kv_token_s: float = 40e-9
     copy_byte_s: float = 1 / 25e9
 
-    def row_s(self, row: Row) -> float:
+    def row_s(self, row: BatchRow) -> float:
         """What `row` adds to its step."""
         num_tokens = row.end - row.start
         own = self.decode_row_s if num_tokens == 1 else self.prefill_token_s * num_tokens
@@ -97,7 +97,7 @@ class CostModelExecutor:
         row: int,
         token_ids: Sequence[int],
         num_prompt_tokens: int,
-        sampling: SamplingParams,
+        sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
     ) -> None:
         """See `Executor`."""
@@ -158,7 +158,7 @@ class _Step:
         """See `LayerMarks`; never waits, since nothing else could run meanwhile."""
         return self._clock.now() >= self._ends_at
 
-    def _token(self, row: Row) -> SampledToken | None:
+    def _token(self, row: BatchRow) -> SampledToken | None:
         if not row.sample:
             return None
         return SampledToken(FIRST_TOKEN + (row.row * 7919 + row.end * 104_729) % self._num_tokens)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Sequence
 import msgspec
 
 from pdserve.errors import ProtocolError
-from pdserve.transfer.wire import Ack, Hello, Key, Meta, Packet, Ping, Pong, Refusal, Wire
+from pdserve.transfer.wire import Ack, Hello, MemoryKey, Meta, Packet, Ping, Pong, Refusal, Wire
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Faults:
         )
 
 
-class Links:
+class CutLinks:
     """Links between hosts that are cut, each in one direction, until some time."""
 
     def __init__(self) -> None:
@@ -166,10 +166,13 @@ class Recorder:
         ]
         if not isinstance(packet.body, Hello):
             ways.append(lambda packet: replace(packet, sender=self._stranger()))
-        if isinstance(key, Key):
-            others = [Key(key.room, key.attempt, "nobody-0")]
+        if isinstance(key, MemoryKey):
+            others = [MemoryKey(key.room, key.attempt, "nobody-0")]
             if not isinstance(packet.body, Meta):  # a later attempt is what a receiver may say
-                others += [Key(key.room, key.attempt + 1000, key.origin), Key(key.room + 1000, key.attempt, key.origin)]
+                others += [
+                    MemoryKey(key.room, key.attempt + 1000, key.origin),
+                    MemoryKey(key.room + 1000, key.attempt, key.origin),
+                ]
             seq = packet.seq and packet.seq + (
                 1 << 41
             )  # with its own number it would stand for a message of the peer's

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.base.parallel import SINGLE, ParallelShape
-from pdserve.executor.interface import BatchPlan, HostPages, Row, SampledToken, StepHandle, StepResult
+from pdserve.executor.interface import BatchPlan, BatchRow, HostPages, SampledToken, StepHandle, StepResult
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.transfer.kv_digest import RankDigest, digest_group
-from pdserve.transfer.plan import Window
+from pdserve.transfer.plan import RankShard
 
 VOCAB_SIZE = 50257
 POISON = np.uint64(0xDEADDEADDEADDEAD)
@@ -70,7 +70,7 @@ class HashExecutor:
         self._layout = layout
         self._group = layout.groups[0]
         places = [shape.place(rank) for rank in range(shape.num_ranks)]
-        self.windows = [Window.of(self._group, place) for place in places]
+        self.windows = [RankShard.of(self._group, place) for place in places]
         self.pools: list[U64] = [
             np.full((num_pages, *self._group.of_rank(place).page_shape), POISON, dtype=np.uint64) for place in places
         ]
@@ -110,7 +110,7 @@ class HashExecutor:
         row: int,
         token_ids: Sequence[int],
         num_prompt_tokens: int,
-        sampling: SamplingParams,
+        sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
     ) -> None:
         """See `Executor`."""
@@ -152,7 +152,7 @@ class HashExecutor:
         for pool in self.pools:
             pool[list(pages)] = 0
 
-    def compute(self, row: Row, pages: npt.NDArray[np.int32]) -> tuple[SampledToken | None, PromptLogprobs | None]:
+    def compute(self, row: BatchRow, pages: npt.NDArray[np.int32]) -> tuple[SampledToken | None, PromptLogprobs | None]:
         """One row of a step. `pages` are its page-table line at the launch."""
         tokens = self._tokens[row.row]
         told: dict[int, int] = {}

@@ -27,7 +27,7 @@ QUIET_S = 20.0
 OTHER = {"prefill": "decode", "decode": "prefill"}
 
 
-class Stage(Protocol):
+class ClusterView(Protocol):
     """The cluster that things go wrong in."""
 
     net: SimNet
@@ -51,7 +51,7 @@ class _Drain:
 class Mishaps:
     """The faults of one cluster. `pending` has what must still happen: servers that come back, or drain."""
 
-    def __init__(self, cluster: Stage) -> None:
+    def __init__(self, cluster: ClusterView) -> None:
         self._cluster = cluster
         self._net = cluster.net
         self._rng: random.Random = cluster.net.rng

@@ -18,29 +18,29 @@ from pdserve.base.clock import ManualClock
 from pdserve.memory.allocator import PageAllocator
 from pdserve.protocol.failure import Failure
 from pdserve.scheduler.scheduler import Event
-from pdserve.sim.faults import Faults, Links, Recorder, damaged
+from pdserve.sim.faults import CutLinks, Faults, Recorder, damaged
 from pdserve.transfer.events import (
     Address,
     CopyDone,
     CopyJob,
     FrameArrived,
     Notified,
+    PeerConnected,
     PeerFenced,
     PeerGone,
     PeerListens,
     PrefillFound,
     PrefillNotFound,
-    Reached,
     ReceiverOpened,
 )
 from pdserve.transfer.gated import CANCELLED, GATE_TIMEOUT_S, NEVER_WRITTEN, PEER_GONE
 from pdserve.transfer.plan import PageCopy
-from pdserve.transfer.wire import Key
+from pdserve.transfer.wire import MemoryKey
 
 __all__ = ["Faults", "Pool", "SimCopyEngine", "SimDirectory", "SimNet", "SimSocket"]
 
 Verb = Literal["reads", "writes"]
-Grants = Callable[[Verb, int, Key], bool]
+Grants = Callable[[Verb, int, MemoryKey], bool]
 """Whether a copy of a key may touch a page now: the key's source pages are held, or its target pages published."""
 MAX_LANDINGS = 8
 """Moments at which bytes of one job land: many small copies take no longer than a few."""
@@ -90,7 +90,7 @@ class SimNet:
         self.hosts: dict[str, str] = {}
         """By endpoint or process; what is not there is a host of its own."""
         self.stopped: set[str] = set()
-        self.links = Links()
+        self.links = CutLinks()
         self.recorder: Recorder | None = None
         self.counts: Counter[str] = Counter()
         self.calm = False
@@ -184,8 +184,8 @@ class SimCopyEngine:
         self._fences = fences
         self._receivers: set[str] = set()
         """Addresses that peers can write to."""
-        self._notes: dict[Key, set[int]] = defaultdict(set)
-        self._expected: dict[Key, int] = {}
+        self._notes: dict[MemoryKey, set[int]] = defaultdict(set)
+        self._expected: dict[MemoryKey, int] = {}
         net.engines[endpoint] = self
 
     @property
@@ -195,7 +195,7 @@ class SimCopyEngine:
 
     def reach(self, rank: int, transport_address: str) -> bool:
         """See `CopyEngine`: known some time later."""
-        self._report(Reached(transport_address, None if self._alive(transport_address) else PEER_GONE))
+        self._report(PeerConnected(transport_address, None if self._alive(transport_address) else PEER_GONE))
         return False
 
     def submit(self, job: CopyJob) -> None:
@@ -232,7 +232,7 @@ class SimCopyEngine:
         engine = self._net.engines.get(process)
         return self._process_lives(process) and engine is not None and address in engine._receivers
 
-    def expect(self, key: Key, rank: int, count: int) -> bool:
+    def expect(self, key: MemoryKey, rank: int, count: int) -> bool:
         """See `CopyEngine`."""
         assert key not in self._expected, "expected twice"
         if len(self._notes[key]) >= count:
@@ -241,16 +241,16 @@ class SimCopyEngine:
         self._net.later(lambda: self._give_up(key), min_delay_s=self.settle_s)
         return False
 
-    def _notified(self, key: Key, index: int) -> None:
+    def _notified(self, key: MemoryKey, index: int) -> None:
         self._notes[key].add(index)
         self._look(key)
 
-    def _look(self, key: Key) -> None:
+    def _look(self, key: MemoryKey) -> None:
         if len(self._notes[key]) == self._expected.get(key):
             del self._expected[key]
             self._report(Notified(key, 0))
 
-    def _give_up(self, key: Key) -> None:
+    def _give_up(self, key: MemoryKey) -> None:
         count = self._expected.pop(key, 0)
         if count:
             self._report(Notified(key, count - len(self._notes[key])))
@@ -353,7 +353,7 @@ class SimCopyEngine:
             if pool.grants is not None:
                 assert pool.grants(verb, page, job.key), f"a copy of {job.key} {verb} page {page}, which is not its own"
 
-    def _report(self, event: CopyDone | Notified | Reached | ReceiverOpened | PeerFenced) -> None:
+    def _report(self, event: CopyDone | Notified | PeerConnected | ReceiverOpened | PeerFenced) -> None:
         for _ in range(2 if self._net.rng.random() < self._net.faults.repeated else 1):
             self._net.later(lambda: self._net.post(self._endpoint, event))
 

@@ -28,22 +28,22 @@ from pdserve.protocol.messages import (
     StateReply,
     ToApi,
 )
-from pdserve.protocol.sampling import SamplingParams
-from pdserve.scheduler.core import Core, Limits, Outbox
-from pdserve.scheduler.roles.base import Role
+from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.scheduler.core import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
-from pdserve.scheduler.scheduler import Event, Mail, Scheduler
+from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
 from pdserve.scheduler.waiting import WaitingQueue
-from pdserve.scheduler.witness import KVWitness
+from pdserve.scheduler.witness import KVChecksum
 from pdserve.sim.hash_lm import HashExecutor, HashHasher, hash_layout
 from pdserve.sim.network import Faults, Grants, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket, Verb
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import ControlSocket, CopyEngine, Directory
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
 from pdserve.transfer.peers import SessionTimes
-from pdserve.transfer.wire import Key, RankMemory
+from pdserve.transfer.wire import MemoryKey, RankMemory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Prompt:
 
 
 @dataclasses.dataclass(slots=True)
-class Half:
+class RequestHalf:
     """What a client of one server has seen of one request."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -120,7 +120,7 @@ class MachineClock:
         self._offset_s += seconds
 
 
-class Node:
+class SimNode:
     """One server: a scheduler and everything below it. `mode` is null, prefill or decode.
 
     Peers reach it at `endpoint`; `instance` names its process, which a successor at the same endpoint is not.
@@ -139,7 +139,7 @@ class Node:
         dp_size: int = 1,
     ) -> None:
         self.mode, self.endpoint, self.instance = mode, endpoint, instance
-        self.halves: dict[str, Half] = defaultdict(Half)
+        self.halves: dict[str, RequestHalf] = defaultdict(RequestHalf)
         self._net, self._shape, self._parallel = net, shape, parallel
         self.clock = clock or net.clock
         self.layout = hash_layout(shape.page_tokens, num_heads=shape.num_heads)
@@ -154,7 +154,7 @@ class Node:
             prefix_cache=shape.decode_prefix_cache if mode == "decode" else shape.prefix_cache,
             eviction=shape.eviction,
         )
-        limits = Limits(
+        limits = StepLimits(
             chunk_tokens=shape.chunk_tokens,
             mixed_chunk_tokens=shape.mixed_chunk_tokens,
             saturation_tokens=shape.saturation_tokens,
@@ -164,11 +164,11 @@ class Node:
             layer_groups=shape.layer_groups if mode == "prefill" else 0,
             num_stages=shape.num_stages,
         )
-        core = Core(self.memory, self._steps(table), Outbox(self._hear), self._time(), limits)
+        core = SchedulerContext(self.memory, self._steps(table), Outbox(self._hear), self._time(), limits)
         waiting = WaitingQueue(shape.policy, 10.0, self.memory)
         self.mailbox: Mailbox[Event] = Mailbox()
         self.kv: KVManager | None = None
-        role: Role
+        role: SchedulerRole
         if mode == "null":
             role = MonolithRole(core, waiting)
         else:
@@ -256,7 +256,7 @@ class Node:
         """What the scheduler runs its steps with."""
         return self.executor
 
-    def _mail(self) -> Mail:
+    def _mail(self) -> InputSource:
         return self.mailbox
 
     def _aux(self) -> MetadataBuffers:
@@ -314,16 +314,16 @@ class Node:
             aux.slot_bytes, self.memory.aux.allocator, self._grants(is_aux=True), is_aux=True
         )
 
-    def _witness(self) -> KVWitness | None:
+    def _witness(self) -> KVChecksum | None:
         if not self._shape.kv_checksum:
             return None
         facts = {"page_bytes": self.layout.groups[0].page_bytes}
-        return KVWitness(HashHasher(self.executor), self.layout.page_tokens, facts, None, verify=True)
+        return KVChecksum(HashHasher(self.executor), self.layout.page_tokens, facts, None, verify=True)
 
     def _grants(self, *, is_aux: bool) -> Grants:
         """See `Grants`; of the aux slots, or of the KV pages."""
 
-        def grants(verb: Verb, page: int, key: Key) -> bool:
+        def grants(verb: Verb, page: int, key: MemoryKey) -> bool:
             assert self.kv is not None
             if verb == "reads":
                 out = self.kv.send_side.outgoing.get(key)
@@ -362,13 +362,13 @@ def monolith_tokens(shape: Shape, prompts: Sequence[Prompt]) -> list[list[int]]:
     return [half.tokens for half in monolith_halves(shape, prompts)]
 
 
-def monolith_halves(shape: Shape, prompts: Sequence[Prompt]) -> list[Half]:
+def monolith_halves(shape: Shape, prompts: Sequence[Prompt]) -> list[RequestHalf]:
     """All that an aggregated server gives for each prompt."""
     net = SimNet(0, ManualClock(), Faults())
     roomy = Shape(
         page_tokens=shape.page_tokens, num_pages=512, num_rows=64, prefix_cache=False, num_heads=shape.num_heads
     )
-    node = Node("null", roomy, net, "mono", "mono")
+    node = SimNode("null", roomy, net, "mono", "mono")
     for i, prompt in enumerate(prompts):
         node.mailbox.post(request(f"r{i}", prompt, None))
     for _ in range(100_000):
@@ -381,7 +381,7 @@ def monolith_halves(shape: Shape, prompts: Sequence[Prompt]) -> list[Half]:
 
 def request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateRequest:
     """A greedy request for one server."""
-    sampling = SamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=0.0)
+    sampling = CoreSamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=0.0)
     return GenerateRequest(
         rid=rid,
         input_ids=list(prompt.tokens),

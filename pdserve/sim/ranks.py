@@ -25,18 +25,18 @@ from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandl
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.copies import Outcome, RankCopies
 from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
 from pdserve.ranks.messages import Entry
 from pdserve.ranks.rank_executor import RankExecutor
 from pdserve.ranks.shared_aux import SharedMetadata
-from pdserve.scheduler.scheduler import Event, Mail
-from pdserve.scheduler.shared_mail import FollowerMail, LeaderMail
+from pdserve.scheduler.scheduler import Event, InputSource
+from pdserve.scheduler.shared_mail import FollowerInputSource, LeaderInputSource
 from pdserve.sim.hash_lm import HashExecutor
 from pdserve.sim.network import SimCopyEngine, SimNet
-from pdserve.sim.node import Node, Shape
+from pdserve.sim.node import Shape, SimNode
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import Address, ControlSocket, CopyEngine, Directory, TransferEvent
 from pdserve.transfer.kv_digest import RankDigest
@@ -46,7 +46,7 @@ LEADER_LASTS_S = 10.0
 """By when a rank notices that another one is lost, and ends: it may copy until then."""
 
 
-class RankedNode(Node):
+class RankedNode(SimNode):
     """A replica of several ranks: the leader, with its followers."""
 
     def __init__(
@@ -85,7 +85,7 @@ class RankedNode(Node):
 
     @property
     def idle(self) -> bool:
-        """See `Node.idle`; of all ranks."""
+        """See `SimNode.idle`; of all ranks."""
         if not super().idle or self._rank.copies.num_pending:
             return False
         for follower in self.followers:
@@ -118,8 +118,8 @@ class RankedNode(Node):
     def _steps(self, table: PageTable) -> Executor:
         return RankExecutor(self.executor, table, self.layout, self._parallel.place(0), _Alone(), self._rank.log)
 
-    def _mail(self) -> Mail:
-        return LeaderMail(self.mailbox, self._rank.log, self._rank.consensus)
+    def _mail(self) -> InputSource:
+        return LeaderInputSource(self.mailbox, self._rank.log, self._rank.consensus)
 
     def _aux(self) -> MetadataBuffers:
         return SharedMetadata(self._shape.num_aux, self._rank.log, shareable=False)
@@ -176,7 +176,7 @@ class _Rank:
         self.copies.post(cast(TransferEvent, event))
 
 
-class _Follower(Node):
+class _Follower(SimNode):
     """A rank but the first: its scheduler decides what the leader's does, and its engine copies from its own pool."""
 
     def __init__(self, leader: RankedNode, rank: _Rank, dp_size: int) -> None:
@@ -209,8 +209,8 @@ class _Follower(Node):
             local, table, self.layout, self._parallel.place(self._rank.number), _Alone(), self._rank.log
         )
 
-    def _mail(self) -> Mail:
-        return FollowerMail(self._rank.log, self._rank.consensus)
+    def _mail(self) -> InputSource:
+        return FollowerInputSource(self._rank.log, self._rank.consensus)
 
     def _aux(self) -> MetadataBuffers:
         return SharedMetadata(self._shape.num_aux, self._rank.log, shareable=False)
@@ -247,7 +247,7 @@ class _ComputedElsewhere:
         row: int,
         token_ids: Sequence[int],
         num_prompt_tokens: int,
-        sampling: SamplingParams,
+        sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
     ) -> None:
         """See `Executor`."""

@@ -21,16 +21,16 @@ from multidict import CIMultiDict
 from pdserve.base.clock import Clock
 from pdserve.protocol.messages import GenerateRequest, RoomAddress
 from pdserve.router import verdict
-from pdserve.router.upstream import Broken, Live, Whole
+from pdserve.router.upstream import ConnectionFailed, WorkerResponse, WorkerStream
 from pdserve.router.workers import Worker
-from pdserve.sim.node import Half, Prompt, request
+from pdserve.sim.node import Prompt, RequestHalf, request
 
 MAX_TRIES = 4
 GRACE_S = 8.0
 """How long prefill's half may take after decode's has ended, before the router closes it."""
 
 
-class Server(Protocol):
+class ServerView(Protocol):
     """What the router knows of a server."""
 
     @property
@@ -61,7 +61,7 @@ class Server(Protocol):
         """The connection of a request is closed."""
         ...
 
-    def half(self, rid: str) -> Half | None:
+    def half(self, rid: str) -> RequestHalf | None:
         """What it has answered so far."""
         ...
 
@@ -71,7 +71,7 @@ class Server(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class ClientAnswer:
     """How a client's request ended: `error` is None when it got all `tokens`. `num_tries` were made in `took_s`."""
 
     tokens: list[int]
@@ -81,20 +81,20 @@ class Answer:
 
 
 @dataclasses.dataclass(slots=True)
-class Try:
+class SimTry:
     """One request at one pair, for client `index`. `sent` has the servers that it has reached."""
 
     index: int
     rid: str
     room: int
-    prefill: Server
-    decode: Server
+    prefill: ServerView
+    decode: ServerView
     sent: set[str] = dataclasses.field(default_factory=set)
     closed: bool = False
     """The router has hung up on both."""
     decoded_at: float | None = None
 
-    def sides(self) -> tuple[tuple[str, Server], ...]:
+    def sides(self) -> tuple[tuple[str, ServerView], ...]:
         """Both halves, by role."""
         return (("prefill", self.prefill), ("decode", self.decode))
 
@@ -103,7 +103,7 @@ class Try:
         """Whether neither server has anything to do for it: the room may be used again."""
         return all(map(self._over, self.sides()))
 
-    def _over(self, side: tuple[str, Server]) -> bool:
+    def _over(self, side: tuple[str, ServerView]) -> bool:
         role, server = side
         if server.dead:
             return True
@@ -119,12 +119,12 @@ class Client:
     prompt: Prompt
     began_at: float
     num_tries: int = 0
-    current: Try | None = None
-    servers: list[Server] = dataclasses.field(default_factory=list)
+    current: SimTry | None = None
+    servers: list[ServerView] = dataclasses.field(default_factory=list)
     """Those of all its tries."""
     again_at: float = 0.0
-    avoid: list[Server] = dataclasses.field(default_factory=list)
-    answer: Answer | None = None
+    avoid: list[ServerView] = dataclasses.field(default_factory=list)
+    answer: ClientAnswer | None = None
 
 
 class SimRouter:
@@ -132,7 +132,7 @@ class SimRouter:
 
     def __init__(
         self,
-        servers: Callable[[str], Sequence[Server]],
+        servers: Callable[[str], Sequence[ServerView]],
         later: Callable[[Callable[[], None]], None],
         clock: Clock,
         rng: random.Random,
@@ -149,7 +149,7 @@ class SimRouter:
         self._prefix = prefix
         self.clients: list[Client] = []
         self.open: list[Client] = []
-        self.tries: list[Try] = []
+        self.tries: list[SimTry] = []
         """Those whose rooms are in use."""
 
     def begin(self, index: int, prompt: Prompt) -> Client:
@@ -192,7 +192,7 @@ class SimRouter:
         client.num_tries += 1
         self._counts["retries"] += client.num_tries > 1
         room = favourite if favourite in rooms else self._rng.choice(rooms)
-        each = Try(client.index, f"{self._prefix}{client.index}.{client.num_tries}", room, prefill, decode)
+        each = SimTry(client.index, f"{self._prefix}{client.index}.{client.num_tries}", room, prefill, decode)
         client.current = each
         client.servers += (prefill, decode)
         self.tries.append(each)
@@ -202,24 +202,24 @@ class SimRouter:
         for role, server in each.sides():
             self._later(lambda role=role, server=server: self._send(each, role, server, spec))  # type: ignore[misc]
 
-    def _choose(self, role: str, client: Client) -> Server | None:
+    def _choose(self, role: str, client: Client) -> ServerView | None:
         usable = [server for server in self._servers(role) if not (server.dead or server.draining)]
         fresh = [server for server in usable if server not in client.avoid]
         return self._rng.choice(fresh or usable) if usable else None
 
-    def _send(self, each: Try, role: str, server: Server, spec: GenerateRequest) -> None:
+    def _send(self, each: SimTry, role: str, server: ServerView, spec: GenerateRequest) -> None:
         if each.closed or server.dead:
             return
         each.sent.add(role)
         server.post(spec)
 
-    def _judge(self, client: Client, each: Try, now: float) -> None:
+    def _judge(self, client: Client, each: SimTry, now: float) -> None:
         """What a try has come to."""
         outcome = verdict.judge(_prefill_half(each), _decode_half(each))
         match outcome:
             case None:
                 return
-            case Live():
+            case WorkerStream():
                 half = each.decode.half(each.rid)
                 assert half is not None
                 if half.finish is not None:
@@ -233,19 +233,19 @@ class SimRouter:
                     client.avoid.append(each.decode if outcome.worker is cast(Worker, each.decode) else each.prefill)
                     client.current, client.again_at = None, now + self._rng.uniform(0.0, 3.0)
                     return
-                self._end(client, f"{outcome.status}" if isinstance(outcome, Whole) else "no connection")
+                self._end(client, f"{outcome.status}" if isinstance(outcome, WorkerResponse) else "no connection")
 
     def _end(self, client: Client, error: str | None) -> None:
         assert client.answer is None, f"client {client.index} is answered twice"
         each = client.current
         half = None if each is None else each.decode.half(each.rid)
         took_s = self._clock.now() - client.began_at
-        client.answer = Answer([] if half is None else list(half.tokens), error, client.num_tries, took_s)
+        client.answer = ClientAnswer([] if half is None else list(half.tokens), error, client.num_tries, took_s)
         self.open.remove(client)
         if each is not None and error is not None:
             self._close(each)
 
-    def _close(self, each: Try) -> None:
+    def _close(self, each: SimTry) -> None:
         """Hang up on both halves."""
         if each.closed:
             return
@@ -256,19 +256,19 @@ class SimRouter:
                 self._later(lambda server=server: server.abort(each.rid))  # type: ignore[misc]
 
 
-def _prefill_half(each: Try) -> Whole | Broken | None:
+def _prefill_half(each: SimTry) -> WorkerResponse | ConnectionFailed | None:
     half = each.prefill.half(each.rid)
     worker = cast(Worker, each.prefill)
     if half is not None and half.finish is not None:
-        return Whole(worker, each.prefill.status(each.rid), CIMultiDict(), b"")
-    return Broken(worker, "closed") if each.prefill.dead else None
+        return WorkerResponse(worker, each.prefill.status(each.rid), CIMultiDict(), b"")
+    return ConnectionFailed(worker, "closed") if each.prefill.dead else None
 
 
-def _decode_half(each: Try) -> Live | Whole | Broken | None:
+def _decode_half(each: SimTry) -> WorkerStream | WorkerResponse | ConnectionFailed | None:
     half = each.decode.half(each.rid)
     worker = cast(Worker, each.decode)
     if half is not None and half.tokens:
-        return Live(worker, cast(aiohttp.ClientResponse, None), CIMultiDict(), b"")
+        return WorkerStream(worker, cast(aiohttp.ClientResponse, None), CIMultiDict(), b"")
     if half is not None and half.finish is not None:
-        return Whole(worker, each.decode.status(each.rid), CIMultiDict(), b"")
-    return Broken(worker, "closed") if each.decode.dead else None
+        return WorkerResponse(worker, each.decode.status(each.rid), CIMultiDict(), b"")
+    return ConnectionFailed(worker, "closed") if each.decode.dead else None

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from pdserve.protocol.messages import AbortRequest, Divert, GenerateRequest
 from pdserve.sim.network import SimNet
-from pdserve.sim.node import Half, MachineClock, Node
+from pdserve.sim.node import MachineClock, RequestHalf, SimNode
 
 
 class SessionHistory:
     """The control sessions of a replica, by instance and number. One that has ended must not begin again."""
 
-    def __init__(self, node: Node, net: SimNet) -> None:
+    def __init__(self, node: SimNode, net: SimNet) -> None:
         self._node, self._net = node, net
         self._living: set[tuple[str, int]] = set()
         self._ended: set[tuple[str, int]] = set()
@@ -36,7 +36,7 @@ class SimServer:
     """One life of a server on `host`: its replicas, and which of them has which request."""
 
     def __init__(
-        self, role: str, host: str, clock: MachineClock, replicas: Sequence[Node], net: SimNet, divert: float
+        self, role: str, host: str, clock: MachineClock, replicas: Sequence[SimNode], net: SimNet, divert: float
     ) -> None:
         """`divert`: how often another prefill replica gets a request than the one that its room names."""
         self.role, self.host, self.clock = role, host, clock
@@ -49,7 +49,7 @@ class SimServer:
         self._histories = [SessionHistory(node, net) for node in self.replicas]
         self._net = net
         self._divert = divert
-        self._whose: dict[str, Node] = {}
+        self._whose: dict[str, SimNode] = {}
 
     def post(self, spec: GenerateRequest) -> None:
         """See `Server`. As `ReplicatedChannel`: a prefill server's rooms name a replica, but another may get it."""
@@ -74,7 +74,7 @@ class SimServer:
         for node in self.replicas:
             node.mailbox.post(AbortRequest(rid=None))
 
-    def half(self, rid: str) -> Half | None:
+    def half(self, rid: str) -> RequestHalf | None:
         """See `Server`."""
         node = self._whose.get(rid)
         return None if node is None else node.halves.get(rid)

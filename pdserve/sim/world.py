@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pdserve.base.clock import ManualClock
 from pdserve.protocol.messages import AbortRequest, RoomAddress
 from pdserve.sim.network import Faults, SimNet
-from pdserve.sim.node import Half, Node, Prompt, Shape, monolith_halves, monolith_tokens, request
+from pdserve.sim.node import Prompt, RequestHalf, Shape, SimNode, monolith_halves, monolith_tokens, request
 
-__all__ = ["Half", "Node", "Prompt", "Shape", "World", "monolith_halves", "monolith_tokens", "request"]
+__all__ = ["Prompt", "RequestHalf", "Shape", "SimNode", "World", "monolith_halves", "monolith_tokens", "request"]
 
 
 class World:
@@ -24,21 +24,21 @@ class World:
         self.rng = self.net.rng
         self.shape = shape
         self._births = itertools.count()
-        self.dead: list[Node] = []
+        self.dead: list[SimNode] = []
         self.prefill = self._born("prefill")
         self.decode = self._born("decode")
         self.num_aborts = 0
         self.num_kills = 0
 
-    def run(self, prompts: Sequence[Prompt], num_rooms: int, max_steps: int = 60_000) -> list[Half | None]:
+    def run(self, prompts: Sequence[Prompt], num_rooms: int, max_steps: int = 60_000) -> list[RequestHalf | None]:
         """Play the workload to its end; each prompt's decode half, None where its server was killed.
 
         Rooms are drawn from a few numbers and used again as soon as both halves have ended; a prompt that comes
         again prefers the room it had, so that late messages of the first use meet the second.
         """
         todo = list(enumerate(prompts))
-        rooms: dict[int, tuple[int, Node, Node]] = {}
-        results: list[Half | None] = [None] * len(prompts)
+        rooms: dict[int, tuple[int, SimNode, SimNode]] = {}
+        results: list[RequestHalf | None] = [None] * len(prompts)
         for _ in range(max_steps):
             self.clock.advance(0.25)
             self.net.deliver()
@@ -67,9 +67,9 @@ class World:
 
     # ------------------------------------------------------------------ inside
 
-    def _born(self, mode: str) -> Node:
+    def _born(self, mode: str) -> SimNode:
         number = next(self._births)
-        node = Node(mode, self.shape, self.net, f"{mode}:{number}", f"{mode}-{number}")
+        node = SimNode(mode, self.shape, self.net, f"{mode}:{number}", f"{mode}-{number}")
         if mode == "prefill":
             self.net.served[self.ADDRESS] = ((node.instance, node.endpoint),)
         return node
@@ -81,7 +81,7 @@ class World:
             spec = request(f"r{index}", prompt, address)
             self.net.later(lambda node=node, spec=spec: node.mailbox.post(spec))  # type: ignore[misc]
 
-    def _misfortune(self, rooms: dict[int, tuple[int, Node, Node]]) -> None:
+    def _misfortune(self, rooms: dict[int, tuple[int, SimNode, SimNode]]) -> None:
         faults = self.net.faults
         if rooms and self.rng.random() < faults.abort:
             index, prefill, decode = self.rng.choice(list(rooms.values()))
@@ -99,6 +99,6 @@ class World:
             else:
                 self.decode = self._born("decode")
 
-    def _ended(self, node: Node, index: int) -> bool:
+    def _ended(self, node: SimNode, index: int) -> bool:
         half = node.halves.get(f"r{index}")
         return node in self.dead or (half is not None and half.finish is not None)

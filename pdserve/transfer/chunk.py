@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVLayout
-from pdserve.transfer.events import Gates, Piece, Ready
+from pdserve.transfer.events import Gates, LayersReady, Piece
 from pdserve.transfer.plan import PageCopy, plan_feed
 from pdserve.transfer.topology import feeds
 from pdserve.transfer.wire import Hello
@@ -21,7 +21,7 @@ Way = tuple[int, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class ChunkPart:
     """What one of our ranks copies to the peer's rank behind `transport_address`."""
 
     rank: int
@@ -52,17 +52,19 @@ class ChunkPlanner:
                 for feed in feeds(group, self.shape, peer.shape)}  # fmt: skip
         return tuple((rank, peer.ranks[target].transport_address) for rank, target in sorted(ends | {(0, 0)}))
 
-    def layer_ranges(self, gates: Gates) -> list[tuple[range, Ready | None]]:
+    def layer_ranges(self, gates: Gates) -> list[tuple[range, LayersReady | None]]:
         """Layer ranges of the first group in ascending order, each with its gate; all layers at once without gates."""
         num_layers = self.layout.groups[0].num_layers
         if not gates:
             return [(range(num_layers), None)]
-        ranges: list[tuple[range, Ready | None]] = sorted(gates, key=lambda gate: gate[0].start)
+        ranges: list[tuple[range, LayersReady | None]] = sorted(gates, key=lambda gate: gate[0].start)
         covered = [layer for layers, _ in ranges for layer in layers]
         assert all(layers for layers, _ in ranges) and covered == list(range(num_layers)), gates
         return ranges
 
-    def pages(self, peer: Hello, source: Sequence[int], target: Sequence[Sequence[int]], layers: range) -> list[Part]:
+    def pages(
+        self, peer: Hello, source: Sequence[int], target: Sequence[Sequence[int]], layers: range
+    ) -> list[ChunkPart]:
         """Copies of `layers` of the first group, from our pages `source` to the peer's `target`, given per group.
 
         Other groups have layers of their own: they go whole, with the first group's last ones, when all is written.
@@ -83,15 +85,15 @@ class ChunkPlanner:
                     ends = (feed.source_rank, feed.destination_rank)
                     pieces.setdefault(ends, []).append((base, address, tuple(copies)))
         return [
-            Part(rank, peer.ranks[target_rank].transport_address, tuple(found))
+            ChunkPart(rank, peer.ranks[target_rank].transport_address, tuple(found))
             for (rank, target_rank), found in pieces.items()
         ]
 
-    def with_aux(self, parts: Sequence[Part], peer: Hello, source_slot: int, target_slot: int) -> list[Part]:
+    def with_aux(self, parts: Sequence[ChunkPart], peer: Hello, source_slot: int, target_slot: int) -> list[ChunkPart]:
         """`parts` and the copy of an aux slot, which becomes the last piece of the last one that goes its way."""
         size = self.aux_slot_bytes
         copy = PageCopy(source_slot * size, target_slot * size, size)
-        aux = Part(0, peer.ranks[0].transport_address, ((self.aux_base, peer.aux_region.address, (copy,)),))
+        aux = ChunkPart(0, peer.ranks[0].transport_address, ((self.aux_base, peer.aux_region.address, (copy,)),))
         for index in reversed(range(len(parts))):
             part = parts[index]
             if (part.rank, part.transport_address) == (aux.rank, aux.transport_address):

@@ -10,13 +10,13 @@ import msgspec
 
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.plan import PageCopy
-from pdserve.transfer.wire import Key
+from pdserve.transfer.wire import MemoryKey
 
 Address = tuple[str, int]
 """Host and port of a bootstrap server."""
 
 
-class Ready(Protocol):
+class LayersReady(Protocol):
     """A gate: whether some layers of a step are written.
 
     Called by copy workers, never by the scheduler thread. Once True, always True.
@@ -37,11 +37,11 @@ class LayerGate:
     wait: Callable[[int, float], bool]
 
     def __call__(self, timeout_s: float, /) -> bool:
-        """See `Ready`."""
+        """See `LayersReady`."""
         return self.wait(self.num_layers, timeout_s)
 
 
-Gates = Sequence[tuple[range, Ready]]
+Gates = Sequence[tuple[range, LayersReady]]
 """Layer ranges which together cover all layers once, each with its gate. None at all: everything is written."""
 Piece = tuple[int, int, tuple[PageCopy, ...]]
 """Source base address, destination base address, and copies between the two pools."""
@@ -106,14 +106,14 @@ class CopyJob:
     `cancelled` is set by the scheduler thread; a worker that has not started the job then skips it.
     """
 
-    key: Key
+    key: MemoryKey
     index: int
     peer: str
     transport_address: str
     pieces: tuple[Piece, ...]
     """One per layout group, or one for the aux slot."""
     num_bytes: int
-    ready: Ready | None = None
+    ready: LayersReady | None = None
     cancelled: bool = False
     rank: int = 0
     """Which of our ranks copies: each is a process of its own."""
@@ -125,7 +125,7 @@ class CopyDone(msgspec.Struct, frozen=True, tag=True):
     `write_s` is the time in the transport; waiting for a gate is no part of it.
     """
 
-    key: Key
+    key: MemoryKey
     index: int
     failure: Failure | None
     settled: bool
@@ -142,12 +142,12 @@ class Notified(msgspec.Struct, frozen=True, tag=True):
     `num_missing`.
     """
 
-    key: Key
+    key: MemoryKey
     num_missing: int
     rank: int = 0
 
 
-class Reached(msgspec.Struct, frozen=True, tag=True):
+class PeerConnected(msgspec.Struct, frozen=True, tag="Reached"):
     """How `reach` ended: our rank `rank` can write to the rank of a peer behind `transport_address`, or why not."""
 
     transport_address: str
@@ -182,7 +182,7 @@ TransferEvent = (
     | HandshakesFailed
     | CopyDone
     | Notified
-    | Reached
+    | PeerConnected
     | ReceiverOpened
     | PeerFenced
 )
@@ -203,7 +203,7 @@ class CopyEngine(Protocol):
 
     def reach(self, rank: int, transport_address: str) -> bool:
         """Whether our rank `rank` can write there. When not, or where nobody can say at once, it connects, and a
-        `Reached` will be posted. Never blocks.
+        `PeerConnected` will be posted. Never blocks.
         """
         ...
 
@@ -219,7 +219,7 @@ class CopyEngine(Protocol):
         """The peer behind this address is gone."""
         ...
 
-    def expect(self, key: Key, rank: int, count: int) -> bool:
+    def expect(self, key: MemoryKey, rank: int, count: int) -> bool:
         """Whether our rank `rank` has been notified of `count` writes of `key`. When not, or where nobody can say at
         once, a `Notified` will be posted. Once a key and rank.
         """

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.events import CopyJob, Ready
+from pdserve.transfer.events import CopyJob, LayersReady
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ NEVER_WRITTEN = Failure(code="layers_not_written", message="the layers to be sen
 class _Gate:
     """Jobs behind one gate. All requests of a step share its gates, so a gate is asked once for all of them."""
 
-    ready: Ready
+    ready: LayersReady
     expires_at: float
     jobs: list[CopyJob] = dataclasses.field(default_factory=list)
 
@@ -39,7 +39,7 @@ class GatedJobs:
     def __bool__(self) -> bool:
         return bool(self._gates)
 
-    def add(self, job: CopyJob, ready: Ready) -> None:
+    def add(self, job: CopyJob, ready: LayersReady) -> None:
         """Keep `job` until `ready` says True, the job is cancelled, or `GATE_TIMEOUT_S` have passed."""
         gate = self._gates.get(id(ready))
         if gate is None:

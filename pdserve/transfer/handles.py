@@ -16,7 +16,7 @@ from pdserve.transfer.receive_side import ReceiveSide
 from pdserve.transfer.room import ReceiveRoom, SendRoom
 from pdserve.transfer.send_side import SendSide
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import Key, TransferStats
+from pdserve.transfer.wire import MemoryKey, TransferStats
 
 
 class KVSender:
@@ -44,7 +44,7 @@ class KVSender:
         return self._room.fake
 
     @property
-    def key(self) -> Key | None:
+    def key(self) -> MemoryKey | None:
         """What both sides call this transfer; None before the receiver is known."""
         return None if self._room.target is None else self._room.target.key
 
@@ -134,7 +134,7 @@ class KVReceiver:
         return self._room.fake
 
     @property
-    def key(self) -> Key:
+    def key(self) -> MemoryKey:
         """What both sides call this transfer."""
         return self._room.key
 

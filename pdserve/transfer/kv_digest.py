@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.transfer.plan import Window
+from pdserve.transfer.plan import RankShard
 
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
@@ -66,7 +66,9 @@ class RankDigest(msgspec.Struct, frozen=True):
         return RankDigest(self.rank, groups)
 
 
-def digest_group(window: Window, pieces: Iterable[npt.NDArray[np.uint8]], first: int, num_tokens: int) -> GroupDigest:
+def digest_group(
+    window: RankShard, pieces: Iterable[npt.NDArray[np.uint8]], first: int, num_tokens: int
+) -> GroupDigest:
     """The digest of a rank's pages.
 
     Args:
@@ -114,7 +116,7 @@ def checksum(digests: Sequence[RankDigest]) -> str | None:
     return "/".join(".".join(f"{int(plane):08x}" for plane in total) for total in totals.values())
 
 
-def _blocks(window: Window, piece: npt.NDArray[np.uint8], first: int, num_tokens: int) -> U32:
+def _blocks(window: RankShard, piece: npt.NDArray[np.uint8], first: int, num_tokens: int) -> U32:
     """Hashes `[page, layer, plane, head]` of pages."""
     group = window.group
     token_bytes = group.head_bytes // group.page_tokens

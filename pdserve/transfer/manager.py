@@ -28,20 +28,20 @@ from pdserve.transfer.events import (
     FrameArrived,
     HandshakesFailed,
     Notified,
+    PeerConnected,
     PeerFenced,
     PeerGone,
     PeerHandshakeFailed,
     PeerListens,
     PrefillFound,
     PrefillNotFound,
-    Reached,
     ReceiverOpened,
     TransferEvent,
 )
 from pdserve.transfer.handles import KVReceiver, KVSender
 from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerReady, SenderQuiesced, SessionTimes
 from pdserve.transfer.receive_side import ReceiveSide
-from pdserve.transfer.receivers import Receivers
+from pdserve.transfer.receivers import SessionReceivers
 from pdserve.transfer.send_side import SendSide
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.wire import (
@@ -52,9 +52,9 @@ from pdserve.transfer.wire import (
     Hello,
     Meta,
     RankMemory,
-    Region,
     Told,
     Wire,
+    WireRegion,
 )
 
 __all__ = ["FAKE_BOOTSTRAP_HOST", "KVArgs", "KVManager", "KVReceiver", "KVSender", "TransferTimes"]
@@ -120,11 +120,11 @@ class KVManager:
             dp_size=args.dp_size,
             dp_attention=args.dp_attention,
             ranks=ranks,
-            aux_region=Region(*args.aux.buffer),
+            aux_region=WireRegion(*args.aux.buffer),
             aux_slot_bytes=args.aux.slot_bytes,
             answer=False,
         )
-        self.receivers = Receivers(engine, clock, args.shape.num_ranks)
+        self.receivers = SessionReceivers(engine, clock, args.shape.num_ranks)
         self.sessions = Sessions(
             args.instance,
             hello,
@@ -192,7 +192,7 @@ class KVManager:
         match event:
             case CopyDone():
                 self.send_side.on_copy(event)
-            case Reached():
+            case PeerConnected():
                 self.send_side.on_reached(event)
             case Notified():
                 self.receive_side.on_notified(event)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from pdserve.transfer.events import Notified, TransferEvent
-from pdserve.transfer.wire import Count, Key
+from pdserve.transfer.wire import Count, MemoryKey
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +36,14 @@ MAX_KEYS = 4096
 class Note(msgspec.Struct, frozen=True, array_like=True):
     """Names one write: the job `index` of `key`."""
 
-    key: Key
+    key: MemoryKey
     index: Count
 
 
 _notes = msgspec.msgpack.Decoder(Note)
 
 
-def encode_note(key: Key, index: int) -> bytes:
+def encode_note(key: MemoryKey, index: int) -> bytes:
     """The note of a write, some tens of bytes."""
     return msgspec.msgpack.encode(Note(key, index))
 
@@ -55,8 +55,8 @@ class Notifications:
         self._take = take
         self._post = post
         self._changed = threading.Condition()
-        self._seen: OrderedDict[Key, set[int]] = OrderedDict()
-        self._expected: dict[Key, tuple[int, float]] = {}
+        self._seen: OrderedDict[MemoryKey, set[int]] = OrderedDict()
+        self._expected: dict[MemoryKey, tuple[int, float]] = {}
         """How many of each key, and up to which of our seconds they are waited for."""
         self._looked_at = self._seconds = 0.0
         self._num_complaints = 0
@@ -64,7 +64,7 @@ class Notifications:
         self._thread = threading.Thread(target=self._work, name="kv-notes", daemon=True)
         self._thread.start()
 
-    def expect(self, key: Key, count: int) -> bool:
+    def expect(self, key: MemoryKey, count: int) -> bool:
         """Whether `count` writes of `key` have been notified; they mostly have. If not, `Notified` is posted when they
         have, or have not within `TIMEOUT_S`. Once a key.
         """

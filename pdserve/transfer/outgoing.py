@@ -17,18 +17,18 @@ import msgspec
 from pdserve.base.clock import Clock
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.chunk import Part
-from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, Ready
+from pdserve.transfer.chunk import ChunkPart
+from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, LayersReady
 from pdserve.transfer.peers import Peer, PeerState
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.wire import Done, Ended, Key, Told, TransferStats
+from pdserve.transfer.wire import Done, Ended, MemoryKey, Told, TransferStats
 
 
 @dataclasses.dataclass(slots=True)
-class Outgoing:
+class InFlightWrites:
     """Writes of one key that may still run."""
 
-    key: Key
+    key: MemoryKey
     peer: str
     session: int
     """In which the receiver's pages were published; how the key ended is said in that one only."""
@@ -49,10 +49,10 @@ class Outgoing:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class WriteOutcome:
     """What the end of a job means for the request: everything has landed, or nothing more will be written."""
 
-    key: Key
+    key: MemoryKey
     how: TransferStats | Failure
 
 
@@ -62,20 +62,20 @@ class ClosedKeys:
     """
 
     def __init__(self, limit: int = 65536) -> None:
-        self._keys: OrderedDict[Key, tuple[int, ...]] = OrderedDict()
+        self._keys: OrderedDict[MemoryKey, tuple[int, ...]] = OrderedDict()
         self._limit = limit
 
-    def add(self, key: Key, notified: tuple[int, ...] = ()) -> None:
+    def add(self, key: MemoryKey, notified: tuple[int, ...] = ()) -> None:
         """Close `key` for good, perhaps before its last write has ended: `notified` may be told later."""
         self._keys[key] = notified or self._keys.get(key, ())
         if len(self._keys) > self._limit:
             self._keys.popitem(last=False)
 
-    def notified(self, key: Key) -> tuple[int, ...]:
+    def notified(self, key: MemoryKey) -> tuple[int, ...]:
         """See `Ended`."""
         return self._keys.get(key, ())
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: MemoryKey) -> bool:
         return key in self._keys
 
 
@@ -87,29 +87,31 @@ class OutgoingKeys:
         self._engine = engine
         self._clock = clock
         self._counters = counters
-        self._entries: dict[Key, Outgoing] = {}
-        self._settling: dict[Key, Outgoing] = {}
+        self._entries: dict[MemoryKey, InFlightWrites] = {}
+        self._settling: dict[MemoryKey, InFlightWrites] = {}
         """Keys with a failed write that may still land."""
         self.closed = ClosedKeys()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Outgoing]:
+    def __iter__(self) -> Iterator[InFlightWrites]:
         return iter(self._entries.values())
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: MemoryKey) -> bool:
         return key in self._entries
 
-    def get(self, key: Key) -> Outgoing | None:
+    def get(self, key: MemoryKey) -> InFlightWrites | None:
         """The writes of `key`, while any may run."""
         return self._entries.get(key)
 
-    def submit(self, key: Key, peer: Peer, leases: Sequence[Lease], part: Part, ready: Ready | None) -> None:
+    def submit(
+        self, key: MemoryKey, peer: Peer, leases: Sequence[Lease], part: ChunkPart, ready: LayersReady | None
+    ) -> None:
         """Queue the copies of `part`, which read from pages of `leases`: held until the key's last job has ended."""
         out = self._entries.get(key)
         if out is None:
-            out = self._entries[key] = Outgoing(key, peer.instance, peer.session)
+            out = self._entries[key] = InFlightWrites(key, peer.instance, peer.session)
         for lease in leases:
             if not lease.held_by("send"):
                 lease.hold("send")
@@ -121,7 +123,7 @@ class OutgoingKeys:
         out.num_jobs += 1
         self._engine.submit(job)
 
-    def say(self, key: Key, body: Ended | Done | Told) -> None:
+    def say(self, key: MemoryKey, body: Ended | Done | Told) -> None:
         """To the receiver of `key`, if there is a session with it: where anything was written, the one of that time."""
         peer, out = self._sessions.peer(key.origin), self._entries.get(key)
         if out is not None:
@@ -129,7 +131,7 @@ class OutgoingKeys:
         if peer is not None and peer.hello is not None and peer.state is not PeerState.REFUSED:
             self._sessions.send(peer, body)
 
-    def stop(self, key: Key, failure: Failure) -> None:
+    def stop(self, key: MemoryKey, failure: Failure) -> None:
         """Write nothing more for `key`; promise so once it is true."""
         out = self._entries.get(key)
         if out is None:
@@ -142,11 +144,11 @@ class OutgoingKeys:
             self._engine.cancel(job)
         self._finish(out)
 
-    def quiesced(self, key: Key, failure: Failure) -> Ended:
+    def quiesced(self, key: MemoryKey, failure: Failure) -> Ended:
         """The promise that nothing is written any more to `key`, which is closed."""
         return Ended(key=key, failure=failure, quiesced=True, notified=self.closed.notified(key))
 
-    def copied(self, event: CopyDone) -> Outcome | None:
+    def copied(self, event: CopyDone) -> WriteOutcome | None:
         """A job has ended. A report that comes again is ignored."""
         out = self._entries.get(event.key)
         job = None if out is None else out.pending.pop(event.index, None)
@@ -164,7 +166,7 @@ class OutgoingKeys:
             return self._finish(out)
         self.say(out.key, Ended(key=out.key, failure=event.failure, quiesced=False))
         self.stop(out.key, event.failure)
-        return Outcome(out.key, event.failure)
+        return WriteOutcome(out.key, event.failure)
 
     def tick(self) -> None:
         """Failed writes that have settled."""
@@ -180,7 +182,7 @@ class OutgoingKeys:
         """KV pages and aux slots that are read for peers, or may be."""
         return sum(len(lease.pages) for out in self for lease in out.leases)
 
-    def _count(self, out: Outgoing, job: CopyJob, write_s: float) -> None:
+    def _count(self, out: InFlightWrites, job: CopyJob, write_s: float) -> None:
         """A job has ended well."""
         out.num_bytes += job.num_bytes
         out.num_written[job.transport_address] += job.num_bytes > 0
@@ -189,7 +191,7 @@ class OutgoingKeys:
             peer.sent.moved(job.num_bytes, write_s, self._clock.now())
         self._counters["kv_transfer_bytes"] += job.num_bytes
 
-    def _finish(self, out: Outgoing) -> Outcome | None:
+    def _finish(self, out: InFlightWrites) -> WriteOutcome | None:
         """When the last write of a key has ended: say how, and let go of the source pages."""
         if out.pending or self._clock.now() < out.settled_at:
             return None
@@ -213,22 +215,22 @@ class OutgoingKeys:
         if peer is not None:
             done = Done(key=out.key, stats=stats, num_told=out.num_told, notified=notified)
             self._sessions.send(peer, done)
-        return Outcome(out.key, stats)
+        return WriteOutcome(out.key, stats)
 
-    def _receiver_of(self, out: Outgoing) -> Peer | None:
+    def _receiver_of(self, out: InFlightWrites) -> Peer | None:
         """The receiver of a key, while the session in which it published its pages lasts."""
         peer = self._sessions.peer(out.peer)
         if peer is None or peer.session != out.session or peer.hello is None or peer.state is PeerState.REFUSED:
             return None
         return peer
 
-    def _notified(self, out: Outgoing, peer: Peer | None) -> tuple[int, ...]:
+    def _notified(self, out: InFlightWrites, peer: Peer | None) -> tuple[int, ...]:
         """See `Done`."""
         if not self._engine.notifies or peer is None or peer.hello is None:
             return ()
         return tuple(out.num_written[rank.transport_address] for rank in peer.hello.ranks)
 
-    def _stats(self, out: Outgoing) -> TransferStats:
+    def _stats(self, out: InFlightWrites) -> TransferStats:
         return msgspec.structs.replace(
             out.times,
             num_bytes=out.num_bytes,

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from pdserve.base.parallel import Place
+from pdserve.base.parallel import RankCoord
 from pdserve.memory.layout import KVGroup
-from pdserve.transfer.topology import Feed
+from pdserve.transfer.topology import ShardFlow
 
 
 class PageCopy(msgspec.Struct, frozen=True, gc=False):
@@ -30,7 +30,7 @@ class PageCopy(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
+class RankShard:
     """What of a model's group lies in a rank's pages: `group` is the rank's own."""
 
     group: KVGroup
@@ -38,7 +38,7 @@ class Window:
     heads: range
 
     @classmethod
-    def of(cls, group: KVGroup, place: Place) -> Window:
+    def of(cls, group: KVGroup, place: RankCoord) -> RankShard:
         """The window of a rank; `group` is the whole model's."""
         return cls(group.of_rank(place), group.layers_of(place), group.heads_of(place))
 
@@ -49,7 +49,7 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Route:
+class CopyPattern:
     """What of every page goes where: `starts` are offsets within a source page and a destination page, in bytes.
 
     From each pair of them go `num_bytes`; `whole`: that is all there is of either page.
@@ -73,7 +73,9 @@ class Route:
 
 
 @functools.lru_cache(maxsize=1024)
-def route_of(group: KVGroup, source: Place, destination: Place, feed: Feed, layers: range | None) -> Route | None:
+def route_of(
+    group: KVGroup, source: RankCoord, destination: RankCoord, feed: ShardFlow, layers: range | None
+) -> CopyPattern | None:
     """The route of `feed`, restricted to `layers`, numbers of the model; None when nothing is left of it.
 
     Layers whose heads are the same on both sides are one copy a page; else each run of heads is one.
@@ -85,25 +87,25 @@ def route_of(group: KVGroup, source: Place, destination: Place, feed: Feed, laye
     )
     if not wanted or not feed.heads:
         return None
-    ours, theirs = Window.of(group, source), Window.of(group, destination)
+    ours, theirs = RankShard.of(group, source), RankShard.of(group, destination)
     page_bytes = ours.group.page_bytes, theirs.group.page_bytes
     if ours.heads == theirs.heads == feed.heads:
         start = (ours.offset(wanted.start, 0, feed.heads.start), theirs.offset(wanted.start, 0, feed.heads.start))
         whole = ours.layers == theirs.layers == wanted
-        return Route(*page_bytes, (start,), len(wanted) * ours.group.layer_bytes, whole)
+        return CopyPattern(*page_bytes, (start,), len(wanted) * ours.group.layer_bytes, whole)
     starts = tuple(
         (ours.offset(layer, plane, feed.heads.start), theirs.offset(layer, plane, feed.heads.start))
         for layer in wanted
         for plane in range(group.num_planes)
     )
-    return Route(*page_bytes, starts, len(feed.heads) * group.head_bytes, whole=False)
+    return CopyPattern(*page_bytes, starts, len(feed.heads) * group.head_bytes, whole=False)
 
 
 def plan_feed(
     group: KVGroup,
-    source: Place,
-    destination: Place,
-    feed: Feed,
+    source: RankCoord,
+    destination: RankCoord,
+    feed: ShardFlow,
     source_pages: Sequence[int],
     destination_pages: Sequence[int],
     layers: range | None = None,

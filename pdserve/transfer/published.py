@@ -16,14 +16,14 @@ from pdserve.base.clock import Clock
 from pdserve.memory.lease import Lease
 from pdserve.transfer.events import CopyEngine, Notified
 from pdserve.transfer.state import KVPoll, merge_ranks
-from pdserve.transfer.wire import Done, Ended, Key
+from pdserve.transfer.wire import Done, Ended, MemoryKey
 
 
 @dataclasses.dataclass(slots=True)
-class Published:
+class RemoteWritable:
     """The pages of one key."""
 
-    key: Key
+    key: MemoryKey
     peer: str
     """Whom they were given to; no other process can say how the key ended."""
     receiver: str | None
@@ -44,15 +44,15 @@ class Published:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ending:
+class WritableEnd:
     """How a key ended: the sender's last word, and whether all that it had written is there at all ranks."""
 
-    entry: Published
+    entry: RemoteWritable
     word: Done | Ended
     landed: bool
 
 
-class PublishedPages:
+class RemoteWritablePages:
     """All keys that peers may write to. `num_ranks`: those of our replica."""
 
     def __init__(self, engine: CopyEngine, clock: Clock, num_ranks: int) -> None:
@@ -60,26 +60,26 @@ class PublishedPages:
         self._clock = clock
         self._num_notified = num_ranks if engine.notifies else 0
         """Ranks that a last word must say something of."""
-        self._entries: dict[Key, Published] = {}
-        self._fenced: dict[Key, Published] = {}
+        self._entries: dict[MemoryKey, RemoteWritable] = {}
+        self._fenced: dict[MemoryKey, RemoteWritable] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Published]:
+    def __iter__(self) -> Iterator[RemoteWritable]:
         return iter(self._entries.values())
 
-    def get(self, key: Key) -> Published | None:
+    def get(self, key: MemoryKey) -> RemoteWritable | None:
         """What was published under `key`, while it is."""
         return self._entries.get(key)
 
-    def add(self, entry: Published) -> None:
+    def add(self, entry: RemoteWritable) -> None:
         """The peer is about to be told; from here on the pages have the hold `remote`."""
         for lease in entry.leases:
             lease.hold("remote")
         self._entries[entry.key] = entry
 
-    def release(self, key: Key) -> None:
+    def release(self, key: MemoryKey) -> None:
         """Nothing can be written any more. Unknown keys are ignored."""
         self._fenced.pop(key, None)
         entry = self._entries.pop(key, None)
@@ -87,7 +87,7 @@ class PublishedPages:
             for lease in entry.leases:
                 lease.drop("remote")
 
-    def end(self, word: Done | Ended) -> Ending | None:
+    def end(self, word: Done | Ended) -> WritableEnd | None:
         """The sender writes no more of a key. What has come of that, unless our engines must be waited for.
 
         The first word counts: a quiesced `Ended` may come with a `Done`, in any order.
@@ -103,7 +103,7 @@ class PublishedPages:
             entry.at_ranks = [KVPoll.FAILED]
         return self._ending(entry)
 
-    def notified(self, event: Notified) -> Ending | None:
+    def notified(self, event: Notified) -> WritableEnd | None:
         """The engine of one of our ranks has been notified of all that was written of a key, or will not be."""
         entry = self._entries.get(event.key)
         if entry is None or entry.word is None or entry.at_ranks[event.rank] is not KVPoll.TRANSFERRING:
@@ -142,13 +142,13 @@ class PublishedPages:
         for entry in [entry for entry in self._fenced.values() if entry.fenced_at is None or now >= entry.fenced_at]:
             self.release(entry.key)
 
-    def _at_rank(self, key: Key, rank: int, num_written: int) -> KVPoll:
+    def _at_rank(self, key: MemoryKey, rank: int, num_written: int) -> KVPoll:
         """How a key stands at one of our ranks that so many writes of it went to."""
         if not num_written or self._engine.expect(key, rank, num_written):
             return KVPoll.SUCCESS
         return KVPoll.TRANSFERRING
 
-    def _ending(self, entry: Published) -> Ending | None:
+    def _ending(self, entry: RemoteWritable) -> WritableEnd | None:
         """A key stands as the slowest rank does, once all have said their word. Then its pages are let go; but where
         one was not told of a write, its bytes may still come, and the pages rest.
         """
@@ -160,9 +160,9 @@ class PublishedPages:
             self.release(entry.key)
         else:
             self._fence(entry, self._engine.settle_s)
-        return Ending(entry, entry.word, landed)
+        return WritableEnd(entry, entry.word, landed)
 
-    def _fence(self, entry: Published, settle_s: float) -> None:
+    def _fence(self, entry: RemoteWritable, settle_s: float) -> None:
         """Keep the pages of a key for so long, or for as long as was said before."""
         until = self._clock.now() + settle_s
         entry.fenced_at = until if entry.fenced_at is None else max(entry.fenced_at, until)

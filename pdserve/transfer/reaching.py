@@ -11,20 +11,20 @@ from collections.abc import Callable, Sequence
 
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.chunk import Way
-from pdserve.transfer.events import CopyEngine, Reached
+from pdserve.transfer.events import CopyEngine, PeerConnected
 from pdserve.transfer.peers import Peer
 from pdserve.transfer.wire import Hello
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
+class ReachResult:
     """All our ranks reach the peer (`failure` None), or one cannot."""
 
     peer: str
     failure: Failure | None
 
 
-class Reaching:
+class Connecting:
     """Ways to all peers; `ways` are those to one."""
 
     def __init__(self, engine: CopyEngine, ways: Callable[[Hello], Sequence[Way]]) -> None:
@@ -35,7 +35,7 @@ class Reaching:
         self._whose: dict[Way, str] = {}
 
     def begin(self, peer: Peer) -> bool:
-        """Whether all our ranks reach `peer`, which has shaken hands. When not, a `Verdict` follows."""
+        """Whether all our ranks reach `peer`, which has shaken hands. When not, a `ReachResult` follows."""
         assert peer.hello is not None
         if peer.instance not in self._missing:
             missing = {way for way in self._ways(peer.hello) if not self._engine.reach(*way)}
@@ -43,7 +43,7 @@ class Reaching:
             self._whose |= dict.fromkeys(missing, peer.instance)
         return not self._missing[peer.instance]
 
-    def take(self, event: Reached) -> Verdict | None:
+    def take(self, event: PeerConnected) -> ReachResult | None:
         """One way was reached, or cannot be; the verdict if that makes one. After a failure it is asked for anew."""
         way = (event.rank, event.transport_address)
         peer = self._whose.pop(way, None)
@@ -53,8 +53,8 @@ class Reaching:
         missing.discard(way)
         if event.failure is not None:
             self.forget(peer)
-            return Verdict(peer, event.failure)
-        return None if missing else Verdict(peer, None)
+            return ReachResult(peer, event.failure)
+        return None if missing else ReachResult(peer, None)
 
     def forget(self, peer: str) -> None:
         """The peer is gone, or one of its ranks out of reach."""

@@ -14,11 +14,11 @@ from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address, CopyEngine, Notified
 from pdserve.transfer.peers import Peer
-from pdserve.transfer.published import Ending, Published, PublishedPages
+from pdserve.transfer.published import RemoteWritable, RemoteWritablePages, WritableEnd
 from pdserve.transfer.room import ReceiveRoom
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import Abort, Done, Ended, Key, Meta, Told, TransferStats
+from pdserve.transfer.wire import Abort, Done, Ended, MemoryKey, Meta, Told, TransferStats
 
 
 class ReceiveSide:
@@ -45,7 +45,7 @@ class ReceiveSide:
         self._counters = counters
         self._attempts = itertools.count(1)
         self.rooms: dict[int, ReceiveRoom] = {}
-        self.published = PublishedPages(engine, clock, num_ranks)
+        self.published = RemoteWritablePages(engine, clock, num_ranks)
         self.moved: dict[int, None] = {}
         self._seeking: dict[Address, dict[int, ReceiveRoom]] = {}
         """Rooms without a session, in the order of their opening."""
@@ -66,7 +66,7 @@ class ReceiveSide:
             raise RequestError(
                 f"bootstrap_room {room} is in use", field="bootstrap_room", status=409, code="room_in_use"
             )
-        key = Key(room, next(self._attempts), self._instance)
+        key = MemoryKey(room, next(self._attempts), self._instance)
         record = ReceiveRoom(
             room=room,
             digest=digest,
@@ -104,7 +104,9 @@ class ReceiveSide:
         self._expecting[room.room] = room
         pages = tuple(tuple(lease.pages[num_cached:]) for lease in leases)
         num_told = sum(map(len, pages)) + len(aux.pages)
-        self.published.add(Published(room.key, peer.instance, peer.receiver, (*leases, aux), num_told, cached_tokens))
+        self.published.add(
+            RemoteWritable(room.key, peer.instance, peer.receiver, (*leases, aux), num_told, cached_tokens)
+        )
         meta = Meta(
             key=room.key,
             cached_tokens=cached_tokens,
@@ -145,7 +147,7 @@ class ReceiveSide:
         for room in self._seeking.pop(address, {}).values():
             room.fail(failure)
 
-    def sends(self, peer: Peer, key: Key) -> bool:
+    def sends(self, peer: Peer, key: MemoryKey) -> bool:
         """True when the pages of `key` were given in the session with `peer`; no other can say how it ended."""
         entry = self.published.get(key)
         return entry is not None and entry.peer == peer.instance and entry.receiver == peer.receiver
@@ -218,7 +220,7 @@ class ReceiveSide:
 
     # ------------------------------------------------------------------ inside
 
-    def _conclude(self, ending: Ending | None) -> None:
+    def _conclude(self, ending: WritableEnd | None) -> None:
         """A key has ended; what that means for whoever waits for it."""
         if ending is None:
             return
@@ -274,7 +276,7 @@ class ReceiveSide:
         if replicas and ended.moved_to >= len(replicas):
             return False
         self.published.release(room.key)  # the request itself keeps them
-        room.key = Key(room.room, next(self._attempts), self._instance)
+        room.key = MemoryKey(room.room, next(self._attempts), self._instance)
         room.peer, room.replica, room.unheard = None, ended.moved_to, entry
         self._seeking.setdefault(room.address, {})[room.room] = room
         self._dial(room.address)

@@ -34,7 +34,7 @@ class _Receiver:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Opened:
+class ReceiverAddresses:
     """All ranks have answered for the session `name`: the address of each, or why one has none."""
 
     name: str
@@ -42,7 +42,7 @@ class Opened:
     failure: Failure | None = None
 
 
-class Receivers:
+class SessionReceivers:
     """All sessions' receiving engines. A name is used for one session only."""
 
     def __init__(self, engine: CopyEngine, clock: Clock, num_ranks: int) -> None:
@@ -58,17 +58,17 @@ class Receivers:
         for rank in range(self._num_ranks):
             self._engine.open_receiver(rank, name)
 
-    def opened(self, event: ReceiverOpened) -> Opened | None:
+    def opened(self, event: ReceiverOpened) -> ReceiverAddresses | None:
         """One rank has an engine, or has none. A report that comes again, or for an ended session, is ignored."""
         receiver = self._receivers.get(event.peer)
         if receiver is None or receiver.fence_begun_at is not None or event.rank in receiver.addresses:
             return None
         if event.failure is not None:
-            return Opened(event.peer, (), event.failure)
+            return ReceiverAddresses(event.peer, (), event.failure)
         receiver.addresses[event.rank] = event.transport_address
         if len(receiver.addresses) < self._num_ranks:
             return None
-        return Opened(event.peer, tuple(receiver.addresses[rank] for rank in range(self._num_ranks)))
+        return ReceiverAddresses(event.peer, tuple(receiver.addresses[rank] for rank in range(self._num_ranks)))
 
     def fence(self, name: str) -> None:
         """Have every rank end what session `name` writes. A fence that has begun, and unknown names, are ignored."""

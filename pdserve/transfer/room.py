@@ -10,9 +10,9 @@ from pdserve.memory.layout import KVLayout, pages_for
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.events import Address
-from pdserve.transfer.published import Published
+from pdserve.transfer.published import RemoteWritable
 from pdserve.transfer.state import TERMINAL, KVPoll, advance
-from pdserve.transfer.wire import Hello, Key, Meta, TransferStats
+from pdserve.transfer.wire import Hello, MemoryKey, Meta, TransferStats
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,11 +61,11 @@ class ReceiveRoom(Room):
     """Decode's side. `peer` is the prefill instance once the session is ready."""
 
     address: Address = ("", 0)
-    key: Key = Key(0, 0, "")
+    key: MemoryKey = MemoryKey(0, 0, "")
     peer: str | None = None
     replica: int | None = None
     """Which one has the request, where the one that the room's number names said so."""
-    unheard: Published | None = None
+    unheard: RemoteWritable | None = None
     """What is to be published again as soon as there is a session with `replica`."""
     published_at: float | None = None
     stats: TransferStats = TransferStats()

@@ -21,23 +21,23 @@ from pdserve.errors import RequestError
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
-from pdserve.transfer.chunk import ChunkPlanner, Part
-from pdserve.transfer.events import CopyDone, CopyEngine, Gates, Reached, Ready
+from pdserve.transfer.chunk import ChunkPart, ChunkPlanner
+from pdserve.transfer.events import CopyDone, CopyEngine, Gates, LayersReady, PeerConnected
 from pdserve.transfer.outgoing import OutgoingKeys
 from pdserve.transfer.peers import Peer
-from pdserve.transfer.reaching import Reaching
+from pdserve.transfer.reaching import Connecting
 from pdserve.transfer.room import SendRoom, misfit, shortfall
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.state import TERMINAL, KVPoll
-from pdserve.transfer.unmatched import Unmatched, Verdict
-from pdserve.transfer.wire import Abort, Ended, Hello, Key, Meta, Told, TransferStats
+from pdserve.transfer.unmatched import EarlyArrivals, Tombstone
+from pdserve.transfer.wire import Abort, Ended, Hello, MemoryKey, Meta, Told, TransferStats
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Chunk:
     """Pages of a request: ours, and the peer's by layout group."""
 
-    key: Key
+    key: MemoryKey
     peer: Peer
     hello: Hello
     source: Sequence[int]
@@ -68,8 +68,8 @@ class SendSide:
         self.rooms: dict[int, SendRoom] = {}
         self.outgoing = OutgoingKeys(sessions, engine, clock, counters)
         self.moved: dict[int, None] = {}
-        self._unmatched = Unmatched(clock, timeout_s)
-        self._reaching = Reaching(engine, chunks.ways)
+        self._unmatched = EarlyArrivals(clock, timeout_s)
+        self._reaching = Connecting(engine, chunks.ways)
         self._bound: dict[int, SendRoom] = {}
         """Rooms whose receiver is known, while it is not known whether all our ranks can write to it."""
 
@@ -145,7 +145,7 @@ class SendSide:
         if not room.fail(failure):
             return
         if room.target is None:
-            self._unmatched.bury(room.room, room.digest, Verdict(failure))
+            self._unmatched.bury(room.room, room.digest, Tombstone(failure))
             return
         key = room.target.key
         self.outgoing.say(key, Ended(key=key, failure=failure, quiesced=False))
@@ -160,7 +160,7 @@ class SendSide:
 
     def divert(self, room: int, digest: str, replica: int) -> None:
         """Another replica of this server has the request of this room and prompt: its receiver is sent there."""
-        self._unmatched.bury(room, digest, Verdict(_failure("moved", f"replica {replica} has it"), replica))
+        self._unmatched.bury(room, digest, Tombstone(_failure("moved", f"replica {replica} has it"), replica))
         for early in self._unmatched.take_room(room):
             peer = self._sessions.peer(early.instance)
             if peer is not None:
@@ -216,7 +216,7 @@ class SendSide:
         else:
             self._sessions.send(peer, self.outgoing.quiesced(key, abort.failure))
 
-    def on_reached(self, event: Reached) -> None:
+    def on_reached(self, event: PeerConnected) -> None:
         """One of our ranks can write to one of a peer's, or cannot: then nothing is computed for it in vain."""
         verdict = self._reaching.take(event)
         if verdict is None:
@@ -274,7 +274,7 @@ class SendSide:
 
     # ------------------------------------------------------------------ inside
 
-    def _supersedes(self, room: SendRoom, key: Key) -> bool:
+    def _supersedes(self, room: SendRoom, key: MemoryKey) -> bool:
         """A receiver counts its attempts, so a higher one means the bound one is dead; nothing must have been sent."""
         assert room.target is not None
         bound = room.target.key
@@ -291,12 +291,12 @@ class SendSide:
     def _shortfall(self, room: SendRoom, meta: Meta) -> str | None:
         return None if room.num_tokens is None else shortfall(meta, room.num_tokens, self._page_tokens)
 
-    def _refuse(self, peer: Peer, key: Key, wrong: str) -> None:
+    def _refuse(self, peer: Peer, key: MemoryKey, wrong: str) -> None:
         """A Meta that no receiver of ours would send."""
         self._counters["metas_refused"] += 1
         self._turn_away(peer, key, _failure("bad_metadata", wrong, status=500))
 
-    def _turn_away(self, peer: Peer, key: Key, failure: Failure, moved_to: int | None = None) -> None:
+    def _turn_away(self, peer: Peer, key: MemoryKey, failure: Failure, moved_to: int | None = None) -> None:
         self.outgoing.closed.add(key)
         self._sessions.send(peer, Ended(key=key, failure=failure, quiesced=True, moved_to=moved_to))
 
@@ -328,7 +328,7 @@ class SendSide:
         return _Chunk(key, peer, peer.hello, source, target)
 
     def _submit(
-        self, room: SendRoom, peer: Peer, leases: Sequence[Lease], part: Part, ready: Ready | None = None
+        self, room: SendRoom, peer: Peer, leases: Sequence[Lease], part: ChunkPart, ready: LayersReady | None = None
     ) -> None:
         """Queue the copies of `part`, which read from pages of `leases`: held until the key's last job has ended."""
         assert room.target is not None

@@ -6,8 +6,8 @@
 
 A session ends when the peer's port refuses a connection, when the peer is silent for too long, when another process
 answers for its endpoint, when the peer says so, or when an operator does. None of these proves that the peer writes no
-more: its pages are free once `Receivers` has fenced it, or once it has promised quiet. A peer that was taken for gone
-and lives opens a new session.
+more: its pages are free once `SessionReceivers` has fenced it, or once it has promised quiet. A peer that was
+taken for gone and lives opens a new session.
 
 Owned by `KVManager`; scheduler thread only. Results come back as `Notice` values for the manager to act on. On the
 ranks of one replica all of it runs alike, so nothing here is drawn at random: see `_mint`.
@@ -39,8 +39,8 @@ from pdserve.transfer.peers import (
     SessionTimes,
     check_hello,
 )
-from pdserve.transfer.receivers import Receivers
-from pdserve.transfer.strangers import Strangers
+from pdserve.transfer.receivers import SessionReceivers
+from pdserve.transfer.strangers import UnknownPeers
 from pdserve.transfer.wire import MAX_ACKS, Ack, Body, Hello, Packet, Ping, Pong, Refusal, Reset, Wire
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Sessions:
         clock: Clock,
         times: SessionTimes,
         counters: Counter[str],
-        receivers: Receivers,
+        receivers: SessionReceivers,
         writes_in: Callable[[int], bool],
         secret: str,
         decode_sizes: Mapping[str, int] | None = None,
@@ -95,7 +95,7 @@ class Sessions:
         """Instances behind an address; empty while the directory is being asked."""
         self._seq = itertools.count(1)
         self._number = itertools.count(1)
-        self._strangers = Strangers(instance, wire, socket, clock, self._nonce, writes_in, quiet_s=times.resend_s)
+        self._strangers = UnknownPeers(instance, wire, socket, clock, self._nonce, writes_in, quiet_s=times.resend_s)
 
     # ------------------------------------------------------------------ asking for peers
 

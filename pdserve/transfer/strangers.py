@@ -46,7 +46,7 @@ class _Challenge:
     proved: bool = False
 
 
-class Strangers:
+class UnknownPeers:
     """Sends to processes that are no peers; remembers ended sessions.
 
     `mint` makes a nonce that the ranks of this replica agree on. `writes_in`: see `Sessions`. `quiet_s` is the time

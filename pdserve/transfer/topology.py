@@ -15,7 +15,7 @@ from pdserve.memory.layout import KVGroup
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Feed:
+class ShardFlow:
     """`source_rank` sends `layers` x `heads`, numbers within the model, to `destination_rank`."""
 
     source_rank: int
@@ -35,7 +35,7 @@ def check_shapes(prefill: ParallelShape, decode: ParallelShape) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def feeds(group: KVGroup, source: ParallelShape, destination: ParallelShape) -> tuple[Feed, ...]:
+def feeds(group: KVGroup, source: ParallelShape, destination: ParallelShape) -> tuple[ShardFlow, ...]:
     """All feeds of `group`, the whole model's, by destination rank, layers and heads."""
     found = []
     for rank in range(destination.num_ranks):
@@ -44,7 +44,7 @@ def feeds(group: KVGroup, source: ParallelShape, destination: ParallelShape) -> 
             layers = _overlap(group.layers_of(place), group.layers_of(source.place(stage * source.tp_size)))
             if layers:
                 found += [
-                    Feed(stage * source.tp_size + tp_rank, rank, layers, heads)
+                    ShardFlow(stage * source.tp_size + tp_rank, rank, layers, heads)
                     for tp_rank, heads in _head_sources(group, source, place.tp_rank, group.heads_of(place))
                 ]
     return tuple(found)

@@ -15,7 +15,7 @@ import dataclasses
 
 from pdserve.base.clock import Clock
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.wire import Key, Meta
+from pdserve.transfer.wire import MemoryKey, Meta
 
 MAX_EARLY = 4096
 MAX_EARLY_PAGES = 1 << 22
@@ -24,7 +24,7 @@ MAX_TOMBSTONES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class EarlyMeta:
+class EarlyTransferInfo:
     """A Meta that came before its request; `instance` is the receiver's process."""
 
     expires_at: float
@@ -33,22 +33,22 @@ class EarlyMeta:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
+class Tombstone:
     """What a receiver is told that comes too late, or to the wrong replica: then `moved_to` is the right one."""
 
     failure: Failure
     moved_to: int | None = None
 
 
-class Unmatched:
+class EarlyArrivals:
     """Early Metas by key, tombstones by (room, prompt digest). All live equally long, so the oldest expires first."""
 
     def __init__(self, clock: Clock, timeout_s: float) -> None:
         self._clock = clock
         self._timeout_s = timeout_s
-        self._early: dict[Key, EarlyMeta] = {}
+        self._early: dict[MemoryKey, EarlyTransferInfo] = {}
         self._num_pages = 0
-        self._tombstones: dict[tuple[int, str], tuple[float, Verdict]] = {}
+        self._tombstones: dict[tuple[int, str], tuple[float, Tombstone]] = {}
 
     @property
     def num_early(self) -> int:
@@ -68,15 +68,15 @@ class Unmatched:
         if len(self._early) >= MAX_EARLY or self._num_pages + num_pages > MAX_EARLY_PAGES:
             return False
         self._num_pages += num_pages
-        self._early[meta.key] = EarlyMeta(self._clock.now() + self._timeout_s, instance, meta)
+        self._early[meta.key] = EarlyTransferInfo(self._clock.now() + self._timeout_s, instance, meta)
         return True
 
-    def take_room(self, room: int) -> list[EarlyMeta]:
+    def take_room(self, room: int) -> list[EarlyTransferInfo]:
         """Whoever waits for `room`, which opens now."""
         keys = [key for key in self._early if key.room == room]
         return [self._take(key) for key in keys]
 
-    def forget_key(self, key: Key) -> None:
+    def forget_key(self, key: MemoryKey) -> None:
         """Its receiver does not want it any more."""
         if key in self._early:
             self._take(key)
@@ -86,22 +86,22 @@ class Unmatched:
         for key in [key for key, early in self._early.items() if early.instance == instance]:
             self._take(key)
 
-    def bury(self, room: int, digest: str, verdict: Verdict) -> None:
+    def bury(self, room: int, digest: str, verdict: Tombstone) -> None:
         """A request ended, or went elsewhere, before its receiver was known."""
         self._tombstones.pop((room, digest), None)
         self._tombstones[room, digest] = (self._clock.now() + self._timeout_s, verdict)
         if len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
 
-    def exhume(self, room: int, digest: str) -> Verdict | None:
+    def exhume(self, room: int, digest: str) -> Tombstone | None:
         """What became of the request of this room and prompt, told once; None when there is no tombstone."""
         entry = self._tombstones.pop((room, digest), None)
         return None if entry is None else entry[1]
 
-    def expire(self) -> list[EarlyMeta]:
+    def expire(self) -> list[EarlyTransferInfo]:
         """Drop what has waited too long; the early ones of it are returned."""
         now = self._clock.now()
-        expired: list[EarlyMeta] = []
+        expired: list[EarlyTransferInfo] = []
         while self._early:
             key, early = next(iter(self._early.items()))
             if now < early.expires_at:
@@ -114,7 +114,7 @@ class Unmatched:
             del self._tombstones[mark]
         return expired
 
-    def _take(self, key: Key) -> EarlyMeta:
+    def _take(self, key: MemoryKey) -> EarlyTransferInfo:
         early = self._early.pop(key)
         self._num_pages -= _num_pages(early.meta)
         return early

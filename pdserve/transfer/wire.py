@@ -44,7 +44,7 @@ EngineAddress = Annotated[str, msgspec.Meta(max_length=16384)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-class Key(msgspec.Struct, frozen=True):
+class MemoryKey(msgspec.Struct, frozen=True):
     """One use of a room: `origin` is the receiver's instance id, `attempt` its ever-growing count."""
 
     room: Count
@@ -52,7 +52,7 @@ class Key(msgspec.Struct, frozen=True):
     origin: Name
 
 
-class Region(msgspec.Struct, frozen=True):
+class WireRegion(msgspec.Struct, frozen=True):
     """Registered memory of a peer."""
 
     address: Count
@@ -63,12 +63,12 @@ class RankMemory(msgspec.Struct, frozen=True):
     """Where peers write to one rank: its transport, and its pool of each layout group."""
 
     transport_address: EngineAddress
-    kv_regions: tuple[Region, ...]
+    kv_regions: tuple[WireRegion, ...]
 
     @classmethod
     def of(cls, transport_address: str, buffers: Iterable[tuple[int, int]]) -> RankMemory:
         """A rank whose pools are `buffers`, `(address, bytes)` each."""
-        return cls(transport_address, tuple(Region(*buffer) for buffer in buffers))
+        return cls(transport_address, tuple(WireRegion(*buffer) for buffer in buffers))
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -91,7 +91,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dp_size: Size = 1
     dp_attention: bool = False
     ranks: Annotated[tuple[RankMemory, ...], msgspec.Meta(max_length=4096)]
-    aux_region: Region
+    aux_region: WireRegion
     aux_slot_bytes: Count
     answer: bool
 
@@ -114,7 +114,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     The receiver has the KV of the first `cached_tokens` tokens, whole pages; `pages` are those for the rest.
     """
 
-    key: Key
+    key: MemoryKey
     cached_tokens: Count = 0
     pages: tuple[tuple[Count, ...], ...]
     aux_slot: Count
@@ -139,7 +139,7 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
 class Told(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A part of the log probabilities that the receiver's client wants of the prompt; `index` counts from 0."""
 
-    key: Key
+    key: MemoryKey
     index: Count
     part: PromptLogprobs
 
@@ -150,7 +150,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     `notified`: for each of the receiver's ranks, of how many writes its engine is told; empty where engines do not.
     """
 
-    key: Key
+    key: MemoryKey
     stats: TransferStats
     num_told: Count = 0
     notified: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)] = ()
@@ -163,7 +163,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     `notified`: where `quiesced`, as in `Done`, of the writes that had ended well; empty also when there were none.
     """
 
-    key: Key
+    key: MemoryKey
     failure: Failure
     quiesced: bool
     moved_to: Count | None = None
@@ -173,7 +173,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The receiver does not want `key` any more; answered with a quiesced `Ended` (or a `Done` on its way)."""
 
-    key: Key
+    key: MemoryKey
     failure: Failure
     prompt_digest: Name
 

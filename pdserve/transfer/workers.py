@@ -23,11 +23,11 @@ from typing import cast
 
 from pdserve.errors import TransferError
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.events import CopyDone, CopyJob, PeerFenced, Reached, ReceiverOpened, TransferEvent
+from pdserve.transfer.events import CopyDone, CopyJob, PeerConnected, PeerFenced, ReceiverOpened, TransferEvent
 from pdserve.transfer.gated import CANCELLED, PEER_GONE, GatedJobs
 from pdserve.transfer.notifications import Notifications, encode_note
 from pdserve.transfer.transport import Copy, NotifyingTransport, Transport
-from pdserve.transfer.wire import Key
+from pdserve.transfer.wire import MemoryKey
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class CopyWorkers:
         """See `CopyEngine`."""
         workers = self._workers(transport_address)
         if isinstance(workers, Failure):
-            self._post(Reached(transport_address, workers))
+            self._post(PeerConnected(transport_address, workers))
             return False
         if any(worker.connected for worker in workers):
             return True
@@ -185,7 +185,7 @@ class CopyWorkers:
         for worker in self._workers_of.pop(transport_address, ()):
             worker.orders.put(_End(PEER_GONE))
 
-    def expect(self, key: Key, rank: int, count: int) -> bool:
+    def expect(self, key: MemoryKey, rank: int, count: int) -> bool:
         """See `CopyEngine`."""
         assert self._notifications is not None, "the transport notifies of nothing"
         return self._notifications.expect(key, count)
@@ -265,7 +265,7 @@ class CopyWorkers:
                     if not orders.empty():
                         continue  # take in all that came before the gates are asked
                 case _Reach():
-                    self._post(Reached(worker.peer, self._reach(worker)))
+                    self._post(PeerConnected(worker.peer, self._reach(worker)))
                 case _End(failure=failure):
                     self._report_unsent(worker, gated.clear(), failure)
                     self._transport.disconnect(worker.peer)  # once more: it was just being connected, perhaps

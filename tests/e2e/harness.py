@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import requests
 
-from pdserve.base.process import Child, Ready, end_all
+from pdserve.base.process import Child, ServerReady, end_all
 
 RUNNING: weakref.WeakSet[Server] = weakref.WeakSet()
 """Whose last lines a failure shows: every server that no test has let go of."""
@@ -48,7 +48,7 @@ class Server:
         env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
         env |= variables or {}
         self.child = Child(name, [*before, PYTHON, "-m", module, *flags], env=env, on_line=self.lines.append)
-        self.ready: Ready | None = None
+        self.ready: ServerReady | None = None
         self.headers: dict[str, str] = {}
         """With questions about its state: a key, where it wants one."""
 

@@ -24,7 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 from pdserve.protocol.seal import Seal
 from pdserve.ranks.meeting import Introduction
 from pdserve.ranks.seals import contact_seal, frame_seal
-from pdserve.ranks.watch import Peer
+from pdserve.ranks.watch import PeerRank
 from tests.e2e.harness import Nodes, assert_idle, running_nodes, until
 from tests.e2e.test_data_ports import num_established
 from tests.e2e.test_keys import say_all
@@ -59,7 +59,7 @@ class Target:
 
     nodes: Nodes
     store: TCPStore
-    peers: tuple[Peer, ...]
+    peers: tuple[PeerRank, ...]
     closed: tuple[Address, ...]
 
     @property
@@ -97,7 +97,7 @@ class Target:
         assert seen() == before
 
 
-def _port(peer: Peer) -> int:
+def _port(peer: PeerRank) -> int:
     return int(peer.endpoint.rpartition(":")[2])
 
 
@@ -189,7 +189,7 @@ def test_many_connections(target: Target) -> None:
 # ---------------------------------------------------------------------- the log
 
 
-def forged(peers: tuple[Peer, ...], receiver: int) -> list[bytes]:
+def forged(peers: tuple[PeerRank, ...], receiver: int) -> list[bytes]:
     """What a stranger can make of all that the rendezvous tells: everything but the token."""
     to, sender = peers[receiver], peers[1 - receiver]
     frame = HEADER.pack(sender.rank, 1 << 32) + b"\x81\xa4type\xa4Stop"

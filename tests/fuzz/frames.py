@@ -22,7 +22,7 @@ from pdserve.errors import RequestError
 from pdserve.protocol.codec import PROTOCOL_VERSION
 from pdserve.protocol.seal import Seal
 from pdserve.transfer.events import FrameArrived, PeerGone, PeerListens
-from pdserve.transfer.wire import Body, Hello, Packet, Ping, Pong, RankMemory, Region, Wire
+from pdserve.transfer.wire import Body, Hello, Packet, Ping, Pong, RankMemory, Wire, WireRegion
 from tests.fuzz.structs import change_bytes, change_tree, sample
 from tests.fuzz.watch import rss_mb
 from tests.unit.transfer.kit import ADDRESS, TOKEN, Net, Pair, Side, found, meet
@@ -108,7 +108,7 @@ class Episode:
         if rng.random() < 0.7:
             pins["facts"] = self._facts
             pins |= {"tp_size": 1, "pp_size": 1, "dp_size": 1, "dp_attention": False}
-            pins["kv_regions"] = (sample(Region, rng),)
+            pins["kv_regions"] = (sample(WireRegion, rng),)
             pins["ranks"] = (sample(RankMemory, rng, pins),)
         pins["body"] = sample(Hello if rng.random() < 0.3 else rng.choice(BODIES), rng, pins)
         return sample(Packet, rng, pins)

@@ -14,8 +14,8 @@ from pdserve.config.groups import DisaggConfig, DisaggMode, ModelConfig, ServerC
 from pdserve.observe.record import RequestRecord, RequestStart
 from pdserve.protocol.messages import EngineState, Flow, PeerLoad, RequestTiming
 from pdserve.protocol.replicas import merge_states
-from pdserve.protocol.sampling import SamplingParams
-from pdserve.router.config import Role, RouterConfig, WorkerSpec
+from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.router.config import RouterConfig, WorkerRole, WorkerSpec
 from pdserve.server.app import make_metrics
 from pdserve.transfer.peers import SessionTimes
 
@@ -53,7 +53,7 @@ def exported_by_server(mode: DisaggMode) -> str:
     metrics = make_metrics(config)
     start = RequestStart(
         key="k", rid="r", path="/generate", room=None, arrived_at=0.0, intake_s=0.0, input_ids=[1],
-        sampling=SamplingParams(), stream=False, traceparent=None,
+        sampling=CoreSamplingParams(), stream=False, traceparent=None,
     )  # fmt: skip
     timing = RequestTiming(queue_s=1.0, bootstrap_s=1.0, prefill_s=1.0, transfer_s=1.0, kv_bytes=9, kv_transfer_s=1.0)
     record = RequestRecord(
@@ -76,7 +76,10 @@ async def exported_by_router() -> str:
     from pdserve.router.app import make_app
 
     dead = "http://127.0.0.1:1"
-    specs = (WorkerSpec(role=Role.PREFILL, url=dead), WorkerSpec(role=Role.DECODE, url="http://127.0.0.1:2"))
+    specs = (
+        WorkerSpec(role=WorkerRole.PREFILL, url=dead),
+        WorkerSpec(role=WorkerRole.DECODE, url="http://127.0.0.1:2"),
+    )
     runner = web.AppRunner(make_app(RouterConfig(pd=True, workers=specs)))
     await runner.setup()
     try:

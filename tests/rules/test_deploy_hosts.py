@@ -20,7 +20,7 @@ from pdserve.base.keys import ADMIN_API_KEY, API_KEY
 from pdserve.config.groups import ServerConfig
 from pdserve.launch_engine import REFUSED
 from pdserve.launch_local import LocalConfig
-from pdserve.router.config import Role, RouterConfig
+from pdserve.router.config import RouterConfig, WorkerRole
 from tests.rules.deploy_kit import (
     CONFIGS,
     ROOT,
@@ -96,13 +96,13 @@ def test_the_compose_file_is_valid_by_its_schema() -> None:
 
 def test_compose_starts_a_pair_and_a_router_that_knows_it() -> None:
     expected = set()
-    for role in (Role.PREFILL, Role.DECODE):
+    for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
         config = service_config(role)
         assert isinstance(config, ServerConfig)
         disagg = config.disagg
         assert disagg.disaggregation_mode == role
         assert disagg.disaggregation_host == role, "peers reach a service by its name"
-        port = disagg.disaggregation_bootstrap_port if role is Role.PREFILL else None
+        port = disagg.disaggregation_bootstrap_port if role is WorkerRole.PREFILL else None
         expected.add((role, f"http://{role}:{config.serving.port}", port))
     router = service_config("router")
     assert isinstance(router, RouterConfig)
@@ -183,11 +183,11 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
 
 def test_units_start_a_pair_and_a_router_that_knows_it() -> None:
     expected = set()
-    for role in (Role.PREFILL, Role.DECODE):
+    for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
         config = unit_config(role)
         assert isinstance(config, ServerConfig)
         assert config.disagg.disaggregation_mode == role
-        port = config.disagg.disaggregation_bootstrap_port if role is Role.PREFILL else None
+        port = config.disagg.disaggregation_bootstrap_port if role is WorkerRole.PREFILL else None
         expected.add((role, f"http://{config.serving.host}:{config.serving.port}", port))
     router = unit_config("router")
     assert isinstance(router, RouterConfig)

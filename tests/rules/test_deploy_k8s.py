@@ -12,7 +12,7 @@ from pdserve.base.env import CONTROL_TOKEN
 from pdserve.base.keys import ADMIN_API_KEY, API_KEY
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
-from pdserve.router.config import Role, RouterConfig
+from pdserve.router.config import RouterConfig, WorkerRole
 from pdserve.server import health
 from tests.rules.deploy_kit import (
     K8S,
@@ -139,7 +139,7 @@ def test_the_router_knows_exactly_the_servers_that_are_made(overlay: str) -> Non
         port = config.disagg.disaggregation_bootstrap_port if prefill else None
         for replica in range(pod.owner["spec"]["replicas"]):
             url = f"http://{name}-{replica}.{name}:{config.serving.port}"
-            expected.add((Role.PREFILL if prefill else Role.DECODE, url, port))
+            expected.add((WorkerRole.PREFILL if prefill else WorkerRole.DECODE, url, port))
     assert {(spec.role, spec.url, spec.bootstrap_port) for spec in router_of(overlay).workers} == expected
 
 

@@ -24,7 +24,7 @@ from pdserve.memory.layout import pages_for
 from pdserve.sim.cluster import Cluster, Layout
 from pdserve.sim.network import Faults
 from pdserve.sim.node import Prompt, Shape, monolith_tokens
-from pdserve.sim.router import Answer
+from pdserve.sim.router import ClientAnswer
 from tests.world.workload import MAX_NEW, MAX_PROMPT
 
 Rng = random.Random
@@ -149,7 +149,7 @@ def _spared(it: Setting, cluster: Cluster) -> set[int]:
 
 
 def check(
-    answers: Sequence[Answer], expected: Sequence[Sequence[int]], spared: Container[int], *, prompt: bool
+    answers: Sequence[ClientAnswer], expected: Sequence[Sequence[int]], spared: Container[int], *, prompt: bool
 ) -> None:
     """What clients got, beside what a monolith gives. Nothing has happened to those `spared` that may end a request."""
     for index, (answer, tokens) in enumerate(zip(answers, expected, strict=True)):

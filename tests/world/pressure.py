@@ -16,7 +16,7 @@ from pdserve.base.clock import ManualClock
 from pdserve.memory.layout import pages_for
 from pdserve.protocol.messages import AbortRequest
 from pdserve.sim.network import Faults, SimNet
-from pdserve.sim.world import Half, Node, Prompt, Shape, World, monolith_tokens, request
+from pdserve.sim.world import Prompt, RequestHalf, Shape, SimNode, World, monolith_tokens, request
 
 MAX_PROMPT, MAX_NEW = 40, 24
 FAULTS = Faults(lost=0.05, max_delay_s=0.6, abort=0.005, copy_failed=0.01)
@@ -81,7 +81,7 @@ def press_monolith(seed: int) -> Counter[str]:
     shape = dataclasses.replace(shape, num_pages=num_pages, prefix_cache=rng.random() < 0.8)
     expected = monolith_tokens(shape, prompts)
     net = SimNet(seed, ManualClock(), Faults())
-    node = Node("null", shape, net, "mono", "mono")
+    node = SimNode("null", shape, net, "mono", "mono")
     todo = list(enumerate(prompts))
     for _ in range(20_000):
         net.clock.advance(0.05)
@@ -117,7 +117,7 @@ def press(seed: int, faults: Faults) -> Played:
     return Played(shape, _events(world, results), finished)
 
 
-def _events(world: World, results: list[Half | None]) -> Counter[str]:
+def _events(world: World, results: list[RequestHalf | None]) -> Counter[str]:
     events: Counter[str] = Counter(aborts=world.num_aborts, kills=world.num_kills)
     for node in (world.prefill, world.decode, *world.dead):
         for name, number in node.scheduler.state().counters.items():

@@ -19,9 +19,9 @@ from pdserve.ranks.messages import Entry, follower_codec
 from pdserve.ranks.rank_executor import RankExecutor
 from pdserve.ranks.shared_aux import SharedMetadata
 from pdserve.scheduler.scheduler import Scheduler
-from pdserve.scheduler.shared_mail import FollowerMail, LeaderMail
+from pdserve.scheduler.shared_mail import FollowerInputSource, LeaderInputSource
 from pdserve.sim.network import Faults, SimNet
-from pdserve.sim.world import Node, World
+from pdserve.sim.world import SimNode, World
 from tests.unit.ranks.reductions import Ended, Reductions, Unaided
 
 TWO = ParallelShape(tp_size=2)
@@ -30,7 +30,7 @@ TWO = ParallelShape(tp_size=2)
 class Ranks:
     """A server's leader, `node`, and its shadow; takes a scheduler's place in a world."""
 
-    def __init__(self, node: Node, world: ShadowWorld) -> None:
+    def __init__(self, node: SimNode, world: ShadowWorld) -> None:
         self.node, self._world = node, world
         self._said: deque[bytes] = deque()
         codec = follower_codec()
@@ -40,7 +40,7 @@ class Ranks:
             return codec.decode(self._said.popleft())
 
         log = FollowerLog("the shadow", leader_log.now(), hear)
-        self.shadow = Node(node.mode, world.shape, SimNet(0, log, Faults()), node.endpoint, node.instance)  # type: ignore[arg-type]
+        self.shadow = SimNode(node.mode, world.shape, SimNet(0, log, Faults()), node.endpoint, node.instance)  # type: ignore[arg-type]
         self._reductions = Reductions(2)
         self.leader = node.scheduler
         for number, side, own_log in ((0, node, leader_log), (1, self.shadow, log)):
@@ -71,7 +71,7 @@ class Ranks:
     def __getattr__(self, name: str) -> object:
         return getattr(self.leader, name)
 
-    def _equip(self, number: int, node: Node, log: InputLog) -> None:
+    def _equip(self, number: int, node: SimNode, log: InputLog) -> None:
         """Give a node what a rank has in place of what a server of one rank has."""
         kv, scheduler, core = node.kv, node.scheduler, node.scheduler.core
         assert kv is not None and isinstance(scheduler, Scheduler)
@@ -98,7 +98,9 @@ class Ranks:
         core.executor = RankExecutor(
             node.executor, node.executor._table, node.executor.layout, TWO.place(0), Unaided(), log
         )
-        scheduler.mailbox = LeaderMail(node.mailbox, log, consensus) if number == 0 else FollowerMail(log, consensus)
+        scheduler.mailbox = (
+            LeaderInputSource(node.mailbox, log, consensus) if number == 0 else FollowerInputSource(log, consensus)
+        )
 
 
 class ShadowWorld(World):
@@ -106,7 +108,7 @@ class ShadowWorld(World):
 
     num_turns = 0
 
-    def _born(self, mode: str) -> Node:
+    def _born(self, mode: str) -> SimNode:
         node = super()._born(mode)
         node.scheduler = Ranks(node, self)  # type: ignore[assignment]
         return node

@@ -12,21 +12,21 @@ from pdserve.protocol.seal import Seal
 from pdserve.ranks.copies import Fencing, RankCopies
 from pdserve.scheduler.req import Req
 from pdserve.scheduler.roles.decode import DecodeRole
-from pdserve.scheduler.witness import KVWitness
+from pdserve.scheduler.witness import KVChecksum
 from pdserve.sim.hash_lm import HashHasher
 from pdserve.transfer import sessions as sessions_module
 from pdserve.transfer.events import Address, CopyDone, CopyJob, PeerFenced, PrefillFound, PrefillNotFound
 from pdserve.transfer.kv_digest import RankDigest
 from pdserve.transfer.outgoing import ClosedKeys
 from pdserve.transfer.peers import Notice, Peer
-from pdserve.transfer.published import Published, PublishedPages
+from pdserve.transfer.published import RemoteWritable, RemoteWritablePages
 from pdserve.transfer.receive_side import ReceiveSide
-from pdserve.transfer.receivers import Receivers
+from pdserve.transfer.receivers import SessionReceivers
 from pdserve.transfer.room import ReceiveRoom
 from pdserve.transfer.send_side import SendSide
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.strangers import Strangers
-from pdserve.transfer.wire import Ended, Hello, Key, Packet, Reset
+from pdserve.transfer.strangers import UnknownPeers
+from pdserve.transfer.wire import Ended, Hello, MemoryKey, Packet, Reset
 from tests.world.campaign import play
 
 Patch = pytest.MonkeyPatch
@@ -53,8 +53,8 @@ def keys_of_all_receivers_are_one(patch: Patch) -> None:
     """A key that one decode server has closed is closed for all."""
     add, contains = ClosedKeys.add, ClosedKeys.__contains__
 
-    def bare(key: Key) -> Key:
-        return Key(key.room, key.attempt, "")
+    def bare(key: MemoryKey) -> MemoryKey:
+        return MemoryKey(key.room, key.attempt, "")
 
     patch.setattr(ClosedKeys, "add", lambda self, key, notified=(): add(self, bare(key), notified))
     patch.setattr(ClosedKeys, "__contains__", lambda self, key: contains(self, bare(key)))
@@ -123,9 +123,11 @@ def an_ended_session_writes_no_more(patch: Patch) -> None:
 
 
 def a_rank_that_cannot_say_is_fenced(patch: Patch) -> None:
-    fenced = Receivers.fenced
+    fenced = SessionReceivers.fenced
     patch.setattr(
-        Receivers, "fenced", lambda self, event: fenced(self, PeerFenced(event.peer, fenced=True, rank=event.rank))
+        SessionReceivers,
+        "fenced",
+        lambda self, event: fenced(self, PeerFenced(event.peer, fenced=True, rank=event.rank)),
     )
 
 
@@ -133,18 +135,18 @@ def a_rank_that_cannot_say_is_fenced(patch: Patch) -> None:
 
 
 def promise_quiet_while_writing_in_an_ended_session(patch: Patch) -> None:
-    reset = Strangers.reset
+    reset = UnknownPeers.reset
 
-    def lying(self: Strangers, instance: str, endpoint: str, session: int, *, answer: bool) -> None:
+    def lying(self: UnknownPeers, instance: str, endpoint: str, session: int, *, answer: bool) -> None:
         self._writes_in = lambda session: False
         reset(self, instance, endpoint, session, answer=answer)
 
-    patch.setattr(Strangers, "reset", lying)
+    patch.setattr(UnknownPeers, "reset", lying)
 
 
 def an_end_is_not_told(patch: Patch) -> None:
     """The other side of a session is not told that it has ended."""
-    patch.setattr(Strangers, "reset", lambda self, instance, endpoint, session, *, answer: None)
+    patch.setattr(UnknownPeers, "reset", lambda self, instance, endpoint, session, *, answer: None)
 
 
 def a_peer_that_was_gone_stays_gone(patch: Patch) -> None:
@@ -167,13 +169,13 @@ def an_endpoint_is_whose_Hello_says_so(patch: Patch) -> None:
 
 
 def an_unanswered_challenge_is_an_answer(patch: Patch) -> None:
-    owns = Strangers.owns
+    owns = UnknownPeers.owns
 
-    def trusting(self: Strangers, instance: str, endpoint: str, session: int) -> bool:
+    def trusting(self: UnknownPeers, instance: str, endpoint: str, session: int) -> bool:
         asked = (instance, session) in self._challenges
         return owns(self, instance, endpoint, session) or asked
 
-    patch.setattr(Strangers, "owns", trusting)
+    patch.setattr(UnknownPeers, "owns", trusting)
 
 
 def a_known_name_needs_no_challenge(patch: Patch) -> None:
@@ -256,24 +258,24 @@ def no_frame_is_damaged(patch: Patch) -> None:
 
 
 def a_key_is_its_room(patch: Patch) -> None:
-    def by_room(self: PublishedPages, key: Key) -> Published | None:
+    def by_room(self: RemoteWritablePages, key: MemoryKey) -> RemoteWritable | None:
         return next((entry for entry in self._entries.values() if entry.key.room == key.room), None)
 
-    end = PublishedPages.end
+    end = RemoteWritablePages.end
 
-    def ending(self: PublishedPages, word: Ended) -> object:
+    def ending(self: RemoteWritablePages, word: Ended) -> object:
         entry = by_room(self, word.key)
         return end(self, word if entry is None else msgspec.structs.replace(word, key=entry.key))
 
-    patch.setattr(PublishedPages, "get", by_room)
-    patch.setattr(PublishedPages, "end", ending)
+    patch.setattr(RemoteWritablePages, "get", by_room)
+    patch.setattr(RemoteWritablePages, "end", ending)
 
 
 # ---------------------------------------------------------------------- damaged pages
 
 
 def nothing_is_compared(patch: Patch) -> None:
-    patch.setattr(KVWitness, "received", lambda self, req: None)
+    patch.setattr(KVChecksum, "received", lambda self, req: None)
 
 
 def only_the_first_page_is_hashed(patch: Patch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdserve.base.parallel import Place
+from pdserve.base.parallel import RankCoord
 from pdserve.memory.layout import KVGroup
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
@@ -15,13 +15,13 @@ from pdserve.transfer import chunk as chunk_module
 from pdserve.transfer import room as room_module
 from pdserve.transfer.events import CopyDone
 from pdserve.transfer.manager import KVReceiver, KVSender
-from pdserve.transfer.outgoing import ClosedKeys, Outcome, Outgoing, OutgoingKeys
+from pdserve.transfer.outgoing import ClosedKeys, InFlightWrites, OutgoingKeys, WriteOutcome
 from pdserve.transfer.plan import PageCopy
-from pdserve.transfer.published import Ending, PublishedPages
+from pdserve.transfer.published import RemoteWritablePages, WritableEnd
 from pdserve.transfer.receive_side import ReceiveSide
 from pdserve.transfer.room import ReceiveRoom
-from pdserve.transfer.topology import Feed
-from pdserve.transfer.wire import Done, Ended, Key
+from pdserve.transfer.topology import ShardFlow
+from pdserve.transfer.wire import Done, Ended, MemoryKey
 from tests.world.workload import play
 
 Patch = pytest.MonkeyPatch
@@ -32,7 +32,13 @@ def swap_two_pages(patch: Patch) -> None:
     plan = chunk_module.plan_feed
 
     def swapped(
-        group: KVGroup, ours: Place, theirs: Place, feed: Feed, src: list[int], dst: list[int], layers: range | None
+        group: KVGroup,
+        ours: RankCoord,
+        theirs: RankCoord,
+        feed: ShardFlow,
+        src: list[int],
+        dst: list[int],
+        layers: range | None,
     ) -> list[PageCopy]:
         return plan(group, ours, theirs, feed, src, dst[::-1], layers)
 
@@ -43,7 +49,13 @@ def skip_the_last_layer(patch: Patch) -> None:
     plan = chunk_module.plan_feed
 
     def shortened(
-        group: KVGroup, ours: Place, theirs: Place, feed: Feed, src: list[int], dst: list[int], layers: range
+        group: KVGroup,
+        ours: RankCoord,
+        theirs: RankCoord,
+        feed: ShardFlow,
+        src: list[int],
+        dst: list[int],
+        layers: range,
     ) -> list[PageCopy]:
         return plan(group, ours, theirs, feed, src, dst, layers[:-1])
 
@@ -66,7 +78,7 @@ def free_source_at_the_end_of_the_request(patch: Patch) -> None:
 
 
 def count_a_repeated_report(patch: Patch) -> None:
-    def counting(self: OutgoingKeys, event: CopyDone) -> Outcome | None:
+    def counting(self: OutgoingKeys, event: CopyDone) -> WriteOutcome | None:
         out = self.get(event.key)
         if out is None or not out.pending:
             return None
@@ -83,7 +95,7 @@ def max_as_the_update_rule(patch: Patch) -> None:
 def promise_quiet_while_writing(patch: Patch) -> None:
     stop = OutgoingKeys.stop
 
-    def lying(self: OutgoingKeys, key: Key, failure: Failure) -> None:
+    def lying(self: OutgoingKeys, key: MemoryKey, failure: Failure) -> None:
         self.say(key, Ended(key=key, failure=failure, quiesced=True))
         stop(self, key, failure)
 
@@ -93,7 +105,7 @@ def promise_quiet_while_writing(patch: Patch) -> None:
 def no_waiting_for_failed_writes(patch: Patch) -> None:
     finish = OutgoingKeys._finish
 
-    def hasty(self: OutgoingKeys, out: Outgoing) -> Outcome | None:
+    def hasty(self: OutgoingKeys, out: InFlightWrites) -> WriteOutcome | None:
         out.settled_at = 0.0
         return finish(self, out)
 
@@ -133,15 +145,15 @@ def believe_done_without_notifications(patch: Patch) -> None:
 
 
 def free_at_a_promise_without_notifications(patch: Patch) -> None:
-    end = PublishedPages.end
+    end = RemoteWritablePages.end
 
-    def hasty(self: PublishedPages, word: Done | Ended) -> Ending | None:
+    def hasty(self: RemoteWritablePages, word: Done | Ended) -> WritableEnd | None:
         if isinstance(word, Done):
             return end(self, word)
         self.release(word.key)
         return None
 
-    patch.setattr(PublishedPages, "end", hasty)
+    patch.setattr(RemoteWritablePages, "end", hasty)
 
 
 NOTHING = Faults()

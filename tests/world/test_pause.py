@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.protocol.messages import ContinueGeneration, PauseGeneration, PauseMode
 from pdserve.sim.network import Faults
-from pdserve.sim.world import Node, World, monolith_tokens
+from pdserve.sim.world import SimNode, World, monolith_tokens
 from tests.world.workload import workload
 
 MODES: tuple[PauseMode, ...] = ("retract", "in_place")
@@ -20,7 +20,7 @@ class PausingWorld(World):
     """How often a server pauses, of all steps."""
     num_pauses = 0
 
-    def _misfortune(self, rooms: dict[int, tuple[int, Node, Node]]) -> None:
+    def _misfortune(self, rooms: dict[int, tuple[int, SimNode, SimNode]]) -> None:
         super()._misfortune(rooms)
         for node in (self.prefill, self.decode):
             if self.rng.random() < self.pause and rooms:

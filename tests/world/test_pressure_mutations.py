@@ -8,11 +8,11 @@ import pytest
 
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import Lease
-from pdserve.memory.prefix.node import Node
+from pdserve.memory.prefix.node import RadixNode
 from pdserve.memory.prefix.radix import RadixTree
-from pdserve.scheduler.core import Core
+from pdserve.scheduler.core import SchedulerContext
 from pdserve.scheduler.req import Req
-from pdserve.scheduler.running import Running
+from pdserve.scheduler.running import DecodeBatch
 from pdserve.sim.hash_lm import HashExecutor
 from pdserve.transfer.events import Gates
 from pdserve.transfer.handles import KVReceiver, KVSender
@@ -23,7 +23,7 @@ MAX_SEEDS = 150
 
 
 def free_while_a_step_is_under_way(patch: Patch) -> None:
-    patch.setattr(Core, "_give_back", Core._free)
+    patch.setattr(SchedulerContext, "_give_back", SchedulerContext._free)
 
 
 def cache_a_page_that_is_not_computed(patch: Patch) -> None:
@@ -43,7 +43,7 @@ def cache_a_page_that_is_not_computed(patch: Patch) -> None:
 
 
 def forget_locks(patch: Patch) -> None:
-    def nothing(self: RadixTree, node: Node) -> None:
+    def nothing(self: RadixTree, node: RadixNode) -> None:
         """Locks nothing."""
 
     patch.setattr(RadixTree, "lock", nothing)
@@ -55,26 +55,26 @@ def restore_nothing(patch: Patch) -> None:
 
 
 def resume_as_if_nothing_had_been_lost(patch: Patch) -> None:
-    retract = Core.retract
+    retract = SchedulerContext.retract
 
-    def forgetful(self: Core, req: Req) -> None:
+    def forgetful(self: SchedulerContext, req: Req) -> None:
         computed = req.computed
         retract(self, req)
         if req.saved is None:
             req.output_ids[:] = req.output_ids[: max(0, computed - req.num_prompt)]
 
-    patch.setattr(Core, "retract", forgetful)
+    patch.setattr(SchedulerContext, "retract", forgetful)
 
 
 def keep_the_pages_of_the_retracted(patch: Patch) -> None:
-    leave = Core.leave_device
+    leave = SchedulerContext.leave_device
 
-    def clinging(self: Core, req: Req) -> None:
+    def clinging(self: SchedulerContext, req: Req) -> None:
         if req.num_retractions and req.lease is not None:
             req.lease.hold("send")
         leave(self, req)
 
-    patch.setattr(Core, "leave_device", clinging)
+    patch.setattr(SchedulerContext, "leave_device", clinging)
 
 
 def send_layers_that_are_not_written(patch: Patch) -> None:
@@ -97,8 +97,8 @@ def claim_one_page_more_than_decode_has(patch: Patch) -> None:
 
 
 def plan_beyond_the_lease(patch: Patch) -> None:
-    patch.setattr(Running, "is_short", property(lambda self: False))
-    patch.setattr(Core, "grow", lambda self, req, num_tokens: True)
+    patch.setattr(DecodeBatch, "is_short", property(lambda self: False))
+    patch.setattr(SchedulerContext, "grow", lambda self, req, num_tokens: True)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [

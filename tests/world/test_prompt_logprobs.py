@@ -10,7 +10,7 @@ import pytest
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs, join
 from pdserve.scheduler.req import Req
 from pdserve.sim.network import Faults
-from pdserve.sim.world import Half, Prompt, Shape, World, monolith_halves
+from pdserve.sim.world import Prompt, RequestHalf, Shape, World, monolith_halves
 from tests.world.workload import workload
 
 
@@ -32,7 +32,7 @@ def _wishes(seed: int) -> tuple[Shape, list[Prompt]]:
     ]
 
 
-def _told(prompt: Prompt, half: Half) -> PromptLogprobs | None:
+def _told(prompt: Prompt, half: RequestHalf) -> PromptLogprobs | None:
     wish = prompt.logprobs
     if wish is None or wish.prompt_from is None:
         assert not half.prompt_parts

@@ -6,7 +6,7 @@ import random
 
 from pdserve.memory.layout import pages_for
 from pdserve.sim.network import Faults
-from pdserve.sim.world import Half, Prompt, Shape, World, monolith_tokens
+from pdserve.sim.world import Prompt, RequestHalf, Shape, World, monolith_tokens
 
 MAX_PROMPT, MAX_NEW = 23, 8
 
@@ -36,7 +36,7 @@ def workload(seed: int) -> tuple[Shape, list[Prompt]]:
     return shape, prompts
 
 
-def play(seed: int, faults: Faults) -> tuple[World, list[Half | None]]:
+def play(seed: int, faults: Faults) -> tuple[World, list[RequestHalf | None]]:
     """Run a seed and hold it against the oracle: the monolith's tokens for whoever finished, and nothing left."""
     shape, prompts = workload(seed)
     expected = monolith_tokens(shape, prompts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Node:
+class RadixNode:
     """Some pages behind those of `parent`. Written by its tree only.
 
     `key` has the tokens of `pages`; `end` counts the pages from the root to the end of this node; `locks` how many
@@ -13,12 +13,12 @@ class Node:
 
     __slots__ = ("children", "end", "hits", "key", "locks", "pages", "parent", "priority", "queued", "stamp")
 
-    def __init__(self, parent: Node | None, key: bytearray, pages: list[int], end: int) -> None:
+    def __init__(self, parent: RadixNode | None, key: bytearray, pages: list[int], end: int) -> None:
         self.parent = parent
         self.key = key
         self.pages = pages
         self.end = end
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[bytes, RadixNode] = {}
         self.locks = 0
         self.stamp = 0
         self.hits = 0

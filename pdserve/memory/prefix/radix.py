@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from pdserve.memory.prefix.node import Node
+from pdserve.memory.prefix.node import RadixNode
 
 Eviction = Literal["lru", "lfu", "priority"]
 TOKEN_BYTES = 4
@@ -34,7 +34,7 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
 class Match:
     """The longest cached beginning: `num_pages` pages, which end where `node` ends. Holds until the tree changes."""
 
-    node: Node
+    node: RadixNode
     num_pages: int
 
 
@@ -45,7 +45,7 @@ class Inserted:
     `node` ends exactly behind the last offered page.
     """
 
-    node: Node
+    node: RadixNode
     taken_from: int
     taken_to: int
 
@@ -60,8 +60,8 @@ class RadixTree:
         self.num_evictable = 0
         self.version = 0
         self._page_bytes = page_tokens * TOKEN_BYTES
-        self._root = Node(None, bytearray(), [], 0)
-        self._heap: list[tuple[int, int, int, Node]] = []
+        self._root = RadixNode(None, bytearray(), [], 0)
+        self._heap: list[tuple[int, int, int, RadixNode]] = []
         self._num_pushed = 0
         self._clock = 0
 
@@ -86,16 +86,16 @@ class RadixTree:
             node = self._split(node, used)
         return Match(node, node.end)
 
-    def use(self, node: Node) -> None:
+    def use(self, node: RadixNode) -> None:
         """Count a re-use of all pages down to `node`."""
         self._clock += 1
-        step: Node | None = node
+        step: RadixNode | None = node
         while step is not None:
             step.stamp = self._clock
             step.hits += 1
             step = step.parent
 
-    def lock(self, node: Node) -> None:
+    def lock(self, node: RadixNode) -> None:
         """Keep all pages down to `node` from eviction, until as many `unlock`s."""
         assert self._holds(node), "lock of a node that was evicted"
         while node.parent is not None:
@@ -104,7 +104,7 @@ class RadixTree:
             node.locks += 1
             node = node.parent
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: RadixNode) -> None:
         """Take one lock back."""
         while node.parent is not None:
             assert node.locks > 0, "unlocked more often than locked"
@@ -114,7 +114,7 @@ class RadixTree:
                 self._queue(node)
             node = node.parent
 
-    def pages_of(self, node: Node) -> list[int]:
+    def pages_of(self, node: RadixNode) -> list[int]:
         """Pages from the root to the end of `node`, in the order of their tokens."""
         parts: list[list[int]] = []
         while node.parent is not None:
@@ -122,7 +122,7 @@ class RadixTree:
             node = node.parent
         return [page for part in reversed(parts) for page in part]
 
-    def insert(self, tokens: bytes, pages: Sequence[int], priority: int = 0, held: Node | None = None) -> Inserted:
+    def insert(self, tokens: bytes, pages: Sequence[int], priority: int = 0, held: RadixNode | None = None) -> Inserted:
         """`pages` have the KV of `tokens` (exactly as many whole pages): take those that are not cached yet.
 
         `held`: a node on this path that the caller has locked; its lock moves to the returned node.
@@ -161,7 +161,7 @@ class RadixTree:
     def clear(self) -> list[int]:
         """Give up all pages that are not locked. The caller owns them now."""
         freed: list[int] = []
-        kept, gone = [self._root], list[Node]()
+        kept, gone = [self._root], list[RadixNode]()
         while kept:
             node = kept.pop()
             node.queued = False
@@ -177,7 +177,7 @@ class RadixTree:
         self._dropped(len(freed))
         return freed
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[RadixNode]:
         """All nodes but the root, parents before their children. For the audit."""
         open_nodes = list(self._root.children.values())
         while open_nodes:
@@ -185,7 +185,7 @@ class RadixTree:
             yield node
             open_nodes += node.children.values()
 
-    def _walk(self, tokens: bytes, max_pages: int) -> tuple[Node, int]:
+    def _walk(self, tokens: bytes, max_pages: int) -> tuple[RadixNode, int]:
         """The deepest node that `tokens` reach, and how many of its pages they cover (all, of the root: 0)."""
         size, node, at = self._page_bytes, self._root, 0
         end = min(max_pages, len(tokens) // size) * size
@@ -198,7 +198,7 @@ class RadixTree:
             node, at = child, at + len(child.key)
         return node, len(node.pages)
 
-    def _common_pages(self, node: Node, tokens: bytes, at: int, end: int) -> int:
+    def _common_pages(self, node: RadixNode, tokens: bytes, at: int, end: int) -> int:
         """Whole pages in which `node.key` and `tokens[at:end]` agree."""
         num_tokens = min(len(node.key), end - at) // TOKEN_BYTES
         ours = np.frombuffer(node.key, np.int32, num_tokens)
@@ -206,11 +206,11 @@ class RadixTree:
         first = int(differs.argmax()) if differs.any() else num_tokens
         return first // self.page_tokens
 
-    def _split(self, node: Node, num_pages: int) -> Node:
+    def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
         """Cut `node` behind its first `num_pages` pages. It stays the lower half; returns the upper."""
         assert 0 < num_pages < len(node.pages) and node.parent is not None
         cut = num_pages * self._page_bytes
-        upper = Node(node.parent, node.key[:cut], node.pages[:num_pages], node.end - len(node.pages) + num_pages)
+        upper = RadixNode(node.parent, node.key[:cut], node.pages[:num_pages], node.end - len(node.pages) + num_pages)
         upper.locks, upper.stamp, upper.hits, upper.priority = node.locks, node.stamp, node.hits, node.priority
         node.parent.children[self._first(upper)] = upper
         del node.key[:cut], node.pages[:num_pages]
@@ -218,26 +218,26 @@ class RadixTree:
         upper.children[self._first(node)] = node
         return upper
 
-    def _is_only_for(self, node: Node, held: Node | None, priority: int) -> bool:
+    def _is_only_for(self, node: RadixNode, held: RadixNode | None, priority: int) -> bool:
         """Whether new pages may join `node` itself: a leaf that nobody but the caller has locked or re-used."""
         if node.parent is None or node.children or node.hits or node.priority != priority:
             return False
         return node.locks == (1 if node is held else 0)
 
-    def _append(self, node: Node, key: bytearray, pages: list[int]) -> None:
+    def _append(self, node: RadixNode, key: bytearray, pages: list[int]) -> None:
         node.key += key
         node.pages += pages
         node.end += len(pages)
         self._grew(node, len(pages))
 
-    def _add_child(self, parent: Node, key: bytearray, pages: list[int], priority: int) -> Node:
-        node = Node(parent, key, pages, parent.end + len(pages))
+    def _add_child(self, parent: RadixNode, key: bytearray, pages: list[int], priority: int) -> RadixNode:
+        node = RadixNode(parent, key, pages, parent.end + len(pages))
         node.stamp, node.priority = self._clock, priority
         parent.children[self._first(node)] = node
         self._grew(node, len(pages))
         return node
 
-    def _grew(self, node: Node, num_pages: int) -> None:
+    def _grew(self, node: RadixNode, num_pages: int) -> None:
         self.num_cached += num_pages
         self.version += 1
         if node.locks == 0:
@@ -250,7 +250,7 @@ class RadixTree:
         self.num_evictable -= num_pages
         self.version += num_pages > 0
 
-    def _trim(self, node: Node, num_pages: int) -> list[int]:
+    def _trim(self, node: RadixNode, num_pages: int) -> list[int]:
         """Take up to `num_pages` pages from the end of an unlocked leaf; the leaf goes when it has none left."""
         keep = max(0, len(node.pages) - num_pages)
         freed = node.pages[keep:]
@@ -262,14 +262,14 @@ class RadixTree:
         del node.pages[keep:]
         return freed
 
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: RadixNode) -> None:
         parent = node.parent
         assert parent is not None
         del parent.children[self._first(node)]
         node.parent = None
         self._queue(parent)
 
-    def _queue(self, node: Node) -> None:
+    def _queue(self, node: RadixNode) -> None:
         """Make `node` known to `evict`, if it is an unlocked leaf."""
         if node.parent is None or node.children or node.locks or node.queued:
             return
@@ -277,7 +277,7 @@ class RadixTree:
         node.queued = True
         heapq.heappush(self._heap, (self._rank(node), node.stamp, self._num_pushed, node))
 
-    def _rank(self, node: Node) -> int:
+    def _rank(self, node: RadixNode) -> int:
         match self.eviction:
             case "lru":
                 return 0
@@ -286,17 +286,17 @@ class RadixTree:
             case "priority":
                 return node.priority
 
-    def _visit(self, node: Node, priority: int) -> None:
+    def _visit(self, node: RadixNode, priority: int) -> None:
         """All pages down to `node` were needed now, by a request of that priority."""
         self._clock += 1
-        step: Node | None = node
+        step: RadixNode | None = node
         while step is not None:
             step.stamp = self._clock
             step.priority = max(step.priority, priority)
             step = step.parent
 
-    def _holds(self, node: Node) -> bool:
+    def _holds(self, node: RadixNode) -> bool:
         return node.parent is not None or node is self._root
 
-    def _first(self, node: Node) -> bytes:
+    def _first(self, node: RadixNode) -> bytes:
         return bytes(node.key[: self._page_bytes])

@@ -65,7 +65,7 @@ class Gathered:
     pieces: tuple[Piece, ...]
 
 
-class FixedBlockAttention:
+class BatchInvariantAttention:
     """The deterministic backend over one KV pool.
 
     Raises:
@@ -81,7 +81,7 @@ class FixedBlockAttention:
     def capturing(self) -> None:
         """See `AttentionBackend.capturing`: lengths are the shapes of what it gathers."""
 
-    def begin(self, batch: ForwardBatch) -> FixedBlockStep:
+    def begin(self, batch: ForwardBatch) -> BatchInvariantStep:
         """Gather indices and masks for one step."""
         host = batch.host
         is_decode = (host.ends - host.starts) == 1
@@ -89,7 +89,7 @@ class FixedBlockAttention:
         together = [self._together(batch, rows) for rows in self._gather.buckets(host.ends, decode)]
         alone = [self._together(batch, extend[i : i + 1]) for i in range(len(extend))]
         writes = self._pool.slot_index(batch.write_pages, batch.write_slots)
-        return FixedBlockStep(self._pool, self._group, writes, together + alone)
+        return BatchInvariantStep(self._pool, self._group, writes, together + alone)
 
     def _together(self, batch: ForwardBatch, rows: IntArray) -> Gathered:
         """One gather: rows with one new token each, or one row with several. `rows` are sorted by length."""
@@ -141,7 +141,7 @@ class FixedBlockAttention:
         )
 
 
-class FixedBlockStep:
+class BatchInvariantStep:
     """Attention of one step in fixed blocks."""
 
     def __init__(self, pool: KVPool, group: int, writes: Tensor, gathered: list[Gathered]) -> None:

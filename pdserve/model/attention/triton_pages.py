@@ -16,7 +16,7 @@ from torch import Tensor
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows, IntArray, to_device
-from pdserve.model.gpu.decode_attention import Fresh, attend_decode, counters, num_parts
+from pdserve.model.gpu.decode_attention import FreshKV, attend_decode, counters, num_parts
 from pdserve.model.gpu.extend_attention import attend_extend, tile_tokens
 from pdserve.model.gpu.heads import place_heads
 
@@ -131,7 +131,7 @@ class TritonStep:
         rows, kv, num_decode = self._rows, self._layers[layer], self._rows.num_decode
         num_tokens, _, dim = heads.qkv.shape
         out, scale = heads.qkv.new_empty(num_tokens, heads.num_heads, dim), dim**-0.5
-        q: Tensor | Fresh
+        q: Tensor | FreshKV
         if len(rows.tiles):
             q = placed(heads, kv, self._write_pages, self._write_slots)
         else:
@@ -167,10 +167,10 @@ def sent_together(pieces: Sequence[npt.NDArray[np.int32 | np.int64]], device: to
     return [on_device[begin : begin + len(piece)] for begin, piece in zip(begins, pieces, strict=True)]
 
 
-def fresh(heads: Heads, write_pages: Tensor, write_slots: Tensor) -> Fresh:
+def fresh(heads: Heads, write_pages: Tensor, write_slots: Tensor) -> FreshKV:
     """The same left to attention."""
     q_norm, k_norm = heads.q_norm, heads.k_norm
-    return Fresh(
+    return FreshKV(
         heads.qkv, write_pages, write_slots, heads.cos, heads.sin,
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
         0.0 if q_norm is None else q_norm.eps,

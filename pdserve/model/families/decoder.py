@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pdserve.base.parallel import Place, kv_heads_of, layers_of, part_of
+from pdserve.base.parallel import RankCoord, kv_heads_of, layers_of, part_of
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.model.attention.interface import Heads, StepAttention
 from pdserve.model.config import ModelSpec
@@ -21,14 +21,14 @@ from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.layers.linear import Linear, Outputs, column_linear, row_linear
 from pdserve.model.layers.mlp import DenseMLP, FeedForward
-from pdserve.model.layers.moe import SplitMoe
+from pdserve.model.layers.moe import TPMoE
 from pdserve.model.layers.norm import RMSNorm
 from pdserve.model.layers.rotary import Rotary
 from pdserve.model.layers.vocab import VocabEmbedding, vocab_rows
 from pdserve.model.parallel import Parallel, SingleRank
 from pdserve.model.params import ParamSlots
-from pdserve.model.placement import Placement
-from pdserve.model.wide import Wide
+from pdserve.model.placement import ExpertMap
+from pdserve.model.wide import DPAttentionGroup
 
 
 def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
@@ -60,7 +60,7 @@ class Decoder:
         device: torch.device,
         kernels: Kernels | None = None,
         parallel: Parallel | None = None,
-        placement: Placement | None = None,
+        placement: ExpertMap | None = None,
     ) -> None:
         self._kernels = kernels = kernels or FastKernels()
         self.spec = spec
@@ -174,7 +174,7 @@ class DecoderLayer:
         params: ParamSlots,
         kernels: Kernels,
         parallel: Parallel,
-        placement: Placement | None,
+        placement: ExpertMap | None,
     ) -> None:
         self._parallel, self._local, self._head_dim = parallel, local, spec.head_dim
         prefix = f"model.layers.{index}."
@@ -213,7 +213,7 @@ class DecoderLayer:
         return self.out(attention.attend(self._local, found))
 
 
-def shares(spec: ModelSpec, place: Place) -> tuple[range, range]:
+def shares(spec: ModelSpec, place: RankCoord) -> tuple[range, range]:
     """Query heads and KV heads of a tensor rank; its queries belong to its KV heads."""
     tp_size, rank = place.shape.tp_size, place.tp_rank
     return part_of(spec.num_heads, tp_size, rank), kv_heads_of(spec.num_kv_heads, tp_size, rank)
@@ -225,15 +225,15 @@ def _feed_forward(
     prefix: str,
     params: ParamSlots,
     kernels: Kernels,
-    wide: Wide,
-    placement: Placement | None,
+    wide: DPAttentionGroup,
+    placement: ExpertMap | None,
 ) -> FeedForward:
     """That of layer `index`."""
     hidden_size, moe = spec.hidden_size, spec.moe
     if moe is None or index not in moe.layers:
         return DenseMLP(kernels, params, prefix, hidden_size, spec.intermediate_size, spec.mlp_bias, wide)
     if placement is None:
-        return SplitMoe(kernels, params, prefix, hidden_size, moe, wide)
+        return TPMoE(kernels, params, prefix, hidden_size, moe, wide)
     return ExpertParallelMoe(kernels, params, prefix, hidden_size, moe, wide, placement.rows[index])
 
 

@@ -12,11 +12,11 @@ from pdserve.model.attention.interface import StepAttention
 from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
-from pdserve.model.layers.moe import SplitMoe
+from pdserve.model.layers.moe import TPMoE
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots
 
-Mixture = SplitMoe | ExpertParallelMoe
+Mixture = TPMoE | ExpertParallelMoe
 """A feed-forward layer with experts."""
 
 

@@ -4,7 +4,7 @@ Called by `attention/triton_pages.py`. How many parts the keys have is fixed by 
 lengths of its rows, so that a launch can be captured in a CUDA graph. Who is through last with a part adds them up, in
 their order.
 
-In a step of such rows alone the kernel begins with what the q/k/v product gave (`Fresh`): it finishes the query heads
+In a step of such rows alone the kernel begins with what the q/k/v product gave (`FreshKV`): it finishes the query heads
 and the new key itself, and writes key and value into their page.
 """
 
@@ -29,7 +29,7 @@ _PART_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Mask:
+class AttentionMask:
     """What a query sees, and how scores are bent.
 
     `window`: so many positions up to its own, all when 0. `softcap`: scores become `softcap * tanh(score / softcap)`,
@@ -41,7 +41,7 @@ class Mask:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fresh:
+class FreshKV:
     """What a layer knows of the new tokens before attention; all as for `place_heads`."""
 
     qkv: Tensor
@@ -66,7 +66,7 @@ def counters(num_rows: int, num_kv_heads: int, device: torch.device) -> Tensor:
 
 
 def attend_decode(
-    q: Tensor | Fresh,
+    q: Tensor | FreshKV,
     out: Tensor,
     kv: Tensor,
     table: Tensor,
@@ -76,7 +76,7 @@ def attend_decode(
     *,
     scale: float,
     parts: int,
-    mask: Mask = Mask(),
+    mask: AttentionMask = AttentionMask(),
     sinks: Tensor | None = None,
 ) -> None:
     """Write the attention of rows into `out`.
@@ -84,8 +84,8 @@ def attend_decode(
     `q`, `out` `[N, num_heads, D]`, the last two dimensions contiguous; `kv` `[num_pages, 2, num_kv_heads, page_tokens,
     D]`, contiguous but for the pages; `table` int32 `[R, P]`, pages of each row; `ends` int32 `[R]`, positions it has;
     `tokens` int32 `[R]`, its index in `q` and `out`; `through`: `counters`. `sinks` float32 `[num_heads]`: a logit that
-    takes weight and gives nothing. `parts` is a power of two. A row with an end of 0 gets zeros; with `Fresh` each has
-    its new token at least.
+    takes weight and gives nothing. `parts` is a power of two. A row with an end of 0 gets zeros; with `FreshKV` each
+    row has its new token at least.
     """
     num_rows, (num_heads, dim) = len(ends), out.shape[1:]
     num_kv_heads, page_tokens = kv.shape[2:4]
@@ -94,10 +94,10 @@ def attend_decode(
     if parts > 1:
         partial_out = torch.empty(num_rows, num_kv_heads, parts, group, dim, dtype=torch.float32, device=out.device)
         lse = torch.empty(num_rows, num_kv_heads, parts, group, dtype=torch.float32, device=out.device)
-    has_cap, fresh = mask.softcap > 0, q if isinstance(q, Fresh) else None
+    has_cap, fresh = mask.softcap > 0, q if isinstance(q, FreshKV) else None
     source = q if isinstance(q, Tensor) else q.qkv
     block_dim = power_of_2(dim)
-    tiling = Tiling.of(num_rows * num_kv_heads, dim, kv.dtype, out.device)
+    tiling = AttentionTiling.of(num_rows * num_kv_heads, dim, kv.dtype, out.device)
     assert len(through) >= num_rows * num_kv_heads, "one counter for each row and KV head"
     _decode[(num_rows, num_kv_heads, parts)](
         source, out, kv, table, ends, tokens, partial_out, lse, through, sinks if sinks is not None else ends,
@@ -113,23 +113,23 @@ def attend_decode(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
+class AttentionTiling:
     """Keys of one block, and warps of a program."""
 
     keys: int
     warps: int
 
     @staticmethod
-    def of(num_pairs: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tiling:
+    def of(num_pairs: int, dim: int, dtype: torch.dtype, device: torch.device) -> AttentionTiling:
         """For so many pairs of a row and a KV head. Where they are few, it is the time of one program that counts."""
         if dim > 128:
-            return Tiling(keys=32, warps=4)
+            return AttentionTiling(keys=32, warps=4)
         if 4 * num_pairs <= num_cores(device):
-            return Tiling(keys=128 if dtype.itemsize == 2 else 64, warps=8)
-        return Tiling(keys=64, warps=4)
+            return AttentionTiling(keys=128 if dtype.itemsize == 2 else 64, warps=8)
+        return AttentionTiling(keys=64, warps=4)
 
 
-def _fresh_arguments(fresh: Fresh | None, nothing: Tensor) -> tuple[Tensor | float | int, ...]:
+def _fresh_arguments(fresh: FreshKV | None, nothing: Tensor) -> tuple[Tensor | float | int, ...]:
     """Pages and slots, angles, norms and their epsilon, and the stride of angles."""
     if fresh is None:
         return (nothing,) * 6 + (0.0, 0)

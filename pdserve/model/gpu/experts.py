@@ -25,7 +25,7 @@ _FEW_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
+class ExpertTiling:
     """Block sizes of the products."""
 
     rows: int
@@ -35,13 +35,13 @@ class Tiling:
     stages: int
 
     @staticmethod
-    def of(num_rows: int, num_experts: int, dtype: torch.dtype) -> Tiling:
+    def of(num_rows: int, num_experts: int, dtype: torch.dtype) -> ExpertTiling:
         """For so many rows over so many experts."""
         if dtype.itemsize > 2:
-            return Tiling(rows=16, outs=32, depth=32, warps=4, stages=2)
+            return ExpertTiling(rows=16, outs=32, depth=32, warps=4, stages=2)
         if num_rows <= _FEW_ROWS * num_experts:
-            return Tiling(rows=16, outs=32, depth=128, warps=4, stages=3)
-        return Tiling(rows=64, outs=64, depth=64, warps=8, stages=3)
+            return ExpertTiling(rows=16, outs=32, depth=128, warps=4, stages=3)
+        return ExpertTiling(rows=64, outs=64, depth=64, warps=8, stages=3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ def expert_rows(x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tens
     out = torch.empty(num_rows, hidden, dtype=x.dtype, device=x.device)
     if not num_rows:
         return out
-    tiling = Tiling.of(num_rows, num_experts, x.dtype)
+    tiling = ExpertTiling.of(num_rows, num_experts, x.dtype)
     ranked = sort_rows(slots, num_experts, tiling.rows)
     gated = torch.empty(num_rows, inner, dtype=x.dtype, device=x.device)
     options = {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.base.env import triton_is_interpreted
 from pdserve.model.gpu.attention_math import page_rows, scores_of, soften
-from pdserve.model.gpu.decode_attention import LOG2_E, Mask
+from pdserve.model.gpu.decode_attention import LOG2_E, AttentionMask
 from pdserve.model.gpu.runtime import chaining, power_of_2
 
 
@@ -41,7 +41,7 @@ def attend_extend(
     tiles: Tensor,
     *,
     scale: float,
-    mask: Mask = Mask(),  # noqa: B008
+    mask: AttentionMask = AttentionMask(),  # noqa: B008
     sinks: Tensor | None = None,
 ) -> None:
     """Write the attention of rows into `out`.

@@ -24,7 +24,7 @@ _FEWEST_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
+class SmallBatchTiling:
     """Outputs of a program, inputs of a step, and how a program runs."""
 
     outs: int
@@ -33,21 +33,21 @@ class Tiling:
     stages: int
 
     @staticmethod
-    def of(num_rows: int, num_outs: int, device: torch.device, *, is_gate: bool) -> Tiling:
+    def of(num_rows: int, num_outs: int, device: torch.device, *, is_gate: bool) -> SmallBatchTiling:
         """For so many rows and outputs; a gate has two halves of them. `benchmarks/gpu/products.py` times others."""
         if triton_is_interpreted():
-            return Tiling(outs=64, depth=64, warps=4, stages=1)
+            return SmallBatchTiling(outs=64, depth=64, warps=4, stages=1)
         cores = num_cores(device)
         if is_gate:
-            few, many = Tiling(32, 128, 4, 4), Tiling(32, 64, 4, 4)
+            few, many = SmallBatchTiling(32, 128, 4, 4), SmallBatchTiling(32, 64, 4, 4)
         elif num_outs > 48 * cores:  # the more outputs, the less often the rows are read
-            few, many = Tiling(32, 256, 4, 6), Tiling(128, 128, 8, 3)
+            few, many = SmallBatchTiling(32, 256, 4, 6), SmallBatchTiling(128, 128, 8, 3)
         elif num_outs > 32 * cores:
-            few, many = Tiling(32, 128, 4, 5), Tiling(64, 128, 4, 5)
+            few, many = SmallBatchTiling(32, 128, 4, 5), SmallBatchTiling(64, 128, 4, 5)
         elif num_outs >= 16 * cores:  # one program each, with much under way
-            few, many = Tiling(32, 128, 4, 7), Tiling(32, 128, 4, 7)
+            few, many = SmallBatchTiling(32, 128, 4, 7), SmallBatchTiling(32, 128, 4, 7)
         else:
-            few, many = Tiling(16, 256, 4, 6), Tiling(16, 256, 4, 4)
+            few, many = SmallBatchTiling(16, 256, 4, 6), SmallBatchTiling(16, 256, 4, 4)
         rows = padded(num_rows)
         tiling = few if rows == _FEWEST_ROWS else many
         step_bytes = 2 * tiling.depth * (rows + tiling.outs * (1 + is_gate))
@@ -78,7 +78,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outs: int, *, is
     """One product."""
     num_rows, num_in = x.shape
     out: Tensor = torch.empty(num_rows, num_outs, dtype=x.dtype, device=x.device)
-    tiling = Tiling.of(num_rows, num_outs, x.device, is_gate=is_gate)
+    tiling = SmallBatchTiling.of(num_rows, num_outs, x.device, is_gate=is_gate)
     _product[(triton.cdiv(num_outs, tiling.outs),)](
         x, weight, bias if bias is not None else weight, out, num_rows, num_outs, num_in, x.stride(0),
         ROWS=padded(num_rows), OUTS=tiling.outs, DEPTH=tiling.depth, IS_GATE=is_gate,

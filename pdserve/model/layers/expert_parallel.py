@@ -1,4 +1,4 @@
-"""A mixture of experts whose experts lie whole on the ranks of `Wide`: tokens travel to them and back.
+"""A mixture of experts whose experts lie whole on the ranks of `DPAttentionGroup`: tokens travel to them and back.
 
 Built by the decoder where a `Placement` is given. All tensor ranks of a replica have all its tokens. Each takes its
 slice of them in hand:
@@ -18,10 +18,10 @@ from torch import Tensor
 from pdserve.model.config import MoeSpec
 from pdserve.model.eplb import Row, moves_between
 from pdserve.model.layers.kernels import Kernels
-from pdserve.model.layers.moe import Experts, HeldExperts, Router, Routes, count, new_counts
+from pdserve.model.layers.moe import Experts, LocalExperts, Router, Routes, count, new_counts
 from pdserve.model.params import ParamSlots
 from pdserve.model.placement import slots_of
-from pdserve.model.wide import Wide
+from pdserve.model.wide import DPAttentionGroup
 
 
 class ExpertTable:
@@ -84,7 +84,7 @@ class ExpertParallelMoe:
         prefix: str,
         hidden_size: int,
         moe: MoeSpec,
-        wide: Wide,
+        wide: DPAttentionGroup,
         row: Row,
     ) -> None:
         self._kernels, self._wide = kernels, wide
@@ -92,7 +92,7 @@ class ExpertParallelMoe:
         self.route: Callable[[Tensor], Routes] = self.router
         held = slots_of(row, wide.size, wide.rank)
         inner = range(moe.intermediate_size)
-        self.experts: HeldExperts = Experts(kernels, params, prefix + "experts.", hidden_size, moe, held, inner)
+        self.experts: LocalExperts = Experts(kernels, params, prefix + "experts.", hidden_size, moe, held, inner)
         self.row = row
         self.counts = new_counts(moe, params.device)
         self._table = ExpertTable(row, wide.size, moe.num_experts, params.device)

@@ -17,7 +17,7 @@ Shape = tuple[int, int, bool]
 """`(out, in, with bias)` of a linear layer."""
 
 
-class FixedKernels(TorchKernels):
+class BatchInvariantKernels(TorchKernels):
     """Products in tiles whose numbers of rows were found, at start-up and on this machine, to leave no trace."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from pdserve.base.parallel import part_of
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.layers.linear import Outputs, column_linear, row_linear
 from pdserve.model.params import ParamSlots
-from pdserve.model.wide import Wide
+from pdserve.model.wide import DPAttentionGroup
 
 
 class FeedForward(Protocol):
@@ -36,7 +36,7 @@ class DenseMLP:
         hidden_size: int,
         intermediate_size: int,
         bias: bool,
-        wide: Wide,
+        wide: DPAttentionGroup,
     ) -> None:
         self._kernels, self.wide = kernels, wide
         self.product: Callable[[Tensor], Tensor] | None = None

@@ -1,6 +1,6 @@
 """A mixture of experts: the router, the experts' weights and products, and the layer whose experts are all split.
 
-`SplitMoe` is the layer without expert parallelism: each rank has some columns of every expert. `expert_parallel`
+`TPMoE` is the layer without expert parallelism: each rank has some columns of every expert. `expert_parallel`
 has the other one.
 """
 
@@ -18,7 +18,7 @@ from pdserve.model.config import MoeSpec
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.layers.linear import Linear
 from pdserve.model.params import Param, ParamSlots
-from pdserve.model.wide import Wide
+from pdserve.model.wide import DPAttentionGroup
 
 _NUM_SAMPLES = 2
 """Of each tensor of an expert: there are thousands of them."""
@@ -46,7 +46,7 @@ class Router:
         return Routes(*self._kernels.route(self.linear(x), self.moe.top_k, normalise=self.moe.norm_top_k))
 
 
-class HeldExperts(Protocol):
+class LocalExperts(Protocol):
     """The experts that a rank holds, by slot: `Experts`, or what else has been made of them."""
 
     @property
@@ -64,7 +64,7 @@ class HeldExperts(Protocol):
 
 
 class Experts:
-    """Implements `HeldExperts`: the experts `held`, as far as this rank has their columns `inner`.
+    """Implements `LocalExperts`: the experts `held`, as far as this rank has their columns `inner`.
 
     `gate_up` is `[slots, 2 * len(inner), hidden]`, `down` `[slots, hidden, len(inner)]`.
     """
@@ -96,15 +96,15 @@ class Experts:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """See `HeldExperts`."""
+        """See `LocalExperts`."""
         return self.gate_up, self.down
 
     def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        """See `HeldExperts`."""
+        """See `LocalExperts`."""
         return self._kernels.experts(x, slots, self.gate_up, self.down)
 
     def mixed(self, x: Tensor, routes: Routes) -> Tensor:
-        """See `HeldExperts`."""
+        """See `LocalExperts`."""
         outputs = self._kernels.experts(x, routes.experts.flatten(), self.gate_up, self.down)
         return self._kernels.weighted_sum(outputs.view(*routes.experts.shape, x.shape[1]), routes.weights)
 
@@ -124,14 +124,14 @@ def count(counts: Tensor, experts: Tensor) -> None:
     counts.index_add_(0, chosen, torch.ones_like(chosen))
 
 
-class SplitMoe:
+class TPMoE:
     """Implements `FeedForward`: every rank of `wide` computes its columns of all experts for all tokens.
 
     `counts` int64 `[num_experts]` are the tokens that each was given since the start, equal on all these ranks.
     """
 
     def __init__(
-        self, kernels: Kernels, params: ParamSlots, prefix: str, hidden_size: int, moe: MoeSpec, wide: Wide
+        self, kernels: Kernels, params: ParamSlots, prefix: str, hidden_size: int, moe: MoeSpec, wide: DPAttentionGroup
     ) -> None:
         inner = part_of(moe.intermediate_size, wide.size, wide.rank)
         self.wide = wide
@@ -139,7 +139,7 @@ class SplitMoe:
         self.router = Router(kernels, params, prefix + "gate", moe, hidden_size)
         self.route: Callable[[Tensor], Routes] = self.router
         every = range(moe.num_experts)
-        self.experts: HeldExperts = Experts(kernels, params, prefix + "experts.", hidden_size, moe, every, inner)
+        self.experts: LocalExperts = Experts(kernels, params, prefix + "experts.", hidden_size, moe, every, inner)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.base.parallel import Place, vocab_of
+from pdserve.base.parallel import RankCoord, vocab_of
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import Param, ParamSlots
 
 
-def vocab_rows(params: ParamSlots, name: str, vocab_size: int, hidden_size: int, place: Place) -> Tensor:
+def vocab_rows(params: ParamSlots, name: str, vocab_size: int, hidden_size: int, place: RankCoord) -> Tensor:
     """Allocate this rank's rows of the checkpoint's `[vocab, hidden]` matrix `name`: `[share, hidden]`."""
     tp_size = place.shape.tp_size
     held = vocab_of(vocab_size, tp_size, place.tp_rank)

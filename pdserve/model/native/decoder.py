@@ -41,7 +41,7 @@ the caches of the threads that have just written them."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Stop:
+class SyncPoint:
     """Once operations before `at` have run, `action` does Python's part for so many tokens."""
 
     at: int
@@ -77,7 +77,7 @@ class NativeDecoder:
         self._model, self._threads, self._level = model, threads, level
         self.best: Tensor | None = None
         """See `Model.best`: known of few samples, where the program has all their logits."""
-        self._stops: list[Stop] = []
+        self._stops: list[SyncPoint] = []
         self._marks: list[int] = []
         packer = Packer(Arena(), format, model.params, packing)
         self._layers = [packer.layer(layer) for layer in model.layers]
@@ -228,9 +228,9 @@ class NativeDecoder:
         assert hidden is not None, "this stage begins with hidden states"
         return hidden
 
-    def _mark_stops(self, on_layer: Callable[[int], None]) -> list[Stop]:
+    def _mark_stops(self, on_layer: Callable[[int], None]) -> list[SyncPoint]:
         """A stop where each layer's KV has been written."""
-        return [Stop(at, partial(_mark, on_layer, layer)) for layer, at in enumerate(self._marks)]
+        return [SyncPoint(at, partial(_mark, on_layer, layer)) for layer, at in enumerate(self._marks)]
 
     def _record_layer(self, local: int, layer: DecoderLayer, packed: PackedLayer, qkv: Buffer, mixed: Buffer) -> None:
         """The operations of one layer."""
@@ -245,11 +245,11 @@ class NativeDecoder:
             program.linear(mixed, packed.out, self._x, add=True)
         else:
             program.linear(mixed, packed.out, self._part)
-            self._stops.append(Stop(program.num_ops, self._add_up))
+            self._stops.append(SyncPoint(program.num_ops, self._add_up))
         norm = layer.post_norm
         if packed.gate_up is None or packed.down is None:
             program.norm(self._x, norm.weight, norm.eps, self._normed)
-            self._stops.append(Stop(program.num_ops, partial(self._add_mlp, layer)))
+            self._stops.append(SyncPoint(program.num_ops, partial(self._add_mlp, layer)))
             return
         alone = self.parallel.wide.size == 1
         out = self._x if alone else self._part
@@ -265,7 +265,7 @@ class NativeDecoder:
                 norm=norm.weight, eps=norm.eps, counts=mixture.counts, add=alone,
             )  # fmt: skip
         if not alone:
-            self._stops.append(Stop(program.num_ops, self._add_up_mlp))
+            self._stops.append(SyncPoint(program.num_ops, self._add_up_mlp))
 
     def _add_up(self, num_tokens: int) -> None:
         """The attention half of all tensor ranks."""
@@ -284,5 +284,5 @@ class NativeDecoder:
 
 
 def _mark(on_layer: Callable[[int], None], layer: int, num_tokens: int) -> None:
-    """What `Stop.action` does where a layer's KV has been written."""
+    """What `SyncPoint.action` does where a layer's KV has been written."""
     on_layer(layer)

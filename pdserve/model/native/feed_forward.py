@@ -18,7 +18,7 @@ from pdserve.model.native.weights import Packed
 
 
 @dataclasses.dataclass(frozen=True)
-class FeedForward:
+class NativeFeedForward:
     """A dense layer's columns that a rank has; see `DenseMLP.product`."""
 
     gate_up: Packed

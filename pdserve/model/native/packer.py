@@ -10,8 +10,8 @@ from pdserve.model.families.decoder import DecoderLayer
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.linear import Linear
 from pdserve.model.layers.mlp import DenseMLP
-from pdserve.model.layers.moe import Experts, SplitMoe
-from pdserve.model.native.feed_forward import FeedForward, PackedExperts, PackedRouter
+from pdserve.model.layers.moe import Experts, TPMoE
+from pdserve.model.native.feed_forward import NativeFeedForward, PackedExperts, PackedRouter
 from pdserve.model.native.weights import Arena, Format, Packed, open_packed
 from pdserve.model.params import ParamSlots
 
@@ -26,15 +26,15 @@ class PackedLayer:
     out: Packed
     gate_up: Packed | None = None
     down: Packed | None = None
-    mixture: PackedMixture | None = None
+    mixture: PackedMoe | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedMixture:
+class PackedMoe:
     """What a mixture has beside its experts."""
 
     router: Packed
-    layer: SplitMoe
+    layer: TPMoE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Packer:
             gate_up, down = self.linear(mlp.gate_up, num_parts=2), self.linear(mlp.down)
             if not mlp.wide.spans_replicas:
                 return PackedLayer(qkv, out, gate_up, down)
-            mlp.product = FeedForward(gate_up, down)
+            mlp.product = NativeFeedForward(gate_up, down)
             return PackedLayer(qkv, out)
-        assert isinstance(mlp, SplitMoe | ExpertParallelMoe) and isinstance(mlp.experts, Experts), mlp
+        assert isinstance(mlp, TPMoE | ExpertParallelMoe) and isinstance(mlp.experts, Experts), mlp
         gate_up, down = self.experts(mlp.experts)
         router = self.linear(mlp.router.linear, format="bf16")
-        if isinstance(mlp, SplitMoe) and not mlp.wide.spans_replicas:
-            return PackedLayer(qkv, out, gate_up, down, PackedMixture(router, mlp))
+        if isinstance(mlp, TPMoE) and not mlp.wide.spans_replicas:
+            return PackedLayer(qkv, out, gate_up, down, PackedMoe(router, mlp))
         mlp.route, mlp.experts = PackedRouter(router, mlp.router.moe), PackedExperts(gate_up, down)
         return PackedLayer(qkv, out)
 

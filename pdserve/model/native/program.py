@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdserve.base.native import Decoding, Heads, Step, library
+from pdserve.base.native import Decoding, PdkHeads, Step, library
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.native.weights import Packed
 
@@ -83,7 +83,7 @@ class Program:
         assert heads.num_heads % heads.num_kv_heads == 0 and heads.num_heads <= MAX_GROUP * heads.num_kv_heads
         self._library = library()
         self._kept: list[object] = [threads, kv]
-        shape = Heads(
+        shape = PdkHeads(
             kv.data_ptr(), heads.layers, heads.num_kv_heads, heads.page_tokens, heads.dim, heads.num_heads,
             heads.dim**-0.5,
         )  # fmt: skip

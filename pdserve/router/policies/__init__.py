@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pdserve.router.config import PolicyConfig, Role
-from pdserve.router.policies.base import Candidate, Policy, Request
+from pdserve.router.config import PolicyConfig, WorkerRole
+from pdserve.router.policies.base import Candidate, Policy, RoutedRequest
 from pdserve.router.policies.bucket import Bucket
 from pdserve.router.policies.by_load import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
 from pdserve.router.policies.cache_aware import CacheAware
 from pdserve.router.policies.hashing import ConsistentHashing
 
-__all__ = ["Candidate", "Policy", "Request", "make_policy"]
+__all__ = ["Candidate", "Policy", "RoutedRequest", "make_policy"]
 
 
-def make_policy(config: PolicyConfig, role: Role) -> Policy:
+def make_policy(config: PolicyConfig, role: WorkerRole) -> Policy:
     """A fresh policy for the workers of one role."""
     match config.of(role):
         case "random":

@@ -27,7 +27,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class RoutedRequest:
     """What policies know of a request; None where there is nothing to go by, or where no policy asks for it.
 
     `prompt` is its text, or its token ids as characters; see `prompt`.
@@ -48,10 +48,10 @@ class Policy(abc.ABC):
     uses_load = False
 
     @abc.abstractmethod
-    def choose(self, candidates: Sequence[Candidate], request: Request, rng: random.Random) -> int:
+    def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
         """The index of the candidate that should get the request."""
 
-    def chosen(self, url: str, request: Request, now: float) -> None:  # noqa: B027
+    def chosen(self, url: str, request: RoutedRequest, now: float) -> None:  # noqa: B027
         """A request was sent to the worker."""
 
     def forget(self, url: str) -> None:  # noqa: B027

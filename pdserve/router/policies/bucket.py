@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from pdserve.router.config import PolicyConfig
-from pdserve.router.policies.base import Candidate, Policy, Request, is_imbalanced, least_loaded
+from pdserve.router.policies.base import Candidate, Policy, RoutedRequest, is_imbalanced, least_loaded
 
 REMEMBERED = 2048
 """Lengths that boundaries are drawn from: the latest."""
@@ -46,7 +46,7 @@ class Bucket(Policy):
         self._cuts: dict[int, list[int]] = {}  # what `boundaries` says of the sample, by number of candidates
         self._next_adjustment: float | None = None
 
-    def choose(self, candidates: Sequence[Candidate], request: Request, rng: random.Random) -> int:
+    def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
         """See the class."""
         config = self._config
         imbalanced = is_imbalanced(candidates, config.balance_abs_threshold, config.balance_rel_threshold)
@@ -58,7 +58,7 @@ class Bucket(Policy):
         cuts = self._cuts[len(ranked)]
         return ranked[bisect.bisect_left(cuts, len(request.prompt))]
 
-    def chosen(self, url: str, request: Request, now: float) -> None:
+    def chosen(self, url: str, request: RoutedRequest, now: float) -> None:
         """Remember its length."""
         if request.prompt is not None:
             self._lengths.append(len(request.prompt))

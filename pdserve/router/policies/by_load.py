@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from pdserve.router.policies.base import Candidate, Policy, Request, least_loaded
+from pdserve.router.policies.base import Candidate, Policy, RoutedRequest, least_loaded
 
 
 class RandomChoice(Policy):
     """Any candidate, each as likely."""
 
-    def choose(self, candidates: Sequence[Candidate], request: Request, rng: random.Random) -> int:
+    def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
         """A random index."""
         return rng.randrange(len(candidates))
 
@@ -23,11 +23,11 @@ class RoundRobin(Policy):
         self._turns: dict[str, int] = {}
         self._turn = 0
 
-    def choose(self, candidates: Sequence[Candidate], request: Request, rng: random.Random) -> int:
+    def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
         """The first of those whose turn is longest ago; newcomers have had none."""
         return min(range(len(candidates)), key=lambda index: self._turns.get(candidates[index].url, 0))
 
-    def chosen(self, url: str, request: Request, now: float) -> None:
+    def chosen(self, url: str, request: RoutedRequest, now: float) -> None:
         """It goes to the end of the row."""
         self._turn += 1
         self._turns[url] = self._turn
@@ -42,7 +42,7 @@ class PowerOfTwo(Policy):
 
     uses_load = True
 
-    def choose(self, candidates: Sequence[Candidate], request: Request, rng: random.Random) -> int:
+    def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
         """One of two different candidates; the only one where there is one."""
         if len(candidates) == 1:
             return 0
@@ -55,6 +55,6 @@ class LeastLoaded(Policy):
 
     uses_load = True
 
-    def choose(self, candidates: Sequence[Candidate], request: Request, rng: random.Random) -> int:
+    def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
         """Ties are broken at random."""
         return least_loaded(candidates, rng)

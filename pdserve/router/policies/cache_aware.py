@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from pdserve.router.config import PolicyConfig
-from pdserve.router.policies.base import Candidate, Policy, Request, is_imbalanced, least_loaded
+from pdserve.router.policies.base import Candidate, Policy, RoutedRequest, is_imbalanced, least_loaded
 from pdserve.router.policies.tree import PrefixTree
 
 SLACK = 8
@@ -29,7 +29,7 @@ class CacheAware(Policy):
         self._tree = PrefixTree()
         self._next_eviction: float | None = None
 
-    def choose(self, candidates: Sequence[Candidate], request: Request, rng: random.Random) -> int:
+    def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
         """See the class."""
         config, prompt = self._config, request.prompt
         if prompt is None or is_imbalanced(candidates, config.balance_abs_threshold, config.balance_rel_threshold):
@@ -42,7 +42,7 @@ class CacheAware(Policy):
         roomy = [index for index, candidate in enumerate(candidates) if self._tree.size(candidate.url) == least]
         return roomy[least_loaded([candidates[index] for index in roomy], rng)]
 
-    def chosen(self, url: str, request: Request, now: float) -> None:
+    def chosen(self, url: str, request: RoutedRequest, now: float) -> None:
         """The worker will have the prompt in its cache. A burst does not wait for `tick`; see `SLACK`."""
         most = self._config.max_tree_size
         if request.prompt is not None:

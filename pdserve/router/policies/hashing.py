@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from pdserve.router.conversation import ConversationKey
-from pdserve.router.policies.base import Candidate, Policy, Request, least_loaded
+from pdserve.router.policies.base import Candidate, Policy, RoutedRequest, least_loaded
 
 CROWDED_FACTOR = 2.0
 CROWDED_REQUESTS = 8
@@ -26,7 +26,7 @@ class ConsistentHashing(Policy):
     uses_key = True
     uses_load = True
 
-    def choose(self, candidates: Sequence[Candidate], request: Request, rng: random.Random) -> int:
+    def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
         """The first in the conversation's ranking that is not too crowded for it."""
         key = request.key
         if key is None:

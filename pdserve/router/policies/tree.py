@@ -22,13 +22,13 @@ MAX_NODES = 1 << 17
 
 
 @dataclasses.dataclass(eq=False)
-class Node:
+class TextNode:
     """`text` leads here from the parent. `owners`: when each worker was last sent it, as a count of insertions."""
 
     text: str
-    parent: Node | None
+    parent: TextNode | None
     owners: dict[str, int]
-    children: dict[str, Node] = dataclasses.field(default_factory=dict)
+    children: dict[str, TextNode] = dataclasses.field(default_factory=dict)
 
     def owned_below(self, owner: str) -> bool:
         """Whether `owner` has one of the children."""
@@ -39,7 +39,7 @@ class PrefixTree:
     """Texts by owner. A walk costs a dictionary look-up a node and one comparison of all its text."""
 
     def __init__(self) -> None:
-        self._root = Node("", None, {})
+        self._root = TextNode("", None, {})
         self._sizes: dict[str, int] = {}
         self._nodes: Counter[str] = Counter()
         self._count = 0
@@ -63,7 +63,7 @@ class PrefixTree:
         while done < len(text):
             child = node.children.get(text[done])
             if child is None:
-                child = Node(text[done:], node, {})
+                child = TextNode(text[done:], node, {})
                 node.children[text[done]] = child
             else:
                 shared = common_length(text, done, child.text)
@@ -128,7 +128,7 @@ class PrefixTree:
             self.cut(owner, 0)
             del self._sizes[owner], self._nodes[owner]
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[TextNode]:
         """All nodes but the root, parents first."""
         waiting = [self._root]
         while waiting:
@@ -138,7 +138,7 @@ class PrefixTree:
                 yield node
 
 
-def _remove_owner(node: Node, owner: str) -> Node:
+def _remove_owner(node: TextNode, owner: str) -> TextNode:
     """Take a leaf of `owner` from it; a node that nobody has is gone. Returns the parent."""
     parent = node.parent
     assert parent is not None, "the root has no owners"
@@ -149,10 +149,10 @@ def _remove_owner(node: Node, owner: str) -> Node:
     return parent
 
 
-def _split(node: Node, at: int) -> Node:
+def _split(node: TextNode, at: int) -> TextNode:
     """Cut a node's text in two; returns the new upper half, which has the same owners."""
     assert node.parent is not None
-    upper = Node(node.text[:at], node.parent, dict(node.owners))
+    upper = TextNode(node.text[:at], node.parent, dict(node.owners))
     node.parent.children[node.text[0]] = upper
     node.text, node.parent = node.text[at:], upper
     upper.children[node.text[0]] = node

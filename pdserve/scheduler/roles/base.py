@@ -10,7 +10,7 @@ from pdserve.protocol.messages import WaitsFor
 from pdserve.scheduler.req import Req
 
 
-class Role(Protocol):
+class SchedulerRole(Protocol):
     """A plan, not a program. Called by the scheduler thread, each step in this order: poll, plan, commit."""
 
     @property

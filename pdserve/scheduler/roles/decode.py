@@ -26,14 +26,14 @@ from pdserve.errors import RequestError
 from pdserve.executor.interface import SampledToken
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
-from pdserve.scheduler.core import Core
+from pdserve.scheduler.core import SchedulerContext
 from pdserve.scheduler.fits import check_fits
 from pdserve.scheduler.req import Req, finish_for_failure
-from pdserve.scheduler.reserve import Reserve
-from pdserve.scheduler.roles.generating_role import GeneratingRole
+from pdserve.scheduler.reserve import DecodeReservation
+from pdserve.scheduler.roles.generating_role import MixedBatchRole
 from pdserve.scheduler.roles.prefill import LOST
 from pdserve.scheduler.waiting import WaitingQueue
-from pdserve.scheduler.witness import KVWitness
+from pdserve.scheduler.witness import KVChecksum
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import prompt_digest
@@ -49,15 +49,15 @@ def can_recompute(failure: Failure) -> bool:
     return failure.retryable and failure.status >= 500 and failure.code != "prompt_mismatch"
 
 
-class DecodeRole(GeneratingRole):
+class DecodeRole(MixedBatchRole):
     """Owns prealloc, transfer and waiting queues; `Generating` has the batch and the retracted."""
 
     def __init__(
         self,
-        core: Core,
+        core: SchedulerContext,
         kv: KVManager,
         ready: WaitingQueue,
-        witness: KVWitness | None = None,
+        witness: KVChecksum | None = None,
         *,
         load_failure_policy: LoadFailurePolicy = "fail",
     ) -> None:
@@ -150,7 +150,7 @@ class DecodeRole(GeneratingRole):
 
     def _publish_ready(self) -> None:
         """Publish pages, in the order of the policy, until one finds too little memory."""
-        reserve = Reserve(self._core.limits.reserved_decode_tokens, self._held())
+        reserve = DecodeReservation(self._core.limits.reserved_decode_tokens, self._held())
         self._ready.refresh()
         while len(self._ready) and self._publish(self._ready[0], reserve):
             self._ready.remove(self._ready[0])
@@ -185,7 +185,7 @@ class DecodeRole(GeneratingRole):
         self._lost[req.rid] = req
         self._generating.prefilling.waiting.add(req, resumed=True)
 
-    def _publish(self, req: Req, reserve: Reserve) -> bool:
+    def _publish(self, req: Req, reserve: DecodeReservation) -> bool:
         """Take memory for the request and tell prefill where to write; False when there is too little."""
         memory = self._core.memory
         free_tokens = memory.num_available * memory.layout.page_tokens
@@ -253,7 +253,7 @@ class DecodeRole(GeneratingRole):
 
     def _headroom_tokens(self, req: Req) -> float:
         """What must stay free when the retracted `req` comes back."""
-        return Reserve(self._core.limits.reserved_decode_tokens, self._held()).tokens
+        return DecodeReservation(self._core.limits.reserved_decode_tokens, self._held()).tokens
 
     def _held(self) -> Iterator[Req]:
         """Requests that have memory and will need more."""

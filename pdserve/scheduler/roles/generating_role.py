@@ -1,4 +1,4 @@
-"""What monolith and decode role answer alike: their steps are `Generating`'s. Each adds where requests come from."""
+"""What monolith and decode role answer alike: their steps are `BatchPlanner`'s. Each adds where requests come from."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import abc
 
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.protocol.messages import RequestTiming
-from pdserve.scheduler.core import Core
-from pdserve.scheduler.generating import Generating
+from pdserve.scheduler.core import SchedulerContext
+from pdserve.scheduler.generating import BatchPlanner
 from pdserve.scheduler.req import Req
 from pdserve.scheduler.waiting import WaitingQueue
 
 
-class GeneratingRole(abc.ABC):
+class MixedBatchRole(abc.ABC):
     """The part of a `Role` that is about steps. `waiting` is for requests whose prompt is computed here."""
 
-    def __init__(self, core: Core, waiting: WaitingQueue) -> None:
+    def __init__(self, core: SchedulerContext, waiting: WaitingQueue) -> None:
         self._core = core
-        self._generating = Generating(core, waiting, self._headroom_tokens)
+        self._generating = BatchPlanner(core, waiting, self._headroom_tokens)
         self.live: dict[str, Req] = {}
 
     @property

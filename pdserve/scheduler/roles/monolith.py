@@ -10,11 +10,11 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
 from pdserve.scheduler.fits import check_fits
 from pdserve.scheduler.req import Req, finish_for_failure
-from pdserve.scheduler.roles.generating_role import GeneratingRole
+from pdserve.scheduler.roles.generating_role import MixedBatchRole
 from pdserve.scheduler.running import CLIP_TOKENS
 
 
-class MonolithRole(GeneratingRole):
+class MonolithRole(MixedBatchRole):
     """Starts a request when its prompt fits beside what the running ones are expected to need."""
 
     def admit(self, req: Req) -> None:

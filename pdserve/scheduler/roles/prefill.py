@@ -18,13 +18,13 @@ from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, Step
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
-from pdserve.scheduler.core import Core, plan_of
+from pdserve.scheduler.core import SchedulerContext, plan_of
 from pdserve.scheduler.fits import check_fits
-from pdserve.scheduler.parts import StepInParts
-from pdserve.scheduler.prefilling import Prefilling
+from pdserve.scheduler.parts import BatchSplitter
+from pdserve.scheduler.prefilling import PrefillManager
 from pdserve.scheduler.req import Req, finish_for_failure
 from pdserve.scheduler.waiting import WaitingQueue
-from pdserve.scheduler.witness import KVWitness
+from pdserve.scheduler.witness import KVChecksum
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import LayerGate
 from pdserve.transfer.manager import KVManager
@@ -35,16 +35,18 @@ LOST = Failure(code="transfer_failed", message="the transfer failed without a re
 
 
 class PrefillRole:
-    """Owns bootstrap and inflight queues; `Prefilling` owns waiting and active."""
+    """Owns bootstrap and inflight queues; `PrefillManager` owns waiting and active."""
 
-    def __init__(self, core: Core, kv: KVManager, waiting: WaitingQueue, witness: KVWitness | None = None) -> None:
+    def __init__(
+        self, core: SchedulerContext, kv: KVManager, waiting: WaitingQueue, witness: KVChecksum | None = None
+    ) -> None:
         """`witness` sees what is sent; None where nobody wants to know."""
         self._witness = witness
         self._core = core
         self._kv = kv
         self._bootstrap: dict[str, Req] = {}
-        self._prefilling = Prefilling(core, waiting, lambda req: 0.0, needs_aux=True)
-        self._parts = StepInParts(core.limits.saturation_tokens)
+        self._prefilling = PrefillManager(core, waiting, lambda req: 0.0, needs_aux=True)
+        self._parts = BatchSplitter(core.limits.saturation_tokens)
         self._inflight: dict[str, Req] = {}
         self._rooms: dict[int, Req] = {}
         self.live: dict[str, Req] = {}

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pdserve.server.parsers.feed import Feed, Sink, Steps, scrub
+from pdserve.server.parsers.feed import IncrementalParser, Sink, Steps, scrub
 
 
 def _types(schema: Any) -> frozenset[str]:
@@ -66,7 +66,7 @@ class ArgumentWriter:
         self._first = True
         sink("{")
 
-    def field(self, feed: Feed, key: str, ends: tuple[str, ...], *, trim: bool) -> Steps[str]:
+    def field(self, feed: IncrementalParser, key: str, ends: tuple[str, ...], *, trim: bool) -> Steps[str]:
         """Write the field `key` with the text up to one of `ends`, which is returned.
 
         `trim`: a newline at both ends of the text is not the value's.

@@ -1,4 +1,6 @@
-"""Text that arrives in pieces, read as if it were all there. One `Feed` per sequence; formats are generators over it.
+"""Reads text that arrives in pieces as if it were complete. One `IncrementalParser` per sequence.
+
+Formats are generators over it.
 
 A generator reads with `yield from feed....()` and is suspended while the feed needs more text. What it decides depends
 on the text alone, never on where the text was cut, so a stream and a whole answer give the same.
@@ -55,7 +57,7 @@ def first_marker(text: str, markers: tuple[str, ...], start: int = 0) -> tuple[i
     return at, marker
 
 
-class Feed:
+class IncrementalParser:
     """See the file's docstring. `pieces` is what has been made out so far; its owner takes them away."""
 
     def __init__(self) -> None:
@@ -268,10 +270,10 @@ class Feed:
             raise NotACallError
 
 
-class Reader:
+class PiecesReader:
     """Drives a format over a feed: text in, pieces out."""
 
-    def __init__(self, feed: Feed, steps: Steps[None]) -> None:
+    def __init__(self, feed: IncrementalParser, steps: Steps[None]) -> None:
         self._feed = feed
         self._steps = steps
         self._running = True

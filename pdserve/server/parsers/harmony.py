@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from pdserve.server.parsers.feed import Feed, Steps
+from pdserve.server.parsers.feed import IncrementalParser, Steps
 from pdserve.server.parsers.tool_format import ToolFormat
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -23,7 +23,7 @@ class Harmony(ToolFormat):
     template_marks = ("<|channel|>",)
     special_tokens = True
 
-    def read(self, feed: Feed) -> Steps[None]:
+    def read(self, feed: IncrementalParser) -> Steps[None]:
         """See `ToolFormat.read`."""
         start = yield from feed.pass_until(_STARTS, feed.content)
         while True:
@@ -34,7 +34,7 @@ class Harmony(ToolFormat):
             while start not in _STARTS:
                 start = yield from feed.pass_until(_STARTS, _ignore)
 
-    def _body(self, feed: Feed, header: str) -> Steps[str]:
+    def _body(self, feed: IncrementalParser, header: str) -> Steps[str]:
         recipient = _RECIPIENT.search(header)
         channel = _CHANNEL.search(header)
         if recipient is not None and recipient[1].startswith("functions.") and recipient[1] != "functions.":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from pdserve.server.parsers.feed import CutOffError, Feed, NotACallError, Sink, Steps
+from pdserve.server.parsers.feed import CutOffError, IncrementalParser, NotACallError, Sink, Steps
 from pdserve.server.parsers.json_read import call_object, pass_value
 from pdserve.server.parsers.tool_format import MAX_NAME_CHARS, MarkedFormat, ToolFormat
 
@@ -15,7 +15,7 @@ class Hermes(MarkedFormat):
     template_marks = ("<tool_call>", '"arguments"')
     opening = ("<tool_call>",)
 
-    def call(self, feed: Feed, marker: str) -> Steps[None]:
+    def call(self, feed: IncrementalParser, marker: str) -> Steps[None]:
         """See `MarkedFormat.call`."""
         yield from call_object(feed)
         yield from feed.skip_spaced("</tool_call>")
@@ -31,7 +31,7 @@ class Llama3(ToolFormat):
     special_tokens = True
     tag = "<|python_tag|>"
 
-    def read(self, feed: Feed) -> Steps[None]:
+    def read(self, feed: IncrementalParser) -> Steps[None]:
         """See `ToolFormat.read`."""
         try:
             yield from self._calls(feed, self.tools)
@@ -47,7 +47,7 @@ class Llama3(ToolFormat):
             except NotACallError:
                 feed.give_up(len(self.tag))
 
-    def _calls(self, feed: Feed, known: Container[str] | None) -> Steps[None]:
+    def _calls(self, feed: IncrementalParser, known: Container[str] | None) -> Steps[None]:
         yield from call_object(feed, known)
         try:
             while (yield from feed.skip_spaced(";")) or (yield from feed.skip_spaced(",")):
@@ -70,7 +70,7 @@ class Mistral(MarkedFormat):
         """See `ToolFormat.new_id`: nine letters and digits, as Mistral's templates demand."""
         return random[:9]
 
-    def call(self, feed: Feed, marker: str) -> Steps[None]:
+    def call(self, feed: IncrementalParser, marker: str) -> Steps[None]:
         """See `MarkedFormat.call`."""
         if (yield from feed.skip_spaced("[")):
             yield from call_object(feed)
@@ -81,7 +81,7 @@ class Mistral(MarkedFormat):
         else:
             yield from self._named(feed)
 
-    def _more_of_list(self, feed: Feed) -> Steps[None]:
+    def _more_of_list(self, feed: IncrementalParser) -> Steps[None]:
         try:
             while (yield from feed.skip_spaced(",")):
                 yield from call_object(feed)
@@ -91,7 +91,7 @@ class Mistral(MarkedFormat):
             yield from feed.skip_spaced("]")
             feed.commit()
 
-    def _named(self, feed: Feed) -> Steps[None]:
+    def _named(self, feed: IncrementalParser) -> Steps[None]:
         name, then = yield from feed.take_until(("[ARGS]", "[CALL_ID]", "{"), MAX_NAME_CHARS)
         call_id = None
         if then == "[CALL_ID]":
@@ -113,7 +113,7 @@ class DeepSeek(MarkedFormat):
     opening = ("<｜tool▁call▁begin｜>",)
     swallowed = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>")
 
-    def call(self, feed: Feed, marker: str) -> Steps[None]:
+    def call(self, feed: IncrementalParser, marker: str) -> Steps[None]:
         """See `MarkedFormat.call`."""
         name, _ = yield from feed.take_until(("<｜tool▁sep｜>",), MAX_NAME_CHARS)
         if not (yield from feed.skip_spaced("{")):
@@ -144,7 +144,7 @@ class KimiK2(MarkedFormat):
         """See `ToolFormat.new_id`: what the model itself would write."""
         return f"functions.{name}:{index}"
 
-    def call(self, feed: Feed, marker: str) -> Steps[None]:
+    def call(self, feed: IncrementalParser, marker: str) -> Steps[None]:
         """See `MarkedFormat.call`."""
         call_id, _ = yield from feed.take_until(("<|tool_call_argument_begin|>",), MAX_NAME_CHARS)
         name = call_id.strip().rpartition(":")[0] or call_id.strip()
@@ -156,7 +156,7 @@ class KimiK2(MarkedFormat):
 class JsonList(ToolFormat):
     """The whole answer is a list of calls: what the grammar of `tool_choice: required` makes models write."""
 
-    def read(self, feed: Feed) -> Steps[None]:
+    def read(self, feed: IncrementalParser) -> Steps[None]:
         """See `ToolFormat.read`."""
         try:
             yield from feed.expect("[")
@@ -172,7 +172,7 @@ class JsonList(ToolFormat):
 class JsonArguments(ToolFormat):
     """The whole answer is the arguments of the only tool in `tools`: what the grammar of a named tool makes of it."""
 
-    def read(self, feed: Feed) -> Steps[None]:
+    def read(self, feed: IncrementalParser) -> Steps[None]:
         """See `ToolFormat.read`."""
         yield from feed.skip_space()
         sink = feed.open_call(next(iter(self.tools)))
@@ -180,7 +180,7 @@ class JsonArguments(ToolFormat):
         yield from feed.content_to_end()
 
 
-def _arguments(feed: Feed, sink: Sink) -> Steps[None]:
+def _arguments(feed: IncrementalParser, sink: Sink) -> Steps[None]:
     """Arguments of an opened call; what is no JSON value is left to be read as text."""
     try:
         yield from pass_value(feed, sink)

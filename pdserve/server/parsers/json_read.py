@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Container
 
-from pdserve.server.parsers.feed import Feed, NotACallError, Sink, Steps, scrub
+from pdserve.server.parsers.feed import IncrementalParser, NotACallError, Sink, Steps, scrub
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 _STRUCTURE = re.compile(r'["{}\[\]<]')
@@ -56,7 +56,7 @@ class _Extent:
         return self._depth <= 0 and not self._in_string
 
 
-def pass_value(feed: Feed, sink: Sink) -> Steps[None]:
+def pass_value(feed: IncrementalParser, sink: Sink) -> Steps[None]:
     """Hand the next value's text on as it comes; of a string, what it says: arguments that were encoded twice."""
     if (yield from feed.peek()) not in "{[":
         sink(_arguments((yield from take_value(feed))))
@@ -73,7 +73,7 @@ def pass_value(feed: Feed, sink: Sink) -> Steps[None]:
         yield from feed.peek()
 
 
-def take_value(feed: Feed) -> Steps[str]:
+def take_value(feed: IncrementalParser) -> Steps[str]:
     """The next value's text, read.
 
     Raises:
@@ -109,7 +109,7 @@ def _string(text: str) -> str:
     return scrub(value)
 
 
-def call_object(feed: Feed, known: Container[str] | None = None) -> Steps[None]:
+def call_object(feed: IncrementalParser, known: Container[str] | None = None) -> Steps[None]:
     """Read an object with `name` and `arguments` (or `parameters`) as a call.
 
     `known`: there is no other sign of a call, so that the object must look like one from its first key on and name one
@@ -154,7 +154,7 @@ def _arguments(text: str) -> str:
     return "{}" if text == "null" else text
 
 
-def _rest_of_call(feed: Feed, sink: Sink) -> Steps[None]:
+def _rest_of_call(feed: IncrementalParser, sink: Sink) -> Steps[None]:
     """Read the arguments of a call that was opened, and what follows if the object goes on as objects do."""
     try:
         yield from pass_value(feed, sink)

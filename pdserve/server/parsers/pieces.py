@@ -41,7 +41,7 @@ Piece = Content | Reasoning | CallOpened | CallArguments
 
 
 @dataclasses.dataclass
-class Call:
+class ParsedToolCall:
     """A whole tool call; `arguments` is JSON text as the model wrote it."""
 
     name: str
@@ -50,17 +50,17 @@ class Call:
 
 
 @dataclasses.dataclass
-class Whole:
+class ParsedAnswer:
     """All pieces of an answer put together; None where there was none of a kind."""
 
     content: str | None = None
     reasoning: str | None = None
-    calls: list[Call] = dataclasses.field(default_factory=list)
+    calls: list[ParsedToolCall] = dataclasses.field(default_factory=list)
 
 
-def put_together(pieces: Sequence[Piece]) -> Whole:
+def put_together(pieces: Sequence[Piece]) -> ParsedAnswer:
     """The answer that `pieces`, in order, make."""
-    whole = Whole()
+    whole = ParsedAnswer()
     for piece in pieces:
         match piece:
             case Content(text):
@@ -68,7 +68,7 @@ def put_together(pieces: Sequence[Piece]) -> Whole:
             case Reasoning(text):
                 whole.reasoning = (whole.reasoning or "") + text
             case CallOpened(_, name, call_id):
-                whole.calls.append(Call(name, call_id))
+                whole.calls.append(ParsedToolCall(name, call_id))
             case CallArguments(index, text):
                 whole.calls[index].arguments += text
     return whole

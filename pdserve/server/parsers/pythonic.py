@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from pdserve.server.parsers.feed import CutOffError, Feed, NotACallError, Steps, scrub
+from pdserve.server.parsers.feed import CutOffError, IncrementalParser, NotACallError, Steps, scrub
 from pdserve.server.parsers.tool_format import ToolFormat
 
 _STRUCTURE = re.compile(r"""["'()\[\]{}]""")
@@ -22,7 +22,7 @@ class Pythonic(ToolFormat):
     template_marks = ("<|python_start|>",)
     markers = ("[", "<|python_start|>", "<|python_end|>")
 
-    def read(self, feed: Feed) -> Steps[None]:
+    def read(self, feed: IncrementalParser) -> Steps[None]:
         """See `ToolFormat.read`."""
         while (marker := (yield from feed.content_until(self.markers))) is not None:
             if marker != "[":
@@ -37,7 +37,7 @@ class Pythonic(ToolFormat):
             else:
                 yield from self._calls(feed)
 
-    def _known_name(self, feed: Feed) -> Steps[str]:
+    def _known_name(self, feed: IncrementalParser) -> Steps[str]:
         yield from feed.skip_space()
         start = feed.pos
         while (char := (yield from feed.peek())).isalnum() or char in "_.-":
@@ -48,7 +48,7 @@ class Pythonic(ToolFormat):
         yield from feed.expect("(")
         return name
 
-    def _calls(self, feed: Feed) -> Steps[None]:
+    def _calls(self, feed: IncrementalParser) -> Steps[None]:
         """Read calls; the first one's name and `(` are read."""
         opened = 1
         feed.pos = 1
@@ -96,7 +96,7 @@ def _value(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def _to_closing(feed: Feed) -> Steps[str]:
+def _to_closing(feed: IncrementalParser) -> Steps[str]:
     """Read to the `)` that closes what is open, and return the text before it."""
     start, depth = feed.pos, 1
     while True:
@@ -114,7 +114,7 @@ def _to_closing(feed: Feed) -> Steps[str]:
             return feed.text[start : feed.pos - 1]
 
 
-def _skip_string(feed: Feed, quote: str) -> Steps[None]:
+def _skip_string(feed: IncrementalParser, quote: str) -> Steps[None]:
     while (char := (yield from feed.peek())) != quote:
         feed.pos += 1
         if char == "\\":

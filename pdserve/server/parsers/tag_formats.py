@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.server.parsers.arguments import ArgumentWriter
-from pdserve.server.parsers.feed import Feed, NotACallError, Steps
+from pdserve.server.parsers.feed import IncrementalParser, NotACallError, Steps
 from pdserve.server.parsers.tool_format import MAX_NAME_CHARS, MarkedFormat
 
 
@@ -25,7 +25,7 @@ class Qwen3Coder(MarkedFormat):
     template_marks = ("<function=", "<parameter=")
     opening = ("<tool_call>", "<function=")
 
-    def call(self, feed: Feed, marker: str) -> Steps[None]:
+    def call(self, feed: IncrementalParser, marker: str) -> Steps[None]:
         """See `MarkedFormat.call`."""
         if marker == "<tool_call>":
             yield from feed.expect("<function=")
@@ -51,7 +51,7 @@ class Glm45(MarkedFormat):
     template_marks = ("<arg_key>", "<arg_value>")
     opening = ("<tool_call>",)
 
-    def call(self, feed: Feed, marker: str) -> Steps[None]:
+    def call(self, feed: IncrementalParser, marker: str) -> Steps[None]:
         """See `MarkedFormat.call`."""
         text, end = yield from feed.take_until(("<arg_key>", "</tool_call>"), MAX_NAME_CHARS)
         name = _checked(text)

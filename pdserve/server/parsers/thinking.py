@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from pdserve.server.parsers.feed import SPACE, CutOffError, Feed, Steps
+from pdserve.server.parsers.feed import SPACE, CutOffError, IncrementalParser, Steps
 
 
 @dataclasses.dataclass(frozen=True)
-class Thinking:
+class ReasoningFormat:
     """Thoughts stand between `opening` and `closing`.
 
     `from_start`: the text begins with thoughts even without `opening`, unless the prompt says otherwise.
@@ -37,7 +37,7 @@ class Thinking:
             return True
         return None
 
-    def read(self, feed: Feed, inside: bool | None) -> Steps[None]:
+    def read(self, feed: IncrementalParser, inside: bool | None) -> Steps[None]:
         """Read all of `feed`: thoughts first, if there are any; the rest is content, as it is."""
         try:
             opened = inside is not False and (yield from feed.skip_spaced(self.opening))
@@ -53,7 +53,7 @@ class Thinking:
             if not (yield from feed.more()):
                 return
 
-    def _thoughts(self, feed: Feed) -> Steps[None]:
+    def _thoughts(self, feed: IncrementalParser) -> Steps[None]:
         """Read thoughts and the white space behind them."""
         end = yield from feed.pass_until((self.closing, *self.calls), feed.reasoning)
         if end != self.closing:
@@ -63,20 +63,20 @@ class Thinking:
         feed.commit()
 
 
-_THINK = Thinking()
-_FROM_START = Thinking(from_start=True)
+_THINK = ReasoningFormat()
+_FROM_START = ReasoningFormat(from_start=True)
 
-THINKING: dict[str, Thinking] = {
+THINKING: dict[str, ReasoningFormat] = {
     "deepseek-r1": _FROM_START,
     "deepseek-v3": _THINK,
-    "glm45": Thinking(calls=("<tool_call>",)),
+    "glm45": ReasoningFormat(calls=("<tool_call>",)),
     "hunyuan": _THINK,
     "interns1": _THINK,
-    "kimi": Thinking("◁think▷", "◁/think▷"),
-    "kimi_k2": Thinking(calls=("<|tool_calls_section_begin|>", "<|tool_call_begin|>")),
+    "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
+    "kimi_k2": ReasoningFormat(calls=("<|tool_calls_section_begin|>", "<|tool_call_begin|>")),
     "mimo": _THINK,
     "minimax": _FROM_START,
-    "mistral": Thinking("[THINK]", "[/THINK]", special_tokens=True),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", special_tokens=True),
     "nemotron_3": _THINK,
     "qwen3": _THINK,
     "qwen3-thinking": _FROM_START,

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pdserve.server.parsers.feed import Feed, NotACallError, Steps
+from pdserve.server.parsers.feed import IncrementalParser, NotACallError, Steps
 
 MAX_NAME_CHARS = 256
 """Markup that has no name within so many characters is none."""
@@ -36,7 +36,7 @@ class ToolFormat(abc.ABC):
         return f"call_{random[:24]}"
 
     @abc.abstractmethod
-    def read(self, feed: Feed) -> Steps[None]:
+    def read(self, feed: IncrementalParser) -> Steps[None]:
         """Read all of `feed`, to its end."""
 
 
@@ -49,14 +49,14 @@ class MarkedFormat(ToolFormat):
     """Markers between and around calls, which say nothing."""
 
     @abc.abstractmethod
-    def call(self, feed: Feed, marker: str) -> Steps[None]:
+    def call(self, feed: IncrementalParser, marker: str) -> Steps[None]:
         """Read the call behind `marker`, which was read.
 
         Raises:
             NotACallError: it is none, and none was opened: the marker is text.
         """
 
-    def read(self, feed: Feed) -> Steps[None]:
+    def read(self, feed: IncrementalParser) -> Steps[None]:
         """See `ToolFormat.read`."""
         while (marker := (yield from feed.content_until(self.opening + self.swallowed))) is not None:
             if marker in self.swallowed:

@@ -17,14 +17,14 @@ from pdserve.server.chat_prepare import PreparedChat, prepare_chat
 from pdserve.server.chat_reader import ChatReader
 from pdserve.server.context import ServerContext
 from pdserve.server.errors_http import describe
-from pdserve.server.generation import Generation, Update
+from pdserve.server.generation import Generation, GenerationUpdate
 from pdserve.server.json_http import convert, json_response, read_json_object, refuse_unsupported
 from pdserve.server.logprob_format import chat_logprobs
 from pdserve.server.reasoning_count import ReasoningCounter
 from pdserve.server.responses.output import OutputWriter
 from pdserve.server.responses.schemas import UNSUPPORTED_RESPONSES, ResponsesBody
 from pdserve.server.responses.to_chat import in_these_words, to_chat
-from pdserve.server.sampling_fields import MAX_CHAT_TOKENS, Ask
+from pdserve.server.sampling_fields import MAX_CHAT_TOKENS, RequestedSampling
 from pdserve.server.streaming import EventStream, collect, first_event, until_disconnect
 
 
@@ -57,7 +57,7 @@ class ResponsesCall:
 
     async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The stream; it begins with the first token, so that a request that is refused gets its true status."""
-        total = Update(0)
+        total = GenerationUpdate(0)
         begun = False
         try:
             async with generation:
@@ -80,11 +80,11 @@ class ResponsesCall:
             yield self._event(event)
         yield self._event({"type": f"response.{_ENDINGS[status]}", "response": self._response(status, total)})
 
-    def _read(self, update: Update) -> list[Any]:
+    def _read(self, update: GenerationUpdate) -> list[Any]:
         pieces = self._reader.push(update.text)
         return [*pieces, *self._reader.finish()] if update.finish is not None else pieces
 
-    def _logprobs(self, update: Update) -> Sequence[dict[str, Any]]:
+    def _logprobs(self, update: GenerationUpdate) -> Sequence[dict[str, Any]]:
         if not update.logprobs:
             return ()
         content = chat_logprobs(self._context.tokenizer, update)["content"]
@@ -97,7 +97,7 @@ class ResponsesCall:
         kind: str = event["type"]
         return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(numbered) + b"\n\n"
 
-    def _response(self, status: str, update: Update | None) -> dict[str, Any]:
+    def _response(self, status: str, update: GenerationUpdate | None) -> dict[str, Any]:
         """The response object; `update` is the whole answer, once it is there."""
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
@@ -112,7 +112,7 @@ class ResponsesCall:
         code, message = "server_error", describe(error)[1]["message"]
         return {**self._response("failed", None), "error": {"code": code, "message": message}}
 
-    def _usage(self, update: Update) -> dict[str, Any]:
+    def _usage(self, update: GenerationUpdate) -> dict[str, Any]:
         prompt, completion = self._intake.num_prompt_tokens, len(update.token_ids)
         thoughts = ReasoningCounter(self._context.tokenizer, self._plan).count(update.token_ids)
         return {
@@ -183,7 +183,7 @@ async def responses(context: ServerContext, request: Request) -> Response:
     raw = await read_json_object(request, context.max_body_bytes)
     context.limits()
     body = convert(refuse_unsupported(raw, UNSUPPORTED_RESPONSES), ResponsesBody)
-    ask = Ask(body.max_output_tokens, MAX_CHAT_TOKENS, "max_output_tokens", least=1)
+    ask = RequestedSampling(body.max_output_tokens, MAX_CHAT_TOKENS, "max_output_tokens", least=1)
     with in_these_words(body):
         prepared = await prepare_chat(context, to_chat(body), ask, "input")
     return await ResponsesCall(context, body, prepared).answer(request)

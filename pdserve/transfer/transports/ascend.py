@@ -37,7 +37,7 @@ def session_of(address: str) -> str:
     return session
 
 
-class Receiver:
+class AscendReceiver:
     """A `Decode` engine that one peer writes to."""
 
     def __init__(self, native: Any, session: str) -> None:
@@ -67,10 +67,10 @@ class AscendTransport:
         self._lock = threading.Lock()
         self._peers: dict[str, str] = {}
         self._sender: Any = None
-        self._base = Receiver(*self._start("Decode"))
+        self._base = AscendReceiver(*self._start("Decode"))
         self._receivers = ReceivingEngines(
             SpentPorts(),
-            lambda: Receiver(*self._start("Decode")),
+            lambda: AscendReceiver(*self._start("Decode")),
             lambda receiver: _register(receiver.native, self._regions.regions),
         )
 

@@ -12,16 +12,16 @@ _ON_DEVICE = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class MemoryLocation:
     """Where a region lies. `device` is the GPU's number, None for host memory."""
 
     device: int | None
 
 
-HOST = Place(None)
+HOST = MemoryLocation(None)
 
 
-def place_of(address: int) -> Place:
+def place_of(address: int) -> MemoryLocation:
     """Asks the driver of CUDA or of HIP, where there is one."""
     for library, function in DRIVERS:
         try:
@@ -29,7 +29,7 @@ def place_of(address: int) -> Place:
         except OSError:
             continue
         if _ask(driver, function, _MEMORY_TYPE, address) == _ON_DEVICE:
-            return Place(_ask(driver, function, _DEVICE_ORDINAL, address))
+            return MemoryLocation(_ask(driver, function, _DEVICE_ORDINAL, address))
     return HOST
 
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 REOPEN_INTERVAL_S = 1.0
 
 
-class Window:
+class WritePermits:
     """Permits for entries under way to one peer. Thread-safe."""
 
     def __init__(self, num_permits: int) -> None:
@@ -55,7 +55,7 @@ class Link(Generic[E]):
     def __init__(self, engines: Sequence[E], session: str, *, owned: bool, num_permits: int) -> None:
         """Threads that write at the same time get different engines, as far as there are so many."""
         self.session = session
-        self.window = Window(num_permits)
+        self.window = WritePermits(num_permits)
         self._engines = engines
         self._num_borrowers = [0] * len(engines)
         self._longest_unused = list(range(len(engines)))

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
 from pdserve.transfer.transports.link import Link, LinkedPeers
-from pdserve.transfer.transports.mooncake_engine import Engine, Receiver
+from pdserve.transfer.transports.mooncake_engine import MooncakeEngine, MooncakeReceiver
 from pdserve.transfer.transports.nics import choose_protocol
 from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
 
@@ -90,11 +90,11 @@ class MooncakeTransport:
         self._timeout_s = 3.0 * tcp_timeout_s
         self._start = (host, protocol, ib_device)
         self.fence_settle_s = RDMA_SETTLE_S if protocol == "rdma" else 0.0
-        self._base = Engine(*self._start)
+        self._base = MooncakeEngine(*self._start)
         self._regions = RegionSet()
         self._ports = SpentPorts()
-        self._receivers = ReceivingEngines(self._ports, lambda: Receiver(*self._start), self._prepare)
-        self._peers: LinkedPeers[Engine, str] = LinkedPeers(self._open_link)
+        self._receivers = ReceivingEngines(self._ports, lambda: MooncakeReceiver(*self._start), self._prepare)
+        self._peers: LinkedPeers[MooncakeEngine, str] = LinkedPeers(self._open_link)
 
     @classmethod
     def open(cls, host: str, ib_device: str | None) -> MooncakeTransport:
@@ -151,11 +151,11 @@ class MooncakeTransport:
         self._receivers.close()
         self._base.destroy()
 
-    def _prepare(self, engine: Engine) -> None:
+    def _prepare(self, engine: MooncakeEngine) -> None:
         for region in self._regions.regions:
             engine.register(region)
 
-    def _open_link(self, session: str) -> Link[Engine]:
+    def _open_link(self, session: str) -> Link[MooncakeEngine]:
         """A link over new engines (TCP) or the shared one (RDMA). Raises TransferError when nobody answers."""
         owned = self.facts.protocol == "tcp"
         engines = [self._new_sender() for _ in range(TCP_ENGINES)] if owned else [self._base]
@@ -171,11 +171,11 @@ class MooncakeTransport:
             raise
         return Link(engines, session, owned=owned, num_permits=MAX_OUTSTANDING)
 
-    def _new_sender(self) -> Engine:
+    def _new_sender(self) -> MooncakeEngine:
         """It listens, too, and knows all our memory: not where a fenced peer looks for it."""
-        return self._ports.start(lambda: Engine(*self._start))[0]
+        return self._ports.start(lambda: MooncakeEngine(*self._start))[0]
 
-    def _write_batch(self, link: Link[Engine], copies: Sequence[Copy]) -> None:
+    def _write_batch(self, link: Link[MooncakeEngine], copies: Sequence[Copy]) -> None:
         num_bytes = sum(copy.num_bytes for copy in copies)
         timeout_s = self._timeout_s + num_bytes / SLOWEST_BYTES_PER_S
         with link.borrow() as engine, link.window.hold(len(copies)):
@@ -190,7 +190,9 @@ class MooncakeTransport:
             )
 
 
-def _run_batch(engine: Engine, link: Link[Engine], copies: Sequence[Copy], timeout_s: float) -> str | None:
+def _run_batch(
+    engine: MooncakeEngine, link: Link[MooncakeEngine], copies: Sequence[Copy], timeout_s: float
+) -> str | None:
     """Write one batch and wait asleep for its end. None when all is there, else what went wrong."""
     if link.doomed:
         return "another write on the link failed"
@@ -208,7 +210,7 @@ def _run_batch(engine: Engine, link: Link[Engine], copies: Sequence[Copy], timeo
     return failure
 
 
-def _await_one(engine: Engine, link: Link[Engine], submission: int, deadline: float) -> str | None:
+def _await_one(engine: MooncakeEngine, link: Link[MooncakeEngine], submission: int, deadline: float) -> str | None:
     while (status := engine.check(submission)) == 0:
         if link.doomed:
             return "another write on the link failed"

@@ -69,7 +69,7 @@ def _started(host: str, protocol: str, ib_device: str) -> Any:
     raise TransferError(f"mooncake does not start: its ports were taken {MAX_STARTS} times", code="engine_failed")
 
 
-class Engine:
+class MooncakeEngine:
     """One native TransferEngine. Calls are thread-safe and release the GIL."""
 
     def __init__(self, host: str, protocol: str, ib_device: str) -> None:
@@ -147,11 +147,11 @@ class Engine:
             hurry_end(self._port)
 
 
-class Receiver(Engine):
+class MooncakeReceiver(MooncakeEngine):
     """An engine that never calls a peer, so that no thread of a probe can keep it."""
 
     def destroy(self) -> None:
-        """See `Engine`; checked: what a fence promises hangs on it."""
+        """See `MooncakeEngine`; checked: what a fence promises hangs on it."""
         alive = None if self._native is None else weakref.ref(self._native)
         super().destroy()
         if alive is not None and alive() is not None:

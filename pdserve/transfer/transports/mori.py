@@ -35,7 +35,7 @@ PREFIX = "mori:"
 FIELD = "disaggregation_transfer_backend"
 
 
-class PeerRegion(msgspec.Struct, frozen=True, array_like=True):
+class MoriRegion(msgspec.Struct, frozen=True, array_like=True):
     """A registered region, as its owner tells of it."""
 
     address: int
@@ -43,28 +43,28 @@ class PeerRegion(msgspec.Struct, frozen=True, array_like=True):
     descriptor: bytes
 
 
-class PeerCard(msgspec.Struct, frozen=True):
+class MoriEndpointInfo(msgspec.Struct, frozen=True):
     """What an address holds. The engine's description names one life of an engine."""
 
     engine: bytes
-    regions: tuple[PeerRegion, ...]
+    regions: tuple[MoriRegion, ...]
 
 
-def encode_address(card: PeerCard) -> str:
+def encode_address(card: MoriEndpointInfo) -> str:
     """The card as text."""
     return encode_card(PREFIX, card)
 
 
-def decode_address(address: str) -> PeerCard:
+def decode_address(address: str) -> MoriEndpointInfo:
     """The card in an address. Raises TransferError (settled, for good) when there is none."""
-    card = decode_card(PREFIX, address, PeerCard)
+    card = decode_card(PREFIX, address, MoriEndpointInfo)
     if not card.engine:
         raise not_an_address(PREFIX, address)
     return card
 
 
 @dataclasses.dataclass(frozen=True)
-class Described:
+class DescribedRegion:
     """Regions with the engine's descriptors, here or at a peer."""
 
     regions: tuple[tuple[MemoryRegion, Any], ...]
@@ -78,19 +78,19 @@ class Described:
 
 
 @dataclasses.dataclass(frozen=True)
-class Peer:
+class MoriPeer:
     """A connected peer."""
 
     engine: Any
-    memory: Described
+    memory: DescribedRegion
 
 
-class Engine:
+class MoriEngine:
     """One IOEngine and its descriptors of our memory."""
 
     def __init__(self, native: Any, host: str) -> None:
         self._native = native
-        self.memory = Described(())
+        self.memory = DescribedRegion(())
         try:
             self.native = native.IOEngine(f"pdserve-{uuid.uuid4().hex[:16]}", native.IOEngineConfig(host=host, port=0))
             self.native.create_backend(native.BackendType.RDMA, native.RdmaBackendConfig())
@@ -99,16 +99,16 @@ class Engine:
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Raises TransferError when the engine refuses one."""
-        self.memory = Described((*self.memory.regions, *((region, self._describe(region)) for region in regions)))
+        self.memory = DescribedRegion((*self.memory.regions, *((region, self._describe(region)) for region in regions)))
 
     def address(self) -> str:
         """The engine's description and those of all regions, as text."""
-        regions = (PeerRegion(region.address, region.num_bytes, it.pack()) for region, it in self.memory.regions)
-        return encode_address(PeerCard(self.native.get_engine_desc().pack(), tuple(regions)))
+        regions = (MoriRegion(region.address, region.num_bytes, it.pack()) for region, it in self.memory.regions)
+        return encode_address(MoriEndpointInfo(self.native.get_engine_desc().pack(), tuple(regions)))
 
     def destroy(self) -> None:
         """Let go of it, which ends it: its interface has no call for that."""
-        self.memory = Described(())
+        self.memory = DescribedRegion(())
         self.native = None
 
     def _describe(self, region: MemoryRegion) -> Any:
@@ -132,11 +132,11 @@ class MoriTransport:
         self._native = native
         self._regions = RegionSet()
         self._lock = threading.Lock()
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, MoriPeer] = {}
         self._abandoned: list[Any] = []  # the engine still writes into the states of transfers that were given up
-        self._base = Engine(native, host)
+        self._base = MoriEngine(native, host)
         self._receivers = ReceivingEngines(
-            SpentPorts(), lambda: Engine(native, host), lambda engine: engine.register(self._regions.regions)
+            SpentPorts(), lambda: MoriEngine(native, host), lambda engine: engine.register(self._regions.regions)
         )
 
     @classmethod
@@ -182,7 +182,7 @@ class MoriTransport:
             with self._lock:
                 if address not in self._peers:
                     self._base.native.register_remote_engine(engine)
-                    self._peers[address] = Peer(engine, Described(regions))
+                    self._peers[address] = MoriPeer(engine, DescribedRegion(regions))
         except Exception as error:
             raise TransferError(f"mori refuses the peer: {error!r}", code="peer_unreachable") from None
 
@@ -214,7 +214,7 @@ class MoriTransport:
         self._receivers.close()
         self._base.destroy()
 
-    def _find(self, peer: Peer, copy: Copy) -> tuple[int, int]:
+    def _find(self, peer: MoriPeer, copy: Copy) -> tuple[int, int]:
         """The regions of a copy, here and there. Raises TransferError (settled) when the peer has none."""
         here = self._base.memory.find(copy.source, copy.num_bytes)
         there = peer.memory.find(copy.destination, copy.num_bytes)
@@ -227,7 +227,7 @@ class MoriTransport:
             )
         return here, there
 
-    def _write_batch(self, peer: Peer, batch: Sequence[tuple[Copy, int, int]]) -> None:
+    def _write_batch(self, peer: MoriPeer, batch: Sequence[tuple[Copy, int, int]]) -> None:
         """One call of the engine, with a row for each pair of regions; then wait asleep for all rows."""
         rows: dict[tuple[int, int], list[Copy]] = {}
         for copy, here, there in batch:

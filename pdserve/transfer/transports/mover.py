@@ -16,7 +16,7 @@ SMALL_BYTES = 1 << 16
 """So few are moved sooner than the interpreter's lock is got back, so it is not let go of."""
 
 
-class Mover:
+class MemcpyEngine:
     """Moves bytes. Where the library of kernels is, the interpreter's lock is let go of once for all moves of a call;
     else once for each that is not small. Thread-safe.
     """

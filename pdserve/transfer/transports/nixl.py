@@ -43,7 +43,7 @@ from pdserve.transfer.transports.nics import choose_protocol, wanted_nics
 from pdserve.transfer.transports.nixl_blocks import Ranges, SpansByKind, split_by_kind
 from pdserve.transfer.transports.nixl_engine import (
     KindOfMemory,
-    Receiver,
+    NixlReceiver,
     Sender,
     kind_of,
     load_native,
@@ -64,7 +64,7 @@ NETWORKS = frozenset(("tcp", "self", "ib", "rc", "ud", "dc"))
 """How values of `UCX_TLS` begin with which bytes go through the agent of the target, or its NIC."""
 
 
-class PeerRegion(msgspec.Struct, frozen=True, array_like=True):
+class NixlRegion(msgspec.Struct, frozen=True, array_like=True):
     """A registered region, as its owner tells of it."""
 
     address: int
@@ -73,27 +73,27 @@ class PeerRegion(msgspec.Struct, frozen=True, array_like=True):
     device: int
 
 
-class PeerCard(msgspec.Struct, frozen=True):
+class NixlEndpointInfo(msgspec.Struct, frozen=True):
     """What an address holds: the engine's metadata, which name one life of an agent, and the regions they cover.
 
     The first region is there for probes; what is written there means nothing.
     """
 
     metadata: bytes
-    regions: tuple[PeerRegion, ...]
+    regions: tuple[NixlRegion, ...]
     host: str = ""
     local_socket: str = ""
     """Where a sender on `host` says who it is before it writes; empty: it need not."""
 
 
-def encode_address(card: PeerCard) -> str:
+def encode_address(card: NixlEndpointInfo) -> str:
     """The card as text."""
     return encode_card(PREFIX, card)
 
 
-def decode_address(address: str) -> PeerCard:
+def decode_address(address: str) -> NixlEndpointInfo:
     """The card in an address. Raises TransferError (settled, for good) when there is none."""
-    card = decode_card(PREFIX, address, PeerCard)
+    card = decode_card(PREFIX, address, NixlEndpointInfo)
     if not card.metadata or not card.regions:
         raise not_an_address(PREFIX, address)
     return card
@@ -110,7 +110,7 @@ def reaches_memory(ucx_tls: str) -> bool:
     return not ucx_tls or any(name.partition("_")[0] not in NETWORKS for name in ucx_tls.split(","))
 
 
-def introduce(card: PeerCard) -> socket.socket | None:
+def introduce(card: NixlEndpointInfo) -> socket.socket | None:
     """Say who we are to a peer of this host that must know. The connection is kept while we may write.
 
     Raises:
@@ -135,10 +135,10 @@ def _greet(connection: socket.socket, name: str) -> None:
 
 
 @dataclasses.dataclass(eq=False)
-class Peer:
+class NixlPeer:
     """What the address of a peer says. `there` are its regions, by kind of memory; see `introduce`."""
 
-    card: PeerCard
+    card: NixlEndpointInfo
     there: SpansByKind
     introduction: socket.socket | None = None
 
@@ -169,19 +169,19 @@ class NixlTransport:
         self.fence_settle_s = RDMA_SETTLE_S if protocol == "rdma" else 0.0
         self._native = native
         self._host = host_identity()
-        self._base = Receiver(native)
+        self._base = NixlReceiver(native)
         self._notes: deque[bytes] = deque()
         """Taken from receiving agents, in particular from those that were about to be destroyed."""
         self._trouble: str | None = None
         """Why an agent's notes cannot be read; not the exception, which would keep the agent."""
-        self._receivers = ReceivingEngines(SpentPorts(), lambda: Receiver(native), self._prepare, self._take_notes)
+        self._receivers = ReceivingEngines(SpentPorts(), lambda: NixlReceiver(native), self._prepare, self._take_notes)
         self._local_peers: LocalPeers | None = None
         if reaches_memory(os.environ.get("UCX_TLS", "")):
             self._local_peers = LocalPeers("kv-nixl", _greet)
         self._probed = np.zeros(64, dtype=np.uint8)
         self._regions = RegionSet()
         self._known: list[tuple[MemoryRegion, KindOfMemory]] = []
-        self._peers: LinkedPeers[Sender, Peer] = LinkedPeers(self._open_link)
+        self._peers: LinkedPeers[Sender, NixlPeer] = LinkedPeers(self._open_link)
         self.register([MemoryRegion(int(self._probed.ctypes.data), self._probed.size)])
 
     @classmethod
@@ -224,7 +224,7 @@ class NixlTransport:
         there = spans_by_kind(
             [(MemoryRegion(it.address, it.num_bytes), KindOfMemory(it.kind, it.device)) for it in card.regions]
         )
-        self._peers.connect(address, Peer(card, there))
+        self._peers.connect(address, NixlPeer(card, there))
 
     def disconnect(self, address: str) -> None:
         """Forget a peer. Writes under way to it fail, and over TCP are settled when they raise."""
@@ -276,22 +276,22 @@ class NixlTransport:
         self._receivers.close()
         self._base.destroy()
 
-    def _prepare(self, receiver: Receiver) -> None:
+    def _prepare(self, receiver: NixlReceiver) -> None:
         for region, kind in self._known:
             receiver.agent.register(region, kind)
 
-    def _take_notes(self, receiver: Receiver) -> None:
+    def _take_notes(self, receiver: NixlReceiver) -> None:
         try:
             self._notes.extend(receiver.agent.take_notifications())
         except Exception as error:
             self._trouble = repr(error)
 
-    def _address_of(self, receiver: Receiver, peer: str | None) -> str:
-        regions = (PeerRegion(region.address, region.num_bytes, kind.name, kind.device) for region, kind in self._known)
+    def _address_of(self, receiver: NixlReceiver, peer: str | None) -> str:
+        regions = (NixlRegion(region.address, region.num_bytes, kind.name, kind.device) for region, kind in self._known)
         local_socket = "" if self._local_peers is None else self._local_peers.open(peer)
-        return encode_address(PeerCard(receiver.agent.metadata(), tuple(regions), self._host, local_socket))
+        return encode_address(NixlEndpointInfo(receiver.agent.metadata(), tuple(regions), self._host, local_socket))
 
-    def _open_link(self, peer: Peer) -> Link[Sender]:
+    def _open_link(self, peer: NixlPeer) -> Link[Sender]:
         """A link over new agents. Raises TransferError (settled over TCP) when nobody answers."""
         peer.introduce()
         num_senders = 1 if self.facts.protocol == "rdma" else self.facts.writers

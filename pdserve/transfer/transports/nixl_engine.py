@@ -154,7 +154,7 @@ class Agent:
         assert alive() is None, "something holds the agent that was to be destroyed"
 
 
-class Receiver:
+class NixlReceiver:
     """An agent that peers write to, and the address that they are told, once there is one."""
 
     def __init__(self, native: Any) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from pdserve.errors import TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
-from pdserve.transfer.transports.mover import Move, Mover
+from pdserve.transfer.transports.mover import MemcpyEngine, Move
 from pdserve.transfer.transports.shm_share import MappedPeer, Share, open_peer
 
 SETTLE_S = 5.0
@@ -36,7 +36,7 @@ class ShmTransport:
         self._lock = threading.Lock()
         self._peers: dict[str, MappedPeer] = {}
         self._closed = False
-        self._move = Mover()
+        self._move = MemcpyEngine()
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Let peers map the regions, which `pdserve.memory.shared` must have allocated."""

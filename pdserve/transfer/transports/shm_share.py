@@ -29,7 +29,7 @@ MAX_OFFER_BYTES = 1 << 16
 _PREFIX = "shm"
 
 
-class Window(msgspec.Struct, frozen=True):
+class SharedWindow(msgspec.Struct, frozen=True):
     """A region: `[address, address + num_bytes)` in the receiver is at `offset` of a file of `file_bytes`."""
 
     address: int
@@ -42,7 +42,7 @@ class Offer(msgspec.Struct, frozen=True):
     """What the receiver sends, with one file for each window."""
 
     incarnation: str
-    windows: tuple[Window, ...]
+    windows: tuple[SharedWindow, ...]
 
 
 class Share:
@@ -51,7 +51,7 @@ class Share:
     def __init__(self) -> None:
         """Raises ConfigError where the host has no identity."""
         self._host = host_identity()
-        self._windows: tuple[Window, ...] = ()
+        self._windows: tuple[SharedWindow, ...] = ()
         self._files: tuple[int, ...] = ()
         self._peers = LocalPeers("kv-shm", self._show)
 
@@ -75,7 +75,7 @@ class Share:
                     retryable=False,
                 )
             offset = region.address - segment.address
-            windows.append(Window(region.address, region.num_bytes, offset, segment.num_bytes))
+            windows.append(SharedWindow(region.address, region.num_bytes, offset, segment.num_bytes))
             files.append(segment.descriptor)
         if len(windows) > MAX_REGIONS:
             raise TransferError(f"cannot register more than {MAX_REGIONS} regions", code="bad_region", retryable=False)

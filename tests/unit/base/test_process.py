@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.base.process import Child, ChildError, Ready, end_all, parse_ready
+from pdserve.base.process import Child, ChildError, ServerReady, end_all, parse_ready
 
 READY_S = 20.0
 SERVES = """
@@ -59,7 +59,7 @@ def test_readiness_is_the_announced_line_and_other_lines_are_passed_on() -> None
     lines: list[str] = []
     child = Child("p", python(SERVES), on_line=lines.append)
     try:
-        assert child.wait_ready(READY_S) == Ready(role="prefill", url="http://127.0.0.1:5", bootstrap_port=6)
+        assert child.wait_ready(READY_S) == ServerReady(role="prefill", url="http://127.0.0.1:5", bootstrap_port=6)
         assert not child.exited and child.returncode is None
     finally:
         assert child.end(READY_S) == -15

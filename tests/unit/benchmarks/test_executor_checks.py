@@ -18,9 +18,9 @@ from benchmarks.gpu import ahead_checks, check_cuda, model_timings, products, ti
 from benchmarks.gpu import executor_checks as checks
 from benchmarks.gpu.shapes import TINY_MODELS
 from benchmarks.report import ROOT
-from pdserve.executor.factory import Built
+from pdserve.executor.factory import LoadedEngine
 from pdserve.model.gpu import few_rows
-from pdserve.model.gpu.decode_attention import Tiling as Attention
+from pdserve.model.gpu.decode_attention import AttentionTiling as Attention
 from tests import ahead
 from tests.tiny import Family
 from tests.unit.model.triton_kit import DEVICE
@@ -118,7 +118,7 @@ def test_steps_whose_kv_does_not_fit_the_pool_are_skipped_and_the_table_says_so(
     """Ten pages of four tokens are too few for nine rows, and for the longer prompt."""
     build = timings.build_dummy
 
-    def small_pool(directory: Path, config: dict[str, Any], plan: timings.Plan) -> Built:
+    def small_pool(directory: Path, config: dict[str, Any], plan: timings.Plan) -> LoadedEngine:
         return dataclasses.replace(build(directory, config, plan), num_pages=10)
 
     monkeypatch.setattr(model_timings, "build_dummy", small_pool)
@@ -173,7 +173,7 @@ def test_products_are_timed_by_every_tiling_beside_torch_s(capsys: pytest.Captur
     assert len(lines) == 10 and sum("(its own)" in line for line in lines) == 2
     errors = [float(line.split("error ")[1].split()[0]) for line in lines if "error" in line]
     assert len(errors) == 8 and max(errors) < 2e-3
-    assert few_rows.Tiling.of(2, 48, torch.device("cpu"), is_gate=False).outs == 64
+    assert few_rows.SmallBatchTiling.of(2, 48, torch.device("cpu"), is_gate=False).outs == 64
 
 
 def test_products_have_tilings_that_fit_the_device() -> None:

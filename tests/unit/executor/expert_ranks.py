@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ParallelConfig, ScheduleConfig, ServerConfig
-from pdserve.executor.factory import Built, build_executor
+from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.model.eplb import Row
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.native.weights import Arena, Format, pack, pack_gated
@@ -39,7 +39,7 @@ class Outcome:
 
 def build(
     parallel: Parallel, path: Path, experts: ParallelConfig, *, overlap: bool = False, precision: Precision = "auto"
-) -> Built:
+) -> LoadedEngine:
     """An executor with `experts`' expert flags, computed by torch, or in bfloat16 and int8 by the CPU kernels."""
     config = ServerConfig(
         model=model_config(path, precision),
@@ -144,18 +144,18 @@ def moved(
     )
 
 
-def rows_of(built: Built) -> dict[int, Row]:
+def rows_of(built: LoadedEngine) -> dict[int, Row]:
     """Where the experts of this rank's layers lie."""
     return {layer: mixture.row for layer, mixture in whole_experts(built).items()}
 
 
-def whole_experts(built: Built) -> dict[int, ExpertParallelMoe]:
+def whole_experts(built: LoadedEngine) -> dict[int, ExpertParallelMoe]:
     """This rank's layers whose experts lie whole on ranks."""
     mixtures = built.executor.mixtures
     return {layer: mixture for layer, mixture in mixtures.items() if isinstance(mixture, ExpertParallelMoe)}
 
 
-def has_its_weights(built: Built, path: Path, precision: Precision) -> bool:
+def has_its_weights(built: LoadedEngine, path: Path, precision: Precision) -> bool:
     """Whether every slot has the checkpoint's weights of the expert that the row says."""
     tensors = load_file(path / "model.safetensors")
     place = built.place

@@ -6,9 +6,9 @@ import dataclasses
 
 import torch
 
-from pdserve.executor.factory import Built
+from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.interface import SampledToken
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import GREEDY, Driver, random_prompt
 from tests.tiny import VOCAB_SIZE
 
@@ -16,7 +16,7 @@ NUM_NEW = 6
 LENGTH = 150
 TOP = 20
 PROMPT = random_prompt(LENGTH, VOCAB_SIZE)
-SEEDED = SamplingParams(temperature=1.3, seed=5, top_p=0.9, top_k=50, frequency_penalty=0.3)
+SEEDED = CoreSamplingParams(temperature=1.3, seed=5, top_p=0.9, top_k=50, frequency_penalty=0.3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous().view(torch.uint8)
 
 
-def kv_of(built: Built, row: int, num_tokens: int) -> torch.Tensor:
+def kv_of(built: LoadedEngine, row: int, num_tokens: int) -> torch.Tensor:
     """The row's KV in order of tokens, `[layer, k/v, head, token, dim]`, a copy."""
     page = built.executor.layout.page_tokens
     pages = built.table.pages[row, : -(-num_tokens // page)].tolist()
@@ -50,7 +50,7 @@ def answer(
     chunk: int = LENGTH,
     others: int = 0,
     known: tuple[int, ...] = (),
-    sampling: SamplingParams = GREEDY,
+    sampling: CoreSamplingParams = GREEDY,
 ) -> Answer:
     """PROMPT and NUM_NEW tokens. `known` were computed before and are a part of the prompt now, as after a retraction.
 
@@ -84,7 +84,7 @@ class _Noise:
         self._length = 3 + 29 * index
         self._chunk = 1 + 13 * (index % 5)
         self._at = 0
-        sampling = SamplingParams(temperature=0.7, seed=index, top_k=3 + index)
+        sampling = CoreSamplingParams(temperature=0.7, seed=index, top_k=3 + index)
         prompt = random_prompt(self._length, VOCAB_SIZE, seed=index + 1)
         self.row = driver.open(prompt, self._length + LENGTH + NUM_NEW, sampling)
 

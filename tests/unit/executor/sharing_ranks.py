@@ -10,7 +10,7 @@ import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ParallelConfig, ScheduleConfig, ServerConfig
 from pdserve.errors import RankError
-from pdserve.executor.factory import Built, build_executor
+from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples
 from tests.driver import Driver, random_prompt
@@ -52,7 +52,7 @@ def build(
     overlap: bool = False,
     deterministic: bool = False,
     precision: Precision = "auto",
-) -> Built:
+) -> LoadedEngine:
     """An executor; `flags` say what is done with experts. In bfloat16 and int8 the CPU kernels compute."""
     config = ServerConfig(
         model=ModelConfig(model_path=str(path), dtype="bfloat16") if deterministic else model_config(path, precision),
@@ -77,7 +77,7 @@ def replica_of(parallel: Parallel) -> int:
 class Rounds:
     """A driver that counts its rounds, so that all replicas do as many."""
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: LoadedEngine) -> None:
         self.driver = Driver(built)
         self.count = 0
         step = self.driver.step

@@ -14,9 +14,9 @@ import torch
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
 from pdserve.errors import RankError
 from pdserve.executor.batch_builder import read_plan
-from pdserve.executor.factory import Built, build_executor
-from pdserve.executor.interface import BatchPlan, Row, SampledToken, StepHandle, run
-from pdserve.executor.stages import MIN_TOKENS, Stage, cut_plan
+from pdserve.executor.factory import LoadedEngine, build_executor
+from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepHandle, run
+from pdserve.executor.stages import MIN_TOKENS, ModelRunner, cut_plan
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import Heads, StepAttention
 from pdserve.model.attention.kv_pool import KVPool
@@ -28,13 +28,13 @@ from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples
 from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs, join
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import Driver, random_prompt
 
 LoadFormat = Literal["auto", "dummy"]
 NUM_PAGES = 120
 NUM_TOKENS = 5
-CHANCE = SamplingParams(temperature=1.3, seed=7, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.3)
+CHANCE = CoreSamplingParams(temperature=1.3, seed=7, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +83,12 @@ def outcome(parallel: Parallel, path: Path, vocab_size: int, overlap: bool, load
 def _following(driver: Driver, prompt: list[int]) -> list[int]:
     grammars = [Grammar(kind="regex", text=pattern) for pattern in ("[0-9]{30}", "(")]
     rows = [
-        driver.open(prompt, len(prompt) + NUM_TOKENS, SamplingParams(temperature=1.0, seed=3, grammar=grammar))
+        driver.open(prompt, len(prompt) + NUM_TOKENS, CoreSamplingParams(temperature=1.0, seed=3, grammar=grammar))
         for grammar in grammars
     ]
     found, start, end = [], 0, len(prompt)
     for step in range(NUM_TOKENS):
-        plan = BatchPlan(100_000 + step, tuple(Row(str(row), row, start, end, True) for row in rows))
+        plan = BatchPlan(100_000 + step, tuple(BatchRow(str(row), row, start, end, True) for row in rows))
         result = run(driver.built.executor, plan)
         found += [_token(result.tokens[0]).token_id, *(1 for index in result.failed if index == 1)]
         start, end = end, end + 1
@@ -133,7 +133,7 @@ def _prompt_logprobs(driver: Driver, prompts: list[list[int]], vocab_size: int) 
     return tuple(arrays)
 
 
-def _end(built: Built) -> torch.Tensor:
+def _end(built: LoadedEngine) -> torch.Tensor:
     built.executor.close()
     return built.executor.pools[0].pages.clone()
 
@@ -185,12 +185,12 @@ def marked(parallel: Parallel, path: Path) -> tuple[int, int, list[tuple[int, in
     attention, table = Recorded(TorchAttention(pool, spec.num_heads, cpu)), PageTable(1, 12)
     row = table.open(list(range(12)))
     assert row is not None
-    parts = cut_plan(BatchPlan(0, (Row("r", row, 0, 150, True),)), parallel.place.shape.pp_size, MIN_TOKENS["cpu"])
+    parts = cut_plan(BatchPlan(0, (BatchRow("r", row, 0, 150, True),)), parallel.place.shape.pp_size, MIN_TOKENS["cpu"])
     batches = [read_plan(part, table, np.array([150]), 16) for part in parts]
     marks: list[tuple[int, int]] = []
     tokens = torch.arange(150, dtype=torch.int32).view(1, -1)
     with torch.inference_mode():
-        stage = Stage(model, attention)
+        stage = ModelRunner(model, attention)
         logits = stage.logits(
             batches,
             tokens,
@@ -269,7 +269,7 @@ def in_turns(parallel: Parallel, path: Path, vocab_size: int, launched: Path) ->
         plan = []
         for index in (0, 1) if step % 2 == 0 else (2, 3):
             end = len(prompts[index]) + len(found[index])
-            plan.append(Row(str(index), rows[index], starts[index], end, True))
+            plan.append(BatchRow(str(index), rows[index], starts[index], end, True))
             starts[index] = end
         under_way.append(executor.launch(BatchPlan(step + 1, tuple(plan))))
     while under_way:

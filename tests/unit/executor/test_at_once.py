@@ -12,10 +12,10 @@ import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
 from pdserve.executor.factory import build_executor
-from pdserve.executor.interface import BatchPlan, Row
+from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.model.native.decoder import FEW_SAMPLES, NativeDecoder
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import GREEDY, Driver, build, random_prompt
 from tests.tiny import VOCAB_SIZE, Family
 from tests.unit.model.native_kit import needs_kernels
@@ -96,7 +96,7 @@ def test_what_is_asked_for_besides_goes_the_long_way(
     driver = driver_of(tiny_checkpoint("llama"))
     counts = count_of(driver, monkeypatch)
 
-    def decoding(sampling: SamplingParams = GREEDY, logprobs: Logprobs | None = None) -> int:
+    def decoding(sampling: CoreSamplingParams = GREEDY, logprobs: Logprobs | None = None) -> int:
         row = driver.open([5, 6, 7], 40, sampling, logprobs=logprobs)
         driver.step((row, 0, 3, True))
         return row
@@ -105,11 +105,11 @@ def test_what_is_asked_for_besides_goes_the_long_way(
     driver.step((plain, 3, 4, True))
     assert counts == [1]
     others = [
-        decoding(SamplingParams(temperature=1.0, seed=1)),
+        decoding(CoreSamplingParams(temperature=1.0, seed=1)),
         decoding(GREEDY, Logprobs(top=1)),
-        decoding(SamplingParams(temperature=0.0, repetition_penalty=1.5)),
-        decoding(SamplingParams(temperature=0.0, logit_bias={9: 50.0})),
-        decoding(SamplingParams(temperature=0.0, min_new_tokens=3)),
+        decoding(CoreSamplingParams(temperature=0.0, repetition_penalty=1.5)),
+        decoding(CoreSamplingParams(temperature=0.0, logit_bias={9: 50.0})),
+        decoding(CoreSamplingParams(temperature=0.0, min_new_tokens=3)),
     ]
     scored = driver.open([5, 6, 7], 40, logprobs=Logprobs(prompt_from=0, output=False))
     driver.step((scored, 0, 3, True))
@@ -146,10 +146,10 @@ def test_it_comes_behind_a_step_that_waits_to_be_computed(
     driver = driver_of(tiny_checkpoint("llama"))
     counts, executor = count_of(driver, monkeypatch), driver.built.executor
     row = driver.open(prompt, 40)
-    first = executor.launch(BatchPlan(0, (Row("a", row, 0, 20, True),)), layer_marks=True)
-    second = executor.launch(BatchPlan(1, (Row("a", row, 20, 21, True),)))
+    first = executor.launch(BatchPlan(0, (BatchRow("a", row, 0, 20, True),)), layer_marks=True)
+    second = executor.launch(BatchPlan(1, (BatchRow("a", row, 20, 21, True),)))
     results = [executor.resolve(first), executor.resolve(second)]
-    third = executor.launch(BatchPlan(2, (Row("a", row, 21, 22, True),)), layer_marks=True)
+    third = executor.launch(BatchPlan(2, (BatchRow("a", row, 21, 22, True),)), layer_marks=True)
     assert counts == [1], "nobody is told of layers within one call"
     results.append(executor.resolve(third))
     assert [token.token_id for result in results for token in result.tokens if token is not None] == wanted
@@ -168,7 +168,7 @@ def test_what_goes_wrong_is_raised_where_the_step_is_resolved(
         raise MemoryError("the kernels ran out of memory")
 
     monkeypatch.setattr(executor._at_once, "_decode", fail)
-    handle = executor.launch(BatchPlan(9, (Row("a", row, 1, 2, True),)))
+    handle = executor.launch(BatchPlan(9, (BatchRow("a", row, 1, 2, True),)))
     with pytest.raises(MemoryError):
         executor.resolve(handle)
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from pdserve.errors import GrammarError
 from pdserve.executor import grammar_rows
 from pdserve.executor.grammar_rows import GrammarRows
-from pdserve.executor.interface import BatchPlan, Row, run
+from pdserve.executor.interface import BatchPlan, BatchRow, run
 from pdserve.executor.local import LocalExecutor
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.protocol.grammar import Grammar
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import Driver, build, random_prompt
 from tests.schemas import check, random_schema
 from tests.tiny import EOS_ID, VOCAB_SIZE, Family, tiny_tokenizer
@@ -37,13 +37,15 @@ def driver(tiny_checkpoint: Callable[[Family], Path]) -> Driver:
     return Driver(build(tiny_checkpoint("llama"), page_size=64, max_total_tokens=400_000, max_rows=4))
 
 
-def regex(pattern: str, **sampling: object) -> SamplingParams:
+def regex(pattern: str, **sampling: object) -> CoreSamplingParams:
     return msgspec.convert(
-        {"temperature": 1.0, "seed": 5, "grammar": {"kind": "regex", "text": pattern}, **sampling}, SamplingParams
+        {"temperature": 1.0, "seed": 5, "grammar": {"kind": "regex", "text": pattern}, **sampling}, CoreSamplingParams
     )
 
 
-def answer(driver: Driver, sampling: SamplingParams, *, known: list[int] | None = None, most: int = 60) -> list[int]:
+def answer(
+    driver: Driver, sampling: CoreSamplingParams, *, known: list[int] | None = None, most: int = 60
+) -> list[int]:
     """Output ids up to EOS or `most`; `known` were sampled elsewhere."""
     output = list(known or [])
     row = driver.open([*PROMPT, *output], len(PROMPT) + most, sampling, num_prompt=len(PROMPT))
@@ -69,7 +71,7 @@ def test_any_schema_is_followed_and_handed_over_anywhere(driver: Driver, seed: i
     """A random model, so that whatever the grammar lets through is tried."""
     schema = random_schema(random.Random(seed), depth=1)
     grammar = Grammar(kind="json_schema", text=json.dumps(schema))
-    sampling = SamplingParams(temperature=0.0 if greedy else 1.0, seed=seed, grammar=grammar)
+    sampling = CoreSamplingParams(temperature=0.0 if greedy else 1.0, seed=seed, grammar=grammar)
     output = answer(driver, sampling, most=MAX_TOKENS)
     if EOS_ID in output:
         check(text_of(output), schema)
@@ -79,7 +81,7 @@ def test_any_schema_is_followed_and_handed_over_anywhere(driver: Driver, seed: i
 
 def test_rows_do_not_touch_each_other(driver: Driver) -> None:
     """Two grammars and two rows without one, in the same steps, and alone."""
-    plain = SamplingParams(temperature=1.0, seed=3)
+    plain = CoreSamplingParams(temperature=1.0, seed=3)
     samplings = [regex("[0-9]{30}"), plain, regex("(ab|cd)+", seed=9), msgspec.structs.replace(plain, seed=4)]
     rows = [driver.open(PROMPT, 60, sampling) for sampling in samplings]
     together: list[list[int]] = [[] for _ in rows]
@@ -138,14 +140,14 @@ def _step(
     executor: LocalExecutor, step: int, *rows: tuple[int, int, int]
 ) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
     """The tokens of one step, and which of its rows failed."""
-    plan = BatchPlan(step, tuple(Row(str(row), row, start, end, True) for row, start, end in rows))
+    plan = BatchPlan(step, tuple(BatchRow(str(row), row, start, end, True) for row, start, end in rows))
     result = run(executor, plan)
     return tuple(None if token is None else token.token_id for token in result.tokens), result.failed
 
 
 def test_a_grammar_that_fails_is_told_and_harms_no_other(driver: Driver) -> None:
     """The second row's grammar is too large to follow beyond its first token; the third's is none at all."""
-    plain = SamplingParams(temperature=0.0)
+    plain = CoreSamplingParams(temperature=0.0)
     expected = answer(driver, plain, most=2)
     executor = driver.built.executor
     rows = [driver.open(PROMPT, 40, sampling) for sampling in (plain, regex("a{900}{1000}"), regex("("))]
@@ -165,7 +167,7 @@ def test_a_grammar_that_is_slow_to_follow_fails_and_others_go_on(
     monkeypatch.setattr(grammar_rows, "QUICK_S", 0.0)
     monkeypatch.setattr(grammar_rows, "SLOW_S", 0.1)
     text = 'start: a\na: a a | "x" | a a a | ""'
-    ambiguous = SamplingParams(seed=1, grammar=Grammar(kind="ebnf", text=text), ignore_eos=True)
+    ambiguous = CoreSamplingParams(seed=1, grammar=Grammar(kind="ebnf", text=text), ignore_eos=True)
     executor = driver.built.executor
     slow, other = driver.open(PROMPT, 200, ambiguous), driver.open(PROMPT, 200, regex("[0-9]{150}"))
     start, end, failed = 0, len(PROMPT), ()
@@ -180,7 +182,7 @@ def test_a_grammar_that_is_slow_to_follow_fails_and_others_go_on(
     assert failed == (0,), "it has less time"
     for row in (slow, other, again):
         driver.close(row)
-    prepared = grammar_rows.Prepared()
+    prepared = grammar_rows.OpenedGrammar()
     prepared.check(grammar_rows.SLOW_S)
     with pytest.raises(GrammarError, match="too long"):
         prepared.check(2 * grammar_rows.SLOW_S)

@@ -16,13 +16,13 @@ import torch
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
 from pdserve.executor import factory
 from pdserve.executor.batch_builder import read_plan
-from pdserve.executor.factory import Built, build_executor
+from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.graphs import EagerCapture, GraphCapture, Replay, graph_sizes, is_decode, padded
-from pdserve.executor.interface import BatchPlan, Row
+from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.warm_up import spans_of
 from pdserve.memory.page_table import PageTable
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import Driver, random_prompt
 from tests.tiny import VOCAB_SIZE, Family
 from tests.unit.model.triton_kit import DEVICE
@@ -41,7 +41,9 @@ def test_sizes_are_dense_where_steps_are_small_and_end_at_the_largest() -> None:
 def test_padding_reads_the_null_page_and_writes_nowhere() -> None:
     table = PageTable(4, 5)
     rows = [table.open([3, 1]), table.open([2])]
-    plan = BatchPlan(0, tuple(Row(str(row), row, end - 1, end, True) for row, end in zip(rows, (6, 4), strict=True)))
+    plan = BatchPlan(
+        0, tuple(BatchRow(str(row), row, end - 1, end, True) for row, end in zip(rows, (6, 4), strict=True))
+    )
     host = read_plan(plan, table, np.zeros(4, dtype=np.int64), 4)
     assert is_decode(host)
     filled = padded(host, 4, null_page=9, spare_line=4)
@@ -57,7 +59,7 @@ def test_other_steps_are_no_decode_steps(rows: tuple[int, int, bool]) -> None:
     table = PageTable(1, 5)
     row = table.open([0])
     assert row is not None
-    assert not is_decode(read_plan(BatchPlan(0, (Row("r", row, *rows),)), table, np.array([4]), 4))
+    assert not is_decode(read_plan(BatchPlan(0, (BatchRow("r", row, *rows),)), table, np.array([4]), 4))
 
 
 class Starting:
@@ -113,7 +115,7 @@ class Counted:
 
 def built(
     checkpoint: Path, *, overlap: bool = False, dtype: Literal["float32", "float16"] = "float32"
-) -> Built:  # fmt: skip
+) -> LoadedEngine:  # fmt: skip
     """A small executor by Triton."""
     return build_executor(
         ServerConfig(
@@ -153,7 +155,7 @@ def test_what_is_sampled_from_a_replay_is_what_is_sampled_otherwise(
     checkpoint: Path, dtype: Literal["float32", "float16"]
 ) -> None:
     """And is what the next step goes on with: the likeliest, which a replay puts in place, is another."""
-    sampling = SamplingParams(temperature=1.2, seed=4, top_k=20, repetition_penalty=1.3, logit_bias={5: 2.0})
+    sampling = CoreSamplingParams(temperature=1.2, seed=4, top_k=20, repetition_penalty=1.3, logit_bias={5: 2.0})
     found = []
     for captures in (False, True):
         one = built(checkpoint, dtype=dtype)
@@ -180,7 +182,7 @@ def test_steps_launched_ahead_use_the_tokens_of_replays(checkpoint: Path) -> Non
         row = Driver(one).open(prompt, 12)
         spans = [(0, 6), *((end - 1, end) for end in range(7, 10))]
         flying = [
-            one.executor.launch(BatchPlan(step, (Row("r", row, start, end, True),)))
+            one.executor.launch(BatchPlan(step, (BatchRow("r", row, start, end, True),)))
             for step, (start, end) in enumerate(spans)
         ]
         tokens = [one.executor.resolve(handle).tokens[0] for handle in flying]

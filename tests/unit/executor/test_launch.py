@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.executor.factory import Built
-from pdserve.executor.interface import BatchPlan, Row, run
+from pdserve.executor.factory import LoadedEngine
+from pdserve.executor.interface import BatchPlan, BatchRow, run
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.torch_sdpa import TorchStep
 from tests.ahead import Request, build_ahead, generate_ahead, requests, sampled
@@ -28,7 +28,7 @@ def checkpoint(tiny_checkpoint: Callable[[Family], Path]) -> Path:
 
 
 @contextlib.contextmanager
-def opened(checkpoint: Path, *, overlap: bool, max_rows: int = 6) -> Iterator[Built]:
+def opened(checkpoint: Path, *, overlap: bool, max_rows: int = 6) -> Iterator[LoadedEngine]:
     """An executor that is closed at the end."""
     built = build_ahead(checkpoint, overlap=overlap, max_rows=max_rows)
     try:
@@ -89,7 +89,7 @@ def test_a_step_is_computed_from_what_the_scheduler_s_tables_said_at_its_launch(
     with opened(checkpoint, overlap=overlap) as built:
         driver = Driver(built)
         row = driver.open(PROMPT, 60)
-        handle = built.executor.launch(BatchPlan(0, (Row("a", row, 0, len(PROMPT), True),)), layer_marks=True)
+        handle = built.executor.launch(BatchPlan(0, (BatchRow("a", row, 0, len(PROMPT), True),)), layer_marks=True)
         built.table.pages[row] = 0
         built.executor.close_row(row)
         gate.set()
@@ -104,7 +104,7 @@ def test_only_overlap_has_a_thread_and_close_ends_it(checkpoint: Path) -> None:
     with opened(checkpoint, overlap=True) as built:
         assert len(executor_threads()) == before + 1
         row = Driver(built).open(PROMPT, 60)
-        handle = built.executor.launch(BatchPlan(0, (Row("a", row, 0, len(PROMPT), True),)))
+        handle = built.executor.launch(BatchPlan(0, (BatchRow("a", row, 0, len(PROMPT), True),)))
         built.executor.close()
         assert len(executor_threads()) == before
         assert len(built.executor.resolve(handle).tokens) == 1
@@ -145,8 +145,8 @@ def test_what_the_forward_raises_comes_out_of_resolve(
         driver = Driver(built, seed=1)
         bad, good = driver.open(PROMPT[:9], 20), driver.open(PROMPT, 60)
         monkeypatch.setattr(TorchStep, "attend", broken)
-        first = built.executor.launch(BatchPlan(0, (Row("bad", bad, 0, 9, True),)), layer_marks=layer_marks)
-        second = built.executor.launch(BatchPlan(1, (Row("good", good, 0, len(PROMPT), True),)))
+        first = built.executor.launch(BatchPlan(0, (BatchRow("bad", bad, 0, 9, True),)), layer_marks=layer_marks)
+        second = built.executor.launch(BatchPlan(1, (BatchRow("good", good, 0, len(PROMPT), True),)))
         with pytest.raises(RuntimeError, match="kernel failed"):
             built.executor.resolve(first)
         (token,) = built.executor.resolve(second).tokens
@@ -157,8 +157,8 @@ def test_what_the_forward_raises_comes_out_of_resolve(
 def test_steps_are_resolved_in_the_order_of_their_launch(checkpoint: Path, overlap: bool) -> None:
     with opened(checkpoint, overlap=overlap) as built:
         row = Driver(built).open(PROMPT, 60, GREEDY)
-        first = built.executor.launch(BatchPlan(0, (Row("a", row, 0, 9, False),)))
-        second = built.executor.launch(BatchPlan(1, (Row("a", row, 9, 20, False),)))
+        first = built.executor.launch(BatchPlan(0, (BatchRow("a", row, 0, 9, False),)))
+        second = built.executor.launch(BatchPlan(1, (BatchRow("a", row, 9, 20, False),)))
         with pytest.raises(AssertionError, match="order of their launch"):
             built.executor.resolve(second)
         assert built.executor.resolve(first).step == 0

@@ -19,7 +19,7 @@ from pdserve.executor.pool_size import CPU_CAP_BYTES, pool_tokens
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.model.config import read_model_spec
 from pdserve.model.families.decoder import kv_layout
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import Driver, build, random_prompt
 from tests.tiny import VOCAB_SIZE, Family
 
@@ -49,13 +49,13 @@ def test_the_pool_is_one_aligned_buffer_of_whole_pages(checkpoint: Path) -> None
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=1.5, seed=11, top_p=0.95),
-        SamplingParams(temperature=1.0, seed=12, repetition_penalty=1.3, frequency_penalty=0.5, min_new_tokens=4),
+        CoreSamplingParams(temperature=0.0),
+        CoreSamplingParams(temperature=1.5, seed=11, top_p=0.95),
+        CoreSamplingParams(temperature=1.0, seed=12, repetition_penalty=1.3, frequency_penalty=0.5, min_new_tokens=4),
     ],
 )
 def test_decode_goes_on_where_prefill_ended_in_another_pool(
-    checkpoint: Path, page_size: int, sampling: SamplingParams
+    checkpoint: Path, page_size: int, sampling: CoreSamplingParams
 ) -> None:
     """Only page bytes and the first token cross; every other byte of the second pool is NaN."""
     monolith, prefill, decode = (Driver(build(checkpoint, page_size=page_size), seed=seed) for seed in range(3))
@@ -79,7 +79,7 @@ def test_decode_goes_on_where_prefill_ended_in_another_pool(
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch(checkpoint: Path) -> None:
-    requests = [SamplingParams(temperature=1.2, seed=seed, top_k=40) for seed in range(5)]
+    requests = [CoreSamplingParams(temperature=1.2, seed=seed, top_k=40) for seed in range(5)]
     alone = [_generate(Driver(build(checkpoint)), request, 6) for request in requests]
     driver = Driver(build(checkpoint))
     rows = [driver.open(PROMPT, 60, request) for request in requests]
@@ -188,7 +188,7 @@ def test_layout_follows_the_spec(checkpoint: Path) -> None:
     assert (group.num_layers, group.num_kv_heads, group.head_dim, group.page_tokens) == (3, 2, 16, 32)
 
 
-def _generate(driver: Driver, sampling: SamplingParams, num_tokens: int) -> list[int]:
+def _generate(driver: Driver, sampling: CoreSamplingParams, num_tokens: int) -> list[int]:
     row = driver.open(PROMPT, len(PROMPT) + num_tokens, sampling)
     start, end, tokens = 0, len(PROMPT), []
     for _ in range(num_tokens):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.executor.factory import Built
-from pdserve.executor.interface import BatchPlan, LayerMarks, Row
-from pdserve.executor.marks import CountedMarks, EventMarks
+from pdserve.executor.factory import LoadedEngine
+from pdserve.executor.interface import BatchPlan, BatchRow, LayerEvents
+from pdserve.executor.marks import CountedLayerEvents, CudaLayerEvents
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.torch_sdpa import TorchStep
 from tests.ahead import build_ahead
@@ -39,28 +39,28 @@ class Gates:
 
 
 @pytest.fixture(params=[False, True], ids=["calling thread", "own thread"])
-def built(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Built]:
+def built(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[Family], Path]) -> Iterator[LoadedEngine]:
     built = build_ahead(tiny_checkpoint("llama"), overlap=request.param)
     yield built
     built.executor.close()
 
 
-def written(built: Built, pages: list[int]) -> list[bool]:
+def written(built: LoadedEngine, pages: list[int]) -> list[bool]:
     """Which layers of `pages` hold KV in all slots of the prompt's whole pages; the rest of the pool is NaN."""
     content = built.executor.pools[0].pages[pages]
     return [not bool(content[:, layer].isnan().any()) for layer in range(NUM_LAYERS)]
 
 
-def test_a_mark_is_seen_before_the_next_layer_is_computed(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_is_seen_before_the_next_layer_is_computed(built: LoadedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy worker opens the gate of each layer only when it has seen the mark, and the KV, of the one before."""
     gates = Gates(monkeypatch)
     row = Driver(built).open(PROMPT, 60)
     pages = built.table.pages[row, :2].tolist()
-    handle = built.executor.launch(BatchPlan(0, (Row("a", row, 0, len(PROMPT), True),)), layer_marks=True)
+    handle = built.executor.launch(BatchPlan(0, (BatchRow("a", row, 0, len(PROMPT), True),)), layer_marks=True)
     assert handle.marks is not None
     seen = []
 
-    def work(marks: LayerMarks) -> None:
+    def work(marks: LayerEvents) -> None:
         for layer in range(NUM_LAYERS):
             seen.append((marks.wait(layer + 1, 0.0), written(built, pages)))
             gates.events[layer].set()
@@ -75,7 +75,7 @@ def test_a_mark_is_seen_before_the_next_layer_is_computed(built: Built, monkeypa
     assert written(built, pages) == [True] * NUM_LAYERS
 
 
-def test_marks_of_a_failed_step_let_everybody_go(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_of_a_failed_step_let_everybody_go(built: LoadedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers before the failure are written; who waits for more, whatever his time limit, hears of it."""
     attend = TorchStep.attend
 
@@ -86,7 +86,7 @@ def test_marks_of_a_failed_step_let_everybody_go(built: Built, monkeypatch: pyte
 
     monkeypatch.setattr(TorchStep, "attend", broken)
     row = Driver(built).open(PROMPT, 60)
-    handle = built.executor.launch(BatchPlan(0, (Row("a", row, 0, len(PROMPT), True),)), layer_marks=True)
+    handle = built.executor.launch(BatchPlan(0, (BatchRow("a", row, 0, len(PROMPT), True),)), layer_marks=True)
     marks = handle.marks
     assert marks is not None
     answers: list[bool] = []
@@ -99,9 +99,9 @@ def test_marks_of_a_failed_step_let_everybody_go(built: Built, monkeypatch: pyte
     assert marks.wait(1, 0.0) and not marks.wait(2, 1e6)
 
 
-def test_marks_are_made_where_they_are_asked_for(built: Built) -> None:
+def test_marks_are_made_where_they_are_asked_for(built: LoadedEngine) -> None:
     row = Driver(built).open(PROMPT, 60)
-    plain = built.executor.launch(BatchPlan(0, (Row("a", row, 0, 9, False),)))
+    plain = built.executor.launch(BatchPlan(0, (BatchRow("a", row, 0, 9, False),)))
     assert plain.marks is None
     built.executor.resolve(plain)
     empty = built.executor.launch(BatchPlan(1, ()), layer_marks=True)
@@ -110,7 +110,7 @@ def test_marks_are_made_where_they_are_asked_for(built: Built) -> None:
 
 
 def test_waiting_has_a_limit() -> None:
-    marks = CountedMarks()
+    marks = CountedLayerEvents()
     marks.on_layer(0)
     assert marks.wait(1, 0.0) and not marks.wait(2, 0.01)
 
@@ -136,7 +136,7 @@ class FakeEvent:
 def test_marks_on_a_stream_wait_for_the_event_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "made", [])
-    marks = EventMarks()
+    marks = CudaLayerEvents()
     for layer in range(NUM_LAYERS):
         marks.on_layer(layer)
     first, second, third = FakeEvent.made

@@ -17,7 +17,7 @@ from pdserve.config.groups import KernelConfig, ModelConfig
 from pdserve.config.resolve import Machine, fill_in
 from pdserve.errors import ConfigError
 from pdserve.executor.batch_builder import build_batch, read_plan
-from pdserve.executor.interface import BatchPlan, Row
+from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.executor.kernel_choice import choose_level
 from pdserve.model.config import read_model_spec
 from pdserve.model.layers.moe import Experts
@@ -128,7 +128,7 @@ def test_a_layer_is_marked_when_it_is_written_and_the_next_is_not(tiny_checkpoin
     driver = Driver(built)
     row = driver.open(PROMPT, 48, top_logprobs=0)
     driver.step((row, 0, 16, False))
-    plan = BatchPlan(1, (Row("a", row, 16, 32, True),))
+    plan = BatchPlan(1, (BatchRow("a", row, 16, 32, True),))
     batch = build_batch(read_plan(plan, built.table, executor._params.num_prompt, 16), executor._tokens.tensor)
     page, seen = int(built.table.pages[row, 1]), []
 

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdserve.executor.graphs import EagerCapture
-from pdserve.executor.interface import BatchPlan, Row
+from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.protocol.grammar import Grammar
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import Driver, build, random_prompt
 from tests.tiny import VOCAB_SIZE, Family
 from tests.unit.model.triton_kit import DEVICE
@@ -30,11 +30,11 @@ WAITING = {
 MAKES_AND_SENDS = {torch.tensor, torch.as_tensor, torch.asarray}
 SENDS = {torch.Tensor.to, torch.Tensor.cuda}
 SAMPLINGS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.2, seed=5, top_k=40, top_p=0.9, logit_bias={7: 3.0}),
-    SamplingParams(temperature=1.0, seed=6, repetition_penalty=1.4, frequency_penalty=0.7, min_p=0.01),
-    SamplingParams(temperature=0.0, presence_penalty=1.5, min_new_tokens=4, stop_token_ids=(9,)),
-    SamplingParams(temperature=1.0, seed=7, grammar=Grammar(kind="regex", text="[0-9]{9}")),
+    CoreSamplingParams(temperature=0.0),
+    CoreSamplingParams(temperature=1.2, seed=5, top_k=40, top_p=0.9, logit_bias={7: 3.0}),
+    CoreSamplingParams(temperature=1.0, seed=6, repetition_penalty=1.4, frequency_penalty=0.7, min_p=0.01),
+    CoreSamplingParams(temperature=0.0, presence_penalty=1.5, min_new_tokens=4, stop_token_ids=(9,)),
+    CoreSamplingParams(temperature=1.0, seed=7, grammar=Grammar(kind="regex", text="[0-9]{9}")),
 )
 
 
@@ -111,7 +111,9 @@ def test_a_launch_never_waits(tiny_checkpoint: Callable[[Family], Path], monkeyp
     ]
     for step in range(2):
         spans = [(0, 3 + i) if step == 0 else (2 + i + step, 3 + i + step) for i in range(len(rows))]
-        plan = BatchPlan(step, tuple(Row(str(row), row, *span, True) for row, span in zip(rows, spans, strict=True)))
+        plan = BatchPlan(
+            step, tuple(BatchRow(str(row), row, *span, True) for row, span in zip(rows, spans, strict=True))
+        )
         with nothing_waits(monkeypatch):
             handle = executor.launch(plan)
         result = executor.resolve(handle)

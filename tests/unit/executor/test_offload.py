@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from pdserve.executor import host_pages
-from pdserve.executor.factory import Built
-from pdserve.executor.interface import BatchPlan, Row, SampledToken, run
+from pdserve.executor.factory import LoadedEngine
+from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, run
 from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.model.attention.kv_pool import KVPool
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from tests.ahead import build_ahead
 from tests.driver import Driver, random_prompt
 from tests.tiny import VOCAB_SIZE, Family
 
 PROMPT = random_prompt(37, VOCAB_SIZE)
-SAMPLING = SamplingParams(temperature=1.2, seed=3, repetition_penalty=1.2, frequency_penalty=0.4)
+SAMPLING = CoreSamplingParams(temperature=1.2, seed=3, repetition_penalty=1.2, frequency_penalty=0.4)
 CPU = torch.device("cpu")
 
 
@@ -124,7 +124,7 @@ def test_offload_waits_its_turn(checkpoint: Path) -> None:
     built = build_ahead(checkpoint, overlap=True)
     row = Driver(built).open(PROMPT, 60)
     saved = built.executor.offload([0])
-    handle = built.executor.launch(BatchPlan(0, (Row("a", row, 0, len(PROMPT), True),)))
+    handle = built.executor.launch(BatchPlan(0, (BatchRow("a", row, 0, len(PROMPT), True),)))
     with pytest.raises(AssertionError, match="unresolved"):
         built.executor.offload([0])
     with pytest.raises(AssertionError, match="unresolved"):
@@ -144,8 +144,8 @@ def generate(driver: Driver, row: int, start: int, end: int, num_tokens: int) ->
     return found
 
 
-def one(built: Built, row: int, start: int, end: int, step: int) -> SampledToken:
+def one(built: LoadedEngine, row: int, start: int, end: int, step: int) -> SampledToken:
     """The token of one step with one row."""
-    (token,) = run(built.executor, BatchPlan(step, (Row("a", row, start, end, True),))).tokens
+    (token,) = run(built.executor, BatchPlan(step, (BatchRow("a", row, start, end, True),))).tokens
     assert token is not None
     return token

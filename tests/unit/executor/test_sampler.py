@@ -15,12 +15,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdserve.executor.row_params import RowParams, Seeds
+from pdserve.executor.row_params import SamplingMetadata, Seeds
 from pdserve.executor.sampler import Choose, choose_with_torch, sample, to_host, uniforms
 from pdserve.model.native.choice import NativeChooser
 from pdserve.model.native.program import Threads
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.sampling import TOP_K_ALL, SamplingParams
+from pdserve.protocol.sampling import TOP_K_ALL, CoreSamplingParams
 from tests.unit.model.native_kit import LEVELS_HERE
 
 VOCAB = 50
@@ -54,14 +54,14 @@ def logits_of(seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
 
 def draw(
     logits: torch.Tensor,
-    requests: list[SamplingParams],
+    requests: list[CoreSamplingParams],
     *,
     position: int = 1,
     known: list[list[int]] | None = None,
     num_prompt: int = 1,
 ) -> list[int]:
     """One token per request, all at `position`, each from its line of `logits` `[R, V]`."""
-    params = RowParams(len(requests), (EOS,))
+    params = SamplingMetadata(len(requests), (EOS,))
     tokens = torch.zeros(len(requests), 64, dtype=torch.int32)
     for row, request in enumerate(requests):
         params.set(row, num_prompt, request, None)
@@ -74,7 +74,7 @@ def draw(
 
 def frequencies(logits: torch.Tensor, **settings: float | int) -> torch.Tensor:
     """How often each token comes over NUM_DRAWS seeds."""
-    requests = [SamplingParams(seed=seed, **settings) for seed in range(NUM_DRAWS)]  # type: ignore[arg-type]
+    requests = [CoreSamplingParams(seed=seed, **settings) for seed in range(NUM_DRAWS)]  # type: ignore[arg-type]
     drawn = draw(logits.expand(NUM_DRAWS, -1), requests)
     return torch.bincount(torch.tensor(drawn), minlength=len(logits)) / NUM_DRAWS
 
@@ -111,7 +111,7 @@ def test_filters_keep_what_they_say() -> None:
 def test_top_p_looks_beyond_its_window_when_it_must() -> None:
     """A flat distribution over 3,000 tokens: 90% of it is 2,700 of them."""
     logits = torch.linspace(0.01, 0.0, 3000)
-    drawn = draw(logits.expand(2000, -1), [SamplingParams(seed=seed, top_p=0.9) for seed in range(2000)])
+    drawn = draw(logits.expand(2000, -1), [CoreSamplingParams(seed=seed, top_p=0.9) for seed in range(2000)])
     assert 2400 < max(drawn) < 2712
 
 
@@ -133,7 +133,7 @@ def test_a_draw_inverts_the_distribution(
     chance = torch.Generator().manual_seed(seed)
     logits = (torch.randn(3, vocab, generator=chance) * spread).round(decimals=1)
     logits[:, torch.randint(vocab, (num_banned,), generator=chance)] = -torch.inf
-    request = SamplingParams(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    request = CoreSamplingParams(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     tokens = draw(logits, [request] * 3)
     point = float(uniforms(np.array([seed], dtype=np.uint64), np.array([1]))[0])
     for row, token in zip(logits.double(), tokens, strict=True):
@@ -161,19 +161,19 @@ def test_a_draw_inverts_the_distribution(
 def test_greedy_takes_the_best_and_ties_the_first() -> None:
     logits = torch.stack((logits_of(0), logits_of(1), torch.zeros(VOCAB)))
     best = [int(logits[0].argmax()), int(logits[1].argmax()), 0]
-    coldest = SamplingParams(temperature=0.0)
-    assert draw(logits, [coldest, SamplingParams(top_k=1), coldest]) == best
-    assert draw(logits[:2], [SamplingParams(temperature=1e-6, seed=1)] * 2) == best[:2]
+    coldest = CoreSamplingParams(temperature=0.0)
+    assert draw(logits, [coldest, CoreSamplingParams(top_k=1), coldest]) == best
+    assert draw(logits[:2], [CoreSamplingParams(temperature=1e-6, seed=1)] * 2) == best[:2]
 
 
 def test_a_token_depends_on_seed_and_position_only() -> None:
     logits = logits_of(2)
-    mine = SamplingParams(seed=123, temperature=1.3, top_p=0.95)
+    mine = CoreSamplingParams(seed=123, temperature=1.3, top_p=0.95)
     others = [
-        SamplingParams(seed=5),
-        SamplingParams(temperature=0.0),
-        SamplingParams(seed=6, top_k=3, min_p=0.1),
-        SamplingParams(seed=7, top_p=0.2, frequency_penalty=1.0),
+        CoreSamplingParams(seed=5),
+        CoreSamplingParams(temperature=0.0),
+        CoreSamplingParams(seed=6, top_k=3, min_p=0.1),
+        CoreSamplingParams(seed=7, top_p=0.2, frequency_penalty=1.0),
     ]
     for position in range(1, 12):
         alone = draw(logits[None], [mine], position=position)[0]
@@ -185,7 +185,7 @@ def test_a_token_depends_on_seed_and_position_only() -> None:
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 + 5])
 def test_any_integer_is_a_seed(seed: int) -> None:
-    request = SamplingParams(seed=seed)
+    request = CoreSamplingParams(seed=seed)
     assert draw(logits_of()[None], [request]) == draw(logits_of()[None], [request])
 
 
@@ -205,10 +205,10 @@ def test_penalties_change_the_logits_as_documented() -> None:
     logits[:, 10], logits[:, 11], logits[:, 12] = 2.0, 1.9, 1.0
     known = [[10, 20, 20]] * 4
     requests = [
-        SamplingParams(temperature=0.0, repetition_penalty=1.2),
-        SamplingParams(temperature=0.0, frequency_penalty=1.0),
-        SamplingParams(temperature=0.0, presence_penalty=1.0),
-        SamplingParams(temperature=0.0),
+        CoreSamplingParams(temperature=0.0, repetition_penalty=1.2),
+        CoreSamplingParams(temperature=0.0, frequency_penalty=1.0),
+        CoreSamplingParams(temperature=0.0, presence_penalty=1.0),
+        CoreSamplingParams(temperature=0.0),
     ]
     assert draw(logits, requests, position=3, known=known, num_prompt=1) == [11, 10, 10, 10]
     assert draw(logits, requests, position=3, known=known, num_prompt=0) == [11, 11, 11, 10]
@@ -218,8 +218,8 @@ def test_frequency_counts_and_presence_does_not() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, 10], logits[:, 11] = 2.0, 0.6
     requests = [
-        SamplingParams(temperature=0.0, frequency_penalty=0.5),
-        SamplingParams(temperature=0.0, presence_penalty=0.5),
+        CoreSamplingParams(temperature=0.0, frequency_penalty=0.5),
+        CoreSamplingParams(temperature=0.0, presence_penalty=0.5),
     ]
     assert draw(logits, requests, position=5, known=[[0, 10, 10, 10, 9]] * 2) == [11, 10]
 
@@ -227,26 +227,26 @@ def test_frequency_counts_and_presence_does_not() -> None:
 def test_repetition_makes_negative_logits_more_negative() -> None:
     logits = torch.full((1, VOCAB), -9.0)
     logits[0, 10], logits[0, 11] = -1.0, -1.5
-    request = SamplingParams(temperature=0.0, repetition_penalty=1.9)
+    request = CoreSamplingParams(temperature=0.0, repetition_penalty=1.9)
     assert draw(logits, [request], position=2, known=[[10, 10]]) == [11]
 
 
 def test_bias_and_bans() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, EOS], logits[0, 7], logits[0, 8] = 5.0, 4.0, 3.0
-    early = SamplingParams(temperature=0.0, min_new_tokens=2, stop_token_ids=(7,))
+    early = CoreSamplingParams(temperature=0.0, min_new_tokens=2, stop_token_ids=(7,))
     assert draw(logits, [early], position=1) == [8]
     assert draw(logits, [early], position=2) == [8]
     assert draw(logits, [early], position=3) == [EOS]
-    assert draw(logits, [SamplingParams(temperature=0.0, logit_bias={30: 6.0, EOS: -1.5})]) == [30]
+    assert draw(logits, [CoreSamplingParams(temperature=0.0, logit_bias={30: 6.0, EOS: -1.5})]) == [30]
     assert logits[0, 30] == 0.0
 
 
 def test_only_rows_that_asked_get_logprobs() -> None:
     logits = torch.stack([logits_of(seed) for seed in range(3)])
-    params = RowParams(3, (EOS,))
+    params = SamplingMetadata(3, (EOS,))
     for row, top in enumerate((None, 0, 2)):
-        params.set(row, 1, SamplingParams(temperature=0.0), None if top is None else Logprobs(top=top))
+        params.set(row, 1, CoreSamplingParams(temperature=0.0), None if top is None else Logprobs(top=top))
     picked = params.pick(np.arange(3), np.ones(3, dtype=np.int64))
     none, own, best = to_host(sample(logits, picked, torch.zeros(3, 8, dtype=torch.int32), choosing()), picked)
     expected = logits.log_softmax(-1)
@@ -257,9 +257,9 @@ def test_only_rows_that_asked_get_logprobs() -> None:
 
 
 def test_a_row_forgets_its_last_request() -> None:
-    params = RowParams(1, (EOS,))
-    params.set(0, 1, SamplingParams(logit_bias={1: 2.0}, min_new_tokens=4), None)
-    params.set(0, 1, SamplingParams(), None)
+    params = SamplingMetadata(1, (EOS,))
+    params.set(0, 1, CoreSamplingParams(logit_bias={1: 2.0}, min_new_tokens=4), None)
+    params.set(0, 1, CoreSamplingParams(), None)
     picked = params.pick(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64))
     assert not picked.bans and not picked.biases
 
@@ -277,7 +277,7 @@ def test_a_row_forgets_its_last_request() -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_extreme_settings_still_give_a_token(settings: dict[str, Any]) -> None:
     logits = logits_of().abs()
-    (token,) = draw(logits[None], [SamplingParams(seed=1, **settings)], known=[[BIASED]])
+    (token,) = draw(logits[None], [CoreSamplingParams(seed=1, **settings)], known=[[BIASED]])
     assert 0 <= token < VOCAB
     if "temperature" in settings:
         assert token == int(logits.argmax())
@@ -287,7 +287,7 @@ def test_extreme_settings_still_give_a_token(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("top_p", [0.9, 1.0])
 def test_logits_that_are_no_numbers_spoil_only_their_row(value: float, top_p: float) -> None:
     logits = torch.stack([logits_of(), torch.full((VOCAB,), value)])
-    request = SamplingParams(seed=1, top_p=top_p)
+    request = CoreSamplingParams(seed=1, top_p=top_p)
     sane, spoilt = draw(logits, [request, request])
     assert 0 <= spoilt < VOCAB
     assert sane == draw(logits[:1], [request])[0]
@@ -295,12 +295,12 @@ def test_logits_that_are_no_numbers_spoil_only_their_row(value: float, top_p: fl
 
 def test_a_leader_gives_a_request_its_seed_and_all_ranks_draw_alike() -> None:
     seeds = Seeds()
-    first, second = seeds.fix(SamplingParams()), seeds.fix(SamplingParams())
+    first, second = seeds.fix(CoreSamplingParams()), seeds.fix(CoreSamplingParams())
     assert first.seed is not None and second.seed is not None and first.seed != second.seed
     assert seeds.fix(first) is first
     columns = []
     for _ in range(2):
-        params = RowParams(1, ())
+        params = SamplingMetadata(1, ())
         params.set(0, 4, first, None)
         columns.append(int(params.pick(np.array([0]), np.array([4])).columns["seed"][0]))
     assert columns == [first.seed, first.seed]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import ConfigError, ModelError
-from pdserve.executor.interface import BatchPlan, Row
+from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.executor.stages import cut_plan
 from pdserve.model.families.decoder import kv_layout
 from pdserve.model.loader import read_spec
@@ -163,7 +163,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 200), st.booleans()
 def test_micro_batches_are_the_step_cut_into_even_pieces(
     facts: list[tuple[int, int, bool]], num_stages: int, min_tokens: int
 ) -> None:
-    rows = tuple(Row(str(i), i, start, start + count, sample) for i, (start, count, sample) in enumerate(facts))
+    rows = tuple(BatchRow(str(i), i, start, start + count, sample) for i, (start, count, sample) in enumerate(facts))
     parts = cut_plan(BatchPlan(3, rows), num_stages, min_tokens)
     sizes = [sum(row.num_tokens for row in part.rows) for part in parts]
     assert 1 <= len(parts) <= num_stages and max(sizes) - min(sizes) <= 1

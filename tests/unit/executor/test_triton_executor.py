@@ -13,7 +13,7 @@ from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, Serve
 from pdserve.errors import ConfigError
 from pdserve.executor import attention_choice
 from pdserve.executor.attention_choice import choose_attention, make_attention
-from pdserve.executor.factory import Built, build_executor
+from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.model.attention.kv_pool import KVPool
 from pdserve.model.attention.triton_pages import TritonAttention
@@ -27,7 +27,7 @@ TRITON = dataclasses.replace(TORCH, attention_backend="triton")
 PROMPTS = [random_prompt(length, VOCAB_SIZE) for length in (1, 13)]
 
 
-def built(checkpoint: Path, kernels: KernelConfig, page_size: int) -> Built:
+def built(checkpoint: Path, kernels: KernelConfig, page_size: int) -> LoadedEngine:
     """A small executor in float32."""
     model = ModelConfig(model_path=str(checkpoint), dtype="float32")
     memory = MemoryConfig(page_size=page_size, max_total_tokens=512)

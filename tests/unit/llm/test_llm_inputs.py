@@ -11,9 +11,9 @@ from pdserve.llm.errors import InvalidRequestError
 from pdserve.llm.prompts import GivenPrompt, as_conversations, as_prompts
 from pdserve.llm.sampling import SamplingParams
 from pdserve.protocol.sampling import TOP_K_ALL
-from pdserve.server.sampling_fields import Limits
+from pdserve.server.sampling_fields import RequestLimits
 
-LIMITS = Limits("null", vocab_size=100, context_length=64, max_total_tokens=1000)
+LIMITS = RequestLimits("null", vocab_size=100, context_length=64, max_total_tokens=1000)
 
 
 def test_sampling_params_reach_the_engine() -> None:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from pdserve.errors import EngineDeadError, PdserveError, RequestError
 from pdserve.llm.errors import BatchError
-from pdserve.llm.runner import Job, Runner
+from pdserve.llm.runner import Job, OfflineRunner
 from pdserve.protocol.messages import FinishReason, GenerateRequest, RoomAddress
-from pdserve.protocol.sampling import SamplingParams
-from pdserve.server.generation import Generation, Update
+from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.server.generation import Generation, GenerationUpdate
 
 
 @dataclasses.dataclass
@@ -43,26 +43,26 @@ class StandIn:
     def finish(self, name: str, count: int = 1) -> None:
         generation = self.generations.pop(name)
         for index in range(count):
-            generation.put(Update(index, "text", [1], finish=FinishReason(type="length", length=1)))
+            generation.put(GenerationUpdate(index, "text", [1], finish=FinishReason(type="length", length=1)))
 
     def fail(self, name: str, error: PdserveError) -> None:
         self.generations.pop(name).fail(error)
 
 
 class Call:
-    """`Runner.run` in progress, and what it has delivered."""
+    """`OfflineRunner.run` in progress, and what it has delivered."""
 
-    def __init__(self, runner: Runner, jobs: Sequence[Job]) -> None:
-        self.results: dict[int, list[Update] | PdserveError] = {}
+    def __init__(self, runner: OfflineRunner, jobs: Sequence[Job]) -> None:
+        self.results: dict[int, list[GenerationUpdate] | PdserveError] = {}
         self.task = asyncio.create_task(runner.run(jobs, self.deliver))
 
-    def deliver(self, job: Job, result: list[Update] | PdserveError) -> None:
+    def deliver(self, job: Job, result: list[GenerationUpdate] | PdserveError) -> None:
         self.results[job.number] = result
 
 
 def jobs(count: int, n: int = 1) -> list[Job]:
     def request(number: int, j: int) -> GenerateRequest:
-        return GenerateRequest(rid=f"{number}.{j}", input_ids=[1], sampling=SamplingParams())
+        return GenerateRequest(rid=f"{number}.{j}", input_ids=[1], sampling=CoreSamplingParams())
 
     return [Job(number, str(number), [request(number, j) for j in range(n)]) for number in range(count)]
 
@@ -75,7 +75,7 @@ async def settle() -> None:
 
 async def test_no_more_than_fits_is_sent_and_the_idlest_server_gets_the_next() -> None:
     first, second = StandIn(2), StandIn(2)
-    call = Call(Runner([], [first, second]), jobs(6))  # type: ignore[list-item]
+    call = Call(OfflineRunner([], [first, second]), jobs(6))  # type: ignore[list-item]
     await settle()
     assert (first.num_live, second.num_live) == (2, 2)
     assert sorted([*first.generations, *second.generations]) == ["0", "1", "2", "3"]
@@ -94,7 +94,7 @@ async def test_no_more_than_fits_is_sent_and_the_idlest_server_gets_the_next() -
 
 async def test_a_prompt_with_more_answers_than_places_runs_alone() -> None:
     server = StandIn(2)
-    call = Call(Runner([], [server]), jobs(2, n=5))  # type: ignore[list-item]
+    call = Call(OfflineRunner([], [server]), jobs(2, n=5))  # type: ignore[list-item]
     await settle()
     assert list(server.generations) == ["0"]
     server.finish("0", 5)
@@ -106,7 +106,7 @@ async def test_a_prompt_with_more_answers_than_places_runs_alone() -> None:
 
 async def test_a_failure_is_delivered_and_the_others_go_on() -> None:
     server = StandIn(4)
-    call = Call(Runner([], [server]), jobs(3))  # type: ignore[list-item]
+    call = Call(OfflineRunner([], [server]), jobs(3))  # type: ignore[list-item]
     await settle()
     refused = RequestError("no such room", status=400)
     server.fail("1", refused)
@@ -121,7 +121,7 @@ async def test_a_failure_is_delivered_and_the_others_go_on() -> None:
 
 async def test_what_may_pass_is_tried_again_under_another_id_and_in_another_room() -> None:
     prefill, decode = StandIn(8), StandIn(8)
-    call = Call(Runner([prefill], [decode], pause_s=0.0), jobs(1))  # type: ignore[list-item]
+    call = Call(OfflineRunner([prefill], [decode], pause_s=0.0), jobs(1))  # type: ignore[list-item]
     for _ in range(2):
         await settle()
         decode.fail("0", RequestError("broken", status=502))
@@ -137,7 +137,7 @@ async def test_what_may_pass_is_tried_again_under_another_id_and_in_another_room
 
 async def test_cancelled_calls_abort_everything_and_give_their_places_back() -> None:
     server = StandIn(2)
-    call = Call(Runner([], [server]), jobs(5))  # type: ignore[list-item]
+    call = Call(OfflineRunner([], [server]), jobs(5))  # type: ignore[list-item]
     await settle()
     call.task.cancel()
     await asyncio.gather(call.task, return_exceptions=True)
@@ -148,7 +148,7 @@ async def test_cancelled_calls_abort_everything_and_give_their_places_back() -> 
 
 async def test_both_halves_of_a_pair_meet_in_the_same_rooms() -> None:
     prefill, decode = StandIn(8), StandIn(8)
-    call = Call(Runner([prefill], [decode]), jobs(2, n=2))  # type: ignore[list-item]
+    call = Call(OfflineRunner([prefill], [decode]), jobs(2, n=2))  # type: ignore[list-item]
     await settle()
     assert prefill.rooms == decode.rooms
     assert len(prefill.rooms) == 4
@@ -162,11 +162,11 @@ async def test_both_halves_of_a_pair_meet_in_the_same_rooms() -> None:
 
 async def test_prefill_s_failure_ends_decode_unless_decode_has_begun() -> None:
     prefill, decode = StandIn(8), StandIn(8)
-    call = Call(Runner([prefill], [decode]), jobs(2))  # type: ignore[list-item]
+    call = Call(OfflineRunner([prefill], [decode]), jobs(2))  # type: ignore[list-item]
     await settle()
     lost = EngineDeadError("gone")
     prefill.fail("0", lost)
-    decode.generations["1"].put(Update(0, "t", [1]))
+    decode.generations["1"].put(GenerationUpdate(0, "t", [1]))
     await settle()
     prefill.fail("1", lost)
     await settle()
@@ -180,7 +180,7 @@ async def test_prefill_s_failure_ends_decode_unless_decode_has_begun() -> None:
 
 async def test_decode_s_failure_ends_prefill() -> None:
     prefill, decode = StandIn(8), StandIn(8)
-    call = Call(Runner([prefill], [decode]), jobs(1))  # type: ignore[list-item]
+    call = Call(OfflineRunner([prefill], [decode]), jobs(1))  # type: ignore[list-item]
     await settle()
     lost = EngineDeadError("gone")
     decode.fail("0", lost)

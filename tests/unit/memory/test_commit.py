@@ -17,7 +17,7 @@ import pytest
 from pdserve.base.native import Unavailable, library
 from pdserve.config.groups import ModelConfig, ServerConfig
 from pdserve.memory import commit
-from pdserve.memory.commit import CommitAhead
+from pdserve.memory.commit import Prefault
 from pdserve.memory.shared import address_of, allocate, allocate_private
 from pdserve.scheduler import assemble
 from tests.driver import build
@@ -69,7 +69,7 @@ def test_pages_are_committed_before_they_are_used(
     if not native:
         monkeypatch.setattr(commit, "library", no_library)
     memories = [allocated(NUM_PAGES * PAGE) for _ in range(2)]
-    ahead = CommitAhead([(address_of(memory), len(memory)) for memory in memories], NUM_PAGES, 4)
+    ahead = Prefault([(address_of(memory), len(memory)) for memory in memories], NUM_PAGES, 4)
     try:
         assert all(committed(memory) >= 1 for memory in memories), "the first, when it is there"
         for memory in memories:
@@ -97,7 +97,7 @@ def test_touched_memory_keeps_what_it_has() -> None:
 def test_what_is_left_is_committed_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit, "_QUIET_S", 0.0)
     memory = allocate_private(NUM_PAGES * PAGE)
-    ahead = CommitAhead([(address_of(memory), len(memory))], NUM_PAGES, 4)
+    ahead = Prefault([(address_of(memory), len(memory))], NUM_PAGES, 4)
     try:
         for page in range(NUM_PAGES):
             ahead.used([page])
@@ -111,7 +111,7 @@ def test_while_pages_are_taken_it_rests_unless_few_are_left(monkeypatch: pytest.
     populated: list[tuple[int, int]] = []
     rests: queue.SimpleQueue[tuple[bool, int]] = queue.SimpleQueue()
 
-    class Watched(CommitAhead):
+    class Watched(Prefault):
         def _rest(self, seconds: float | None, wake_at: int) -> None:
             rests.put((seconds is None, wake_at))
             super()._rest(seconds, wake_at)
@@ -145,7 +145,7 @@ def test_while_pages_are_taken_it_rests_unless_few_are_left(monkeypatch: pytest.
 @pytest.mark.parametrize("num_ahead", [0, 1])
 def test_few_pages_ahead_do_not_keep_it_from_starting(num_ahead: int) -> None:
     memory = allocate_private(NUM_PAGES * PAGE)
-    ahead = CommitAhead([(address_of(memory), len(memory))], NUM_PAGES, num_ahead)
+    ahead = Prefault([(address_of(memory), len(memory))], NUM_PAGES, num_ahead)
     ahead.used([2])
     ahead.close()
 
@@ -157,7 +157,7 @@ def test_where_the_system_can_not_pages_are_left_alone(
     monkeypatch.setattr(commit, "_POPULATE_WRITE", 9999)
     caplog.set_level(logging.INFO, logger=commit.log.name)
     memory = allocate_private(NUM_PAGES * PAGE)
-    ahead = CommitAhead([(address_of(memory), len(memory))], NUM_PAGES, 4)
+    ahead = Prefault([(address_of(memory), len(memory))], NUM_PAGES, 4)
     ahead.used([1])
     ahead.close()
     assert "committed as it is used: Invalid argument" in caplog.text.replace("[Errno 22] ", "")
@@ -169,12 +169,12 @@ def test_what_a_server_allocates_is_told(
 ) -> None:
     told: list[list[int]] = []
 
-    class Recorder(CommitAhead):
+    class Recorder(Prefault):
         def used(self, pages: Sequence[int]) -> None:
             told.append(list(pages))
             super().used(pages)
 
-    monkeypatch.setattr(assemble, "CommitAhead", Recorder)
+    monkeypatch.setattr(assemble, "Prefault", Recorder)
     path = tiny_checkpoint("llama")
     config = ServerConfig(model=ModelConfig(model_path=str(path)))
     with contextlib.ExitStack() as stack:

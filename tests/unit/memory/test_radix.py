@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdserve.memory.prefix.node import Node
+from pdserve.memory.prefix.node import RadixNode
 from pdserve.memory.prefix.radix import Eviction, RadixTree, token_bytes
 from tests.unit.memory.kit import PAGE_TOKENS, letters
 
@@ -17,7 +17,7 @@ def tree_with(*inserts: tuple[str, list[int]], eviction: Eviction = "lru") -> Ra
     return tree
 
 
-def locked(tree: RadixTree, text: str) -> Node:
+def locked(tree: RadixTree, text: str) -> RadixNode:
     node = tree.match(letters(text), len(text)).node
     tree.lock(node)
     return node

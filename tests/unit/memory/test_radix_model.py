@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdserve.memory.prefix.node import Node
+from pdserve.memory.prefix.node import RadixNode
 from pdserve.memory.prefix.radix import Eviction, RadixTree
 from tests.unit.memory.kit import PAGE_TOKENS, NaiveCache, Prefix, content_of, prefixes, tokens_of
 
@@ -25,7 +25,7 @@ class TreeMachine(RuleBasedStateMachine):
         super().__init__()
         self.tree = RadixTree(PAGE_TOKENS, self.eviction)
         self.naive = NaiveCache(self.eviction)
-        self.locked: list[tuple[Node, Prefix]] = []
+        self.locked: list[tuple[RadixNode, Prefix]] = []
         self.names = itertools.count()
         self.seen: tuple[int, dict[Prefix, int]] = (self.tree.version, {})
 
@@ -40,7 +40,7 @@ class TreeMachine(RuleBasedStateMachine):
         node = self._insert(prefix + more, priority, held)
         self.locked.append((node, prefix + more))
 
-    def _insert(self, prefix: Prefix, priority: int, held: Node | None) -> Node:
+    def _insert(self, prefix: Prefix, priority: int, held: RadixNode | None) -> RadixNode:
         pages = [next(self.names) for _ in prefix]
         inserted = self.tree.insert(tokens_of(prefix), pages, priority, held)
         taken = self.naive.insert(prefix, pages, priority)

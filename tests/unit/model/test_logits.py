@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import GREEDY, Driver, build, random_prompt
 from tests.reference import load_reference, reference_logits
 from tests.tiny import FAMILIES, VOCAB_SIZE, Family, make_tiny
@@ -19,7 +19,7 @@ def test_logprobs_are_those_of_the_raw_logits(family: Family, tmp_path: Path) ->
     prompt = random_prompt(50, VOCAB_SIZE)
     expected = reference_logits(load_reference(path), prompt)[-1].log_softmax(-1)
     driver = Driver(build(path))
-    hot = SamplingParams(temperature=3.0, seed=1, repetition_penalty=1.5, logit_bias={7: 5.0})
+    hot = CoreSamplingParams(temperature=3.0, seed=1, repetition_penalty=1.5, logit_bias={7: 5.0})
     row = driver.open(prompt, 60, hot, top_logprobs=5)
     token = driver.step((row, 0, 50, True))[0]
     assert token is not None and token.logprob is not None

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from pdserve.base.parallel import ParallelShape, Place
+from pdserve.base.parallel import ParallelShape, RankCoord
 from pdserve.config.groups import ParallelConfig
 from pdserve.errors import ConfigError, ModelError, RankError
 from pdserve.executor.factory import LocalRanks
@@ -37,7 +37,7 @@ SHAPES = [ParallelShape(tp_size=tp, pp_size=pp) for tp, pp in ((1, 1), (2, 1), (
 class Standing(SingleRank):
     """A rank somewhere in a replica whose other ranks are not there: enough for loading."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankCoord) -> None:
         self.place = place
 
 
@@ -242,7 +242,7 @@ def test_slices_of_dummies_are_slices_of_the_whole(family: Family, tmp_path: Pat
         assert fingerprint_of(ranks) == fingerprint_of([whole])
 
 
-def _load(path: Path, place: Place, load_format: Any = "auto") -> Decoder:
+def _load(path: Path, place: RankCoord, load_format: Any = "auto") -> Decoder:
     spec: ModelSpec = read_spec(path)
     return load_model(path, spec, "float32", CPU, load_format=load_format, seed=3, parallel=Standing(place))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pdserve.errors import ConfigError
-from pdserve.model.layers.fixed import FixedKernels
+from pdserve.model.layers.fixed import BatchInvariantKernels
 from pdserve.model.layers.kernels import FastKernels
 from pdserve.model.layers.tiles import PROBE_ROWS, cut, safe_sizes, telling
 
@@ -38,7 +38,7 @@ def test_tiles_cover_all_rows_once_in_allowed_sizes(sizes: tuple[int, ...]) -> N
 )
 def test_a_row_has_the_same_bits_wherever_it_lies(name: str, dtype: torch.dtype) -> None:
     num_out, num_in = SHAPES[name]
-    kernels = FixedKernels()
+    kernels = BatchInvariantKernels()
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(num_out, num_in, generator=generator).to(dtype)
     bias = torch.randn(num_out, generator=generator).to(dtype) if num_out < 10_000 else None
@@ -58,7 +58,7 @@ def test_a_row_has_the_same_bits_wherever_it_lies(name: str, dtype: torch.dtype)
 def test_swiglu_does_not_depend_on_the_number_of_rows(width: int, dtype: torch.dtype) -> None:
     both = (torch.randn(101, 2 * width, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
     gate, up = both.chunk(2, -1)
-    kernels = FixedKernels()
+    kernels = BatchInvariantKernels()
     whole = kernels.swiglu(gate, up)
     for row in range(0, 101, 10):
         assert torch.equal(kernels.swiglu(gate[row : row + 1], up[row : row + 1]), whole[row : row + 1])

@@ -9,7 +9,14 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from pdserve.model.gpu.decode_attention import Fresh, Mask, Tiling, attend_decode, counters, num_parts
+from pdserve.model.gpu.decode_attention import (
+    AttentionMask,
+    AttentionTiling,
+    FreshKV,
+    attend_decode,
+    counters,
+    num_parts,
+)
 from pdserve.model.gpu.extend_attention import attend_extend, tile_tokens
 from pdserve.model.gpu.heads import angle_tables, place_heads
 from tests.unit.model.triton_kit import DEVICE, attended, paged
@@ -18,7 +25,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3), (6, 2), (7, 1)])
 DIMS = st.sampled_from([8, 16, 24, 64])
 PAGES = st.sampled_from([1, 3, 16, 64])
-MASKS = st.builds(Mask, window=st.sampled_from([0, 0, 1, 7, 40]), softcap=st.sampled_from([0.0, 0.0, 5.0]))
+MASKS = st.builds(AttentionMask, window=st.sampled_from([0, 0, 1, 7, 40]), softcap=st.sampled_from([0.0, 0.0, 5.0]))
 DTYPES = st.sampled_from([torch.float32, torch.float16])
 QUICK = settings(max_examples=16, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 
@@ -35,8 +42,8 @@ def close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None
     with_sinks=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_decode_attention_is_the_definition(
-    lengths: list[int], heads: tuple[int, int], dim: int, page: int, mask: Mask, dtype: torch.dtype, parts: int,
-    with_sinks: bool, seed: int,
+    lengths: list[int], heads: tuple[int, int], dim: int, page: int, mask: AttentionMask, dtype: torch.dtype,
+    parts: int, with_sinks: bool, seed: int,
 ) -> None:  # fmt: skip
     rows = paged(lengths, heads[1], dim, page, dtype, seed)
     q = torch.randn(len(lengths) + 1, heads[0], dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
@@ -88,8 +95,8 @@ def test_parts_of_long_rows_are_added_up() -> None:
     with_norm=st.booleans(), keys=st.sampled_from([16, 64]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_attention_of_fresh_tokens_is_that_of_placed_ones(
-    lengths: list[int], heads: tuple[int, int], dim: int, page: int, mask: Mask, dtype: torch.dtype, parts: int,
-    with_norm: bool, keys: int, seed: int,
+    lengths: list[int], heads: tuple[int, int], dim: int, page: int, mask: AttentionMask, dtype: torch.dtype,
+    parts: int, with_norm: bool, keys: int, seed: int,
 ) -> None:  # fmt: skip
     """Norms, rotation, and K and V in their pages, or nowhere, too."""
     generator = torch.Generator().manual_seed(seed)
@@ -100,14 +107,14 @@ def test_attention_of_fresh_tokens_is_that_of_placed_ones(
     pages, slots = rows.table[torch.arange(num_rows, device=DEVICE), at // page].long(), at % page
     norms = [torch.linspace(low, 1.5, dim, device=DEVICE).to(dtype) if with_norm else None for low in (0.5, 1.0)]
     cos, sin = angle_tables(at, torch.linspace(1.0, 0.01, dim // 2, device=DEVICE), 1.0, dtype)
-    fresh = Fresh(qkv, pages, slots, cos, sin, norms[0], norms[1], 1e-6)
+    fresh = FreshKV(qkv, pages, slots, cos, sin, norms[0], norms[1], 1e-6)
     through, tokens = counters(num_rows, heads[1], device), torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
     theirs, mine = rows.kv.clone(), rows.kv.clone()
     q = place_heads(qkv, heads[0], theirs, pages, slots, cos, sin, norms[0], norms[1], 1e-6)
     expected, got = torch.full_like(q, float("nan")), torch.full_like(q, float("nan"))
     scale = dim**-0.5
     attend_decode(q, expected, theirs, rows.table, rows.ends, tokens, through, scale=scale, parts=parts, mask=mask)
-    with mock.patch.object(Tiling, "of", return_value=Tiling(keys=keys, warps=4)):
+    with mock.patch.object(AttentionTiling, "of", return_value=AttentionTiling(keys=keys, warps=4)):
         attend_decode(fresh, got, mine, rows.table, rows.ends, tokens, through, scale=scale, parts=parts, mask=mask)
     close(got, expected.double().cpu(), dtype)
     close(mine.nan_to_num(7.0), theirs.double().nan_to_num(7.0).cpu(), dtype)
@@ -143,7 +150,7 @@ def test_parts_follow_rows_and_the_longest_context() -> None:
     heads=HEADS, dim=DIMS, page=PAGES, mask=MASKS, dtype=DTYPES, with_sinks=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_extend_attention_is_the_definition(
-    spans: list[tuple[int, int]], heads: tuple[int, int], dim: int, page: int, mask: Mask, dtype: torch.dtype,
+    spans: list[tuple[int, int]], heads: tuple[int, int], dim: int, page: int, mask: AttentionMask, dtype: torch.dtype,
     with_sinks: bool, seed: int,
 ) -> None:  # fmt: skip
     """Rows of a prefix and new tokens each, in one launch."""

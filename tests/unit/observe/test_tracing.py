@@ -14,7 +14,7 @@ from pdserve.errors import ConfigError
 from pdserve.observe.tracing import open_tracing, traces_url
 from pdserve.protocol.messages import FinishReason, RequestTiming
 from pdserve.router.app import make_app
-from pdserve.router.config import Role, RouterConfig, WorkerSpec
+from pdserve.router.config import RouterConfig, WorkerRole, WorkerSpec
 from pdserve.server.tokenizer import Tokenizer
 from tests.unit.observe.collector import Collector, assert_one_connected_trace
 from tests.unit.observe.test_server_metrics import body
@@ -115,7 +115,10 @@ async def test_the_router_s_span_is_between_the_client_and_both_servers(collecto
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
-    specs = (WorkerSpec(role=Role.PREFILL, url=urls[0], bootstrap_port=7000), WorkerSpec(role=Role.DECODE, url=urls[1]))
+    specs = (
+        WorkerSpec(role=WorkerRole.PREFILL, url=urls[0], bootstrap_port=7000),
+        WorkerSpec(role=WorkerRole.DECODE, url=urls[1]),
+    )
     router = web.AppRunner(make_app(RouterConfig(pd=True, workers=specs, otlp_traces_endpoint=collector.endpoint)))
     await router.setup()
     await web.TCPSite(router, "127.0.0.1", 0).start()

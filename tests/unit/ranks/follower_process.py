@@ -12,7 +12,7 @@ import sys
 from torch.distributed import FileStore
 
 from pdserve.base.parallel import ParallelShape
-from pdserve.ranks.leader import Leader, Stopped
+from pdserve.ranks.leader import Rank0Link, Stopped
 from pdserve.ranks.messages import RankReady
 from pdserve.ranks.watch import LinkTimes
 
@@ -21,7 +21,7 @@ def main(path: str, num_ranks: int, rank: int, token: str) -> None:
     logging.basicConfig(format="%(message)s")
     place = ParallelShape(tp_size=num_ranks).place(rank)
     times = LinkTimes(beat_s=0.1, silent_s=30.0)
-    leader = Leader(place, FileStore(path, num_ranks), token, host="127.0.0.1", times=times, timeout_s=30.0)
+    leader = Rank0Link(place, FileStore(path, num_ranks), token, host="127.0.0.1", times=times, timeout_s=30.0)
     print("linked", flush=True)
     leader.agree(50)
     leader.report(RankReady(facts={}, memory=None, samples={}, settle_s=0.0, fence_settle_s=0.0))

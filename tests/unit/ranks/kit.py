@@ -11,18 +11,18 @@ from typing import Protocol
 from torch.distributed import HashStore
 
 from pdserve.base.clock import MonotonicClock
-from pdserve.base.parallel import ParallelShape, Place
+from pdserve.base.parallel import ParallelShape, RankCoord
 from pdserve.errors import PdserveError
 from pdserve.executor.interface import Executor
 from pdserve.memory.page_table import PageTable
-from pdserve.ranks.followers import Followers, meet_followers
+from pdserve.ranks.followers import WorkerLinks, meet_followers
 from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
-from pdserve.ranks.leader import Leader, Stopped
-from pdserve.ranks.links import Links
-from pdserve.ranks.mates import Mates
+from pdserve.ranks.leader import Rank0Link, Stopped
+from pdserve.ranks.links import RankLink
+from pdserve.ranks.mates import RankGroup
 from pdserve.ranks.messages import Alive, Begin, RankReady, ToFollower, ToLeader, follower_codec, leader_codec
 from pdserve.ranks.rank_executor import RankExecutor
-from pdserve.ranks.watch import LinkTimes, Peer
+from pdserve.ranks.watch import LinkTimes, PeerRank
 
 TOKEN = "secret"
 HOST = "127.0.0.1"
@@ -57,11 +57,11 @@ class MakeRank(Protocol):
 class Rank:
     """What a rank works with: `executor` is in step with the others', `own` is its part."""
 
-    place: Place
+    place: RankCoord
     executor: RankExecutor
     own: Executor
     table: PageTable
-    mates: Mates
+    mates: RankGroup
     log: InputLog
 
 
@@ -76,13 +76,13 @@ class FollowerThread:
         self.own, self.table = make(rank)
         self.losses = Losses()
         self.error: BaseException | None = None
-        self.leader: Leader | None = None
+        self.leader: Rank0Link | None = None
         self._thread = threading.Thread(target=self._run, name=f"follower-{rank}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            leader = self.leader = Leader(
+            leader = self.leader = Rank0Link(
                 self.place, self._store, TOKEN, host=HOST, on_lost=self.losses, times=TIMES, timeout_s=MEET_S
             )
             leader.agree(100 + self.place.rank)
@@ -113,7 +113,7 @@ def nothing(rank: Rank) -> None:
 @contextlib.contextmanager
 def replica(
     shape: ParallelShape, make: MakeRank, work: Work = nothing, losses: Losses | None = None
-) -> Iterator[tuple[Rank, Followers, Sequence[FollowerThread]]]:
+) -> Iterator[tuple[Rank, WorkerLinks, Sequence[FollowerThread]]]:
     """The leader's rank, its door, and its followers, which have begun."""
     store = HashStore()
     threads = [FollowerThread(shape, rank, store, make, work) for rank in range(1, shape.num_ranks)]
@@ -138,10 +138,10 @@ def replica(
 @contextlib.contextmanager
 def talking(
     times: LinkTimes = TIMES, *, tap: str | None = None
-) -> Iterator[tuple[Links[ToFollower, ToLeader], Links[ToLeader, ToFollower], list[ToFollower], Losses]]:
+) -> Iterator[tuple[RankLink[ToFollower, ToLeader], RankLink[ToLeader, ToFollower], list[ToFollower], Losses]]:
     """Leader and follower, what the follower got, and the losses of both. With `tap` the leader sends there instead."""
-    leader: Links[ToFollower, ToLeader] = Links(0, HOST, follower_codec(), leader_codec(), times)
-    follower: Links[ToLeader, ToFollower] = Links(1, HOST, leader_codec(), follower_codec(), times)
+    leader: RankLink[ToFollower, ToLeader] = RankLink(0, HOST, follower_codec(), leader_codec(), times)
+    follower: RankLink[ToLeader, ToFollower] = RankLink(1, HOST, leader_codec(), follower_codec(), times)
     got: list[ToFollower] = []
     losses = Losses()
 
@@ -149,8 +149,8 @@ def talking(
         if not isinstance(order, Alive):
             got.append(order)
 
-    of_leader = Peer(0, "rank 0", leader.endpoint, leader.nonce)
-    of_follower = Peer(1, "rank 1", tap or follower.endpoint, follower.nonce)
+    of_leader = PeerRank(0, "rank 0", leader.endpoint, leader.nonce)
+    of_follower = PeerRank(1, "rank 1", tap or follower.endpoint, follower.nonce)
     follower.connect([of_leader], TOKEN, alive=Alive(), on_message=take, on_lost=losses)
     leader.connect([of_follower], TOKEN, alive=Alive(), on_message=lambda *_: None, on_lost=losses)
     try:

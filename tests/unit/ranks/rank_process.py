@@ -22,16 +22,16 @@ from pdserve.config.groups import (
 )
 from pdserve.errors import ConfigError, ModelError
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.messages import Beat, GenerateRequest, OutputBatch, Shutdown, ToApi, ToScheduler
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.messages import GenerateRequest, OutputBatch, SchedulerBeat, Shutdown, ToApi, ToScheduler
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.build import run_scheduler
 from pdserve.scheduler.build_follower import run_follower
-from pdserve.scheduler.build_transfer import Replica
+from pdserve.scheduler.build_transfer import ReplicaId
 from tests.driver import random_prompt
 
 TOKEN = "secret"
-GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
-SAMPLED = SamplingParams(seed=11, max_new_tokens=6, ignore_eos=True)
+GREEDY = CoreSamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
+SAMPLED = CoreSamplingParams(seed=11, max_new_tokens=6, ignore_eos=True)
 REQUESTS = {
     "long": GenerateRequest(rid="long", input_ids=random_prompt(70, 320), sampling=GREEDY),
     "short": GenerateRequest(rid="short", input_ids=random_prompt(23, 320), sampling=GREEDY),
@@ -72,7 +72,7 @@ class Client:
                 sys.stdin.readline()
             self._asked.put(Shutdown())
 
-    def beat(self, message: Beat) -> None: ...
+    def beat(self, message: SchedulerBeat) -> None: ...
 
     def close(self) -> None: ...
 
@@ -90,7 +90,7 @@ def server_config(model: str, tp_size: int, pp_size: int, *, overlap: bool) -> S
 def generate(config: ServerConfig, rendezvous: str | None, *, waits: bool = False) -> dict[str, list[int]]:
     """Lead, or be alone; the tokens by request."""
     client = Client(waits=waits)
-    run_scheduler(config, client, Replica(server="s", rendezvous=rendezvous), TOKEN)
+    run_scheduler(config, client, ReplicaId(server="s", rendezvous=rendezvous), TOKEN)
     return client.tokens
 
 

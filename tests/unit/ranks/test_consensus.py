@@ -27,10 +27,10 @@ from pdserve.ranks.copies import LOST, Item, Outcome, RankCopies, item_of
 from pdserve.ranks.input_log import FollowerLog, LeaderLog
 from pdserve.ranks.messages import Entry
 from pdserve.scheduler.scheduler import Event
-from pdserve.scheduler.shared_mail import FollowerMail, LeaderMail
-from pdserve.transfer.events import CopyDone, CopyJob, Notified, PeerFenced, Reached, ReceiverOpened
+from pdserve.scheduler.shared_mail import FollowerInputSource, LeaderInputSource
+from pdserve.transfer.events import CopyDone, CopyJob, Notified, PeerConnected, PeerFenced, ReceiverOpened
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import Key
+from pdserve.transfer.wire import MemoryKey
 from tests.unit.ranks.reductions import Ended, Reductions
 
 SETTLE_S = 3.0
@@ -48,7 +48,7 @@ class Engine:
     def __init__(self) -> None:
         self.jobs: list[CopyJob] = []
         self.cancelled: list[CopyJob] = []
-        self.expected: list[Key] = []
+        self.expected: list[MemoryKey] = []
         self.reaching: list[str] = []
         self.opening: list[str] = []
         self.fencing: list[str] = []
@@ -72,7 +72,7 @@ class Engine:
     def fence(self, rank: int, peer: str) -> None:
         self.fencing.append(peer)
 
-    def expect(self, key: Key, rank: int, count: int) -> bool:
+    def expect(self, key: MemoryKey, rank: int, count: int) -> bool:
         self.expected.append(key)
         return self.knows
 
@@ -99,7 +99,9 @@ class Rank:
             in_step=False,
         )
         mailbox: Mailbox[Event] = Mailbox()
-        self._mail = LeaderMail(mailbox, log, self.consensus) if number == 0 else FollowerMail(log, self.consensus)
+        self._mail = (
+            LeaderInputSource(mailbox, log, self.consensus) if number == 0 else FollowerInputSource(log, self.consensus)
+        )
         tell = self.consensus.heard if number == 0 else self.told.append
         self.copies.drive(self.engine, SETTLE_S, FENCE_SETTLE_S, tell)
         self.turns: list[list[Outcome]] = []
@@ -158,14 +160,14 @@ class World:
 
 
 def job(index: int, rank: int, room: int = 1) -> CopyJob:
-    return CopyJob(Key(room, 1, "o"), index, "peer", "h:1", (), 8, rank=rank)
+    return CopyJob(MemoryKey(room, 1, "o"), index, "peer", "h:1", (), 8, rank=rank)
 
 
 def submits(*jobs: CopyJob) -> Callable[[Rank], None]:
     return lambda rank: [rank.copies.submit(each) for each in jobs] and None  # type: ignore[func-returns-value]
 
 
-def expects(key: Key, ranks: int) -> Callable[[Rank], None]:
+def expects(key: MemoryKey, ranks: int) -> Callable[[Rank], None]:
     def do(rank: Rank) -> None:
         assert not any(rank.copies.expect(key, number, 2) for number in range(ranks))
 
@@ -186,7 +188,7 @@ def same(one: Outcome, other: Outcome) -> bool:
         return failed[0] == failed[1] and (one.key, one.index, one.settled, one.write_s) == (
             other.key, other.index, other.settled, other.write_s,
         )  # fmt: skip
-    if isinstance(one, Reached) and isinstance(other, Reached):
+    if isinstance(one, PeerConnected) and isinstance(other, PeerConnected):
         return (one.transport_address, one.rank, one.failure is None) == (
             other.transport_address, other.rank, other.failure is None,
         )  # fmt: skip
@@ -260,8 +262,8 @@ def test_all_ranks_hear_the_same_in_the_same_turn_and_of_each_thing_once(seed: i
         if rank.engine.reaching and rng.random() < 0.5:
             failure = rng.choice((None, None, BROKEN))
             address = rank.engine.reaching.pop(rng.randrange(len(rank.engine.reaching)))
-            truth[address, rank.number] = Reached(address, failure, rank.number)
-            rank.copies.post(Reached(address, failure))
+            truth[address, rank.number] = PeerConnected(address, failure, rank.number)
+            rank.copies.post(PeerConnected(address, failure))
         elif rank.engine.expected and rng.random() < 0.5:
             key = rank.engine.expected.pop(rng.randrange(len(rank.engine.expected)))
             note = Notified(key, rng.choice((0, 0, 3)))
@@ -285,7 +287,7 @@ def test_all_ranks_hear_the_same_in_the_same_turn_and_of_each_thing_once(seed: i
                     does.append(submits(*jobs))
                     made += 1
                 if rng.random() < 0.2:
-                    does.append(expects(Key(1000 + made, 1, "o"), num_ranks))
+                    does.append(expects(MemoryKey(1000 + made, 1, "o"), num_ranks))
                     made += 1
                 if rng.random() < 0.2:
                     does.append(reaches(f"h:{made}", num_ranks))
@@ -317,7 +319,7 @@ def test_all_ranks_hear_the_same_in_the_same_turn_and_of_each_thing_once(seed: i
     assert len(heard) == len(truth)
     for event in heard:
         assert same(event, truth[item_of(event)])
-        if isinstance(event, CopyDone | Reached) and event.failure is not None:
+        if isinstance(event, CopyDone | PeerConnected) and event.failure is not None:
             assert event.failure in (BROKEN, LOST), "the words, unless they have not come yet"
 
 
@@ -390,14 +392,16 @@ def test_what_an_engine_knows_at_once_is_agreed_on_as_well() -> None:
     world = World(3)
     for rank in world.ranks:
         rank.engine.knows = True
-    key = Key(7, 1, "o")
+    key = MemoryKey(7, 1, "o")
     world.lead(expects(key, 3), reaches("h:1", 3))
     world.catch_up()
     world.hear()
     for _ in range(2):
         world.lead()
         world.catch_up()
-    expected = [Notified(key, 0, number) for number in range(3)] + [Reached("h:1", None, number) for number in range(3)]
+    expected = [Notified(key, 0, number) for number in range(3)] + [
+        PeerConnected("h:1", None, number) for number in range(3)
+    ]
     assert all(rank.turns[-1] == expected for rank in world.ranks)
 
 
@@ -461,8 +465,8 @@ def test_who_asks_again_for_what_is_being_asked_for_gets_that_answer() -> None:
     world.catch_up()
     assert [len(rank.engine.reaching) for rank in world.ranks] == [1, 1]
     for rank in world.ranks:
-        rank.copies.post(Reached("h:1", None))
-        rank.copies.post(Reached("h:1", BROKEN))
+        rank.copies.post(PeerConnected("h:1", None))
+        rank.copies.post(PeerConnected("h:1", BROKEN))
     for _ in range(3):
         world.hear()
         world.lead()
@@ -508,7 +512,7 @@ def test_in_step_a_turn_takes_what_is_soon_done_and_the_others_take_it_as_well()
         copies.drive(engine, SETTLE_S, FENCE_SETTLE_S, sides[0][1].heard)
     turns: list[list[list[Outcome]]] = [[], []]
 
-    def turn(number: int, mail: LeaderMail | FollowerMail) -> None:
+    def turn(number: int, mail: LeaderInputSource | FollowerInputSource) -> None:
         copies, _, engine = sides[number]
         found = [event for event in mail.drain() if not isinstance(event, Woken)]
         room = len(turns[number])
@@ -520,14 +524,14 @@ def test_in_step_a_turn_takes_what_is_soon_done_and_the_others_take_it_as_well()
             copies.post(CopyDone.of(ended, BROKEN if ended.key.room % 3 else None, settled=True, write_s=0.0))
 
     def follow() -> None:
-        mail = FollowerMail(logs[1], sides[1][1])
+        mail = FollowerInputSource(logs[1], sides[1][1])
         with contextlib.suppress(_Over):
             while True:
                 turn(1, mail)
 
     follower = threading.Thread(target=follow)
     follower.start()
-    mail = LeaderMail(mailbox, logs[0], sides[0][1])
+    mail = LeaderInputSource(mailbox, logs[0], sides[0][1])
     while len(turns[0]) < num_rooms or sides[0][0].num_pending:
         assert time.monotonic() < deadline, "they do not agree"
         turn(0, mail)
@@ -539,7 +543,7 @@ def test_in_step_a_turn_takes_what_is_soon_done_and_the_others_take_it_as_well()
         assert len(ours) == len(theirs) and all(map(same, ours, theirs))
     items = list(map(item_of, itertools.chain(*turns[0])))
     assert len(items) == len(set(items)) and set(items) == {
-        (Key(room, 1, "o"), owner) for room in range(num_rooms) for owner in range(2)
+        (MemoryKey(room, 1, "o"), owner) for room in range(num_rooms) for owner in range(2)
     }
 
 

@@ -20,14 +20,14 @@ from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub
-from pdserve.transfer.wire import Key
+from pdserve.transfer.wire import MemoryKey
 from pdserve.transfer.workers import CopyWorkers
 from tests.unit.ranks.kit import replica
 from tests.unit.transfer.notifying import NotifyingMemory
 from tests.unit.transfer.waiting import events_of
 
 SIZE, SETTLE_S, FENCE_SETTLE_S = 1024, 7.0, 5.0
-KEY = Key(1, 2, "o")
+KEY = MemoryKey(1, 2, "o")
 
 
 class Bench:
@@ -143,7 +143,7 @@ def test_what_a_rank_is_notified_of_all_ranks_hear_by_the_leader(
     monkeypatch.setattr(notifications_module, "TIMEOUT_S", 0.2)
     assert not any(copies.expect(KEY, rank, 3) for copies in bench.copies)
     assert events_of(bench.mailbox, 1) == [Notified(KEY, 3, rank)]
-    other = Key(1, 3, "o")
+    other = MemoryKey(1, 3, "o")
     for index in (5, 6):
         bench.transports[rank].notes.came.put(encode_note(other, index))
     assert not any(copies.expect(other, rank, 2) for copies in bench.copies)

@@ -13,22 +13,22 @@ from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.errors import RankError
 from pdserve.executor.interface import StepResult
 from pdserve.protocol.messages import AbortRequest, FlushCache, GenerateRequest, StateQuery, StopProfile
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.consensus import Reduction
-from pdserve.ranks.input_log import PART_BYTES, FollowerLog, LeaderLog, Look
+from pdserve.ranks.input_log import PART_BYTES, FollowerLog, LeaderLog, TickInput
 from pdserve.ranks.messages import Entry, SharedEvent, Turn, follower_codec
 from pdserve.ranks.rebalance import StepRebalancer
 from pdserve.ranks.shared_aux import SharedMetadata
 from pdserve.scheduler.scheduler import Event
-from pdserve.scheduler.shared_mail import OWN, FollowerMail, LeaderMail
+from pdserve.scheduler.shared_mail import OWN, FollowerInputSource, LeaderInputSource
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import (
     CopyDone,
     FrameArrived,
     Notified,
+    PeerConnected,
     PeerFenced,
     PeerHandshakeFailed,
-    Reached,
     ReceiverOpened,
 )
 
@@ -53,14 +53,14 @@ def test_all_ranks_have_the_same_time_and_it_moves_with_what_is_said(logs: Logs)
     assert logs.leader.now() == logs.follower.now() == 5.0
     logs.clock.advance(1.0)
     assert logs.leader.now() == 5.0, "nobody else would know"
-    look = Look([AbortRequest(rid="a")], 2, 3)
+    look = TickInput([AbortRequest(rid="a")], 2, 3)
     assert logs.leader.turn(look) is look
     logs.leader.launched(3, 17)
     logs.clock.advance(1.0)
     result = StepResult(3, ())
     assert logs.leader.settled(result) is result and logs.leader.now() == 7.0
     assert logs.leader.answer(lambda: True)
-    assert logs.follower.turn(Look(num_pending=3)) == look and logs.follower.now() == 6.0
+    assert logs.follower.turn(TickInput(num_pending=3)) == look and logs.follower.now() == 6.0
     logs.follower.launched(3, 17)
     assert logs.follower.settled(StepResult(3, ())) == result and logs.follower.now() == 7.0
     assert logs.follower.answer(lambda: False), "the leader's answer"
@@ -70,7 +70,7 @@ def test_all_ranks_have_the_same_time_and_it_moves_with_what_is_said(logs: Logs)
 def test_a_follower_that_is_elsewhere_says_so(logs: Logs) -> None:
     logs.leader.answer(lambda: True)
     with pytest.raises(RankError, match="rank 1 waits for Turn where its leader said Answer: the ranks' schedulers"):
-        logs.follower.turn(Look())
+        logs.follower.turn(TickInput())
     for step, seen in ((4, 17), (3, 18)):
         logs.leader.launched(3, 17)
         with pytest.raises(RankError, match=f"rank 1 has planned another step {step} than its leader, .* at step 3"):
@@ -78,25 +78,25 @@ def test_a_follower_that_is_elsewhere_says_so(logs: Logs) -> None:
     logs.leader.settled(StepResult(3, ()))
     with pytest.raises(RankError, match="rank 1 has computed step 4 where its leader has step 3"):
         logs.follower.settled(StepResult(4, ()))
-    logs.leader.turn(Look((), Reduction.BEGIN, 2))
+    logs.leader.turn(TickInput((), Reduction.BEGIN, 2))
     with pytest.raises(RankError, match="rank 1 has 1 things to agree on where its leader has 2"):
-        logs.follower.turn(Look(num_pending=1))
+        logs.follower.turn(TickInput(num_pending=1))
 
 
 def test_what_came_in_is_told_in_parts_where_it_is_much(logs: Logs) -> None:
     """Prompts and frames by the thousand, in one turn."""
     large = [FrameArrived(bytes([number]) * (3 << 20)) for number in range(7)]
-    long = [GenerateRequest(rid=str(n), input_ids=[1] * 500_000, sampling=SamplingParams(seed=1)) for n in range(5)]
+    long = [GenerateRequest(rid=str(n), input_ids=[1] * 500_000, sampling=CoreSamplingParams(seed=1)) for n in range(5)]
     events = [*large, *long, AbortRequest(rid="0")]
-    logs.leader.turn(Look(events, 0, 0))
+    logs.leader.turn(TickInput(events, 0, 0))
     sizes = [len(follower_codec().encode(entry)) for entry in logs.said]
     assert len(sizes) > 3 and max(sizes) < PART_BYTES + (1 << 20)
-    assert logs.follower.turn(Look()).events == events and not logs.said
+    assert logs.follower.turn(TickInput()).events == events and not logs.said
 
 
 def test_questions_to_the_leader_and_what_only_wakes_it_are_its_own_affair(logs: Logs) -> None:
     mailbox: Mailbox[Event] = Mailbox()
-    leader, follower = LeaderMail(mailbox, logs.leader, None), FollowerMail(logs.follower, None)
+    leader, follower = LeaderInputSource(mailbox, logs.leader, None), FollowerInputSource(logs.follower, None)
     shared = [FrameArrived(b"x"), FlushCache(query_id="f"), AbortRequest(rid=None)]
     alone = [StateQuery(query_id="s"), Woken(), StopProfile(query_id="p")]
     mixed = [alone[0], shared[0], shared[1], alone[1], shared[2], alone[2]]
@@ -109,7 +109,9 @@ def test_questions_to_the_leader_and_what_only_wakes_it_are_its_own_affair(logs:
 
 def test_every_event_that_a_loop_hears_is_shared_or_the_leader_s_own() -> None:
     """A follower cannot read others, and would end: an event that strangers cause would end a replica."""
-    of_copies = CopyDone | Notified | Reached | ReceiverOpened | PeerFenced  # each rank has its own, see `RankCopies`
+    of_copies = (
+        CopyDone | Notified | PeerConnected | ReceiverOpened | PeerFenced
+    )  # each rank has its own, see `RankCopies`
     assert set(get_args(Event)) == {*get_args(SharedEvent), *get_args(OWN), *get_args(of_copies)}
     entry = Turn(now=0.0, events=(PeerHandshakeFailed("127.0.0.1:1"),))
     assert follower_codec().decode(follower_codec().encode(entry)) == entry
@@ -118,9 +120,9 @@ def test_every_event_that_a_loop_hears_is_shared_or_the_leader_s_own() -> None:
 def test_a_request_without_a_seed_gets_one_for_all_ranks(logs: Logs) -> None:
     mailbox: Mailbox[Event] = Mailbox()
     for rid, seed in (("a", None), ("b", 5), ("c", None)):
-        mailbox.post(GenerateRequest(rid=rid, input_ids=[1], sampling=SamplingParams(seed=seed, stop=("x",))))
-    ours = list(LeaderMail(mailbox, logs.leader, None).drain())
-    assert list(FollowerMail(logs.follower, None).drain()) == ours
+        mailbox.post(GenerateRequest(rid=rid, input_ids=[1], sampling=CoreSamplingParams(seed=seed, stop=("x",))))
+    ours = list(LeaderInputSource(mailbox, logs.leader, None).drain())
+    assert list(FollowerInputSource(logs.follower, None).drain()) == ours
     seeds = [event.sampling.seed for event in ours if isinstance(event, GenerateRequest)]
     assert seeds[1] == 5 and None not in seeds and seeds[0] != seeds[2]
 

@@ -14,25 +14,25 @@ from torch.distributed import HashStore
 from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.errors import ConfigError, ModelError, PdserveError, RankError
 from pdserve.executor.expert_balance import ExpertBalance
-from pdserve.executor.interface import BatchPlan, Row, StepHandle, StepResult
-from pdserve.ranks.lockstep import Lockstep, meet_leaders
+from pdserve.executor.interface import BatchPlan, BatchRow, StepHandle, StepResult
+from pdserve.ranks.lockstep import DpSync, meet_leaders
 from pdserve.ranks.rebalance import RoundRebalancer
-from pdserve.ranks.rounds import PreparedExecutor
-from pdserve.scheduler.idle_rounds import IdleRounds
+from pdserve.ranks.rounds import PreStepExecutor
+from pdserve.scheduler.idle_rounds import IdleBatches
 from tests.unit.ranks.kit import HOST, MEET_S, TIMES, TOKEN, Losses
 from tests.unit.transfer.waiting import wait_until
 
 ROUND_S = 20.0
-WORK = (Row("r", 0, 0, 1, True),)
+WORK = (BatchRow("r", 0, 0, 1, True),)
 
 
 @contextmanager
-def leaders(count: int, losses: Sequence[Losses] | None = None) -> Iterator[list[Lockstep]]:
+def leaders(count: int, losses: Sequence[Losses] | None = None) -> Iterator[list[DpSync]]:
     """The leaders of `count` replicas, over real sockets in one process."""
     store = HashStore()
     on_lost = losses or [Losses() for _ in range(count)]
 
-    def meet(number: int) -> Lockstep:
+    def meet(number: int) -> DpSync:
         return meet_leaders(
             count, number, store, TOKEN, host=HOST, on_lost=on_lost[number], times=TIMES, timeout_s=MEET_S
         )
@@ -73,12 +73,12 @@ class Collective:
 class Replica:
     """The scheduler's loop without a scheduler: `work` steps with something to compute, posted one by one."""
 
-    def __init__(self, lockstep: Lockstep, barrier: threading.Barrier, *, overlap: bool) -> None:
+    def __init__(self, lockstep: DpSync, barrier: threading.Barrier, *, overlap: bool) -> None:
         self.mailbox: Mailbox[Woken | int | None] = Mailbox()
         lockstep.wake = lambda: self.mailbox.post(Woken())
         self.inner = Collective(barrier)
-        self._idle = IdleRounds(lockstep)
-        self._executor = PreparedExecutor(self.inner, lockstep.enter, lockstep.blame)  # type: ignore[arg-type]
+        self._idle = IdleBatches(lockstep)
+        self._executor = PreStepExecutor(self.inner, lockstep.enter, lockstep.blame)  # type: ignore[arg-type]
         self._overlap = overlap
         self.num_turns = 0
         self.todo = 0

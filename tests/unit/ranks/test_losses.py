@@ -18,12 +18,12 @@ from torch.distributed import FileStore, HashStore
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import MemoryConfig, ServerConfig
 from pdserve.errors import ConfigError, PdserveError, RankError
-from pdserve.ranks.followers import Followers, meet_followers
-from pdserve.ranks.leader import Leader
-from pdserve.ranks.links import Links
+from pdserve.ranks.followers import WorkerLinks, meet_followers
+from pdserve.ranks.leader import Rank0Link
+from pdserve.ranks.links import RankLink
 from pdserve.ranks.meeting import Facts, facts_of
 from pdserve.ranks.messages import Agreed, Alive, ToFollower, ToLeader, follower_codec, leader_codec
-from pdserve.ranks.watch import LinkTimes, Peer
+from pdserve.ranks.watch import LinkTimes, PeerRank
 from tests.unit.ranks.kit import HOST, TIMES, TOKEN, Losses, talking
 from tests.unit.transfer.waiting import wait_until
 
@@ -49,7 +49,7 @@ def processes(path: Path, num_ranks: int, token: str = TOKEN) -> Iterator[list[s
                 process.stderr.close()
 
 
-def lead(path: Path, num_ranks: int, losses: Losses, silent_s: float = 30.0) -> Followers:
+def lead(path: Path, num_ranks: int, losses: Losses, silent_s: float = 30.0) -> WorkerLinks:
     shape = ParallelShape(tp_size=num_ranks)
     times = LinkTimes(beat_s=0.1, silent_s=silent_s)
     store = FileStore(str(path), num_ranks)
@@ -126,7 +126,7 @@ def refusals(token: str, facts: Facts, their_token: str, their_facts: Facts) -> 
 
     def follow() -> None:
         try:
-            Leader(
+            Rank0Link(
                 shape.place(1),
                 store,
                 their_token,
@@ -155,7 +155,7 @@ def test_who_refuses_to_meet_is_heard_by_those_who_wait_for_others() -> None:
 
     def follow() -> None:
         with pytest.raises(ConfigError) as caught:
-            Leader(
+            Rank0Link(
                 wider.place(2), store, TOKEN, host=HOST, facts=facts[1], on_lost=Losses(), times=TIMES, timeout_s=30.0
             )
         said.append(caught.value)
@@ -176,7 +176,7 @@ def test_a_follower_that_still_loads_ends_with_its_leader() -> None:
     outcome: list[PdserveError] = []
 
     def follow() -> None:
-        leader = Leader(shape.place(1), store, TOKEN, host=HOST, facts={}, on_lost=Losses(), times=TIMES)
+        leader = Rank0Link(shape.place(1), store, TOKEN, host=HOST, facts={}, on_lost=Losses(), times=TIMES)
         with pytest.raises(RankError) as caught:
             leader.agree(5)
         outcome.append(caught.value)
@@ -190,14 +190,18 @@ def test_a_follower_that_still_loads_ends_with_its_leader() -> None:
 
 
 def test_a_peer_that_nobody_listens_for_is_lost() -> None:
-    links: Links[ToFollower, ToLeader] = Links(
+    links: RankLink[ToFollower, ToLeader] = RankLink(
         0, HOST, follower_codec(), leader_codec(), LinkTimes(beat_s=0.05, silent_s=0.5)
     )
-    gone = Links(1, HOST, leader_codec(), follower_codec(), TIMES)
+    gone = RankLink(1, HOST, leader_codec(), follower_codec(), TIMES)
     gone.close()
     losses = Losses()
     links.connect(
-        [Peer(1, "rank 1", gone.endpoint, gone.nonce)], TOKEN, alive=Alive(), on_message=lambda *_: None, on_lost=losses
+        [PeerRank(1, "rank 1", gone.endpoint, gone.nonce)],
+        TOKEN,
+        alive=Alive(),
+        on_message=lambda *_: None,
+        on_lost=losses,
     )
     assert "rank 1 cannot be reached; it never said a word" in str(losses.wait())
     links.close()
@@ -212,7 +216,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
 
 def test_a_host_that_is_not_ours_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 for other ranks"):
-        Links(0, "192.0.2.1", follower_codec(), leader_codec())
+        RankLink(0, "192.0.2.1", follower_codec(), leader_codec())
 
 
 def test_a_lost_order_is_not_passed_over() -> None:

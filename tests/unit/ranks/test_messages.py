@@ -9,7 +9,7 @@ from pdserve.executor.interface import SampledToken, StepResult
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import GenerateRequest, PauseGeneration, Shutdown
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.messages import (
     Answer,
     Begin,
@@ -28,21 +28,21 @@ from pdserve.transfer.events import (
     CopyDone,
     FrameArrived,
     Notified,
+    PeerConnected,
     PeerGone,
     PeerListens,
     PrefillFound,
     PrefillNotFound,
-    Reached,
 )
 from pdserve.transfer.kv_digest import GroupDigest, RankDigest
-from pdserve.transfer.wire import Key, RankMemory, Region
+from pdserve.transfer.wire import MemoryKey, RankMemory, WireRegion
 
-MEMORY = RankMemory("h:1", (Region(1, 2),))
+MEMORY = RankMemory("h:1", (WireRegion(1, 2),))
 FAILURE = Failure(code="c", message="m")
 
 
 def test_what_is_said_comes_out_as_it_went_in() -> None:
-    sampling = SamplingParams(seed=(1 << 63) - 1, logit_bias={5: 0.5}, stop_token_ids=(1,))
+    sampling = CoreSamplingParams(seed=(1 << 63) - 1, logit_bias={5: 0.5}, stop_token_ids=(1,))
     digest = RankDigest(1, (GroupDigest("kv", (0, 2), (0, 1), 2, b"1234", b"5678"),))
     token = SampledToken(7, -0.5, ((7, -0.5), (8, -1.0)), (0.25,))
     prompts = {1: PromptLogprobs(start=3, own=b"1234", ranks=b"5678")}
@@ -93,9 +93,9 @@ def test_what_is_said_comes_out_as_it_went_in() -> None:
             settle_s=1.5,
             fence_settle_s=2.5,
         ),
-        CopyDone(Key(1, 2, "o"), 3, FAILURE, False, 0.25),
-        Notified(Key(1, 2, "o"), 4, 1),
-        Reached("h:1", FAILURE, 2),
+        CopyDone(MemoryKey(1, 2, "o"), 3, FAILURE, False, 0.25),
+        Notified(MemoryKey(1, 2, "o"), 4, 1),
+        PeerConnected("h:1", FAILURE, 2),
     ):
         assert leader_codec().decode(leader_codec().encode(report)) == report
 

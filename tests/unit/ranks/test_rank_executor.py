@@ -12,10 +12,10 @@ import pytest
 from pdserve.base.clock import ManualClock
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import RankError
-from pdserve.executor.interface import BatchPlan, Executor, Row, StepHandle, StepResult
-from pdserve.executor.marks import CountedMarks
+from pdserve.executor.interface import BatchPlan, BatchRow, Executor, StepHandle, StepResult
+from pdserve.executor.marks import CountedLayerEvents
 from pdserve.memory.page_table import PageTable
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.input_log import LeaderLog
 from pdserve.ranks.messages import Entry, Launched
 from pdserve.ranks.rank_executor import RankExecutor
@@ -69,7 +69,7 @@ class Play:
             pages = [self._take() for _ in range(-(-len(tokens) // PAGE_TOKENS))]
             row = self.table.open(pages)
             assert row is not None
-            self.executor.open_row(row, tokens, len(tokens), SamplingParams(), None)
+            self.executor.open_row(row, tokens, len(tokens), CoreSamplingParams(), None)
             self._live[row] = (pages, len(tokens), 0)
 
     def _swap(self, row: int) -> None:
@@ -85,7 +85,7 @@ class Play:
         again = self.table.open(fresh)
         assert again == row
         tokens = [self._random.randrange(50_000) for _ in range(known)]
-        self.executor.open_row(row, tokens, known, SamplingParams(), None)
+        self.executor.open_row(row, tokens, known, CoreSamplingParams(), None)
         self._live[row] = (fresh, known, computed)
 
     def _step(self, step: int) -> None:
@@ -95,7 +95,7 @@ class Play:
                 continue
             end = self._random.randint(computed + 1, known)
             sample = end == known
-            rows.append(Row(f"r{row}", row, computed, end, sample))
+            rows.append(BatchRow(f"r{row}", row, computed, end, sample))
             if sample and (known + 1) > len(pages) * PAGE_TOKENS:
                 pages = [*pages, self._take()]
                 self.table.extend(row, len(pages) - 1, pages[-1:])
@@ -196,9 +196,9 @@ def test_pages_that_a_row_was_given_in_another_order_are_seen() -> None:
         row = table.open(pages)
         assert row is not None
         tokens = list(range(2 * PAGE_TOKENS + 1))
-        executor.open_row(row, tokens, len(tokens), SamplingParams(), None)
+        executor.open_row(row, tokens, len(tokens), CoreSamplingParams(), None)
         for start, end in ((0, 2 * PAGE_TOKENS), (2 * PAGE_TOKENS, 2 * PAGE_TOKENS + 1)):
-            executor.resolve(executor.launch(BatchPlan(start + 1, (Row("r", row, start, end, False),))))
+            executor.resolve(executor.launch(BatchPlan(start + 1, (BatchRow("r", row, start, end, False),))))
         seen.append([entry.seen for entry in entries if isinstance(entry, Launched)])
     assert seen[0] == seen[2] and seen[0][0] != seen[1][0] and seen[0][1] == seen[1][1]
 
@@ -211,9 +211,9 @@ def test_a_rank_that_plans_something_else_ends_the_replica(what: str) -> None:
         other = rank.place.rank > 0
         row = rank.table.open([8 if other and what == "page" else 7])
         assert row is not None
-        rank.executor.open_row(row, [1, 2, 3], 3, SamplingParams(), None)
+        rank.executor.open_row(row, [1, 2, 3], 3, CoreSamplingParams(), None)
         end = 2 if other and what == "end" else 3
-        rows = () if other and what == "row" else (Row("r", row, 0, end, end == 3),)
+        rows = () if other and what == "row" else (BatchRow("r", row, 0, end, end == 3),)
         step = 2 if other and what == "step" else 1
         rank.executor.resolve(rank.executor.launch(BatchPlan(step, rows)))
 
@@ -228,12 +228,12 @@ def test_a_rank_that_plans_something_else_ends_the_replica(what: str) -> None:
 
 def test_marks_count_layers_of_the_whole_model() -> None:
     """A rank waits for those of its own stage; for layers of earlier stages only, its first one."""
-    own_marks: list[CountedMarks] = []
+    own_marks: list[CountedLayerEvents] = []
 
     class Marking(HashExecutor):
         def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
             handle = super().launch(plan)
-            own_marks.append(CountedMarks())
+            own_marks.append(CountedLayerEvents())
             return dataclasses.replace(handle, marks=own_marks[-1])
 
     def make(rank: int) -> tuple[Executor, PageTable]:

@@ -12,10 +12,10 @@ from torch.distributed import HashStore
 
 from pdserve.errors import ProtocolError, RankError
 from pdserve.protocol.seal import Seal
-from pdserve.ranks.links import Links
+from pdserve.ranks.links import RankLink
 from pdserve.ranks.meeting import Introduction
 from pdserve.ranks.messages import Agreed, Alive, ToFollower, ToLeader, follower_codec, leader_codec
-from pdserve.ranks.watch import LinkTimes, Peer
+from pdserve.ranks.watch import LinkTimes, PeerRank
 from tests.unit.ranks.kit import HOST, TIMES, TOKEN, Losses, talking
 from tests.unit.transfer.waiting import wait_until
 
@@ -38,7 +38,9 @@ class Tap:
         """The next frames."""
         return [self._pull.recv() for _ in range(count)]
 
-    def send(self, links: Links[ToFollower, ToLeader] | Links[ToLeader, ToFollower], frames: Sequence[bytes]) -> None:
+    def send(
+        self, links: RankLink[ToFollower, ToLeader] | RankLink[ToLeader, ToFollower], frames: Sequence[bytes]
+    ) -> None:
         """In a connection of its own to each rank."""
         if links.endpoint not in self._pushes:
             push = self._pushes[links.endpoint] = self._context.socket(zmq.PUSH)
@@ -88,9 +90,9 @@ def test_a_recorded_frame_opens_for_no_other_rank_and_at_no_later_start(tap: Tap
         leader, _, _, losses = stack.enter_context(talking(tap=tap.endpoint))
         frames = tap.take(3)
         later = stack.enter_context(talking())
-        other: Links[ToLeader, ToFollower] = Links(2, HOST, leader_codec(), follower_codec(), TIMES)
+        other: RankLink[ToLeader, ToFollower] = RankLink(2, HOST, leader_codec(), follower_codec(), TIMES)
         stack.callback(other.close)
-        of_leader = Peer(0, NAMES[0], tap.endpoint, leader.nonce)
+        of_leader = PeerRank(0, NAMES[0], tap.endpoint, leader.nonce)
         heard: list[object] = []
         other.connect(
             [of_leader], TOKEN, alive=Alive(), on_message=lambda *said: heard.append(said), on_lost=Losses()
@@ -129,7 +131,7 @@ def meet(store: HashStore, rank: int, timeout_s: float = 5.0) -> Introduction:
 def test_a_contact_opens_only_with_the_token_and_where_its_rank_wrote_it() -> None:
     store = HashStore()
     meet(store, 0).publish("tcp://127.0.0.1:1", "nonce")
-    assert meet(store, 1).lookup(0) == Peer(0, meet(store, 1).lookup(0).name, "tcp://127.0.0.1:1", "nonce")
+    assert meet(store, 1).lookup(0) == PeerRank(0, meet(store, 1).lookup(0).name, "tcp://127.0.0.1:1", "nonce")
     for forged in (store.get("contact/0"), b"", b"zz", Seal("guess").close(b"contact").hex(), b"\xff" * 40):
         store.set("contact/1", forged)
         with pytest.raises(RankError, match="rank 1 was started with another PDSERVE_CONTROL_TOKEN"):

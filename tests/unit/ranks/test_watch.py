@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from pdserve.errors import ConfigError, ModelError, RankError
-from pdserve.ranks.watch import LinkTimes, Peer, Watch
+from pdserve.ranks.watch import FailureDetector, LinkTimes, PeerRank
 
 TIMES = LinkTimes(beat_s=1.0, silent_s=10.0, join_s=60.0, grace_s=0.5)
 
 
-def make() -> Watch:
-    return Watch([Peer(rank, f"rank {rank} on h{rank}", "", "") for rank in (1, 2)], TIMES, now=0.0)
+def make() -> FailureDetector:
+    return FailureDetector([PeerRank(rank, f"rank {rank} on h{rank}", "", "") for rank in (1, 2)], TIMES, now=0.0)
 
 
-def run_until(watch: Watch, start: float, end: float) -> list[tuple[float, Exception]]:
+def run_until(watch: FailureDetector, start: float, end: float) -> list[tuple[float, Exception]]:
     """Asked once a second."""
     now = start
     while now <= end:

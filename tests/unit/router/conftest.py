@@ -14,7 +14,7 @@ from aiohttp import web
 
 from pdserve.base.roles import ROLE_HEADER
 from pdserve.router.app import make_app
-from pdserve.router.config import HealthConfig, PolicyConfig, RetryConfig, Role, RouterConfig, WorkerSpec
+from pdserve.router.config import HealthConfig, PolicyConfig, RetryConfig, RouterConfig, WorkerRole, WorkerSpec
 
 DEADLINE_S = 20.0
 
@@ -196,8 +196,8 @@ class World:
 
         `wait_key` is the key that it is asked with meanwhile.
         """
-        specs = [WorkerSpec(role=Role.PREFILL, url=w.url, ask_bootstrap_port=True) for w in prefills]
-        role = Role.DECODE if prefills else Role.REGULAR
+        specs = [WorkerSpec(role=WorkerRole.PREFILL, url=w.url, ask_bootstrap_port=True) for w in prefills]
+        role = WorkerRole.DECODE if prefills else WorkerRole.REGULAR
         specs += [WorkerSpec(role=role, url=w.url) for w in decodes]
         settings: dict[str, Any] = {
             "pd": bool(prefills),

@@ -16,9 +16,9 @@ from multidict import CIMultiDict
 
 from pdserve.errors import ConfigError
 from pdserve.router.access import is_admin
-from pdserve.router.access_config import AccessConfig, TlsConfig
+from pdserve.router.access_config import RouterAccessConfig, TlsConfig
 from pdserve.router.app import make_app
-from pdserve.router.config import Role, RouterConfig, WorkerSpec
+from pdserve.router.config import RouterConfig, WorkerRole, WorkerSpec
 from pdserve.router.flags import config_from, make_parser
 from pdserve.router.tls import server_tls, worker_tls
 from tests.hostile_http import POST, REFUSED, SIZED, error_of, send
@@ -40,7 +40,7 @@ async def ask(world: Any, method: str, url: str, key: str | None = None) -> int:
 def test_without_its_key_only_probes_are_answered(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         prefill, decode = await world.worker("p"), await world.worker("d")
-        async with world.router([prefill], [decode], wait_key="k", access=AccessConfig(api_key="k")) as url:
+        async with world.router([prefill], [decode], wait_key="k", access=RouterAccessConfig(api_key="k")) as url:
             for path in ("/health", "/readiness", "/liveness", "/metrics"):
                 assert await ask(world, "GET", url + path) == 200
             for method, path in (("POST", GENERATE), ("GET", "/workers"), ("GET", "/v1/models"), ("GET", "/nowhere")):
@@ -59,14 +59,14 @@ def test_without_its_key_only_probes_are_answered(run_world: RunWorld) -> None:
 def test_commands_need_the_admin_key_where_there_is_one(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         worker = await world.worker("w")
-        access = AccessConfig(api_key="k", admin_api_key="root")
+        access = RouterAccessConfig(api_key="k", admin_api_key="root")
         async with world.router([], [worker], wait_key="k", access=access) as url:
             for key, status in (("k", 401), (None, 401), ("root", 200)):
                 assert await ask(world, "POST", url + "/flush_cache", key) == status
             assert await ask(world, "DELETE", f"{url}/workers/{worker.url}", "k") == 401
             assert await ask(world, "POST", url + GENERATE, "root") == 200, "who may do that may ask, too"
             assert await ask(world, "DELETE", f"{url}/workers/{worker.url}", "root") == 202
-        async with world.router([], [worker], access=AccessConfig(admin_api_key="root")) as url:
+        async with world.router([], [worker], access=RouterAccessConfig(admin_api_key="root")) as url:
             assert await ask(world, "POST", url + GENERATE) == 200
             assert await ask(world, "POST", url + "/flush_cache") == 401
 
@@ -92,7 +92,7 @@ def test_what_changes_things_for_others_is_a_command(method: str, path: str, exp
 def test_workers_get_their_own_key_whatever_the_client_sent(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         prefill, decode, special = [await world.worker(name) for name in ("p", "d", "s")]
-        access = AccessConfig(worker_api_key="inner")
+        access = RouterAccessConfig(worker_api_key="inner")
         async with world.router([prefill], [decode], access=access) as url:
             assert await ask(world, "POST", url + GENERATE, "client's") == 200
             assert prefill.headers[-1]["Authorization"] == decode.headers[-1]["Authorization"] == "Bearer inner"
@@ -113,16 +113,16 @@ def test_workers_get_their_own_key_whatever_the_client_sent(run_world: RunWorld)
 def test_workers_get_their_admin_key_with_commands_only(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         worker = await world.worker("w")
-        access = AccessConfig(worker_api_key="inner", worker_admin_api_key="inner-root")
+        access = RouterAccessConfig(worker_api_key="inner", worker_admin_api_key="inner-root")
         async with world.router([], [worker], access=access) as url:
             for method, path, key in (("POST", GENERATE, "inner"), ("POST", "/flush_cache", "inner-root")):
                 assert await ask(world, method, url + path) == 200
                 assert worker.headers[-1]["Authorization"] == f"Bearer {key}"
 
     run_world(scenario)
-    assert AccessConfig(api_key="k1,k2", admin_api_key="root").key_for_workers == "k1"
-    assert AccessConfig(api_key="k1,k2", admin_api_key="root").admin_key_for_workers == "root"
-    assert AccessConfig(api_key="k1,k2").admin_key_for_workers == "k1"
+    assert RouterAccessConfig(api_key="k1,k2", admin_api_key="root").key_for_workers == "k1"
+    assert RouterAccessConfig(api_key="k1,k2", admin_api_key="root").admin_key_for_workers == "root"
+    assert RouterAccessConfig(api_key="k1,k2").admin_key_for_workers == "k1"
 
 
 def test_a_client_with_all_its_places_taken_waits_and_others_do_not(run_world: RunWorld) -> None:
@@ -134,7 +134,7 @@ def test_a_client_with_all_its_places_taken_waits_and_others_do_not(run_world: R
             return web.json_response({"text": ""})
 
         worker = await world.worker("w", slow)
-        access = AccessConfig(api_key="a,b", max_concurrent_requests_per_client=1)
+        access = RouterAccessConfig(api_key="a,b", max_concurrent_requests_per_client=1)
         async with world.router([], [worker], wait_key="a", access=access) as url:
             first = asyncio.create_task(ask(world, "POST", url + GENERATE, "a"))
             await world.until_true(lambda: len(worker.bodies) == 1)
@@ -209,7 +209,7 @@ def test_pages_of_other_origins_may_ask_only_where_they_are_named(run_world: Run
         async with world.router([], [worker]) as url:
             async with world.session.options(url + GENERATE, headers=here | preflight) as response:
                 assert not [name for name in response.headers if name.startswith("Access-Control")]
-        access = AccessConfig(api_key="k", cors_allowed_origins=("http://here",))
+        access = RouterAccessConfig(api_key="k", cors_allowed_origins=("http://here",))
         async with world.router([], [worker], wait_key="k", access=access) as url:
             async with world.session.options(url + GENERATE, headers=here | preflight) as response:
                 assert response.status == 204, "the browser asks without the key"
@@ -232,7 +232,7 @@ def test_a_request_keeps_its_id_from_the_client_to_the_workers_and_back(run_worl
             return response
 
         prefill, decode = await world.worker("p"), await world.worker("d", stream)
-        access = AccessConfig(request_id_headers=("x-mine", "x-trace-id"))
+        access = RouterAccessConfig(request_id_headers=("x-mine", "x-trace-id"))
         async with world.router([prefill], [decode], access=access) as url:
             for given, expected in (
                 ({"X-Trace-Id": "t7", "X-Request-Id": "no"}, "t7"),
@@ -277,7 +277,7 @@ def test_https_to_clients_and_to_workers(run_world: RunWorld, certificate: tuple
                 assert response.status == 200
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await world.session.get(url + "/liveness")
-            spec = WorkerSpec(role=Role.REGULAR, url=url)
+            spec = WorkerSpec(role=WorkerRole.REGULAR, url=url)
             for tls, said in ((TlsConfig(worker_ca=(cert,)), "answered 503"), (TlsConfig(), "certificate")):
                 async with world.router([], [], workers=(spec,), tls=tls) as outer:
                     async with world.session.get(outer + "/workers") as response:
@@ -315,7 +315,7 @@ def test_a_path_that_means_another_one_reaches_no_worker(run_world: RunWorld, pa
 
     async def scenario(world: Any) -> None:
         worker = await world.worker("w")
-        access = AccessConfig(api_key="k", admin_api_key="root")
+        access = RouterAccessConfig(api_key="k", admin_api_key="root")
         async with world.router([], [worker], wait_key="k", access=access) as url:
             host, port = url.removeprefix("http://").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))

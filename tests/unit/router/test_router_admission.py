@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.admission import Admission, Pace, Places, Refused, rids_of
+from pdserve.router.admission import Admission, PairSlots, QueueWaitEstimator, Refused, rids_of
 from pdserve.router.breaker import BreakerState
-from pdserve.router.config import BreakerConfig, LimitConfig, PolicyConfig, Role, RouterConfig, WorkerSpec
+from pdserve.router.config import BreakerConfig, LimitConfig, PolicyConfig, RouterConfig, WorkerRole, WorkerSpec
 from pdserve.router.metrics import RouterMetrics
-from pdserve.router.policies import Request
+from pdserve.router.policies import RoutedRequest
 from pdserve.router.workers import LoadReport, Registry, Worker
 
-ANYTHING = Request()
+ANYTHING = RoutedRequest()
 
 
 class Desk(Admission):
@@ -25,8 +25,8 @@ class Desk(Admission):
 
     def __init__(self, prefills: int, decodes: int, **limits: Any) -> None:
         breaker = BreakerConfig(failure_threshold=2, success_threshold=1, open_s=10.0)
-        names = [(Role.PREFILL, f"http://p{i}:1") for i in range(prefills)]
-        names += [(Role.DECODE, f"http://d{i}:1") for i in range(decodes)]
+        names = [(WorkerRole.PREFILL, f"http://p{i}:1") for i in range(prefills)]
+        names += [(WorkerRole.DECODE, f"http://d{i}:1") for i in range(decodes)]
         config = RouterConfig(
             pd=True, policies=PolicyConfig(policy="least_loaded"), limits=LimitConfig(**limits), breaker=breaker
         )
@@ -44,9 +44,9 @@ class Desk(Admission):
         assert found is not None
         return found
 
-    async def places(self, *avoid: Worker) -> Places:
+    async def places(self, *avoid: Worker) -> PairSlots:
         entered = await self.enter(ANYTHING, avoid)
-        assert isinstance(entered, Places), entered
+        assert isinstance(entered, PairSlots), entered
         return entered
 
     async def refused(self) -> Refused:
@@ -143,7 +143,7 @@ async def test_full_workers_fill_a_queue_that_is_served_in_order_and_refuses_one
     first = await desk.places()
     order: list[str] = []
 
-    async def come(name: str) -> Places:
+    async def come(name: str) -> PairSlots:
         places = await desk.places()
         order.append(name)
         return places
@@ -181,7 +181,7 @@ async def test_nobody_overtakes_the_queue_but_a_request_that_was_in_before() -> 
     assert not waits.done()
     for call in (again, waits):
         places = await call
-        assert isinstance(places, Places)
+        assert isinstance(places, PairSlots)
         places.close()
     assert set(desk.loads().values()) == {0}
 
@@ -243,7 +243,7 @@ async def test_a_new_worker_serves_those_who_wait() -> None:
     first.prefill.close()
     waits = asyncio.create_task(desk.places())
     await turn()
-    desk.registry.add(WorkerSpec(role=Role.DECODE, url="http://d1:1")).healthy = True
+    desk.registry.add(WorkerSpec(role=WorkerRole.DECODE, url="http://d1:1")).healthy = True
     desk.wake()
     assert (await waits).pair.decode is desk.worker("d1")
 
@@ -302,7 +302,7 @@ async def test_the_least_loaded_by_report_is_taken() -> None:
 
 
 def test_the_time_to_come_back_follows_the_pace() -> None:
-    pace = Pace()
+    pace = QueueWaitEstimator()
     assert pace.retry_after_s(0.0, 50) == 1
     for at in range(10):
         pace.note(float(at))

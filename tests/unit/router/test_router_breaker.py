@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.router.breaker import Breaker, BreakerState, Pass
+from pdserve.router.breaker import Breaker, BreakerState, Permit
 from pdserve.router.config import BreakerConfig
 
 CONFIG = BreakerConfig(failure_threshold=3, success_threshold=2, open_s=10.0, window_s=60.0)
@@ -113,7 +113,7 @@ ACTIONS = st.sampled_from(("enter", "answer", "fail", "complete", "leave", "wait
 @given(actions=st.lists(st.tuples(ACTIONS, st.integers(0, 5)), max_size=60))
 def test_whatever_happens_places_come_back_and_probes_stay_few(actions: list[tuple[str, int]]) -> None:
     breaker, now = Breaker(CONFIG), 0.0
-    inside: list[Pass] = []
+    inside: list[Permit] = []
     for action, which in actions:
         held = inside[which % len(inside)] if inside else None
         if action == "wait":

@@ -12,7 +12,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from pdserve.router import dispatch
-from pdserve.router.upstream import Live
+from pdserve.router.upstream import WorkerStream
 
 Scenario = Callable[[Any], Coroutine[Any, Any, None]]
 RunWorld = Callable[[Scenario], None]
@@ -351,7 +351,7 @@ async def test_a_try_that_is_cancelled_while_it_ends_closes_the_answer_it_has() 
             await asyncio.sleep(0.05)
 
     async def has(answer: Any) -> Any:
-        return Live(worker=cast(Any, None), response=answer, headers=CIMultiDict(), first=b"")
+        return WorkerStream(worker=cast(Any, None), response=answer, headers=CIMultiDict(), first=b"")
 
     answer = Answer()
     prefill, decode = asyncio.create_task(slow_to_end()), asyncio.create_task(has(answer))

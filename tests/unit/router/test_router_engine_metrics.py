@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.router import engine_metrics
-from pdserve.router.config import AccessConfig
+from pdserve.router.config import RouterAccessConfig
 from pdserve.router.engine_metrics import together
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
@@ -66,7 +66,7 @@ def test_every_workers_samples_are_there_under_its_address_without_a_key(run_wor
     async def scenario(world: Any) -> None:
         prefill, decode = await world.worker("p"), await world.worker("d")
         prefill.exported, decode.exported = EXPORTED, EXPORTED.replace("40.0", "7.0")
-        access = AccessConfig(api_key="secret")
+        access = RouterAccessConfig(api_key="secret")
         async with world.router([prefill], [decode], access=access, wait_key="secret") as url:
             samples = await scrape(world, url)
         assert of(samples, prefill.url) == read(EXPORTED)

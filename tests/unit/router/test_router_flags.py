@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.launch_router import config_from, make_parser
-from pdserve.router.config import ProbeConfig, Role, RouterConfig, WorkerSpec, parse_worker_url, prefill_spec
+from pdserve.router.config import ProbeConfig, RouterConfig, WorkerRole, WorkerSpec, parse_worker_url, prefill_spec
 from pdserve.router.sglang_flags import UNSUPPORTED
 
 
@@ -18,7 +18,7 @@ from pdserve.router.sglang_flags import UNSUPPORTED
 )
 def test_prefill_takes_an_optional_port(values: list[str], port: int | None, ask: bool) -> None:
     assert prefill_spec(values) == WorkerSpec(
-        role=Role.PREFILL, url="http://h:1", bootstrap_port=port, ask_bootstrap_port=ask
+        role=WorkerRole.PREFILL, url="http://h:1", bootstrap_port=port, ask_bootstrap_port=ask
     )
 
 
@@ -84,7 +84,7 @@ SGLANG = """
 def test_the_flags_of_sglang_router_do_what_they_do_there() -> None:
     config = config_from(make_parser().parse_args(SGLANG.split()))
     policies, retry, breaker, health = config.policies, config.retry, config.breaker, config.health
-    assert [policies.of(role) for role in (Role.PREFILL, Role.DECODE)] == ["bucket", "power_of_two"]
+    assert [policies.of(role) for role in (WorkerRole.PREFILL, WorkerRole.DECODE)] == ["bucket", "power_of_two"]
     assert (policies.cache_threshold, policies.balance_abs_threshold, policies.balance_rel_threshold) == (0.5, 32, 1.1)
     assert (policies.eviction_interval_s, policies.max_tree_size, policies.bucket_adjust_interval_s) == (30, 1000, 3)
     assert (retry.max_tries, retry.first_backoff_s, retry.max_backoff_s) == (4, 0.1, 2.0)

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.router.config import AccessConfig, Role
-from pdserve.router.picture import Answer, join_edges, join_requests, parse_answer
+from pdserve.router.config import RouterAccessConfig, WorkerRole
+from pdserve.router.picture import ObserveReply, join_edges, join_requests, parse_answer
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 
@@ -142,7 +142,7 @@ def test_workers_are_sent_the_routers_key_and_never_the_visitors(run_world: RunW
     async def scenario(world: Any) -> None:
         worker = await world.worker("w")
         worker.observed = told("w:1")
-        access = AccessConfig(api_key="k", worker_api_key="inner")
+        access = RouterAccessConfig(api_key="k", worker_api_key="inner")
         async with world.router([], [worker], wait_key="k", access=access) as url:
             async with world.session.get(url + "/observe") as response:
                 assert response.status == 401
@@ -158,7 +158,7 @@ def test_workers_are_sent_the_routers_key_and_never_the_visitors(run_world: RunW
 def test_the_page_is_public_and_bound_to_its_own_origin(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         worker = await world.worker("w")
-        async with world.router([], [worker], wait_key="k", access=AccessConfig(api_key="k")) as url:
+        async with world.router([], [worker], wait_key="k", access=RouterAccessConfig(api_key="k")) as url:
             for path, kind in (("/", "html"), ("/page/app.js", "javascript"), ("/page/style.css", "css")):
                 async with world.session.get(url + path) as response:
                     assert response.status == 200 and kind in response.headers["Content-Type"]
@@ -190,7 +190,7 @@ def web_url(text: str) -> Any:
 
 def test_edges_of_unknown_servers_and_of_silent_peers_are_told_as_such() -> None:
     raw = told("d:1", edges=[edge("x:9", "d:1", peer_state="silent"), edge("p:1", "d:1", gb_per_s_writing=2.0)])
-    answers = [parse_answer(msgspec.json.encode(raw)), Answer()]
+    answers = [parse_answer(msgspec.json.encode(raw)), ObserveReply()]
     known, unknown = join_edges(answers, {"d:1": "http://d", "p:1": "http://p"})
     assert (known["from_url"], known["gb_per_s_writing"], known["peer_state"]) == ("http://p", 2.0, "ready")
     assert (unknown["from_url"], unknown["to_url"], unknown["peer_state"]) == (None, "http://d", "silent")
@@ -198,5 +198,5 @@ def test_edges_of_unknown_servers_and_of_silent_peers_are_told_as_such() -> None
 
 def test_requests_without_a_room_are_told_apart_by_server() -> None:
     answer = parse_answer(msgspec.json.encode(told("r:1", requests=[{"id": "same", "arrived_at": 1.0}])))
-    found = join_requests([(Role.REGULAR, "http://a", answer), (Role.REGULAR, "http://b", answer)])
+    found = join_requests([(WorkerRole.REGULAR, "http://a", answer), (WorkerRole.REGULAR, "http://b", answer)])
     assert sorted(one["halves"]["regular"]["url"] for one in found) == ["http://a", "http://b"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.config import AccessConfig
+from pdserve.router.config import RouterAccessConfig
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 METHODS = {"get", "post", "put", "delete"}
@@ -70,7 +70,7 @@ def test_without_a_workers_document_the_routes_are_there(run_world: RunWorld, th
     async def scenario(world: Any) -> None:
         worker = await world.worker("w")
         worker.document = theirs
-        async with world.router([], [worker], access=AccessConfig(api_key="secret"), wait_key="secret") as url:
+        async with world.router([], [worker], access=RouterAccessConfig(api_key="secret"), wait_key="secret") as url:
             async with world.session.get(url + "/openapi.json") as response:
                 assert response.status == 401
             told = await document(world, url, "secret")

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.router.config import PolicyConfig, PrefillPolicyName, Role
+from pdserve.router.config import PolicyConfig, PrefillPolicyName, WorkerRole
 from pdserve.router.conversation import ConversationKey
-from pdserve.router.policies import Candidate, Policy, Request, make_policy
+from pdserve.router.policies import Candidate, Policy, RoutedRequest, make_policy
 from pdserve.router.policies.bucket import boundaries
 from pdserve.router.policies.cache_aware import CacheAware
 
@@ -22,26 +22,26 @@ NAMES = get_args(PrefillPolicyName)
 KEYS = [ConversationKey(f"conversation {i}".encode(), named=True) for i in range(1000)]
 LOADS = st.lists(st.floats(0, 200), min_size=1, max_size=6)
 PROMPTS = st.one_of(st.none(), st.text(alphabet="ab", min_size=1, max_size=12))
-ANYTHING = Request()
+ANYTHING = RoutedRequest()
 EXAMPLES = settings(max_examples=25, deadline=None)
 
 
 def policy(name: PrefillPolicyName, **options: float) -> Policy:
-    return make_policy(PolicyConfig(prefill_policy=name, **options), Role.PREFILL)  # type: ignore[arg-type]
+    return make_policy(PolicyConfig(prefill_policy=name, **options), WorkerRole.PREFILL)  # type: ignore[arg-type]
 
 
 def loaded(*loads: float) -> list[Candidate]:
     return [Candidate(f"http://worker-{index}:30000", load) for index, load in enumerate(loads)]
 
 
-def pick(of: Policy, candidates: list[Candidate], request: Request = ANYTHING, seed: int = 7) -> int:
+def pick(of: Policy, candidates: list[Candidate], request: RoutedRequest = ANYTHING, seed: int = 7) -> int:
     return of.choose(candidates, request, random.Random(seed))
 
 
 def send(to: Policy, candidates: list[Candidate], prompt: str) -> str:
     """Choose for a prompt and let the policy know; returns the chosen URL."""
-    url = candidates[pick(to, candidates, Request(prompt=prompt))].url
-    to.chosen(url, Request(prompt=prompt), 0.0)
+    url = candidates[pick(to, candidates, RoutedRequest(prompt=prompt))].url
+    to.chosen(url, RoutedRequest(prompt=prompt), 0.0)
     return url
 
 
@@ -58,9 +58,9 @@ def test_a_choice_is_a_candidate_is_repeatable_and_changes_nothing(
 ) -> None:
     chooser, candidates = policy(name, max_tree_size=20), loaded(*loads)
     for at, (index, text) in enumerate(past):
-        chooser.chosen(f"http://worker-{index}:30000", Request(prompt=text), float(at))
+        chooser.chosen(f"http://worker-{index}:30000", RoutedRequest(prompt=text), float(at))
         chooser.tick(float(at * 40))
-    request = Request(key=KEYS[seed], prompt=prompt)
+    request = RoutedRequest(key=KEYS[seed], prompt=prompt)
     twin = copy.deepcopy(chooser)
     first = pick(chooser, candidates, request, seed)
     assert first in range(len(candidates))
@@ -93,7 +93,7 @@ def test_round_robin_is_fair_while_workers_come_and_go(rounds: list[set[int]]) -
         candidates = [everyone[index] for index in sorted(present)]
         url = candidates[pick(chooser, candidates)].url
         assert last.get(url, 0) == min(last.get(candidate.url, 0) for candidate in candidates)
-        chooser.chosen(url, Request(), 0.0)
+        chooser.chosen(url, RoutedRequest(), 0.0)
         last[url] = turn
 
 
@@ -102,7 +102,7 @@ def test_round_robin_is_fair_while_workers_come_and_go(rounds: list[set[int]]) -
 
 def homes(candidates: list[Candidate]) -> list[str]:
     chooser = policy("consistent_hashing")
-    return [candidates[pick(chooser, candidates, Request(key=key))].url for key in KEYS]
+    return [candidates[pick(chooser, candidates, RoutedRequest(key=key))].url for key in KEYS]
 
 
 def test_a_conversation_stays_whatever_the_load_and_the_order_of_the_workers() -> None:
@@ -124,13 +124,13 @@ def test_a_worker_that_goes_moves_its_own_conversations_only_and_one_that_comes_
 
 def test_an_opening_alone_does_not_pile_up_on_one_worker() -> None:
     chooser = policy("consistent_hashing")
-    opening = Request(key=ConversationKey(b"the same system prompt", named=False))
+    opening = RoutedRequest(key=ConversationKey(b"the same system prompt", named=False))
     home = pick(chooser, loaded(0, 0, 0), opening)
     assert pick(chooser, loaded(*(8 if index == home else 0 for index in range(3))), opening) == home
     many = loaded(*(9 if index == home else 0 for index in range(3)))
     assert pick(chooser, many, opening) != home
     assert opening.key is not None
-    assert pick(chooser, many, Request(key=dataclasses.replace(opening.key, named=True))) == home
+    assert pick(chooser, many, RoutedRequest(key=dataclasses.replace(opening.key, named=True))) == home
     assert pick(chooser, loaded(50, 50, 50), opening) == home, "all are as busy"
     assert pick(chooser, loaded(3, 1, 2)) == 1, "without a conversation the least loaded"
 
@@ -157,7 +157,7 @@ def test_imbalance_beats_the_cache_only_beyond_both_thresholds() -> None:
 
     def goes_to(home_load: float, other_load: float) -> str:
         workers = [Candidate(home, home_load), Candidate(other, other_load)]
-        return workers[pick(chooser, workers, Request(prompt="a" * 100))].url
+        return workers[pick(chooser, workers, RoutedRequest(prompt="a" * 100))].url
 
     assert goes_to(10, 0) == home, "not by more than 10"
     assert goes_to(40, 25) == home, "not more than twice"
@@ -166,9 +166,9 @@ def test_imbalance_beats_the_cache_only_beyond_both_thresholds() -> None:
 
 def test_who_is_gone_or_absent_is_not_chosen_and_the_next_best_is() -> None:
     chooser, workers = policy("cache_aware"), loaded(0, 0, 0)
-    chooser.chosen(workers[0].url, Request(prompt="a" * 100), 0.0)
-    chooser.chosen(workers[1].url, Request(prompt="a" * 60), 0.0)
-    request = Request(prompt="a" * 100)
+    chooser.chosen(workers[0].url, RoutedRequest(prompt="a" * 100), 0.0)
+    chooser.chosen(workers[1].url, RoutedRequest(prompt="a" * 60), 0.0)
+    request = RoutedRequest(prompt="a" * 100)
     assert pick(chooser, workers, request) == 0
     assert pick(chooser, workers[1:], request) == 0, "the one with 60 of 100 characters"
     chooser.forget(workers[1].url)
@@ -182,13 +182,15 @@ def test_old_text_is_forgotten_at_each_interval() -> None:
     chooser.tick(0.0)
     old, new = "a" * 40, "b" * 40
     for text in (old, new):
-        chooser.chosen(workers[0].url, Request(prompt=text), 0.0)
-    chooser.chosen(workers[1].url, Request(prompt="c" * 30), 0.0)
+        chooser.chosen(workers[0].url, RoutedRequest(prompt=text), 0.0)
+    chooser.chosen(workers[1].url, RoutedRequest(prompt="c" * 30), 0.0)
     chooser.tick(9.0)
-    assert pick(chooser, workers, Request(prompt=old)) == 0
+    assert pick(chooser, workers, RoutedRequest(prompt=old)) == 0
     chooser.tick(10.0)
-    assert pick(chooser, workers, Request(prompt=new)) == 0
-    assert pick(chooser, workers, Request(prompt=old)) == 1, "forgotten, and the other was sent less of what is left"
+    assert pick(chooser, workers, RoutedRequest(prompt=new)) == 0
+    assert pick(chooser, workers, RoutedRequest(prompt=old)) == 1, (
+        "forgotten, and the other was sent less of what is left"
+    )
 
 
 def test_a_burst_between_two_intervals_stays_within_an_eighth_more_than_the_limit() -> None:
@@ -196,11 +198,11 @@ def test_a_burst_between_two_intervals_stays_within_an_eighth_more_than_the_limi
     chooser.tick(0.0)
     for number in range(300):
         for one in workers:
-            chooser.chosen(one.url, Request(prompt=f"{number} " * 30), 0.0)
+            chooser.chosen(one.url, RoutedRequest(prompt=f"{number} " * 30), 0.0)
             assert chooser.size(one.url) <= 900
-    chooser.chosen(workers[1].url, Request(prompt="x" * 100_000), 0.0)
+    chooser.chosen(workers[1].url, RoutedRequest(prompt="x" * 100_000), 0.0)
     assert chooser.size(workers[1].url) == 800, "no more of one prompt than there is room for"
-    assert pick(chooser, workers, Request(prompt="x" * 1000)) == 1
+    assert pick(chooser, workers, RoutedRequest(prompt="x" * 1000)) == 1
 
 
 # --- bucket ---------------------------------------------------------------------------------------------------------
@@ -222,11 +224,11 @@ def test_boundaries_rise_and_give_each_bucket_about_the_same_work(lengths: list[
 def test_prompts_of_like_length_meet_and_longer_ones_are_apart() -> None:
     chooser, workers = policy("bucket"), loaded(0, 0, 0)
     for length in range(1, 301):
-        chooser.chosen(workers[0].url, Request(prompt="x" * length), 0.0)
+        chooser.chosen(workers[0].url, RoutedRequest(prompt="x" * length), 0.0)
     chooser.tick(0.0)
-    places = [pick(chooser, workers, Request(prompt="x" * length)) for length in range(1, 400)]
+    places = [pick(chooser, workers, RoutedRequest(prompt="x" * length)) for length in range(1, 400)]
     assert places == sorted(places)
     assert set(places) == {0, 1, 2}
-    assert pick(chooser, loaded(100, 100, 0), Request(prompt="x")) == 2, "imbalance goes first"
+    assert pick(chooser, loaded(100, 100, 0), RoutedRequest(prompt="x")) == 2, "imbalance goes first"
     assert pick(chooser, loaded(3, 1, 2)) == 1, "no prompt"
-    assert pick(policy("bucket"), loaded(3, 1, 2), Request(prompt="x")) == 1, "nothing known of lengths"
+    assert pick(policy("bucket"), loaded(3, 1, 2), RoutedRequest(prompt="x")) == 1, "nothing known of lengths"

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from pdserve.base.roles import NO_ROLE, ROLE_HEADER
-from pdserve.router.access_config import AccessConfig
+from pdserve.router.access_config import RouterAccessConfig
 from pdserve.router.config import BreakerConfig
 from tests.unit.router.conftest import FakeWorker, World, answer_ok
 
@@ -147,7 +147,7 @@ def test_the_router_drains_a_worker_has_it_changed_and_moves_it(run_world: Run) 
             return await answer_by_role(worker, request, body)
 
         second.answers = [slow]
-        access = AccessConfig(worker_admin_api_key="root")
+        access = RouterAccessConfig(worker_admin_api_key="root")
         async with world.router([prefill], [first, second], policy="round_robin", access=access) as url:
             running = [asyncio.create_task(ask(world, url)) for _ in range(2)]
             await world.until_true(lambda: len(second.bodies) == 1)
@@ -205,7 +205,7 @@ def test_what_the_worker_refuses_changes_nothing_and_bad_input_names_its_field(r
 def test_it_is_a_command(run_world: Run) -> None:
     async def scenario(world: World) -> None:
         prefill, decode = await servers(world, "prefill", "decode")
-        access = AccessConfig(api_key="key", admin_api_key="root")
+        access = RouterAccessConfig(api_key="key", admin_api_key="root")
         async with world.router([prefill], [decode], access=access, wait_key="key") as url:
             for key, status in (("key", 401), ("root", 404)):
                 headers = {"Authorization": f"Bearer {key}"}

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from pdserve.router.app import ROUTER
-from pdserve.router.config import BreakerConfig, ProbeConfig, Role, RouterConfig, WorkerSpec
+from pdserve.router.config import BreakerConfig, ProbeConfig, RouterConfig, WorkerRole, WorkerSpec
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.pairs import Pairs
 from pdserve.router.tries import Drain
@@ -180,8 +180,8 @@ def test_workers_that_do_both_halves_are_probed_alone(run_world: RunWorld) -> No
 def make_pairs(count: int = 1) -> tuple[Registry, Pairs, list[Pair]]:
     registry = Registry(BreakerConfig())
     known = Pairs(registry)
-    prefills = [registry.add(WorkerSpec(role=Role.PREFILL, url=f"http://p{i}")) for i in range(count)]
-    decode = registry.add(WorkerSpec(role=Role.DECODE, url="http://d"))
+    prefills = [registry.add(WorkerSpec(role=WorkerRole.PREFILL, url=f"http://p{i}")) for i in range(count)]
+    decode = registry.add(WorkerSpec(role=WorkerRole.DECODE, url="http://d"))
     return registry, known, [Pair(prefill, decode) for prefill in prefills]
 
 
@@ -219,7 +219,7 @@ def seconds_until_all_are_down(num_prefill: int, num_decode: int, served_until: 
     registry = Registry(BreakerConfig())
     prefills, decodes = (
         [registry.add(WorkerSpec(role=role, url=f"http://{role}{i}")) for i in range(count)]
-        for role, count in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode))
+        for role, count in ((WorkerRole.PREFILL, num_prefill), (WorkerRole.DECODE, num_decode))
     )
     for worker in (*prefills, *decodes):
         worker.healthy = True

@@ -14,7 +14,7 @@ from aiohttp import web
 from pdserve.base.stream_state import DONE, RESUME_FIELD, STATE_HEADER, EventState
 from pdserve.router.app import ROUTER
 from pdserve.router.config import HealthConfig, RetryConfig
-from pdserve.router.stream_retry import StreamSoFar, can_go_on, with_seed
+from pdserve.router.stream_retry import StreamProgress, can_go_on, with_seed
 from tests.unit.router.conftest import answer_ok
 from tests.unit.router.streams import begin_stream
 
@@ -224,7 +224,7 @@ def test_a_stream_that_breaks_behind_its_last_event_needs_no_more() -> None:
     async def again(*_: Any) -> None:
         raise AssertionError("nothing is left to be told")
 
-    stream = StreamSoFar({}, 1, again)
+    stream = StreamProgress({}, 1, again)
     told = EventState([1], {"id": "one"}).line() + event(1) + EventState([2], None, 0, None, "").line() + event(2)
     assert stream.feed(told) == event(1) + event(2) and stream.ending == DONE
     assert stream.feed(DONE) == DONE and stream.ending == b""

@@ -19,7 +19,7 @@ from pdserve.base.proof import PROOF_HEADER, body_digest
 from pdserve.base.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, SessionVerifier, worker_key, worker_secret
 from pdserve.errors import ConfigError, ProofError, ProofExpiredError
 from pdserve.router import worker_proof
-from pdserve.router.access_config import AccessConfig
+from pdserve.router.access_config import RouterAccessConfig
 from pdserve.router.config import HealthConfig
 from pdserve.router.flags import config_from, make_parser
 from tests.unit.router.streams import begin_stream
@@ -27,7 +27,7 @@ from tests.unit.router.streams import begin_stream
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 TOKEN, OTHER = "a-token-that-is-long-enough", "another-token-of-the-same-length"
 KEYS: dict[str, Any] = {"worker_api_key": "inner", "worker_admin_api_key": "inner-root"}
-ACCESS = AccessConfig(worker_proof_key=worker_key(TOKEN), **KEYS)
+ACCESS = RouterAccessConfig(worker_proof_key=worker_key(TOKEN), **KEYS)
 SECRETS = ("inner", "client's", "a prompt")
 
 
@@ -276,7 +276,7 @@ def test_a_worker_that_refuses_good_proofs_is_left_out_and_not_asked_again_and_a
 def test_without_the_flag_workers_get_keys_and_no_header_of_clients(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         worker = await world.worker("w")
-        async with world.router([], [worker], access=AccessConfig(**KEYS)) as url:
+        async with world.router([], [worker], access=RouterAccessConfig(**KEYS)) as url:
             assert (await ask(world, url))[0] == 200
             assert worker.headers[-1]["Authorization"] == "Bearer inner"
             assert PROOF_HEADER not in worker.headers[-1]

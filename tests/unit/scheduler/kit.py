@@ -10,8 +10,8 @@ from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FinishReason, GenerateRequest, OutputBatch, ToApi
-from pdserve.protocol.sampling import SamplingParams
-from pdserve.scheduler.core import Core, Limits, Outbox
+from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.scheduler.core import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.scheduler import Event, Scheduler
 from pdserve.scheduler.waiting import WaitingQueue
@@ -71,11 +71,11 @@ class Mono:
         self.memory = KVMemory(
             self.executor.layout, num_pages, table, num_aux=0, on_free=self.executor.poison, prefix_cache=prefix_cache
         )
-        limits = Limits(
+        limits = StepLimits(
             chunk_tokens=chunk, mixed_chunk_tokens=mixed, offload_bytes=offload_bytes, eos_token_ids=frozenset({EOS}),
             saturation_tokens=saturation, prefill_tokens=prefill, num_stages=num_stages,
         )  # fmt: skip
-        self.core = core = Core(self.memory, self.executor, Outbox(self.sent.append), self.clock, limits)
+        self.core = core = SchedulerContext(self.memory, self.executor, Outbox(self.sent.append), self.clock, limits)
         self.mailbox: Mailbox[Event] = Mailbox()
         self.scheduler = Scheduler(
             MonolithRole(core, WaitingQueue(policy, 10.0, core.memory)),
@@ -94,7 +94,7 @@ class Mono:
         priority: int = 0,
         **sampling: object,
     ) -> None:
-        params = SamplingParams(**({"max_new_tokens": 4} | sampling))  # type: ignore[arg-type]
+        params = CoreSamplingParams(**({"max_new_tokens": 4} | sampling))  # type: ignore[arg-type]
         self.mailbox.post(
             GenerateRequest(
                 rid=rid,

@@ -21,7 +21,7 @@ from pdserve.protocol.messages import (
     StopProfile,
     ToApi,
 )
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.sim.network import Faults
 from pdserve.sim.world import Shape, World
 from tests.unit.scheduler.kit import Mono
@@ -143,7 +143,7 @@ def test_a_peer_that_is_declared_dead_has_no_session_any_more() -> None:
     scheduler, kv = world.decode.scheduler, world.decode.kv
     assert kv is not None
     room = RoomAddress(host=World.ADDRESS[0], port=World.ADDRESS[1], room=1)
-    params = SamplingParams(max_new_tokens=2)
+    params = CoreSamplingParams(max_new_tokens=2)
     world.decode.mailbox.post(GenerateRequest(rid="r", input_ids=[5, 6, 7], sampling=params, room=room))
     for _ in range(300):
         world.clock.advance(0.25)

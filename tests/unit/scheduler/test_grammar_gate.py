@@ -8,14 +8,14 @@ from concurrent.futures import Future
 from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import AbortRequest, GenerateRequest, PauseGeneration
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.grammar_gate import GrammarGate
 from pdserve.scheduler.scheduler import Event
 
 
 def request(rid: str, pattern: str | None = None) -> GenerateRequest:
     grammar = None if pattern is None else Grammar(kind="regex", text=pattern)
-    return GenerateRequest(rid=rid, input_ids=[1], sampling=SamplingParams(grammar=grammar))
+    return GenerateRequest(rid=rid, input_ids=[1], sampling=CoreSamplingParams(grammar=grammar))
 
 
 class Openings:

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from pdserve.executor.interface import Row
+from pdserve.executor.interface import BatchRow
 from pdserve.protocol.messages import AbortRequest
-from pdserve.scheduler.parts import StepInParts
+from pdserve.scheduler.parts import BatchSplitter
 from tests.unit.scheduler.kit import Mono
 
 WORDS = list(range(1, 401))
@@ -28,9 +28,9 @@ def post(mono: Mono, rid: str, length: int, max_new_tokens: int = 6) -> None:
     mono.post(rid, WORDS[begin : begin + length], max_new_tokens=max_new_tokens, ignore_eos=True)
 
 
-def rows(sizes: list[int]) -> list[Row]:
+def rows(sizes: list[int]) -> list[BatchRow]:
     """Chunks of so many tokens, the first tokens of requests "0", "1" and so on."""
-    return [Row(str(index), index, 0, size, sample=True) for index, size in enumerate(sizes)]
+    return [BatchRow(str(index), index, 0, size, sample=True) for index, size in enumerate(sizes)]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def rows(sizes: list[int]) -> list[Row]:
     ],
 )
 def test_a_part_has_about_as_many_tokens_as_saturate(sizes: list[int], parts: list[str]) -> None:
-    step = StepInParts(10)
+    step = BatchSplitter(10)
     step.put([], rows(sizes))
     taken = []
     while step:
@@ -59,8 +59,8 @@ def test_all_parts_have_at_least_half_of_that(seed: int) -> None:
     rng = random.Random(seed)
     most = rng.randint(1, 20)
     prompts = rows([rng.randint(1, 2 * most) for _ in range(30)])
-    decode = [Row(f"d{i}", 100 + i, 5, 6, sample=True) for i in range(3)]
-    step, parts = StepInParts(most), []
+    decode = [BatchRow(f"d{i}", 100 + i, 5, 6, sample=True) for i in range(3)]
+    step, parts = BatchSplitter(most), []
     step.put(decode, prompts)
     while step:
         parts.append(step.take())
@@ -74,13 +74,13 @@ def test_all_parts_have_at_least_half_of_that(seed: int) -> None:
 
 
 def test_without_saturation_there_are_no_parts() -> None:
-    step = StepInParts(None)
+    step = BatchSplitter(None)
     step.put([], rows([20, 20, 20]))
     assert len(step.take()) == 3 and not step
 
 
 def test_beside_streams_parts_are_twice_as_large() -> None:
-    step = StepInParts(10)
+    step = BatchSplitter(10)
     step.put([], rows([10, 10, 10, 10, 9]), beside_streams=True)
     assert [len(step.take()) for _ in range(2)] == [2, 3] and not step, "nine are less than half of one"
     step.put([], rows([10, 10, 10]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.base.clock import ManualClock
-from pdserve.base.pace import Pace
+from pdserve.base.pace import RetryAfterEstimator
 from pdserve.protocol.messages import AbortRequest, CommandReply, FlushCache
 from pdserve.scheduler.running import NewTokenRatio
 from tests.unit.scheduler.kit import Mono
@@ -349,7 +349,7 @@ def test_the_queue_is_full_when_more_wait_than_rows_are_about_to_take() -> None:
 
 def test_when_to_come_back_follows_the_pace_of_the_last_half_minute() -> None:
     clock = ManualClock()
-    pace = Pace(clock)
+    pace = RetryAfterEstimator(clock)
     assert pace.retry_after_s(0) == 1
     for second in range(20):
         pace.sample(second // 4)

@@ -24,8 +24,8 @@ from pdserve.protocol.messages import (
     StateReply,
     ToApi,
 )
-from pdserve.protocol.sampling import SamplingParams
-from pdserve.scheduler.core import Core, Limits, Outbox
+from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.scheduler.core import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, Scheduler
@@ -71,7 +71,7 @@ class Server:
         table = PageTable(NUM_ROWS, NUM_PAGES)
         executor = HashExecutor(hash_layout(4), NUM_PAGES, table)
         memory = KVMemory(executor.layout, NUM_PAGES, table, NUM_AUX, on_free=executor.poison)
-        core = Core(memory, executor, Outbox(self._hear), MonotonicClock(), Limits(chunk_tokens=7))
+        core = SchedulerContext(memory, executor, Outbox(self._hear), MonotonicClock(), StepLimits(chunk_tokens=7))
         self.mailbox: Mailbox[Event] = Mailbox()
         aux = MetadataBuffers(NUM_AUX, shareable=False)
         self._transport = MemoryTransport(hub)
@@ -154,7 +154,7 @@ def test_requests_and_hang_ups_over_real_threads_give_the_monoliths_tokens_and_l
             request = GenerateRequest(
                 rid=f"r{i}",
                 input_ids=list(prompt.tokens),
-                sampling=SamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=0.0),
+                sampling=CoreSamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=0.0),
                 room=RoomAddress(host=ADDRESS[0], port=ADDRESS[1], room=i),
             )
             for server in rng.sample(servers, 2):

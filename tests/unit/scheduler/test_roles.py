@@ -13,9 +13,9 @@ from pdserve.protocol.messages import (
     GenerateRequest,
     RoomAddress,
 )
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.sim.network import Faults
-from pdserve.sim.world import Node, Prompt, Shape, World, monolith_tokens
+from pdserve.sim.world import Prompt, Shape, SimNode, World, monolith_tokens
 
 PROMPT = [5, 6, 7, 8, 9]
 QUIET = Faults(repeated=0.0, max_delay_s=0.1)
@@ -43,19 +43,19 @@ def _request(rid: str, room: int, max_new: int = 6) -> GenerateRequest:
     return GenerateRequest(
         rid=rid,
         input_ids=PROMPT,
-        sampling=SamplingParams(max_new_tokens=max_new, temperature=0.0),
+        sampling=CoreSamplingParams(max_new_tokens=max_new, temperature=0.0),
         room=RoomAddress(host=World.ADDRESS[0], port=World.ADDRESS[1], room=room),
     )
 
 
-def _turn(world: World, *nodes: Node) -> None:
+def _turn(world: World, *nodes: SimNode) -> None:
     world.clock.advance(0.25)
     world.net.deliver()
     for node in nodes or (world.prefill, world.decode):
         node.scheduler.step()
 
 
-def _until(world: World, condition: Callable[[], bool], *nodes: Node) -> None:
+def _until(world: World, condition: Callable[[], bool], *nodes: SimNode) -> None:
     for _ in range(3000):
         if condition():
             return

@@ -21,7 +21,7 @@ from pdserve.protocol.messages import (
     StateQuery,
     StateReply,
 )
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.req import Req, Times, finish_for_token
 from tests.unit.scheduler.kit import EOS, PROMPT, Mono
 
@@ -59,7 +59,7 @@ def test_finish_reasons(
 
 
 def test_stop_tokens_come_before_length() -> None:
-    req = Req(GenerateRequest(rid="a", input_ids=[1], sampling=SamplingParams(max_new_tokens=1)), Times(0.0), [EOS])
+    req = Req(GenerateRequest(rid="a", input_ids=[1], sampling=CoreSamplingParams(max_new_tokens=1)), Times(0.0), [EOS])
     assert finish_for_token(req, EOS, frozenset({EOS})) == FinishReason(type="stop", matched=EOS)
 
 
@@ -203,7 +203,7 @@ def test_probes_are_counted_as_such_and_nowhere_else() -> None:
     before = mono.scheduler.state()
     for rid in ("probe", "stopped"):
         mono.mailbox.post(
-            GenerateRequest(rid=rid, input_ids=[1], sampling=SamplingParams(max_new_tokens=1), probe=True)
+            GenerateRequest(rid=rid, input_ids=[1], sampling=CoreSamplingParams(max_new_tokens=1), probe=True)
         )
     mono.mailbox.post(AbortRequest(rid="stopped"))
     mono.run()

@@ -8,7 +8,7 @@ from pdserve.config.groups import SchedulePolicy
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.messages import GenerateRequest
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.req import Req, Times
 from pdserve.scheduler.waiting import LPM_TOKENS, WaitingQueue
 from pdserve.sim.hash_lm import hash_layout
@@ -25,7 +25,7 @@ def make_queue(policy: SchedulePolicy) -> WaitingQueue:
 
 
 def make_req(rid: str, arrived: float, priority: int = 0, tokens: list[int] | None = None) -> Req:
-    spec = GenerateRequest(rid=rid, input_ids=tokens or [1, 2, 3], sampling=SamplingParams(), priority=priority)
+    spec = GenerateRequest(rid=rid, input_ids=tokens or [1, 2, 3], sampling=CoreSamplingParams(), priority=priority)
     return Req(spec, Times(arrived=arrived))
 
 

@@ -13,13 +13,13 @@ from pdserve.base.parallel import SINGLE
 from pdserve.observe.compare_kv import compare
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.prefill import PrefillRole
-from pdserve.scheduler.witness import KVWitness
+from pdserve.scheduler.witness import KVChecksum
 from pdserve.sim.hash_lm import HashExecutor
 from pdserve.sim.network import Faults, SimCopyEngine
-from pdserve.sim.world import Half, Node, Prompt, Shape, World, monolith_tokens
+from pdserve.sim.world import Prompt, RequestHalf, Shape, SimNode, World, monolith_tokens
 from pdserve.transfer.events import CopyJob
 from pdserve.transfer.kv_digest import RankDigest, digest_group
-from pdserve.transfer.plan import PageCopy, Window
+from pdserve.transfer.plan import PageCopy, RankShard
 
 SHAPE = Shape(page_tokens=4, num_pages=64, chunk_tokens=5)
 PROMPTS = [Prompt(tuple(range(3 + i, 16 + 2 * i)), 4) for i in range(6)]
@@ -30,7 +30,7 @@ class HashHasher:
 
     def __init__(self, executor: HashExecutor) -> None:
         self._executor = executor
-        self._window = Window.of(executor.layout.groups[0], SINGLE)
+        self._window = RankShard.of(executor.layout.groups[0], SINGLE)
 
     def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
         rows = self._executor.pool[list(pages)].reshape(len(pages), -1).view(np.uint8)
@@ -41,19 +41,21 @@ def watched(world: World, *, verify: bool) -> list[dict[str, Any]]:
     """The lines that both sides write from now on."""
     lines: list[dict[str, Any]] = []
 
-    def watch(node: Node) -> None:
+    def watch(node: SimNode) -> None:
         layout = node.executor.layout
         facts = {"layout_fingerprint": layout.fingerprint(), "page_bytes": layout.groups[0].page_bytes}
         role = node.scheduler.role
         assert isinstance(role, PrefillRole | DecodeRole)
-        role._witness = KVWitness(HashHasher(node.executor), layout.page_tokens, facts, lines.append, verify=verify)
+        role._witness = KVChecksum(HashHasher(node.executor), layout.page_tokens, facts, lines.append, verify=verify)
 
     watch(world.prefill)
     watch(world.decode)
     return lines
 
 
-def run(shape: Shape, *, verify: bool, prompts: Sequence[Prompt] = PROMPTS) -> tuple[list[Half | None], list[Any]]:
+def run(
+    shape: Shape, *, verify: bool, prompts: Sequence[Prompt] = PROMPTS
+) -> tuple[list[RequestHalf | None], list[Any]]:
     world = World(5, shape, Faults())
     lines = watched(world, verify=verify)
     halves = world.run(prompts, 3)

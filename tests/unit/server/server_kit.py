@@ -28,7 +28,7 @@ from pdserve.config.groups import (
 )
 from pdserve.errors import EngineDeadError, GrammarError
 from pdserve.grammar.compile import JsonRules
-from pdserve.grammar.compile_jobs import Check, Verdict, verdict_on
+from pdserve.grammar.compile_jobs import Check, CompileResult, verdict_on
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
@@ -38,6 +38,7 @@ from pdserve.protocol.messages import (
     CommandReply,
     ContinueGeneration,
     DeclarePeerDead,
+    EngineCoreOutput,
     EngineReady,
     EngineState,
     FinishReason,
@@ -46,7 +47,6 @@ from pdserve.protocol.messages import (
     OutputBatch,
     PauseGeneration,
     PeerLoad,
-    RequestOutput,
     RequestTiming,
     Shutdown,
     StartProfile,
@@ -164,7 +164,7 @@ class ScriptedScheduler:
                     held = self._held.pop(message.rid or "", None)
                     if held is not None and message.reason == "abort":
                         finish = FinishReason(type="abort", message="aborted by request", status_code=499)
-                        self._send(RequestOutput(rid=held.rid, token_ids=[], finish=finish))
+                        self._send(EngineCoreOutput(rid=held.rid, token_ids=[], finish=finish))
                 case StateQuery() if not self.silent_queries:
                     self._channel.send(StateReply(query_id=message.query_id, state=self.state()))
                 case FlushCache():
@@ -198,13 +198,13 @@ class ScriptedScheduler:
             probes={rid: self.probe_waits_for for rid, one in self._held.items() if one.probe},
         )
 
-    def _send(self, *outputs: RequestOutput) -> None:
+    def _send(self, *outputs: EngineCoreOutput) -> None:
         self._channel.send(OutputBatch(outputs=list(outputs)))
 
     def refuse(self, request: GenerateRequest, finish: FinishReason) -> None:
         """End a held request from the outside."""
         del self._held[request.rid]
-        self._send(RequestOutput(rid=request.rid, token_ids=[], finish=finish))
+        self._send(EngineCoreOutput(rid=request.rid, token_ids=[], finish=finish))
 
     def finish(self, request: GenerateRequest) -> None:
         """End a held request as it would end by itself, behind the last of its tokens."""
@@ -215,12 +215,12 @@ class ScriptedScheduler:
     def _answer(self, request: GenerateRequest) -> None:
         script = self.script(request)
         if isinstance(script, FinishReason):
-            self._send(RequestOutput(rid=request.rid, token_ids=[], finish=script))
+            self._send(EngineCoreOutput(rid=request.rid, token_ids=[], finish=script))
             return
         wish = request.logprobs
         if wish is not None and wish.prompt_from is not None and wish.prompt_from + 1 < len(request.input_ids):
             for part in prompt_logprobs(request, wish).parts(64):
-                self._send(RequestOutput(rid=request.rid, token_ids=[], prompt_logprobs=part))
+                self._send(EngineCoreOutput(rid=request.rid, token_ids=[], prompt_logprobs=part))
         num_prior = len(request.prior_output_ids)
         script, limit = script[num_prior:], request.sampling.max_new_tokens - num_prior
         if limit == 0:
@@ -248,13 +248,13 @@ class ScriptedScheduler:
         tokens: list[int],
         finish: FinishReason | None = None,
         timing: RequestTiming | None = None,
-    ) -> RequestOutput:
+    ) -> EngineCoreOutput:
         logprobs = None
         wish = request.logprobs
         if wish is not None and wish.output:
             tops = [(token, -0.5) for token in range(2, 2 + wish.top)]
             logprobs = [TokenLogprob(-0.25, tops, [-0.75] * len(wish.token_ids)) for _ in tokens]
-        return RequestOutput(
+        return EngineCoreOutput(
             rid=request.rid,
             token_ids=tokens,
             logprobs=logprobs,
@@ -271,14 +271,14 @@ class CompileHere:
     def __init__(self) -> None:
         self._vocabulary: Vocabulary | None = None
 
-    async def load(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> Verdict:
+    async def load(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> CompileResult:
         try:
             self._vocabulary = Vocabulary(tokenizer_json, vocab_size, eos_token_ids)
         except GrammarError as error:
-            return Verdict(job=0, reason="refused", message=str(error))
-        return Verdict(job=0)
+            return CompileResult(job=0, reason="refused", message=str(error))
+        return CompileResult(job=0)
 
-    async def check(self, text: Check, client: str) -> Verdict:
+    async def check(self, text: Check, client: str) -> CompileResult:
         return verdict_on(text, JsonRules(), self._vocabulary)
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ from pdserve.config.groups import GrammarConfig
 from pdserve.errors import RequestError
 from pdserve.grammar import compile_jobs
 from pdserve.grammar.compile import JsonRules
-from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, Verdict, verdict_on
+from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, CompileResult, verdict_on
 from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import EngineReady
 from pdserve.server import compile_pool
@@ -184,13 +184,13 @@ class Counting:
 
     def __init__(self) -> None:
         self.checks: list[Check] = []
-        self.verdict = Verdict(job=0)
+        self.verdict = CompileResult(job=0)
         self.go = asyncio.Event()
 
-    async def load(self, tokenizer_json: str, vocab_size: int, eos_token_ids: object) -> Verdict:
-        return Verdict(job=0)
+    async def load(self, tokenizer_json: str, vocab_size: int, eos_token_ids: object) -> CompileResult:
+        return CompileResult(job=0)
 
-    async def check(self, text: Check, client: str) -> Verdict:
+    async def check(self, text: Check, client: str) -> CompileResult:
         self.checks.append(text)
         await self.go.wait()
         return self.verdict
@@ -216,17 +216,17 @@ async def test_a_text_is_checked_once_whatever_comes_of_it(tokenizer: Tokenizer)
     compiler.go.set()
     assert await asyncio.gather(*both) == [good.grammar] * 2 and len(compiler.checks) == 1
     assert await check.take(good, _ready()) == good.grammar and len(compiler.checks) == 1
-    compiler.verdict = Verdict(job=0, reason="slow", message="too slow")
+    compiler.verdict = CompileResult(job=0, reason="slow", message="too slow")
     for field in ("regex", "guided_regex"):
         with pytest.raises(RequestError, match=f"{field}: too slow") as refused:
             await check.take(Constraint(Grammar(kind="regex", text="b+"), field), _ready())
         assert (refused.value.status, refused.value.code) == (400, "invalid_grammar")
     assert len(compiler.checks) == 2, "a refusal is remembered, too"
-    compiler.verdict = Verdict(job=0, reason="busy", message=GONE)
+    compiler.verdict = CompileResult(job=0, reason="busy", message=GONE)
     with pytest.raises(RequestError) as gone:
         await check.take_patterns("c", "stop_regex")
     assert gone.value.status == 503
-    compiler.verdict = Verdict(job=0)
+    compiler.verdict = CompileResult(job=0)
     await check.take_patterns("c", "stop_regex")
     assert len(compiler.checks) == 4, "that said nothing of the pattern"
 

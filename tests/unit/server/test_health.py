@@ -9,8 +9,8 @@ import pytest
 
 from pdserve.base.clock import ManualClock
 from pdserve.config.groups import DisaggMode
-from pdserve.protocol.messages import Beat, PeerLoad
-from pdserve.scheduler.pulse import Pulse
+from pdserve.protocol.messages import PeerLoad, SchedulerBeat
+from pdserve.scheduler.pulse import Heartbeat
 from pdserve.server import health, pulses
 from pdserve.server.health import partners_missing
 from pdserve.server.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ class Heart:
 
     def _run(self) -> None:
         while not self._stop.wait(0.02):
-            self._b.channel.deliver(Beat(dp_rank=0, turn_s=self.turn_s, num_turns=self.num_turns))
+            self._b.channel.deliver(SchedulerBeat(dp_rank=0, turn_s=self.turn_s, num_turns=self.num_turns))
 
     def __enter__(self) -> Heart:
         self._thread.start()
@@ -145,10 +145,10 @@ def test_partners_that_are_long_gone_or_new_do_not_count() -> None:
 
 
 def test_of_two_replicas_the_silent_one_is_named() -> None:
-    found = pulses.Pulses()
+    found = pulses.Watchdogs()
     assert found.vitals(2) == [], "nothing runs before the engine has started"
     found.begin()
-    found.heard(Beat(dp_rank=0, turn_s=None, num_turns=3))
+    found.heard(SchedulerBeat(dp_rank=0, turn_s=None, num_turns=3))
     later = [dataclasses.replace(each, age_s=each.age_s + 11 * each.dp_rank) for each in found.vitals(2)]
     assert [each.silent for each in later] == [False, True]
     assert later[0].trouble(300) is None and "replica 1 is silent" in (later[1].trouble(300) or "")
@@ -156,12 +156,12 @@ def test_of_two_replicas_the_silent_one_is_named() -> None:
 
 def test_a_pulse_says_what_the_loop_is_at() -> None:
     clock = ManualClock()
-    pulse = Pulse(clock)
-    assert pulse.beat(3) == Beat(dp_rank=3, turn_s=None, num_turns=0)
+    pulse = Heartbeat(clock)
+    assert pulse.beat(3) == SchedulerBeat(dp_rank=3, turn_s=None, num_turns=0)
     pulse.begin()
     clock.advance(2.5)
     assert pulse.beat(3).turn_s == 2.5
     pulse.end(computed=False)
     pulse.begin()
     pulse.end(computed=True)
-    assert pulse.beat(3) == Beat(dp_rank=3, turn_s=None, num_turns=1)
+    assert pulse.beat(3) == SchedulerBeat(dp_rank=3, turn_s=None, num_turns=1)

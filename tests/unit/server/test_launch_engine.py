@@ -12,11 +12,11 @@ from pdserve.base import cores
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.errors import ConfigError
-from pdserve.launch_engine import Engine, RankStart, may_compute_natively, own_devices
+from pdserve.launch_engine import EngineProcesses, RankStartInfo, may_compute_natively, own_devices
 
 
-def starts_of(*flags: str) -> list[RankStart]:
-    engine = Engine(parse_server_args(["--model-path", "m", *flags]), None)
+def starts_of(*flags: str) -> list[RankStartInfo]:
+    engine = EngineProcesses(parse_server_args(["--model-path", "m", *flags]), None)
     engine.end(told=False)  # nothing was started; the channels' directories go
     return engine._starts
 
@@ -71,7 +71,7 @@ def test_ranks_and_replicas_are_pinned_to_cores_that_no_other_has(six_cores: Non
     [("--cpu-pin 0-3 --cpu-threads 3", [3]), ("--cpu-pin 0-4 --tp-size 2", [4]), ("--cpu-pin 0-3", [])],
 )
 def test_the_api_process_gets_what_is_left(flags: str, left: list[int], six_cores: None) -> None:
-    engine = Engine(parse_server_args(["--model-path", "m", *flags.split()]), None)
+    engine = EngineProcesses(parse_server_args(["--model-path", "m", *flags.split()]), None)
     engine.end(told=False)
     assert engine._cores_left == left
 

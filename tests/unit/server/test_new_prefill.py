@@ -9,8 +9,8 @@ import pytest
 
 from pdserve.config.access_group import AccessConfig
 from pdserve.errors import RequestError
-from pdserve.protocol.messages import GenerateRequest, RequestOutput, RequestTiming, RoomAddress
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.messages import EngineCoreOutput, GenerateRequest, RequestTiming, RoomAddress
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server import new_prefill
 from pdserve.server.new_prefill import MAX_NEW_OF_CLIENT, MAX_SERVED, NewAddress, NewPrefill
 from pdserve.server.tokenizer import Tokenizer
@@ -73,14 +73,14 @@ async def test_addresses_that_the_operator_lists_are_not_counted(
 def sequences(*ports: int) -> list[GenerateRequest]:
     return [
         GenerateRequest(
-            rid=str(port), input_ids=[1], sampling=SamplingParams(), room=RoomAddress(host="h", port=port, room=1)
+            rid=str(port), input_ids=[1], sampling=CoreSamplingParams(), room=RoomAddress(host="h", port=port, room=1)
         )
         for port in ports
     ]
 
 
-def came(kv_pages: int | None) -> RequestOutput:
-    return RequestOutput(rid="", token_ids=[1], timing=RequestTiming(kv_pages=kv_pages))
+def came(kv_pages: int | None) -> EngineCoreOutput:
+    return EngineCoreOutput(rid="", token_ids=[1], timing=RequestTiming(kv_pages=kv_pages))
 
 
 def test_an_address_is_new_until_kv_comes_from_there() -> None:

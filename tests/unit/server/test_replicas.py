@@ -13,13 +13,13 @@ from pdserve.protocol.messages import (
     AbortRequest,
     CommandReply,
     Divert,
+    EngineCoreOutput,
     EngineReady,
     EngineState,
     FinishReason,
     FlushCache,
     GenerateRequest,
     OutputBatch,
-    RequestOutput,
     RoomAddress,
     Shutdown,
     StateQuery,
@@ -28,7 +28,7 @@ from pdserve.protocol.messages import (
     ToScheduler,
 )
 from pdserve.protocol.replicas import DIVERT_TOKENS, PROBE_HOST, ReplicatedChannel
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 
 ENDED = FinishReason(type="length", length=1)
 
@@ -56,7 +56,7 @@ class Pipe:
 
 def request(rid: str, room: int | None = None, num_tokens: int = 1) -> GenerateRequest:
     where = None if room is None else RoomAddress(host="h", port=1, room=room)
-    return GenerateRequest(rid=rid, input_ids=[1] * num_tokens, sampling=SamplingParams(), room=where)
+    return GenerateRequest(rid=rid, input_ids=[1] * num_tokens, sampling=CoreSamplingParams(), room=where)
 
 
 def test_a_client_may_choose_the_replica_and_decode_is_sent_there() -> None:
@@ -121,7 +121,7 @@ def test_a_room_names_its_replica_and_what_has_none_goes_where_least_is() -> Non
     async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
         for rid, room in (("a", 4), ("b", 6), ("c", None), ("d", None)):
             await channel.send(request(rid, room))
-        done = RequestOutput(rid="a", token_ids=[3], finish=FinishReason(type="length", length=1))
+        done = EngineCoreOutput(rid="a", token_ids=[3], finish=FinishReason(type="length", length=1))
         pipes[1].up.put_nowait(OutputBatch(outputs=[done]))
         assert isinstance(await channel.recv(), OutputBatch)
         await channel.send(request("e"))
@@ -149,7 +149,7 @@ def test_a_room_goes_elsewhere_when_its_replica_has_far_more_in_hand_and_that_on
         await channel.send(request("b", 6, 5))
         await channel.send(request("c", 9, 7))
         await channel.send(request("again", 9, 7))
-        pipes[0].up.put_nowait(OutputBatch(outputs=[RequestOutput(rid="a", token_ids=[3], finish=ENDED)]))
+        pipes[0].up.put_nowait(OutputBatch(outputs=[EngineCoreOutput(rid="a", token_ids=[3], finish=ENDED)]))
         assert isinstance(await channel.recv(), OutputBatch)
         await channel.send(request("d", 12))
 

@@ -15,13 +15,13 @@ from pdserve.protocol.messages import FinishReason
 from pdserve.server.app import make_metrics
 from pdserve.server.chat_prepare import prepare_chat
 from pdserve.server.context import ServerContext
-from pdserve.server.generation import Generation, Update
+from pdserve.server.generation import Generation, GenerationUpdate
 from pdserve.server.grammar_check import GrammarCheck
 from pdserve.server.json_http import convert
 from pdserve.server.responses.endpoint import ResponsesCall
 from pdserve.server.responses.schemas import ResponsesBody
 from pdserve.server.responses.to_chat import to_chat
-from pdserve.server.sampling_fields import Ask
+from pdserve.server.sampling_fields import RequestedSampling
 from pdserve.server.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import HERMES, NOW, WEATHER, long_context, openai_bench
 
@@ -165,9 +165,9 @@ async def test_a_failure_after_the_first_token_is_an_event(tokenizer: Tokenizer)
     async with openai_bench(tokenizer, TEXT) as (b, _):
         grammars = GrammarCheck(b.config.grammar, tokenizer)
         context = ServerContext(b.config, b.client, tokenizer, make_metrics(b.config), 0, grammars)
-        prepared = await prepare_chat(context, to_chat(body), Ask(None, 16, "max_output_tokens"), "input")
+        prepared = await prepare_chat(context, to_chat(body), RequestedSampling(None, 16, "max_output_tokens"), "input")
         generation = Generation(1, lambda generation: None)
-        generation.put(Update(0, text="so far", token_ids=[1]))
+        generation.put(GenerationUpdate(0, text="so far", token_ids=[1]))
         kinds = []
         async for event in ResponsesCall(context, body, prepared)._events(generation):
             name, data = event.decode().splitlines()[:2]

@@ -22,7 +22,7 @@ from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.config.resolve import Machine, fill_in, for_mode
 from pdserve.errors import ConfigError
 from pdserve.protocol.channel import memory_channel_pair
-from pdserve.server.life import Backend
+from pdserve.server.life import EngineBackend
 from pdserve.server.run import serve
 from pdserve.server.tokenizer import Tokenizer
 from tests.unit.server.server_kit import ScriptedScheduler, bench, make_config, until
@@ -44,7 +44,7 @@ class Engines:
         self.ready: list[int] = []
         self.hold = False
 
-    def backend(self, role: DisaggMode) -> Backend:
+    def backend(self, role: DisaggMode) -> EngineBackend:
         if role in self.impossible:
             raise ConfigError("--tp-size is 3, which does not fit", field="tp_size")
         api, low = memory_channel_pair()
@@ -61,7 +61,7 @@ class Engines:
         def end() -> None:
             self.events.append(f"end {role}")
 
-        return Backend(
+        return EngineBackend(
             config=dataclasses.replace(self.config, disagg=disagg),
             open_channel=lambda: api,
             engine_died=lambda: f"the {role} process has ended" if role in self.dead else None,

@@ -8,9 +8,9 @@ import pytest
 
 from pdserve.errors import RequestError
 from pdserve.protocol.grammar import Grammar
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.intake import PromptSpec, check_size
-from pdserve.server.sampling_fields import Limits
+from pdserve.server.sampling_fields import RequestLimits
 from pdserve.server.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
 
@@ -296,11 +296,11 @@ async def test_unknown_paths_and_methods_have_the_same_form(tokenizer: Tokenizer
 
 
 async def test_what_one_body_asks_for_in_all_is_bounded() -> None:
-    limits = Limits("null", 320, 4096, 1 << 20)
+    limits = RequestLimits("null", 320, 4096, 1 << 20)
     assert (limits.most_prompt_tokens, limits.most_body_tokens) == (4095, 1 << 20)
-    assert Limits("null", 320, 1 << 20, 1 << 19).most_body_tokens == 8 << 19
+    assert RequestLimits("null", 320, 1 << 20, 1 << 19).most_body_tokens == 8 << 19
     grammar = Grammar(kind="regex", text="a" * 200_000)
-    prompts = [PromptSpec([5] * 1024, SamplingParams(grammar=grammar))] * 4
+    prompts = [PromptSpec([5] * 1024, CoreSamplingParams(grammar=grammar))] * 4
     check_size(prompts, 64, limits.most_body_tokens, "prompt")
     with pytest.raises(RequestError, match="more than 1048576") as refused:
         check_size(prompts, 257, limits.most_body_tokens, "prompt")

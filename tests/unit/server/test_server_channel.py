@@ -21,15 +21,15 @@ from pdserve.protocol.channel import (
     memory_channel_pair,
     remove_channel_address,
 )
-from pdserve.protocol.messages import AbortRequest, GenerateRequest, OutputBatch, RequestOutput, RoomAddress
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.messages import AbortRequest, EngineCoreOutput, GenerateRequest, OutputBatch, RoomAddress
+from pdserve.protocol.sampling import CoreSamplingParams
 
 
 async def _round_trip(api: ApiChannel, scheduler: SchedulerChannel) -> None:
     request = GenerateRequest(
         rid="a",
         input_ids=[1, 2, 3],
-        sampling=SamplingParams(stop=("x",), logit_bias={3: 1.5}),
+        sampling=CoreSamplingParams(stop=("x",), logit_bias={3: 1.5}),
         room=RoomAddress(host="h", port=None, room=(1 << 63) - 1),
     )
     await api.send(request)
@@ -37,7 +37,7 @@ async def _round_trip(api: ApiChannel, scheduler: SchedulerChannel) -> None:
     assert await asyncio.to_thread(scheduler.recv, 5.0) == request
     assert await asyncio.to_thread(scheduler.recv, 5.0) == AbortRequest(rid=None)
     assert scheduler.recv(0.0) is None
-    batches = [OutputBatch(outputs=[RequestOutput(rid="a", token_ids=[i])]) for i in range(100)]
+    batches = [OutputBatch(outputs=[EngineCoreOutput(rid="a", token_ids=[i])]) for i in range(100)]
     for batch in batches:
         scheduler.send(batch)
     assert [await asyncio.wait_for(api.recv(), 5.0) for _ in batches] == batches
@@ -94,7 +94,7 @@ async def give_up(api: ZmqApiChannel) -> None:
 async def test_zmq_channel_wakes_for_each_message_that_comes_while_it_waits_or_does_not() -> None:
     with zmq_pair() as (api, scheduler):
         for i in range(50):
-            batch = OutputBatch(outputs=[RequestOutput(rid="a", token_ids=[i])])
+            batch = OutputBatch(outputs=[EngineCoreOutput(rid="a", token_ids=[i])])
             pending = asyncio.create_task(api.recv()) if i % 2 == 0 else None
             await asyncio.sleep(0)
             await asyncio.to_thread(scheduler.send, batch)

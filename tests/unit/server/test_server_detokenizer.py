@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.detokenizer import ByteDecoder, Detokenizer, StopMatcher
 from pdserve.server.tokenizer import Tokenizer
 from tests.unit.server.server_kit import VOCAB
@@ -27,7 +27,7 @@ Ids = Callable[[str], list[int]]
 
 
 def run(tokenizer: Tokenizer, token_ids: list[int], **fields: object) -> tuple[list[str], str | None]:
-    sampling = SamplingParams(**fields)  # type: ignore[arg-type]
+    sampling = CoreSamplingParams(**fields)  # type: ignore[arg-type]
     machine = Detokenizer(tokenizer.text_decoder(skip_special=True), sampling)
     pieces = []
     for token_id in token_ids:
@@ -52,7 +52,7 @@ def test_a_character_cut_off_by_the_end_is_dropped(tokenizer: Tokenizer, ids: Id
 def test_special_tokens_are_skipped_even_inside_a_character(tokenizer: Tokenizer, ids: Ids) -> None:
     face = ids("世")
     assert "".join(run(tokenizer, [face[0], 1, *face[1:]])[0]) == "世"
-    shown = Detokenizer(tokenizer.text_decoder(skip_special=False), SamplingParams())
+    shown = Detokenizer(tokenizer.text_decoder(skip_special=False), CoreSamplingParams())
     assert shown.push(1) == "<|user|>"
 
 

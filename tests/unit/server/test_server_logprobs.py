@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import RoomAddress, TokenLogprob
-from pdserve.server.generation import Update
+from pdserve.server.generation import GenerationUpdate
 from pdserve.server.openai_completions import _mean_logprob
 from pdserve.server.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench, sse, until
@@ -87,7 +87,10 @@ async def test_best_of_answers_those_with_the_highest_mean(tokenizer: Tokenizer,
         assert b.scheduler.requests[0].logprobs == Logprobs(to_decode=True)
         await b.http.post(COMPLETIONS, json={"prompt": "x", "n": 2, "best_of": 2, "stream": True, "max_tokens": 1})
         assert b.scheduler.requests[-1].logprobs is None, "nothing to choose between"
-    long, short = Update(0, logprobs=[TokenLogprob(-0.5)] * 4), Update(1, logprobs=[TokenLogprob(-0.6)])
+    long, short = (
+        GenerationUpdate(0, logprobs=[TokenLogprob(-0.5)] * 4),
+        GenerationUpdate(1, logprobs=[TokenLogprob(-0.6)]),
+    )
     assert _mean_logprob(long) > _mean_logprob(short), "a longer answer is not worse for being longer"
 
 

@@ -18,7 +18,7 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.protocol.channel import memory_channel_pair
 from pdserve.protocol.messages import FinishReason
-from pdserve.server.life import Backend
+from pdserve.server.life import EngineBackend
 from pdserve.server.run import run_api, serve
 from pdserve.server.tokenizer import Tokenizer, load_tokenizer
 from tests.hostile_http import POST, REFUSED, SIZED, error_of, send
@@ -48,7 +48,7 @@ async def running(tokenizer: Tokenizer, **serving: Any) -> AsyncIterator[Running
     alive = [True]
     task = asyncio.create_task(
         serve(
-            Backend(
+            EngineBackend(
                 config=make_config(**serving),
                 open_channel=lambda: api,
                 engine_died=lambda: None if alive[0] else "the scheduler process has ended",
@@ -264,7 +264,7 @@ async def test_a_taken_port_is_a_config_error(tokenizer: Tokenizer) -> None:
         taken = type(config.serving)(port=int(server.url.rsplit(":", 1)[1]))
         config = type(config)(model=config.model, serving=taken)
         with pytest.raises(ConfigError, match="cannot listen"):
-            await serve(Backend(config=config, open_channel=lambda: api, engine_died=lambda: None), None)
+            await serve(EngineBackend(config=config, open_channel=lambda: api, engine_died=lambda: None), None)
 
 
 async def test_run_api_blocks_a_thread_until_the_engine_is_gone(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ async def test_run_api_blocks_a_thread_until_the_engine_is_gone(tokenizer: Token
     served = asyncio.create_task(
         asyncio.to_thread(
             run_api,
-            Backend(
+            EngineBackend(
                 config=make_config(),
                 open_channel=lambda: api,
                 engine_died=lambda: None if alive[0] else "the scheduler process has ended",

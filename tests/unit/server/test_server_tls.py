@@ -18,7 +18,7 @@ import pytest
 from pdserve.config.access_group import AccessConfig
 from pdserve.errors import ConfigError
 from pdserve.protocol.channel import memory_channel_pair
-from pdserve.server.life import Backend
+from pdserve.server.life import EngineBackend
 from pdserve.server.run import serve
 from pdserve.server.tls import server_tls
 from pdserve.server.tokenizer import Tokenizer
@@ -47,7 +47,9 @@ async def port_of(tokenizer: Tokenizer, access: AccessConfig = OPEN) -> AsyncIte
     scheduler.start()
     ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     config = make_config(access=access, max_request_bytes=4096)
-    backend = Backend(config=config, open_channel=lambda: api, engine_died=lambda: None, on_ready=ready.set_result)
+    backend = EngineBackend(
+        config=config, open_channel=lambda: api, engine_died=lambda: None, on_ready=ready.set_result
+    )
     task = asyncio.create_task(serve(backend, tokenizer))
     try:
         yield await asyncio.wait_for(ready, 10.0)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from pdserve.base.stream_state import DONE, EVENT_END, MARK, RESUME_FIELD, STATE_HEADER, split_event
-from pdserve.router.stream_retry import StreamSoFar
+from pdserve.router.stream_retry import StreamProgress
 from pdserve.router.upstream import WORKER_FAILED, EndedError
 from pdserve.server import engine_client
-from pdserve.server.generation import Generation, Update
+from pdserve.server.generation import Generation, GenerationUpdate
 from pdserve.server.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import ASK, HERMES, NOW, WEATHER, long_context
 from tests.unit.server.server_kit import VOCAB, Bench, bench
@@ -102,7 +102,7 @@ def test_what_cannot_be_gone_on_with_is_refused(
 class Unmerged(Generation):
     """An event for each output, however fast they come."""
 
-    def put(self, update: Update) -> None:
+    def put(self, update: GenerationUpdate) -> None:
         """See `Generation`."""
         self._unfinished -= update.finish is not None
         self._pending[next(_numbers)] = update
@@ -116,7 +116,7 @@ async def go_on(b: Bench, path: str, body: dict[str, Any], whole: list[bytes], c
     async def again(resumed: dict[str, Any], error: Exception) -> None:
         bodies.append(resumed)
 
-    stream = StreamSoFar(body, 1, again)
+    stream = StreamProgress(body, 1, again)
     passed = [stream.feed(event + EVENT_END) for event in whole[:cut]]
     if stream.ending is not None:
         passed.append(stream.ending)

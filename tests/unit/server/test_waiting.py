@@ -11,7 +11,7 @@ from pdserve.base.clock import ManualClock
 from pdserve.config.groups import ModelConfig, ParallelConfig, ScheduleConfig, ServerConfig
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import GenerateRequest
-from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server import waiting
 from pdserve.server.tokenizer import Tokenizer
 from pdserve.server.waiting import MAX_WAITING_TOKENS, MIN_AHEAD, WAITING_CONTEXTS, WaitingRequests
@@ -23,7 +23,8 @@ CONTEXT = 100
 
 def requests(count: int, num_tokens: int = 1, name: str = "r") -> list[GenerateRequest]:
     return [
-        GenerateRequest(rid=f"{name}{i}", input_ids=[7] * num_tokens, sampling=SamplingParams()) for i in range(count)
+        GenerateRequest(rid=f"{name}{i}", input_ids=[7] * num_tokens, sampling=CoreSamplingParams())
+        for i in range(count)
     ]
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from pdserve.base.clock import ManualClock
-from pdserve.executor.interface import BatchPlan, Row, run
+from pdserve.executor.interface import BatchPlan, BatchRow, run
 from pdserve.sim.cost_model import FIRST_TOKEN, CostModel, CostModelExecutor
 from pdserve.sim.hash_lm import hash_layout
 
 COSTS = CostModel(step_s=1.0, prefill_token_s=0.1, decode_row_s=0.01, kv_token_s=0.001, copy_byte_s=0.5)
-PROMPT = Row("a", 0, 0, 10, sample=True)
-DECODE = Row("b", 1, 20, 21, sample=True)
+PROMPT = BatchRow("a", 0, 0, 10, sample=True)
+DECODE = BatchRow("b", 1, 20, 21, sample=True)
 
 
 def make(clock: ManualClock) -> CostModelExecutor:
@@ -22,7 +22,7 @@ def make(clock: ManualClock) -> CostModelExecutor:
     ("rows", "seconds"),
     [((), 1.0), ((PROMPT,), 1.0 + 1.0 + 0.010), ((DECODE,), 1.0 + 0.01 + 0.021), ((PROMPT, DECODE), 2.041)],
 )
-def test_a_step_costs_the_sum_of_its_parts(rows: tuple[Row, ...], seconds: float) -> None:
+def test_a_step_costs_the_sum_of_its_parts(rows: tuple[BatchRow, ...], seconds: float) -> None:
     clock = ManualClock(5.0)
     executor = make(clock)
     run(executor, BatchPlan(1, rows))
@@ -53,7 +53,7 @@ def test_a_late_scheduler_leaves_the_device_idle() -> None:
 
 def test_only_rows_that_sample_get_tokens_and_these_are_ordinary() -> None:
     executor = make(ManualClock())
-    result = run(executor, BatchPlan(1, (Row("a", 0, 0, 8, sample=False), DECODE)))
+    result = run(executor, BatchPlan(1, (BatchRow("a", 0, 0, 8, sample=False), DECODE)))
     assert result.tokens[0] is None
     assert result.tokens[1] is not None and FIRST_TOKEN <= result.tokens[1].token_id < 50_000
 

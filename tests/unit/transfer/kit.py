@@ -25,7 +25,7 @@ from pdserve.transfer.events import (
 )
 from pdserve.transfer.manager import KVArgs, KVManager, KVReceiver, KVSender, TransferTimes
 from pdserve.transfer.peers import SessionTimes
-from pdserve.transfer.wire import Body, Key, Packet, RankMemory, TransferStats, Wire
+from pdserve.transfer.wire import Body, MemoryKey, Packet, RankMemory, TransferStats, Wire
 
 ADDRESS: Address = ("prefill", 8998)
 TOKEN = "cluster"
@@ -114,7 +114,7 @@ class KitEngine:
         self.events: list[TransferEvent] = []
         """Reports that `Net.pump` delivers."""
         self._addresses = addresses
-        self.expected: list[tuple[Key, int, int]] = []
+        self.expected: list[tuple[MemoryKey, int, int]] = []
         self.notified = False
         self.reaches = True
         self.asked: list[tuple[int, str]] = []
@@ -142,7 +142,7 @@ class KitEngine:
         self.fenced.append((rank, peer))
         self.events.append(PeerFenced(peer, self.fences, rank))
 
-    def expect(self, key: Key, rank: int, count: int) -> bool:
+    def expect(self, key: MemoryKey, rank: int, count: int) -> bool:
         self.expected.append((key, rank, count))
         return self.notified
 

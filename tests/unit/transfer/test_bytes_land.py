@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdserve.memory.layout import KVGroup, pages_for
 from pdserve.sim.hash_lm import hash_layout
 from pdserve.transfer.aux import AuxRecord
-from pdserve.transfer.events import CopyDone, CopyJob, Ready
+from pdserve.transfer.events import CopyDone, CopyJob, LayersReady
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
@@ -30,7 +30,7 @@ class Expected:
 
     pages: range
     layers: range
-    ready: Ready | None
+    ready: LayersReady | None
 
 
 class Memory:

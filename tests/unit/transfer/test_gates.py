@@ -12,12 +12,12 @@ import pytest
 from pdserve.base.mailbox import Mailbox
 from pdserve.transfer import gated as gated_module
 from pdserve.transfer import workers as workers_module
-from pdserve.transfer.events import CopyDone, CopyJob, Ready, TransferEvent
+from pdserve.transfer.events import CopyDone, CopyJob, LayersReady, TransferEvent
 from pdserve.transfer.gated import GatedJobs
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
-from pdserve.transfer.wire import Key
+from pdserve.transfer.wire import MemoryKey
 from pdserve.transfer.workers import CopyWorkers
 from tests.unit.transfer.waiting import DEADLINE_S, events_of, wait_until
 
@@ -57,11 +57,11 @@ class Rig:
         self.one, self.two = self.peers
         self.workers = CopyWorkers(transport, self.mailbox.post, num_threads=1)
 
-    def submit(self, peer: str, slot: int, ready: Ready | None, room: int = 1) -> CopyJob:
+    def submit(self, peer: str, slot: int, ready: LayersReady | None, room: int = 1) -> CopyJob:
         """Copy one slot to `peer`."""
         copy = PageCopy(slot * SLOT_BYTES, slot * SLOT_BYTES, SLOT_BYTES)
         piece = (self.source.ctypes.data, self.peers[peer].ctypes.data, (copy,))
-        job = CopyJob(Key(room, 1, peer), slot, peer, peer, (piece,), SLOT_BYTES, ready)
+        job = CopyJob(MemoryKey(room, 1, peer), slot, peer, peer, (piece,), SLOT_BYTES, ready)
         self.workers.submit(job)
         return job
 
@@ -225,7 +225,7 @@ class Orders(queue.SimpleQueue[object]):
 
 
 def _job(slot: int, peer: str = "peer") -> CopyJob:
-    return CopyJob(Key(1, 1, peer), slot, peer, peer, (), 0)
+    return CopyJob(MemoryKey(1, 1, peer), slot, peer, peer, (), 0)
 
 
 def test_a_gate_that_says_no_at_once_is_not_asked_in_a_tight_loop() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdserve.base.parallel import SINGLE, ParallelShape, Place
+from pdserve.base.parallel import SINGLE, ParallelShape, RankCoord
 from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.observe.compare_kv import compare
 from pdserve.scheduler.witness import _rank
 from pdserve.transfer.kv_digest import RankDigest, checksum, digest_group
-from pdserve.transfer.plan import Window
+from pdserve.transfer.plan import RankShard
 
 NUM_PAGES, NUM_TOKENS = 5, 18
 
@@ -37,7 +37,7 @@ def pages_of(group: KVGroup, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
-def part(whole: np.ndarray, group: KVGroup, place: Place) -> np.ndarray:
+def part(whole: np.ndarray, group: KVGroup, place: RankCoord) -> np.ndarray:
     """What of it one rank has, as it has it."""
     layers, heads = group.layers_of(place), group.heads_of(place)
     cut = whole[:, layers.start : layers.stop, :, heads.start : heads.stop]
@@ -47,7 +47,7 @@ def part(whole: np.ndarray, group: KVGroup, place: Place) -> np.ndarray:
 def digests(whole: np.ndarray, group: KVGroup, shape: ParallelShape, first: int = 0) -> list[RankDigest]:
     places = [shape.place(rank) for rank in range(shape.num_ranks)]
     return [
-        RankDigest(p.rank, (digest_group(Window.of(group, p), [part(whole, group, p)], first, NUM_TOKENS),))
+        RankDigest(p.rank, (digest_group(RankShard.of(group, p), [part(whole, group, p)], first, NUM_TOKENS),))
         for p in places
     ]
 
@@ -129,7 +129,7 @@ def test_copies_of_a_head_that_differ_have_no_checksum() -> None:
 
 def test_what_comes_in_pieces_is_the_same() -> None:
     group = group_of()
-    window = Window.of(group, SINGLE)
+    window = RankShard.of(group, SINGLE)
     rows = pages_of(group).reshape(NUM_PAGES, -1)
     whole = digest_group(window, [rows], 0, NUM_TOKENS)
     assert digest_group(window, [rows[:2], rows[2:]], 0, NUM_TOKENS) == whole

@@ -19,7 +19,7 @@ from pdserve.transfer.events import CopyDone, CopyJob, LayerGate, PeerGone, Pref
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
-from pdserve.transfer.wire import RankMemory, Region, TransferStats
+from pdserve.transfer.wire import RankMemory, TransferStats, WireRegion
 from tests.unit.transfer.kit import ADDRESS, ALL_FREE, BOOTSTRAP_S, CLIENT_LEFT, FACTS, Net, Side, found
 from tests.unit.transfer.kit import meet as meet_one
 
@@ -53,7 +53,7 @@ class Replica:
             buffer=regions[0],
             transport_address=self.transports[0].address(),
             others=[
-                RankMemory(transport.address(), (Region(*region),))
+                RankMemory(transport.address(), (WireRegion(*region),))
                 for transport, region in zip(self.transports[1:], regions[1:], strict=True)
             ],
         )
@@ -175,14 +175,14 @@ def test_all_ranks_of_a_dead_peer_are_forgotten() -> None:
     assert prefill.side.engine.forgotten == [transport.address() for transport in decode.transports]
 
 
-OTHER = RankMemory("r", (Region(1, 1),))
+OTHER = RankMemory("r", (WireRegion(1, 1),))
 WIDE: dict[str, object] = {"num_heads": 4, "num_layers": 3, "buffer": (1 << 20, 1 << 16)}
 
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "field"),
     [
-        ({}, {"shape": ParallelShape(pp_size=2), "others": [RankMemory("r", (Region(1, 1),))]}, "pp_size"),
+        ({}, {"shape": ParallelShape(pp_size=2), "others": [RankMemory("r", (WireRegion(1, 1),))]}, "pp_size"),
         ({"decode_sizes": {"disaggregation_decode_tp": 2}}, {}, "disaggregation_decode_tp"),
         ({"decode_sizes": {"disaggregation_decode_dp": 1}}, {"dp_size": 2}, "disaggregation_decode_dp"),
         ({}, {"num_heads": 2}, "num_kv_heads"),

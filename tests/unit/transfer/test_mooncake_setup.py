@@ -16,9 +16,15 @@ import pytest
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transports import mooncake_engine
-from pdserve.transfer.transports.link import Window
+from pdserve.transfer.transports.link import WritePermits
 from pdserve.transfer.transports.mooncake import TCP_TIMEOUTS, MooncakeTransport, session_of, set_environment
-from pdserve.transfer.transports.mooncake_engine import BRIEF_TIMEVAL, Engine, hurry_end, open_session, sockets_at
+from pdserve.transfer.transports.mooncake_engine import (
+    BRIEF_TIMEVAL,
+    MooncakeEngine,
+    hurry_end,
+    open_session,
+    sockets_at,
+)
 from pdserve.transfer.transports.nics import choose_protocol
 from tests.unit.transfer.waiting import wait_until
 
@@ -91,7 +97,7 @@ def test_a_missing_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_window_never_hands_out_more_permits_than_it_has() -> None:
-    window, lock = Window(10), threading.Lock()
+    window, lock = WritePermits(10), threading.Lock()
     held, most = 0, 0
 
     def work(size: int) -> None:
@@ -136,7 +142,7 @@ def test_a_peer_that_never_answers_holds_up_its_own_thread_only() -> None:
 def test_where_an_engine_listens_is_found() -> None:
     """What `hurry_end` needs: without it each engine's end stops all threads for a second."""
     set_environment("tcp")
-    engine = Engine("127.0.0.1", "tcp", "")
+    engine = MooncakeEngine("127.0.0.1", "tcp", "")
     port = int(engine.session.rpartition(":")[2])
     assert len(sockets_at(port, listening=True)) == 1
     with socket.create_connection(("127.0.0.1", port), timeout=30.0) as connection:
@@ -151,7 +157,7 @@ def test_where_an_engine_listens_is_found() -> None:
 def test_strangers_who_say_nothing_do_not_hold_up_the_end_of_an_engine(said: bytes) -> None:
     """The engine waits 5 s for what each says, and at its end the interpreter's lock is kept meanwhile."""
     set_environment("tcp")
-    engine = Engine("127.0.0.1", "tcp", "")
+    engine = MooncakeEngine("127.0.0.1", "tcp", "")
     port = int(engine.session.rpartition(":")[2])
     with contextlib.ExitStack() as opened:
         strangers = [opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30)) for _ in range(3)]
@@ -202,7 +208,7 @@ class KitNative:
 def test_an_engine_is_told_to_hurry_right_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[tuple[bool, bool]] = []
     monkeypatch.setattr(mooncake_engine, "_new_native", lambda: KitNative(ends))
-    engine = Engine("127.0.0.1", "tcp", "")
+    engine = MooncakeEngine("127.0.0.1", "tcp", "")
     engine.destroy()
     assert ends == [(True, True)]
     engine.destroy()
@@ -213,7 +219,7 @@ def test_an_engine_given_up_while_it_asks_ends_when_it_has_its_answer(monkeypatc
     ends: list[tuple[bool, bool]] = []
     monkeypatch.setattr(mooncake_engine, "_new_native", lambda: KitNative(ends))
     monkeypatch.setattr(mooncake_engine, "PROBE_TIMEOUT_S", 0.1)
-    engine = Engine("127.0.0.1", "tcp", "")
+    engine = MooncakeEngine("127.0.0.1", "tcp", "")
     may_answer = engine._native.may_answer
     with pytest.raises(TransferError, match="does not answer"):
         engine.reach("127.0.0.1:1")
@@ -247,11 +253,11 @@ def test_an_engine_whose_ports_were_taken_meanwhile_is_started_once_more(monkeyp
             return 0
 
     monkeypatch.setattr(mooncake_engine, "_new_native", lambda: Unlucky(ends))
-    Engine("127.0.0.1", "tcp", "").destroy()
+    MooncakeEngine("127.0.0.1", "tcp", "").destroy()
     assert len(ends) == 3
     failures = itertools.repeat("bind: Address already in use")
     with pytest.raises(TransferError, match="ports were taken"):
-        Engine("127.0.0.1", "tcp", "")
+        MooncakeEngine("127.0.0.1", "tcp", "")
     failures = itertools.repeat("no memory")
     with pytest.raises(TransferError, match="no memory"):
-        Engine("127.0.0.1", "tcp", "")
+        MooncakeEngine("127.0.0.1", "tcp", "")

@@ -13,8 +13,8 @@ from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transports.nixl import (
     PREFIX,
-    PeerCard,
-    PeerRegion,
+    NixlEndpointInfo,
+    NixlRegion,
     decode_address,
     encode_address,
     set_environment,
@@ -23,7 +23,9 @@ from pdserve.transfer.transports.nixl_engine import IDLE_SLEEP_US, MODULES, is_i
 
 
 def test_an_address_carries_metadata_and_regions() -> None:
-    card = PeerCard(bytes(range(256)), (PeerRegion(1 << 46, 64, "DRAM", 0), PeerRegion(1 << 47, 1 << 40, "VRAM", 7)))
+    card = NixlEndpointInfo(
+        bytes(range(256)), (NixlRegion(1 << 46, 64, "DRAM", 0), NixlRegion(1 << 47, 1 << 40, "VRAM", 7))
+    )
     address = encode_address(card)
     assert decode_address(address) == card
     assert address.isascii() and address.isprintable() and " " not in address
@@ -37,8 +39,8 @@ def test_an_address_carries_metadata_and_regions() -> None:
         PREFIX,
         PREFIX + "%%%",
         PREFIX + "gA==",
-        encode_address(PeerCard(b"", ())),
-        encode_address(PeerCard(b"x", ())),
+        encode_address(NixlEndpointInfo(b"", ())),
+        encode_address(NixlEndpointInfo(b"x", ())),
     ],
 )
 def test_a_malformed_address_is_refused_for_good(address: str) -> None:

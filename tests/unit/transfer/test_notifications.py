@@ -22,7 +22,7 @@ from pdserve.transfer.state import KVPoll
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.failing import FailingTransport
 from pdserve.transfer.transports.memory import MemoryHub
-from pdserve.transfer.wire import Done, Ended, Key, Packet, RankMemory, Region, TransferStats
+from pdserve.transfer.wire import Done, Ended, MemoryKey, Packet, RankMemory, TransferStats, WireRegion
 from pdserve.transfer.workers import CopyWorkers
 from tests.unit.transfer.kit import (
     ADDRESS,
@@ -39,7 +39,7 @@ from tests.unit.transfer.kit import (
 from tests.unit.transfer.notifying import Notes, NotifyingMemory
 from tests.unit.transfer.waiting import events_of, wait_until
 
-KEY, OTHER = Key(1, 1, "decode-1"), Key(2, 1, "decode-1")
+KEY, OTHER = MemoryKey(1, 1, "decode-1"), MemoryKey(2, 1, "decode-1")
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_notes_that_nobody_expects_are_taken_and_forgotten_in_their_turn(
     monkeypatch.setattr(notifications_module, "IDLE_LOOK_S", 0.01)
     waiting = Notifications(notes.take, mailbox.post)
     for attempt in range(10):
-        notes.came.put(encode_note(Key(5, attempt, "decode-1"), 0))
+        notes.came.put(encode_note(MemoryKey(5, attempt, "decode-1"), 0))
     taken(notes, waiting)
     assert [key.attempt for key in waiting._seen] == [7, 8, 9]
     waiting.close()
@@ -197,7 +197,7 @@ def test_workers_bring_a_note_with_every_job_that_is_not_empty(mailbox: Mailbox[
 def meet(decode_ranks: int = 1, **changes: object) -> tuple[Net, Side, Side]:
     """A pair whose engines notify; decode's replica has so many ranks."""
     net = Net()
-    others = [RankMemory(f"decode-1.{rank}", (Region(1 << 30, 1 << 20),)) for rank in range(1, decode_ranks)]
+    others = [RankMemory(f"decode-1.{rank}", (WireRegion(1 << 30, 1 << 20),)) for rank in range(1, decode_ranks)]
     shape = ParallelShape(tp_size=decode_ranks)
     prefill = Side(net, "prefill-1", notifies=True, num_heads=2)
     decode = Side(net, "decode-1", others=others, shape=shape, num_heads=2, **{"notifies": True} | changes)  # type: ignore[arg-type]

@@ -17,7 +17,18 @@ from pdserve.transfer.gated import NEVER_WRITTEN
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST
 from pdserve.transfer.room import shortfall
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import Done, Ended, Hello, Key, Meta, Packet, RankMemory, Region, TransferStats, Wire
+from pdserve.transfer.wire import (
+    Done,
+    Ended,
+    Hello,
+    MemoryKey,
+    Meta,
+    Packet,
+    RankMemory,
+    TransferStats,
+    Wire,
+    WireRegion,
+)
 from tests.unit.transfer.kit import ADDRESS, CLIENT_LEFT, TOKEN, Net, Pair, Side, assert_quiet_and_free, meet
 
 PAGE_TOKENS, NUM_LAYERS = 4, 3
@@ -161,7 +172,7 @@ def test_metadata_that_does_not_fit_the_prompt_is_refused_by_name(
 ) -> None:
     net, prefill, _ = meet()
     meta = Meta(
-        key=Key(7, 1, "decode-1"),
+        key=MemoryKey(7, 1, "decode-1"),
         cached_tokens=cached_tokens,
         pages=(tuple(range(num_pages)),),
         aux_slot=0,
@@ -187,7 +198,7 @@ def test_metadata_that_does_not_fit_the_prompt_is_refused_by_name(
 )
 def test_shortfall(num_tokens: int, cached_tokens: int, num_pages: int, fits: bool) -> None:
     pages = (tuple(range(num_pages)),)
-    meta = Meta(key=Key(1, 1, "d"), cached_tokens=cached_tokens, pages=pages, aux_slot=0, prompt_digest="d")
+    meta = Meta(key=MemoryKey(1, 1, "d"), cached_tokens=cached_tokens, pages=pages, aux_slot=0, prompt_digest="d")
     assert (shortfall(meta, num_tokens, PAGE_TOKENS) is None) is fits
 
 
@@ -308,8 +319,8 @@ def test_further_layout_groups_go_whole_with_the_last_layers_of_the_first() -> N
     hello = Hello(
         endpoint="e",
         facts={},
-        ranks=(RankMemory("t", (Region(10, 1 << 20), Region(20, 1 << 20))),),
-        aux_region=Region(30, 1 << 20),
+        ranks=(RankMemory("t", (WireRegion(10, 1 << 20), WireRegion(20, 1 << 20))),),
+        aux_region=WireRegion(30, 1 << 20),
         aux_slot_bytes=64,
         answer=False,
     )

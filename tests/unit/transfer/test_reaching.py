@@ -6,16 +6,16 @@ import pytest
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.events import PeerGone, Reached
+from pdserve.transfer.events import PeerConnected, PeerGone
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import RankMemory, Region
+from pdserve.transfer.wire import RankMemory, WireRegion
 from tests.unit.transfer.kit import ADDRESS, ALL_FREE, BOOTSTRAP_S, Net, Pair, Side, assert_quiet_and_free, found, meet
 
 NO_WAY = Failure(code="peer_unreachable", message="no route", status=502)
 
 
 def other(name: str) -> RankMemory:
-    return RankMemory(name, (Region(1 << 30, 1 << 20),))
+    return RankMemory(name, (WireRegion(1 << 30, 1 << 20),))
 
 
 def split(prefill_tp: int = 2, decode_tp: int = 2) -> tuple[Net, Side, Side]:
@@ -40,11 +40,11 @@ def test_a_room_waits_until_all_our_ranks_reach_the_peer() -> None:
     ways = [(0, "decode-1"), (1, "decode-1.1")]
     assert prefill.engine.asked == ways, "each rank the one that it feeds; once for both rooms"
     assert {first.sender.poll(), second.sender.poll()} == {KVPoll.BOOTSTRAPPING}
-    prefill.kv.handle(Reached("decode-1.1", None, 1))
-    prefill.kv.handle(Reached("decode-1.1", None, 1))
-    prefill.kv.handle(Reached("somebody", None, 0))
+    prefill.kv.handle(PeerConnected("decode-1.1", None, 1))
+    prefill.kv.handle(PeerConnected("decode-1.1", None, 1))
+    prefill.kv.handle(PeerConnected("somebody", None, 0))
     assert first.sender.poll() is KVPoll.BOOTSTRAPPING
-    prefill.kv.handle(Reached("decode-1", None, 0))
+    prefill.kv.handle(PeerConnected("decode-1", None, 0))
     assert {first.sender.poll(), second.sender.poll()} == {KVPoll.WAITING_FOR_INPUT}
     third = Pair(net, prefill, decode, room=9)
     assert third.sender.poll() is KVPoll.WAITING_FOR_INPUT and prefill.engine.asked == ways, "known by now"
@@ -61,7 +61,7 @@ def test_a_rank_that_cannot_reach_the_peer_fails_the_room_on_both_sides_and_is_a
     net, prefill, decode = meet()
     prefill.engine.reaches = False
     pair = Pair(net, prefill, decode)
-    prefill.kv.handle(Reached("decode-1", NO_WAY))
+    prefill.kv.handle(PeerConnected("decode-1", NO_WAY))
     net.pump()
     assert pair.sender.poll() is pair.receiver.poll() is KVPoll.FAILED
     assert pair.sender.failure == NO_WAY and pair.receiver.failure is not None
@@ -83,7 +83,7 @@ def test_a_room_that_has_ended_meanwhile_stays_so() -> None:
     aborted.receiver.abort(NO_WAY)
     net.pump()
     assert aborted.sender.poll() is KVPoll.FAILED
-    prefill.kv.handle(Reached("decode-1", None))
+    prefill.kv.handle(PeerConnected("decode-1", None))
     assert gone.sender.poll() is aborted.sender.poll() is KVPoll.FAILED
 
 

@@ -11,7 +11,7 @@ from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import PeerGone
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST
 from pdserve.transfer.state import KVPoll
-from pdserve.transfer.wire import Ended, Key, Meta, TransferStats, prompt_digest
+from pdserve.transfer.wire import Ended, MemoryKey, Meta, TransferStats, prompt_digest
 from tests.unit.transfer.kit import (
     ADDRESS,
     BOOTSTRAP_S,
@@ -235,7 +235,7 @@ def test_a_higher_attempt_of_the_same_receiver_supersedes_until_something_was_se
 def test_pages_that_are_not_the_peers_are_refused_and_counted(meta: dict[str, object]) -> None:
     net, prefill, _ = meet()
     sender = prefill.kv.open_sender(7, ADDRESS[0], "d")
-    good = Meta(key=Key(7, 1, "decode-1"), pages=((0, 1, 2),), aux_slot=0, prompt_digest="d")
+    good = Meta(key=MemoryKey(7, 1, "decode-1"), pages=((0, 1, 2),), aux_slot=0, prompt_digest="d")
     say(net, "decode-1", prefill, msgspec.structs.replace(good, **meta))
     assert prefill.kv.counters["metas_refused"] == 1
     assert sender.poll() is KVPoll.BOOTSTRAPPING

@@ -30,7 +30,7 @@ from pdserve.transfer.wire import (
     Done,
     Ended,
     Hello,
-    Key,
+    MemoryKey,
     Meta,
     Packet,
     Ping,
@@ -155,7 +155,7 @@ def test_frames_for_another_instance_are_counted_and_dropped() -> None:
 def test_a_room_message_without_a_handshake_is_not_believed() -> None:
     net = Net()
     prefill = Side(net, "prefill-1")
-    meta = Meta(key=Key(1, 1, "x"), pages=((1,),), aux_slot=0, prompt_digest="d")
+    meta = Meta(key=MemoryKey(1, 1, "x"), pages=((1,),), aux_slot=0, prompt_digest="d")
     prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(Packet(sender="x", receiver="prefill-1", seq=1, body=meta))))
     assert prefill.kv.counters["control_frames_unexpected"] == 1
     assert prefill.kv.quiet and not net.frames
@@ -352,7 +352,7 @@ def test_a_peer_with_the_token_and_another_s_page_numbers_changes_nothing() -> N
             say(net, "thief-1", to, Ended(key=key, failure=failure, quiesced=True))
             say(net, "thief-1", to, Told(key=key, index=0, part=PromptLogprobs(start=0, own=b"", ranks=b"")))
     pages = tuple(range(16))
-    stolen = msgspec.structs.replace(meta, key=Key(meta.key.room, 5, "thief-1"), pages=(pages,))
+    stolen = msgspec.structs.replace(meta, key=MemoryKey(meta.key.room, 5, "thief-1"), pages=(pages,))
     say(net, "thief-1", prefill, stolen)
     assert isinstance(net.said(Ended)[-1], Ended), "the room is bound to the peer that came first"
     assert pair.receiver.poll() is pair.sender.poll() is KVPoll.WAITING_FOR_INPUT

@@ -16,7 +16,7 @@ from pdserve.errors import TransferError
 from pdserve.memory import shared
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports import local_peers, shm, shm_share
-from pdserve.transfer.transports.mover import SMALL_BYTES, Move, Mover
+from pdserve.transfer.transports.mover import SMALL_BYTES, MemcpyEngine, Move
 from pdserve.transfer.transports.shm import ShmTransport
 from tests.unit.transfer.waiting import wait_until
 
@@ -162,7 +162,7 @@ def test_a_write_of_several_batches_arrives_whole(
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("sizes", [[0, 1, 4096], [SMALL_BYTES], [SMALL_BYTES + 1, 3], [1 << 20] * 5])
 def test_moves_land_where_they_should_and_nowhere_else(native: bool, sizes: list[int]) -> None:
-    move, gap = Mover(native=native), 7
+    move, gap = MemcpyEngine(native=native), 7
     source = np.random.default_rng(0).integers(1, 256, sum(sizes) + gap * len(sizes), dtype=np.uint8)
     target = np.zeros(len(source), dtype=np.uint8)
     moves: list[Move] = []

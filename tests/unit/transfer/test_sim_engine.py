@@ -12,10 +12,10 @@ from pdserve.base.mailbox import Mailbox
 from pdserve.memory.allocator import PageAllocator
 from pdserve.scheduler.scheduler import Event
 from pdserve.sim.network import Faults, Pool, SimCopyEngine, SimNet
-from pdserve.transfer.events import CopyDone, CopyJob, Ready
+from pdserve.transfer.events import CopyDone, CopyJob, LayersReady
 from pdserve.transfer.gated import GATE_TIMEOUT_S
 from pdserve.transfer.plan import PageCopy
-from pdserve.transfer.wire import Key
+from pdserve.transfer.wire import MemoryKey
 
 PAGE_BYTES = 8
 ONCE = Faults(repeated=0.0)
@@ -41,10 +41,10 @@ class Rig:
             allocator.take(1)
             self.net.pools[memory.ctypes.data] = Pool(PAGE_BYTES, allocator)
 
-    def submit(self, ready: Ready | None) -> CopyJob:
+    def submit(self, ready: LayersReady | None) -> CopyJob:
         """Copy the page."""
         piece = (self.source.ctypes.data, self.target.ctypes.data, (PageCopy(0, 0, PAGE_BYTES),))
-        job = CopyJob(Key(1, 1, "decode-0"), 0, "decode-0", "decode:0/prefill-0#1", (piece,), PAGE_BYTES, ready)
+        job = CopyJob(MemoryKey(1, 1, "decode-0"), 0, "decode-0", "decode:0/prefill-0#1", (piece,), PAGE_BYTES, ready)
         self.engine.submit(job)
         return job
 

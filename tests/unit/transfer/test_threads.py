@@ -28,9 +28,9 @@ from pdserve.transfer.events import (
     TransferEvent,
 )
 from pdserve.transfer.peers import SessionTimes
-from pdserve.transfer.receivers import Receivers
+from pdserve.transfer.receivers import SessionReceivers
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.wire import Hello, Packet, Ping, RankMemory, Region, Wire
+from pdserve.transfer.wire import Hello, Packet, Ping, RankMemory, Wire, WireRegion
 from tests.unit.transfer.kit import KitDirectory, KitEngine
 from tests.unit.transfer.waiting import DEADLINE_S, events_of, wait_until
 
@@ -52,8 +52,8 @@ class Member:
         hello = Hello(
             endpoint=self.socket.endpoint,
             facts={"page_size": 16},
-            ranks=(RankMemory(name, (Region(1, 1),)),),
-            aux_region=Region(1, 1),
+            ranks=(RankMemory(name, (WireRegion(1, 1),)),),
+            aux_region=WireRegion(1, 1),
             aux_slot_bytes=64,
             answer=False,
         )
@@ -67,7 +67,7 @@ class Member:
             clock,
             SessionTimes(resend_s=0.1),
             self.counters,
-            Receivers(self.engine, clock, 1),
+            SessionReceivers(self.engine, clock, 1),
             lambda session: False,
             name,
         )
@@ -135,7 +135,7 @@ def test_a_hello_with_a_nonsense_endpoint_does_not_stop_the_server(members: list
             endpoint=endpoint,
             facts={"page_size": 16},
             ranks=(RankMemory("x", ()),),
-            aux_region=Region(1, 1),
+            aux_region=WireRegion(1, 1),
             aux_slot_bytes=64,
             answer=False,
         )

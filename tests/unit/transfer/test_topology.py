@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.base.parallel import SINGLE, ParallelShape, Place, check_split
+from pdserve.base.parallel import SINGLE, ParallelShape, RankCoord, check_split
 from pdserve.errors import ConfigError, HandshakeError
 from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.transfer.plan import PageCopy, plan_feed
-from pdserve.transfer.topology import Feed, check_shapes, feeds
+from pdserve.transfer.topology import ShardFlow, check_shapes, feeds
 
 Pool = npt.NDArray[np.int64]
 TP_SIZES = (1, 2, 3, 4, 6, 8)
@@ -58,7 +58,7 @@ def model_bytes(group: KVGroup, num_pages: int) -> npt.NDArray[np.int64]:
     return np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
 
 
-def held_by(everything: npt.NDArray[np.int64], group: KVGroup, place: Place) -> npt.NDArray[np.int64]:
+def held_by(everything: npt.NDArray[np.int64], group: KVGroup, place: RankCoord) -> npt.NDArray[np.int64]:
     """What of it a rank holds, cut out by indexing alone."""
     layers, heads = group.layers_of(place), group.heads_of(place)
     return everything[:, layers.start : layers.stop, :, heads.start : heads.stop]
@@ -140,7 +140,7 @@ def test_all_tensor_sizes_feed_each_other(num_heads: int) -> None:
 
 def test_a_latent_has_one_writer_and_every_tensor_rank_gets_it() -> None:
     group = group_of(4, 1, 2, GroupKind.MLA)
-    assert feeds(group, ParallelShape(tp_size=4), ParallelShape()) == (Feed(0, 0, range(4), range(1)),)
+    assert feeds(group, ParallelShape(tp_size=4), ParallelShape()) == (ShardFlow(0, 0, range(4), range(1)),)
     found = feeds(group, ParallelShape(), ParallelShape(tp_size=4))
     assert [(feed.source_rank, feed.destination_rank) for feed in found] == [(0, 0), (0, 1), (0, 2), (0, 3)]
 

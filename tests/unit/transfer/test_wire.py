@@ -20,27 +20,27 @@ from pdserve.transfer.wire import (
     Done,
     Ended,
     Hello,
-    Key,
+    MemoryKey,
     Meta,
     Packet,
     Ping,
     Pong,
     RankMemory,
     Refusal,
-    Region,
     TransferStats,
     Wire,
+    WireRegion,
     prompt_digest,
 )
 
 WIRE = Wire("secret")
-KEY = Key(7, 3, "decode-1")
+KEY = MemoryKey(7, 3, "decode-1")
 FAILURE = Failure(code="x", message="y")
 HELLO = Hello(
     endpoint="h:1",
     facts={"page_size": 16, "model": "m"},
-    ranks=(RankMemory("t", (Region(1, 2),)),),
-    aux_region=Region(3, 4),
+    ranks=(RankMemory("t", (WireRegion(1, 2),)),),
+    aux_region=WireRegion(3, 4),
     aux_slot_bytes=64,
     answer=False,
 )
@@ -170,7 +170,7 @@ def test_digests_tell_prompts_apart() -> None:
 
 
 def test_a_status_that_is_no_http_error_is_refused() -> None:
-    key = Key(1, 1, "decode")
+    key = MemoryKey(1, 1, "decode")
     lie = Ended(key=key, failure=Failure(code="x", message="y", status=7), quiesced=True)
     frame = Wire("token").encode(Packet(sender="a", receiver="b", seq=1, body=lie))
     with pytest.raises(ProtocolError):

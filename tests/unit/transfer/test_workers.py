@@ -13,14 +13,14 @@ from pdserve.transfer import workers as workers_module
 from pdserve.transfer.events import (
     CopyDone,
     CopyJob,
+    PeerConnected,
     PeerFenced,
-    Reached,
     ReceiverOpened,
     TransferEvent,
 )
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.transport import Copy, MemoryRegion, TransportFacts
-from pdserve.transfer.wire import Key
+from pdserve.transfer.wire import MemoryKey
 from pdserve.transfer.workers import CopyWorkers
 from tests.unit.transfer.waiting import DEADLINE_S, events_of, wait_until
 
@@ -93,7 +93,7 @@ class ScriptedTransport:
 
 def _job(address: str, index: int = 0) -> CopyJob:
     pieces = ((1000, 5000, (PageCopy(16, 32, 8), PageCopy(0, 0, 8))), (2000, 9000, (PageCopy(64, 64, 64),)))
-    return CopyJob(Key(1, 1, address), index, address, address, pieces, num_bytes=80)
+    return CopyJob(MemoryKey(1, 1, address), index, address, address, pieces, num_bytes=80)
 
 
 @pytest.fixture
@@ -153,13 +153,13 @@ def test_a_peer_is_connected_to_before_there_is_anything_to_copy(
     workers: CopyWorkers, transport: ScriptedTransport, mailbox: Mailbox[TransferEvent]
 ) -> None:
     assert not workers.reach(0, "peer")
-    assert events_of(mailbox, 1) == [Reached("peer", None)] and transport.connects == ["peer"]
+    assert events_of(mailbox, 1) == [PeerConnected("peer", None)] and transport.connects == ["peer"]
     assert workers.reach(0, "peer"), "known by now"
     workers.submit(_job("peer"))
     assert _reports(mailbox, 1)[0].failure is None and transport.connects == ["peer"]
     assert not workers.reach(0, "unreachable")
     (event,) = events_of(mailbox, 1)
-    assert isinstance(event, Reached) and event.failure is not None and event.failure.code == "peer_unreachable"
+    assert isinstance(event, PeerConnected) and event.failure is not None and event.failure.code == "peer_unreachable"
     assert not workers.reach(0, "unreachable"), "perhaps by now"
     events_of(mailbox, 1)
     workers.forget("peer")
@@ -179,7 +179,7 @@ def test_a_bug_in_connecting_is_a_value_too(
     monkeypatch.setattr(transport, "connect", connect)
     workers.reach(0, "peer")
     (event,) = events_of(mailbox, 1)
-    assert isinstance(event, Reached) and event.failure is not None and event.failure.code == "internal"
+    assert isinstance(event, PeerConnected) and event.failure is not None and event.failure.code == "internal"
 
 
 def test_a_cancelled_job_is_reported_unwritten(

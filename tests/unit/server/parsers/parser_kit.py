@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdserve.server.parsers.feed import Feed, Reader
-from pdserve.server.parsers.pieces import CallArguments, Content, Piece, Reasoning, Whole, put_together
+from pdserve.server.parsers.feed import IncrementalParser, PiecesReader
+from pdserve.server.parsers.pieces import CallArguments, Content, ParsedAnswer, Piece, Reasoning, put_together
 from pdserve.server.parsers.registry import TOOL_FORMATS
 from pdserve.server.parsers.thinking import THINKING
 from pdserve.server.parsers.tool_format import ToolFormat
@@ -25,18 +25,18 @@ WEATHER = {
 TOOLS: dict[str, dict[str, Any]] = {"get_weather": WEATHER, "now": {}}
 
 
-def tool_reader(kind: str | type[ToolFormat]) -> Reader:
-    feed = Feed()
+def tool_reader(kind: str | type[ToolFormat]) -> PiecesReader:
+    feed = IncrementalParser()
     made = (TOOL_FORMATS[kind] if isinstance(kind, str) else kind)(TOOLS)
-    return Reader(feed, made.read(feed))
+    return PiecesReader(feed, made.read(feed))
 
 
-def thought_reader(name: str, inside: bool | None) -> Reader:
-    feed = Feed()
-    return Reader(feed, THINKING[name].read(feed, inside))
+def thought_reader(name: str, inside: bool | None) -> PiecesReader:
+    feed = IncrementalParser()
+    return PiecesReader(feed, THINKING[name].read(feed, inside))
 
 
-def read(make: Callable[[], Reader], texts: Sequence[str]) -> list[Piece]:
+def read(make: Callable[[], PiecesReader], texts: Sequence[str]) -> list[Piece]:
     """The pieces of a text that comes as `texts`."""
     reader = make()
     pieces = [piece for text in texts for piece in reader.push(text)]
@@ -46,13 +46,13 @@ def read(make: Callable[[], Reader], texts: Sequence[str]) -> list[Piece]:
     return pieces
 
 
-def whole(make: Callable[[], Reader], text: str) -> Whole:
+def whole(make: Callable[[], PiecesReader], text: str) -> ParsedAnswer:
     """What a text is made of; the same whether it comes at once or character by character."""
     at_once = put_together(read(make, [text]))
     assert put_together(read(make, list(text))) == at_once
     return at_once
 
 
-def calls(made: Whole) -> list[tuple[str, Any]]:
+def calls(made: ParsedAnswer) -> list[tuple[str, Any]]:
     """Names and arguments, as values."""
     return [(call.name, json.loads(call.arguments)) for call in made.calls]

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from pdserve.config.groups import ReasoningParser, ToolCallParser
-from pdserve.server.parsers.pieces import Whole
+from pdserve.server.parsers.pieces import ParsedAnswer
 from pdserve.server.parsers.registry import REASONING_NAMES, TOOL_NAMES, detect_reasoning, detect_tools
 from pdserve.server.parsers.thinking import THINKING
 from tests.unit.server.parsers.parser_kit import thought_reader, tool_reader, whole
@@ -16,21 +16,21 @@ from tests.unit.server.parsers.parser_kit import thought_reader, tool_reader, wh
 @pytest.mark.parametrize(
     ("name", "inside", "text", "expected"),
     [
-        ("qwen3", None, "<think>\nhm, hm\n</think>\n\nYes. ", Whole("Yes. ", "hm, hm")),
-        ("qwen3", None, "Yes <think>no</think>", Whole("Yes <think>no</think>")),
-        ("qwen3", True, "hm</think>Yes", Whole("Yes", "hm")),
-        ("qwen3", False, "<think>x", Whole("<think>x")),
-        ("qwen3", None, "<think>cut of", Whole(None, "cut of")),
-        ("qwen3", None, "<thin", Whole("<thin")),
-        ("qwen3", None, "<think>\n\n</think>\n\nYes", Whole("Yes")),
-        ("deepseek-r1", True, "<think>hm</think>\nYes", Whole("Yes", "hm")),
-        ("deepseek-r1", True, "never ends", Whole(None, "never ends")),
-        ("kimi", None, "◁think▷hm◁/think▷Yes", Whole("Yes", "hm")),
-        ("mistral", None, "[THINK]hm[/THINK]Yes", Whole("Yes", "hm")),
-        ("glm45", None, "<think>hm <tool_call>now\n</tool_call>", Whole("<tool_call>now\n</tool_call>", "hm")),
+        ("qwen3", None, "<think>\nhm, hm\n</think>\n\nYes. ", ParsedAnswer("Yes. ", "hm, hm")),
+        ("qwen3", None, "Yes <think>no</think>", ParsedAnswer("Yes <think>no</think>")),
+        ("qwen3", True, "hm</think>Yes", ParsedAnswer("Yes", "hm")),
+        ("qwen3", False, "<think>x", ParsedAnswer("<think>x")),
+        ("qwen3", None, "<think>cut of", ParsedAnswer(None, "cut of")),
+        ("qwen3", None, "<thin", ParsedAnswer("<thin")),
+        ("qwen3", None, "<think>\n\n</think>\n\nYes", ParsedAnswer("Yes")),
+        ("deepseek-r1", True, "<think>hm</think>\nYes", ParsedAnswer("Yes", "hm")),
+        ("deepseek-r1", True, "never ends", ParsedAnswer(None, "never ends")),
+        ("kimi", None, "◁think▷hm◁/think▷Yes", ParsedAnswer("Yes", "hm")),
+        ("mistral", None, "[THINK]hm[/THINK]Yes", ParsedAnswer("Yes", "hm")),
+        ("glm45", None, "<think>hm <tool_call>now\n</tool_call>", ParsedAnswer("<tool_call>now\n</tool_call>", "hm")),
     ],
 )
-def test_thoughts_and_answer(name: str, inside: bool | None, text: str, expected: Whole) -> None:
+def test_thoughts_and_answer(name: str, inside: bool | None, text: str, expected: ParsedAnswer) -> None:
     assert whole(lambda: thought_reader(name, inside), text) == expected
 
 
@@ -51,7 +51,7 @@ def test_harmony_reads_channels() -> None:
         "<|start|>assistant<|channel|>analysis<|message|>more<|end|>"
         "<|start|>assistant<|channel|>final<|message|>Done.<|return|>"
     )
-    assert whole(lambda: tool_reader("gpt-oss"), text) == Whole("Looking.Done.", "think more")
+    assert whole(lambda: tool_reader("gpt-oss"), text) == ParsedAnswer("Looking.Done.", "think more")
 
 
 def test_formats_are_found_by_the_chat_template() -> None:

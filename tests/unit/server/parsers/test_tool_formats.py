@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.server.parsers.json_formats import JsonArguments, JsonList
-from pdserve.server.parsers.pieces import CallArguments, Whole
+from pdserve.server.parsers.pieces import CallArguments, ParsedAnswer
 from pdserve.server.parsers.registry import TOOL_FORMATS
 from tests.unit.server.parsers.parser_kit import calls, read, tool_reader, whole
 
@@ -84,7 +84,7 @@ def test_text_before_calls_is_content_without_the_space_between(name: str) -> No
     ],
 )
 def test_text_without_calls_stays_as_it_is(name: str, text: str) -> None:
-    assert whole(lambda: tool_reader(name), text) == Whole(content=text or None)
+    assert whole(lambda: tool_reader(name), text) == ParsedAnswer(content=text or None)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -188,5 +188,5 @@ def test_what_grammars_make_models_write() -> None:
     assert calls(whole(lambda: tool_reader(JsonList), text)) == TWO
     made = whole(lambda: tool_reader(JsonArguments), ' {"city": "Paris"} ')
     assert calls(made) == [PARIS]
-    assert whole(lambda: tool_reader(JsonList), "no list") == Whole(content="no list")
-    assert whole(lambda: tool_reader(JsonArguments), " ") == Whole()
+    assert whole(lambda: tool_reader(JsonList), "no list") == ParsedAnswer(content="no list")
+    assert whole(lambda: tool_reader(JsonArguments), " ") == ParsedAnswer()
