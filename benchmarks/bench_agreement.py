@@ -39,12 +39,12 @@ from pdserve.model.parallel import Parallel
 from pdserve.model.torch_parallel import open_parallel
 from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.copies import RankCopies
-from pdserve.ranks.followers import meet_followers
 from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
-from pdserve.ranks.leader import Rank0Link, Stopped
+from pdserve.ranks.rank0_link import Rank0Link, Stopped
 from pdserve.ranks.rendezvous import open_store
+from pdserve.ranks.worker_links import meet_followers
+from pdserve.scheduler.input_source import FollowerInputSource, LeaderInputSource
 from pdserve.scheduler.scheduler import Event, InputSource
-from pdserve.scheduler.shared_mail import FollowerInputSource, LeaderInputSource
 from pdserve.transfer.events import CopyDone, CopyJob
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import MemoryKey

@@ -27,7 +27,7 @@ from benchmarks import report
 from benchmarks.bench_serving import percentile
 from benchmarks.costed_states import POLICIES, STATES, Case, State
 from pdserve.config.groups import SchedulePolicy
-from pdserve.scheduler.build import keep_for_good
+from pdserve.engine.build import keep_for_good
 
 PARTS = ("poll", "plan", "commit", "step")
 MARK_RUNNING, MARK_MS = 256, 1.0

@@ -27,7 +27,7 @@ from benchmarks.report import Run, add_write_flags, footer, markdown_table
 from benchmarks.servers import monolith
 from pdserve.base import startup_times
 from pdserve.base.process_use import OWN
-from pdserve.memory.commit import MOST_BYTES_AHEAD, TOKENS_AHEAD
+from pdserve.memory.prefault import MOST_BYTES_AHEAD, TOKENS_AHEAD
 
 MIB = 1 << 20
 PARTS = (startup_times.IMPORTS, startup_times.WEIGHTS, startup_times.PACK, startup_times.POOLS)

@@ -23,14 +23,13 @@ from pdserve.protocol.codec import Codec
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import GenerateRequest, RoomAddress, ToApi, WaitsFor
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.core import Outbox, SchedulerContext, StepLimits
-from pdserve.scheduler.req import Req
+from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, Scheduler
-from pdserve.scheduler.waiting import WaitingQueue
 from pdserve.sim.cost_model import CostModel, CostModelExecutor
 from pdserve.sim.hash_lm import hash_layout
 from pdserve.sim.network import Faults, SimNet, SimSocket

@@ -34,8 +34,8 @@ from pdserve.protocol.messages import (
     StateQuery,
     StateReply,
 )
-from pdserve.server.life import EngineBackend
-from pdserve.server.run import run_api
+from pdserve.server.lifecycle.instance import EngineBackend
+from pdserve.server.lifecycle.run import run_api
 
 VOCAB_SIZE, FIRST_WORD = 49152, 1000
 READY = EngineReady(

@@ -15,11 +15,11 @@ import torch
 from benchmarks.strip_reader import StripReader
 from pdserve.base.native import best_level
 from pdserve.config.groups import MemoryConfig
-from pdserve.executor.row_params import SamplingMetadata
+from pdserve.executor.sampling_metadata import SamplingMetadata
 from pdserve.memory.shared import allocate_private
 from pdserve.model.forward_batch import ForwardBatch, HostRows
-from pdserve.model.native.choice import NativeChooser
 from pdserve.model.native.program import HeadShape, Program, Threads
+from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import Arena, Format, open_packed, pack, pack_gated
 from pdserve.protocol.sampling import CoreSamplingParams
 

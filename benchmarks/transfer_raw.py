@@ -23,7 +23,7 @@ def raw_writer(stack: contextlib.ExitStack, backend: str, address: str, source: 
 
 def _raw_shm(stack: contextlib.ExitStack, address: str, source: MemoryRegion) -> Write:
     """memmove into the mapping."""
-    from pdserve.transfer.transports.shm_share import open_peer
+    from pdserve.transfer.transports.shm import open_peer
 
     peer = open_peer(address)
 

@@ -31,6 +31,7 @@ from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.memory.lease import Lease, LeasePool
 from pdserve.transfer.aux import AuxRecord, MetadataBuffers
 from pdserve.transfer.control import ZmqControlSocket
+from pdserve.transfer.copy_workers import CopyWorkers
 from pdserve.transfer.events import Address, PrefillFound, TransferEvent
 from pdserve.transfer.manager import KVArgs, KVManager, KVReceiver, KVSender, TransferTimes
 from pdserve.transfer.peers import SessionTimes
@@ -38,7 +39,6 @@ from pdserve.transfer.registry import open_transport
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.wire import RankMemory, TransferStats
-from pdserve.transfer.workers import CopyWorkers
 
 HOST = "127.0.0.1"
 ADDRESS: Address = (HOST, 1)

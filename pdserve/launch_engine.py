@@ -24,11 +24,10 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Literal
 
-from pdserve.base.cores import cores_of, granted_cores, pin_process
+from pdserve.base.cpu_affinity import cores_of, granted_cores, pin_process
 from pdserve.base.env import control_token, keep_openmp_from_spinning
-from pdserve.base.leaving import ENDING, leave_if_told
 from pdserve.base.log import setup_logging
-from pdserve.base.process import die_with_parent
+from pdserve.base.process import ENDING, die_with_parent, leave_if_told
 from pdserve.base.startup_times import IMPORTS, StartupTimes, process_age_s
 from pdserve.config import DisaggMode, ServerConfig
 from pdserve.errors import ConfigError, PdserveError, RankError
@@ -231,8 +230,8 @@ def own_devices(start: RankStartInfo, visible: str | None) -> str:
 
 
 def _lead(start: RankStartInfo) -> None:
-    from pdserve.scheduler.build import run_scheduler
-    from pdserve.scheduler.build_transfer import ReplicaId
+    from pdserve.engine.build import run_scheduler
+    from pdserve.engine.build_transfer import ReplicaId
 
     startup = StartupTimes()
     startup.add(IMPORTS, process_age_s())
@@ -247,7 +246,7 @@ def _lead(start: RankStartInfo) -> None:
 
 
 def _follow(start: RankStartInfo) -> None:
-    from pdserve.scheduler.build_follower import run_follower
+    from pdserve.engine.build_follower import run_follower
 
     assert start.rendezvous is not None
     place = start.config.parallel.shape.place(start.rank)

@@ -27,14 +27,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, get_args
 
-from pdserve.base.cores import cores_of, share_cores
+from pdserve.base.cpu_affinity import cores_of, share_cores
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY
 from pdserve.base.process import Child, ChildError, ServerReady, end_all
 from pdserve.base.session_proof import worker_secret
-from pdserve.config.local_access import LocalAccess, access_of, add_access
-from pdserve.config.role_flags import Role, flags_for, flags_for_router
+from pdserve.config.local_access import LocalAccess, Role, access_of, add_access, flags_for, flags_for_router
 from pdserve.errors import ConfigError
-from pdserve.router.config import POLICY_HELP, PolicyName
+from pdserve.router.config.config import POLICY_HELP, PolicyName
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 OWNED_FLAGS = ("--port", "--host", "--disaggregation-mode", "--disaggregation-bootstrap-port")

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import msgspec
 
 from pdserve.base.env import control_token
-from pdserve.base.leaving import leave_at_signals
 from pdserve.base.log import setup_logging
+from pdserve.base.process import leave_at_signals
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import resolve

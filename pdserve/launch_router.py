@@ -20,13 +20,13 @@ import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from pdserve.base.exposure import url_host, warn_open
+from pdserve.base.bind_checks import url_host, warn_open
 from pdserve.base.process import ServerReady, announce_ready
 from pdserve.errors import ConfigError
 from pdserve.router.app import ROUTER, make_app
-from pdserve.router.config import RouterConfig
-from pdserve.router.flags import config_from, make_parser
-from pdserve.router.tls import server_tls
+from pdserve.router.config.config import RouterConfig
+from pdserve.router.config.flags import config_from, make_parser
+from pdserve.router.http.tls import server_tls
 
 __all__ = ["config_from", "main", "make_parser", "serve"]
 

@@ -16,11 +16,10 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pdserve.base.bind_checks import url_host, warn_open, warn_unsealed, warn_weak
 from pdserve.base.env import CONTROL_TOKEN, control_token
-from pdserve.base.exposure import url_host, warn_open, warn_unsealed, warn_weak
-from pdserve.base.leaving import leave_at_signals
 from pdserve.base.log import setup_logging
-from pdserve.base.process import ServerReady, announce_ready
+from pdserve.base.process import ServerReady, announce_ready, leave_at_signals
 from pdserve.config import DisaggMode, ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import for_mode, resolve
@@ -30,7 +29,7 @@ from pdserve.protocol.channel import ApiChannel, ZmqApiChannel
 from pdserve.protocol.replicas import ReplicatedChannel
 
 if TYPE_CHECKING:
-    from pdserve.server.life import EngineBackend
+    from pdserve.server.lifecycle.instance import EngineBackend
     from pdserve.transfer.bootstrap import BootstrapServer
 
 
@@ -49,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch(config: ServerConfig, given: ServerConfig) -> int:
     """Start the parts, serve, and end them in order. `given`: the configuration before `resolve`."""
-    from pdserve.server.run import run_api
-    from pdserve.server.tls import server_tls
+    from pdserve.server.http.tls import server_tls
+    from pdserve.server.lifecycle.run import run_api
 
     sides = Sides(given)
     served = False
@@ -133,7 +132,7 @@ class Side:
 
     def backend(self) -> EngineBackend:
         """As the API process sees it."""
-        from pdserve.server.life import EngineBackend
+        from pdserve.server.lifecycle.instance import EngineBackend
 
         bootstrap = self.bootstrap
         return EngineBackend(

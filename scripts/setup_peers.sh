@@ -66,7 +66,7 @@ install_llama() {
 
 make_models() { # from the file in the wheel, which is of 4 bits (Q4_1): its values, in other formats
     local file kind
-    file=$(.venv/bin/python -c "from pdserve.model.smollm2 import smollm2_gguf; print(smollm2_gguf())")
+    file=$(.venv/bin/python -c "from pdserve.model.paths import smollm2_gguf; print(smollm2_gguf())")
     for kind in bf16 f16 q8_0 q4_0; do
         [ -e "$HOME_DIR/smollm2-$kind.gguf" ] || "$HOME_DIR/llama/bin/llama-quantize" --allow-requantize \
             "$file" "$HOME_DIR/smollm2-$kind.gguf" "${kind^^}" >/dev/null

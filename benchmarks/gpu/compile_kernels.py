@@ -34,21 +34,15 @@ from benchmarks.gpu.kernel_checks import AttentionShape
 from pdserve.executor.attention_choice import make_attention, make_kernels
 from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.model.attention.interface import Heads
-from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import ForwardBatch, HostRows
-from pdserve.model.gpu import (
-    decode_attention,
-    elementwise,
-    experts,
-    extend_attention,
-    few_rows,
-    heads,
-    likeliest,
-    routes,
-)
-from pdserve.model.gpu.nucleus import least_of_nucleus
+from pdserve.model.gpu import decode_attention, elementwise, experts, extend_attention, routes
+from pdserve.model.gpu import fused_qk_norm_rope_cache as heads
+from pdserve.model.gpu import sampling as likeliest
+from pdserve.model.gpu import small_batch_gemm as few_rows
+from pdserve.model.gpu.sampling import least_of_nucleus
+from pdserve.model.layers.dense import RMSNorm
 from pdserve.model.layers.kernels import FastKernels
-from pdserve.model.layers.norm import RMSNorm
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Shared memory that a program may have, by compute capability."""

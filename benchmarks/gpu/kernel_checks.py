@@ -20,10 +20,10 @@ from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.memory.layout import GroupKind, KVGroup, pages_for
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import Heads
-from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.layers.dense import RMSNorm
 from pdserve.model.layers.kernels import FastKernels
-from pdserve.model.layers.norm import RMSNorm
 from pdserve.model.layers.rotary import Rotary
 from pdserve.model.rope import RopeSpec
 

@@ -28,9 +28,10 @@ from torch import Tensor
 
 from benchmarks.gpu.check_cuda import EXIT_NO_DEVICE
 from benchmarks.gpu.timings import measure_limits
-from pdserve.model.gpu import elementwise, few_rows
-from pdserve.model.gpu.few_rows import SmallBatchTiling
+from pdserve.model.gpu import elementwise
+from pdserve.model.gpu import small_batch_gemm as few_rows
 from pdserve.model.gpu.runtime import num_cores, shared_bytes
+from pdserve.model.gpu.small_batch_gemm import SmallBatchTiling
 from pdserve.model.layers.kernels import FastKernels
 
 _COPY_BYTES = 1 << 30

@@ -24,7 +24,8 @@ from benchmarks.gpu.check_cuda import EXIT_NO_DEVICE
 from benchmarks.gpu.shapes import MODELS, TINY_MODELS
 from benchmarks.gpu.timings import Limits, Plan, Timer, build_dummy, measure_limits
 from pdserve.executor.graphs import Capture, EagerCapture, GraphCapture
-from pdserve.model.gpu import decode_attention, few_rows
+from pdserve.model.gpu import decode_attention
+from pdserve.model.gpu import small_batch_gemm as few_rows
 from pdserve.model.gpu.decode_attention import AttentionTiling as Attention
 
 Change = tuple[Any, str, Any]

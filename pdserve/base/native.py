@@ -1,6 +1,6 @@
 """The shared library of CPU kernels: where it is, whether this machine can run it, and its C interface for ctypes.
 
-`csrc/pdk.h` describes the functions; the model's native files, `memory/commit.py` and the `shm` transport call them.
+`csrc/pdk.h` describes the functions; the model's native files, `memory/prefault.py` and the `shm` transport call them.
 The package's build makes the library; without a compiler there is none, the model runs on torch,
 and copies are made one by one.
 """

@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
+from types import FrameType
+from typing import IO, NoReturn
 
 from pdserve.errors import PdserveError
 
@@ -209,3 +210,37 @@ def end_all(children: Sequence[Child], grace_s: float) -> None:
         child.ask_to_end()
     for child in children:
         child.end(max(0.0, deadline - time.monotonic()))
+
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+class ExitSignals(SystemExit):
+    """Not KeyboardInterrupt: where that passes through `exec`, CPython ends with the signal's status, though caught."""
+
+
+_told = False
+
+
+def leave_at_signals() -> None:
+    """From now on `ENDING` end the process with 0, by `ExitSignals` in the main thread. Call it there."""
+    for number in ENDING:
+        signal.signal(number, _leave)
+    sys.unraisablehook = _say_what_is_lost
+
+
+def leave_if_told() -> None:
+    """Raises `ExitSignals` where a signal came and its exception was lost."""
+    if _told:
+        raise ExitSignals(0)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    global _told
+    _told = True
+    raise ExitSignals(0)
+
+
+def _say_what_is_lost(lost: sys.UnraisableHookArgs) -> None:
+    if lost.exc_type is not ExitSignals:
+        sys.__unraisablehook__(lost)

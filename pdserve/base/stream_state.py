@@ -6,7 +6,7 @@
 
 What is told is the client's own: ids of its tokens, and what it is shown anyway. So a client that asks a server for it
 directly, or sends the field, can reach nothing but its own answer. The router takes the lines out of streams, and the
-field out of bodies. Used by `server/stream_states.py` and `router/stream_retry.py`.
+field out of bodies. Used by `server/request/stream_states.py` and `router/proxy/stream_retry.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+
+ROLE_HEADER = "X-PDServe-Role"
+NO_ROLE = "none"
+
 
 STATE_HEADER = "X-PDServe-Stream-State"
 RESUME_FIELD = "pdserve_resume"

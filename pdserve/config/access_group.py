@@ -4,11 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
-from pdserve.base.clients import Network, parse_networks
-from pdserve.base.keys import ADMIN_API_KEY, API_KEY, Keys, check_keys
-from pdserve.config.fields import flag
+from pdserve.base.clients import ADMIN_API_KEY, API_KEY, Keys, Network, check_keys, parse_networks
 from pdserve.errors import ConfigError
+
+
+def flag(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    names: tuple[str, ...] = (),
+    env: str | None = None,
+    secret: bool = False,
+) -> Any:
+    """A dataclass field that is also a command-line flag; `names` are extra or replacing flag names.
+
+    `env` is a variable that stands for the flag where it is not given. A `secret` is never shown: not in a repr, not in
+    `/get_server_info`, not in a log.
+    """
+    metadata = {"help": help, "names": names, "env": env, "secret": secret}
+    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
+
+
+def shown(group: Any) -> dict[str, Any]:
+    """The fields of a config group that may be shown, by name."""
+    secret = {field.name for field in dataclasses.fields(group) if field.metadata["secret"]}
+    return {name: value for name, value in dataclasses.asdict(group).items() if name not in secret}
+
 
 KEYFILE_PASSWORD = "PDSERVE_SSL_KEYFILE_PASSWORD"
 

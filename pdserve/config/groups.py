@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from pdserve.base.host_patterns import HostPatterns, parse_host_patterns
+from pdserve.base.bind_checks import HostPatterns, parse_host_patterns
 from pdserve.base.parallel import ParallelShape
-from pdserve.config.access_group import AccessConfig
-from pdserve.config.fields import flag
+from pdserve.config.access_group import AccessConfig, flag
 
 DisaggMode = Literal["null", "prefill", "decode"]
 TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]

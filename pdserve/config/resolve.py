@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pdserve.base.cores import granted_cores
+from pdserve.base.cpu_affinity import granted_cores
 from pdserve.base.env import triton_is_interpreted
 from pdserve.config.groups import DisaggConfig, DisaggMode, KernelConfig, ServerConfig
 from pdserve.config.validate import check

@@ -15,15 +15,15 @@ import torch
 
 from pdserve.config.groups import KernelConfig
 from pdserve.errors import ConfigError
-from pdserve.model.attention.fixed_blocks import BatchInvariantAttention
+from pdserve.model.attention.batch_invariant import BatchInvariantAttention
 from pdserve.model.attention.flashinfer_pages import FlashInferAttention
 from pdserve.model.attention.flashinfer_pages import cannot_run as flashinfer_cannot_run
 from pdserve.model.attention.interface import AttentionBackend
-from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
 from pdserve.model.config import ModelSpec
 from pdserve.model.gpu import runtime
-from pdserve.model.layers.fixed import BatchInvariantKernels
+from pdserve.model.layers.batch_invariant import BatchInvariantKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels
 
 _LOG = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from pdserve.base.heap import give_back_freed
 from pdserve.base.hf_tokenizer import read_tokenizer_json
+from pdserve.base.host_memory import give_back_freed
 from pdserve.base.native import arithmetic_of
 from pdserve.base.parallel import RankCoord, WidePlace, layers_of
 from pdserve.base.startup_times import PACK, POOLS, WARM_UP, WEIGHTS, StartupTimes
@@ -25,22 +25,21 @@ from pdserve.executor.attention_choice import Choice, choose_attention, make_att
 from pdserve.executor.grammar_rows import GrammarRows
 from pdserve.executor.graphs import DEFAULT_MAX_ROWS, graph_sizes
 from pdserve.executor.kernel_choice import choose_level, make_native
-from pdserve.executor.local import LocalExecutor
-from pdserve.executor.pool_size import pool_tokens
+from pdserve.executor.local_executor import LocalExecutor
+from pdserve.executor.memory_sizing import bytes_behind_pool, pool_tokens
 from pdserve.executor.sampler import choose_with_torch
-from pdserve.executor.step_memory import bytes_behind_pool
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.memory.layout import KVLayout, pages_for
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import AttentionBackend
-from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import ModelSpec
 from pdserve.model.dtypes import torch_dtype
 from pdserve.model.families.decoder import Decoder, kv_layout
 from pdserve.model.loader import empty_model, fill_model, read_spec, resolve_dtype
-from pdserve.model.native.attention import AttentionInProgram
 from pdserve.model.native.decoder import NativeDecoder
+from pdserve.model.native.layers import AttentionInProgram
 from pdserve.model.parallel import Parallel, SingleRank, is_sampler
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 from pdserve.model.placement import ExpertMap, first_placement

@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 
 from pdserve.errors import GrammarError
-from pdserve.executor.row_params import StepParams
+from pdserve.executor.sampling_metadata import StepParams
 from pdserve.grammar.compile import JsonRules, compile_grammar
 from pdserve.grammar.compile_jobs import SMALL_CHARS
 from pdserve.grammar.matcher import MaskWords, Matcher
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.model.forward_batch import IntArray, to_device
-from pdserve.protocol.grammar import Grammar
+from pdserve.protocol.failure import Grammar
 from pdserve.protocol.sampling import CoreSamplingParams
 
 _LOG = logging.getLogger(__name__)

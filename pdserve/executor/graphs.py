@@ -206,7 +206,7 @@ class DecodeGraphs:
 def _keep_best(logits: Tensor, kept: Tensor, best: Tensor, tokens: Tensor, lines: Tensor, positions: Tensor) -> None:
     """See `gpu.likeliest.keep_best`."""
     if tokens.device.type == "cuda" and runtime.is_installed():
-        from pdserve.model.gpu import likeliest
+        from pdserve.model.gpu import sampling as likeliest
 
         likeliest.keep_best(logits, kept, best, tokens, lines, positions)
         return

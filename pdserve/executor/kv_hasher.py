@@ -11,8 +11,8 @@ import torch
 
 from pdserve.base.parallel import RankCoord
 from pdserve.memory.layout import KVLayout
-from pdserve.model.attention.kv_pool import KVPool
-from pdserve.transfer.kv_digest import RankDigest, digest_group
+from pdserve.model.attention.page_gather import KVPool
+from pdserve.transfer.checksum import RankDigest, digest_group
 from pdserve.transfer.plan import RankShard
 
 PIECE_BYTES = 4 << 20

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pdserve.executor.interface import SampledToken
-from pdserve.executor.row_params import StepParams
+from pdserve.executor.sampling_metadata import StepParams
 from pdserve.model.forward_batch import IntArray, to_device
 from pdserve.model.gpu import runtime
 from pdserve.protocol.sampling import TOP_K_ALL
@@ -230,7 +230,7 @@ def _floor_of_nucleus(probs: Tensor, columns: Columns) -> Tensor:
     Only the CPU may look whether a window was enough: on a device that would be waiting for it.
     """
     if probs.device.type == "cuda" and runtime.is_installed():
-        from pdserve.model.gpu.nucleus import least_of_nucleus
+        from pdserve.model.gpu.sampling import least_of_nucleus
 
         return least_of_nucleus(probs, to_device(columns["top_p"].copy(), probs.device))
     if probs.device.type == "cpu" and probs.shape[1] > _WINDOW:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pdserve.llm.api import LLM
-from pdserve.llm.errors import BatchError, InvalidRequestError
-from pdserve.llm.outputs import CompletionOutput, Logprob, RequestOutput
+from pdserve.llm.outputs import BatchError, CompletionOutput, InvalidRequestError, Logprob, RequestOutput
 from pdserve.llm.sampling import SamplingParams
 
 __all__ = [

@@ -16,19 +16,17 @@ from pdserve.base.hf_tokenizer import open_hf_tokenizer
 from pdserve.config import ServerConfig
 from pdserve.errors import ConfigError, EngineDeadError, PdserveError
 from pdserve.launch_server import check_split, tokenizer_dir_of
-from pdserve.llm.errors import BatchError, InvalidRequestError
 from pdserve.llm.options import Deployment, Value, plan
-from pdserve.llm.outputs import OutputMaker, RequestOutput
-from pdserve.llm.prepare import Preparer, ReadyJob, ReadyPrompt
+from pdserve.llm.outputs import BatchError, InvalidRequestError, OutputMaker, RequestOutput
+from pdserve.llm.prepare import Conversation, Preparer, Prompt, ReadyJob, ReadyPrompt, as_conversations, as_prompts
 from pdserve.llm.progress import Bar, Progress
-from pdserve.llm.prompts import Conversation, Prompt, as_conversations, as_prompts
 from pdserve.llm.runner import Job, OfflineRunner
 from pdserve.llm.sampling import SamplingParams
 from pdserve.llm.servers import Servers
-from pdserve.server.admin import flush_when_idle
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import GenerationUpdate
-from pdserve.server.tokenizer import load_tokenizer
+from pdserve.server.native.admin import flush_when_idle
+from pdserve.server.text.tokenizer import load_tokenizer
 
 Params = SamplingParams | Mapping[str, Any]
 UseTqdm = bool | Callable[..., Bar]

@@ -12,11 +12,11 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pdserve.base.cores import cores_of, share_cores
+from pdserve.base.cpu_affinity import cores_of, share_cores
 from pdserve.config import DisaggMode, ServerConfig
 from pdserve.config.cli import flags, parse_server_args
+from pdserve.config.local_access import flags_for
 from pdserve.config.resolve import MAX_RUNNING_REQUESTS, NVIDIA_DRIVER, WSL_DRIVER
-from pdserve.config.role_flags import flags_for
 from pdserve.errors import ConfigError
 from pdserve.launch_engine import CUDA_DEVICES
 

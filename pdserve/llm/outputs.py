@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from pdserve.errors import PdserveError, RequestError
 from pdserve.protocol.messages import FinishReason, GenerateRequest
 from pdserve.server.generation import GenerationUpdate
-from pdserve.server.logprob_format import Pair, PromptToken, prompt_tokens
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.openai.logprob_format import Pair, PromptToken, prompt_tokens
+from pdserve.server.text.tokenizer import Tokenizer
+
+
+class InvalidRequestError(RequestError, ValueError):
+    """An argument is wrong; `field` names it. Nothing was generated."""
+
+    @classmethod
+    def of(cls, error: RequestError, where: str | None = None) -> InvalidRequestError:
+        """The same as `error`. `where`: which of several it is, unless the message says so."""
+        message = error.message if where is None or where in error.message else f"{where}: {error.message}"
+        return cls(message, field=error.field, status=error.status, code=error.code)
+
+
+class BatchError(PdserveError):
+    """Requests of a call failed, raised after all others had ended.
+
+    `outputs`: one per prompt in their order, None where it failed. `errors`: why, by the number of the prompt; the
+    first of them is also `__cause__`.
+    """
+
+    def __init__(self, outputs: Sequence[RequestOutput | None], errors: Mapping[int, PdserveError]) -> None:
+        first = min(errors)
+        super().__init__(
+            f"{len(errors)} of {len(outputs)} requests failed, first number {first}: {errors[first]} "
+            "(the answers of the others are in `outputs` of this error)"
+        )
+        self.outputs = list(outputs)
+        self.errors = dict(sorted(errors.items()))
+        self.__cause__ = errors[first]
 
 
 @dataclasses.dataclass(frozen=True)

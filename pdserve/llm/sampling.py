@@ -11,16 +11,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdserve.errors import RequestError
-from pdserve.llm.errors import InvalidRequestError
-from pdserve.protocol.grammar import Grammar
+from pdserve.llm.outputs import InvalidRequestError
+from pdserve.protocol.failure import Grammar
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams as EngineSampling
-from pdserve.server.constraints import Constraint, openai_constraint
-from pdserve.server.intake import check_top_logprobs, openai_logprobs
-from pdserve.server.json_http import convert
-from pdserve.server.sampling_fields import COMPLETION_TOKENS, RequestedSampling, RequestLimits, count_n, openai_sampling
-from pdserve.server.schemas import CompletionBody
-from pdserve.server.stop_regex import compile_own
+from pdserve.server.http.json_http import convert
+from pdserve.server.request.constraints import Constraint, openai_constraint
+from pdserve.server.request.intake import check_top_logprobs, openai_logprobs
+from pdserve.server.request.sampling_fields import (
+    COMPLETION_TOKENS,
+    RequestedSampling,
+    RequestLimits,
+    count_n,
+    openai_sampling,
+)
+from pdserve.server.request.schemas import CompletionBody
+from pdserve.server.text.stop_regex import compile_own
 
 OTHER_NAMES = {
     "max_new_tokens": "max_tokens",

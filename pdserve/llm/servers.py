@@ -29,11 +29,11 @@ from pdserve.protocol.channel import ApiChannel, ChannelAddress, ZmqApiChannel, 
 from pdserve.protocol.messages import MAX_ROOM, RoomAddress, Shutdown
 from pdserve.protocol.replicas import ReplicatedChannel
 from pdserve.server.app import make_metrics
-from pdserve.server.chat_formats import ChatFormats
 from pdserve.server.context import ServerContext
-from pdserve.server.engine_client import EngineClient
-from pdserve.server.grammar_check import GrammarCheck
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.engine_client.client import EngineClient
+from pdserve.server.request.grammar_check import GrammarCheck
+from pdserve.server.text.chat_formats import ChatFormats
+from pdserve.server.text.tokenizer import Tokenizer
 
 HOST_COMMAND = (sys.executable, "-m", "pdserve.launch_offline")
 GRACE_S = 15.0

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.memory.lease import Lease, LeasePool
-from pdserve.memory.prefix.node import RadixNode
-from pdserve.memory.prefix.radix import RadixTree
+from pdserve.memory.prefix_cache import RadixNode, RadixTree
 
 NUM_NAMED = 8
 Pages = npt.NDArray[np.int64]

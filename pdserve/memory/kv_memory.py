@@ -9,7 +9,7 @@ from pdserve.memory.audit import audit_pool
 from pdserve.memory.layout import KVLayout, pages_for
 from pdserve.memory.lease import Lease, LeasePool
 from pdserve.memory.page_table import PageTable
-from pdserve.memory.prefix.radix import TOKEN_BYTES, Eviction, RadixTree
+from pdserve.memory.prefix_cache import TOKEN_BYTES, Eviction, RadixTree
 
 
 class KVMemory:

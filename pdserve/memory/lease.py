@@ -26,8 +26,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pdserve.memory.allocator import PageAllocator
-from pdserve.memory.prefix.node import RadixNode
-from pdserve.memory.prefix.radix import RadixTree
+from pdserve.memory.prefix_cache import RadixNode, RadixTree
 
 Hold = Literal["request", "remote", "send"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdserve.base.parallel import SINGLE, RankCoord, dealt
-from pdserve.model.wide import DPAttentionGroup, TokenShare, own_slice, padded, stripped
+from pdserve.model.dp_attention import DPAttentionGroup, TokenShare, own_slice, padded, stripped
 
 
 class Arrival(Protocol):

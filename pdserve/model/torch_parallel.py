@@ -23,9 +23,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from pdserve.base.listeners import ports_closed_afterwards
 from pdserve.base.parallel import ParallelShape, RankCoord, WidePlace
 from pdserve.errors import ConfigError, RankError
+from pdserve.model.dp_attention import DPAttentionGroup
+from pdserve.model.dp_attention_experts import AllReplicas
 from pdserve.model.parallel import Arrival, Parallel, SingleRank, StageRanks
-from pdserve.model.wide import DPAttentionGroup
-from pdserve.model.wide_replicas import AllReplicas
 
 _LOG = logging.getLogger(__name__)
 TIMEOUT_S = 300.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -27,3 +27,17 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         """The value of an exception."""
         status = 502 if error.retryable else 500
         return cls(code=error.code, message=str(error), origin=origin, retryable=error.retryable, status=status)
+
+
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """`text` is a JSON schema or structural tag as JSON, a regular expression, or a grammar (GBNF or Lark).
+
+    Its state is never sent: it is a function of the grammar and the output ids, and each side that samples works it out
+    from the ids that it knows.
+    """
+
+    kind: GrammarKind
+    text: str

@@ -22,7 +22,7 @@ from pdserve.errors import PdserveError
 from pdserve.model.parallel import Arrival
 from pdserve.ranks.copies import Item, Outcome, RankCopies, failure_of, item_of
 from pdserve.ranks.input_log import InputLog
-from pdserve.ranks.mates import guarded
+from pdserve.ranks.rank_group import guarded
 
 WAIT_S = 0.001
 """How long a turn waits for its own reduction, where all ranks compute the same steps at the same time."""

@@ -25,10 +25,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.errors import ConfigError, ModelError, PdserveError, ProtocolError, RankError
-from pdserve.protocol.codec import MAX_RANK_BYTES, Codec
-from pdserve.protocol.seal import SEAL_BYTES, Seal
+from pdserve.protocol.codec import MAX_RANK_BYTES, SEAL_BYTES, Codec, Seal
+from pdserve.ranks.failure_detector import FailureDetector, LinkTimes, PeerRank
 from pdserve.ranks.seals import frame_seal
-from pdserve.ranks.watch import FailureDetector, LinkTimes, PeerRank
 
 log = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from pdserve.errors import ConfigError, ModelError, PdserveError, RankError
 from pdserve.executor.interface import StepResult
 from pdserve.protocol.codec import MAX_RANK_BYTES, Codec
 from pdserve.protocol.messages import ToScheduler
+from pdserve.transfer.checksum import RankDigest
 from pdserve.transfer.events import (
     CopyDone,
     FrameArrived,
@@ -36,7 +37,6 @@ from pdserve.transfer.events import (
     PrefillNotFound,
     ReceiverOpened,
 )
-from pdserve.transfer.kv_digest import RankDigest
 from pdserve.transfer.wire import RankMemory
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]

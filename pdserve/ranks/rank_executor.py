@@ -18,7 +18,7 @@ from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.input_log import InputLog
-from pdserve.ranks.mates import RankGroup, guarded
+from pdserve.ranks.rank_group import RankGroup, guarded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

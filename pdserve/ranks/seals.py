@@ -6,7 +6,7 @@ Strangers can read contacts at the rendezvous and frames on the network, and try
 from __future__ import annotations
 
 from pdserve.base.proof import ControlKey
-from pdserve.protocol.seal import Seal
+from pdserve.protocol.codec import Seal
 
 
 def contact_seal(token: str, key: str) -> Seal:

@@ -19,31 +19,30 @@ from aiohttp import web
 import pdserve
 from pdserve.base.stream_state import RESUME_FIELD
 from pdserve.observe.tracing import open_tracing
-from pdserve.router.access import BODY, REQUEST_ID, REQUEST_ID_HEADER, Access
-from pdserve.router.admission import Admission
-from pdserve.router.config import RouterConfig
-from pdserve.router.dispatch import Dispatcher, ProxiedCall
-from pdserve.router.engine_metrics import PATH as ENGINE_METRICS_PATH
-from pdserve.router.engine_metrics import EngineMetrics
-from pdserve.router.errors_http import RETRY_AFTER, error_response, json_response
-from pdserve.router.fleet import WorkerFanout
-from pdserve.router.health import HealthMonitor
-from pdserve.router.metrics import RouterMetrics
-from pdserve.router.observe import PATH as OBSERVE_PATH
-from pdserve.router.observe import Observer
+from pdserve.router.config.config import RouterConfig
+from pdserve.router.dashboard.observe import PATH as OBSERVE_PATH
+from pdserve.router.dashboard.observe import Observer
+from pdserve.router.dashboard.page_files import PageFiles
+from pdserve.router.http.access import BODY, REQUEST_ID, REQUEST_ID_HEADER, Access
+from pdserve.router.http.errors import RETRY_AFTER, CallTrace, error_response, json_response
 from pdserve.router.openapi import PATH as OPENAPI_PATH
 from pdserve.router.openapi import OpenApi
-from pdserve.router.page_files import PageFiles
-from pdserve.router.relay import refusal, relay
-from pdserve.router.role_switch import PATH as ROLE_SWITCH_PATH
-from pdserve.router.role_switch import RoleSwitch
-from pdserve.router.rooms import GENERATING
-from pdserve.router.tracing import CallTrace
-from pdserve.router.tries import SHUTTING_DOWN, WRITE_S, Drain
-from pdserve.router.upstream import WorkerResponse, WorkerStream, forwarded_headers, make_session
-from pdserve.router.watchdog import Watchdog
-from pdserve.router.workers import Registry, Worker
-from pdserve.router.workers_api import WorkersApi
+from pdserve.router.proxy.attempts import SHUTTING_DOWN, WRITE_S, Drain
+from pdserve.router.proxy.dispatch import Dispatcher, ProxiedCall
+from pdserve.router.proxy.relay import refusal, relay
+from pdserve.router.proxy.watchdog import Watchdog
+from pdserve.router.request_fields import GENERATING
+from pdserve.router.workers.admission import Admission
+from pdserve.router.workers.api import WorkersApi
+from pdserve.router.workers.engine_metrics import PATH as ENGINE_METRICS_PATH
+from pdserve.router.workers.engine_metrics import EngineMetrics
+from pdserve.router.workers.fanout import WorkerFanout
+from pdserve.router.workers.health import HealthMonitor
+from pdserve.router.workers.metrics import RouterMetrics
+from pdserve.router.workers.outcome import WorkerResponse, WorkerStream, forwarded_headers, make_session
+from pdserve.router.workers.role_switch import PATH as ROLE_SWITCH_PATH
+from pdserve.router.workers.role_switch import RoleSwitch
+from pdserve.router.workers.workers import Registry, Worker
 
 CLIENT_GONE = "499"
 ASKED = (

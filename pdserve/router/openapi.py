@@ -14,11 +14,11 @@ import msgspec
 from aiohttp import web
 
 import pdserve
-from pdserve.router.errors_http import json_response
-from pdserve.router.fleet import WorkerFanout
-from pdserve.router.role_switch import PATH as ROLE_SWITCH_PATH
-from pdserve.router.role_switch import SwitchBody
-from pdserve.router.workers_api import AddBody, ChangeBody
+from pdserve.router.http.errors import json_response
+from pdserve.router.workers.api import AddBody, ChangeBody
+from pdserve.router.workers.fanout import WorkerFanout
+from pdserve.router.workers.role_switch import PATH as ROLE_SWITCH_PATH
+from pdserve.router.workers.role_switch import SwitchBody
 
 PATH = "/openapi.json"
 REF = "#/components/schemas/router.{name}"

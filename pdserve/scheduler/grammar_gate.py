@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from pdserve.base.mailbox import Mailbox, Woken
-from pdserve.protocol.grammar import Grammar
+from pdserve.protocol.failure import Grammar
 from pdserve.protocol.messages import AbortRequest, GenerateRequest
 from pdserve.scheduler.scheduler import Event
 

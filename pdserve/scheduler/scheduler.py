@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from pdserve.base.clock import RetryAfterEstimator
 from pdserve.base.mailbox import Woken
-from pdserve.base.pace import RetryAfterEstimator
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
@@ -35,10 +35,10 @@ from pdserve.protocol.messages import (
     StopProfile,
     ToScheduler,
 )
-from pdserve.scheduler.core import SchedulerContext
-from pdserve.scheduler.idle_rounds import IdleBatches
-from pdserve.scheduler.pulse import Heartbeat
-from pdserve.scheduler.req import CLIENT_ABORT, GRAMMAR_FAILED, Req, Times
+from pdserve.scheduler.context import SchedulerContext
+from pdserve.scheduler.heartbeat import Heartbeat
+from pdserve.scheduler.idle_batches import IdleBatches
+from pdserve.scheduler.request import CLIENT_ABORT, GRAMMAR_FAILED, Req, Times
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager

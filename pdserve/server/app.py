@@ -17,23 +17,26 @@ from pdserve.base.session_proof import CHALLENGE_PATH
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
 from pdserve.observe.metrics import ServerMetrics
-from pdserve.server import access, admin, commands, health, observing, openapi
-from pdserve.server.chat_formats import ChatFormats
+from pdserve.server import openapi
 from pdserve.server.context import ServerContext
-from pdserve.server.control_proof import ControlProof
-from pdserve.server.door import DrainGate, DrainGateMiddleware
-from pdserve.server.engine_client import EngineClient
-from pdserve.server.errors_http import install_error_handlers
-from pdserve.server.grammar_check import GrammarCheck
-from pdserve.server.json_http import json_response
-from pdserve.server.native import generate
-from pdserve.server.openai_chat import chat_completions
-from pdserve.server.openai_completions import completions
-from pdserve.server.pair_probe import PairProbes
-from pdserve.server.responses.endpoint import responses
-from pdserve.server.responses.schemas import ResponsesBody
-from pdserve.server.role_switch import RoleChanger, pd_role_switch
-from pdserve.server.schemas import (
+from pdserve.server.engine_client.client import EngineClient
+from pdserve.server.http import access
+from pdserve.server.http.control_proof import ControlProof
+from pdserve.server.http.drain_gate import DrainGate, DrainGateMiddleware
+from pdserve.server.http.json_http import install_error_handlers, json_response
+from pdserve.server.http.streaming import ClientGoneError
+from pdserve.server.native import admin, commands, health
+from pdserve.server.native import observability as observing
+from pdserve.server.native.generate import generate
+from pdserve.server.native.pair_probe import PairProbes
+from pdserve.server.native.role_switch import RoleChanger, pd_role_switch
+from pdserve.server.native.tokenize import detokenize, tokenize
+from pdserve.server.openai.chat import chat_completions
+from pdserve.server.openai.completions import completions
+from pdserve.server.openai.responses.endpoint import responses
+from pdserve.server.openai.responses.schemas import ResponsesBody
+from pdserve.server.request.grammar_check import GrammarCheck
+from pdserve.server.request.schemas import (
     AbortBody,
     ChatBody,
     CommandBody,
@@ -47,9 +50,8 @@ from pdserve.server.schemas import (
     RoleSwitchBody,
     TokenizeBody,
 )
-from pdserve.server.streaming import ClientGoneError
-from pdserve.server.tokenize import detokenize, tokenize
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text.chat_formats import ChatFormats
+from pdserve.server.text.tokenizer import Tokenizer
 
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,

@@ -10,12 +10,11 @@ import pdserve
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import RequestError
 from pdserve.observe.metrics import ServerMetrics
-from pdserve.protocol.grammar import Grammar
-from pdserve.server.chat_formats import ChatFormats
-from pdserve.server.constraints import Constraint
-from pdserve.server.engine_client import EngineClient
-from pdserve.server.grammar_check import GrammarCheck
-from pdserve.server.intake import (
+from pdserve.protocol.failure import Grammar
+from pdserve.server.engine_client.client import EngineClient
+from pdserve.server.request.constraints import Constraint
+from pdserve.server.request.grammar_check import GrammarCheck
+from pdserve.server.request.intake import (
     PreparedRequests,
     PromptSpec,
     TransferAddress,
@@ -24,8 +23,9 @@ from pdserve.server.intake import (
     make_intake,
     prompt_field,
 )
-from pdserve.server.sampling_fields import RequestLimits, check_prompt_fits
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.request.sampling_fields import RequestLimits, check_prompt_fits
+from pdserve.server.text.chat_formats import ChatFormats
+from pdserve.server.text.tokenizer import Tokenizer
 
 ANY_MODEL = ("", "default", "unknown")
 """Names that mean "the model you have"; sglang-router sends `unknown` for a chat without a model."""

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 import pdserve
-from pdserve.server.schemas import NativeSampling
+from pdserve.server.request.schemas import NativeSampling
 
 REF = "#/components/schemas/{name}"
 ERRORS = {

@@ -19,7 +19,7 @@ from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.transfer.kv_digest import RankDigest, digest_group
+from pdserve.transfer.checksum import RankDigest, digest_group
 from pdserve.transfer.plan import RankShard
 
 VOCAB_SIZE = 50257

@@ -19,6 +19,7 @@ from pdserve.memory.allocator import PageAllocator
 from pdserve.protocol.failure import Failure
 from pdserve.scheduler.scheduler import Event
 from pdserve.sim.faults import CutLinks, Faults, Recorder, damaged
+from pdserve.transfer.copy_workers import CANCELLED, GATE_TIMEOUT_S, NEVER_WRITTEN, PEER_GONE
 from pdserve.transfer.events import (
     Address,
     CopyDone,
@@ -33,7 +34,6 @@ from pdserve.transfer.events import (
     PrefillNotFound,
     ReceiverOpened,
 )
-from pdserve.transfer.gated import CANCELLED, GATE_TIMEOUT_S, NEVER_WRITTEN, PEER_GONE
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.wire import MemoryKey
 

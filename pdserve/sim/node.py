@@ -29,14 +29,14 @@ from pdserve.protocol.messages import (
     ToApi,
 )
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.core import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.kv_checksum import KVChecksum
+from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
-from pdserve.scheduler.waiting import WaitingQueue
-from pdserve.scheduler.witness import KVChecksum
 from pdserve.sim.hash_lm import HashExecutor, HashHasher, hash_layout
 from pdserve.sim.network import Faults, Grants, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket, Verb
 from pdserve.transfer.aux import MetadataBuffers

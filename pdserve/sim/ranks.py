@@ -31,15 +31,15 @@ from pdserve.ranks.copies import Outcome, RankCopies
 from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
 from pdserve.ranks.messages import Entry
 from pdserve.ranks.rank_executor import RankExecutor
-from pdserve.ranks.shared_aux import SharedMetadata
+from pdserve.ranks.shared_state import SharedMetadata
+from pdserve.scheduler.input_source import FollowerInputSource, LeaderInputSource
 from pdserve.scheduler.scheduler import Event, InputSource
-from pdserve.scheduler.shared_mail import FollowerInputSource, LeaderInputSource
 from pdserve.sim.hash_lm import HashExecutor
 from pdserve.sim.network import SimCopyEngine, SimNet
 from pdserve.sim.node import Shape, SimNode
 from pdserve.transfer.aux import MetadataBuffers
+from pdserve.transfer.checksum import RankDigest
 from pdserve.transfer.events import Address, ControlSocket, CopyEngine, Directory, TransferEvent
-from pdserve.transfer.kv_digest import RankDigest
 from pdserve.transfer.wire import RankMemory
 
 LEADER_LASTS_S = 10.0

@@ -20,9 +20,9 @@ from multidict import CIMultiDict
 
 from pdserve.base.clock import Clock
 from pdserve.protocol.messages import GenerateRequest, RoomAddress
-from pdserve.router import verdict
-from pdserve.router.upstream import ConnectionFailed, WorkerResponse, WorkerStream
-from pdserve.router.workers import Worker
+from pdserve.router.workers import outcome as verdict
+from pdserve.router.workers.outcome import ConnectionFailed, WorkerResponse, WorkerStream
+from pdserve.router.workers.workers import Worker
 from pdserve.sim.node import Prompt, RequestHalf, request
 
 MAX_TRIES = 4

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVLayout
 from pdserve.transfer.events import Gates, LayersReady, Piece
-from pdserve.transfer.plan import PageCopy, plan_feed
-from pdserve.transfer.topology import feeds
+from pdserve.transfer.plan import PageCopy, feeds, plan_feed
 from pdserve.transfer.wire import Hello
 
 Way = tuple[int, str]

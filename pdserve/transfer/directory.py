@@ -7,13 +7,107 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 
-from pdserve.base.host_patterns import HostPatterns
-from pdserve.transfer.events import Address, TransferEvent
+from pdserve.base.bind_checks import HostPatterns
+from pdserve.transfer.events import Address, PeerGone, PeerListens, TransferEvent
 from pdserve.transfer.lookups import PATIENCE_S, LookUps
-from pdserve.transfer.probes import Probes
+from pdserve.transfer.name_resolver import LaneResolver
+
+PROBE_TIMEOUT_S = 2.0
+MIN_PAUSE_S = 2.0
+MAX_PAUSE_S = 60.0
+FORGET_AFTER_S = 600.0
+"""A peer that has not been asked about for so long is forgotten."""
+MAX_PEERS = 4096
+MAX_AT_ONCE = 512
+
+
+@dataclasses.dataclass(slots=True)
+class _Probed:
+    asked_s: float
+    not_before_s: float = 0.0
+    num_unanswered: int = 0
+    task: asyncio.Task[None] | None = None
+
+
+class Probes:
+    """All probes. Event loop only; `post` may be called for a peer until `close`."""
+
+    def __init__(self, post: Callable[[TransferEvent], None], timeout_s: float = PROBE_TIMEOUT_S) -> None:
+        self._post = post
+        self._timeout_s = timeout_s
+        self._resolver = LaneResolver(max_threads=4)
+        self._peers: OrderedDict[str, _Probed] = OrderedDict()
+        """By instance, the one that was asked about last at the end."""
+        self._num_running = 0
+
+    def start(self, instance: str, endpoint: str) -> None:
+        """Probe `instance` at `endpoint`, `host:port`, unless that is under way or has been in vain just now."""
+        now = asyncio.get_running_loop().time()
+        peer = self._peers.setdefault(instance, _Probed(now))
+        peer.asked_s = now
+        self._peers.move_to_end(instance)
+        self._forget_old(now)
+        if peer.task is not None or now < peer.not_before_s or self._num_running >= MAX_AT_ONCE:
+            return
+        self._num_running += 1
+        peer.task = asyncio.create_task(self._probe(instance, endpoint, peer))
+        peer.task.add_done_callback(self._ended)
+
+    def close(self) -> None:
+        """End what is under way."""
+        for peer in self._peers.values():
+            if peer.task is not None:
+                peer.task.cancel()
+
+    async def _probe(self, instance: str, endpoint: str, peer: _Probed) -> None:
+        try:
+            event = await self._look(instance, endpoint)
+        finally:
+            peer.task = None
+        if event is None:
+            pause_s = min(MIN_PAUSE_S * 2**peer.num_unanswered, MAX_PAUSE_S)
+            peer.num_unanswered = min(peer.num_unanswered + 1, 16)
+            peer.not_before_s = asyncio.get_running_loop().time() + pause_s
+            return
+        if isinstance(event, PeerGone):
+            self._peers.pop(instance, None)
+        peer.num_unanswered, peer.not_before_s = 0, 0.0
+        self._post(event)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A probe has ended, or was cancelled before it began."""
+        self._num_running -= 1
+
+    async def _look(self, instance: str, endpoint: str) -> TransferEvent | None:
+        """None when nothing is known: no answer in time, no route, or no endpoint at all."""
+        host, _, port = endpoint.rpartition(":")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                family, address = await self._resolver.first(host.strip("[]"), int(port))
+                with socket.socket(family, socket.SOCK_STREAM) as connection:
+                    connection.setblocking(False)
+                    await asyncio.get_running_loop().sock_connect(connection, address)
+        except ConnectionRefusedError:
+            return PeerGone(instance)
+        except (OSError, ValueError, OverflowError):  # a time-out is an OSError
+            return None
+        return PeerListens(instance)
+
+    def _forget_old(self, now: float) -> None:
+        while self._peers:
+            instance, oldest = next(iter(self._peers.items()))
+            if len(self._peers) <= MAX_PEERS and oldest.asked_s > now - FORGET_AFTER_S:
+                return
+            if oldest.task is not None:
+                oldest.task.cancel()
+            del self._peers[instance]
+
 
 _CLOSE_TIMEOUT_S = 2.0
 

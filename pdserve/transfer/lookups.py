@@ -17,13 +17,13 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
-from pdserve.base.host_patterns import HostPatterns
+from pdserve.base.bind_checks import HostPatterns
 from pdserve.base.log import SparingLog, escaped
 from pdserve.base.proof import ControlKey
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.bootstrap_client import BootstrapClient, BootstrapError
 from pdserve.transfer.events import Address, PrefillFound, PrefillNotFound, TransferEvent
-from pdserve.transfer.resolver import LaneResolver
+from pdserve.transfer.name_resolver import LaneResolver
 
 log = logging.getLogger(__name__)
 

@@ -40,9 +40,9 @@ from pdserve.transfer.events import (
 )
 from pdserve.transfer.handles import KVReceiver, KVSender
 from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerReady, SenderQuiesced, SessionTimes
-from pdserve.transfer.receive_side import ReceiveSide
-from pdserve.transfer.receivers import SessionReceivers
-from pdserve.transfer.send_side import SendSide
+from pdserve.transfer.receiver import ReceiveSide
+from pdserve.transfer.receiving_engines import SessionReceivers
+from pdserve.transfer.sender import SendSide
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.wire import (
     CONTROL_VERSION,

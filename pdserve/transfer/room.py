@@ -10,7 +10,7 @@ from pdserve.memory.layout import KVLayout, pages_for
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.events import Address
-from pdserve.transfer.published import RemoteWritable
+from pdserve.transfer.remote_writable import RemoteWritable
 from pdserve.transfer.state import TERMINAL, KVPoll, advance
 from pdserve.transfer.wire import Hello, MemoryKey, Meta, TransferStats
 

@@ -39,7 +39,7 @@ from pdserve.transfer.peers import (
     SessionTimes,
     check_hello,
 )
-from pdserve.transfer.receivers import SessionReceivers
+from pdserve.transfer.receiving_engines import SessionReceivers
 from pdserve.transfer.strangers import UnknownPeers
 from pdserve.transfer.wire import MAX_ACKS, Ack, Body, Hello, Packet, Ping, Pong, Refusal, Reset, Wire
 

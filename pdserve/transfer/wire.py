@@ -25,10 +25,9 @@ from typing import Annotated
 import msgspec
 
 from pdserve.base.parallel import ParallelShape
-from pdserve.protocol.codec import Codec
+from pdserve.protocol.codec import Codec, Seal
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
-from pdserve.protocol.seal import Seal
 
 CONTROL_VERSION = 2
 """Of these messages and of how sessions use them; a fact of the handshake."""

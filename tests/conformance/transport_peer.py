@@ -25,7 +25,8 @@ from pdserve.errors import TransferError
 from pdserve.memory import shared
 from pdserve.transfer import registry
 from pdserve.transfer.transport import Copy, MemoryRegion, NotifyingTransport
-from pdserve.transfer.transports import auto, mooncake, nixl, shm, shm_share
+from pdserve.transfer.transports import auto, mooncake, nixl, shm
+from pdserve.transfer.transports import shm as shm_share
 from pdserve.transfer.transports.nixl_engine import load_native
 
 PR_SET_PDEATHSIG = 1

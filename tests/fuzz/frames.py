@@ -19,8 +19,7 @@ from typing import Any, get_args
 import msgspec
 
 from pdserve.errors import RequestError
-from pdserve.protocol.codec import PROTOCOL_VERSION
-from pdserve.protocol.seal import Seal
+from pdserve.protocol.codec import PROTOCOL_VERSION, Seal
 from pdserve.transfer.events import FrameArrived, PeerGone, PeerListens
 from pdserve.transfer.wire import Body, Hello, Packet, Ping, Pong, RankMemory, Wire, WireRegion
 from tests.fuzz.structs import change_bytes, change_tree, sample

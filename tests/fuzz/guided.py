@@ -53,8 +53,7 @@ def frames(seed: int) -> Iterator[Target]:
     """Inputs are packets before they are sealed."""
     import msgspec
 
-    from pdserve.protocol.codec import PROTOCOL_VERSION
-    from pdserve.protocol.seal import Seal
+    from pdserve.protocol.codec import PROTOCOL_VERSION, Seal
     from pdserve.transfer.events import FrameArrived
     from tests.fuzz.frames import MAX_HANDLE_S, Episode
     from tests.unit.transfer.kit import TOKEN

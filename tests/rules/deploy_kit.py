@@ -30,10 +30,11 @@ from pdserve.launch_router import config_from as router_config_from
 from pdserve.launch_router import make_parser as make_router_parser
 from pdserve.protocol.channel import memory_channel_pair
 from pdserve.router.app import make_app
-from pdserve.router.config import RouterConfig
-from pdserve.server import life, run
+from pdserve.router.config.config import RouterConfig
 from pdserve.server.app import create_app, make_metrics
-from pdserve.server.engine_client import EngineClient
+from pdserve.server.engine_client.client import EngineClient
+from pdserve.server.lifecycle import instance as life
+from pdserve.server.lifecycle import run
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"

@@ -15,7 +15,7 @@ from pdserve.observe.record import RequestRecord, RequestStart
 from pdserve.protocol.messages import EngineState, Flow, PeerLoad, RequestTiming
 from pdserve.protocol.replicas import merge_states
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.router.config import RouterConfig, WorkerRole, WorkerSpec
+from pdserve.router.config.config import RouterConfig, WorkerRole, WorkerSpec
 from pdserve.server.app import make_metrics
 from pdserve.transfer.peers import SessionTimes
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import yaml
 
+from pdserve.base.clients import ADMIN_API_KEY, API_KEY
 from pdserve.base.env import CONTROL_TOKEN
-from pdserve.base.keys import ADMIN_API_KEY, API_KEY
 from pdserve.config.groups import ServerConfig
 from pdserve.launch_engine import REFUSED
 from pdserve.launch_local import LocalConfig
-from pdserve.router.config import RouterConfig, WorkerRole
+from pdserve.router.config.config import RouterConfig, WorkerRole
 from tests.rules.deploy_kit import (
     CONFIGS,
     ROOT,

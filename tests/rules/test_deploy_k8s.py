@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
+from pdserve.base.clients import ADMIN_API_KEY, API_KEY
 from pdserve.base.env import CONTROL_TOKEN
-from pdserve.base.keys import ADMIN_API_KEY, API_KEY
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
-from pdserve.router.config import RouterConfig, WorkerRole
-from pdserve.server import health
+from pdserve.router.config.config import RouterConfig, WorkerRole
+from pdserve.server.native import health
 from tests.rules.deploy_kit import (
     K8S,
     OVERLAYS,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import zlib
 
-from pdserve.executor.row_params import Seeds
+from pdserve.executor.sampling_metadata import Seeds
 from pdserve.ranks import messages
 from pdserve.ranks.messages import ToFollower, Turn
-from pdserve.scheduler import shared_mail
+from pdserve.scheduler import input_source as shared_mail
 from tests.world import shadow
 from tests.world.test_shadow import FAULTS, play
 

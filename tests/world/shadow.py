@@ -17,9 +17,9 @@ from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
 from pdserve.ranks.messages import Entry, follower_codec
 from pdserve.ranks.rank_executor import RankExecutor
-from pdserve.ranks.shared_aux import SharedMetadata
+from pdserve.ranks.shared_state import SharedMetadata
+from pdserve.scheduler.input_source import FollowerInputSource, LeaderInputSource
 from pdserve.scheduler.scheduler import Scheduler
-from pdserve.scheduler.shared_mail import FollowerInputSource, LeaderInputSource
 from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.world import SimNode, World
 from tests.unit.ranks.reductions import Ended, Reductions, Unaided

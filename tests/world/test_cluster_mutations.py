@@ -7,23 +7,23 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from pdserve.protocol.codec import Seal
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.seal import Seal
 from pdserve.ranks.copies import Fencing, RankCopies
-from pdserve.scheduler.req import Req
+from pdserve.scheduler.kv_checksum import KVChecksum
+from pdserve.scheduler.request import Req
 from pdserve.scheduler.roles.decode import DecodeRole
-from pdserve.scheduler.witness import KVChecksum
 from pdserve.sim.hash_lm import HashHasher
 from pdserve.transfer import sessions as sessions_module
+from pdserve.transfer.checksum import RankDigest
 from pdserve.transfer.events import Address, CopyDone, CopyJob, PeerFenced, PrefillFound, PrefillNotFound
-from pdserve.transfer.kv_digest import RankDigest
-from pdserve.transfer.outgoing import ClosedKeys
+from pdserve.transfer.in_flight import ClosedKeys
 from pdserve.transfer.peers import Notice, Peer
-from pdserve.transfer.published import RemoteWritable, RemoteWritablePages
-from pdserve.transfer.receive_side import ReceiveSide
-from pdserve.transfer.receivers import SessionReceivers
+from pdserve.transfer.receiver import ReceiveSide
+from pdserve.transfer.receiving_engines import SessionReceivers
+from pdserve.transfer.remote_writable import RemoteWritable, RemoteWritablePages
 from pdserve.transfer.room import ReceiveRoom
-from pdserve.transfer.send_side import SendSide
+from pdserve.transfer.sender import SendSide
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.strangers import UnknownPeers
 from pdserve.transfer.wire import Ended, Hello, MemoryKey, Packet, Reset

@@ -14,13 +14,12 @@ from pdserve.sim.network import Faults, SimCopyEngine
 from pdserve.transfer import chunk as chunk_module
 from pdserve.transfer import room as room_module
 from pdserve.transfer.events import CopyDone
+from pdserve.transfer.in_flight import ClosedKeys, InFlightWrites, OutgoingKeys, WriteOutcome
 from pdserve.transfer.manager import KVReceiver, KVSender
-from pdserve.transfer.outgoing import ClosedKeys, InFlightWrites, OutgoingKeys, WriteOutcome
-from pdserve.transfer.plan import PageCopy
-from pdserve.transfer.published import RemoteWritablePages, WritableEnd
-from pdserve.transfer.receive_side import ReceiveSide
+from pdserve.transfer.plan import PageCopy, ShardFlow
+from pdserve.transfer.receiver import ReceiveSide
+from pdserve.transfer.remote_writable import RemoteWritablePages, WritableEnd
 from pdserve.transfer.room import ReceiveRoom
-from pdserve.transfer.topology import ShardFlow
 from pdserve.transfer.wire import Done, Ended, MemoryKey
 from tests.world.workload import play
 

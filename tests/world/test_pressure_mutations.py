@@ -8,11 +8,10 @@ import pytest
 
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import Lease
-from pdserve.memory.prefix.node import RadixNode
-from pdserve.memory.prefix.radix import RadixTree
-from pdserve.scheduler.core import SchedulerContext
-from pdserve.scheduler.req import Req
-from pdserve.scheduler.running import DecodeBatch
+from pdserve.memory.prefix_cache import RadixNode, RadixTree
+from pdserve.scheduler.context import SchedulerContext
+from pdserve.scheduler.decode_batch import DecodeBatch
+from pdserve.scheduler.request import Req
 from pdserve.sim.hash_lm import HashExecutor
 from pdserve.transfer.events import Gates
 from pdserve.transfer.handles import KVReceiver, KVSender

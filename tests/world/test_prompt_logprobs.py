@@ -8,7 +8,7 @@ import random
 import pytest
 
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs, join
-from pdserve.scheduler.req import Req
+from pdserve.scheduler.request import Req
 from pdserve.sim.network import Faults
 from pdserve.sim.world import Prompt, RequestHalf, Shape, World, monolith_halves
 from tests.world.workload import workload

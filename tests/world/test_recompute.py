@@ -11,7 +11,7 @@ import pytest
 from pdserve.protocol.failure import Failure
 from pdserve.sim.network import Faults
 from pdserve.sim.world import World, monolith_tokens
-from pdserve.transfer.receive_side import ReceiveSide
+from pdserve.transfer.receiver import ReceiveSide
 from pdserve.transfer.room import ReceiveRoom
 from tests.world.workload import workload
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pdserve.model.attention.interface import Heads
-from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows, to_device
 
 HEAD_DIMS = (64, 128, 256)

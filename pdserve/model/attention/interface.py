@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows
-from pdserve.model.layers.norm import RMSNorm
+from pdserve.model.layers.dense import RMSNorm
 from pdserve.model.layers.rotary import rotate
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from pdserve.memory.layout import pages_for
 from pdserve.model.attention.interface import Heads
-from pdserve.model.attention.kv_pool import KVPool
-from pdserve.model.attention.page_gather import PageGather
+from pdserve.model.attention.page_gather import KVPool, PageGather
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
 
 _QUERY_BLOCK = 512

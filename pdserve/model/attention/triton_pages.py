@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from pdserve.model.attention.interface import Heads
-from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows, IntArray, to_device
 from pdserve.model.gpu.decode_attention import FreshKV, attend_decode, counters, num_parts
 from pdserve.model.gpu.extend_attention import attend_extend, tile_tokens
-from pdserve.model.gpu.heads import place_heads
+from pdserve.model.gpu.fused_qk_norm_rope_cache import place_heads
 
 
 @dataclasses.dataclass(frozen=True)

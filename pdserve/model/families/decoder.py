@@ -15,20 +15,27 @@ from pdserve.base.parallel import RankCoord, kv_heads_of, layers_of, part_of
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.model.attention.interface import Heads, StepAttention
 from pdserve.model.config import ModelSpec
+from pdserve.model.dp_attention import DPAttentionGroup
 from pdserve.model.families.interface import Mixture
 from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.layers.dense import (
+    DenseMLP,
+    FeedForward,
+    Linear,
+    Outputs,
+    RMSNorm,
+    VocabEmbedding,
+    column_linear,
+    row_linear,
+    vocab_rows,
+)
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.kernels import FastKernels, Kernels
-from pdserve.model.layers.linear import Linear, Outputs, column_linear, row_linear
-from pdserve.model.layers.mlp import DenseMLP, FeedForward
 from pdserve.model.layers.moe import TPMoE
-from pdserve.model.layers.norm import RMSNorm
 from pdserve.model.layers.rotary import Rotary
-from pdserve.model.layers.vocab import VocabEmbedding, vocab_rows
 from pdserve.model.parallel import Parallel, SingleRank
 from pdserve.model.params import ParamSlots
 from pdserve.model.placement import ExpertMap
-from pdserve.model.wide import DPAttentionGroup
 
 
 def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:

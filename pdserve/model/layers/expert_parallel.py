@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from pdserve.model.config import MoeSpec
+from pdserve.model.dp_attention import DPAttentionGroup
 from pdserve.model.eplb import Row, moves_between
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.layers.moe import Experts, LocalExperts, Router, Routes, count, new_counts
 from pdserve.model.params import ParamSlots
 from pdserve.model.placement import slots_of
-from pdserve.model.wide import DPAttentionGroup
 
 
 class ExpertTable:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pdserve.base.parallel import part_of
 from pdserve.model.config import MoeSpec
+from pdserve.model.dp_attention import DPAttentionGroup
+from pdserve.model.layers.dense import Linear
 from pdserve.model.layers.kernels import Kernels
-from pdserve.model.layers.linear import Linear
 from pdserve.model.params import Param, ParamSlots
-from pdserve.model.wide import DPAttentionGroup
 
 _NUM_SAMPLES = 2
 """Of each tensor of an expert: there are thousands of them."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdserve.model.gpu import elementwise, experts, few_rows, heads, routes
+from pdserve.model.gpu import elementwise, experts, routes
+from pdserve.model.gpu import fused_qk_norm_rope_cache as heads
+from pdserve.model.gpu import small_batch_gemm as few_rows
 from pdserve.model.layers.kernels import FastKernels
 
 

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from pdserve.model.attention.interface import StepAttention
-from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import ModelSpec
 from pdserve.model.families.decoder import Decoder, DecoderLayer
 from pdserve.model.families.interface import Mixture
 from pdserve.model.forward_batch import ForwardBatch, IntArray
-from pdserve.model.native.choice import NativeChooser
 from pdserve.model.native.packer import PackedLayer, Packer
 from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Program, Threads
+from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import Arena, Format, Packed
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from pdserve.base.native import best_level
 from pdserve.model.forward_batch import ForwardBatch, HostRows
-from pdserve.model.native.choice import NativeChooser
 from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Program, Threads
+from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import BLOCK, Packed
 
 _NO_HEADS = HeadShape(layers=1, num_heads=1, num_kv_heads=1, page_tokens=1, dim=2)

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from pdserve.model.families.decoder import DecoderLayer
+from pdserve.model.layers.dense import DenseMLP, Linear
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
-from pdserve.model.layers.linear import Linear
-from pdserve.model.layers.mlp import DenseMLP
 from pdserve.model.layers.moe import Experts, TPMoE
-from pdserve.model.native.feed_forward import NativeFeedForward, PackedExperts, PackedRouter
+from pdserve.model.native.layers import NativeFeedForward, PackedExperts, PackedRouter
 from pdserve.model.native.weights import Arena, Format, Packed, open_packed
 from pdserve.model.params import ParamSlots
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pdserve.router.config import PolicyConfig, WorkerRole
+from pdserve.router.config.config import PolicyConfig, WorkerRole
 from pdserve.router.policies.base import Candidate, Policy, RoutedRequest
 from pdserve.router.policies.bucket import Bucket
-from pdserve.router.policies.by_load import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
-from pdserve.router.policies.cache_aware import CacheAware
 from pdserve.router.policies.hashing import ConsistentHashing
+from pdserve.router.policies.load_based import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
+from pdserve.router.policies.prefix_tree import CacheAware
 
 __all__ = ["Candidate", "Policy", "RoutedRequest", "make_policy"]
 

@@ -15,7 +15,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
-from pdserve.router.conversation import ConversationKey
+from pdserve.router.request_fields import ConversationKey
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from pdserve.router.config import PolicyConfig
+from pdserve.router.config.config import PolicyConfig
 from pdserve.router.policies.base import Candidate, Policy, RoutedRequest, is_imbalanced, least_loaded
 
 REMEMBERED = 2048

@@ -6,8 +6,8 @@ import hashlib
 import random
 from collections.abc import Sequence
 
-from pdserve.router.conversation import ConversationKey
 from pdserve.router.policies.base import Candidate, Policy, RoutedRequest, least_loaded
+from pdserve.router.request_fields import ConversationKey
 
 CROWDED_FACTOR = 2.0
 CROWDED_REQUESTS = 8

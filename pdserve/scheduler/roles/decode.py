@@ -26,14 +26,11 @@ from pdserve.errors import RequestError
 from pdserve.executor.interface import SampledToken
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
-from pdserve.scheduler.core import SchedulerContext
-from pdserve.scheduler.fits import check_fits
-from pdserve.scheduler.req import Req, finish_for_failure
-from pdserve.scheduler.reserve import DecodeReservation
-from pdserve.scheduler.roles.generating_role import MixedBatchRole
+from pdserve.scheduler.context import DecodeReservation, SchedulerContext, check_fits
+from pdserve.scheduler.kv_checksum import KVChecksum
+from pdserve.scheduler.request import Req, WaitingQueue, finish_for_failure
+from pdserve.scheduler.roles.base import MixedBatchRole
 from pdserve.scheduler.roles.prefill import LOST
-from pdserve.scheduler.waiting import WaitingQueue
-from pdserve.scheduler.witness import KVChecksum
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import prompt_digest

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
-from pdserve.scheduler.fits import check_fits
-from pdserve.scheduler.req import Req, finish_for_failure
-from pdserve.scheduler.roles.generating_role import MixedBatchRole
-from pdserve.scheduler.running import CLIP_TOKENS
+from pdserve.scheduler.context import check_fits
+from pdserve.scheduler.decode_batch import CLIP_TOKENS
+from pdserve.scheduler.request import Req, finish_for_failure
+from pdserve.scheduler.roles.base import MixedBatchRole
 
 
 class MonolithRole(MixedBatchRole):

@@ -18,13 +18,10 @@ from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, Step
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
-from pdserve.scheduler.core import SchedulerContext, plan_of
-from pdserve.scheduler.fits import check_fits
-from pdserve.scheduler.parts import BatchSplitter
-from pdserve.scheduler.prefilling import PrefillManager
-from pdserve.scheduler.req import Req, finish_for_failure
-from pdserve.scheduler.waiting import WaitingQueue
-from pdserve.scheduler.witness import KVChecksum
+from pdserve.scheduler.batch_planner import BatchSplitter, PrefillManager
+from pdserve.scheduler.context import SchedulerContext, check_fits, plan_of
+from pdserve.scheduler.kv_checksum import KVChecksum
+from pdserve.scheduler.request import Req, WaitingQueue, finish_for_failure
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import LayerGate
 from pdserve.transfer.manager import KVManager

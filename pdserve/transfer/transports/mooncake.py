@@ -30,9 +30,9 @@ from collections.abc import Sequence
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
+from pdserve.transfer.transports.host_info import choose_protocol
 from pdserve.transfer.transports.link import Link, LinkedPeers
 from pdserve.transfer.transports.mooncake_engine import MooncakeEngine, MooncakeReceiver
-from pdserve.transfer.transports.nics import choose_protocol
 from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
 
 MAX_OUTSTANDING = 1024

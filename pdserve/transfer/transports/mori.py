@@ -20,9 +20,8 @@ import msgspec
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
-from pdserve.transfer.transports.cards import decode_card, encode_card, not_an_address
-from pdserve.transfer.transports.device_memory import place_of
-from pdserve.transfer.transports.nics import choose_protocol, wanted_nics
+from pdserve.transfer.transports.endpoint_info import decode_card, encode_card, not_an_address
+from pdserve.transfer.transports.host_info import choose_protocol, place_of, wanted_nics
 from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
 
 SETTLE_S = 30.0

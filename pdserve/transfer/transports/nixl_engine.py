@@ -22,7 +22,7 @@ from typing import Any
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import MemoryRegion
-from pdserve.transfer.transports.device_memory import place_of
+from pdserve.transfer.transports.host_info import place_of
 from pdserve.transfer.transports.nixl_blocks import Ranges, Span, Spans, SpansByKind, block_indices, choose_block
 
 FIRST_POLL_S = 0.00002

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.base import cores
-from pdserve.base.cores import check_cores, cores_of, share_cores, spread_out
+from pdserve.base import cpu_affinity as cores
+from pdserve.base.cpu_affinity import check_cores, cores_of, share_cores, spread_out
 from pdserve.errors import ConfigError
 
 
@@ -62,7 +62,7 @@ def test_a_process_stays_where_it_is_put_with_all_its_threads() -> None:
     core = min(os.sched_getaffinity(0))
     program = f"""
 import os, threading
-from pdserve.base.cores import granted_cores, pin_process
+from pdserve.base.cpu_affinity import granted_cores, pin_process
 before = os.sched_getaffinity(0)
 stop = threading.Event()
 old = threading.Thread(target=stop.wait)

@@ -6,9 +6,8 @@ import logging
 
 import pytest
 
-from pdserve.base.clients import ClientLimit, client_address, parse_networks
-from pdserve.base.exposure import reachable, url_host, warn_open, warn_unsealed, warn_weak
-from pdserve.base.keys import Keys, check_keys
+from pdserve.base.bind_checks import reachable, url_host, warn_open, warn_unsealed, warn_weak
+from pdserve.base.clients import ClientLimit, Keys, check_keys, client_address, parse_networks
 from pdserve.errors import ConfigError, RequestError
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from pdserve.base import host_memory
-from pdserve.base.heap import give_back_freed
+from pdserve.base.host_memory import give_back_freed
 from pdserve.base.process_use import OWN, own_processes, use_of
 
 GIB = 1 << 30

@@ -19,7 +19,7 @@ from benchmarks.gpu import executor_checks as checks
 from benchmarks.gpu.shapes import TINY_MODELS
 from benchmarks.report import ROOT
 from pdserve.executor.factory import LoadedEngine
-from pdserve.model.gpu import few_rows
+from pdserve.model.gpu import small_batch_gemm as few_rows
 from pdserve.model.gpu.decode_attention import AttentionTiling as Attention
 from tests import ahead
 from tests.tiny import Family

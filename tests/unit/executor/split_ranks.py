@@ -16,17 +16,17 @@ from pdserve.errors import RankError
 from pdserve.executor.batch_builder import read_plan
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepHandle, run
-from pdserve.executor.stages import MIN_TOKENS, ModelRunner, cut_plan
+from pdserve.executor.model_runner import MIN_TOKENS, ModelRunner, cut_plan
 from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import Heads, StepAttention
-from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
 from pdserve.model.families.decoder import kv_layout
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.loader import load_model, read_spec
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples
-from pdserve.protocol.grammar import Grammar
+from pdserve.protocol.failure import Grammar
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs, join
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import Driver, random_prompt

@@ -17,7 +17,7 @@ import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.executor.factory import build_executor
-from pdserve.model.attention import fixed_blocks
+from pdserve.model.attention import batch_invariant as fixed_blocks
 from tests.driver import Driver
 from tests.tiny import FAMILIES, VOCAB_SIZE, make_tiny
 from tests.unit.executor.same_bits import LENGTH, NUM_NEW, PROMPT, SEEDED, TOP, Answer, answer, kv_of

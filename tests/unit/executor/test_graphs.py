@@ -19,7 +19,7 @@ from pdserve.executor.batch_builder import read_plan
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.graphs import EagerCapture, GraphCapture, Replay, graph_sizes, is_decode, padded
 from pdserve.executor.interface import BatchPlan, BatchRow
-from pdserve.executor.local import LocalExecutor
+from pdserve.executor.local_executor import LocalExecutor
 from pdserve.executor.warm_up import spans_of
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.sampling import CoreSamplingParams

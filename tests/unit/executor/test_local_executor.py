@@ -15,7 +15,7 @@ from pdserve.config.groups import KernelConfig, MemoryConfig
 from pdserve.errors import ConfigError
 from pdserve.executor.factory import prepare_device
 from pdserve.executor.interface import BatchPlan, Executor, run
-from pdserve.executor.pool_size import CPU_CAP_BYTES, pool_tokens
+from pdserve.executor.memory_sizing import CPU_CAP_BYTES, pool_tokens
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.model.config import read_model_spec
 from pdserve.model.families.decoder import kv_layout

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.interface import BatchPlan, BatchRow, LayerEvents
-from pdserve.executor.marks import CountedLayerEvents, CudaLayerEvents
+from pdserve.executor.layer_events import CountedLayerEvents, CudaLayerEvents
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.torch_sdpa import TorchStep
 from tests.ahead import build_ahead

@@ -21,8 +21,8 @@ from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.executor.kernel_choice import choose_level
 from pdserve.model.config import read_model_spec
 from pdserve.model.layers.moe import Experts
-from pdserve.model.native.attention import AttentionInProgram
 from pdserve.model.native.decoder import NativeDecoder
+from pdserve.model.native.layers import AttentionInProgram
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import ParamSlots
 from pdserve.protocol.logprobs import Logprobs

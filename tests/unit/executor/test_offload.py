@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.executor import host_pages
+from pdserve.executor import kv_offload as host_pages
 from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, run
 from pdserve.memory.layout import GroupKind, KVGroup
-from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.page_gather import KVPool
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.ahead import build_ahead
 from tests.driver import Driver, random_prompt

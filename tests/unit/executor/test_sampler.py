@@ -15,10 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdserve.executor.row_params import SamplingMetadata, Seeds
 from pdserve.executor.sampler import Choose, choose_with_torch, sample, to_host, uniforms
-from pdserve.model.native.choice import NativeChooser
+from pdserve.executor.sampling_metadata import SamplingMetadata, Seeds
 from pdserve.model.native.program import Threads
+from pdserve.model.native.sampling import NativeChooser
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import TOP_K_ALL, CoreSamplingParams
 from tests.unit.model.native_kit import LEVELS_HERE

@@ -11,8 +11,7 @@ from pdserve.config.groups import KernelConfig, MemoryConfig, ScheduleConfig, Se
 from pdserve.errors import ConfigError
 from pdserve.executor import factory
 from pdserve.executor.graphs import graph_sizes
-from pdserve.executor.pool_size import pool_tokens
-from pdserve.executor.step_memory import LIBRARIES_BYTES, graph_bytes, step_bytes
+from pdserve.executor.memory_sizing import LIBRARIES_BYTES, graph_bytes, pool_tokens, step_bytes
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.model.config import ModelSpec, MoeSpec, spec_from_config
 

@@ -15,7 +15,7 @@ from pdserve.executor import attention_choice
 from pdserve.executor.attention_choice import choose_attention, make_attention
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.memory.layout import GroupKind, KVGroup
-from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.triton_pages import TritonAttention
 from pdserve.model.loader import read_spec
 from tests.driver import Driver, random_prompt

@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from pdserve.executor.batch_builder import build_batch
 from pdserve.executor.warm_up import Span, idle_batch, warm_up
-from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.triton_pages import TritonAttention
 from pdserve.model.families.decoder import Decoder, kv_layout
 from pdserve.model.gpu import decode_attention

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from pdserve.llm.api import _one_each
-from pdserve.llm.errors import InvalidRequestError
-from pdserve.llm.prompts import GivenPrompt, as_conversations, as_prompts
+from pdserve.llm.outputs import InvalidRequestError
+from pdserve.llm.prepare import GivenPrompt, as_conversations, as_prompts
 from pdserve.llm.sampling import SamplingParams
 from pdserve.protocol.sampling import TOP_K_ALL
-from pdserve.server.sampling_fields import RequestLimits
+from pdserve.server.request.sampling_fields import RequestLimits
 
 LIMITS = RequestLimits("null", vocab_size=100, context_length=64, max_total_tokens=1000)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.base import cores
+from pdserve.base import cpu_affinity as cores
 from pdserve.errors import ConfigError
 from pdserve.llm.options import deal_devices, plan
 

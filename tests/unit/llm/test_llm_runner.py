@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from pdserve.errors import EngineDeadError, PdserveError, RequestError
-from pdserve.llm.errors import BatchError
+from pdserve.llm.outputs import BatchError
 from pdserve.llm.runner import Job, OfflineRunner
 from pdserve.protocol.messages import FinishReason, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams

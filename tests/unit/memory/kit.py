@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.page_table import PageTable
-from pdserve.memory.prefix.radix import Eviction, RadixTree, token_bytes
+from pdserve.memory.prefix_cache import Eviction, RadixTree, token_bytes
 from pdserve.sim.hash_lm import hash_layout
 
 PAGE_TOKENS = 2

@@ -16,10 +16,10 @@ import pytest
 
 from pdserve.base.native import Unavailable, library
 from pdserve.config.groups import ModelConfig, ServerConfig
-from pdserve.memory import commit
-from pdserve.memory.commit import Prefault
+from pdserve.engine import assemble
+from pdserve.memory import prefault as commit
+from pdserve.memory.prefault import Prefault
 from pdserve.memory.shared import address_of, allocate, allocate_private
-from pdserve.scheduler import assemble
 from tests.driver import build
 from tests.tiny import Family
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdserve.memory.lease import Hold, Lease
-from pdserve.memory.prefix.radix import Eviction
+from pdserve.memory.prefix_cache import Eviction
 from tests.unit.memory.kit import PAGE_TOKENS, Prefix, content_of, make_memory, prefixes, tokens_of
 
 HOLDS: tuple[Hold, ...] = ("request", "remote", "send")

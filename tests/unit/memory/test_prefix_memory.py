@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import Lease
-from pdserve.memory.prefix.radix import Eviction
+from pdserve.memory.prefix_cache import Eviction
 from tests.unit.memory.kit import LAYOUT, PAGE_TOKENS, PageTable, letters, make_memory
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdserve.memory.prefix.node import RadixNode
-from pdserve.memory.prefix.radix import Eviction, RadixTree, token_bytes
+from pdserve.memory.prefix_cache import Eviction, RadixNode, RadixTree, token_bytes
 from tests.unit.memory.kit import PAGE_TOKENS, letters
 
 

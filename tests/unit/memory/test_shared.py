@@ -15,7 +15,7 @@ import torch
 from pdserve.config.groups import DisaggConfig
 from pdserve.memory import shared
 from pdserve.memory.layout import GroupKind, KVGroup
-from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.page_gather import KVPool
 from pdserve.transfer.aux import MetadataBuffers
 
 

@@ -14,7 +14,7 @@ import torch
 from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.model.attention.flashinfer_pages import FlashInferAttention, cannot_run
 from pdserve.model.attention.interface import Heads
-from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
 from pdserve.model.forward_batch import ForwardBatch, HostRows
 from pdserve.model.layers.rotary import Rotary

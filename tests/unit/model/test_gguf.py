@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from pdserve.errors import ModelError
 from pdserve.model import gguf_file
 from pdserve.model.loader import read_spec
-from pdserve.model.paths import resolve_tokenizer_path
-from pdserve.model.smollm2 import smollm2_gguf
+from pdserve.model.paths import resolve_tokenizer_path, smollm2_gguf
 from tests.driver import Driver, build, random_prompt
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import DENSE_FAMILIES, VOCAB_SIZE, Family, make_tiny

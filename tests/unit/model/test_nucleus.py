@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pdserve.model.gpu.nucleus import least_of_nucleus
+from pdserve.model.gpu.sampling import least_of_nucleus
 from tests.unit.model.triton_kit import DEVICE
 
 

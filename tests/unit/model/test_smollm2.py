@@ -12,8 +12,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pdserve.errors import ModelError
-from pdserve.model.cache import made_once
-from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
+from pdserve.model.paths import made_once, resolve_model_path, resolve_tokenizer_path
 from tests.driver import Driver, build
 from tests.reference import load_reference, reference_greedy
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pdserve.errors import ConfigError
-from pdserve.model.layers.fixed import BatchInvariantKernels
+from pdserve.model.layers.batch_invariant import BatchInvariantKernels
 from pdserve.model.layers.kernels import FastKernels
 from pdserve.model.layers.tiles import PROBE_ROWS, cut, safe_sizes, telling
 

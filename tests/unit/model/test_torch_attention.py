@@ -14,7 +14,7 @@ from torch import Tensor
 from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.model.attention import torch_sdpa
 from pdserve.model.attention.interface import Heads
-from pdserve.model.attention.kv_pool import KVPool
+from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
 from tests.unit.model.native_kit import batch_of
 

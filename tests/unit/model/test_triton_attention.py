@@ -18,7 +18,7 @@ from pdserve.model.gpu.decode_attention import (
     num_parts,
 )
 from pdserve.model.gpu.extend_attention import attend_extend, tile_tokens
-from pdserve.model.gpu.heads import angle_tables, place_heads
+from pdserve.model.gpu.fused_qk_norm_rope_cache import angle_tables, place_heads
 from tests.unit.model.triton_kit import DEVICE, attended, paged
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}

@@ -8,12 +8,12 @@ import torch
 from pdserve.base.env import triton_is_interpreted
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.triton_pages import placed
-from pdserve.model.gpu import few_rows
+from pdserve.model.gpu import small_batch_gemm as few_rows
 from pdserve.model.gpu.experts import sort_rows
-from pdserve.model.gpu.likeliest import keep_best
 from pdserve.model.gpu.routes import MAX_ROWS, order_rows
+from pdserve.model.gpu.sampling import keep_best
+from pdserve.model.layers.dense import RMSNorm
 from pdserve.model.layers.kernels import FastKernels
-from pdserve.model.layers.norm import RMSNorm
 from pdserve.model.layers.rotary import Rotary
 from pdserve.model.layers.triton_kernels import TritonKernels
 from pdserve.model.rope import RopeSpec

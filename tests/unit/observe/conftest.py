@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import tiny_tokenizer
 
 

@@ -15,7 +15,7 @@ from pdserve.observe import json_lines
 from pdserve.observe.compare_kv import main
 from pdserve.observe.json_lines import JsonLines
 from pdserve.protocol.messages import FinishReason
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench, until
 
 pytestmark = pytest.mark.timeout(60)

@@ -16,7 +16,7 @@ from pdserve.observe.metrics import ServerMetrics
 from pdserve.observe.record import TTFT_PARTS
 from pdserve.protocol.messages import EngineState, FinishReason, Flow, PeerLoad
 from pdserve.protocol.replicas import merge_states
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench, until
 
 pytestmark = pytest.mark.timeout(60)

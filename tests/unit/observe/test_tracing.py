@@ -14,8 +14,8 @@ from pdserve.errors import ConfigError
 from pdserve.observe.tracing import open_tracing, traces_url
 from pdserve.protocol.messages import FinishReason, RequestTiming
 from pdserve.router.app import make_app
-from pdserve.router.config import RouterConfig, WorkerRole, WorkerSpec
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.router.config.config import RouterConfig, WorkerRole, WorkerSpec
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.observe.collector import Collector, assert_one_connected_trace
 from tests.unit.observe.test_server_metrics import body
 from tests.unit.server.server_kit import bench

@@ -12,9 +12,9 @@ import sys
 from torch.distributed import FileStore
 
 from pdserve.base.parallel import ParallelShape
-from pdserve.ranks.leader import Rank0Link, Stopped
+from pdserve.ranks.failure_detector import LinkTimes
 from pdserve.ranks.messages import RankReady
-from pdserve.ranks.watch import LinkTimes
+from pdserve.ranks.rank0_link import Rank0Link, Stopped
 
 
 def main(path: str, num_ranks: int, rank: int, token: str) -> None:

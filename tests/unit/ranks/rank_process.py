@@ -20,13 +20,13 @@ from pdserve.config.groups import (
     ScheduleConfig,
     ServerConfig,
 )
+from pdserve.engine.build import run_scheduler
+from pdserve.engine.build_follower import run_follower
+from pdserve.engine.build_transfer import ReplicaId
 from pdserve.errors import ConfigError, ModelError
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import GenerateRequest, OutputBatch, SchedulerBeat, Shutdown, ToApi, ToScheduler
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.build import run_scheduler
-from pdserve.scheduler.build_follower import run_follower
-from pdserve.scheduler.build_transfer import ReplicaId
 from tests.driver import random_prompt
 
 TOKEN = "secret"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.errors import PdserveError
-from pdserve.transfer.kv_digest import RankDigest
+from pdserve.transfer.checksum import RankDigest
 
 
 class Reductions:

@@ -26,8 +26,8 @@ from pdserve.ranks.consensus import Consensus, Reduction
 from pdserve.ranks.copies import LOST, Item, Outcome, RankCopies, item_of
 from pdserve.ranks.input_log import FollowerLog, LeaderLog
 from pdserve.ranks.messages import Entry
+from pdserve.scheduler.input_source import FollowerInputSource, LeaderInputSource
 from pdserve.scheduler.scheduler import Event
-from pdserve.scheduler.shared_mail import FollowerInputSource, LeaderInputSource
 from pdserve.transfer.events import CopyDone, CopyJob, Notified, PeerConnected, PeerFenced, ReceiverOpened
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import MemoryKey

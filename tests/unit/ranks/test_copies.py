@@ -14,6 +14,7 @@ from pdserve.memory.page_table import PageTable
 from pdserve.ranks.copies import RankCopies
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
 from pdserve.transfer import notifications as notifications_module
+from pdserve.transfer.copy_workers import CopyWorkers
 from pdserve.transfer.events import CopyDone, CopyJob, Notified, ReceiverOpened, TransferEvent
 from pdserve.transfer.notifications import encode_note
 from pdserve.transfer.plan import PageCopy
@@ -21,7 +22,6 @@ from pdserve.transfer.state import KVPoll
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub
 from pdserve.transfer.wire import MemoryKey
-from pdserve.transfer.workers import CopyWorkers
 from tests.unit.ranks.kit import replica
 from tests.unit.transfer.notifying import NotifyingMemory
 from tests.unit.transfer.waiting import events_of

@@ -18,12 +18,12 @@ from torch.distributed import FileStore, HashStore
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import MemoryConfig, ServerConfig
 from pdserve.errors import ConfigError, PdserveError, RankError
-from pdserve.ranks.followers import WorkerLinks, meet_followers
-from pdserve.ranks.leader import Rank0Link
+from pdserve.ranks.failure_detector import LinkTimes, PeerRank
 from pdserve.ranks.links import RankLink
-from pdserve.ranks.meeting import Facts, facts_of
 from pdserve.ranks.messages import Agreed, Alive, ToFollower, ToLeader, follower_codec, leader_codec
-from pdserve.ranks.watch import LinkTimes, PeerRank
+from pdserve.ranks.rank0_link import Rank0Link
+from pdserve.ranks.rendezvous import Facts, facts_of
+from pdserve.ranks.worker_links import WorkerLinks, meet_followers
 from tests.unit.ranks.kit import HOST, TIMES, TOKEN, Losses, talking
 from tests.unit.transfer.waiting import wait_until
 

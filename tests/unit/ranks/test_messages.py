@@ -24,6 +24,7 @@ from pdserve.ranks.messages import (
     follower_codec,
     leader_codec,
 )
+from pdserve.transfer.checksum import GroupDigest, RankDigest
 from pdserve.transfer.events import (
     CopyDone,
     FrameArrived,
@@ -34,7 +35,6 @@ from pdserve.transfer.events import (
     PrefillFound,
     PrefillNotFound,
 )
-from pdserve.transfer.kv_digest import GroupDigest, RankDigest
 from pdserve.transfer.wire import MemoryKey, RankMemory, WireRegion
 
 MEMORY = RankMemory("h:1", (WireRegion(1, 2),))

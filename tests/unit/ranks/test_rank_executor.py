@@ -13,7 +13,7 @@ from pdserve.base.clock import ManualClock
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import RankError
 from pdserve.executor.interface import BatchPlan, BatchRow, Executor, StepHandle, StepResult
-from pdserve.executor.marks import CountedLayerEvents
+from pdserve.executor.layer_events import CountedLayerEvents
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.input_log import LeaderLog

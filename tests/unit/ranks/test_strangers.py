@@ -11,11 +11,11 @@ import zmq
 from torch.distributed import HashStore
 
 from pdserve.errors import ProtocolError, RankError
-from pdserve.protocol.seal import Seal
+from pdserve.protocol.codec import Seal
+from pdserve.ranks.failure_detector import LinkTimes, PeerRank
 from pdserve.ranks.links import RankLink
-from pdserve.ranks.meeting import Introduction
 from pdserve.ranks.messages import Agreed, Alive, ToFollower, ToLeader, follower_codec, leader_codec
-from pdserve.ranks.watch import LinkTimes, PeerRank
+from pdserve.ranks.rendezvous import Introduction
 from tests.unit.ranks.kit import HOST, TIMES, TOKEN, Losses, talking
 from tests.unit.transfer.waiting import wait_until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.errors import ConfigError, ModelError, RankError
-from pdserve.ranks.watch import FailureDetector, LinkTimes, PeerRank
+from pdserve.ranks.failure_detector import FailureDetector, LinkTimes, PeerRank
 
 TIMES = LinkTimes(beat_s=1.0, silent_s=10.0, join_s=60.0, grace_s=0.5)
 

@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pdserve.base.roles import ROLE_HEADER
+from pdserve.base.stream_state import ROLE_HEADER
 from pdserve.router.app import make_app
-from pdserve.router.config import HealthConfig, PolicyConfig, RetryConfig, RouterConfig, WorkerRole, WorkerSpec
+from pdserve.router.config.config import HealthConfig, PolicyConfig, RetryConfig, RouterConfig, WorkerRole, WorkerSpec
 
 DEADLINE_S = 20.0
 

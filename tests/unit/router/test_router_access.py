@@ -15,12 +15,12 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from pdserve.errors import ConfigError
-from pdserve.router.access import is_admin
-from pdserve.router.access_config import RouterAccessConfig, TlsConfig
 from pdserve.router.app import make_app
-from pdserve.router.config import RouterConfig, WorkerRole, WorkerSpec
-from pdserve.router.flags import config_from, make_parser
-from pdserve.router.tls import server_tls, worker_tls
+from pdserve.router.config.access_config import RouterAccessConfig, TlsConfig
+from pdserve.router.config.config import RouterConfig, WorkerRole, WorkerSpec
+from pdserve.router.config.flags import config_from, make_parser
+from pdserve.router.http.access import is_admin
+from pdserve.router.http.tls import server_tls, worker_tls
 from tests.hostile_http import POST, REFUSED, SIZED, error_of, send
 from tests.unit.router.streams import begin_stream
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.admission import Admission, PairSlots, QueueWaitEstimator, Refused, rids_of
-from pdserve.router.breaker import BreakerState
-from pdserve.router.config import BreakerConfig, LimitConfig, PolicyConfig, RouterConfig, WorkerRole, WorkerSpec
-from pdserve.router.metrics import RouterMetrics
+from pdserve.router.config.config import BreakerConfig, LimitConfig, PolicyConfig, RouterConfig, WorkerRole, WorkerSpec
 from pdserve.router.policies import RoutedRequest
-from pdserve.router.workers import LoadReport, Registry, Worker
+from pdserve.router.workers.admission import Admission, PairSlots, QueueWaitEstimator, Refused, rids_of
+from pdserve.router.workers.breaker import BreakerState
+from pdserve.router.workers.metrics import RouterMetrics
+from pdserve.router.workers.workers import LoadReport, Registry, Worker
 
 ANYTHING = RoutedRequest()
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 import pdserve
-from pdserve.router import fleet
+from pdserve.router.workers import fanout as fleet
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 GENERATE = "/generate"

@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
-from pdserve.router import dispatch
-from pdserve.router.upstream import WorkerStream
+from pdserve.router.proxy import dispatch
+from pdserve.router.workers.outcome import WorkerStream
 
 Scenario = Callable[[Any], Coroutine[Any, Any, None]]
 RunWorld = Callable[[Scenario], None]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.router import engine_metrics
-from pdserve.router.config import RouterAccessConfig
-from pdserve.router.engine_metrics import together
+from pdserve.router.config.config import RouterAccessConfig
+from pdserve.router.workers import engine_metrics
+from pdserve.router.workers.engine_metrics import together
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -8,8 +8,15 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.launch_router import config_from, make_parser
-from pdserve.router.config import ProbeConfig, RouterConfig, WorkerRole, WorkerSpec, parse_worker_url, prefill_spec
-from pdserve.router.sglang_flags import UNSUPPORTED
+from pdserve.router.config.config import (
+    ProbeConfig,
+    RouterConfig,
+    WorkerRole,
+    WorkerSpec,
+    parse_worker_url,
+    prefill_spec,
+)
+from pdserve.router.config.sglang_flags import UNSUPPORTED
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pdserve.router.admission import Admission
-from pdserve.router.config import BreakerConfig, HealthConfig, LimitConfig
+from pdserve.router.config.config import BreakerConfig, HealthConfig, LimitConfig
+from pdserve.router.workers.admission import Admission
 from tests.unit.router.streams import begin_stream
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pdserve.router.config import LimitConfig
+from pdserve.router.config.config import LimitConfig
 from tests.unit.router.streams import begin_stream
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]

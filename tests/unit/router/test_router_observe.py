@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.router.config import RouterAccessConfig, WorkerRole
-from pdserve.router.picture import ObserveReply, join_edges, join_requests, parse_answer
+from pdserve.router.config.config import RouterAccessConfig, WorkerRole
+from pdserve.router.dashboard.cluster_snapshot import ObserveReply, join_edges, join_requests, parse_answer
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 
@@ -78,7 +78,7 @@ def test_workers_are_asked_once_a_second_however_many_look_and_never_when_nobody
     async def scenario(world: Any) -> None:
         worker = await world.worker("w")
         worker.observed = told("w:1")
-        monkeypatch.setattr("pdserve.router.observe.INTERVAL_S", 3600.0)
+        monkeypatch.setattr("pdserve.router.dashboard.observe.INTERVAL_S", 3600.0)
         async with world.router([], [worker]) as url:
             assert worker.num_observed == 0
             pictures = await asyncio.gather(*(get(world, url) for _ in range(20)))
@@ -86,7 +86,7 @@ def test_workers_are_asked_once_a_second_however_many_look_and_never_when_nobody
             assert all(by_url(one)[worker.url]["observed"]["replicas"] for one in pictures), (
                 "all wait for the one answer"
             )
-            monkeypatch.setattr("pdserve.router.observe.INTERVAL_S", 0.0)
+            monkeypatch.setattr("pdserve.router.dashboard.observe.INTERVAL_S", 0.0)
             await get(world, url)
             assert worker.num_observed == 2
 
@@ -96,8 +96,8 @@ def test_workers_are_asked_once_a_second_however_many_look_and_never_when_nobody
 def test_a_silent_worker_holds_nobody_up_and_one_that_is_dead_has_no_numbers(
     run_world: RunWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.router.observe.INTERVAL_S", 0.0)
-    monkeypatch.setattr("pdserve.router.observe.PATIENCE_S", 0.05)
+    monkeypatch.setattr("pdserve.router.dashboard.observe.INTERVAL_S", 0.0)
+    monkeypatch.setattr("pdserve.router.dashboard.observe.PATIENCE_S", 0.05)
 
     async def scenario(world: Any) -> None:
         prefill, decode = await world.worker("p"), await world.worker("d")

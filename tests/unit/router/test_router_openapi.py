@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.config import RouterAccessConfig
+from pdserve.router.config.config import RouterAccessConfig
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 METHODS = {"get", "post", "put", "delete"}

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.router.config import PolicyConfig, PrefillPolicyName, WorkerRole
-from pdserve.router.conversation import ConversationKey
+from pdserve.router.config.config import PolicyConfig, PrefillPolicyName, WorkerRole
 from pdserve.router.policies import Candidate, Policy, RoutedRequest, make_policy
 from pdserve.router.policies.bucket import boundaries
-from pdserve.router.policies.cache_aware import CacheAware
+from pdserve.router.policies.prefix_tree import CacheAware
+from pdserve.router.request_fields import ConversationKey
 
 NAMES = get_args(PrefillPolicyName)
 KEYS = [ConversationKey(f"conversation {i}".encode(), named=True) for i in range(1000)]

@@ -8,9 +8,9 @@ from typing import Any
 
 from aiohttp import web
 
-from pdserve.base.roles import NO_ROLE, ROLE_HEADER
-from pdserve.router.access_config import RouterAccessConfig
-from pdserve.router.config import BreakerConfig
+from pdserve.base.stream_state import NO_ROLE, ROLE_HEADER
+from pdserve.router.config.access_config import RouterAccessConfig
+from pdserve.router.config.config import BreakerConfig
 from tests.unit.router.conftest import FakeWorker, World, answer_ok
 
 Run = Callable[[Callable[[World], Coroutine[Any, Any, None]]], None]

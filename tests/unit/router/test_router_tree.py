@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.router.policies import tree as tree_module
-from pdserve.router.policies.tree import PrefixTree, common_length
+from pdserve.router.policies import prefix_tree as tree_module
+from pdserve.router.policies.prefix_tree import PrefixTree, common_length
 
 TEXTS = st.text(alphabet="abc", min_size=1, max_size=10)
 OWNERS = ("p", "q", "r")

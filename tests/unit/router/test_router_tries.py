@@ -16,8 +16,8 @@ from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
 
 from pdserve.router.app import ROUTER
-from pdserve.router.config import BreakerConfig, HealthConfig, LimitConfig
-from pdserve.router.upstream import is_out_of_descriptors
+from pdserve.router.config.config import BreakerConfig, HealthConfig, LimitConfig
+from pdserve.router.workers.outcome import is_out_of_descriptors
 from tests.unit.router.streams import begin_stream
 
 Scenario = Callable[[Any], Coroutine[Any, Any, None]]
@@ -311,7 +311,7 @@ def test_worker_is_not_to_blame_where_the_router_has_no_descriptors(
         return await connect(connector, request, **options)
 
     monkeypatch.setattr(aiohttp.TCPConnector, "connect", short)
-    monkeypatch.setattr("pdserve.router.health.RECHECK_DEAD_S", 3600.0)
+    monkeypatch.setattr("pdserve.router.workers.health.RECHECK_DEAD_S", 3600.0)
 
     async def scenario(world: Any) -> None:
         decode = await world.worker("d")
@@ -345,7 +345,7 @@ def test_a_name_that_is_not_resolved_for_want_of_a_descriptor(monkeypatch: pytes
     def no_more(*_: Any) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("pdserve.router.upstream.os.open", no_more)
+    monkeypatch.setattr("pdserve.router.workers.outcome.os.open", no_more)
     assert is_out_of_descriptors(error)
     assert not is_out_of_descriptors(aiohttp.ServerDisconnectedError())
 

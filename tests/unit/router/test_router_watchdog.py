@@ -12,12 +12,12 @@ import pytest
 from aiohttp import ClientSession, web
 
 from pdserve.router.app import ROUTER
-from pdserve.router.config import BreakerConfig, ProbeConfig, RouterConfig, WorkerRole, WorkerSpec
-from pdserve.router.metrics import RouterMetrics
-from pdserve.router.pairs import Pairs
-from pdserve.router.tries import Drain
-from pdserve.router.watchdog import MAX_AT_ONCE, SLACK_S, TICK_S, Watchdog, rotation
-from pdserve.router.workers import Pair, Registry
+from pdserve.router.config.config import BreakerConfig, ProbeConfig, RouterConfig, WorkerRole, WorkerSpec
+from pdserve.router.proxy.attempts import Drain
+from pdserve.router.proxy.watchdog import MAX_AT_ONCE, SLACK_S, TICK_S, Watchdog, rotation
+from pdserve.router.workers.metrics import RouterMetrics
+from pdserve.router.workers.pairs import Pairs
+from pdserve.router.workers.workers import Pair, Registry
 
 Scenario = Callable[[Any], Coroutine[Any, Any, None]]
 RunWorld = Callable[[Scenario], None]

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from pdserve.base.stream_state import DONE, RESUME_FIELD, STATE_HEADER, EventState
 from pdserve.router.app import ROUTER
-from pdserve.router.config import HealthConfig, RetryConfig
-from pdserve.router.stream_retry import StreamProgress, can_go_on, with_seed
+from pdserve.router.config.config import HealthConfig, RetryConfig
+from pdserve.router.proxy.stream_retry import StreamProgress, can_go_on, with_seed
 from tests.unit.router.conftest import answer_ok
 from tests.unit.router.streams import begin_stream
 

@@ -19,9 +19,9 @@ from pdserve.base.proof import PROOF_HEADER, body_digest
 from pdserve.base.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, SessionVerifier, worker_key, worker_secret
 from pdserve.errors import ConfigError, ProofError, ProofExpiredError
 from pdserve.router import worker_proof
-from pdserve.router.access_config import RouterAccessConfig
-from pdserve.router.config import HealthConfig
-from pdserve.router.flags import config_from, make_parser
+from pdserve.router.config.access_config import RouterAccessConfig
+from pdserve.router.config.config import HealthConfig
+from pdserve.router.config.flags import config_from, make_parser
 from tests.unit.router.streams import begin_stream
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]

@@ -11,10 +11,10 @@ from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FinishReason, GenerateRequest, OutputBatch, ToApi
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.core import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.scheduler import Event, Scheduler
-from pdserve.scheduler.waiting import WaitingQueue
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
 
 EOS = 2

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pdserve.config.cli import parse_server_args
+from pdserve.engine.assemble import saturation_tokens
 from pdserve.errors import ConfigError
-from pdserve.scheduler.assemble import saturation_tokens
 from tests.driver import build
 from tests.tiny import Family
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.engine.replica import _check_facts, rank_facts
 from pdserve.errors import ConfigError
 from pdserve.ranks.messages import RankReady
-from pdserve.scheduler.engine import _check_facts, rank_facts
 from tests.driver import build
 from tests.tiny import Family
 from tests.unit.model.native_kit import needs_kernels

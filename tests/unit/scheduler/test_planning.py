@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.base.clock import ManualClock
-from pdserve.base.pace import RetryAfterEstimator
+from pdserve.base.clock import ManualClock, RetryAfterEstimator
 from pdserve.protocol.messages import AbortRequest, CommandReply, FlushCache
-from pdserve.scheduler.running import NewTokenRatio
+from pdserve.scheduler.decode_batch import NewTokenRatio
 from tests.unit.scheduler.kit import Mono
 
 LONG, SHORT = list(range(1, 401)), list(range(1000, 1010))

@@ -25,21 +25,21 @@ from pdserve.protocol.messages import (
     ToApi,
 )
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.core import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, Scheduler
-from pdserve.scheduler.waiting import WaitingQueue
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
 from pdserve.sim.world import Prompt, Shape, monolith_tokens
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.control import ZmqControlSocket
+from pdserve.transfer.copy_workers import CopyWorkers
 from pdserve.transfer.events import Address, PeerListens, PrefillFound
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from pdserve.transfer.wire import RankMemory
-from pdserve.transfer.workers import CopyWorkers
 
 DEADLINE_S = 60.0
 NUM_REQUESTS = 60

@@ -22,7 +22,7 @@ from pdserve.protocol.messages import (
     StateReply,
 )
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.req import Req, Times, finish_for_token
+from pdserve.scheduler.request import Req, Times, finish_for_token
 from tests.unit.scheduler.kit import EOS, PROMPT, Mono
 
 

@@ -9,8 +9,7 @@ from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.req import Req, Times
-from pdserve.scheduler.waiting import LPM_TOKENS, WaitingQueue
+from pdserve.scheduler.request import LPM_TOKENS, Req, Times, WaitingQueue
 from pdserve.sim.hash_lm import hash_layout
 
 AGING_S = 10.0

@@ -11,14 +11,14 @@ import pytest
 
 from pdserve.base.parallel import SINGLE
 from pdserve.observe.compare_kv import compare
+from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.prefill import PrefillRole
-from pdserve.scheduler.witness import KVChecksum
 from pdserve.sim.hash_lm import HashExecutor
 from pdserve.sim.network import Faults, SimCopyEngine
 from pdserve.sim.world import Prompt, RequestHalf, Shape, SimNode, World, monolith_tokens
+from pdserve.transfer.checksum import RankDigest, digest_group
 from pdserve.transfer.events import CopyJob
-from pdserve.transfer.kv_digest import RankDigest, digest_group
 from pdserve.transfer.plan import PageCopy, RankShard
 
 SHAPE = Shape(page_tokens=4, num_pages=64, chunk_tokens=5)

@@ -10,7 +10,7 @@ import httpx2
 import openai
 import pytest
 
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server import server_kit
 from tests.unit.server.server_kit import Bench, bench
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import tiny_tokenizer
 
 

@@ -57,11 +57,11 @@ from pdserve.protocol.messages import (
     WaitsFor,
 )
 from pdserve.server.app import create_app, make_metrics
-from pdserve.server.engine_client import EngineClient
-from pdserve.server.grammar_check import GrammarCheck
-from pdserve.server.new_prefill import NewPrefill
-from pdserve.server.tokenizer import Tokenizer
-from pdserve.server.waiting import WaitingRequests
+from pdserve.server.engine_client.client import EngineClient
+from pdserve.server.engine_client.new_prefill import NewPrefill
+from pdserve.server.engine_client.waiting import WaitingRequests
+from pdserve.server.request.grammar_check import GrammarCheck
+from pdserve.server.text.tokenizer import Tokenizer
 
 OPEN = AccessConfig()
 EOS = 0

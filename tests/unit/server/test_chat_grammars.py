@@ -10,13 +10,12 @@ from pdserve.errors import GrammarError
 from pdserve.grammar.compile import JsonRules, compile_grammar
 from pdserve.grammar.matcher import Matcher
 from pdserve.grammar.vocabulary import Vocabulary
-from pdserve.server.chat_tools import plan_tools
-from pdserve.server.constraints import Constraint, openai_constraint
-from pdserve.server.json_http import convert
-from pdserve.server.parsers.thinking import THINKING
-from pdserve.server.schemas import ChatBody
-from pdserve.server.thought_grammar import after_thoughts
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.http.json_http import convert
+from pdserve.server.openai.chat_tools import plan_tools
+from pdserve.server.request.constraints import Constraint, after_thoughts, openai_constraint
+from pdserve.server.request.schemas import ChatBody
+from pdserve.server.text.parsers.thinking import THINKING
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import EOS, VOCAB
 
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/name"}}, "required": ["city"],

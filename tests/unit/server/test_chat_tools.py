@@ -9,12 +9,11 @@ import openai
 import pytest
 
 from pdserve.protocol.messages import FinishReason
-from pdserve.server.chat_reader import ChatReader, ReadPlan
-from pdserve.server.openai_chat import delta_fields
-from pdserve.server.parsers.json_formats import Hermes
-from pdserve.server.parsers.thinking import THINKING
-from pdserve.server.reasoning_count import ReasoningCounter
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.openai.chat import delta_fields
+from pdserve.server.openai.chat_reader import ChatReader, ReadPlan, ReasoningCounter
+from pdserve.server.text.parsers.json_formats import Hermes
+from pdserve.server.text.parsers.thinking import THINKING
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import ASK, HERMES, NOW, WEATHER, long_context, openai_bench
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120), pytest.mark.usefixtures("long_context")]
@@ -240,7 +239,7 @@ async def test_past_calls_are_shown_to_the_model(tokenizer: Tokenizer) -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "noon"},
         {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "night"}]},
     ]
-    from pdserve.server.chat_template import read_template
+    from pdserve.server.text.chat_template import read_template
     from tests.unit.server.server_kit import tiny_tokenizer
 
     with_tools = Tokenizer(tiny_tokenizer()._hf, read_template("hermes"))

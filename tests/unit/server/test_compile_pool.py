@@ -18,13 +18,13 @@ from pdserve.errors import RequestError
 from pdserve.grammar import compile_jobs
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, CompileResult, verdict_on
-from pdserve.protocol.grammar import Grammar
+from pdserve.protocol.failure import Grammar
 from pdserve.protocol.messages import EngineReady
-from pdserve.server import compile_pool
-from pdserve.server.compile_pool import GONE, CompilePool, FairQueue, _Waiting
-from pdserve.server.constraints import Constraint
-from pdserve.server.grammar_check import GrammarCheck
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.request import compile_pool
+from pdserve.server.request.compile_pool import GONE, CompilePool, FairQueue, _Waiting
+from pdserve.server.request.constraints import Constraint
+from pdserve.server.request.grammar_check import GrammarCheck
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import EOS, VOCAB
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]

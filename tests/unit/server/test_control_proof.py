@@ -14,8 +14,8 @@ from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.launch_server import check_proof
-from pdserve.server.access import OPEN
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.http.access import OPEN
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

@@ -10,10 +10,11 @@ import pytest
 from pdserve.base.clock import ManualClock
 from pdserve.config.groups import DisaggMode
 from pdserve.protocol.messages import PeerLoad, SchedulerBeat
-from pdserve.scheduler.pulse import Heartbeat
-from pdserve.server import health, pulses
-from pdserve.server.health import partners_missing
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.scheduler.heartbeat import Heartbeat
+from pdserve.server.engine_client import engine_queries as pulses
+from pdserve.server.native import health
+from pdserve.server.native.health import partners_missing
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench, until
 
 pytestmark = pytest.mark.timeout(60)

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from pdserve import launch_engine
-from pdserve.base import cores
+from pdserve.base import cpu_affinity as cores
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.errors import ConfigError

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 import pdserve.server
 from pdserve.config.access_group import AccessConfig
 from pdserve.server.app import BODIES, OPTIONAL_BODIES
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

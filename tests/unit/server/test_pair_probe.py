@@ -9,8 +9,8 @@ import pytest
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import DisaggMode
 from pdserve.protocol.messages import FinishReason, RoomAddress, WaitsFor
-from pdserve.server import pair_probe
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.native import pair_probe
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

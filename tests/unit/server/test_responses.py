@@ -13,16 +13,16 @@ import pytest
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.app import make_metrics
-from pdserve.server.chat_prepare import prepare_chat
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import Generation, GenerationUpdate
-from pdserve.server.grammar_check import GrammarCheck
-from pdserve.server.json_http import convert
-from pdserve.server.responses.endpoint import ResponsesCall
-from pdserve.server.responses.schemas import ResponsesBody
-from pdserve.server.responses.to_chat import to_chat
-from pdserve.server.sampling_fields import RequestedSampling
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.http.json_http import convert
+from pdserve.server.openai.chat_prepare import prepare_chat
+from pdserve.server.openai.responses.endpoint import ResponsesCall
+from pdserve.server.openai.responses.schemas import ResponsesBody
+from pdserve.server.openai.responses.to_chat import to_chat
+from pdserve.server.request.grammar_check import GrammarCheck
+from pdserve.server.request.sampling_fields import RequestedSampling
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import HERMES, NOW, WEATHER, long_context, openai_bench
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120), pytest.mark.usefixtures("long_context")]

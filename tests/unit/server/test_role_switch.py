@@ -15,16 +15,16 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.base.roles import ROLE_HEADER
+from pdserve.base.stream_state import ROLE_HEADER
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.config.resolve import Machine, fill_in, for_mode
 from pdserve.errors import ConfigError
 from pdserve.protocol.channel import memory_channel_pair
-from pdserve.server.life import EngineBackend
-from pdserve.server.run import serve
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.lifecycle.instance import EngineBackend
+from pdserve.server.lifecycle.run import serve
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import ScriptedScheduler, bench, make_config, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

@@ -10,16 +10,16 @@ import pytest
 from fastapi.routing import APIRoute
 
 from pdserve.base import http_rules
-from pdserve.base.keys import COMMANDS
+from pdserve.base.clients import COMMANDS
 from pdserve.base.session_proof import CHALLENGE_PATH
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.errors import ConfigError
-from pdserve.server import access
-from pdserve.server.access import PUBLIC
 from pdserve.server.app import BODIES
-from pdserve.server.calls import GENERATING
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.http import access
+from pdserve.server.http.access import PUBLIC
+from pdserve.server.http.request_context import GENERATING
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pdserve.protocol.messages import FinishReason
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

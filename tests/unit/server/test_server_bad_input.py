@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from pdserve.errors import RequestError
-from pdserve.protocol.grammar import Grammar
+from pdserve.protocol.failure import Grammar
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.server.intake import PromptSpec, check_size
-from pdserve.server.sampling_fields import RequestLimits
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.request.intake import PromptSpec, check_size
+from pdserve.server.request.sampling_fields import RequestLimits
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

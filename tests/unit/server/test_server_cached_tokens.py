@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.observe.metrics import HitRate
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench, sse
 
 pytestmark = [pytest.mark.timeout(60)]

@@ -9,7 +9,7 @@ import pytest
 
 import pdserve
 from pdserve.protocol.messages import ContinueGeneration, DeclarePeerDead, PauseGeneration, StartProfile, StopProfile
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import CONTEXT, bench
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.server.detokenizer import ByteDecoder, Detokenizer, StopMatcher
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text.detokenizer import ByteDecoder, Detokenizer, StopMatcher
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import VOCAB
 
 TEXTS = (

@@ -11,8 +11,8 @@ import pytest
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import RoomAddress, TokenLogprob
 from pdserve.server.generation import GenerationUpdate
-from pdserve.server.openai_completions import _mean_logprob
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.openai.completions import _mean_logprob
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench, sse, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
@@ -191,8 +191,8 @@ async def test_a_stop_regex_ends_the_text(tokenizer: Tokenizer, ids: Ids) -> Non
 async def test_a_stop_regex_that_is_slow_on_the_text_ends_its_request(
     tokenizer: Tokenizer, ids: Ids, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.server.stop_regex.SLOW_S", -1.0)
-    monkeypatch.setattr("pdserve.server.stop_regex.QUICK_S", -1.0)
+    monkeypatch.setattr("pdserve.server.text.stop_regex.SLOW_S", -1.0)
+    monkeypatch.setattr("pdserve.server.text.stop_regex.QUICK_S", -1.0)
     async with bench(tokenizer) as b:
         b.scheduler.script = lambda request: ids("some text that goes on")
         b.scheduler.hold = True

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from pdserve.protocol.messages import FinishReason, RoomAddress
-from pdserve.server import native, streaming
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.http import streaming
+from pdserve.server.native import generate as native
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench, sse, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

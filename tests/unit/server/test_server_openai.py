@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdserve.protocol.messages import AbortRequest, FinishReason
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench, sse, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

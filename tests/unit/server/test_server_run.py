@@ -18,9 +18,9 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.protocol.channel import memory_channel_pair
 from pdserve.protocol.messages import FinishReason
-from pdserve.server.life import EngineBackend
-from pdserve.server.run import run_api, serve
-from pdserve.server.tokenizer import Tokenizer, load_tokenizer
+from pdserve.server.lifecycle.instance import EngineBackend
+from pdserve.server.lifecycle.run import run_api, serve
+from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.hostile_http import POST, REFUSED, SIZED, error_of, send
 from tests.unit.server.server_kit import ScriptedScheduler, make_config, until
 

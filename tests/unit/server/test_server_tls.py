@@ -18,10 +18,10 @@ import pytest
 from pdserve.config.access_group import AccessConfig
 from pdserve.errors import ConfigError
 from pdserve.protocol.channel import memory_channel_pair
-from pdserve.server.life import EngineBackend
-from pdserve.server.run import serve
-from pdserve.server.tls import server_tls
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.http.tls import server_tls
+from pdserve.server.lifecycle.instance import EngineBackend
+from pdserve.server.lifecycle.run import serve
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import OPEN, ScriptedScheduler, make_config
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

@@ -9,8 +9,8 @@ import pytest
 
 from pdserve.base.process_use import OWN
 from pdserve.protocol.messages import EngineReady
-from pdserve.server.startup_line import tell_startup
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.engine_client.startup_line import tell_startup
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,8 +12,8 @@ import pytest
 import regex
 
 from pdserve.errors import RequestError
-from pdserve.server import stop_regex
-from pdserve.server.stop_regex import (
+from pdserve.server.text import stop_regex
+from pdserve.server.text.stop_regex import (
     CONTEXT_CHARS,
     FLOOR_S,
     LOOK_S,
@@ -26,7 +26,7 @@ from pdserve.server.stop_regex import (
     _Compiled,
     compile_own,
 )
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
 
 TEXTS = ["total: 42 and more", "a\n\nb\n\n\nc", "no match at all", "END of ENDS: END1 END22"]
@@ -280,7 +280,7 @@ async def test_hundreds_of_requests_with_one_pattern_are_taken(tokenizer: Tokeni
 
 
 def test_patterns_that_are_kept_for_the_next_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.server.stop_regex.MAX_KEPT", 30_000)
+    monkeypatch.setattr("pdserve.server.text.stop_regex.MAX_KEPT", 30_000)
     cache = _Compiled()
     first = cache.get("a{9000}0")
     assert cache.get("a{9000}0") is first, "kept"

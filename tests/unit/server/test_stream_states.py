@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from pdserve.base.stream_state import DONE, EVENT_END, MARK, RESUME_FIELD, STATE_HEADER, split_event
-from pdserve.router.stream_retry import StreamProgress
-from pdserve.router.upstream import WORKER_FAILED, EndedError
-from pdserve.server import engine_client
+from pdserve.router.proxy.stream_retry import StreamProgress
+from pdserve.router.workers.outcome import WORKER_FAILED, EndedError
+from pdserve.server.engine_client import client as engine_client
 from pdserve.server.generation import Generation, GenerationUpdate
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import ASK, HERMES, NOW, WEATHER, long_context
 from tests.unit.server.server_kit import VOCAB, Bench, bench
 

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from pdserve.errors import RequestError
-from pdserve.server import text_workers
-from pdserve.server.text_workers import LONG_CHARS, SHORT_CHARS, TextBound, TextWorkers
-from pdserve.server.tokenizer import Tokenizer
+from pdserve.server.text import text_workers
+from pdserve.server.text.text_workers import LONG_CHARS, SHORT_CHARS, TextBound, TextWorkers
+from pdserve.server.text.tokenizer import Tokenizer
 
 
 def byte_level(*, with_all_bytes: bool = True, normalizer: normalizers.Normalizer | None = None) -> RustTokenizer:

@@ -12,9 +12,9 @@ from pdserve.config.groups import ModelConfig, ParallelConfig, ScheduleConfig, S
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.server import waiting
-from pdserve.server.tokenizer import Tokenizer
-from pdserve.server.waiting import MAX_WAITING_TOKENS, MIN_AHEAD, WAITING_CONTEXTS, WaitingRequests
+from pdserve.server.engine_client import waiting
+from pdserve.server.engine_client.waiting import MAX_WAITING_TOKENS, MIN_AHEAD, WAITING_CONTEXTS, WaitingRequests
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench, until
 
 pytestmark = pytest.mark.timeout(60)

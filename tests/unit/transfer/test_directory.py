@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from pdserve.base.host_patterns import parse_host_patterns
+from pdserve.base.bind_checks import parse_host_patterns
 from pdserve.base.mailbox import Mailbox
 from pdserve.protocol.failure import Failure
-from pdserve.transfer import probes
+from pdserve.transfer import directory as probes
 from pdserve.transfer.bootstrap import BootstrapServer
 from pdserve.transfer.bootstrap_client import register_route
 from pdserve.transfer.directory import HttpDirectory

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from pdserve.base.mailbox import Mailbox
-from pdserve.transfer import gated as gated_module
-from pdserve.transfer import workers as workers_module
+from pdserve.transfer import copy_workers as gated_module
+from pdserve.transfer import copy_workers as workers_module
+from pdserve.transfer.copy_workers import CopyWorkers, GatedJobs
 from pdserve.transfer.events import CopyDone, CopyJob, LayersReady, TransferEvent
-from pdserve.transfer.gated import GatedJobs
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from pdserve.transfer.wire import MemoryKey
-from pdserve.transfer.workers import CopyWorkers
 from tests.unit.transfer.waiting import DEADLINE_S, events_of, wait_until
 
 NUM_SLOTS, SLOT_BYTES = 8, 16

@@ -11,8 +11,8 @@ import pytest
 from pdserve.base.parallel import SINGLE, ParallelShape, RankCoord
 from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.observe.compare_kv import compare
-from pdserve.scheduler.witness import _rank
-from pdserve.transfer.kv_digest import RankDigest, checksum, digest_group
+from pdserve.scheduler.kv_checksum import _rank
+from pdserve.transfer.checksum import RankDigest, checksum, digest_group
 from pdserve.transfer.plan import RankShard
 
 NUM_PAGES, NUM_TOKENS = 5, 18

@@ -16,6 +16,7 @@ import pytest
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transports import mooncake_engine
+from pdserve.transfer.transports.host_info import choose_protocol
 from pdserve.transfer.transports.link import WritePermits
 from pdserve.transfer.transports.mooncake import TCP_TIMEOUTS, MooncakeTransport, session_of, set_environment
 from pdserve.transfer.transports.mooncake_engine import (
@@ -25,7 +26,6 @@ from pdserve.transfer.transports.mooncake_engine import (
     open_session,
     sockets_at,
 )
-from pdserve.transfer.transports.nics import choose_protocol
 from tests.unit.transfer.waiting import wait_until
 
 ENGINE_VARIABLES = (

@@ -15,6 +15,7 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.errors import TransferError
 from pdserve.transfer import notifications as notifications_module
 from pdserve.transfer.aux import AuxRecord
+from pdserve.transfer.copy_workers import CopyWorkers
 from pdserve.transfer.events import CopyDone, CopyJob, Notified, PeerGone, TransferEvent
 from pdserve.transfer.notifications import Notifications, encode_note
 from pdserve.transfer.plan import PageCopy
@@ -23,7 +24,6 @@ from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.failing import FailingTransport
 from pdserve.transfer.transports.memory import MemoryHub
 from pdserve.transfer.wire import Done, Ended, MemoryKey, Packet, RankMemory, TransferStats, WireRegion
-from pdserve.transfer.workers import CopyWorkers
 from tests.unit.transfer.kit import (
     ADDRESS,
     BROKEN,

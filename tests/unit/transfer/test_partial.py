@@ -12,8 +12,8 @@ from pdserve.protocol.failure import Failure
 from pdserve.sim.hash_lm import hash_layout
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.chunk import ChunkPlanner
+from pdserve.transfer.copy_workers import NEVER_WRITTEN
 from pdserve.transfer.events import CopyDone, FrameArrived
-from pdserve.transfer.gated import NEVER_WRITTEN
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST
 from pdserve.transfer.room import shortfall
 from pdserve.transfer.state import KVPoll

@@ -15,9 +15,9 @@ import pytest
 from pdserve.errors import TransferError
 from pdserve.memory import shared
 from pdserve.transfer.transport import Copy, MemoryRegion
-from pdserve.transfer.transports import local_peers, shm, shm_share
-from pdserve.transfer.transports.mover import SMALL_BYTES, MemcpyEngine, Move
-from pdserve.transfer.transports.shm import ShmTransport
+from pdserve.transfer.transports import local_peers, shm
+from pdserve.transfer.transports import shm as shm_share
+from pdserve.transfer.transports.shm import SMALL_BYTES, MemcpyEngine, Move, ShmTransport
 from tests.unit.transfer.waiting import wait_until
 
 NUM_BYTES = 1 << 20

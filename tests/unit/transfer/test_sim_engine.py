@@ -12,8 +12,8 @@ from pdserve.base.mailbox import Mailbox
 from pdserve.memory.allocator import PageAllocator
 from pdserve.scheduler.scheduler import Event
 from pdserve.sim.network import Faults, Pool, SimCopyEngine, SimNet
+from pdserve.transfer.copy_workers import GATE_TIMEOUT_S
 from pdserve.transfer.events import CopyDone, CopyJob, LayersReady
-from pdserve.transfer.gated import GATE_TIMEOUT_S
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.wire import MemoryKey
 

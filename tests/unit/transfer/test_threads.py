@@ -28,7 +28,7 @@ from pdserve.transfer.events import (
     TransferEvent,
 )
 from pdserve.transfer.peers import SessionTimes
-from pdserve.transfer.receivers import SessionReceivers
+from pdserve.transfer.receiving_engines import SessionReceivers
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.wire import Hello, Packet, Ping, RankMemory, Wire, WireRegion
 from tests.unit.transfer.kit import KitDirectory, KitEngine

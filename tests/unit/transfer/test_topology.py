@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from pdserve.base.parallel import SINGLE, ParallelShape, RankCoord, check_split
 from pdserve.errors import ConfigError, HandshakeError
 from pdserve.memory.layout import GroupKind, KVGroup
-from pdserve.transfer.plan import PageCopy, plan_feed
-from pdserve.transfer.topology import ShardFlow, check_shapes, feeds
+from pdserve.transfer.plan import PageCopy, ShardFlow, check_shapes, feeds, plan_feed
 
 Pool = npt.NDArray[np.int64]
 TP_SIZES = (1, 2, 3, 4, 6, 8)

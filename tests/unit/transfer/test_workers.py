@@ -9,7 +9,8 @@ import pytest
 
 from pdserve.base.mailbox import Mailbox
 from pdserve.errors import TransferError
-from pdserve.transfer import workers as workers_module
+from pdserve.transfer import copy_workers as workers_module
+from pdserve.transfer.copy_workers import CopyWorkers
 from pdserve.transfer.events import (
     CopyDone,
     CopyJob,
@@ -21,7 +22,6 @@ from pdserve.transfer.events import (
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.transport import Copy, MemoryRegion, TransportFacts
 from pdserve.transfer.wire import MemoryKey
-from pdserve.transfer.workers import CopyWorkers
 from tests.unit.transfer.waiting import DEADLINE_S, events_of, wait_until
 
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdserve.server.parsers.feed import IncrementalParser, PiecesReader
-from pdserve.server.parsers.pieces import CallArguments, Content, ParsedAnswer, Piece, Reasoning, put_together
-from pdserve.server.parsers.registry import TOOL_FORMATS
-from pdserve.server.parsers.thinking import THINKING
-from pdserve.server.parsers.tool_format import ToolFormat
+from pdserve.server.text.parsers.feed import IncrementalParser, PiecesReader
+from pdserve.server.text.parsers.pieces import CallArguments, Content, ParsedAnswer, Piece, Reasoning, put_together
+from pdserve.server.text.parsers.registry import TOOL_FORMATS
+from pdserve.server.text.parsers.thinking import THINKING
+from pdserve.server.text.parsers.tool_format import ToolFormat
 
 WEATHER = {
     "type": "object",

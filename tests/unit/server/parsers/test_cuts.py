@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.server.parsers.json_formats import JsonArguments, JsonList
-from pdserve.server.parsers.pieces import put_together
-from pdserve.server.parsers.registry import TOOL_FORMATS
-from pdserve.server.parsers.thinking import THINKING
-from pdserve.server.parsers.tool_format import ToolFormat
+from pdserve.server.text.parsers.json_formats import JsonArguments, JsonList
+from pdserve.server.text.parsers.pieces import put_together
+from pdserve.server.text.parsers.registry import TOOL_FORMATS
+from pdserve.server.text.parsers.thinking import THINKING
+from pdserve.server.text.parsers.tool_format import ToolFormat
 from tests.unit.server.parsers.parser_kit import read, thought_reader, tool_reader
 from tests.unit.server.parsers.test_tool_formats import WRITTEN
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.server.parsers.json_formats import JsonArguments, JsonList
-from pdserve.server.parsers.pieces import CallArguments, ParsedAnswer
-from pdserve.server.parsers.registry import TOOL_FORMATS
+from pdserve.server.text.parsers.json_formats import JsonArguments, JsonList
+from pdserve.server.text.parsers.pieces import CallArguments, ParsedAnswer
+from pdserve.server.text.parsers.registry import TOOL_FORMATS
 from tests.unit.server.parsers.parser_kit import calls, read, tool_reader, whole
 
 PARIS = ("get_weather", {"city": "Paris"})

@@ -1,0 +1,1 @@
+"""Assembles the engine of a replica: executor, transfer, roles and loop, on the leading rank and its followers."""

@@ -1,0 +1,154 @@
+"""From memory, executor and transfer manager to a scheduler: the same on every rank. Called by `build` and
+`build_follower` at start-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+
+from pdserve.base.clock import Clock
+from pdserve.config import ServerConfig
+from pdserve.executor.factory import LoadedEngine
+from pdserve.executor.interface import Executor
+from pdserve.executor.kv_hasher import KVHasher
+from pdserve.memory.kv_memory import KVMemory
+from pdserve.memory.layout import pages_for
+from pdserve.memory.prefault import MOST_BYTES_AHEAD, TOKENS_AHEAD, Prefault
+from pdserve.protocol.messages import ToApi
+from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.heartbeat import Heartbeat
+from pdserve.scheduler.idle_batches import IdleBatches
+from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
+from pdserve.scheduler.request import WaitingQueue
+from pdserve.scheduler.roles.base import SchedulerRole
+from pdserve.scheduler.roles.decode import DecodeRole
+from pdserve.scheduler.roles.monolith import MonolithRole
+from pdserve.scheduler.roles.prefill import PrefillRole
+from pdserve.scheduler.scheduler import InputSource, Scheduler
+from pdserve.transfer.manager import KVManager
+
+SATURATION_TOKENS = 128
+"""Rows that bring a product on CPUs to its peak: more take as long each."""
+SATURATION_TOKENS_OF_TILES = 256
+"""The same where products are made by AMX, which takes longer to read weights than to multiply fewer rows."""
+TILED = "amx bfloat16"
+"""See `LoadedEngine.arithmetic`."""
+Fact = str | int | float | bool | None
+
+
+def make_memory(config: ServerConfig, built: LoadedEngine, stack: contextlib.ExitStack) -> KVMemory:
+    """The books of this replica's pages, rows and aux slots; `stack` ends the thread that commits memory."""
+    num_rows = built.table.num_rows
+    commit: Prefault | None = None
+    if built.device.type == "cpu":
+        buffers = built.executor.buffers
+        page_bytes = sum(num_bytes for _, num_bytes in buffers) // built.num_pages
+        num_ahead = min(pages_for(TOKENS_AHEAD, built.layout.page_tokens), MOST_BYTES_AHEAD // page_bytes)
+        commit = Prefault(buffers, built.num_pages, num_ahead, built.executor)
+        stack.callback(commit.close)
+    return KVMemory(
+        built.layout,
+        built.num_pages,
+        built.table,
+        num_aux=0 if config.disagg.disaggregation_mode == "null" else 2 * num_rows,
+        on_take=None if commit is None else commit.used,
+        prefix_cache=_caches_prefixes(config),
+        eviction=config.memory.radix_eviction_policy,
+    )
+
+
+def make_witness(
+    config: ServerConfig, built: LoadedEngine, hasher: KVHasher, facts: Mapping[str, Fact], write: WriteLine | None
+) -> KVChecksum | None:
+    """Who hashes the KV that is sent or arrives, where somebody wants that; `write` takes the lines of the log."""
+    if not (config.observe.log_kv_target is not None or config.disagg.disaggregation_enable_kv_checksum):
+        return None
+    layout = built.layout
+    told = {name: facts[name] for name in ("instance", "dp_rank", "dtype", "layout_fingerprint")}
+    told |= {"page_tokens": layout.page_tokens, "page_bytes": layout.token_bytes * layout.page_tokens}
+    verify = config.disagg.disaggregation_enable_kv_checksum
+    return KVChecksum(hasher, layout.page_tokens, told, write, verify=verify)
+
+
+def make_scheduler(
+    config: ServerConfig,
+    built: LoadedEngine,
+    executor: Executor,
+    memory: KVMemory,
+    kv: KVManager | None,
+    witness: KVChecksum | None,
+    mail: InputSource,
+    clock: Clock,
+    send: Callable[[ToApi], None],
+    *,
+    profile_name: str,
+    facts: Mapping[str, Fact] | None = None,
+    live_facts: Callable[[], Mapping[str, float]] | None = None,
+    idle_rounds: IdleBatches | None = None,
+    pulse: Heartbeat | None = None,
+    num_gated: Callable[[], int] | None = None,
+) -> Scheduler:
+    """A scheduler of the role that the mode says; `kv` is None in a monolith. `num_gated`: see `Scheduler`."""
+    core = SchedulerContext(memory, executor, Outbox(send), clock, _limits(config, built))
+    waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory)
+    role: SchedulerRole
+    if kv is None:
+        role = MonolithRole(core, waiting)
+    elif config.disagg.disaggregation_mode == "prefill":
+        role = PrefillRole(core, kv, waiting, witness)
+    else:
+        policy = config.disagg.disaggregation_load_failure_policy
+        role = DecodeRole(core, kv, waiting, witness, load_failure_policy=policy)
+    return Scheduler(
+        role,
+        core,
+        kv,
+        mail,
+        max_queued=config.schedule.most_queued,
+        overlap=config.schedule.disable_overlap_schedule is False,
+        profile_name=profile_name,
+        facts=facts,
+        live_facts=live_facts,
+        idle_rounds=idle_rounds,
+        pulse=pulse,
+        num_gated=num_gated,
+    )
+
+
+def saturation_tokens(config: ServerConfig, built: LoadedEngine) -> int | None:
+    """Prompt tokens that keep the processor at its peak, see `StepLimits`; each expert needs so many, too."""
+    given = config.schedule.prefill_saturation_tokens
+    if given is not None:
+        return given if given > 0 else None
+    if built.device.type != "cpu":
+        return None
+    peak = SATURATION_TOKENS_OF_TILES if built.arithmetic == TILED else SATURATION_TOKENS
+    moe = built.spec.moe
+    return peak if moe is None else -(-peak * moe.num_experts // moe.top_k)
+
+
+def _caches_prefixes(config: ServerConfig) -> bool:
+    """Prefill and monolith keep prefixes unless told not to, decode only when told to."""
+    if config.disagg.disaggregation_mode == "decode":
+        return config.disagg.disaggregation_decode_enable_radix_cache
+    return not config.memory.disable_radix_cache
+
+
+def _limits(config: ServerConfig, built: LoadedEngine) -> StepLimits:
+    schedule, disagg = config.schedule, config.disagg
+    chunk = schedule.chunked_prefill_size
+    offload = disagg.disaggregation_decode_enable_offload_kvcache
+    return StepLimits(
+        chunk_tokens=None if chunk is None or chunk < 0 else chunk,
+        mixed_chunk_tokens=schedule.mixed_chunk_size,
+        saturation_tokens=saturation_tokens(config, built),
+        prefill_tokens=schedule.max_prefill_tokens,
+        reserved_decode_tokens=schedule.num_reserved_decode_tokens,
+        conservativeness=schedule.schedule_conservativeness,
+        offload_bytes=int(disagg.disaggregation_decode_offload_gb * 1e9) if offload else 0,
+        layer_groups=disagg.disaggregation_layerwise_groups if disagg.disaggregation_layerwise_transfer else 0,
+        prealloc_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
+        eos_token_ids=frozenset(built.spec.eos_token_ids),
+        num_stages=config.parallel.pp_size,
+    )

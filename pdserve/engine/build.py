@@ -1,0 +1,194 @@
+"""The composition root of a scheduler process: from a configuration to a running loop."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.mailbox import Mailbox, Woken
+from pdserve.base.startup_times import SCHEDULER, TRANSFER, StartupTimes, process_age_s
+from pdserve.config import ServerConfig
+from pdserve.engine.assemble import Fact, make_memory, make_scheduler, make_witness, saturation_tokens
+from pdserve.engine.build_transfer import ReplicaId, open_transfer
+from pdserve.engine.replica import ReplicaEngine, open_engine
+from pdserve.errors import ProtocolError
+from pdserve.observe.json_lines import JsonLines
+from pdserve.protocol.channel import SchedulerChannel
+from pdserve.protocol.messages import EngineReady, SchedulerBeat, Shutdown
+from pdserve.ranks.consensus import Consensus
+from pdserve.ranks.pre_step import SharedRounds
+from pdserve.scheduler.grammar_gate import GrammarGate
+from pdserve.scheduler.heartbeat import Heartbeat
+from pdserve.scheduler.idle_batches import IdleBatches
+from pdserve.scheduler.input_source import LeaderInputSource
+from pdserve.scheduler.kv_checksum import WriteLine
+from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
+
+log = logging.getLogger(__name__)
+
+_INGRESS_POLL_S = 0.5
+BEAT_S = 1.0
+"""How often the API process hears that we run."""
+
+
+def run_scheduler(
+    config: ServerConfig,
+    channel: SchedulerChannel,
+    replica: ReplicaId,
+    token: str,
+    startup: StartupTimes | None = None,
+) -> None:
+    """Build everything, announce readiness, and run the loop until it is shut down. `token` seals control messages.
+
+    `startup` has what the start took until now; the rest is added, and shown among the facts.
+
+    Raises:
+        ConfigError, ModelError, RankError: what `open_engine` and transports raise.
+    """
+    mailbox: Mailbox[Event] = Mailbox()
+    stop = threading.Event()
+    startup = startup or StartupTimes()
+    with contextlib.ExitStack() as stack:
+        engine = open_engine(config, replica.rendezvous, token, stack, dp_rank=replica.dp_rank, startup=startup)
+        built = engine.built
+        try:
+            scheduler = build_scheduler(config, engine, channel, mailbox, replica, token, stack)
+        except BaseException as error:
+            engine.close(error)
+            raise
+        stack.callback(engine.close)  # first of all, so that no rank copies on while we close
+        beat = functools.partial(scheduler.pulse.beat, replica.dp_rank)
+        ingress = threading.Thread(target=_ingress, args=(channel, mailbox, beat, stop), name="ingress", daemon=True)
+        ingress.start()
+        stack.callback(ingress.join)
+        stack.callback(stop.set)
+        startup.add(SCHEDULER, process_age_s())
+        channel.send(
+            EngineReady(
+                model_type=built.spec.model_type,
+                architectures=list(built.spec.architectures),
+                vocab_size=built.spec.vocab_size,
+                context_length=built.context_length,
+                max_total_tokens=built.max_total_tokens,
+                eos_token_ids=list(built.spec.eos_token_ids),
+                facts={**scheduler.facts, **engine.facts()},
+            )
+        )
+        keep_for_good()
+        try:
+            scheduler.run()
+        except BaseException as error:
+            engine.close(error)
+            raise
+
+
+def keep_for_good() -> None:
+    """Everything that is built by now lives as long as the process, so garbage collections need not look at it.
+
+    Modules and weights are some hundred thousand objects: without this, now and then a step takes 15 ms longer.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def build_scheduler(
+    config: ServerConfig,
+    engine: ReplicaEngine,
+    channel: SchedulerChannel,
+    mailbox: Mailbox[Event],
+    replica: ReplicaId,
+    token: str,
+    stack: contextlib.ExitStack,
+) -> Scheduler:
+    """The scheduler of a rank that leads, or is alone, with a transfer manager unless the mode is null. The followers
+    begin then; `stack` ends threads and sockets.
+    """
+    mode = config.disagg.disaggregation_mode
+    built = engine.built
+    memory = make_memory(config, built, stack)
+    facts: dict[str, Fact] = {
+        "dtype": built.dtype,
+        "device": str(built.device),
+        "disaggregation_mode": mode,
+        "dp_rank": replica.dp_rank,
+        "layout_fingerprint": built.layout.fingerprint(),
+        "layout": str(built.layout.fields()),
+        "kv_token_bytes": built.layout.token_bytes,
+        "prefill_saturation_tokens": saturation_tokens(config, built),
+    }
+    opened, witness = None, None
+    if mode != "null":
+        with engine.startup.part(TRANSFER):
+            opened = open_transfer(config, engine, mailbox, memory.aux.num_total, replica, token, stack)
+        facts |= opened.facts
+        witness = make_witness(config, built, engine.hasher(), facts, _kv_log(config, facts, stack))
+    gate = GrammarGate(mailbox, engine.built.executor.prepare_grammar)
+    scheduler = make_scheduler(
+        config,
+        built,
+        engine.executor,
+        memory,
+        None if opened is None else opened.kv,
+        witness,
+        _mail(engine, gate, None if opened is None else opened.consensus),
+        engine.clock,
+        channel.send,
+        profile_name=f"{mode if mode != 'null' else 'server'}-DP-{replica.dp_rank}",
+        facts=facts,
+        live_facts=engine.facts,
+        idle_rounds=_idle_rounds(engine, mailbox),
+        pulse=Heartbeat(MonotonicClock()),
+        num_gated=lambda: gate.num_waiting,
+    )
+    if engine.group is not None:
+        engine.group.begin(None if opened is None else opened.start)
+    return scheduler
+
+
+def _kv_log(config: ServerConfig, facts: Mapping[str, Fact], stack: contextlib.ExitStack) -> WriteLine | None:
+    """Where the hashes of the KV are written to, if anywhere; `stack` closes it."""
+    target = config.observe.log_kv_target
+    if target is None:
+        return None
+    lines = JsonLines(target, f"kv-{config.disagg.disaggregation_mode}-{facts['dp_rank']}", "log_kv_target")
+    stack.callback(lines.close)
+    return lines.write
+
+
+def _mail(engine: ReplicaEngine, gate: GrammarGate, consensus: Consensus | None) -> InputSource:
+    """What the loop hears of the world."""
+    return gate if engine.group is None else LeaderInputSource(gate, engine.group.log, consensus)
+
+
+def _idle_rounds(engine: ReplicaEngine, mailbox: Mailbox[Event]) -> IdleBatches | None:
+    """Where replicas compute together, their calls wake the loop."""
+    if engine.lockstep is None:
+        return None
+    engine.lockstep.wake = lambda: mailbox.post(Woken())
+    return IdleBatches(engine.lockstep if engine.group is None else SharedRounds(engine.lockstep, engine.group.log))
+
+
+def _ingress(
+    channel: SchedulerChannel, mailbox: Mailbox[Event], beat: Callable[[], SchedulerBeat], stop: threading.Event
+) -> None:
+    """Brings the API process's messages into the mailbox, and tells it now and then that this process runs."""
+    beats_at = time.monotonic()
+    while not stop.is_set():
+        if time.monotonic() >= beats_at:
+            channel.beat(beat())
+            beats_at = time.monotonic() + BEAT_S
+        try:
+            message = channel.recv(_INGRESS_POLL_S)
+        except ProtocolError as error:
+            log.error("message from the API process refused: %s", error)
+            continue
+        if message is not None:
+            mailbox.post(message)
+        if isinstance(message, Shutdown):
+            return  # nothing follows it, and whoever joins this thread need not wait

@@ -1,0 +1,215 @@
+"""A follower's process: its part of the model, and a scheduler that is told all that its leader's hears.
+
+    thread "ranks"   takes what the leader says, and queues it
+    main thread      loads, then runs the loop: the same role on the same messages and the same time as the leader's
+    "kv-copy-0" ...  copy, in prefill and decode servers
+
+It has no API process, talks to no peer and looks nobody up: what it would say, the leader says. `run_follower` is
+called by the process that the launcher starts for each rank but the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+
+from pdserve.base.parallel import RankCoord
+from pdserve.base.process import die_with_parent
+from pdserve.config import ServerConfig
+from pdserve.engine.assemble import Fact, make_memory, make_scheduler, make_witness
+from pdserve.engine.build import keep_for_good
+from pdserve.engine.build_transfer import make_consensus, make_manager, open_workers
+from pdserve.engine.replica import make_rebalancer, rank_facts
+from pdserve.errors import RankError
+from pdserve.executor.factory import LoadedEngine, build_executor, join_replica
+from pdserve.executor.interface import Executor
+from pdserve.executor.kv_hasher import PoolHasher
+from pdserve.model.parallel import Parallel
+from pdserve.protocol.messages import ToApi
+from pdserve.ranks.copies import RankCopies
+from pdserve.ranks.input_log import FollowerLog
+from pdserve.ranks.messages import Begin, RankReady
+from pdserve.ranks.pre_step import PreStepExecutor, SharedRounds
+from pdserve.ranks.rank0_link import Rank0Link, Stopped
+from pdserve.ranks.rank_executor import RankExecutor
+from pdserve.ranks.rendezvous import facts_of, open_stores, own_host, rank_names
+from pdserve.ranks.shared_state import GroupHasher, SharedMetadata
+from pdserve.scheduler.idle_batches import IdleBatches
+from pdserve.scheduler.input_source import FollowerInputSource
+from pdserve.scheduler.scheduler import Scheduler
+from pdserve.transfer.copy_workers import CopyWorkers
+from pdserve.transfer.events import Address
+from pdserve.transfer.transport import Transport
+from pdserve.transfer.wire import RankMemory
+
+log = logging.getLogger(__name__)
+
+_LEADER_SAYS = "pdserve.transfer.sessions"
+"""The logger of what all ranks come to alike."""
+
+
+class SilentSocket:
+    """Implements `ControlSocket`: the leader, who is at `endpoint`, talks to peers."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+
+    def send(self, endpoint: str, frame: bytes) -> None:
+        """See `ControlSocket`."""
+
+    def forget(self, endpoint: str) -> None:
+        """See `ControlSocket`."""
+
+
+class NoDirectory:
+    """Implements `Directory`: the leader looks, and all hear what it finds."""
+
+    def find(self, address: Address) -> None:
+        """See `Directory`."""
+
+    def probe(self, instance: str, endpoint: str) -> None:
+        """See `Directory`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copying:
+    """What this rank copies with."""
+
+    transport: Transport
+    workers: CopyWorkers
+    copies: RankCopies
+    parallel: Parallel
+
+
+def run_follower(
+    config: ServerConfig,
+    place: RankCoord,
+    rendezvous: str,
+    token: str,
+    *,
+    dp_rank: int = 0,
+    parent_pid: int | None = None,
+) -> None:
+    """Be rank `place` of replica `dp_rank` until the leader says stop. Main thread of its own process.
+
+    The process ends with status 1 when the leader or another rank is lost, with 2 when one of them refuses to start.
+    With `parent_pid` it is also killed when that process dies.
+
+    Raises:
+        ConfigError, ModelError: what `build_executor` and transports raise; the leader has been told.
+        RankError: the leader did not come, has another token, or has come to other plans.
+    """
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    store, own_store = open_stores(rendezvous, config.parallel, place, dp_rank)
+    leader = Rank0Link(place, own_store, token, host=own_host(config), facts=facts_of(config))
+    with contextlib.ExitStack() as stack:
+        stack.callback(leader.close)
+        try:
+            parallel = join_replica(config, place, store, host=own_host(config), dp_rank=dp_rank)
+            stack.callback(parallel.close)
+            _serve(config, parallel, leader, token, dp_rank, stack)
+        except Stopped:
+            log.info("rank %d was told to stop", place.rank)
+        except Exception as error:
+            leader.say_why(error)
+            raise
+        leader.bound_the_end(RankError(f"rank {place.rank} has not ended within the time that it was given to"))
+
+
+def _serve(
+    config: ServerConfig, parallel: Parallel, leader: Rank0Link, token: str, dp_rank: int, stack: contextlib.ExitStack
+) -> None:
+    """Load, say that we are ready, and follow; `stack` ends what was opened. Raises Stopped in the end."""
+    place = parallel.place
+    max_rows = config.schedule.max_running_requests or 1
+    built = build_executor(config, max_rows=max_rows, parallel=parallel, agree_num_pages=leader.agree, tells=False)
+    stack.callback(built.executor.close)
+    copying = None
+    if config.disagg.disaggregation_mode != "null":
+        copies = RankCopies(place.rank)
+        transport, workers = open_workers(config, built, copies.post, stack)
+        copying = _Copying(transport, workers, copies, parallel)
+    leader.report(
+        RankReady(
+            facts=rank_facts(built),
+            memory=None if copying is None else RankMemory.of("", built.executor.buffers),
+            samples=built.executor.weight_samples(),
+            settle_s=0.0 if copying is None else copying.workers.settle_s,
+            fence_settle_s=0.0 if copying is None else copying.workers.fence_settle_s,
+        )
+    )
+    begin = leader.wait_begin()
+    logging.getLogger(_LEADER_SAYS).setLevel(logging.CRITICAL)
+    scheduler = _make_scheduler(config, built, leader, begin, copying, token, dp_rank, stack)
+    keep_for_good()
+    scheduler.run()
+    leader.wait_stop()
+
+
+def _make_scheduler(
+    config: ServerConfig,
+    built: LoadedEngine,
+    leader: Rank0Link,
+    begin: Begin,
+    copying: _Copying | None,
+    token: str,
+    dp_rank: int,
+    stack: contextlib.ExitStack,
+) -> Scheduler:
+    """As the leader's is, but for what it is connected to."""
+    place = built.place
+    inputs = FollowerLog(rank_names(place.shape)[place.rank], begin.now, leader.hear)
+    memory = make_memory(config, built, stack)
+    kv, witness, consensus = None, None, None
+    if copying is not None:
+        start, copies = begin.transfer, copying.copies
+        assert start is not None, "a leader that transfers nothing"
+        copies.drive(copying.workers, start.settle_s, start.fence_settle_s, leader.report)
+        consensus = make_consensus(copies, copying.parallel, inputs, leader, _do_nothing)
+        stack.callback(consensus.close)
+        aux = SharedMetadata(memory.aux.num_total, inputs)
+        socket = SilentSocket(start.endpoint)
+        kv = make_manager(config, built, start, aux, socket, copies, NoDirectory(), inputs, token, copying.transport)
+        hasher = GroupHasher(PoolHasher(built.executor.pools, built.layout, place), leader, inputs)
+        facts: dict[str, Fact] = {
+            "instance": start.instance,
+            "dp_rank": dp_rank,
+            "dtype": built.dtype,
+            "layout_fingerprint": built.layout.fingerprint(),
+        }
+        witness = make_witness(config, built, hasher, facts, None)
+    return make_scheduler(
+        config,
+        built,
+        _executor(config, built, leader, begin, inputs),
+        memory,
+        kv,
+        witness,
+        FollowerInputSource(inputs, consensus),
+        inputs,
+        _say_nothing,
+        profile_name=f"DP-{dp_rank}-RANK-{place.rank}",
+        idle_rounds=IdleBatches(SharedRounds(None, inputs)) if config.parallel.num_sharing > 1 else None,
+    )
+
+
+def _executor(
+    config: ServerConfig, built: LoadedEngine, leader: Rank0Link, begin: Begin, inputs: FollowerLog
+) -> Executor:
+    own = built.executor
+    overlap = built.device.type == "cuda" or config.schedule.disable_overlap_schedule is False
+    executor: Executor = RankExecutor(own, built.table, built.layout, built.place, leader, inputs, at_once=not overlap)
+    if begin.rebalances:
+        rebalancer = make_rebalancer(config, own.experts, inputs)
+        executor = PreStepExecutor(executor, rebalancer.before_step, leader.blame)
+    return executor
+
+
+def _say_nothing(message: ToApi) -> None:
+    """The leader answers."""
+
+
+def _do_nothing() -> None:
+    """The leader says when to look."""

@@ -1,0 +1,242 @@
+"""The transfer manager of a rank on a real transport. Called by `build` and `build_follower` at start-up."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import uuid
+from collections.abc import Callable, Sequence
+
+from pdserve import __version__
+from pdserve.base.clock import Clock
+from pdserve.base.mailbox import Mailbox, Woken
+from pdserve.config import ServerConfig
+from pdserve.engine.assemble import Fact
+from pdserve.engine.replica import ReplicaEngine
+from pdserve.executor.factory import LoadedEngine
+from pdserve.model.parallel import Parallel
+from pdserve.ranks.consensus import Consensus
+from pdserve.ranks.copies import RankCopies
+from pdserve.ranks.input_log import InputLog
+from pdserve.ranks.messages import TransferStart
+from pdserve.ranks.rank_group import RankGroup
+from pdserve.ranks.rendezvous import transfer_host
+from pdserve.ranks.shared_state import SharedMetadata
+from pdserve.scheduler.scheduler import Event
+from pdserve.transfer.aux import MetadataBuffers
+from pdserve.transfer.bootstrap_client import register_route
+from pdserve.transfer.bootstrap_routes import ReplicaRoute
+from pdserve.transfer.control import ZmqControlSocket
+from pdserve.transfer.copy_workers import CopyWorkers
+from pdserve.transfer.directory import HttpDirectory
+from pdserve.transfer.events import ControlSocket, CopyEngine, Directory, TransferEvent
+from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
+from pdserve.transfer.peers import SessionTimes
+from pdserve.transfer.registry import open_transport
+from pdserve.transfer.transport import MemoryRegion, Transport
+from pdserve.transfer.wire import RankMemory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaId:
+    """Which replica of which server this is. `bootstrap_port` is the server's own, None where it has none."""
+
+    server: str
+    dp_rank: int = 0
+    bootstrap_port: int | None = None
+    rendezvous: str | None = None
+    """Where the other ranks are met; None when there are none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedTransfer:
+    """The leader's transfer manager, what its followers' are made with, and what people want to know of it.
+
+    `consensus` is there where there are followers.
+    """
+
+    kv: KVManager
+    start: TransferStart
+    facts: dict[str, Fact]
+    consensus: Consensus | None
+
+
+def open_transfer(
+    config: ServerConfig,
+    engine: ReplicaEngine,
+    mailbox: Mailbox[Event],
+    num_aux: int,
+    replica: ReplicaId,
+    token: str,
+    stack: contextlib.ExitStack,
+) -> OpenedTransfer:
+    """The transfer manager on real sockets and a real transport; a prefill replica registers its route."""
+    built, group = engine.built, engine.group
+    aux = MetadataBuffers(num_aux) if group is None else SharedMetadata(num_aux, group.log)
+    transport, copies, consensus = _open_copies(config, engine, mailbox, aux, stack)
+    host = transfer_host(config)
+    socket = ZmqControlSocket(host, token)
+    stack.callback(socket.close)
+    mailbox.attach(socket)
+    directory = HttpDirectory(mailbox.post, token, allowed=config.disagg.allowed_prefill)
+    stack.callback(directory.close)
+    own = RankMemory.of("", built.executor.buffers)
+    start = TransferStart(
+        instance=uuid.uuid4().hex,
+        endpoint=socket.endpoint,
+        handshake=_handshake(config, built, transport, engine.weights_fingerprint),
+        ranks=(own, *engine.others),
+        settle_s=copies.settle_s,
+        fence_settle_s=copies.fence_settle_s,
+        secret=secrets.token_hex(32),
+    )
+    kv = make_manager(config, built, start, aux, socket, copies, directory, engine.clock, token, transport)
+    if replica.bootstrap_port is not None:
+        _register(config, built, start, replica, replica.bootstrap_port, token)
+    facts: dict[str, Fact] = {
+        "transfer_backend": transport.name,
+        "transfer_protocol": transport.facts.protocol,
+        "control_endpoint": socket.endpoint,
+        "instance": start.instance,
+    }
+    return OpenedTransfer(kv, start, facts, consensus)
+
+
+def _open_copies(
+    config: ServerConfig,
+    engine: ReplicaEngine,
+    mailbox: Mailbox[Event],
+    aux: MetadataBuffers,
+    stack: contextlib.ExitStack,
+) -> tuple[Transport, CopyEngine, Consensus | None]:
+    """This rank's transport, and the copy engine that the transfer manager has."""
+    built, group = engine.built, engine.group
+    if group is None:
+        transport, workers = open_workers(config, built, mailbox.post, stack, [aux.buffer])
+        return transport, workers, None
+    copies = RankCopies(0)
+    transport, workers = open_workers(config, built, copies.post, stack, [aux.buffer])
+    consensus = make_consensus(copies, group.parallel, group.log, group.followers, lambda: mailbox.post(Woken()))
+    stack.callback(consensus.close)
+    settle_s = max(workers.settle_s, *(each.settle_s for each in group.ready))
+    fence_settle_s = max(workers.fence_settle_s, *(each.fence_settle_s for each in group.ready))
+    copies.drive(workers, settle_s, fence_settle_s, consensus.heard)
+    group.followers.on_copied(consensus.heard)
+    return transport, copies, consensus
+
+
+def make_consensus(
+    copies: RankCopies, parallel: Parallel, log: InputLog, mates: RankGroup, wake: Callable[[], None]
+) -> Consensus:
+    """How this rank agrees with the others on what becomes of `copies`."""
+    in_step = parallel.place.shape.pp_size == 1
+    return Consensus(copies, parallel.begin_least, log, mates.blame, wake, in_step=in_step)
+
+
+def open_workers(
+    config: ServerConfig,
+    built: LoadedEngine,
+    post: Callable[[TransferEvent], None],
+    stack: contextlib.ExitStack,
+    more_memory: Sequence[tuple[int, int]] = (),
+) -> tuple[Transport, CopyWorkers]:
+    """This rank's transport, which knows its pools and `more_memory`, and what copies with it."""
+    disagg = config.disagg
+    host = transfer_host(config)
+    transport = open_transport(disagg.disaggregation_transfer_backend, host, disagg.disaggregation_ib_device)
+    stack.callback(transport.close)
+    transport.register([MemoryRegion(*buffer) for buffer in (*built.executor.buffers, *more_memory)])
+    workers = CopyWorkers(transport, post, disagg.disaggregation_transfer_threads)
+    stack.callback(workers.close)
+    return transport, workers
+
+
+def make_manager(
+    config: ServerConfig,
+    built: LoadedEngine,
+    start: TransferStart,
+    aux: MetadataBuffers,
+    socket: ControlSocket,
+    copies: CopyEngine,
+    directory: Directory,
+    clock: Clock,
+    token: str,
+    transport: Transport,
+) -> KVManager:
+    """A transfer manager as every rank has one: they differ in who talks to peers, and in what each copies itself."""
+    disagg = config.disagg
+    args = KVArgs(
+        instance=start.instance,
+        layout=built.layout,
+        shape=config.parallel.shape,
+        dp_size=config.parallel.dp_size,
+        dp_attention=config.parallel.enable_dp_attention,
+        decode_sizes=_decode_sizes(config),
+        ranks=start.ranks,
+        aux=aux,
+        facts=start.handshake,
+        token=token,
+        secret=start.secret,
+    )
+    times = TransferTimes(
+        bootstrap_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
+        waiting_timeout_s=disagg.disaggregation_waiting_timeout_s,
+        sessions=SessionTimes(
+            heartbeat_s=disagg.disaggregation_heartbeat_interval_s,
+            misses=disagg.disaggregation_heartbeat_misses,
+            silent_timeout_s=disagg.disaggregation_silent_peer_timeout_s,
+        ),
+    )
+    return KVManager(args, socket, copies, directory, clock, times, fake=not transport.facts.moves_bytes)
+
+
+def _handshake(config: ServerConfig, built: LoadedEngine, transport: Transport, weights: str) -> dict[str, str | int]:
+    """What must be equal at a peer, beside the layout."""
+    parallel, fixed = config.parallel, config.kernels.enable_deterministic_inference
+    facts: dict[str, str | int] = {
+        "pdserve_version": __version__,
+        "model": built.spec.digest(),
+        "transfer_backend": transport.name,
+        "weights": weights,
+        "enable_deterministic_inference": int(fixed),
+        "deterministic_arithmetic": built.arithmetic if fixed else "",
+        "deterministic_tp_size": parallel.tp_size if fixed else 0,
+        "deterministic_ep_size": parallel.ep_size if fixed else 0,
+        "deterministic_dp_attention": parallel.num_sharing if fixed else 0,
+    }
+    if config.disagg.disaggregation_enable_kv_checksum:
+        facts["disaggregation_enable_kv_checksum"] = 1
+    return facts
+
+
+def _register(
+    config: ServerConfig, built: LoadedEngine, start: TransferStart, replica: ReplicaId, bootstrap_port: int, token: str
+) -> None:
+    """Tell the server's own bootstrap server where this replica is."""
+    host, _, port = start.endpoint.rpartition(":")
+    route = ReplicaRoute(
+        server=replica.server,
+        instance=start.instance,
+        dp_rank=replica.dp_rank,
+        dp_size=config.parallel.dp_size,
+        tp_size=config.parallel.shape.tp_size,
+        pp_size=config.parallel.pp_size,
+        host=host,
+        port=int(port),
+        page_size=config.memory.page_size,
+        kv_cache_dtype=built.dtype,
+        model=built.spec.digest(),
+        facts={**start.handshake, **built.layout.fields()},
+    )
+    own_address = "127.0.0.1" if config.serving.host == "0.0.0.0" else config.serving.host
+    register_route(own_address, bootstrap_port, route, token)
+
+
+def _decode_sizes(config: ServerConfig) -> dict[str, int]:
+    """The only sizes that a decode server may have, where they were given."""
+    given = {
+        "disaggregation_decode_tp": config.disagg.disaggregation_decode_tp,
+        "disaggregation_decode_dp": config.disagg.disaggregation_decode_dp,
+    }
+    return {field: size for field, size in given.items() if size is not None}

@@ -1,0 +1,229 @@
+"""What a scheduler plans for: one executor, or as many as its replica has ranks. Opened by `build` at start-up."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from pdserve.base.clock import Clock, MonotonicClock
+from pdserve.base.startup_times import RANKS, StartupTimes
+from pdserve.config import ServerConfig
+from pdserve.errors import ConfigError, PdserveError, RankError
+from pdserve.executor.expert_balance import ExpertBalance
+from pdserve.executor.factory import TORCH, LoadedEngine, build_executor, join_replica
+from pdserve.executor.interface import Executor
+from pdserve.executor.kv_hasher import KVHasher, PoolHasher
+from pdserve.model.parallel import Parallel
+from pdserve.model.params import WeightSamples, fingerprint_of
+from pdserve.ranks.dp_sync import DpSync, meet_leaders
+from pdserve.ranks.input_log import InputLog, LeaderLog
+from pdserve.ranks.messages import Begin, RankReady, TransferStart
+from pdserve.ranks.pre_step import ExpertRebalancer, PreStepExecutor, RoundRebalancer, StepRebalancer
+from pdserve.ranks.rank_executor import RankExecutor
+from pdserve.ranks.rendezvous import LOOPBACK, close_rendezvous, facts_of, open_stores, own_host
+from pdserve.ranks.shared_state import GroupHasher
+from pdserve.ranks.worker_links import WorkerLinks, meet_followers
+from pdserve.transfer.wire import RankMemory
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankProcessGroup:
+    """The followers, what they said when they were ready, and what they are told of the world."""
+
+    followers: WorkerLinks
+    ready: tuple[RankReady, ...]
+    log: LeaderLog
+    parallel: Parallel
+    rebalances: bool
+
+    def begin(self, transfer: TransferStart | None) -> None:
+        """All is ready here: the followers make schedulers of their own."""
+        self.followers.tell(Begin(now=self.log.now(), rebalances=self.rebalances, transfer=transfer))
+
+
+@dataclasses.dataclass
+class _Met:
+    """Whom we have met so far: the followers, and the leaders of replicas that we compute together with."""
+
+    followers: WorkerLinks | None = None
+    lockstep: DpSync | None = None
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Tell all to end, and why when that was not wanted. May be called again."""
+        trouble = None if error is None else _trouble(error)
+        if self.followers is not None:
+            self.followers.close(trouble)
+        if self.lockstep is not None:
+            self.lockstep.close(trouble)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaEngine:
+    """`built` is this rank's own, the first; `executor` computes in step with the others, which are the `group`.
+
+    `lockstep` is there where replicas compute together; `samples` are of the weights of all ranks that do.
+    """
+
+    built: LoadedEngine
+    executor: Executor
+    group: RankProcessGroup | None
+    lockstep: DpSync | None = None
+    samples: Sequence[WeightSamples] | None = None
+    startup: StartupTimes = dataclasses.field(default_factory=StartupTimes)
+    """Written until the scheduler takes requests."""
+
+    @property
+    def weights_fingerprint(self) -> str:
+        """Equal for servers that loaded the same weights, however they are split. Raises ModelError: ranks differ."""
+        return fingerprint_of(self.samples or [self.built.executor.weight_samples()])
+
+    def hasher(self) -> KVHasher:
+        """Hashes KV pages of all ranks."""
+        own = PoolHasher(self.built.executor.pools, self.built.layout, self.built.executor.place)
+        return own if self.group is None else GroupHasher(own, self.group.followers, self.group.log)
+
+    @property
+    def clock(self) -> Clock:
+        """The time that the scheduler goes by, which is that of all ranks."""
+        return MonotonicClock() if self.group is None else self.group.log
+
+    def facts(self) -> dict[str, float]:
+        """For `/get_server_info` and `/metrics`: the start; the first rank's memory, and balance of its experts."""
+        own = self.built.executor
+        memory = {"weight_bytes": own.weight_bytes, "kv_pool_bytes": sum(size for _, size in own.buffers)}
+        return {**self.startup.facts(), **memory, **({} if own.experts is None else own.experts.facts())}
+
+    @property
+    def others(self) -> Sequence[RankMemory]:
+        """Where peers write to the other ranks; none in a monolith."""
+        ready = () if self.group is None else self.group.ready
+        return [one.memory for one in ready if one.memory is not None]
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Tell the other ranks to end, and why when that was not wanted. May be called again."""
+        _Met(None if self.group is None else self.group.followers, self.lockstep).close(error)
+
+
+def _trouble(error: BaseException) -> PdserveError:
+    """What the followers are told when the leader fails."""
+    return error if isinstance(error, PdserveError) else RankError(f"the leader failed: {error!r}")
+
+
+def open_engine(
+    config: ServerConfig,
+    rendezvous: str | None,
+    token: str,
+    stack: contextlib.ExitStack,
+    *,
+    dp_rank: int = 0,
+    startup: StartupTimes | None = None,
+) -> ReplicaEngine:
+    """Load the model; with a `rendezvous`, meet the other ranks there and wait until all have. `stack` ends it all.
+
+    With DP attention all replicas meet there, of which this one is `dp_rank`. `startup` learns what takes how long.
+
+    Raises:
+        ConfigError, ModelError: a flag or the checkpoint will not do, here or at another rank.
+        RankError: another rank did not come, or is lost.
+    """
+    max_rows = config.schedule.max_running_requests or 1
+    startup = startup or StartupTimes()
+    if rendezvous is None:
+        built = build_executor(config, max_rows=max_rows, startup=startup)
+        stack.callback(built.executor.close)
+        return ReplicaEngine(built, built.executor, None, startup=startup)
+    parallel_config, host = config.parallel, own_host(config)
+    shape = parallel_config.shape
+    store, own_store = open_stores(rendezvous, parallel_config, shape.place(0), dp_rank)
+    met = _Met()
+    try:
+        if parallel_config.num_sharing > 1:
+            met.lockstep = _meet_leaders(config, dp_rank, store, token)
+            stack.callback(met.lockstep.close)
+        if shape.num_ranks > 1:
+            met.followers = meet_followers(shape, own_store, token, host=host, facts=facts_of(config))
+            stack.callback(met.followers.close)
+        with startup.part(RANKS):
+            parallel = join_replica(config, shape.place(0), store, host=host, dp_rank=dp_rank)
+        stack.callback(parallel.close)
+        agree = None if met.followers is None else met.followers.agree
+        built = build_executor(config, max_rows=max_rows, parallel=parallel, agree_num_pages=agree, startup=startup)
+        stack.callback(built.executor.close)
+        stack.callback(met.close)  # before the ranks part: who is told that all ends does not take it for a loss
+        with startup.part(RANKS):  # those that load longer than this one
+            engine = dataclasses.replace(_join(config, built, parallel, met), startup=startup)
+        if built.device.type == "cpu":  # NCCL may connect to the store again
+            close_rendezvous(store)
+        log.info("weights of all ranks: %s", engine.weights_fingerprint)
+    except BaseException as error:
+        met.close(error)
+        raise
+    return engine
+
+
+def _meet_leaders(config: ServerConfig, dp_rank: int, store: Store, token: str) -> DpSync:
+    """Leaders are all at the first host."""
+    num_replicas = config.parallel.num_sharing
+    leaders = PrefixStore("leaders", store)
+    return meet_leaders(num_replicas, dp_rank, leaders, token, host=LOOPBACK, facts=facts_of(config))
+
+
+def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _Met) -> ReplicaEngine:
+    """Wait for all ranks, and put their executors together."""
+    own = built.executor
+    executor: Executor = own
+    samples: list[WeightSamples] = [own.weight_samples()]
+    group = None
+    lockstep, followers = met.lockstep, met.followers
+    blame = lockstep.blame if followers is None and lockstep is not None else None
+    moves = config.parallel.enable_eplb and own.experts is not None
+    if followers is not None:
+        ready = followers.wait_ready()
+        _check_facts(built, ready)
+        samples += [one.samples for one in ready]
+        group = RankProcessGroup(followers, ready, LeaderLog(MonotonicClock(), followers.tell), parallel, moves)
+        executor = RankExecutor(own, built.table, built.layout, built.place, followers, group.log)
+        blame = followers.blame
+    if moves and blame is not None:
+        log = None if group is None else group.log
+        executor = PreStepExecutor(executor, make_rebalancer(config, own.experts, log).before_step, blame)
+    if lockstep is not None:
+        samples += lockstep.share_samples(samples)
+        executor = PreStepExecutor(executor, lockstep.enter, lockstep.blame)
+    return ReplicaEngine(built, executor, group, lockstep, tuple(samples))
+
+
+def rank_facts(built: LoadedEngine) -> dict[str, str]:
+    """What ranks must have in common that is not said by flags, but by each one's host."""
+    return {
+        "model": built.spec.digest(),
+        "eos_token_ids": str(sorted(built.spec.eos_token_ids)),
+        "context_length": str(built.context_length),
+        "layout": built.layout.fingerprint(),
+        "cpu_kernels": "torch" if built.arithmetic == TORCH else "native",
+    }
+
+
+def _check_facts(built: LoadedEngine, ready: Sequence[RankReady]) -> None:
+    """Raises ConfigError: a host has another model, or no CPU kernels where another has."""
+    for rank, one in enumerate(ready, 1):
+        for field, ours in rank_facts(built).items():
+            if one.facts[field] != ours:
+                message = f"rank {rank} has {field} {one.facts[field]}, the first rank {ours}: their hosts differ"
+                raise ConfigError(message, field=field)
+
+
+def make_rebalancer(config: ServerConfig, experts: ExpertBalance | None, log: InputLog | None) -> ExpertRebalancer:
+    """What moves experts on a rank whose stage has `experts`; `log` is None where the replica is one rank."""
+    every = config.parallel.eplb_rebalance_num_iterations
+    if config.parallel.num_sharing > 1:
+        assert experts is not None, "replicas that share experts have no stages"
+        return RoundRebalancer(experts, every)
+    assert log is not None, "whole experts lie on several ranks"
+    return StepRebalancer(experts, log, every)

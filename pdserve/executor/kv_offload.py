@@ -1,0 +1,79 @@
+"""KV pages in host memory: what `LocalExecutor.offload` and `restore` copy, byte by byte; and pages that are cleared.
+
+Called within the runner's order, so behind all launched steps. Pinned on CUDA, in pieces: the device needs no room for
+more than one piece, and torch's cache of pinned memory, which rounds to powers of two, serves them again and again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.model.attention.page_gather import KVPool
+from pdserve.model.forward_batch import to_device
+
+PIECE_BYTES = 32 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadedPages:
+    """Implements `HostPages`. `pieces[g]` are group g's pages in order, uint8 `[pages, page_bytes]` each."""
+
+    num_pages: int
+    pieces: tuple[tuple[Tensor, ...], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """See `HostPages.num_bytes`."""
+        return sum(piece.numel() for group in self.pieces for piece in group)
+
+
+@torch.inference_mode()
+def save(pools: Sequence[KVPool], pages: Sequence[int]) -> OffloadedPages:
+    """Copy `pages` of every pool to the host. On CUDA the copies are in the current stream; wait before you read."""
+    return OffloadedPages(len(pages), tuple(tuple(_save_pieces(pool, pages)) for pool in pools))
+
+
+@torch.inference_mode()
+def load(pools: Sequence[KVPool], saved: OffloadedPages, pages: Sequence[int]) -> None:
+    """Copy what was saved into `pages`. On CUDA in the current stream; torch keeps the pinned pieces until then."""
+    assert len(pages) == saved.num_pages, f"{saved.num_pages} pages were saved, {len(pages)} are given"
+    for pool, pieces in zip(pools, saved.pieces, strict=True):
+        rows, first = _rows(pool), 0
+        for piece in pieces:
+            index = _index(pages[first : first + len(piece)], rows.device)
+            rows.index_copy_(0, index, piece.to(rows.device, non_blocking=True))
+            first += len(piece)
+
+
+@torch.inference_mode()
+def zero(pools: Sequence[KVPool], pages: Sequence[int]) -> None:
+    """Clear `pages` of every pool. On CUDA in the current stream."""
+    for pool in pools:
+        rows = _rows(pool)
+        rows.index_fill_(0, _index(pages, rows.device), 0)
+
+
+def _save_pieces(pool: KVPool, pages: Sequence[int]) -> Iterator[Tensor]:
+    rows = _rows(pool)
+    count = max(1, PIECE_BYTES // pool.group.page_bytes)
+    for first in range(0, len(pages), count):
+        gathered = rows.index_select(0, _index(pages[first : first + count], rows.device))
+        if rows.device.type == "cpu":
+            yield gathered
+        else:
+            yield torch.empty(gathered.shape, dtype=torch.uint8, pin_memory=True).copy_(gathered, non_blocking=True)
+
+
+def _rows(pool: KVPool) -> Tensor:
+    """The pool as uint8 `[num_pages, page_bytes]`."""
+    return pool.pages.view(pool.num_pages, -1).view(torch.uint8)
+
+
+def _index(pages: Sequence[int], device: torch.device) -> Tensor:
+    """Page numbers on the device."""
+    return to_device(np.asarray(pages, dtype=np.int64), device)

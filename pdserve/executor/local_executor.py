@@ -1,0 +1,385 @@
+"""The executor of one process and one device: owns the model, the KV pool, and every row's tokens.
+
+Built by `factory`, called by the scheduler thread only; the runner may compute on another one. What the scheduler may
+change is read in `launch`: page table, row parameters, and the tokens of rows opened since the last launch. What
+changes with the steps themselves, KV and tokens on the device, is touched in their order only.
+
+Where several ranks share the model each has an executor. They are given the same rows and plans, and all of them come
+to the same results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import msgspec
+import numpy as np
+import torch
+
+from pdserve.base.parallel import RankCoord
+from pdserve.executor import kv_offload as host_pages
+from pdserve.executor.batch_builder import HostBatch, read_plan, sampled_rows
+from pdserve.executor.d2h_copy import fetch, fetch_late
+from pdserve.executor.expert_balance import ExpertBalance
+from pdserve.executor.grammar_rows import GrammarRows, RowGrammar
+from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture
+from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepHandle, StepResult
+from pdserve.executor.model_runner import MIN_TOKENS, ModelRunner, cut_plan
+from pdserve.executor.native_decode import Decode, NativeDecodePath
+from pdserve.executor.prompt_logprobs import (
+    PromptLogprobParams,
+    PromptLogprobRange,
+    pack_scores,
+    read_wishes,
+    stretch_of,
+)
+from pdserve.executor.sampler import Choose, choose_with_torch, to_host
+from pdserve.executor.sampling_metadata import SamplingMetadata, StepParams, TokenPool
+from pdserve.executor.step_runners import (
+    Collect,
+    Compute,
+    OnLayer,
+    StepRunner,
+    StreamRunner,
+    SyncRunner,
+    ThreadedRunner,
+)
+from pdserve.executor.warm_up import warm_up
+from pdserve.grammar.compile import JsonRules
+from pdserve.grammar.matcher import Matcher
+from pdserve.memory.layout import KVLayout
+from pdserve.memory.page_table import PageTable
+from pdserve.model.attention.interface import AttentionBackend
+from pdserve.model.attention.page_gather import KVPool
+from pdserve.model.families.interface import Mixture, Model
+from pdserve.model.forward_batch import IntArray
+from pdserve.model.layers.expert_parallel import ExpertParallelMoe
+from pdserve.model.params import WeightSamples, fingerprint_of
+from pdserve.protocol.failure import Grammar
+from pdserve.protocol.logprobs import Logprobs
+from pdserve.protocol.sampling import CoreSamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """Everything that a step is computed from, as it was at the launch.
+
+    `writes` are rows opened since the launch before, and their tokens. `batches` are the micro-batches, none when the
+    plan has no rows; `sampled` the plan's rows that sample; `params` None when there are none; `grammars` of those of
+    these that follow one. `wishes`: of each micro-batch, what is wanted of prompt tokens, and `stretches` the same of
+    the whole plan.
+    """
+
+    plan: BatchPlan
+    writes: dict[int, IntArray]
+    batches: tuple[HostBatch, ...]
+    sampled: IntArray
+    params: StepParams | None
+    grammars: tuple[RowGrammar | None, ...] = ()
+    wishes: tuple[PromptLogprobParams | None, ...] = ()
+    stretches: tuple[PromptLogprobRange, ...] = ()
+
+
+class LocalExecutor:
+    """Implements `Executor`. `context_length` is the most tokens a row can have, prompt and output together.
+
+    `layout` is the whole model's, `pools` and `attention` are of this rank's part of it.
+
+    `grammars` are for rows that follow one, on the rank that samples; without them their requests fail.
+
+    With `overlap`, steps are computed on CPU by a thread that `close` ends; on CUDA the host never waits in `launch`.
+
+    Where nobody reads the results, with `tells` False, a step is resolved when this rank has computed its part.
+    `choose` chooses tokens from logits; `decode` computes small decode steps in one call, see `NativeDecodePath`.
+    With `tells_prompts` False the model is not told which tokens are of prompts: all are computed as decoded ones are.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        layout: KVLayout,
+        pools: tuple[KVPool, ...],
+        attention: AttentionBackend,
+        table: PageTable,
+        *,
+        context_length: int,
+        device: torch.device,
+        overlap: bool = False,
+        grammars: GrammarRows | None = None,
+        tells: bool = True,
+        choose: Choose = choose_with_torch,
+        decode: tuple[Decode, int] | None = None,
+        tells_prompts: bool = True,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._stage = ModelRunner(model, attention, choose)
+        self._layout = layout
+        self.pools = pools
+        self._table = table
+        self.device = device
+        self._tokens = TokenPool(table.num_rows + 1, context_length + 1, self.place.shape.pp_size, device)
+        self._params = SamplingMetadata(table.num_rows, model.spec.eos_token_ids)
+        self._grammars = grammars or GrammarRows(None, JsonRules(), ())
+        self._open: set[int] = set()
+        self._unwritten: dict[int, IntArray] = {}
+        self._launched: deque[StepHandle] = deque()
+        self._runner = _runner(device, overlap)
+        self._at_once: NativeDecodePath | None = None
+        if decode is not None and device.type == "cpu" and not overlap:
+            self._at_once = NativeDecodePath(*decode, self._tokens.tensor.numpy(), table, self._params)
+        self._prompts = self._params.num_prompt if tells_prompts else np.zeros(table.num_rows, dtype=np.int64)
+        self._tells = tells
+        self._aside: torch.cuda.Stream | None = None
+        if device.type == "cuda" and not self.place.is_last_stage:
+            self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        whole = {i: mixture for i, mixture in model.mixtures.items() if isinstance(mixture, ExpertParallelMoe)}
+        self.experts = ExpertBalance(whole, model.parallel.wide.size, self._runner.behind) if whole else None
+        """Moves experts between ranks; None where this rank has no whole ones."""
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether `capture_decode` may be called: a model that is not split, with attention that can be captured."""
+        is_whole = self.place.shape.num_ranks == 1 and self._model.parallel.wide.size == 1
+        return is_whole and self._attention.capturing() is not None
+
+    @torch.inference_mode()
+    def warm_up(self, chunk: int) -> None:
+        """Build the kernels of every form of step, with chunks of up to `chunk` tokens: once, before any step.
+
+        As `capture_decode`, it needs `can_capture`: tokens that are written nowhere.
+        """
+        assert self.can_capture, "this attention would write the tokens"
+        with self._runner.behind():
+            warm_up(
+                self._model, self._attention, self._tokens.tensor, page_tokens=self._layout.page_tokens,
+                null_page=self.pools[0].null_page, max_rows=self._table.num_rows, chunk=chunk,
+            )  # fmt: skip
+
+    @torch.inference_mode()
+    def capture_decode(self, sizes: Sequence[int], capture: Capture | None = None) -> None:
+        """Capture decode steps at batch sizes `sizes`, ascending: once, between steps; by CUDA graphs, or `capture`."""
+        backend = self._attention.capturing()
+        assert backend is not None and self.can_capture, "not a model whose steps can be captured"
+        with self._runner.behind():
+            self._stage.graphs = DecodeGraphs(
+                self._model, backend, self._tokens.tensor, spare_line=self._table.num_rows,
+                null_page=self.pools[0].null_page, max_pages=self._table.pages.shape[1], sizes=sizes,
+                capture=capture or GraphCapture(),
+            )  # fmt: skip
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Batch sizes at which decode steps are captured."""
+        return () if self._stage.graphs is None else self._stage.graphs.sizes
+
+    @property
+    def layout(self) -> KVLayout:
+        """Geometry of the whole model's KV pages."""
+        return self._layout
+
+    @property
+    def place(self) -> RankCoord:
+        """Where this rank stands in its replica."""
+        return self._model.parallel.place
+
+    @property
+    def buffers(self) -> tuple[tuple[int, int], ...]:
+        """`(address, bytes)` of this rank's KV pool of each layout group."""
+        return tuple(pool.buffer for pool in self.pools)
+
+    def weight_samples(self) -> WeightSamples:
+        """Samples of what this rank loaded, for `fingerprint_of` with those of the other ranks.
+
+        Asked for at the start: experts that have moved since are taken for those that were there before.
+        """
+        return self._model.params.samples()
+
+    @property
+    def weights_fingerprint(self) -> str:
+        """Short hash of a sample of the weights: equal for peers that loaded the same model in the same dtype.
+
+        Of this rank's weights; where there are others see `weight_samples`.
+        """
+        return fingerprint_of([self.weight_samples()])
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights, which a decode step reads once."""
+        return self._model.params.num_bytes
+
+    @property
+    def mixtures(self) -> Mapping[int, Mixture]:
+        """By index in the model, this rank's feed-forward layers that have experts."""
+        return self._model.mixtures
+
+    def expert_counts(self) -> dict[int, list[int]]:
+        """Tokens that each expert was given since the start, by layer of the model that this rank has; waits for them.
+
+        Equal on all tensor ranks of a stage. Empty for a model without experts.
+        """
+        with self._runner.behind():
+            counts = {layer: mixture.counts.clone() for layer, mixture in self._model.mixtures.items()}
+        return {layer: of_layer.tolist() for layer, of_layer in counts.items()}
+
+    def open_row(
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        sampling: CoreSamplingParams,
+        logprobs: Logprobs | None,
+    ) -> None:
+        """See `Executor.open_row`. The tokens reach the device with the next step."""
+        assert row not in self._open, f"row {row} opened twice"
+        assert 0 < len(token_ids) < self._tokens.tensor.shape[1], f"{len(token_ids)} tokens do not fit a row"
+        self._open.add(row)
+        self._unwritten[row] = np.asarray(token_ids, dtype=np.int64)
+        if logprobs is not None:
+            logprobs = msgspec.structs.replace(logprobs, top=min(logprobs.top, self._model.spec.vocab_size))
+        self._params.set(row, num_prompt_tokens, sampling, logprobs)
+        if sampling.grammar is not None:
+            self._grammars.open(row, sampling.grammar, sampling, token_ids[num_prompt_tokens:])
+
+    def prepare_grammar(self, grammar: Grammar) -> Future[Matcher] | None:
+        """Begin to open a grammar before a request with it takes a row; None: there is nothing to wait for."""
+        return self._grammars.prepare(grammar)
+
+    def close_row(self, row: int) -> None:
+        """See `Executor.close_row`."""
+        assert row in self._open, f"row {row} closed but not open"
+        self._open.remove(row)
+        self._unwritten.pop(row, None)
+        self._params.clear(row)
+        self._grammars.close(row)
+
+    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+        """See `Executor.launch`."""
+        assert all(row.row in self._open for row in plan.rows), "the plan names a row that is not open"
+        compute: Compute | None = None
+        if self._at_once is not None and not layer_marks and not self._unwritten:
+            compute = self._at_once.computation(plan)
+        marks, collect = self._runner.begin(compute or partial(self._compute, self._read(plan)), layer_marks)
+        handle = StepHandle(plan, marks, collect)
+        self._launched.append(handle)
+        return handle
+
+    def resolve(self, handle: StepHandle) -> StepResult:
+        """See `Executor.resolve`. Raises what the computation raised."""
+        assert self._launched and self._launched[0] is handle, "steps are resolved once, in the order of their launch"
+        self._launched.popleft()
+        return handle.finish()
+
+    def offload(self, pages: Sequence[int]) -> HostPages:
+        """See `Executor.offload`. Waits for the copy: the pages may be written by a peer as soon as they are free."""
+        assert not self._launched, "offload while a step is unresolved"
+        with self._runner.behind():
+            saved = host_pages.save(self.pools, pages)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+        return saved
+
+    def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
+        """See `Executor.restore`."""
+        assert not self._launched, "restore while a step is unresolved"
+        assert isinstance(saved, host_pages.OffloadedPages), "pages that another executor saved"
+        with self._runner.behind():
+            host_pages.load(self.pools, saved, pages)
+
+    def zero(self, pages: Sequence[int]) -> None:
+        """See `Executor.zero`. On CUDA in the order of the steps; on CPU at once, beside a step under way."""
+        with self._runner.behind() if self.device.type == "cuda" else contextlib.nullcontext():
+            host_pages.zero(self.pools, pages)
+
+    def close(self) -> None:
+        """End the threads, if there are any, when they have done what was begun. Nothing may be launched after."""
+        self._runner.close()
+        self._grammars.shut_down()
+        if self.experts is not None:
+            self.experts.close()
+
+    def _read(self, plan: BatchPlan) -> _Step:
+        """What the plan is computed from, read now."""
+        writes, self._unwritten = self._unwritten, {}
+        if not plan.rows:
+            return _Step(plan, writes, (), np.empty(0, dtype=np.int64), None)
+        parts = cut_plan(plan, self.place.shape.pp_size, MIN_TOKENS[self.device.type])
+        page_tokens = self._layout.page_tokens
+        batches = tuple(read_plan(part, self._table, self._prompts, page_tokens) for part in parts)
+        sampled = batches[0].sampled if len(parts) == 1 else np.flatnonzero([row.sample for row in plan.rows])
+        params: StepParams | None = None
+        grammars: tuple[RowGrammar | None, ...] = ()
+        if len(sampled):
+            lines, ends = sampled_rows(batches)
+            params = self._params.pick(lines, ends)
+            grammars = self._grammars.pick(params)
+        wanted = self._params.prompt_wishes
+        if not wanted:
+            return _Step(plan, writes, batches, sampled, params, grammars, (None,) * len(batches))
+        wishes = tuple(read_wishes(batch, wanted) for batch in batches)
+        rows = [(index, row) for index, row in enumerate(plan.rows) if row.row in wanted]
+        stretches = [stretch_of(index, row.start, row.end, *wanted[row.row]) for index, row in rows]
+        found = tuple(stretch for stretch in stretches if stretch is not None)
+        return _Step(plan, writes, batches, sampled, params, grammars, wishes, found)
+
+    @torch.inference_mode()
+    def _compute(self, step: _Step, on_layer: OnLayer | None) -> Collect:
+        """Forward and sampling, on whatever thread the runner has for it."""
+        self._tokens.begin((row.row for row in step.plan.rows), step.writes)
+        self._stage.begin(step.plan.step, sum(batch.columns.shape[1] for batch in step.batches))
+        if not step.batches:
+            self._stage.idle()
+            if on_layer is not None:
+                on_layer(self._model.num_layers - 1)
+            return partial(StepResult, step.plan.step, ())
+        masks = None
+        if step.params is not None and step.grammars:
+            masks = self._grammars.begin(step.params, step.grammars)
+        logits = self._stage.logits(step.batches, self._tokens.tensor, on_layer, step.wishes)
+        chosen = None
+        if step.params is not None:
+            chosen = self._stage.choose(logits, step.params, self._tokens.tensor, masks)
+        scores = self._stage.prompt_scores(step.wishes, self.device)
+        arrival = self._stage.share(chosen, scores)
+        is_late = not self.place.is_last_stage and not (chosen is None and scores is None)
+        if not is_late:
+            arrival.wait()
+        if step.params is not None and chosen is not None:
+            if is_late:
+                self._tokens.put_later(step.params, chosen.token_ids, arrival)
+            elif not (self._stage.has_put and step.params.takes_best):
+                self._tokens.put(step.params, chosen.token_ids)
+            if masks is not None:
+                masks.sampled(chosen.token_ids)
+        if not self._tells:
+            fetched = fetch(None, None, self.device)
+        elif is_late:
+            fetched = fetch_late(chosen, scores, arrival, self._aside)
+        else:
+            fetched = fetch(chosen, scores, self.device)
+
+        def collect() -> StepResult:
+            tokens: list[SampledToken | None] = [None] * len(step.plan.rows)
+            sampled, scored = fetched()
+            if step.params is not None and sampled is not None:
+                for index, token in zip(step.sampled.tolist(), to_host(sampled, step.params), strict=True):
+                    tokens[index] = token
+            failed: tuple[int, ...] = ()
+            if step.params is not None and sampled is not None and sampled.failed is not None:
+                failed = tuple(step.sampled[step.params.constrained[sampled.failed.numpy() > 0]].tolist())
+            prompts = {} if scored is None else pack_scores(step.stretches, scored)
+            return StepResult(step.plan.step, tuple(tokens), prompts, failed)
+
+        return collect
+
+
+def _runner(device: torch.device, overlap: bool) -> StepRunner:
+    """Where steps are computed on `device`."""
+    if device.type == "cuda":
+        return StreamRunner(device)
+    return ThreadedRunner() if overlap else SyncRunner()

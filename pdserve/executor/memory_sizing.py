@@ -1,0 +1,122 @@
+"""How many tokens the KV pool holds, when no flag says so. Called by `factory` after the weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pdserve.base.host_memory import available_bytes
+from pdserve.config.groups import MemoryConfig
+from pdserve.errors import ConfigError
+from pdserve.memory.layout import KVLayout
+from pdserve.model.config import ModelSpec
+
+LIBRARIES_BYTES = 512 << 20
+"""Workspaces of cuBLAS and attention, kernels that are loaded when they are first used, and what lies in gaps."""
+KERNELS_PER_LAYER = 16
+KERNEL_BYTES = 8 << 10
+"""Of one kernel in a graph, for its node and arguments."""
+
+
+def bytes_behind_pool(
+    spec: ModelSpec,
+    item_bytes: int,
+    *,
+    chunk: int,
+    max_rows: int,
+    sizes: Sequence[int],
+    max_pages: int,
+    tp_size: int = 1,
+) -> int:
+    """Of all: steps of `chunk` tokens of prompts beside `max_rows` rows, and decode steps captured at batch `sizes`."""
+    return (
+        LIBRARIES_BYTES
+        + step_bytes(spec, item_bytes, chunk + max_rows, max_rows, tp_size)
+        + graph_bytes(spec, item_bytes, sizes, max_pages, tp_size)
+    )
+
+
+def step_bytes(spec: ModelSpec, item_bytes: int, num_tokens: int, num_samples: int, tp_size: int = 1) -> int:
+    """The tensors of a step that are there at the same time: a layer's of all tokens, and the logits of all samples as
+    they are, in float32, and as probabilities.
+    """
+    attention = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    feed_forward = 3 * spec.intermediate_size
+    if spec.moe is not None:
+        routed = spec.moe.top_k * (3 * spec.moe.intermediate_size + 2 * spec.hidden_size)
+        feed_forward = max(feed_forward if spec.num_dense else 0, routed)
+    widest = 4 * spec.hidden_size + -(-max(attention, feed_forward) // tp_size)
+    return num_tokens * widest * item_bytes + num_samples * spec.vocab_size * (item_bytes + 8)
+
+
+def graph_bytes(spec: ModelSpec, item_bytes: int, sizes: Sequence[int], max_pages: int, tp_size: int = 1) -> int:
+    """Of decode steps captured at batch `sizes`, ascending: they share the largest one's tensors; each has its list of
+    `max_pages` pages a row, and its kernels.
+    """
+    if not sizes:
+        return 0
+    kernels = len(sizes) * spec.num_layers * KERNELS_PER_LAYER * KERNEL_BYTES
+    return step_bytes(spec, item_bytes, sizes[-1], sizes[-1], tp_size) + 4 * sum(sizes) * max_pages + kernels
+
+
+CPU_CAP_BYTES = 4 << 30
+"""The most that is taken when no flag asks for more."""
+CPU_FRACTION = 0.2
+"""Share of the available RAM; several servers of one host each take it, of which little is committed before it is used
+(`memory/prefault.py`)."""
+CUDA_FRACTION = 0.88
+
+
+def pool_tokens(
+    memory: MemoryConfig,
+    layout: KVLayout,
+    device: torch.device,
+    *,
+    context_length: int,
+    max_rows: int,
+    num_sharing: int = 1,
+    reserved_bytes: int = 0,
+) -> int:
+    """Token slots of the pool, a multiple of the page size. `layout` is what this rank holds.
+
+    `num_sharing` ranks of the server have this host's RAM in common. `reserved_bytes` of a CUDA device are left to what
+    comes after the pool (`step_memory`), whatever fraction is asked for.
+
+    `max_total_tokens` when given; else what memory allows, and never more than `max_rows` requests can use.
+
+    Raises:
+        ConfigError: not even one page fits, or `mem_fraction_static` is out of range.
+    """
+    page = layout.page_tokens
+    wanted = memory.max_total_tokens
+    if wanted is None:
+        most = max_rows * (-(-context_length // page) * page)
+        wanted = min(
+            _available_bytes(memory.mem_fraction_static, device, num_sharing, reserved_bytes) // layout.token_bytes,
+            most,
+        )
+    if wanted < page:
+        raise ConfigError(
+            f"the KV pool would hold {wanted} tokens, less than one page of {page}; raise max_total_tokens "
+            "or mem_fraction_static, or lower page_size"
+            + (f" ({reserved_bytes >> 20} MB are left to steps and graphs)" if reserved_bytes else ""),
+            field="max_total_tokens",
+        )
+    return wanted // page * page
+
+
+def _available_bytes(fraction: float | None, device: torch.device, num_sharing: int, reserved: int) -> int:
+    """Bytes for the pool.
+
+    On CPU a share of what the server takes of this host. On CUDA the fraction is of all memory, and weights already
+    loaded count against it.
+    """
+    if fraction is not None and not 0.0 < fraction < 1.0:
+        raise ConfigError(f"mem_fraction_static must be in (0, 1), got {fraction}", field="mem_fraction_static")
+    if device.type == "cpu":
+        available = available_bytes()
+        taken = int(available * fraction) if fraction else min(CPU_CAP_BYTES, int(available * CPU_FRACTION))
+        return taken // num_sharing
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, free - max(reserved, int(total * (1.0 - (fraction or CUDA_FRACTION)))))

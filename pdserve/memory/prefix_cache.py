@@ -1,0 +1,324 @@
+"""A radix tree over KV pages: which pages hold the KV of which beginnings of prompts. Owned by one `LeasePool`.
+
+Keys are bytes of int32 token ids, cut at whole pages. Every node but the root has at least one page, and no two
+children of a node begin with the same page, so that a prompt has exactly one way down:
+
+    root ── [A B C] ─┬─ [D E]          a lock on E's node locks A..E: a lock counts on every node up to the root
+                     └─ [F]            splitting gives both halves the same locks, stamp, hits and priority
+
+Pages are given up from the ends of unlocked leaves, in the order of the policy, through a heap with at most one entry
+a node: ranks only grow, so an entry that is out of date is found when it is popped, and is pushed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+
+
+class RadixNode:
+    """Some pages behind those of `parent`. Written by its tree only.
+
+    `key` has the tokens of `pages`; `end` counts the pages from the root to the end of this node; `locks` how many
+    locked paths lead through it; `stamp` orders last uses; `hits` counts re-uses; `queued` says that the eviction heap
+    has an entry for it.
+    """
+
+    __slots__ = ("children", "end", "hits", "key", "locks", "pages", "parent", "priority", "queued", "stamp")
+
+    def __init__(self, parent: RadixNode | None, key: bytearray, pages: list[int], end: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.pages = pages
+        self.end = end
+        self.children: dict[bytes, RadixNode] = {}
+        self.locks = 0
+        self.stamp = 0
+        self.hits = 0
+        self.priority = 0
+        self.queued = False
+
+
+Eviction = Literal["lru", "lfu", "priority"]
+TOKEN_BYTES = 4
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids as the int32 bytes that keys are made of."""
+    return np.asarray(token_ids, dtype=np.int32).tobytes()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached beginning: `num_pages` pages, which end where `node` ends. Holds until the tree changes."""
+
+    node: RadixNode
+    num_pages: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inserted:
+    """Pages `[taken_from, taken_to)` of those offered are the tree's now; the others were cached already.
+
+    `node` ends exactly behind the last offered page.
+    """
+
+    node: RadixNode
+    taken_from: int
+    taken_to: int
+
+
+class RadixTree:
+    """Cached pages by their tokens. Scheduler thread only; `num_evictable` are the pages of unlocked nodes."""
+
+    def __init__(self, page_tokens: int, eviction: Eviction = "lru") -> None:
+        self.page_tokens = page_tokens
+        self.eviction: Eviction = eviction
+        self.num_cached = 0
+        self.num_evictable = 0
+        self.version = 0
+        self._page_bytes = page_tokens * TOKEN_BYTES
+        self._root = RadixNode(None, bytearray(), [], 0)
+        self._heap: list[tuple[int, int, int, RadixNode]] = []
+        self._num_pushed = 0
+        self._clock = 0
+
+    def peek(self, tokens: bytes, max_pages: int) -> int:
+        """Pages of `tokens` that are cached, at most `max_pages`. Changes nothing."""
+        node, used = self._walk(tokens, max_pages)
+        return node.end - len(node.pages) + used
+
+    def peek_locked(self, tokens: bytes, max_pages: int) -> int:
+        """Pages of `tokens` that are cached and locked, so that another lock takes nothing. Changes nothing."""
+        node, used = self._walk(tokens, max_pages)
+        if node.locks:
+            return node.end - len(node.pages) + used
+        while node.parent is not None and not node.locks:
+            node = node.parent
+        return node.end
+
+    def match(self, tokens: bytes, max_pages: int) -> Match:
+        """The longest cached beginning of `tokens`, at most `max_pages`. May split a node; no use is counted."""
+        node, used = self._walk(tokens, max_pages)
+        if used < len(node.pages):
+            node = self._split(node, used)
+        return Match(node, node.end)
+
+    def use(self, node: RadixNode) -> None:
+        """Count a re-use of all pages down to `node`."""
+        self._clock += 1
+        step: RadixNode | None = node
+        while step is not None:
+            step.stamp = self._clock
+            step.hits += 1
+            step = step.parent
+
+    def lock(self, node: RadixNode) -> None:
+        """Keep all pages down to `node` from eviction, until as many `unlock`s."""
+        assert self._holds(node), "lock of a node that was evicted"
+        while node.parent is not None:
+            if node.locks == 0:
+                self.num_evictable -= len(node.pages)
+            node.locks += 1
+            node = node.parent
+
+    def unlock(self, node: RadixNode) -> None:
+        """Take one lock back."""
+        while node.parent is not None:
+            assert node.locks > 0, "unlocked more often than locked"
+            node.locks -= 1
+            if node.locks == 0:
+                self.num_evictable += len(node.pages)
+                self._queue(node)
+            node = node.parent
+
+    def pages_of(self, node: RadixNode) -> list[int]:
+        """Pages from the root to the end of `node`, in the order of their tokens."""
+        parts: list[list[int]] = []
+        while node.parent is not None:
+            parts.append(node.pages)
+            node = node.parent
+        return [page for part in reversed(parts) for page in part]
+
+    def insert(self, tokens: bytes, pages: Sequence[int], priority: int = 0, held: RadixNode | None = None) -> Inserted:
+        """`pages` have the KV of `tokens` (exactly as many whole pages): take those that are not cached yet.
+
+        `held`: a node on this path that the caller has locked; its lock moves to the returned node.
+        """
+        assert len(tokens) == len(pages) * self._page_bytes, f"{len(pages)} pages for {len(tokens)} bytes of tokens"
+        found = self.match(tokens, len(pages))
+        node, taken_from = found.node, found.num_pages
+        alone = self._is_only_for(node, held, priority)
+        self._visit(node, priority)
+        if taken_from < len(pages):
+            key, new = bytearray(tokens[taken_from * self._page_bytes :]), list(pages[taken_from:])
+            if alone:
+                self._append(node, key, new)
+            else:
+                node = self._add_child(node, key, new, priority)
+        if held is not None and node is not held:
+            assert node.end >= held.end, f"{len(pages)} pages where {held.end} are locked already"
+            self.lock(node)
+            self.unlock(held)
+        return Inserted(node, taken_from, len(pages))
+
+    def evict(self, num_pages: int) -> list[int]:
+        """Give up `num_pages` pages, or all that are not locked if those are fewer. The caller owns them now."""
+        freed: list[int] = []
+        while len(freed) < num_pages and self._heap:
+            rank, stamp, _, node = heapq.heappop(self._heap)
+            node.queued = False
+            if node.children or node.locks or not self._holds(node):
+                continue
+            if (rank, stamp) == (self._rank(node), node.stamp):
+                freed += self._trim(node, num_pages - len(freed))
+            self._queue(node)
+        self._dropped(len(freed))
+        return freed
+
+    def clear(self) -> list[int]:
+        """Give up all pages that are not locked. The caller owns them now."""
+        freed: list[int] = []
+        kept, gone = [self._root], list[RadixNode]()
+        while kept:
+            node = kept.pop()
+            node.queued = False
+            gone += [child for child in node.children.values() if child.locks == 0]
+            node.children = {first: child for first, child in node.children.items() if child.locks}
+            kept += node.children.values()
+        while gone:
+            node = gone.pop()
+            gone += node.children.values()
+            freed += node.pages
+            node.pages, node.parent = [], None
+        self._heap.clear()
+        self._dropped(len(freed))
+        return freed
+
+    def nodes(self) -> Iterator[RadixNode]:
+        """All nodes but the root, parents before their children. For the audit."""
+        open_nodes = list(self._root.children.values())
+        while open_nodes:
+            node = open_nodes.pop()
+            yield node
+            open_nodes += node.children.values()
+
+    def _walk(self, tokens: bytes, max_pages: int) -> tuple[RadixNode, int]:
+        """The deepest node that `tokens` reach, and how many of its pages they cover (all, of the root: 0)."""
+        size, node, at = self._page_bytes, self._root, 0
+        end = min(max_pages, len(tokens) // size) * size
+        while at < end:
+            child = node.children.get(tokens[at : at + size])
+            if child is None:
+                break
+            if len(child.key) > end - at or not tokens.startswith(child.key, at):
+                return child, self._common_pages(child, tokens, at, end)
+            node, at = child, at + len(child.key)
+        return node, len(node.pages)
+
+    def _common_pages(self, node: RadixNode, tokens: bytes, at: int, end: int) -> int:
+        """Whole pages in which `node.key` and `tokens[at:end]` agree."""
+        num_tokens = min(len(node.key), end - at) // TOKEN_BYTES
+        ours = np.frombuffer(node.key, np.int32, num_tokens)
+        differs = ours != np.frombuffer(tokens, np.int32, num_tokens, at)
+        first = int(differs.argmax()) if differs.any() else num_tokens
+        return first // self.page_tokens
+
+    def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
+        """Cut `node` behind its first `num_pages` pages. It stays the lower half; returns the upper."""
+        assert 0 < num_pages < len(node.pages) and node.parent is not None
+        cut = num_pages * self._page_bytes
+        upper = RadixNode(node.parent, node.key[:cut], node.pages[:num_pages], node.end - len(node.pages) + num_pages)
+        upper.locks, upper.stamp, upper.hits, upper.priority = node.locks, node.stamp, node.hits, node.priority
+        node.parent.children[self._first(upper)] = upper
+        del node.key[:cut], node.pages[:num_pages]
+        node.parent = upper
+        upper.children[self._first(node)] = node
+        return upper
+
+    def _is_only_for(self, node: RadixNode, held: RadixNode | None, priority: int) -> bool:
+        """Whether new pages may join `node` itself: a leaf that nobody but the caller has locked or re-used."""
+        if node.parent is None or node.children or node.hits or node.priority != priority:
+            return False
+        return node.locks == (1 if node is held else 0)
+
+    def _append(self, node: RadixNode, key: bytearray, pages: list[int]) -> None:
+        node.key += key
+        node.pages += pages
+        node.end += len(pages)
+        self._grew(node, len(pages))
+
+    def _add_child(self, parent: RadixNode, key: bytearray, pages: list[int], priority: int) -> RadixNode:
+        node = RadixNode(parent, key, pages, parent.end + len(pages))
+        node.stamp, node.priority = self._clock, priority
+        parent.children[self._first(node)] = node
+        self._grew(node, len(pages))
+        return node
+
+    def _grew(self, node: RadixNode, num_pages: int) -> None:
+        self.num_cached += num_pages
+        self.version += 1
+        if node.locks == 0:
+            self.num_evictable += num_pages
+            self._queue(node)
+
+    def _dropped(self, num_pages: int) -> None:
+        """Unlocked pages have left the tree."""
+        self.num_cached -= num_pages
+        self.num_evictable -= num_pages
+        self.version += num_pages > 0
+
+    def _trim(self, node: RadixNode, num_pages: int) -> list[int]:
+        """Take up to `num_pages` pages from the end of an unlocked leaf; the leaf goes when it has none left."""
+        keep = max(0, len(node.pages) - num_pages)
+        freed = node.pages[keep:]
+        if keep == 0:
+            self._remove(node)
+        else:
+            node.end -= len(freed)
+            del node.key[keep * self._page_bytes :]
+        del node.pages[keep:]
+        return freed
+
+    def _remove(self, node: RadixNode) -> None:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[self._first(node)]
+        node.parent = None
+        self._queue(parent)
+
+    def _queue(self, node: RadixNode) -> None:
+        """Make `node` known to `evict`, if it is an unlocked leaf."""
+        if node.parent is None or node.children or node.locks or node.queued:
+            return
+        self._num_pushed += 1
+        node.queued = True
+        heapq.heappush(self._heap, (self._rank(node), node.stamp, self._num_pushed, node))
+
+    def _rank(self, node: RadixNode) -> int:
+        match self.eviction:
+            case "lru":
+                return 0
+            case "lfu":
+                return node.hits
+            case "priority":
+                return node.priority
+
+    def _visit(self, node: RadixNode, priority: int) -> None:
+        """All pages down to `node` were needed now, by a request of that priority."""
+        self._clock += 1
+        step: RadixNode | None = node
+        while step is not None:
+            step.stamp = self._clock
+            step.priority = max(step.priority, priority)
+            step = step.parent
+
+    def _holds(self, node: RadixNode) -> bool:
+        return node.parent is not None or node is self._root
+
+    def _first(self, node: RadixNode) -> bytes:
+        return bytes(node.key[: self._page_bytes])

@@ -1,0 +1,242 @@
+"""Attention of the deterministic mode by torch: the result at position p depends on q[p] and k, v[0..p] alone.
+
+Keys are cut into blocks of BLOCK at absolute positions, whatever the page size. All products are of `size` query rows
+with one block, with a `size` that was found to leave no trace (`layers/tiles.py`); more rows, blocks and heads are more
+products of the same shape. The maximum over all keys is exact in any order. The blocks' sums are added in order, and
+a block or key that a query does not see adds exactly zero, so it does not matter that its neighbours see it.
+
+All arithmetic is in float32. Made by the executor factory; CPU and CUDA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.errors import ConfigError
+from pdserve.model.attention.interface import Heads
+from pdserve.model.attention.page_gather import KVPool, PageGather
+from pdserve.model.forward_batch import ForwardBatch, IntArray
+from pdserve.model.layers.tiles import PROBE_ROWS, cut, safe_sizes, telling
+
+BLOCK = 128
+"""Keys per block: the most that a page may have, so that pages of a power of two tokens fill blocks exactly."""
+_SCORE_BYTES = 16 << 20
+"""Scores of one product at most, where the sizes allow it; about what the caches hold."""
+_PROBE_COUNTS = (1, 2, 5, 56)
+"""Products at once, as tried: one alone must have the bits of one among many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """`T` new tokens of each of `B` requests, attended together in products of `size` query rows.
+
+    A query row is one query head of one token; those that share a KV head lie together, token by token. `tokens`
+    `[B * T]` are flat indices. Keys behind block `num_blocks` are not seen at all, those before block `first` by
+    all; between, `hidden` `[B, 1, num_blocks - first, size, BLOCK]` is true where a query row does not see a key.
+    """
+
+    tokens: Tensor
+    num_tokens: int
+    size: int
+    num_blocks: int
+    first: int
+    hidden: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """Requests whose keys are gathered together, and the pieces that attend to them.
+
+    `blocks` are rows of `KVPool.blocks` for `num_pages` pages a request, which hold `num_blocks` blocks or a little
+    more; `junk` are the slots among them that no token of the request has been written to.
+    """
+
+    num_rows: int
+    num_pages: int
+    num_blocks: int
+    blocks: Tensor
+    junk: Tensor | None
+    pieces: tuple[Piece, ...]
+
+
+class BatchInvariantAttention:
+    """The deterministic backend over one KV pool.
+
+    Raises:
+        ConfigError: this device gives no size of product that leaves no trace.
+    """
+
+    def __init__(self, pool: KVPool, num_heads: int, device: torch.device) -> None:
+        self._pool = pool
+        self._gather = PageGather(pool, device)
+        self._group = num_heads // pool.group.num_kv_heads
+        self._sizes = _common_sizes(pool.group.head_dim, device)
+
+    def capturing(self) -> None:
+        """See `AttentionBackend.capturing`: lengths are the shapes of what it gathers."""
+
+    def begin(self, batch: ForwardBatch) -> BatchInvariantStep:
+        """Gather indices and masks for one step."""
+        host = batch.host
+        is_decode = (host.ends - host.starts) == 1
+        decode, extend = np.flatnonzero(is_decode), np.flatnonzero(~is_decode)
+        together = [self._together(batch, rows) for rows in self._gather.buckets(host.ends, decode)]
+        alone = [self._together(batch, extend[i : i + 1]) for i in range(len(extend))]
+        writes = self._pool.slot_index(batch.write_pages, batch.write_slots)
+        return BatchInvariantStep(self._pool, self._group, writes, together + alone)
+
+    def _together(self, batch: ForwardBatch, rows: IntArray) -> Gathered:
+        """One gather: rows with one new token each, or one row with several. `rows` are sorted by length."""
+        page_tokens, host = self._pool.group.page_tokens, batch.host
+        lengths = host.ends[rows]
+        num_blocks = -(-int(lengths[-1]) // BLOCK)
+        num_pages = -(-num_blocks * BLOCK // page_tokens)
+        row_pages = -(-lengths // page_tokens)
+        pages = np.full((len(rows), num_pages), self._pool.null_page, dtype=np.int64)
+        most = min(num_pages, host.pages.shape[1])
+        pages[:, :most] = host.pages[rows, :most]
+        pages[np.arange(num_pages) >= row_pages[:, None]] = self._pool.null_page
+        junk = self._gather.junk_slots(lengths, row_pages, num_pages)
+        return Gathered(
+            num_rows=len(rows),
+            num_pages=num_pages,
+            num_blocks=num_blocks,
+            blocks=self._gather.tensor(self._gather.block_index(pages)),
+            junk=self._gather.tensor(junk) if len(junk) else None,
+            pieces=self._pieces(host.offsets[rows], host.starts[rows], host.ends[rows]),
+        )
+
+    def _pieces(self, offsets: IntArray, starts: IntArray, ends: IntArray) -> tuple[Piece, ...]:
+        """The new tokens of one gather, cut into pieces."""
+        num_blocks = -(-int(ends.max()) // BLOCK)
+        row_bytes = len(offsets) * self._pool.group.num_kv_heads * num_blocks * BLOCK * 4
+        widths = {size // self._group: size for size in reversed(self._sizes) if size >= self._group}
+        narrow = tuple(width for width, size in widths.items() if size * row_bytes <= _SCORE_BYTES)
+        pieces = []
+        for tile in cut(int(ends[0] - starts[0]), tuple(sorted(narrow)) or (min(widths),)):
+            new = np.arange(tile.start, tile.start + tile.rows)
+            pieces.append(self._piece(offsets[:, None] + new, starts[:, None] + new, widths[tile.size]))
+        return tuple(pieces)
+
+    def _piece(self, tokens: IntArray, positions: IntArray, size: int) -> Piece:
+        """The tokens at flat indices `tokens` and `positions`, `[B, T]`."""
+        num_blocks, first = int(positions.max()) // BLOCK + 1, (int(positions.min()) + 1) // BLOCK
+        keys = np.arange(first * BLOCK, num_blocks * BLOCK).reshape(-1, 1, BLOCK)
+        hidden = np.zeros((len(tokens), num_blocks - first, size, BLOCK), dtype=np.bool_)
+        last = np.repeat(positions, self._group, axis=1)[:, None, :, None]
+        hidden[:, :, : last.shape[2]] = keys > last
+        return Piece(
+            tokens=self._gather.tensor(tokens.reshape(-1)),
+            num_tokens=tokens.shape[1],
+            size=size,
+            num_blocks=num_blocks,
+            first=first,
+            hidden=self._gather.tensor(hidden)[:, None],
+        )
+
+
+class BatchInvariantStep:
+    """Attention of one step in fixed blocks."""
+
+    def __init__(self, pool: KVPool, group: int, writes: Tensor, gathered: list[Gathered]) -> None:
+        self._pool = pool
+        self._group = group
+        self._writes = writes
+        self._gathered = gathered
+        self._scale = pool.group.head_dim**-0.5
+
+    def attend(self, layer: int, heads: Heads) -> Tensor:
+        """See `StepAttention.attend`."""
+        q, k, v = heads.finished()
+        head_dim = self._pool.group.head_dim
+        self._pool.slots(layer, 0).index_copy_(0, self._writes, k.reshape(-1, head_dim))
+        self._pool.slots(layer, 1).index_copy_(0, self._writes, v.reshape(-1, head_dim))
+        out = torch.empty_like(q)
+        for gathered in self._gathered:
+            keys, values = self._blocks(layer, gathered)
+            for piece in gathered.pieces:
+                rows = self._query_rows(q, gathered.num_rows, piece)
+                mixed = _attend(rows, keys[:, :, : piece.num_blocks], values[:, :, : piece.num_blocks], piece)
+                out.index_copy_(0, piece.tokens, self._tokens(mixed, piece).to(q.dtype))
+        return out.flatten(1)
+
+    def _blocks(self, layer: int, gathered: Gathered) -> tuple[Tensor, Tensor]:
+        """Keys and values, float32 `[B, kv_heads, num_blocks, BLOCK, D]` each; unwritten slots are zero."""
+        spec = self._pool.group
+        pages = self._pool.blocks(layer).index_select(0, gathered.blocks)
+        if gathered.junk is not None:
+            pages.view(-1, spec.head_dim).index_fill_(0, gathered.junk, 0.0)
+        batch = (2, gathered.num_rows, spec.num_kv_heads)
+        slots = pages.float().view(*batch, -1, spec.head_dim)[:, :, :, : gathered.num_blocks * BLOCK]
+        keys, values = slots.reshape(*batch, gathered.num_blocks, BLOCK, spec.head_dim)
+        return keys, values
+
+    def _query_rows(self, q: Tensor, num_rows: int, piece: Piece) -> Tensor:
+        """The piece's queries, scaled, float32 `[B, kv_heads, size, D]`; rows beyond its tokens are zero."""
+        spec, used = self._pool.group, piece.num_tokens * self._group
+        picked = q.index_select(0, piece.tokens).float() * self._scale
+        heads = picked.view(num_rows, piece.num_tokens, spec.num_kv_heads, self._group, spec.head_dim).transpose(1, 2)
+        rows: Tensor = picked.new_zeros(num_rows, spec.num_kv_heads, piece.size, spec.head_dim)
+        rows[:, :, :used] = heads.reshape(num_rows, spec.num_kv_heads, used, spec.head_dim)
+        return rows
+
+    def _tokens(self, mixed: Tensor, piece: Piece) -> Tensor:
+        """`_query_rows` undone: `[B * T, num_heads, D]`."""
+        used = mixed[:, :, : piece.num_tokens * self._group]
+        heads = used.reshape(*mixed.shape[:2], piece.num_tokens, self._group, mixed.shape[-1]).transpose(1, 2)
+        return heads.reshape(len(piece.tokens), -1, mixed.shape[-1])
+
+
+def _attend(rows: Tensor, keys: Tensor, values: Tensor, piece: Piece) -> Tensor:
+    """Softmax of `rows` `[B, H, size, D]` with `keys`, times `values` (`[B, H, num_blocks, BLOCK, D]`)."""
+    batch = keys.shape[:3]
+    shared = rows[:, :, None].expand(*batch, -1, -1).reshape(-1, *rows.shape[2:])
+    scores = torch.bmm(shared, keys.reshape(-1, *keys.shape[3:]).transpose(1, 2)).view(*batch, piece.size, BLOCK)
+    if piece.first < piece.num_blocks:
+        scores[:, :, piece.first :].masked_fill_(piece.hidden, float("-inf"))
+    weights = scores.sub_(scores.amax((2, 4), keepdim=True)).exp_()
+    mixed = torch.bmm(weights.view(-1, piece.size, BLOCK), values.reshape(-1, *values.shape[3:]))
+    return _in_order(mixed.view(*batch, piece.size, -1)) / _in_order(weights.sum(-1, keepdim=True))
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """The sum over dimension 2, first to last: zeros at its end change nothing."""
+    total = parts[:, :, 0]
+    for index in range(1, parts.shape[2]):
+        total = total + parts[:, :, index]
+    return total
+
+
+def _common_sizes(head_dim: int, device: torch.device) -> tuple[int, ...]:
+    """Numbers of query rows that leave no trace in either product. Raises ConfigError."""
+    queries, keys = telling(PROBE_ROWS, BLOCK, head_dim, torch.float32, device)
+    weights, values = telling(PROBE_ROWS, head_dim, BLOCK, torch.float32, device)
+    count = sum(_PROBE_COUNTS)
+    by_keys = _sizes_of(queries, keys.repeat(count, 1, 1).transpose(1, 2), f"attention over heads of {head_dim}")
+    by_values = _sizes_of(weights, values.t().repeat(count, 1, 1), f"attention over values of {head_dim}")
+    sizes = tuple(size for size in by_keys if size in by_values)
+    if not sizes:
+        raise ConfigError(
+            f"enable_deterministic_inference: attention over heads of {head_dim} has no fixed size on this device; "
+            "try --cpu-threads 1",
+            field="enable_deterministic_inference",
+        )
+    return sizes
+
+
+def _sizes_of(x: Tensor, others: Tensor, what: str) -> tuple[int, ...]:
+    """Numbers of rows of `x` that leave no trace in `x @ others[i]`, alone or among many such products at once."""
+    bounds = list(itertools.accumulate(_PROBE_COUNTS, initial=0))
+
+    def together(rows: Tensor) -> Tensor:
+        return torch.cat([torch.bmm(rows[begin:end], others[begin:end]) for begin, end in itertools.pairwise(bounds)])
+
+    def alone(rows: Tensor) -> Tensor:
+        return torch.cat([torch.bmm(rows[i : i + 1], others[i : i + 1]) for i in range(bounds[-1])])
+
+    return safe_sizes(together, x.expand(bounds[-1], -1, -1), what, reference=alone)

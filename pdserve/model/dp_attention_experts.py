@@ -1,0 +1,121 @@
+"""DP attention: feed-forward layers that are split over the ranks of all replicas, each of which has its own batch.
+
+Made by `TorchParallel`, whose default group these ranks are. All of them compute every step together, a *round*; a
+replica that has nothing to compute takes part with no tokens.
+
+    begin     how many tokens each replica has        all_gather of two numbers, on the host
+    gather    each replica's tokens to all ranks      each rank gives what it has in hand
+    add_up    the ranks' summands of a token to those of its replica
+              each rank is sent the summands of what it has in hand, adds them up in the order of the ranks,
+              and shares the sums with its replica's others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pdserve.base.parallel import WidePlace, dealt
+from pdserve.errors import RankError
+from pdserve.model.dp_attention import TokenShare, own_slice, padded, stripped
+
+WithOthers = Callable[[str], AbstractContextManager[object]]
+"""Turns torch's errors into ours; the argument says what the ranks were about."""
+
+
+class AllReplicas:
+    """Implements `Wide`. `gather_own` is `Parallel.all_gather`, over the replica's own tensor ranks.
+
+    `numbers` is a group of all these ranks on the host, None where the default one is.
+    """
+
+    spans_replicas = True
+
+    def __init__(
+        self,
+        place: WidePlace,
+        gather_own: Callable[[Tensor], Tensor],
+        with_others: WithOthers,
+        numbers: dist.ProcessGroup | None,
+    ) -> None:
+        assert place.place.shape.pp_size == 1, "stages with DP attention"
+        self.size, self.rank = place.num_ranks, place.rank
+        self._place = place
+        self._gather_own = gather_own
+        self._with_others = with_others
+        self._numbers = numbers
+        self._hand = TokenShare([0] * self.size, slice(0, 0))
+
+    def begin(self, step: int, num_tokens: int) -> None:
+        """See `Wide.begin`. Waits until all ranks have begun `step`."""
+        every = torch.empty(self.size, 2, dtype=torch.int64)
+        with self._with_others("beginning a round"):
+            dist.all_gather(list(every.unbind()), torch.tensor([step, num_tokens]), group=self._numbers)
+        tp_size = self._place.place.shape.tp_size
+        facts: list[list[int]] = every.tolist()
+        firsts = facts[::tp_size]
+        if any(there != step for there, _ in facts) or any(facts[i] != firsts[i // tp_size] for i in range(self.size)):
+            raise RankError(f"the ranks are not in the same round: rank {self.rank} is in {step}, all are in {facts}")
+        sizes = [size for _, count in firsts for size in dealt(count, tp_size)]
+        self._hand = TokenShare(sizes, own_slice(dealt(num_tokens, tp_size), self._place.place.tp_rank))
+
+    def hand(self, num_tokens: int) -> TokenShare:
+        """See `Wide.hand`: as `begin` was told."""
+        return self._hand
+
+    def gather(self, x: Tensor) -> Tensor:
+        """See `Wide.gather`."""
+        return self.everyones(x[self._hand.mine], self._hand.sizes)
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """See `Wide.add_up`. Added up in float32, in the order of the ranks: a row's bits depend on nothing else."""
+        if not len(x):
+            return x
+        sizes, num_mine = self._hand.sizes, self._hand.sizes[self.rank]
+        parts = self.all_to_all(x, sizes, [num_mine] * self.size).view(self.size, num_mine, *x.shape[1:])
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        tp_size = self._place.place.shape.tp_size
+        first = self._place.first_rank
+        return self.rejoin(total.to(x.dtype), sum(sizes[first : first + tp_size]))
+
+    def everyones(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        """See `Wide.everyones`. Where few ranks have most rows these are sent one rank after the other, not padded."""
+        share, total = max(sizes), sum(sizes)
+        if 2 * total <= share * self.size:
+            return self._in_turns(part, sizes)
+        whole = part.new_empty(self.size * share, *part.shape[1:])
+        with self._with_others("gathering of all replicas"):
+            dist.all_gather(list(whole.chunk(self.size)), padded(part, share).contiguous())
+        return stripped(whole, sizes)
+
+    def rejoin(self, part: Tensor, num_tokens: int) -> Tensor:
+        """See `Wide.rejoin`."""
+        sizes = dealt(num_tokens, self._place.place.shape.tp_size)
+        return part if len(sizes) == 1 else stripped(self._gather_own(padded(part, sizes[0])), sizes)
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """See `Wide.all_to_all`."""
+        received = x.new_empty(sum(receive), *x.shape[1:])
+        with self._with_others("dealing rows out to all replicas"):
+            dist.all_to_all_single(received, x.contiguous(), list(receive), list(send))
+        return received
+
+    def _in_turns(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        """`everyones` as one broadcast from each rank that has rows."""
+        whole = part.new_empty(sum(sizes), *part.shape[1:])
+        whole[own_slice(sizes, self.rank)] = part
+        with self._with_others("gathering of all replicas"):
+            works = [
+                dist.broadcast(rows, source, async_op=True)
+                for source, rows in enumerate(torch.split(whole, list(sizes)))
+                if len(rows)
+            ]
+            for work in works:
+                work.wait()
+        return whole

@@ -1,0 +1,155 @@
+"""Linear layers; several checkpoint matrices may be stacked into one, so that one product computes them all.
+
+`column_linear` and `row_linear` make those of a split model (arXiv:1909.08053): the first has its outputs split over
+the tensor ranks, the second takes such outputs as its inputs, and what the ranks compute adds up to the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.base.parallel import RankCoord, part_of, vocab_of
+from pdserve.model.dp_attention import DPAttentionGroup
+from pdserve.model.layers.kernels import Kernels
+from pdserve.model.parallel import Parallel
+from pdserve.model.params import Param, ParamSlots
+
+
+class Linear:
+    """`x @ weight.T + bias`; `weight` is `[out, in]`, `bias` `[out]` or absent."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._kernels = kernels
+        num_out, num_in = weight.shape
+        kernels.prepare_linear(num_out, num_in, weight.dtype, weight.device, bias is not None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[N, in]` to `[N, out]`."""
+        return self._kernels.linear(x, self.weight, self.bias)
+
+    def give_away(self) -> None:
+        """Let go of the weights, which others have made something else of. There are no calls after this."""
+        self.weight = self.weight.new_empty(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """The checkpoint's linear layer `name` has `total` outputs, of which a rank computes `held`."""
+
+    name: str
+    total: int
+    held: range
+
+
+def column_linear(kernels: Kernels, params: ParamSlots, parts: tuple[Outputs, ...], num_in: int, bias: bool) -> Linear:
+    """One layer that stacks what is held of `parts`: `[N, num_in]` to `[N, sum of held]`."""
+    weight = params.stacked(*(Param(f"{part.name}.weight", (part.total, num_in), 0, part.held) for part in parts))
+    biases = None
+    if bias:
+        biases = params.stacked(*(Param(f"{part.name}.bias", (part.total,), 0, part.held) for part in parts))
+    return Linear(kernels, weight, biases)
+
+
+def row_linear(
+    kernels: Kernels, params: ParamSlots, name: str, num_out: int, inputs: Outputs, *, bias: bool, adds_bias: bool
+) -> Linear:
+    """`[N, held of inputs]` to a summand of `[N, num_out]`, which takes `inputs` in; one rank `adds_bias` to it."""
+    weight = params.stacked(Param(f"{name}.weight", (num_out, inputs.total), 1, inputs.held))
+    biases = None
+    if bias and adds_bias:
+        biases = params.new(f"{name}.bias", num_out)
+    elif bias:
+        params.ignore(f"{name}.bias")
+    return Linear(kernels, weight, biases)
+
+
+class RMSNorm:
+    """Normalises the last dimension in float32, then scales by `weight` in the input's dtype."""
+
+    def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
+        self.weight = weight
+        self.eps = eps
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The normalised `x`, same shape and dtype."""
+        return self._kernels.norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: Tensor, more: Tensor) -> Tensor:
+        """The normalised `x + more`, which replaces `x`."""
+        return self._kernels.add_norm(x, more, self.weight, self.eps)
+
+
+def vocab_rows(params: ParamSlots, name: str, vocab_size: int, hidden_size: int, place: RankCoord) -> Tensor:
+    """Allocate this rank's rows of the checkpoint's `[vocab, hidden]` matrix `name`: `[share, hidden]`."""
+    tp_size = place.shape.tp_size
+    held = vocab_of(vocab_size, tp_size, place.tp_rank)
+    share = len(vocab_of(vocab_size, tp_size, 0))
+    return params.stacked(Param(name, (vocab_size, hidden_size), 0, held), num_rows=share)
+
+
+class VocabEmbedding:
+    """Looks token ids up where they are: one rank has the row, the others add zero, so that the sum is exact."""
+
+    def __init__(self, weight: Tensor, vocab_size: int, parallel: Parallel) -> None:
+        self.weight = weight
+        self._parallel = parallel
+        self._held = vocab_of(vocab_size, parallel.place.shape.tp_size, parallel.place.tp_rank)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """`[N]` int64 to `[N, hidden]`, equal on all ranks."""
+        if self._parallel.place.shape.tp_size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self._held.start
+        elsewhere = (local < 0) | (local >= len(self._held))
+        rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
+        return self._parallel.all_reduce(rows.masked_fill_(elsewhere[:, None], 0.0))
+
+
+class FeedForward(Protocol):
+    """One layer's feed-forward, on one rank."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[N, hidden]`, equal on all tensor ranks, to `[N, hidden]`, equal on all tensor ranks.
+
+        All ranks of `Parallel.wide` call it together; N may be 0.
+        """
+        ...
+
+
+class DenseMLP:
+    """Gated by SiLU; the ranks of `wide` split its columns."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        params: ParamSlots,
+        prefix: str,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool,
+        wide: DPAttentionGroup,
+    ) -> None:
+        self._kernels, self.wide = kernels, wide
+        self.product: Callable[[Tensor], Tensor] | None = None
+        """What computes this rank's columns in our place: `[N, hidden]` to a summand of `[N, hidden]`."""
+        inner = part_of(intermediate_size, wide.size, wide.rank)
+        gate, up = (Outputs(prefix + name, intermediate_size, inner) for name in ("gate_proj", "up_proj"))
+        self.gate_up = column_linear(kernels, params, (gate, up), hidden_size, bias)
+        first = wide.rank == 0
+        self.down = row_linear(kernels, params, prefix + "down_proj", hidden_size, gate, bias=bias, adds_bias=first)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `FeedForward`."""
+        x = self.wide.gather(x)
+        if self.product is not None:
+            return self.wide.add_up(self.product(x))
+        gated = self._kernels.gated(x, self.gate_up.weight, self.gate_up.bias)
+        return self.wide.add_up(self.down(gated))

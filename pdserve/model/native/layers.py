@@ -1,0 +1,88 @@
+"""Feed-forward layers for which tokens travel between ranks: what a rank computes of them, by the kernels.
+
+`Packer` puts these in the place of what torch would compute; the layers, and the travelling, stay as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pdserve.model.attention.interface import Heads
+from pdserve.model.config import MoeSpec
+from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.layers.moe import Routes
+from pdserve.model.native.weights import Packed
+
+
+class AttentionInProgram:
+    """Implements `AttentionBackend` and `StepAttention` as far as such a model asks for them."""
+
+    def begin(self, batch: ForwardBatch) -> AttentionInProgram:
+        """See `AttentionBackend.begin`: the program reads the pages in place."""
+        return self
+
+    def capturing(self) -> None:
+        """See `AttentionBackend.capturing`."""
+
+    def attend(self, layer: int, heads: Heads) -> Tensor:
+        """Not called."""
+        raise AssertionError("attention is an operation of the program")
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeFeedForward:
+    """A dense layer's columns that a rank has; see `DenseMLP.product`."""
+
+    gate_up: Packed
+    down: Packed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[N, hidden]` to a summand of `[N, hidden]`."""
+        wide, deep = self.gate_up, self.down
+        summand: Tensor = torch.ops.pdserve.feed_forward(
+            x, wide.data, wide.scale, wide.bias, deep.data, deep.scale, deep.bias
+        )
+        return summand
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRouter:
+    """The router of a mixture; see `Router`."""
+
+    weight: Packed
+    moe: MoeSpec
+
+    def __call__(self, x: Tensor) -> Routes:
+        """The routes of `[N, hidden]`. Scores are not rounded to the dtype of `x`."""
+        packed = self.weight
+        scores = torch.ops.pdserve.linear(x.float(), packed.data, packed.scale, packed.bias, packed.num_out)
+        return Routes(*torch.ops.pdserve.route(scores, self.moe.top_k, self.moe.norm_top_k))
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedExperts:
+    """Implements `HeldExperts`."""
+
+    gate_up: Packed
+    down: Packed
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """See `HeldExperts`."""
+        return [*self.gate_up.tensors, *self.down.tensors]
+
+    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
+        """See `HeldExperts`."""
+        return self.mixed(x, Routes(slots[:, None], torch.ones(len(slots), 1)))
+
+    def mixed(self, x: Tensor, routes: Routes) -> Tensor:
+        """See `HeldExperts`."""
+        wide, deep = self.gate_up, self.down
+        mixed: Tensor = torch.ops.pdserve.experts(
+            x, routes.experts, routes.weights, wide.data, wide.scale, deep.data, deep.scale
+        )
+        return mixed

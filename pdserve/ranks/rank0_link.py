@@ -1,0 +1,197 @@
+"""A follower's door to its leader. Made by the composition root of the follower's process; used on its main thread, but
+for what comes in, on the link thread, and what copy workers report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+from torch._C._distributed_c10d import Store
+
+from pdserve.base.parallel import RankCoord
+from pdserve.errors import PdserveError, RankError
+from pdserve.ranks.failure_detector import LinkTimes
+from pdserve.ranks.links import RankLink, end_process
+from pdserve.ranks.messages import (
+    Agreed,
+    Alive,
+    Answer,
+    Begin,
+    Digested,
+    Entry,
+    Launched,
+    More,
+    Offloaded,
+    RankFailed,
+    Settled,
+    Sized,
+    StepDone,
+    Stop,
+    ToFollower,
+    ToLeader,
+    Trouble,
+    Turn,
+    follower_codec,
+    leader_codec,
+)
+from pdserve.ranks.rendezvous import MEET_TIMEOUT_S, Facts, Introduction, rank_names
+from pdserve.transfer.checksum import RankDigest
+
+log = logging.getLogger(__name__)
+
+END_TIMEOUT_S = 10.0
+_VERDICT_S = 3.0
+_LEADER = 0
+
+
+class Stopped(Exception):
+    """The leader has told us to stop, and wanted that. Control flow of a follower's process; nobody else sees it."""
+
+
+class Rank0Link:
+    """The leader, as `Mates` too. `on_lost` is called on the link thread when it is gone, or says that the replica is:
+    it should end the process.
+    """
+
+    def __init__(
+        self,
+        place: RankCoord,
+        store: Store,
+        token: str,
+        *,
+        host: str,
+        facts: Facts | None = None,
+        on_lost: Callable[[PdserveError], None] = end_process,
+        times: LinkTimes | None = None,
+        timeout_s: float = MEET_TIMEOUT_S,
+    ) -> None:
+        self._place = place
+        self._said: queue.SimpleQueue[Entry | Begin | Stop] = queue.SimpleQueue()
+        self._agreed: queue.SimpleQueue[int | PdserveError] = queue.SimpleQueue()
+        self._end = on_lost
+        self._lost = threading.Event()
+        self._links: RankLink[ToLeader, ToFollower] = RankLink(
+            place.rank, host, leader_codec(), follower_codec(), times
+        )
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._links.close)
+            introduction = Introduction(rank_names(place.shape), place.rank, store, token, facts or {}, timeout_s)
+            introduction.publish(self._links.endpoint, self._links.nonce)
+            self._links.connect(
+                [introduction.lookup(_LEADER)],
+                token,
+                alive=Alive(),
+                on_message=self._take,
+                on_lost=self._give_up,
+                last_words=lambda error: RankFailed(Trouble.of(error)),
+            )
+            stack.pop_all()
+
+    def report(self, report: ToLeader) -> None:
+        """Any thread; never blocks."""
+        self._links.send(_LEADER, report)
+
+    def agree(self, num_pages: int) -> int:
+        """The pages that every rank shall have, `num_pages` being the most that we can hold. Blocks.
+
+        Raises:
+            PdserveError: why the replica ends.
+        """
+        self.report(Sized(num_pages))
+        match self._agreed.get():
+            case int() as agreed:
+                return agreed
+            case error:
+                raise error
+
+    def wait_begin(self) -> Begin:
+        """What all begin with. Raises Stopped."""
+        match self._said.get():
+            case Begin() as begin:
+                return begin
+            case Stop():
+                raise Stopped
+            case entry:
+                raise RankError(f"the leader said {type(entry).__name__} before all had begun")
+
+    def hear(self) -> Entry:
+        """The next entry of the log; waits for it. Raises Stopped."""
+        match self._said.get():
+            case More() | Turn() | Launched() | Settled() | Answer() as entry:
+                return entry
+            case Stop():
+                raise Stopped
+            case Begin():
+                raise RankError("the leader began twice")
+
+    def wait_stop(self) -> NoReturn:
+        """Our loop has ended, as the leader's has: until it says so, or is gone. Raises Stopped."""
+        while True:
+            self.hear()
+
+    def computed(self, step: int) -> None:
+        """See `Mates.computed`: in the last stage the leader waits for us."""
+        if self._place.shape.pp_size > 1 and self._place.is_last_stage:
+            self.report(StepDone(step))
+
+    def offloaded(self, number: int) -> None:
+        """See `Mates.offloaded`."""
+        self.report(Offloaded(number))
+
+    def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
+        """See `Mates.digested`."""
+        self.report(Digested(number, own))
+        return (own,)
+
+    def blame(self) -> PdserveError | None:
+        """See `Mates.blame`: the leader knows, and will say it; see `say_why`."""
+        return None
+
+    def say_why(self, error: Exception) -> None:
+        """Our last words. An exchange may have failed because of another rank; then the leader says so, and that
+        counts: it ends the process.
+        """
+        self.report(RankFailed(Trouble.of(error)))
+        self._lost.wait(_VERDICT_S)
+        if not isinstance(error, PdserveError):
+            log.error("rank %d failed", self._place.rank, exc_info=error)
+        self.bound_the_end(Trouble.of(error).error())
+
+    def bound_the_end(self, error: PdserveError) -> None:
+        """What is closed from now on may wait for ranks that are gone."""
+        timer = threading.Timer(END_TIMEOUT_S, end_process, (error,))
+        timer.daemon = True
+        timer.start()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the link; `error` are our last words. Not from the link thread; may be called again."""
+        self._links.close(None if error is None else RankFailed(Trouble.of(error)))
+
+    def _take(self, rank: int, message: ToFollower) -> None:
+        """Link thread."""
+        match message:
+            case Alive():
+                pass
+            case Agreed(num_pages=num_pages):
+                self._agreed.put(num_pages)
+            case Stop(trouble=None):
+                self._links.expect_end()
+                self._agreed.put(RankError("the leader ended before all ranks had loaded"))
+                self._said.put(message)
+            case Stop(trouble=trouble):
+                assert trouble is not None
+                self._links.fail(trouble.error())
+            case _:
+                self._said.put(message)
+
+    def _give_up(self, error: PdserveError) -> None:
+        """Link thread."""
+        self._lost.set()
+        self._agreed.put(error)
+        self._said.put(Stop())
+        self._end(error)

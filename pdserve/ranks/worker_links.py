@@ -1,0 +1,212 @@
+"""The leader's door to its followers: what is said to all, and what they report, kept until it is asked for.
+
+Made by the composition root of the leader's process before anything is loaded (`meet_followers`); used on the scheduler
+thread. Reports come in on the link thread. Every wait ends when a rank is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from torch._C._distributed_c10d import Store
+
+from pdserve.base.parallel import ParallelShape
+from pdserve.errors import PdserveError, RankError
+from pdserve.ranks.copies import Outcome
+from pdserve.ranks.failure_detector import LinkTimes, PeerRank
+from pdserve.ranks.links import RankLink, end_process
+from pdserve.ranks.messages import (
+    Agreed,
+    Alive,
+    Digested,
+    Offloaded,
+    RankFailed,
+    RankReady,
+    Sized,
+    StepDone,
+    Stop,
+    ToFollower,
+    ToLeader,
+    Trouble,
+    follower_codec,
+    leader_codec,
+)
+from pdserve.ranks.rendezvous import MEET_TIMEOUT_S, Facts, Introduction, rank_names
+from pdserve.transfer.checksum import RankDigest
+from pdserve.transfer.events import CopyDone, Notified, PeerConnected, PeerFenced, ReceiverOpened
+
+ANSWER_TIMEOUT_S = 600.0
+"""A follower that lives but has not done in this time what we have done will never do it."""
+_VERDICT_S = 3.0
+_SLICE_S = 0.5
+_OnLost = Callable[[PdserveError], None]
+
+
+class WorkerLinks:
+    """All other ranks of the replica, as `Mates` too. `peers` are they, `token` is the control token; see
+    `meet_followers`.
+    """
+
+    def __init__(
+        self,
+        shape: ParallelShape,
+        links: RankLink[ToFollower, ToLeader],
+        peers: Sequence[PeerRank],
+        token: str,
+        on_lost: _OnLost,
+    ) -> None:
+        assert [peer.rank for peer in peers] == list(range(1, shape.num_ranks))
+        self.shape = shape
+        self._peers = {peer.rank: peer for peer in peers}
+        self._links = links
+        self._end_server = on_lost
+        self._changed = threading.Condition()
+        self._sized: dict[int, int] = {}
+        self._ready: dict[int, RankReady] = {}
+        self._answers: Counter[ToLeader] = Counter()
+        self._digests: dict[int, dict[int, RankDigest]] = {}
+        """By number of the question and rank."""
+        self._lost: PdserveError | None = None
+        self._on_copied: Callable[[Outcome], None] | None = None
+        links.connect(
+            peers,
+            token,
+            alive=Alive(),
+            on_message=self._take,
+            on_lost=self._give_up,
+            last_words=lambda error: Stop(Trouble.of(error)),
+        )
+
+    def tell(self, message: ToFollower) -> None:
+        """To all, behind all that was said before. Never blocks."""
+        self._links.broadcast(message)
+
+    def agree(self, num_pages: int) -> int:
+        """The most pages that every rank can hold, `num_pages` being ours; tells them. Blocks until all have loaded.
+
+        Raises:
+            ConfigError, ModelError: a rank could not be started with this configuration.
+            RankError: one is lost.
+        """
+        self._wait(lambda: len(self._sized) == len(self._peers), "loaded its weights", None)
+        agreed = min(num_pages, *self._sized.values())
+        self.tell(Agreed(agreed))
+        return agreed
+
+    def wait_ready(self) -> tuple[RankReady, ...]:
+        """What the followers said when they were ready, in the order of their ranks. Raises like `agree`."""
+        self._wait(lambda: len(self._ready) == len(self._peers), "become ready", ANSWER_TIMEOUT_S)
+        return tuple(self._ready[rank] for rank in self._peers)
+
+    def computed(self, step: int) -> None:
+        """See `Mates.computed`: all have when the ranks of the last stage have, and without stages when we have."""
+        if self.shape.pp_size > 1:
+            self._wait_answers(StepDone(step), self.shape.tp_size, f"computed step {step}")
+
+    def offloaded(self, number: int) -> None:
+        """See `Mates.offloaded`."""
+        self._wait_answers(Offloaded(number), len(self._peers), "copied pages to host memory")
+
+    def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
+        """See `Mates.digested`."""
+        self._wait(lambda: len(self._digests.get(number, ())) == len(self._peers), "hashed its pages", ANSWER_TIMEOUT_S)
+        with self._changed:
+            found = self._digests.pop(number)
+        return (own, *(found[rank] for rank in self._peers))
+
+    def on_copied(self, take: Callable[[Outcome], None]) -> None:
+        """`take` gets what followers say of copies, theirs and peers', on the link thread. Once, before they begin."""
+        assert self._on_copied is None
+        self._on_copied = take
+
+    def blame(self) -> PdserveError | None:
+        """See `Mates.blame`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost is not None, _VERDICT_S)
+            return self._lost
+
+    def close(self, trouble: PdserveError | None = None) -> None:
+        """Tell all to end, and why when that was not wanted. May be called again."""
+        self._links.close(Stop(None if trouble is None else Trouble.of(trouble)))
+
+    def _wait_answers(self, answer: ToLeader, count: int, what: str) -> None:
+        self._wait(lambda: self._answers[answer] == count, what, ANSWER_TIMEOUT_S)
+        with self._changed:
+            del self._answers[answer]
+
+    def _wait(self, done: Callable[[], bool], what: str, timeout_s: float | None) -> None:
+        started = time.monotonic()
+        with self._changed:
+            while not self._changed.wait_for(lambda: done() or self._lost is not None, _SLICE_S):
+                if timeout_s is not None and time.monotonic() - started > timeout_s:
+                    raise RankError(f"a rank that lives has not {what} within {timeout_s:g} s")
+            if self._lost is not None:
+                raise self._lost
+
+    def _take(self, rank: int, report: ToLeader) -> None:
+        """Link thread."""
+        match report:
+            case Alive():
+                return
+            case PeerConnected() | CopyDone() | Notified() | ReceiverOpened() | PeerFenced():
+                assert self._on_copied is not None, "a report on copies where nothing is transferred"
+                self._on_copied(report)
+                return
+            case RankFailed(trouble=trouble):
+                self._links.report(rank, trouble.error())
+                return
+        with self._changed:
+            match report:
+                case Sized(num_pages=num_pages):
+                    self._sized[rank] = num_pages
+                case RankReady():
+                    self._ready[rank] = report
+                case Digested(number=number, digest=digest):
+                    self._digests.setdefault(number, {})[rank] = digest
+                case StepDone() | Offloaded():
+                    self._answers[report] += 1
+            self._changed.notify_all()
+
+    def _give_up(self, error: PdserveError) -> None:
+        """Link thread; the followers have been told."""
+        with self._changed:
+            self._lost = error
+            self._changed.notify_all()
+        self._end_server(error)
+
+
+def meet_followers(
+    shape: ParallelShape,
+    store: Store,
+    token: str,
+    *,
+    host: str,
+    facts: Facts | None = None,
+    on_lost: _OnLost = end_process,
+    times: LinkTimes | None = None,
+    timeout_s: float = MEET_TIMEOUT_S,
+) -> WorkerLinks:
+    """Meet all followers of a replica over `store`; `host` is where they reach us (`meeting.own_host`).
+
+    `facts` must be the same at all ranks (`meeting.facts_of`).
+
+    `on_lost` is called on another thread when a rank is lost; it should end the process, for the scheduler thread may
+    be in an exchange that never ends.
+
+    Raises:
+        ConfigError: nothing can be bound at `host`, or a follower was started differently.
+        RankError: a follower did not come in time, or has another token.
+    """
+    introduction = Introduction(rank_names(shape), 0, store, token, facts or {}, timeout_s)
+    links: RankLink[ToFollower, ToLeader] = RankLink(0, host, follower_codec(), leader_codec(), times)
+    with contextlib.ExitStack() as stack:
+        stack.callback(links.close)
+        introduction.publish(links.endpoint, links.nonce)
+        peers = introduction.lookup_followers()
+        followers = WorkerLinks(shape, links, peers, token, on_lost)
+        stack.pop_all()
+    return followers

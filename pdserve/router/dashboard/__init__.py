@@ -1,0 +1,1 @@
+"""The live page and what it shows."""

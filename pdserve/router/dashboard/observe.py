@@ -1,0 +1,178 @@
+"""`GET /observe`: the whole deployment in one answer, for the page. Asks the servers, and adds what the router knows.
+
+    many pages ──> one round a second at most, and only while somebody looks ──> GET /observe of every living worker
+
+A worker that is slow holds nobody up: after `PATIENCE_S` it is shown as it was, and its answer is in the next picture.
+Created by `app`; `picture` puts the answers together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+import orjson
+from aiohttp import web
+
+import pdserve
+from pdserve.router.config.config import RouterConfig, WorkerRole
+from pdserve.router.dashboard.cluster_snapshot import ObserveReply, join_edges, join_requests, parse_answer
+from pdserve.router.workers.admission import Admission
+from pdserve.router.workers.api import describe
+from pdserve.router.workers.outcome import describe as describe_error
+from pdserve.router.workers.outcome import own_headers, read_at_most
+from pdserve.router.workers.workers import Registry, Worker
+
+INTERVAL_S = 1.0
+PATIENCE_S = 0.4
+ASK_TIMEOUT_S = 3.0
+"""Longer than a server waits for its schedulers."""
+KEEP_S = 10.0
+"""For so long the last answer of a worker that gives none is shown."""
+MAX_ANSWER_BYTES = 8 << 20
+PATH = "/observe"
+
+
+@dataclasses.dataclass(eq=False)
+class ClusterSight:
+    """What is known of one worker. Times are the event loop's."""
+
+    answer: ObserveReply | None = None
+    answered_at: float = 0.0
+    error: str | None = None
+    endpoints: tuple[str, ...] = ()
+    """Those of its last answer, kept when it is gone: peers still tell of them."""
+    asking: asyncio.Task[None] | None = None
+
+
+class Observer:
+    """One per router. `close` ends what is under way."""
+
+    def __init__(
+        self, config: RouterConfig, registry: Registry, admission: Admission, session: aiohttp.ClientSession
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._admission = admission
+        self._session = session
+        self._sights: dict[Worker, ClusterSight] = {}
+        self._asked_at: float | None = None
+        self._shown: bytes | None = None
+        self._started_at = time.time()
+        registry.on_forgotten.append(self._forget)
+
+    async def get(self, request: web.Request) -> web.Response:
+        """The picture, at most a second old; docs/router.md has the fields."""
+        now = self._admission.now()
+        if self._asked_at is None or now - self._asked_at >= INTERVAL_S:
+            self._asked_at = now
+            self._shown = None
+            self._ask_all()
+        running = [sight.asking for sight in self._sights.values() if sight.asking is not None]
+        if running:
+            await asyncio.wait(running, timeout=max(0.0, self._asked_at + PATIENCE_S - now))
+        if self._shown is None:
+            self._shown = orjson.dumps(self._picture())
+        headers = {"Cache-Control": "no-store"}
+        return web.Response(body=self._shown, content_type="application/json", headers=headers)
+
+    async def close(self) -> None:
+        """End all questions."""
+        tasks = [sight.asking for sight in self._sights.values() if sight.asking is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ask_all(self) -> None:
+        for worker in self._registry.workers:
+            sight = self._sights.setdefault(worker, ClusterSight())
+            if worker.healthy and sight.asking is None:
+                sight.asking = asyncio.create_task(self._ask(worker, sight))
+                sight.asking.add_done_callback(self._ended(sight))
+
+    def _ended(self, sight: ClusterSight) -> Callable[[asyncio.Task[None]], None]:
+        def forget_task(_: asyncio.Task[None]) -> None:
+            sight.asking = None
+            self._shown = None
+
+        return forget_task
+
+    async def _ask(self, worker: Worker, sight: ClusterSight) -> None:
+        """One question to one worker; what comes of it is in `sight`."""
+        timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+        headers = own_headers(worker, self._config.access.admin_key_for_workers)
+        try:
+            url = worker.spec.url + PATH
+            async with self._session.get(url, timeout=timeout, headers=headers, allow_redirects=False) as response:
+                if response.status != 200:
+                    sight.error = f"GET {PATH} answered {response.status}"
+                    return
+                answer = parse_answer(await read_at_most(response, MAX_ANSWER_BYTES))
+        except TimeoutError:
+            sight.error = f"no answer within {ASK_TIMEOUT_S:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            sight.error = describe_error(error)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            sight.error = f"GET {PATH} answered something else: {error}"
+        else:
+            sight.answer, sight.error = answer, None
+            sight.endpoints = tuple(answer.endpoints) or sight.endpoints
+            sight.answered_at = self._admission.now()
+
+    def _picture(self) -> dict[str, Any]:
+        now = self._admission.now()
+        workers = self._registry.workers
+        sights = {worker: self._sights.get(worker, ClusterSight()) for worker in workers}
+        answers = {worker: answer for worker in workers if (answer := self._current(worker, sights[worker], now))}
+        owners = {endpoint: worker.spec.url for worker in workers for endpoint in sights[worker].endpoints}
+        return {
+            "router": self._router(),
+            "workers": [
+                describe(worker, now) | {"observed": self._observed(worker, sights[worker], answers.get(worker), now)}
+                for worker in workers
+            ],
+            "pairs": self._admission.pairs.shown(now),
+            "edges": join_edges(answers.values(), owners),
+            "requests": join_requests((one.spec.role, one.spec.url, answer) for one, answer in answers.items()),
+        }
+
+    def _current(self, worker: Worker, sight: ClusterSight, now: float) -> ObserveReply | None:
+        """What a worker said of late; nothing of one that is known to be dead."""
+        if not worker.healthy or now - sight.answered_at > KEEP_S:
+            return None
+        return sight.answer
+
+    def _observed(self, worker: Worker, sight: ClusterSight, answer: ObserveReply | None, now: float) -> dict[str, Any]:
+        told = {"error": sight.error if worker.healthy else worker.last_error}
+        if answer is None:
+            return told | {"age_s": None, "server": None, "replicas": [], "rates": None}
+        return told | {
+            "age_s": now - sight.answered_at,
+            "server": msgspec.to_builtins(answer.server),
+            "replicas": msgspec.to_builtins(answer.replicas),
+            "rates": msgspec.to_builtins(answer.rates),
+        }
+
+    def _router(self) -> dict[str, Any]:
+        limits = self._config.limits
+        return {
+            "version": pdserve.__version__,
+            "pd": WorkerRole.PREFILL in self._config.roles,
+            "time": time.time(),
+            "started_at": self._started_at,
+            "serving": self._admission.could_serve(),
+            "queued": self._admission.num_waiting,
+            "queue_size": limits.queue_size,
+            "max_inflight": limits.max_inflight,
+        }
+
+    def _forget(self, worker: Worker) -> None:
+        sight = self._sights.pop(worker, None)
+        if sight is not None and sight.asking is not None:
+            sight.asking.cancel()
+        self._shown = None

@@ -1,0 +1,1 @@
+"""What the router's endpoints share: errors, access rules, TLS, tracing."""

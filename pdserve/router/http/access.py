@@ -1,0 +1,235 @@
+"""What holds for every request to the router: its id, who may ask (keys), and from which pages (CORS).
+
+One middleware and one signal, put on the application by `app`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import urllib.parse
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+
+from aiohttp import web
+
+from pdserve.base.clients import COMMANDS, ClientLimit, client_address
+from pdserve.base.http_rules import (
+    BODY_TIMEOUT_S,
+    CHANGING,
+    TOO_MANY_VALUES,
+    BodyBudget,
+    BodyHold,
+    HttpRefusal,
+    framing_refusal,
+    has_too_many_values,
+    page_refusal,
+)
+from pdserve.errors import RequestError
+from pdserve.router.config.access_config import RouterAccessConfig
+from pdserve.router.http.errors import error_response
+from pdserve.router.request_fields import GENERATING
+
+PUBLIC_PATHS = frozenset({"/health", "/readiness", "/ready", "/liveness", "/metrics", "/engine_metrics"})
+"""Asked by probes and Prometheus, which have no key; they tell nothing of requests."""
+
+PAGE_PATHS = ("/", "/page/")
+"""The page and the files below the second: browsers load them without a key, and they are the same everywhere."""
+
+ADMIN_PATHS = COMMANDS | {"/add_worker", "/remove_worker"}
+KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+REQUEST_ID_HEADER = "X-Request-Id"
+REQUEST_ID = web.RequestKey("request_id", str)
+BODY = web.RequestKey("body", bytes)
+"""The whole body of the request."""
+SAFE_ID = re.compile(r"[\x21-\x7e]{1,256}")
+PREFLIGHT_SECONDS = "600"
+MAX_QUOTINGS = 4
+_LOG = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Access:
+    """The rules of one router."""
+
+    def __init__(self, config: RouterAccessConfig, max_body_bytes: int) -> None:
+        self._config = config
+        self._max_body_bytes = max_body_bytes
+        self._bodies = BodyBudget(max_body_bytes)
+        self._keys = config.keys
+        self._proxies = config.proxies
+        self._limit = ClientLimit(config.max_concurrent_requests_per_client)
+
+    def install(self, app: web.Application) -> None:
+        """Put the rules on an application."""
+
+        @web.middleware
+        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return await self._check(request, handler)
+
+        app.middlewares.append(check)
+        app.on_response_prepare.append(self._mark)
+
+    async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[REQUEST_ID] = request_id(request.headers, self._config.request_id_headers)
+        framing = framing_refusal(request.raw_headers, len(request.raw_path))
+        if framing is not None:
+            response = _refused(framing)
+            response.force_close()
+            return response
+        if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
+            return self._preflight(request)
+        if has_dots(request.raw_path):
+            return error_response(404, f"{request.method}: a path has no . or .. segments here", "not_found")
+        if not self._may(request):
+            refusal = HttpRefusal(401, "this needs a valid API key as Authorization: Bearer KEY", "invalid_api_key")
+            return _refused(refusal, {"WWW-Authenticate": "Bearer"})
+        page = page_refusal(
+            request.method,
+            request.headers,
+            self._config.cors_allowed_origins,
+            command=is_admin(request.method, request.path),
+            has_keys=self._keys.some,
+        )
+        if page is not None:
+            return _refused(page)
+        hold = self._bodies.open()
+        try:
+            return await self._with_body(request, handler, hold)
+        finally:
+            hold.close()
+
+    async def _with_body(self, request: web.Request, handler: Handler, hold: BodyHold) -> web.StreamResponse:
+        """Read the body, for the handler to find it at `BODY`."""
+        request[BODY] = b""
+        if request.method in CHANGING:
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    request[BODY] = await self._read(request, hold)
+            except TimeoutError:
+                return error_response(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", "body_timeout")
+            except RequestError as error:
+                headers = None if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+                return error_response(error.status, error.message, error.code, headers)
+            if has_too_many_values(request[BODY]):
+                return error_response(400, TOO_MANY_VALUES, "invalid_request")
+        return await self._handled(request, handler)
+
+    async def _read(self, request: web.Request, hold: BodyHold) -> bytes:
+        too_large = RequestError(
+            f"the body is larger than {self._max_body_bytes} bytes", status=413, code="request_too_large"
+        )
+        if (request.content_length or 0) > self._max_body_bytes:
+            raise too_large
+        parts: list[bytes] = []
+        size = 0
+        async for part in request.content.iter_any():
+            size += len(part)
+            if size > self._max_body_bytes:
+                raise too_large
+            hold.add(len(part))
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _handled(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await self._limited(request, handler)
+        except web.HTTPException as error:
+            allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+            kind = KINDS.get(error.status, "invalid_request")
+            return error_response(error.status, f"{request.method} {request.path}: {error.reason}", kind, allowed)
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if request.path in GENERATING:
+                raise  # its answer may have begun; the connection is closed
+            _LOG.exception("%s %s", request.method, request.path)
+            return error_response(500, f"internal error: {type(error).__name__}", "internal_error")
+
+    def _may(self, request: web.Request) -> bool:
+        if is_public(request.path):
+            return True
+        command = is_admin(request.method, request.path)
+        return self._keys.may(request.headers.get("Authorization"), command=command)
+
+    async def _limited(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Hold one of the client's places where the request generates."""
+        if request.path not in GENERATING:
+            return await handler(request)
+        try:
+            place = self._limit.take(self._client(request))
+        except RequestError as error:
+            headers = {"Retry-After": str(error.retry_after_s)}
+            return error_response(error.status, error.message, error.code, headers)
+        with place:
+            return await handler(request)
+
+    def _client(self, request: web.Request) -> str:
+        """Whose request this is: see `pdserve.base.clients`."""
+        key = self._keys.find(request.headers.get("Authorization"))
+        if key is not None and not self._proxies:
+            return f"key {key}"
+        return client_address(request.remote or "", request.headers.getall("X-Forwarded-For", []), self._proxies)
+
+    def _preflight(self, request: web.Request) -> web.Response:
+        """The browser asks whether it may; `_mark` says from where."""
+        headers = {}
+        if self._allows(request):
+            headers = {
+                "Access-Control-Allow-Methods": "GET, POST, PUT, DELETE",
+                "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "*"),
+                "Access-Control-Max-Age": PREFLIGHT_SECONDS,
+            }
+        return web.Response(status=204, headers=headers)
+
+    def _allows(self, request: web.Request) -> bool:
+        origins = self._config.cors_allowed_origins
+        return "*" in origins or request.headers.get("Origin") in origins
+
+    async def _mark(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Called for every answer just before its headers are sent."""
+        response.headers["Server"] = "pdserve"
+        response.headers.setdefault("X-Content-Type-Options", "nosniff")
+        if not is_public(request.path):
+            response.headers.setdefault("Cache-Control", "no-store")
+        if REQUEST_ID in request:
+            response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+        if self._config.cors_allowed_origins and "Origin" in request.headers:
+            response.headers["Vary"] = "Origin"
+            if self._allows(request):
+                response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
+                response.headers["Access-Control-Expose-Headers"] = REQUEST_ID_HEADER
+
+
+def _refused(refusal: HttpRefusal, headers: Mapping[str, str] | None = None) -> web.Response:
+    return error_response(refusal.status, refusal.message, refusal.code, headers)
+
+
+def has_dots(raw_path: str) -> bool:
+    """Whether a segment of this path and query, however it is quoted, is `.` or `..`: it would mean another path to
+    whoever resolves it, behind the rules that were checked here.
+    """
+    path = raw_path.partition("?")[0]
+    for _ in range(MAX_QUOTINGS):
+        path, before = urllib.parse.unquote(path), path
+        if path == before:
+            break
+    return any(segment in (".", "..") for segment in path.replace("\\", "/").split("/"))
+
+
+def is_public(path: str) -> bool:
+    """Whether anybody may ask for it."""
+    return path in PUBLIC_PATHS or path == PAGE_PATHS[0] or path.startswith(PAGE_PATHS[1])
+
+
+def is_admin(method: str, path: str) -> bool:
+    """Whether a request changes what others see."""
+    return path in ADMIN_PATHS or (path.startswith("/workers") and method not in ("GET", "HEAD"))
+
+
+def request_id(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
+    """The id in the first of these headers that has one; else a new one."""
+    found = next((headers[name] for name in names if SAFE_ID.fullmatch(headers.get(name, ""))), None)
+    return found or f"req-{uuid.uuid4().hex}"

@@ -1,0 +1,399 @@
+"""One request's way through the router: pick a pair, send the same body to both, take decode's answer.
+
+    try 1..max_tries:  places at a pair (maybe after a wait in the queue), a new room
+                       prefill POST ----- read whole ----->|
+                       decode  POST ----- first bytes ---->| judge: decode answered -> relay; one failed -> cancel both
+                       a worker found dead, the router's end ------> as a failure (`tries`)
+    after the first byte nothing is tried again, nor when the last worker that was left says when to come back; but with
+    --retry-streams a stream that breaks goes on from another pair (`stream_retry`)
+
+A pair is one thing: whatever ends a try (a failed half, the client's disconnect, the deadline) closes both
+connections, which is how a worker learns that it must abort. Called by `app`; relaying is in `relay`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import random
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import aiohttp
+import orjson
+from multidict import CIMultiDict
+
+from pdserve.base.log import SparingLog
+from pdserve.base.stream_state import ROLE_HEADER, STATE_HEADER
+from pdserve.router.config.config import RouterConfig, WorkerRole
+from pdserve.router.http.errors import CallTrace, half_of
+from pdserve.router.policies import RoutedRequest
+from pdserve.router.proxy.attempts import SHUTTING_DOWN, Attempt, Drain
+from pdserve.router.proxy.merge import event_merger, merged_body, prefill_metas, wants_prompt_logprobs
+from pdserve.router.proxy.stream_retry import StreamProgress, can_go_on, with_seed
+from pdserve.router.request_fields import conversation_key, prompt_of, with_rooms
+from pdserve.router.workers.admission import Admission, PairSlots, Refused, rids_of
+from pdserve.router.workers.health import LOAD_FAILURE_POLICY, HealthMonitor
+from pdserve.router.workers.metrics import RouterMetrics
+from pdserve.router.workers.outcome import (
+    ConnectionFailed,
+    EndedError,
+    WorkerResponse,
+    WorkerStream,
+    blames,
+    describe,
+    ends_both,
+    failed,
+    judge,
+    open_live,
+    own_headers,
+    read_whole,
+    retryable,
+    told_to_wait,
+)
+from pdserve.router.workers.workers import Pair, Registry, Worker
+
+log = logging.getLogger(__name__)
+
+PREFILL_GRACE_S = 1.0
+"""How long prefill's answer may take after decode's has ended; it was handed over long before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProxiedCall:
+    """What a client asked for: the path, its JSON object, the headers for the workers.
+
+    `deadline`, in the event loop's time, is of all tries together.
+    """
+
+    path: str
+    body: dict[str, Any]
+    headers: CIMultiDict[str]
+    deadline: float
+    trace: CallTrace | None = None
+    continued: bool = False
+    """Its stream may go on elsewhere: decode is asked to tell what that takes."""
+
+
+Outcome = WorkerStream | WorkerResponse | ConnectionFailed | Refused
+EVENT_STREAM = "text/event-stream"
+SHOWN_BYTES = 500
+"""So much of a worker's error goes to the log."""
+
+
+class Dispatcher:
+    """Sends calls to pairs; one per app."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: Registry,
+        admission: Admission,
+        health: HealthMonitor,
+        session: aiohttp.ClientSession,
+        metrics: RouterMetrics,
+        rng: random.Random,
+        drain: Drain,
+    ) -> None:
+        self._drain = drain
+        self._config = config
+        self._registry = registry
+        self._admission = admission
+        self._health = health
+        self._session = session
+        self._metrics = metrics
+        self._rng = rng
+        self._not_asked = SparingLog(log)
+        self._uses_key = any(policy.uses_key for policy in admission.policies.values())
+        self._uses_prompt = any(policy.uses_prompt for policy in admission.policies.values())
+
+    @contextlib.asynccontextmanager
+    async def answer(self, call: ProxiedCall) -> AsyncIterator[Outcome]:
+        """The final outcome, tried as often as allowed; leaving the block closes whatever is still open."""
+        if not self._config.retry.stream_retries or not can_go_on(call.path, call.body):
+            async with self._tried(call, set()) as outcome:
+                yield outcome
+            return
+        body = with_seed(call.path, call.body, self._rng)
+        call = dataclasses.replace(call, body=body, continued=True)
+        avoid: set[Worker] = set()
+        async with contextlib.AsyncExitStack() as stack:
+            outcome = await stack.enter_async_context(self._tried(call, avoid))
+            if isinstance(outcome, WorkerStream) and outcome.response.content_type == EVENT_STREAM:
+                worker = outcome.worker
+
+                async def again(body: dict[str, Any], error: EndedError) -> WorkerStream | None:
+                    nonlocal worker
+                    await stack.aclose()
+                    log.info("a stream of %s %s goes on elsewhere: %s", worker.spec.role, worker.spec.url, error)
+                    self._metrics.stream_retries.inc()
+                    avoid.add(worker)
+                    await self._after_failure(ConnectionFailed(worker, error.message), 1)
+                    found = await stack.enter_async_context(self._tried(dataclasses.replace(call, body=body), avoid))
+                    worker = found.worker if isinstance(found, WorkerStream) else worker
+                    return (
+                        found
+                        if isinstance(found, WorkerStream) and found.response.content_type == EVENT_STREAM
+                        else None
+                    )
+
+                stream = StreamProgress(body, self._config.retry.stream_retries, again)
+                outcome = dataclasses.replace(outcome, stream=stream)
+            yield outcome
+
+    @contextlib.asynccontextmanager
+    async def _tried(self, call: ProxiedCall, avoid: set[Worker]) -> AsyncIterator[Outcome]:
+        """The outcome of tries until one answers, or no other helps; workers that failed are added to `avoid`."""
+        request, rids = self._request(call), rids_of(call.body)
+        outcome: Outcome | None = None
+        for attempt in range(1, self._config.retry.max_tries + 1):
+            entered = await self._admission.enter(request, avoid, again=attempt > 1, rids=rids)
+            if isinstance(entered, Refused):
+                outcome = outcome or entered
+                break
+            if attempt > 1:
+                self._metrics.retries.inc()
+            with Attempt(entered.pair, self._drain, self._goes_on_without) as this:
+                async with self._attempt(entered, call, this) as tried:
+                    if isinstance(tried, Refused) or not retryable(tried):
+                        yield tried
+                        return
+            outcome = tried
+            avoid.add(tried.worker)
+            if isinstance(tried, WorkerResponse) and ROLE_HEADER in tried.headers:
+                await self._health.said_role(tried.worker, tried.headers[ROLE_HEADER])
+            if told_to_wait(tried) and not set(self._registry.usable(tried.worker.spec.role)) - avoid:
+                break
+            await self._after_failure(tried, attempt)
+            if self._drain.is_cut:
+                outcome = SHUTTING_DOWN
+                break
+        assert outcome is not None, "there is at least one try"
+        if isinstance(outcome, Refused):
+            self._metrics.refused.labels(outcome.reason).inc()
+        yield outcome
+
+    def _request(self, call: ProxiedCall) -> RoutedRequest:
+        """What the policies go by; nothing that none of them asks for."""
+        return RoutedRequest(
+            key=conversation_key(call.path, call.body, call.headers) if self._uses_key else None,
+            prompt=prompt_of(call.path, call.body) if self._uses_prompt else None,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _attempt(
+        self, places: PairSlots, call: ProxiedCall, this: Attempt
+    ) -> AsyncIterator[WorkerStream | WorkerResponse | ConnectionFailed | Refused]:
+        """One try. On leaving, both connections are closed and both places given back."""
+        prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None = None
+        decode: asyncio.Task[WorkerStream | WorkerResponse | ConnectionFailed] | None = None
+        outcome: WorkerStream | WorkerResponse | ConnectionFailed | Refused | None = None
+        try:
+            data = self._body_for(call, places.pair)
+            decode = asyncio.create_task(self._decode_half(places.pair.decode, call, data))
+            if places.prefill is not None:
+                prefill = asyncio.create_task(self._prefill_half(places, call, data))
+            outcome = await self._wait(prefill, decode, this, places.pair)
+            self._note(places, outcome)
+            if (
+                prefill is not None
+                and isinstance(outcome, WorkerStream)
+                and wants_prompt_logprobs(call.path, call.body)
+            ):
+                halves: list[asyncio.Future[Any]] = [prefill, this.ended]
+                await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+                this.answers(outcome)
+                outcome = await _with_prompt_logprobs(outcome, prefill) if prefill.done() else this.ended.result()
+                if failed(outcome):
+                    self._note(places, outcome)
+            if isinstance(outcome, WorkerStream):
+                this.answers(outcome)
+            yield outcome
+            if prefill is not None and not failed(outcome):
+                await asyncio.wait({prefill}, timeout=PREFILL_GRACE_S)
+        finally:
+            try:
+                self._last_words(places, prefill, outcome, call)
+            finally:
+                try:
+                    await _close(prefill, decode)
+                finally:
+                    places.close()
+
+    def _body_for(self, call: ProxiedCall, pair: Pair) -> bytes:
+        """The body of both halves, with a room of its own for a pair."""
+        body = call.body
+        if pair.prefill is not None:
+            body = with_rooms(call.path, body, pair.prefill.spec.host, pair.prefill.bootstrap_port, self._rng)
+        return orjson.dumps(body)
+
+    async def _wait(
+        self,
+        prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None,
+        decode: asyncio.Task[WorkerStream | WorkerResponse | ConnectionFailed],
+        this: Attempt,
+        pair: Pair,
+    ) -> WorkerStream | WorkerResponse | ConnectionFailed | Refused:
+        """Until decode has answered, either half has failed, or the try is ended from outside. A prefill that fails
+        counts only where decode does not do without it.
+        """
+        while True:
+            pending = [half for half in (prefill, decode) if half is not None and not half.done()]
+            told = prefill.result() if prefill is not None and prefill.done() else None
+            if told is not None and not decode.done() and not ends_both(told) and self._goes_on_without(pair):
+                told = None
+            verdict = judge(told, decode.result() if decode.done() else None)
+            if verdict is not None:
+                return verdict
+            if this.ended.done():
+                return this.ended.result()
+            assert pending, "a decode that is done is an answer or a failure"
+            waits_for: list[asyncio.Future[Any]] = [*pending, this.ended]
+            await asyncio.wait(waits_for, return_when=asyncio.FIRST_COMPLETED)
+
+    def _goes_on_without(self, pair: Pair) -> bool:
+        """Whether the decode server of a pair is to compute the prompt when its prefill server fails: it was told to
+        by its flag, and there is no other prefill server to try.
+        """
+        others = set(self._registry.usable(WorkerRole.PREFILL)) - {pair.prefill}
+        return pair.decode.facts.get(LOAD_FAILURE_POLICY) == "recompute" and not others
+
+    async def _prefill_half(
+        self, places: PairSlots, call: ProxiedCall, data: bytes
+    ) -> WorkerResponse | ConnectionFailed:
+        """Prefill's place is free again as soon as it has answered, and its breaker knows how that went."""
+        place = places.prefill
+        assert place is not None
+        spec = place.worker.spec
+        with half_of(call.trace, spec.role, spec.url) as more:
+            headers = self._headers(place.worker, call, more)
+            answer = await read_whole(self._session, place.worker, call.path, data, headers)
+        if not failed(answer):
+            place.completed()
+            place.close()
+            place.worker.num_heard += 1
+        return answer
+
+    async def _decode_half(
+        self, worker: Worker, call: ProxiedCall, data: bytes
+    ) -> WorkerStream | WorkerResponse | ConnectionFailed:
+        with half_of(call.trace, worker.spec.role, worker.spec.url) as more:
+            return await open_live(self._session, worker, call.path, data, self._headers(worker, call, more))
+
+    def _headers(self, worker: Worker, call: ProxiedCall, more: Mapping[str, str]) -> CIMultiDict[str]:
+        """The client's headers, with the worker's key instead of the client's if the router knows one, and what the
+        worker is taken for.
+        """
+        headers = call.headers.copy()
+        headers[ROLE_HEADER] = worker.spec.role.mode
+        headers.update(more)
+        headers.update(own_headers(worker, self._config.access.key_for_workers))
+        if call.continued or wants_prompt_logprobs(call.path, call.body):
+            headers.popall("Accept-Encoding", None)
+        if call.continued:
+            headers[STATE_HEADER] = "1"
+        self._metrics.sent_to(worker)
+        return headers
+
+    async def _after_failure(self, outcome: WorkerStream | WorkerResponse | ConnectionFailed, attempt: int) -> None:
+        """Before the next try: see whether a silent worker is still there, and leave a busy one some time."""
+        if blames(outcome) and isinstance(outcome, ConnectionFailed):
+            self._health.connection_broke(outcome.worker, outcome.message)
+            await self._health.check(outcome.worker)
+        if attempt < self._config.retry.max_tries:
+            await asyncio.sleep(self._config.retry.backoff_s(attempt, self._rng))
+
+    def _note(self, places: PairSlots, outcome: WorkerStream | WorkerResponse | ConnectionFailed | Refused) -> None:
+        """Tell breaker, metrics and log what a try has come to."""
+        if isinstance(outcome, Refused):
+            return
+        if isinstance(outcome, ConnectionFailed) and outcome.out_of_descriptors:
+            self._not_asked.warning("%s was not asked: %s", outcome.worker.spec.url, outcome.message)
+            return
+        place = places.at(outcome.worker)
+        if not isinstance(outcome, WorkerStream):
+            spec = outcome.worker.spec
+            kind = "connection" if isinstance(outcome, ConnectionFailed) else str(outcome.status)
+            self._metrics.failed_at(outcome.worker, kind)
+            said = outcome.message.encode() if isinstance(outcome, ConnectionFailed) else outcome.body
+            text = said[:SHOWN_BYTES].decode(errors="replace")
+            ours = blames(outcome) or told_to_wait(outcome)  # what a client did wrong is no news
+            log.log(logging.INFO if ours else logging.DEBUG, "%s %s failed: %s: %s", spec.role, spec.url, kind, text)
+        if blames(outcome):
+            place.failed()
+            self._admission.pairs.suspect(places.pair)
+        elif isinstance(outcome, WorkerStream):
+            place.answered()
+            self._admission.pairs.served(places.pair, self._admission.now())
+        elif not told_to_wait(outcome):
+            place.completed()
+
+    def _last_words(
+        self,
+        places: PairSlots,
+        prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None,
+        outcome: Outcome | None,
+        call: ProxiedCall,
+    ) -> None:
+        """What the end of a try says of its workers; nothing where the client left.
+
+        Past the deadline without an answer the pair waited for prefill, or, had it answered, for decode.
+        """
+        ended = prefill.result() if prefill is not None and prefill.done() and not prefill.cancelled() else None
+        if isinstance(outcome, WorkerStream):
+            if ended is not None and blames(ended) and places.prefill is not None:
+                places.prefill.failed()
+            if outcome.broke and not outcome.was_ended:
+                places.decode.failed()
+            elif outcome.ended:
+                places.decode.completed()
+        elif isinstance(outcome, WorkerResponse) and not failed(outcome):
+            places.decode.completed()
+        elif outcome is None and self._admission.now() >= call.deadline:
+            late = places.decode if prefill is None or prefill.done() else places.prefill
+            assert late is not None
+            late.failed()
+
+
+async def _with_prompt_logprobs(
+    live: WorkerStream, prefill: asyncio.Task[WorkerResponse | ConnectionFailed]
+) -> WorkerStream | WorkerResponse | ConnectionFailed:
+    """Decode's answer with what prefill says of the prompt; prefill's failure is the request's."""
+    answer = await prefill
+    if isinstance(answer, ConnectionFailed) or failed(answer):
+        return answer
+    metas = prefill_metas(answer.body)
+    headers = live.headers.copy()
+    headers.popall("Content-Length", None)
+    if live.response.content_type == EVENT_STREAM:
+        return dataclasses.replace(live, headers=headers, change=event_merger(metas))
+    try:
+        body = live.first + await live.response.read()
+    except (aiohttp.ClientError, OSError) as error:
+        return ConnectionFailed(live.worker, describe(error))
+    return WorkerResponse(live.worker, live.response.status, headers, merged_body(body, metas))
+
+
+async def _close(
+    prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None,
+    decode: asyncio.Task[WorkerStream | WorkerResponse | ConnectionFailed] | None,
+) -> None:
+    """Cancel both halves; closes decode's connection unless its answer was read to the end."""
+    halves: list[asyncio.Task[Any]] = [half for half in (prefill, decode) if half is not None]
+    for half in halves:
+        half.add_done_callback(_let_go)  # also when waiting for it below is cancelled
+        half.cancel()
+    await asyncio.gather(*halves, return_exceptions=True)
+
+
+def _let_go(half: asyncio.Task[Any]) -> None:
+    """Close the connection of a half that has ended."""
+    if half.cancelled():
+        return
+    error = half.exception()
+    if error is not None:
+        log.error("a call to a worker ended in an unexpected error", exc_info=error)
+    elif isinstance(half.result(), WorkerStream):
+        half.result().response.close()

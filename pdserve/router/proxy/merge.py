@@ -1,0 +1,113 @@
+"""Log probabilities of the prompt: prefill computes them, decode's answer is what the client reads. Pure.
+
+Prefill's `meta_info.input_token_logprobs` and its companions go into decode's answer to `/generate` where decode left
+the list empty, as SGLang's router does; for batches and streams too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from pdserve.router.request_fields import GENERATE_PATH
+
+MERGED = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+EVENT_END = b"\n\n"
+DATA = b"data:"
+
+Metas = list[dict[str, Any]]
+"""Prefill's `meta_info`, one for each sequence."""
+
+
+def wants_prompt_logprobs(path: str, body: dict[str, Any]) -> bool:
+    """Whether prefill's answer has something that decode's lacks."""
+    wanted = body.get("return_logprob")
+    start = body.get("logprob_start_len")
+    return (
+        path == GENERATE_PATH
+        and (wanted is True or (isinstance(wanted, list) and any(one is True for one in wanted)))
+        and (isinstance(start, list) or (isinstance(start, int) and start >= 0))
+    )
+
+
+def prefill_metas(body: bytes) -> Metas:
+    """The `meta_info` of each sequence in prefill's answer: JSON, or a stream whose last events count."""
+    found: dict[int, dict[str, Any]] = {}
+    for index, answer in enumerate(_answers(body)):
+        if isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict):
+            place = answer.get("index", index)
+            found[place if isinstance(place, int) else index] = answer["meta_info"]
+    return [found.get(index, {}) for index in range(max(found, default=-1) + 1)]
+
+
+def _answers(body: bytes) -> list[Any]:
+    try:
+        whole = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        events = [_parse_event(event) for event in body.split(EVENT_END)]
+        return [event if not isinstance(event, dict) else {"index": 0} | event for event in events]
+    return whole if isinstance(whole, list) else [whole]
+
+
+def merged_body(body: bytes, metas: Metas) -> bytes:
+    """Decode's whole answer with prefill's part; unchanged where it is not what was expected."""
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body
+    changed = False
+    for index, one in enumerate(answer if isinstance(answer, list) else [answer]):
+        changed |= _merge(one, metas, index)
+    return orjson.dumps(answer) if changed else body
+
+
+def event_merger(metas: Metas) -> Callable[[bytes, bool], bytes]:
+    """For decode's stream: (the next bytes, whether they are the last) -> bytes for the client.
+
+    Holds back an event until it is whole.
+    """
+    rest = b""
+
+    def merge(chunk: bytes, last: bool) -> bytes:
+        nonlocal rest
+        *events, rest = (rest + chunk).split(EVENT_END)
+        out = b"".join(_merge_event(event, metas) + EVENT_END for event in events)
+        if last:
+            out, rest = out + rest, b""
+        return out
+
+    return merge
+
+
+def _merge_event(event: bytes, metas: Metas) -> bytes:
+    answer = _parse_event(event)
+    if not isinstance(answer, dict):
+        return event
+    index = answer.get("index", 0)
+    return b"data: " + orjson.dumps(answer) if _merge(answer, metas, index if isinstance(index, int) else 0) else event
+
+
+def _parse_event(event: bytes) -> Any:
+    """What follows `data:` as JSON; None where it is something else."""
+    if not event.startswith(DATA):
+        return None
+    try:
+        return orjson.loads(event.removeprefix(DATA))
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _merge(answer: Any, metas: Metas, index: int) -> bool:
+    """Put prefill's lists where decode's are empty; whether anything changed."""
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(meta, dict) or not 0 <= index < len(metas):
+        return False
+    changed = False
+    for name in MERGED:
+        ours = metas[index].get(name)
+        if isinstance(ours, list) and ours and meta.get(name) == []:
+            meta[name] = ours
+            changed = True
+    return changed

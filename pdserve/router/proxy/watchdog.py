@@ -1,0 +1,274 @@
+"""Does a token come through each pair? Probes idle pairs, and those whose requests wait for too long.
+
+    every interval   each worker in at least one pair, all pairs where they are few; not those that have served of late
+    at once          a pair whose request waits, once an interval; one whose last probe has failed
+    every 2 s        a pair that does not serve, or whose requests fail
+
+A probe is `POST /health_pair` at both halves with the same room. A half that says it is busy is no failure. When
+`FAILURES` probes in a row have failed the pair is left out, and what waits there is tried elsewhere. Workers without
+that path, SGLang's for instance, are never left out. Created by `app`; off the path of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import aiohttp
+import orjson
+
+from pdserve.protocol.messages import MAX_ROOM
+from pdserve.router.config.config import RouterConfig, WorkerRole
+from pdserve.router.proxy.attempts import Drain
+from pdserve.router.workers.metrics import RouterMetrics
+from pdserve.router.workers.outcome import error_of, own_headers, read_at_most
+from pdserve.router.workers.pairs import Pairs
+from pdserve.router.workers.workers import Pair, Registry, Worker
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+PATH = "/health_pair"
+TICK_S = 0.5
+WAITS_S = 2.0
+"""A request that has had no byte for so long makes its pair suspect."""
+RECHECK_S = 2.0
+"""How often a pair that does not serve is probed."""
+FEW_PAIRS = 64
+"""So many are probed in each interval at least."""
+MAX_AT_ONCE = 64
+"""Probes that run at a time: all of few pairs, so that none waits for those that are down."""
+SLACK_S = 0.5
+"""How much longer than a worker takes for its answer the router waits for it."""
+ASK_AGAIN_S = 60.0
+"""A worker that cannot be probed is asked again so much later."""
+MAX_ANSWER_BYTES = 1 << 16
+SHOWN_CHARS = 300
+"""So much of a worker's error is shown."""
+CANNOT = frozenset({401, 403, 404, 405, 501})
+"""Statuses of workers that have no such path, or do not let the router ask."""
+NO_NEWS = frozenset({"engine_starting", "engine_dead", "engine_stuck", "server_shutting_down", "role_switching"})
+"""Codes of workers that health checks know about."""
+
+
+class ProbeResult(enum.Enum):
+    """What one half of a probe says."""
+
+    OK = "ok"
+    NO_NEWS = "no news"
+    CANNOT = "cannot be probed"
+
+
+class Watchdog:
+    """The probes of one router. `on_change` is called whenever a pair comes or goes."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: Registry,
+        pairs: Pairs,
+        session: aiohttp.ClientSession,
+        metrics: RouterMetrics,
+        drain: Drain,
+        rng: random.Random,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._probes = config.probes
+        self._registry = registry
+        self._pairs = pairs
+        self._session = session
+        self._metrics = metrics
+        self._drain = drain
+        self._rng = rng
+        self._on_change = on_change
+        self._running: dict[Pair, asyncio.Task[None]] = {}
+        self._cannot: dict[Worker, float] = {}
+        self._round = 0
+        self._round_began = self._next_round = 0.0
+        self._turn_of: list[Pair] = []
+        self._loop: asyncio.Task[None] | None = None
+        registry.on_forgotten.append(self._forget)
+
+    def start(self) -> None:
+        """Begin, unless probes are off."""
+        if self._probes.enabled:
+            self._loop = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """End all probes."""
+        tasks = [*self._running.values(), *([] if self._loop is None else [self._loop])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            now = asyncio.get_running_loop().time()
+            for pair in self.due(now)[: MAX_AT_ONCE - len(self._running)]:
+                self._begin(pair, now)
+            await asyncio.sleep(min(TICK_S, self._probes.interval_s / 2))
+
+    def due(self, now: float) -> list[Pair]:
+        """The pairs to probe now: suspects first, and last those that are known to be down."""
+        found = dict.fromkeys([*self._suspects(now), *self._turn(now), *self._down(now)])
+        return [pair for pair in found if pair not in self._running and self._can(pair, now)]
+
+    def _suspects(self, now: float) -> Iterator[Pair]:
+        """Pairs that are to be probed at once."""
+        for pair, state in self._pairs:
+            failed_once = state.num_failed > 0 and not state.down
+            if failed_once or (state.wanted and _age(state.probed_at, now) >= RECHECK_S):
+                yield pair
+        for one in self._drain.tries:
+            if one.waits and now - one.begun >= WAITS_S:
+                state = self._pairs.state(one.pair)
+                if min(_age(state.served_at, now), _age(state.probed_at, now)) >= self._probes.interval_s:
+                    yield one.pair
+
+    def _turn(self, now: float) -> Iterator[Pair]:
+        """The pairs whose turn it is in this interval, that have not had it, and have served nothing of late."""
+        if now >= self._next_round:
+            self._round_began, self._next_round = now, now + self._probes.interval_s
+            self._round += 1
+            self._turn_of = self._round_of_pairs()
+        for pair in self._turn_of:
+            state = self._pairs.state(pair)
+            had_it = state.probed_at is not None and state.probed_at >= self._round_began
+            if not had_it and _age(state.served_at, now) >= self._probes.interval_s / 2:
+                yield pair
+
+    def _down(self, now: float) -> Iterator[Pair]:
+        """Pairs that do not serve, each every `RECHECK_S`."""
+        for pair, state in self._pairs:
+            if state.down and _age(state.probed_at, now) >= RECHECK_S:
+                yield pair
+
+    def _round_of_pairs(self) -> list[Pair]:
+        """Each worker in at least one of them; which ones changes from round to round."""
+        if WorkerRole.REGULAR in self._config.roles:
+            return [Pair(None, worker) for worker in self._registry.usable(WorkerRole.REGULAR)]
+        prefills, decodes = self._registry.usable(WorkerRole.PREFILL), self._registry.usable(WorkerRole.DECODE)
+        return [Pair(*chosen) for chosen in rotation(prefills, decodes, self._round)]
+
+    def _can(self, pair: Pair, now: float) -> bool:
+        """Whether both workers take requests, and probes."""
+        return all(
+            worker.usable and not worker.forgotten and self._cannot.get(worker, now) <= now for worker in _workers(pair)
+        )
+
+    def _begin(self, pair: Pair, now: float) -> None:
+        state = self._pairs.state(pair)
+        state.probed_at, state.wanted = now, False
+        task = asyncio.create_task(self._probe(pair, now))
+        self._running[pair] = task
+        task.add_done_callback(lambda _: self._running.pop(pair, None))
+
+    async def _probe(self, pair: Pair, begun: float) -> None:
+        """One probe, and what follows from it."""
+        body: dict[str, Any] = {"timeout": self._probes.timeout_s}
+        if pair.prefill is not None:
+            body |= {
+                "bootstrap_host": pair.prefill.spec.host,
+                "bootstrap_port": pair.prefill.bootstrap_port,
+                "bootstrap_room": self._rng.randrange(MAX_ROOM),
+            }
+        workers = _workers(pair)
+        answers = await asyncio.gather(*(self._ask(worker, orjson.dumps(body)) for worker in workers))
+        now = asyncio.get_running_loop().time()
+        for worker, answer in zip(workers, answers, strict=True):
+            if answer is ProbeResult.CANNOT:
+                self._note_cannot(worker, now)
+        errors = [f"{w.spec.url}: {a}" for w, a in zip(workers, answers, strict=True) if isinstance(a, str)]
+        if answers[-1] is ProbeResult.OK:
+            self._metrics.probes.labels("ok").inc()
+            self._came(pair, now)
+        elif not errors or any(not isinstance(answer, str) and answer is not ProbeResult.OK for answer in answers):
+            self._metrics.probes.labels("no_news").inc()
+        elif all(worker.usable for worker in workers):
+            self._metrics.probes.labels("failed").inc()
+            self._failed(pair, begun, "; ".join(errors), now)
+
+    def _came(self, pair: Pair, now: float) -> None:
+        if self._pairs.served(pair, now):
+            log.info("%s serves requests again", _named(pair))
+            self._on_change()
+
+    def _failed(self, pair: Pair, begun: float, error: str, now: float) -> None:
+        if self._pairs.failed(pair, begun, error, now):
+            log.warning("%s serves no requests: %s", _named(pair), error)
+            self._on_change()
+        if not self._pairs.serves(pair):
+            for one in list(self._drain.tries):
+                if one.pair == pair and one.waits and one.begun <= begun:
+                    one.lost(pair.decode, f"no token came through {_named(pair)}")
+
+    async def _ask(self, worker: Worker, body: bytes) -> ProbeResult | str:
+        """What a worker says of its half, or as a sentence why it has failed."""
+        timeout = aiohttp.ClientTimeout(total=self._probes.timeout_s + SLACK_S)
+        headers = own_headers(worker, self._config.access.key_for_workers) | {"Content-Type": "application/json"}
+        try:
+            async with self._session.post(
+                worker.spec.url + PATH, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                raw = await read_at_most(response, MAX_ANSWER_BYTES)
+        except TimeoutError:
+            return f"no answer within {self._probes.timeout_s + SLACK_S:g} s"
+        except (aiohttp.ClientError, OSError):
+            return ProbeResult.NO_NEWS  # health checks see that, too
+        if response.status in CANNOT:
+            return ProbeResult.CANNOT
+        if response.status != 200:
+            code, message = error_of(raw)
+            return (
+                ProbeResult.NO_NEWS if code in NO_NEWS else f"status {response.status}, {code}: {message[:SHOWN_CHARS]}"
+            )
+        return ProbeResult.OK if _status(raw) == "ok" else ProbeResult.NO_NEWS
+
+    def _forget(self, worker: Worker) -> None:
+        self._cannot.pop(worker, None)
+
+    def _note_cannot(self, worker: Worker, now: float) -> None:
+        if worker not in self._cannot:
+            log.info(
+                "%s %s has no %s that the router may ask: it is not probed", worker.spec.role, worker.spec.url, PATH
+            )
+        if not worker.forgotten:
+            self._cannot[worker] = now + ASK_AGAIN_S
+
+
+def rotation(prefills: Sequence[T], decodes: Sequence[T], number: int) -> list[tuple[T, T]]:
+    """The pairs of round `number`: all where they are few, else each worker in one, and all pairs in turn."""
+    if len(prefills) * len(decodes) <= FEW_PAIRS:
+        return [(prefill, decode) for prefill in prefills for decode in decodes]
+    fewer, more = sorted((prefills, decodes), key=len)
+    chosen = [(fewer[(i + number) % len(fewer)], one) for i, one in enumerate(more)]
+    return chosen if fewer is prefills else [(one, other) for other, one in chosen]
+
+
+def _age(at: float | None, now: float) -> float:
+    """Seconds since then; infinite where it never was."""
+    return math.inf if at is None else now - at
+
+
+def _workers(pair: Pair) -> list[Worker]:
+    """Prefill first, where there is one."""
+    return [pair.decode] if pair.prefill is None else [pair.prefill, pair.decode]
+
+
+def _named(pair: Pair) -> str:
+    here = pair.decode.spec.url
+    return here if pair.prefill is None else f"the pair of prefill {pair.prefill.spec.url} and decode {here}"
+
+
+def _status(raw: bytes) -> str | None:
+    with contextlib.suppress(orjson.JSONDecodeError):
+        body = orjson.loads(raw)
+        return body.get("status") if isinstance(body, dict) else None
+    return None

@@ -1,0 +1,175 @@
+"""Which conversation a request belongs to, for the policy that keeps one where its KV cache is. Pure; `dispatch` asks.
+
+    X-SMG-Routing-Key, X-Session-ID     headers; what clients of sglang's and of vLLM's router send
+    session_params.id                   what clients of SGLang's sessions send
+    conversation, prompt_cache_key      fields of the body, as OpenAI has them; a conversation is an id or has one
+    user
+    the opening                         else: what every turn of a conversation begins with
+
+The first that is there counts. An opening needs no help of the client, but conversations that open alike share it:
+clients of `/generate` and of text completions whose prompts begin with one long template should name theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from pdserve.protocol.messages import MAX_ROOM
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+GENERATE_PATH = "/generate"
+RESPONSES_PATH = "/v1/responses"
+GENERATING = (CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH)
+MAX_SEQUENCES = 8192
+"""No worker takes a larger n or more prompts; beyond it the body is refused there, whatever its rooms."""
+
+
+def batch_size(path: str, body: dict[str, Any]) -> int | None:
+    """How many rooms the request needs as a list; None for a single room.
+
+    Wrong types count as a single room: refusing them is the worker's business.
+    """
+    if path == RESPONSES_PATH:
+        return None
+    if path == CHAT_PATH:
+        sequences = num_sequences(body)
+        return sequences if sequences > 1 else None
+    if path == COMPLETIONS_PATH:
+        prompts = body.get("prompt")
+    else:
+        prompts = body.get("text") if body.get("input_ids") is None else body["input_ids"]
+    if isinstance(prompts, list) and prompts and isinstance(prompts[0], (str, list)):
+        return len(prompts) if len(prompts) <= MAX_SEQUENCES else None
+    return None
+
+
+def num_sequences(body: dict[str, Any]) -> int:
+    """`n` of a request (`/generate` has it in `sampling_params`), 1 where absent or not a sensible number."""
+    params = body.get("sampling_params")
+    n = params.get("n", 1) if isinstance(params, dict) else body.get("n", 1)
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_SEQUENCES:
+        return 1
+    return n
+
+
+def mint(rng: random.Random, sequences: int) -> int:
+    """A room such that room + i stays within 63 bits for every sequence i."""
+    return rng.randrange(MAX_ROOM - sequences + 2)
+
+
+def with_rooms(path: str, body: dict[str, Any], host: str, port: int | None, rng: random.Random) -> dict[str, Any]:
+    """The body with fresh `bootstrap_host`, `bootstrap_port` and `bootstrap_room`; the client's own are replaced."""
+    size = batch_size(path, body)
+    sequences = num_sequences(body)
+    if size is None:
+        return body | {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": mint(rng, sequences)}
+    rooms = [mint(rng, sequences) for _ in range(size)]
+    return body | {"bootstrap_host": [host] * size, "bootstrap_port": [port] * size, "bootstrap_room": rooms}
+
+
+TOKENS_MARK = "\udfff"
+"""A lone surrogate: JSON's text has none."""
+MAX_TOKEN = 0x10FFFF
+
+
+def prompt_of(path: str, body: Mapping[str, Any]) -> str | None:
+    """The prompt of a body as one string, of a batch the first one; None where it has none or is malformed."""
+    if path == CHAT_PATH:
+        return _conversation(body.get("tools"), body.get("messages"))
+    if path == RESPONSES_PATH:
+        given = body.get("input")
+        if isinstance(given, str):
+            given = [{"role": "user", "content": given}]
+        instructions = {"role": "system", "content": body.get("instructions")}
+        return _conversation(body.get("tools"), [instructions, *given]) if isinstance(given, list) else None
+    return as_text(first_prompt(body))
+
+
+def first_prompt(body: Mapping[str, Any]) -> Any:
+    """The prompt of `/generate` or of a text completion, unchecked; of a batch the first one."""
+    found = next((body[name] for name in ("prompt", "input_ids", "text") if body.get(name) is not None), None)
+    return found[0] if isinstance(found, list) and found and isinstance(found[0], str | list) else found
+
+
+def as_text(prompt: Any) -> str | None:
+    """Text as it is, token ids as characters."""
+    if isinstance(prompt, str):
+        return prompt or None
+    if not isinstance(prompt, list) or not prompt:
+        return None
+    try:
+        return TOKENS_MARK + "".join(map(chr, prompt))
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _conversation(tools: Any, messages: Any) -> str | None:
+    if not isinstance(messages, list) or not messages:
+        return None
+    head = orjson.dumps(tools).decode() if tools else ""
+    return "\n".join([head, *(_message(message) for message in messages)])
+
+
+def _message(message: Any) -> str:
+    """Role and text; whatever else there is as JSON."""
+    if isinstance(message, dict) and isinstance(message.get("content"), str) and len(message) == 2:
+        return f"{message.get('role')}: {message['content']}"
+    return orjson.dumps(message).decode()
+
+
+KEY_HEADERS = ("X-SMG-Routing-Key", "X-Session-ID")
+KEY_FIELDS = ("prompt_cache_key", "user")
+KEY_OBJECTS = ("session_params", "conversation")
+OPENING_CHARS = 256
+OPENING_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversationKey:
+    """What the turns of one conversation have in common. `named` by the client, or else taken from its opening."""
+
+    value: bytes
+    named: bool
+
+
+def conversation_key(path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> ConversationKey | None:
+    """The key of a request; None where it has nothing to go by. Wrong types are passed over: a worker refuses them."""
+    named = [*(headers.get(header) for header in KEY_HEADERS), *(_id_of(body.get(field)) for field in KEY_OBJECTS)]
+    for name in [*named, *(body.get(field) for field in KEY_FIELDS)]:
+        if isinstance(name, str) and name:
+            return ConversationKey(name.encode(errors="surrogatepass"), named=True)
+    if path == CHAT_PATH:
+        opening = _chat_opening(body.get("messages"))
+    elif path == RESPONSES_PATH:
+        given = body.get("input")
+        opening = _prompt_opening(given) if isinstance(given, str) else _chat_opening(given)
+    else:
+        opening = _prompt_opening(first_prompt(body))
+    return None if opening is None else ConversationKey(opening, named=False)
+
+
+def _id_of(value: Any) -> Any:
+    """`{"id": X}` and X mean the same."""
+    return value.get("id") if isinstance(value, dict) else value
+
+
+def _chat_opening(messages: Any) -> bytes | None:
+    """All up to the first message of the user, which the next turn repeats; whatever comes later it may not."""
+    if not isinstance(messages, list) or not messages:
+        return None
+    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+    return orjson.dumps(messages[: roles.index("user") + 1] if "user" in roles else messages)
+
+
+def _prompt_opening(prompt: Any) -> bytes | None:
+    if isinstance(prompt, str) and prompt:
+        return prompt[:OPENING_CHARS].encode(errors="surrogatepass")
+    if isinstance(prompt, list) and prompt:
+        return orjson.dumps(prompt[:OPENING_TOKENS])
+    return None

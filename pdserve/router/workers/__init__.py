@@ -1,0 +1,1 @@
+"""The servers behind the router: registry, health, circuit breakers, admission."""

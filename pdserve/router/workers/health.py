@@ -1,0 +1,293 @@
+"""Who is alive and how busy: asks every worker, and writes what it hears into `Worker`.
+
+One task for each worker, from `watch` to its removal. `dispatch` asks for a check when a connection broke.
+
+A worker that is silent is lost: what runs there ends now, since its connections never break by themselves. One that
+refuses connections, or says that it is ill, is only left out: what runs there ends as its connections do.
+
+A server may change its role while it runs. It says what it takes with each good answer to a health check, or when it
+refuses a request; a worker that does something else now is moved to where it belongs, and one that takes nothing,
+because its role is being changed, counts as dead so long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import orjson
+
+from pdserve.base.log import SparingLog
+from pdserve.base.stream_state import NO_ROLE, ROLE_HEADER
+from pdserve.router.config.config import RouterConfig, WorkerRole
+from pdserve.router.workers.outcome import describe, error_of, is_out_of_descriptors, own_headers, read_at_most
+from pdserve.router.workers.workers import LoadReport, Registry, Worker
+
+log = logging.getLogger(__name__)
+
+RECHECK_DEAD_S = 0.5
+UNCHECKED_RETRY_S = 1.0
+INFO_PATH = "/get_server_info"
+STALLED_S = 1.0
+"""A check that ends so much after its time-out says more about this process than about the worker."""
+STUCK = "engine_stuck"
+"""The code of a server whose API process lives and whose engine does not run."""
+MAX_ERROR_BYTES = 1 << 16
+LOAD_FAILURE_POLICY = "disaggregation_load_failure_policy"
+FACTS = (LOAD_FAILURE_POLICY, "served_model_name", "model_path", "disaggregation_mode", "tp_size", "dp_size", "version")
+"""What is kept of it, to be shown."""
+PAIR = (WorkerRole.PREFILL, WorkerRole.DECODE)
+
+
+class HealthMonitor:
+    """The checks of one router. `on_change` is called whenever a worker came or went."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: Registry,
+        session: aiohttp.ClientSession,
+        on_change: Callable[[], None],
+        *,
+        with_loads: bool,
+    ) -> None:
+        self._config = config
+        self._health = config.health
+        self._unchecked = SparingLog(log)
+        self._registry = registry
+        self._session = session
+        self._on_change = on_change
+        self._with_loads = with_loads
+        self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
+        self._checks: dict[Worker, asyncio.Task[None]] = {}
+
+    async def start(self) -> None:
+        """Begin watching, and return when every worker was asked once; each counts as dead until a good answer.
+
+        So a router that says it is ready serves at once where its workers do.
+        """
+        await asyncio.gather(*(self.check(worker) for worker in self._registry.workers))
+        for worker in self._registry.workers:
+            self.watch(worker)
+
+    async def close(self) -> None:
+        """End all tasks."""
+        tasks = [task for group in self._tasks.values() for task in group] + list(self._checks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def watch(self, worker: Worker) -> None:
+        """Check it until `unwatch`, beginning now."""
+        if worker in self._tasks:
+            return
+        self._tasks[worker] = [asyncio.create_task(self._monitor(worker))]
+        if self._with_loads:
+            self._tasks[worker].append(asyncio.create_task(self._ask_loads(worker)))
+
+    def unwatch(self, worker: Worker) -> None:
+        """It is gone."""
+        for task in self._tasks.pop(worker, []):
+            task.cancel()
+
+    async def check(self, worker: Worker) -> None:
+        """Ask the worker for its health now; callers at the same time share one check."""
+        running = self._checks.get(worker)
+        if running is None:
+            running = asyncio.create_task(self._check(worker))
+            self._checks[worker] = running
+            running.add_done_callback(lambda _: self._checks.pop(worker, None))
+        await asyncio.shield(running)
+
+    async def said_role(self, worker: Worker, told: str) -> None:
+        """The worker said what it takes: a `--disaggregation-mode`, or nothing."""
+        if worker.forgotten or told == worker.spec.role.mode:
+            return
+        role = WorkerRole.of_mode(told)
+        if told == NO_ROLE:
+            self._mark_dead(worker, "it takes no requests: its role is being changed, or it ends")
+        elif role is None or role not in self._config.roles:
+            here = " and ".join(self._config.roles)
+            self._mark_dead(worker, f"its --disaggregation-mode is {told} now, and the workers here are {here}")
+        else:
+            moved = self._registry.move(worker, role)
+            self._on_change()
+            if moved is not None:
+                await self.check(moved)
+
+    def connection_broke(self, worker: Worker, reason: str) -> None:
+        """Without health checks this is all there is to know: it is left alone for a moment."""
+        if not self._health.enabled:
+            self._mark_dead(worker, reason)
+
+    async def _monitor(self, worker: Worker) -> None:
+        while True:
+            await self.check(worker)
+            if worker.healthy and worker.late_checks:
+                continue  # its time-out was pause enough
+            interval = self._health.interval_s if self._health.enabled else UNCHECKED_RETRY_S
+            await asyncio.sleep(interval if worker.healthy else min(interval, RECHECK_DEAD_S))
+
+    async def _check(self, worker: Worker) -> None:
+        timeout = aiohttp.ClientTimeout(total=self._health.timeout_s)
+        begun, heard = asyncio.get_running_loop().time(), worker.bytes_heard
+        try:
+            status, told = await self._ask_health(worker, timeout)
+            if status == 200 and not worker.healthy and told in (None, worker.spec.role.mode):
+                told = await self._learn(worker, timeout) or told
+        except TimeoutError:
+            stalled = asyncio.get_running_loop().time() - begun > self._health.timeout_s + STALLED_S
+            if not stalled and worker.bytes_heard == heard:
+                self._was_late(worker)
+            return
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            if is_out_of_descriptors(error):
+                self._unchecked.warning("%s cannot be checked: %s", worker.spec.url, describe(error))
+                await asyncio.sleep(RECHECK_DEAD_S)
+                return
+            worker.ended = worker.ended or _is_refused(error)
+            self._mark_dead(worker, describe(error))
+            if not _is_refused(error):
+                worker.late_checks += 1
+                if worker.late_checks >= self._health.failure_threshold:  # one broken connection ends no streams
+                    worker.lose(f"it cannot be reached: {describe(error)}")
+            return
+        worker.late_checks = 0
+        if status != 200:
+            self._mark_dead(worker, f"{self._health.endpoint} answered {status}")
+            if told == STUCK:
+                worker.lose("its engine does not run")
+            return
+        if told is not None and told != worker.spec.role.mode:
+            await self.said_role(worker, told)
+            return
+        worker.good_checks += 1
+        if worker.healthy or worker.good_checks >= self._health.success_threshold:
+            self._mark_healthy(worker)
+
+    async def _ask_health(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> tuple[int, str | None]:
+        """The status of its health, and what it takes if it says so, or the code of its error; without health checks
+        200, if a dead one answers anything at all.
+        """
+        if not self._health.enabled and worker.healthy:
+            return 200, None
+        url = worker.spec.url + (self._health.endpoint if self._health.enabled else INFO_PATH)
+        async with self._session.get(
+            url, timeout=timeout, headers=self._headers(worker), allow_redirects=False
+        ) as response:
+            if response.status == 200 or not self._health.enabled:
+                return 200, response.headers.get(ROLE_HEADER)
+            return response.status, error_of(await read_at_most(response, MAX_ERROR_BYTES))[0]
+
+    async def _learn(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> str | None:
+        """What the worker says of itself; asked anew each time it comes back: after a restart it may be another.
+
+        Only the bootstrap port is needed, where nobody named it: without that the worker counts as dead. Returns the
+        mode of a half of a pair, if it is the other half now: of a server that does not say it with its health.
+        """
+        try:
+            info = await self._ask_info(worker, timeout)
+        except (aiohttp.ClientError, OSError, ValueError):
+            if worker.spec.ask_bootstrap_port:
+                raise
+            return None
+        mode = info.get("disaggregation_mode")
+        if worker.spec.role in PAIR and mode in PAIR and mode != worker.spec.role:
+            return str(mode)
+        if worker.spec.ask_bootstrap_port:
+            port = info.get("disaggregation_bootstrap_port")
+            if isinstance(port, bool) or not isinstance(port, int):
+                text = f"disaggregation_bootstrap_port in /get_server_info is {port!r}, expected a port number"
+                raise ValueError(text)
+            worker.bootstrap_port = port
+        worker.facts = {name: str(info[name]) for name in FACTS if info.get(name) is not None}
+        return None
+
+    async def _ask_info(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> dict[str, Any]:
+        """The worker's `/get_server_info`; `ValueError` where it has none."""
+        url = worker.spec.url + INFO_PATH
+        async with self._session.get(
+            url, timeout=timeout, headers=self._headers(worker), allow_redirects=False
+        ) as response:
+            if response.status != 200:
+                raise ValueError(f"/get_server_info answered {response.status}, so the bootstrap port is not known")
+            info = orjson.loads(await response.read())
+        if not isinstance(info, dict):
+            raise ValueError(f"/get_server_info is a {type(info).__name__}, expected an object")
+        return info
+
+    async def _ask_loads(self, worker: Worker) -> None:
+        """Ask for the load as long as the worker lives; one that does not say is judged by our own count."""
+        while True:
+            if worker.healthy:
+                worker.report = await self.ask_load(worker)
+            await asyncio.sleep(self._health.load_interval_s)
+
+    async def ask_load(self, worker: Worker) -> LoadReport | None:
+        """The worker's `/get_load` now: a list with an entry for each of its replicas."""
+        timeout = aiohttp.ClientTimeout(total=self._health.timeout_s)
+        try:
+            url = f"{worker.spec.url}/get_load"
+            async with self._session.get(
+                url, timeout=timeout, headers=self._headers(worker), allow_redirects=False
+            ) as response:
+                body = orjson.loads(await response.read()) if response.status == 200 else None
+        except (aiohttp.ClientError, OSError, ValueError):
+            return None
+        return parse_load(body, worker.inflight, asyncio.get_running_loop().time())
+
+    def _headers(self, worker: Worker) -> dict[str, str]:
+        return own_headers(worker, self._config.access.key_for_workers)
+
+    def _was_late(self, worker: Worker) -> None:
+        """It has not answered a check in time, nor sent anything else meanwhile."""
+        worker.late_checks += 1
+        worker.good_checks = 0
+        if worker.late_checks >= self._health.failure_threshold:
+            reason = f"no answer to {worker.late_checks} health checks"
+            self._mark_dead(worker, reason)
+            worker.lose(reason)
+
+    def _mark_healthy(self, worker: Worker) -> None:
+        worker.last_error = None
+        if not worker.healthy:
+            log.info("%s %s is up", worker.spec.role, worker.spec.url)
+            worker.healthy = True
+            if worker.ended:
+                worker.ended = False
+                worker.breaker.renew()
+            self._on_change()
+
+    def _mark_dead(self, worker: Worker, reason: str) -> None:
+        worker.last_error = reason
+        worker.good_checks = 0
+        worker.report = None
+        if worker.healthy:
+            log.warning("%s %s is down: %s", worker.spec.role, worker.spec.url, reason)
+            worker.healthy = False
+            self._on_change()
+
+
+def _is_refused(error: Exception) -> bool:
+    """Nobody listens there."""
+    return isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError)
+
+
+def parse_load(body: Any, inflight: int, now: float) -> LoadReport | None:
+    """A `/get_load` answer; None where it is none. Entries are summed, what they lack is not known."""
+    entries = body if isinstance(body, list) else [body]
+    if not entries or not all(isinstance(entry, dict) for entry in entries):
+        return None
+    tokens = [_count(entry.get("num_tokens")) for entry in entries]
+    requests = [_count(entry.get("num_reqs")) for entry in entries]
+    if None in tokens and None in requests:
+        return None
+    total = None if None in requests else sum(count for count in requests if count is not None)
+    return LoadReport(total, sum(count for count in tokens if count is not None), inflight, now)
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -1,0 +1,126 @@
+"""The router's Prometheus metrics, in a registry of its own. Written by the other files of the router.
+
+What is counted by worker goes with the worker, so that /metrics does not grow while they come and go; what is counted
+for the router as a whole only ever grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from pdserve.router.workers.pairs import Pairs
+from pdserve.router.workers.workers import Worker
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class RouterMetrics:
+    """One instance per app."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "pdserve_router_requests", "Requests by path and status", ["path", "status"], registry=registry
+        )
+        self.retries = Counter("pdserve_router_retries", "Tries after the first one", registry=registry)
+        self.stream_retries = Counter(
+            "pdserve_router_stream_retries", "Broken streams that were sent to another pair", registry=registry
+        )
+        self.disconnects = Counter(
+            "pdserve_router_client_disconnects", "Clients gone before their answer", registry=registry
+        )
+        self.worker_errors = Counter(
+            "pdserve_router_worker_errors",
+            "Failed calls by worker; kind is 'connection' or the HTTP status",
+            ["role", "worker", "kind"],
+            registry=registry,
+        )
+        self.refused = Counter("pdserve_router_refused", "Requests that no worker got", ["reason"], registry=registry)
+        self.queued = Gauge("pdserve_router_queued", "Requests that wait for room at a worker", registry=registry)
+        self.queue_seconds = Histogram(
+            "pdserve_router_queue_seconds", "Time in the queue", buckets=SECONDS, registry=registry
+        )
+        self.first_byte_seconds = Histogram(
+            "pdserve_router_first_byte_seconds",
+            "From a request's arrival to the first byte of a worker's answer",
+            ["path"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.request_seconds = Histogram(
+            "pdserve_router_request_seconds",
+            "From a request's arrival to the end of its answer",
+            ["path"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.dispatched = Counter(
+            "pdserve_router_dispatched", "Requests sent to each worker", ["role", "worker"], registry=registry
+        )
+        self.inflight = Gauge(
+            "pdserve_router_inflight", "Requests at a worker now", ["role", "worker"], registry=registry
+        )
+        self.worker_up = Gauge(
+            "pdserve_router_worker_up", "1 while a worker is healthy", ["role", "worker"], registry=registry
+        )
+        self.draining = Gauge(
+            "pdserve_router_worker_draining",
+            "1 while a worker gets no new requests",
+            ["role", "worker"],
+            registry=registry,
+        )
+        self.pair_up = Gauge(
+            "pdserve_router_pair_up",
+            "0 while no token comes through a pair of workers that are well",
+            ["prefill", "decode"],
+            registry=registry,
+        )
+        self.probes = Counter(
+            "pdserve_router_pair_probes", "Probes of pairs: ok, failed, no_news", ["result"], registry=registry
+        )
+        self.breaker = Gauge(
+            "pdserve_router_worker_breaker",
+            "A worker's circuit breaker: 0 closed, 1 half open, 2 open",
+            ["role", "worker"],
+            registry=registry,
+        )
+
+    def show(self, workers: Iterable[Worker], num_waiting: int, now: float) -> None:
+        """Bring all gauges up to date; called before each scrape, so that requests cost nothing for them."""
+        self.queued.set(num_waiting)
+        for worker in workers:
+            labels = (worker.spec.role, worker.spec.url)
+            self.inflight.labels(*labels).set(worker.inflight)
+            self.worker_up.labels(*labels).set(worker.healthy)
+            self.draining.labels(*labels).set(worker.draining)
+            self.breaker.labels(*labels).set({"closed": 0, "half_open": 1, "open": 2}[worker.breaker.state(now)])
+
+    def show_pairs(self, pairs: Pairs) -> None:
+        """Bring the pairs' gauges up to date; those of workers that are gone go with them."""
+        self.pair_up.clear()
+        for pair, state in pairs:
+            prefill = "" if pair.prefill is None else pair.prefill.spec.url
+            self.pair_up.labels(prefill, pair.decode.spec.url).set(not state.down)
+
+    def sent_to(self, worker: Worker) -> None:
+        """Count a request that goes to `worker`."""
+        if not worker.forgotten:
+            self.dispatched.labels(worker.spec.role, worker.spec.url).inc()
+
+    def failed_at(self, worker: Worker, kind: str) -> None:
+        """Count a call that has failed; one that outlived its worker is nobody's."""
+        if not worker.forgotten:
+            self.worker_errors.labels(worker.spec.role, worker.spec.url, kind).inc()
+
+    def forget(self, worker: Worker) -> None:
+        """A worker that is gone leaves nothing."""
+        labels = {"role": worker.spec.role.value, "worker": worker.spec.url}
+        gauges = (self.inflight, self.worker_up, self.draining, self.breaker)
+        for metric in (*gauges, self.dispatched, self.worker_errors):
+            metric.remove_by_labels(labels)
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self._registry)

@@ -1,0 +1,322 @@
+"""What all roles share: memory, executor, outbox, clock; and how a request takes and leaves a row, and ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+from pdserve.base.clock import Clock
+from pdserve.errors import RequestError
+from pdserve.executor.interface import BatchPlan, BatchRow, Executor, SampledToken
+from pdserve.memory.kv_memory import KVMemory
+from pdserve.memory.lease import Lease
+from pdserve.protocol.failure import Failure
+from pdserve.protocol.logprobs import PromptLogprobs
+from pdserve.protocol.messages import EngineCoreOutput, FinishReason, OutputBatch, RequestTiming, ToApi, TokenLogprob
+from pdserve.scheduler.request import Req, finish_for_token
+
+
+def check_fits(core: SchedulerContext, num_tokens: int) -> None:
+    """Refuse what could never run, however long it waits.
+
+    Raises:
+        RequestError: 400.
+    """
+    memory = core.memory
+    if memory.num_pages(num_tokens) > memory.pages.num_total:
+        raise RequestError(
+            f"prompt and max_new_tokens need {num_tokens} tokens of KV memory, the pool has {memory.max_tokens}",
+            field="max_new_tokens",
+        )
+    if memory.num_pages(num_tokens) > memory.table.max_pages_per_row:
+        longest = memory.table.max_pages_per_row * memory.layout.page_tokens
+        raise RequestError(
+            f"prompt and max_new_tokens are {num_tokens} tokens, a request can have {longest}", field="max_new_tokens"
+        )
+
+
+class DecodeReservation:
+    """Token slots that a new request must leave free beside those that have memory and will want more.
+
+    Each of them is granted `each_tokens` ahead, and the largest must be able to finish once all others have given way.
+    """
+
+    def __init__(self, each_tokens: int, held: Iterable[Req]) -> None:
+        self._each_tokens = each_tokens
+        self._growth = self._occupied = self._largest = 0
+        for req in held:
+            self.add(req)
+
+    def add(self, req: Req) -> None:
+        """One more has been accepted."""
+        self._growth += min(self._each_tokens, req.num_left)
+        self._occupied += req.num_known
+        self._largest = max(self._largest, req.num_worst)
+
+    @property
+    def tokens(self) -> int:
+        """To be kept free now."""
+        return max(self._growth, self._largest - self._occupied)
+
+
+MAX_PART_BYTES = 4 << 20
+"""Log probabilities of a prompt that one message to the API process has at most."""
+MAX_FAILURE_CODES = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """What a step may hold, and how much memory is kept for what runs.
+
+    `chunk_tokens` None: prompts are not cut, and a step takes prompts of up to `prefill_tokens` together.
+    `mixed_chunk_tokens` None: a step beside running streams takes as many tokens of prompts as another.
+    `saturation_tokens`: prompt tokens that keep the processor at its peak, see `StepInParts`; None: no parts.
+    `offload_bytes` 0: the KV of retracted requests is computed again.
+    """
+
+    chunk_tokens: int | None
+    mixed_chunk_tokens: int | None = None
+    saturation_tokens: int | None = None
+    prefill_tokens: int = 16384
+    reserved_decode_tokens: int = 512
+    conservativeness: float = 1.0
+    offload_bytes: int = 0
+    prealloc_timeout_s: float = 300.0
+    """How long decode lets a request wait for its session and memory."""
+    layer_groups: int = 0
+    """Layer groups that prefill sends a page in; 0: whole pages after the step."""
+    eos_token_ids: frozenset[int] = frozenset()
+    num_stages: int = 1
+    """Pipeline stages. Each computes a step of its own, so a request is in one step at a time."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of prompts that a full step takes, see `Burst`."""
+        return self.prefill_tokens if self.chunk_tokens is None else self.chunk_tokens
+
+    @property
+    def mixed_step_tokens(self) -> int:
+        """And one beside streams."""
+        mixed = None if self.chunk_tokens is None else self.mixed_chunk_tokens
+        return self.step_tokens if mixed is None else mixed
+
+
+class Outbox:
+    """Outputs of a step, sent as one message."""
+
+    def __init__(self, send: Callable[[ToApi], None]) -> None:
+        self.send = send
+        self._outputs: list[EngineCoreOutput] = []
+
+    def emit(
+        self,
+        req: Req,
+        tokens: tuple[SampledToken, ...],
+        finish: FinishReason | None = None,
+        timing: RequestTiming | None = None,
+    ) -> None:
+        """New tokens of `req`, and how it ended if it did. Who wants the prompt alone hears nothing of what follows."""
+        if req.spec.sampling.max_new_tokens == 0:
+            tokens = ()
+        logprobs = None
+        if req.spec.logprobs is not None and req.spec.logprobs.output:
+            logprobs = [TokenLogprob(token.logprob or 0.0, list(token.top), list(token.picked)) for token in tokens]
+        self._outputs.append(
+            EngineCoreOutput(
+                rid=req.rid,
+                token_ids=[token.token_id for token in tokens],
+                logprobs=logprobs,
+                finish=finish,
+                prompt_tokens=req.num_prompt,
+                cached_tokens=req.num_cached,
+                timing=timing,
+            )
+        )
+
+    def emit_prompt(self, req: Req, part: PromptLogprobs) -> None:
+        """Log probabilities of a part of the prompt. Sent at once, one message for each so many: they may be large."""
+        for piece in part.parts(MAX_PART_BYTES):
+            output = EngineCoreOutput(
+                rid=req.rid,
+                token_ids=[],
+                prompt_logprobs=piece,
+                prompt_tokens=req.num_prompt,
+                cached_tokens=req.num_cached,
+            )
+            self.send(OutputBatch(outputs=[output]))
+
+    def flush(self) -> None:
+        """Send what the step produced."""
+        if self._outputs:
+            self.send(OutputBatch(outputs=self._outputs))
+            self._outputs = []
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Claim:
+    """What a request had when it let go, and the newest step that may still use it."""
+
+    step: int
+    row: int | None
+    leases: tuple[Lease, ...]
+
+
+class SchedulerContext:
+    """The part of a scheduler that does not depend on the role.
+
+    What a request gives back while a step is under way is free only when that step has been resolved: the step may
+    still write its next token's KV, though nobody wants it.
+    """
+
+    def __init__(self, memory: KVMemory, executor: Executor, outbox: Outbox, clock: Clock, limits: StepLimits) -> None:
+        self.memory = memory
+        self.executor = executor
+        self.outbox = outbox
+        self.clock = clock
+        self.limits = limits
+        self.counters: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.offloaded_bytes = 0
+        self._launched = self._resolved = 0
+        self._limbo: deque[_Claim] = deque()
+
+    # ------------------------------------------------------------------ steps under way
+
+    def launched(self, step: int) -> None:
+        """Step `step` is under way."""
+        self._launched = step
+
+    def resolved(self, step: int) -> None:
+        """All steps up to `step` have ended."""
+        self._resolved = step
+        while self._limbo and self._limbo[0].step <= step:
+            self._free(self._limbo.popleft())
+
+    @property
+    def settled(self) -> bool:
+        """True while no step is under way."""
+        return self._launched == self._resolved
+
+    @property
+    def rows_in_limbo(self) -> int:
+        """Rows that were given back while a step was under way."""
+        return sum(claim.row is not None for claim in self._limbo)
+
+    # ------------------------------------------------------------------ a request's claims
+
+    def seat(self, req: Req) -> bool:
+        """Give `req`, which has a lease, a row; False when all are taken."""
+        assert req.lease is not None and req.row is None
+        row = self.memory.table.open(req.lease.pages)
+        if row is None:
+            return False
+        req.row = row
+        tokens = req.spec.input_ids + req.output_ids
+        self.executor.open_row(row, tokens, req.num_prompt, req.spec.sampling, req.wish)
+        return True
+
+    def grow(self, req: Req, num_tokens: int) -> bool:
+        """Pages of a seated request for `num_tokens` tokens; False when there is too little memory."""
+        lease, row = req.lease, req.row
+        assert lease is not None and row is not None
+        before = len(lease.pages)
+        if not self.memory.grow(lease, num_tokens):
+            return False
+        if len(lease.pages) > before:
+            self.memory.table.extend(row, before, lease.pages[before:])
+        return True
+
+    def cache(self, req: Req, *, ending: bool = False) -> None:
+        """What is computed may serve others that begin alike. `ending`: the request lets go of it next."""
+        if req.lease is not None and req.cacheable and not req.spec.probe:
+            self.memory.cache(req.lease, req.packed(req.computed), req.spec.priority, ending=ending)
+
+    def unseat(self, req: Req) -> None:
+        """Take the row back; the pages stay."""
+        if req.row is not None:
+            self._give_back(_Claim(self._launched, req.row, ()))
+            req.row = None
+
+    def release(self, req: Req) -> None:
+        """The request's own claim on rows, pages and aux slot ends here; transfers may hold pages longer."""
+        self.cache(req, ending=True)
+        self.leave_device(req)
+        self._forget_saved(req)
+
+    def retract(self, req: Req) -> None:
+        """A running request gives way: its KV goes to host memory, or is computed again when it resumes.
+
+        No step may be under way.
+        """
+        if not self._save(req):
+            self.cache(req, ending=True)
+            req.computed = 0
+        req.planned = req.computed
+        self.leave_device(req)
+
+    def append(self, req: Req, token: SampledToken) -> FinishReason | None:
+        """A new output token; whether it is the last one."""
+        req.output_ids.append(token.token_id)
+        self.counters["generation_tokens"] += not req.spec.probe
+        return finish_for_token(req, token.token_id, self.limits.eos_token_ids)
+
+    def count_failure(self, req: Req, failure: Failure) -> None:
+        """`req` ends with it. Codes may come from peers, so there is an end to how many are kept apart."""
+        if req.spec.probe:
+            return
+        known = failure.code in self.failures or len(self.failures) < MAX_FAILURE_CODES
+        self.failures[failure.code if known else "other"] += 1
+
+    def restore(self, req: Req) -> None:
+        """Bring saved KV into the request's lease. No step may be under way."""
+        assert req.saved is not None and req.lease is not None and self.settled
+        pages = req.lease.pages[: self.memory.num_pages(req.computed)]
+        self.executor.restore(req.saved, pages)
+        self.counters["restored_pages"] += len(pages)
+        self._forget_saved(req)
+
+    # ------------------------------------------------------------------ inside
+
+    def _save(self, req: Req) -> bool:
+        """Copy what is computed to host memory; False when that is not wanted, or full."""
+        lease = req.lease
+        assert lease is not None and self.settled
+        pages = lease.pages[: self.memory.num_pages(req.computed)]
+        num_bytes = len(pages) * self.memory.layout.token_bytes * self.memory.layout.page_tokens
+        if self.offloaded_bytes + num_bytes > self.limits.offload_bytes:
+            return False
+        req.saved = self.executor.offload(pages)
+        self.offloaded_bytes += req.saved.num_bytes
+        self.counters["offloaded_pages"] += len(pages)
+        return True
+
+    def _forget_saved(self, req: Req) -> None:
+        if req.saved is not None:
+            self.offloaded_bytes -= req.saved.num_bytes
+            req.saved = None
+
+    def leave_device(self, req: Req) -> None:
+        """The request gives back its row and its own claim on pages and aux slot; nothing is cached."""
+        leases = tuple(lease for lease in (req.lease, req.aux) if lease is not None)
+        if leases or req.row is not None:
+            self._give_back(_Claim(self._launched, req.row, leases))
+        req.lease = req.aux = req.row = None
+
+    def _give_back(self, claim: _Claim) -> None:
+        if self.settled:
+            self._free(claim)
+        else:
+            self._limbo.append(claim)
+
+    def _free(self, claim: _Claim) -> None:
+        if claim.row is not None:
+            self.executor.close_row(claim.row)
+            self.memory.table.close(claim.row)
+        for lease in claim.leases:
+            lease.drop("request")
+
+
+def plan_of(step: int, rows: list[BatchRow]) -> BatchPlan | None:
+    """A plan, or None when there is nothing to compute."""
+    return BatchPlan(step, tuple(rows)) if rows else None

@@ -1,0 +1,135 @@
+"""Observation points: what a request's KV is before it is sent, and after it has arrived. Scheduler thread only.
+
+    prefill   computed: hashes of pages as they become whole, before they are sent
+              sent: a line of the log, and the checksum that goes to decode with `Done`
+    decode    received: hashes of what arrived, before anything is computed with it; a line; compared where asked for
+
+Made by `build` when `--log-kv-target` or `--disaggregation-enable-kv-checksum` is given; roles have None otherwise.
+`python -m pdserve.observe.compare_kv` joins the lines of both sides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pdserve.executor.kv_hasher import KVHasher
+from pdserve.protocol.failure import Failure
+from pdserve.scheduler.request import Req
+from pdserve.transfer.checksum import RankDigest, checksum
+from pdserve.transfer.wire import MemoryKey
+
+WriteLine = Callable[[dict[str, Any]], None]
+
+
+class KVChecksum:
+    """`write` takes the lines, None where nobody wants them. With `verify` decode refuses what differs."""
+
+    def __init__(
+        self, hasher: KVHasher, page_tokens: int, facts: dict[str, Any], write: WriteLine | None, *, verify: bool
+    ) -> None:
+        self._hasher = hasher
+        self._page_tokens = page_tokens
+        self._facts = facts
+        self._write = write
+        self._verify = verify
+        self._found: dict[str, tuple[int, int, tuple[RankDigest, ...]]] = {}
+        """By request under way: its first page that is sent, the end of those that were hashed, and their hashes."""
+
+    def computed(self, req: Req, num_pages: int) -> None:
+        """The first `num_pages` pages of the request are whole, and about to be sent."""
+        assert req.sender is not None and req.lease is not None
+        if req.sender.is_fake:
+            return
+        cached = req.sender.num_cached_tokens // self._page_tokens
+        first, end, digests = self._found.get(req.rid, (cached, cached, ()))
+        if num_pages <= end:
+            return
+        more = self._hasher.digest(req.lease.pages[end:num_pages], end, req.num_given)
+        if digests:
+            more = tuple(old.with_more(new) for old, new in zip(digests, more, strict=True))
+        self._found[req.rid] = (first, num_pages, more)
+
+    def sent(self, req: Req) -> str | None:
+        """All is computed: the checksum of what decode gets, None where it gets nothing."""
+        assert req.sender is not None and req.lease is not None
+        found = self._found.pop(req.rid, None)
+        key = req.sender.key
+        if found is None or key is None:
+            return None
+        first, end, digests = found
+        total = checksum(digests)
+        self._line("kv.sent", req, key, first, req.lease.pages[first:end], digests, total)
+        return total
+
+    def forget(self, req: Req) -> None:
+        """The request has ended."""
+        self._found.pop(req.rid, None)
+
+    def received(self, req: Req) -> Failure | None:
+        """All has arrived: why it is not what was sent, where that is asked for."""
+        assert req.receiver is not None and req.lease is not None
+        if req.receiver.is_fake:
+            return None
+        first = req.lease.num_prefix_pages
+        end = -(-req.num_given // self._page_tokens)
+        pages = req.lease.pages[first:end]
+        digests = self._hasher.digest(pages, first, req.num_given) if pages else ()
+        total = checksum(digests) if digests else None
+        if digests:
+            self._line("kv.received", req, req.receiver.key, first, pages, digests, total)
+        told = req.receiver.stats.kv_checksum
+        if not self._verify or total == told:
+            return None
+        message = f"the KV cache that arrived is not what was sent: checksum {total}, expected {told}"
+        return Failure(code="kv_checksum_mismatch", message=message, origin="decode", status=502)
+
+    def _line(
+        self,
+        event: str,
+        req: Req,
+        key: MemoryKey,
+        first: int,
+        pages: Sequence[int],
+        digests: Sequence[RankDigest],
+        total: str | None,
+    ) -> None:
+        if self._write is None:
+            return
+        self._write(
+            {
+                "at": time.time(),
+                "event": event,
+                "rid": req.rid,
+                "room": str(key.room),
+                "key": f"{key.room}/{key.attempt}/{key.origin}",
+                **self._facts,
+                "num_tokens": req.num_given,
+                "first_page": first,
+                "pages": list(pages),
+                "bytes": len(pages) * self._facts["page_bytes"],
+                "checksum": total,
+                "ranks": [_rank(digest) for digest in digests],
+            }
+        )
+
+
+def _rank(digest: RankDigest) -> dict[str, Any]:
+    groups = []
+    for group in digest.groups:
+        planes = ("latent",) if group.num_planes == 1 else ("k", "v")
+        cells, pages = group.cell_array(), group.page_array()
+        groups.append(
+            {
+                "name": group.name,
+                "layers": list(group.layers),
+                "heads": list(group.heads),
+                "cells": {
+                    plane: [[f"{int(cell):08x}" for cell in layer] for layer in cells[:, index]]
+                    for index, plane in enumerate(planes)
+                },
+                "pages": {plane: [f"{int(page):08x}" for page in pages[:, i]] for i, plane in enumerate(planes)},
+            }
+        )
+    return {"rank": digest.rank, "groups": groups}

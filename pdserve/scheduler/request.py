@@ -1,0 +1,259 @@
+"""A request as the scheduler sees it. Written by its role and the planners it uses."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+
+from pdserve.config.groups import SchedulePolicy
+from pdserve.executor.interface import HostPages, SampledToken
+from pdserve.memory.kv_memory import KVMemory
+from pdserve.memory.lease import Lease
+from pdserve.protocol.failure import Failure
+from pdserve.protocol.logprobs import Logprobs
+from pdserve.protocol.messages import FinishReason, GenerateRequest
+from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.transfer.manager import KVReceiver, KVSender
+
+RESUME_TOKENS = 16
+"""Output tokens that a request which gave way once has memory for when it resumes; doubles with each time."""
+
+
+@dataclasses.dataclass(slots=True)
+class Times:
+    """Moments of a request's life on this server, seconds of the scheduler's clock; None until they happen."""
+
+    arrived: float
+    peer_ready: float | None = None
+    started: float | None = None
+    prefilled: float | None = None
+    published: float | None = None
+    received: float | None = None
+    lost: float | None = None
+    """The KV did not come to decode, which computes the prompt itself."""
+    second_token: float | None = None
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Req:
+    """`computed` tokens of `prompt + output_ids` have KV in the lease's pages, `planned` will have once all that is
+    planned is computed; `row` while the executor knows the request. `saved` is the KV of the first `computed` tokens
+    while they are in host memory instead.
+    """
+
+    spec: GenerateRequest
+    times: Times
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+    computed: int = 0
+    planned: int = 0
+    num_cached: int = 0
+    """Prompt tokens that the first computation of the prompt found in a prefix cache."""
+    num_retractions: int = 0
+    cacheable: bool = True
+    """False when the KV is nobody's: a fake transfer brought it."""
+    saved: HostPages | None = None
+    lease: Lease | None = None
+    aux: Lease | None = None
+    row: int | None = None
+    sender: KVSender | None = None
+    receiver: KVReceiver | None = None
+    first_token: SampledToken | None = None
+    chunks: list[tuple[float, int]] | None = None
+    """See `RequestTiming.chunks`."""
+    _packed: bytes = b""
+
+    @property
+    def rid(self) -> str:
+        """The request id."""
+        return self.spec.rid
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens."""
+        return len(self.spec.input_ids)
+
+    @property
+    def num_given(self) -> int:
+        """Tokens that the request came with: its prompt, and output of an earlier try. Prefill hands their KV over."""
+        return len(self.spec.input_ids) + len(self.spec.prior_output_ids)
+
+    @property
+    def num_made(self) -> int:
+        """Output tokens that were made for this try."""
+        return len(self.output_ids) - len(self.spec.prior_output_ids)
+
+    @property
+    def num_known(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.spec.input_ids) + len(self.output_ids)
+
+    @property
+    def num_worst(self) -> int:
+        """Tokens whose KV the request can need at most; its last token is never computed."""
+        return self.num_prompt + max(self.spec.sampling.max_new_tokens, 1) - 1
+
+    @property
+    def num_reserved(self) -> int:
+        """Tokens that it gets memory for when it starts: those it knows, and more each time it gave way.
+
+        So it can give way only so often (the logarithm of its output) before it has all that it can need.
+        """
+        ahead = RESUME_TOKENS << self.num_retractions - 1 if self.num_retractions else 0
+        return max(self.num_known, min(self.num_known + ahead, self.num_worst))
+
+    @property
+    def wish(self) -> Logprobs | None:
+        """Log probabilities that are still wanted; those of the prompt are told once the first token is known."""
+        wish = self.spec.logprobs
+        if wish is None or wish.prompt_from is None or not self.output_ids:
+            return wish
+        return msgspec.structs.replace(wish, prompt_from=None)
+
+    @property
+    def most_cached(self) -> int:
+        """Known tokens that may be taken from a prefix cache: those before the first whose logits are wanted.
+
+        That is the last one, or where the prompt's log probabilities begin.
+        """
+        wish = self.wish
+        last = self.num_known - 1
+        return last if wish is None or wish.prompt_from is None else min(last, wish.prompt_from)
+
+    @property
+    def num_left(self) -> int:
+        """Output tokens that may still come."""
+        return self.spec.sampling.max_new_tokens - len(self.output_ids)
+
+    def packed(self, num_tokens: int) -> bytes:
+        """The first `num_tokens` known tokens as int32 bytes, the key of the prefix cache."""
+        if len(self._packed) < 4 * num_tokens:
+            self._packed = np.asarray(self.spec.input_ids + self.output_ids, dtype=np.int32).tobytes()
+        return self._packed[: 4 * num_tokens]
+
+
+def finish_for_token(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+    """Whether `token_id`, just appended to the request's output, ends it. Stop strings are the API process's."""
+    sampling, num_out = req.spec.sampling, len(req.output_ids)
+    if sampling.max_new_tokens == 0:
+        return FinishReason(type="length", length=0)
+    if token_id in sampling.stop_token_ids and num_out >= sampling.min_new_tokens:
+        return FinishReason(type="stop", matched=token_id)
+    if token_id in eos_token_ids and (_grammar_ends(req) or _eos_counts(sampling, num_out)):
+        return FinishReason(type="stop", matched=token_id)
+    if num_out >= sampling.max_new_tokens:
+        return FinishReason(type="length", length=num_out)
+    return None
+
+
+def _grammar_ends(req: Req) -> bool:
+    """With a grammar EOS comes only where the grammar may end; and while EOS is not wanted, only where it must."""
+    return req.spec.sampling.grammar is not None
+
+
+def _eos_counts(sampling: CoreSamplingParams, num_out: int) -> bool:
+    return num_out >= sampling.min_new_tokens and not sampling.ignore_eos
+
+
+def finish_for_failure(failure: Failure) -> FinishReason:
+    """The end of a request that failed."""
+    return FinishReason(type="abort", message=failure.message, status_code=failure.status, err_type=failure.code)
+
+
+GRAMMAR_FAILED = Failure(
+    code="grammar_failed",
+    message="the grammar of this request became too complex to follow; make its schema or expression simpler",
+    retryable=False,
+    status=400,
+)
+CLIENT_ABORT = Failure(code="aborted", message="the request was aborted", origin="client", status=499)
+
+
+LPM_WINDOW = 64
+"""How many requests at the head are looked up again when the cache has changed."""
+LPM_TOKENS = 256
+"""Cached tokens that weigh as much as `aging_s` seconds of waiting."""
+LPM_MOST = 6
+"""A longer prefix than so many times `LPM_TOKENS` weighs no more."""
+
+Entry = tuple[bool, float, int, Req]
+"""(not resumed, rank, number of arrival, request): numbers differ, so requests are never compared."""
+
+
+class WaitingQueue:
+    """Requests in the order of a policy; those that were retracted come before all others, the oldest first."""
+
+    def __init__(self, policy: SchedulePolicy, aging_s: float, memory: KVMemory) -> None:
+        self._memory = memory
+        self._aging_s = aging_s
+        self._rank: Callable[[Req], float] = {"fcfs": _arrival, "priority": self._by_priority, "lpm": self._by_prefix}[
+            policy
+        ]
+        self._follows_cache = policy == "lpm"
+        self._seen_version = -1
+        self._entries: list[Entry] = []
+        self._place: dict[str, Entry] = {}
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, req: Req) -> bool:
+        return req.rid in self._place
+
+    def __getitem__(self, index: int) -> Req:
+        """The one that has `index` others before it."""
+        return self._entries[index][3]
+
+    def __iter__(self) -> Iterator[Req]:
+        """In order. The queue must not be changed meanwhile."""
+        return (entry[3] for entry in self._entries)
+
+    def add(self, req: Req, *, resumed: bool = False) -> None:
+        """A request that was retracted is `resumed`."""
+        self._number += 1
+        rank = req.times.arrived if resumed else self._rank(req)
+        self._insert((not resumed, rank, self._number, req))
+
+    def remove(self, req: Req) -> None:
+        """Take out a request, wherever it stands."""
+        entry = self._place.pop(req.rid)
+        index = bisect.bisect_left(self._entries, entry)
+        assert self._entries[index] is entry
+        del self._entries[index]
+
+    @property
+    def num_resumed(self) -> int:
+        """Retracted requests among those that wait."""
+        return bisect.bisect_left(self._entries, True, key=lambda entry: entry[0])
+
+    def refresh(self) -> None:
+        """Rank the head of the queue anew when the policy follows the cache and the cache has changed."""
+        version = self._memory.cache_version
+        if not self._follows_cache or version == self._seen_version:
+            return
+        self._seen_version = version
+        head = [entry for entry in self._entries[:LPM_WINDOW] if entry[0]]
+        for entry in head:
+            rank = self._rank(entry[3])
+            if rank != entry[1]:
+                self.remove(entry[3])
+                self._insert((True, rank, entry[2], entry[3]))
+
+    def _insert(self, entry: Entry) -> None:
+        bisect.insort(self._entries, entry)
+        self._place[entry[3].rid] = entry
+
+    def _by_priority(self, req: Req) -> float:
+        return req.times.arrived - self._aging_s * req.spec.priority
+
+    def _by_prefix(self, req: Req) -> float:
+        num_cached = self._memory.match_prefix(req.packed(req.num_known), req.num_known - 1)
+        return req.times.arrived - self._aging_s * min(num_cached / LPM_TOKENS, LPM_MOST)
+
+
+def _arrival(req: Req) -> float:
+    return req.times.arrived

@@ -1,0 +1,1 @@
+"""What all endpoints share: bodies, errors, access rules, TLS, draining."""

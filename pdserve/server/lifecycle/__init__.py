@@ -1,0 +1,1 @@
+"""Start, drain and end of a server, and the change of its role."""

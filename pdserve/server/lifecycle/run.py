@@ -1,0 +1,169 @@
+"""Runs the API process: uvicorn around the applications of `host`, signals, an orderly end.
+
+    first signal ──> not ready, new requests are refused ── all have ended, or time is up ──> the port closes ──> end
+    second signal ── what runs ends with an error ──────────────────────────────────────────────────────────────> end
+
+Called by `launch_server` in the main process, with an engine that it has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from pdserve.base.http_rules import MAX_HEADER_BYTES, MAX_TARGET_BYTES
+from pdserve.base.process import ENDING, leave_if_told
+from pdserve.config.groups import ServerConfig
+from pdserve.errors import ConfigError
+from pdserve.server.http.tls import server_tls
+from pdserve.server.lifecycle.instance import EngineBackend, tell_nobody
+from pdserve.server.lifecycle.role_switch_app import OtherRole, RoleSwitchApp
+from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
+
+OTHERS_S = 2
+"""How long calls that generate nothing may go on when all that do have ended."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers; `run` has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Overrides uvicorn's."""
+        yield
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    host, port = config.serving.host, config.serving.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}", field="port") from error
+
+
+def _settings(app: RoleSwitchApp, config: ServerConfig) -> uvicorn.Config:
+    """uvicorn's; it is not to believe `X-Forwarded-For`, which it does of loopback unless told otherwise."""
+    settings = uvicorn.Config(
+        app,
+        interface="asgi3",
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES + MAX_TARGET_BYTES,
+        timeout_graceful_shutdown=OTHERS_S,
+        timeout_keep_alive=75,
+    )
+    settings.load()
+    settings.ssl = server_tls(config.access)
+    return settings
+
+
+def _on_signals(server: uvicorn.Server, host: RoleSwitchApp, grace_s: float) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+    draining: list[asyncio.Task[None]] = []
+
+    def stop() -> None:
+        if draining:
+            draining[0].cancel()
+            host.cut()
+            server.force_exit = server.should_exit
+            server.should_exit = True
+        else:
+            draining.append(asyncio.create_task(_drain(server, host, grace_s)))
+
+    loop = asyncio.get_running_loop()
+    for number in ENDING:
+        loop.add_signal_handler(number, stop)
+    leave_if_told()  # by one that came before
+
+
+async def _drain(server: uvicorn.Server, host: RoleSwitchApp, grace_s: float) -> None:
+    try:
+        await host.drain(grace_s)
+    finally:
+        server.should_exit = True
+
+
+async def serve(
+    first: EngineBackend,
+    tokenizer: Tokenizer | None,
+    *,
+    other: OtherRole | None = None,
+    on_listening: Callable[[int], None] = tell_nobody,
+) -> int:
+    """Serve until a signal, or until the engine dies; returns the exit status: 0, or 1 without an engine.
+
+    It listens at once; `/health` turns 200 when the scheduler has announced itself. `on_listening` gets the bound port.
+    `other` makes what the server is to become when its role is changed.
+
+    Raises:
+        ConfigError: the port cannot be bound, or a log or tracing cannot be had.
+    """
+    listener = _listen(first.config)
+    try:
+        port = listener.getsockname()[1]
+        host = RoleSwitchApp(first, tokenizer, other, port=port, leave=lambda: _leave(server))
+        server = _Server(_settings(host, first.config))
+        _on_signals(server, host, first.config.serving.timeout_graceful_shutdown)
+        told = asyncio.create_task(_tell_listening(server, port, on_listening))
+        try:
+            await host.open()
+            await server.serve(sockets=[listener])
+        finally:
+            told.cancel()
+            status = await host.close()
+    finally:
+        listener.close()
+    return status
+
+
+def _leave(server: uvicorn.Server) -> None:
+    server.should_exit = True
+
+
+async def _tell_listening(server: uvicorn.Server, port: int, on_listening: Callable[[int], None]) -> None:
+    while not server.started:
+        await asyncio.sleep(0.01)
+    on_listening(port)
+
+
+def run_api(
+    first: EngineBackend,
+    *,
+    tokenizer_dir: str | Path | None,
+    other: OtherRole | None = None,
+    on_listening: Callable[[int], None] = tell_nobody,
+) -> int:
+    """Load the tokenizer of `tokenizer_dir` and serve; returns the exit status. Blocks the calling thread.
+
+    `first` is what stands behind the server at the beginning, its engine already started, `other` makes what may
+    stand there later. `on_listening` gets the bound port when it listens.
+
+    Raises:
+        ConfigError: the tokenizer cannot be read, the port cannot be bound, or a log or tracing cannot be had.
+    """
+    tokenizer = None
+    if tokenizer_dir is not None:
+        tokenizer = load_tokenizer(tokenizer_dir, first.config.serving.chat_template)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(serve(first, tokenizer, other=other, on_listening=on_listening))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop

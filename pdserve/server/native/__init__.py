@@ -1,0 +1,1 @@
+"""SGLang's endpoints: generate, worker API, health, tokenize, role switch."""

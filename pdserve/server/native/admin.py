@@ -1,0 +1,191 @@
+"""Facts, load, metrics, and the few commands: everything that is neither generation nor health."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+
+import pdserve
+from pdserve.base.http_rules import error_object
+from pdserve.base.process_use import own_processes
+from pdserve.config.access_group import shown
+from pdserve.errors import RequestError
+from pdserve.protocol.messages import CommandReply, EngineState, FlushCache
+from pdserve.server.context import ServerContext
+from pdserve.server.http.json_http import convert, json_response, read_json_object
+from pdserve.server.http.streaming import until_disconnect
+from pdserve.server.native.generate import WEIGHT_VERSION
+from pdserve.server.native.health import replica_health
+from pdserve.server.request.schemas import AbortBody
+
+STATE_TIMEOUT_S = 1.0
+FLUSH_TIMEOUT_S = 10.0
+FLUSH_RETRY_S = 0.02
+MAX_FLUSH_WAIT_S = 600.0
+
+
+async def model_info(context: ServerContext) -> Response:
+    """Facts of the model."""
+    return json_response(_model_facts(context))
+
+
+async def weight_version(context: ServerContext) -> Response:
+    """Which weights are served; there is one version, the one that was loaded."""
+    context.client.require_ready()
+    return json_response({"weight_version": WEIGHT_VERSION})
+
+
+def _model_facts(context: ServerContext) -> dict[str, Any]:
+    config, ready = context.config.model, context.client.ready
+    return {
+        "model_path": config.model_path,
+        "served_model_name": context.model_name,
+        "tokenizer_path": config.tokenizer_path or config.model_path,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "weight_version": WEIGHT_VERSION,
+        "model_type": ready.model_type if ready else None,
+        "architectures": ready.architectures if ready else None,
+        "vocab_size": ready.vocab_size if ready else None,
+        "max_context_length": ready.context_length if ready else None,
+    }
+
+
+def _flags(context: ServerContext) -> dict[str, Any]:
+    """Every flag by its name but secrets; groups have no name in common."""
+    config = context.config
+    groups = (getattr(config, field.name) for field in dataclasses.fields(config))
+    return {name: value for group in groups for name, value in shown(group).items()}
+
+
+def _state_fields(state: EngineState | None) -> dict[str, Any]:
+    if state is None:
+        return {"internal_states": []}
+    fields = msgspec.to_builtins(state)
+    assert isinstance(fields, dict)
+    replicas = fields.pop("replicas")
+    return {**fields, "internal_states": replicas or [fields]}
+
+
+async def server_info(context: ServerContext) -> Response:
+    """All flags, the facts of model and engine, and the scheduler's counts now."""
+    ready = context.client.ready
+    state = await context.client.state(STATE_TIMEOUT_S, audit=True)
+    body = {
+        **_flags(context),
+        **_model_facts(context),
+        **_state_fields(state),
+        "state_age_s": context.client.state_age_s,
+        "replica_health": replica_health(context),
+        "engine_facts": ready.facts if ready else {},
+        "processes": {name: dataclasses.asdict(use) for name, use in own_processes().items()},
+        "status": "ready" if ready else "not_ready",
+        "version": pdserve.__version__,
+    }
+    return json_response(body)
+
+
+async def get_load(context: ServerContext) -> Response:
+    """A list, one entry per data-parallel rank."""
+    context.client.require_ready()
+    state = await context.client.state(STATE_TIMEOUT_S)
+    if state is None:
+        return json_response([_load(0, None, context.client.num_live)])
+    return json_response([_load(rank, one, 0) for rank, one in enumerate(state.replicas or [state])])
+
+
+def _load(dp_rank: int, state: EngineState | None, num_live: int) -> dict[str, int]:
+    """The load of one replica; `num_live` requests are known when it has never said anything."""
+    return {
+        "dp_rank": dp_rank,
+        "num_tokens": state.num_used_tokens if state else 0,
+        "num_reqs": state.num_running_reqs + state.num_queue_reqs if state else num_live,
+        "num_running_reqs": state.num_running_reqs if state else 0,
+        "num_waiting_reqs": state.num_queue_reqs if state else 0,
+    }
+
+
+async def metrics(context: ServerContext) -> Response:
+    """Prometheus text; the scheduler's part is the last known one when it does not answer within a second."""
+    if not context.config.observe.enable_metrics:
+        raise RequestError("metrics are off (--no-enable-metrics)", status=404, code="metrics_off")
+    state = await context.client.state(STATE_TIMEOUT_S)
+    alive = {rank: each["alive"] is True for rank, each in enumerate(replica_health(context))}
+    return Response(context.metrics.render(state, alive), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def flush_cache(context: ServerContext, request: Request) -> Response:
+    """Forget cached prefixes; 400 while requests are running, after the `timeout` in seconds that the query may give.
+
+    Nothing is dropped from under a running request: a scheduler that is not idle refuses.
+    """
+    reply = await until_disconnect(request, flush_when_idle(context, _flush_wait_s(request)))
+    if not reply.ok:
+        return json_response(error_object(reply.message, 400, code="busy"), status=400)
+    return json_response({"success": True, "message": reply.message})
+
+
+def _flush_wait_s(request: Request) -> float:
+    text = request.query_params.get("timeout", "0")
+    try:
+        wait_s = float(text)
+    except ValueError:
+        wait_s = math.nan
+    if not 0 <= wait_s <= MAX_FLUSH_WAIT_S:
+        raise RequestError(f"timeout must be 0 to {MAX_FLUSH_WAIT_S:g} seconds, got {text!r}", field="timeout")
+    return wait_s
+
+
+async def flush_when_idle(context: ServerContext, wait_s: float) -> CommandReply:
+    """Forget cached prefixes: the first reply that says ok, or the last one before `wait_s` is over."""
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        reply = await context.client.command(lambda i: FlushCache(query_id=i), FLUSH_TIMEOUT_S)
+        if reply.ok or time.monotonic() >= deadline_s:
+            return reply
+        await asyncio.sleep(FLUSH_RETRY_S)
+
+
+async def abort_request(context: ServerContext, request: Request) -> Response:
+    """Abort one request by its id, or all; an unknown id is no error, as it may just have ended."""
+    body = convert(await read_json_object(request, context.max_body_bytes), AbortBody)
+    if body.rid is None and not body.abort_all:
+        raise RequestError("rid is missing; give it, or abort_all: true", field="rid")
+    return json_response({"num_aborted": context.client.abort(None if body.abort_all else body.rid)})
+
+
+def _model_card(context: ServerContext) -> dict[str, Any]:
+    ready = context.client.ready
+    return {
+        "id": context.model_name,
+        "object": "model",
+        "created": context.started_s,
+        "owned_by": "pdserve",
+        "root": context.config.model.model_path,
+        "parent": None,
+        "max_model_len": ready.context_length if ready else None,
+    }
+
+
+async def list_models(context: ServerContext) -> Response:
+    """The one model."""
+    return json_response({"object": "list", "data": [_model_card(context)]})
+
+
+async def get_model(context: ServerContext, name: str) -> Response:
+    """The one model by its name.
+
+    Raises:
+        RequestError: 404 for another name.
+    """
+    context.check_model(name)
+    return json_response(_model_card(context))

@@ -1,0 +1,291 @@
+"""`POST /generate`, SGLang's native API: text or token ids, single or batch, whole or as a stream whose events have all
+text so far, or with `--incremental-streaming-output` what is new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+
+from pdserve.errors import RequestError
+from pdserve.protocol.failure import Grammar
+from pdserve.protocol.logprobs import Logprobs
+from pdserve.server.context import ServerContext
+from pdserve.server.generation import Generation, GenerationUpdate
+from pdserve.server.http.json_http import convert, json_response, read_json_object, refuse_unsupported, scalar_or_list
+from pdserve.server.http.streaming import collect, event, stream_response, until_disconnect
+from pdserve.server.openai.logprob_format import LARGE, NativeFormat, prompt_tokens
+from pdserve.server.request.constraints import native_constraint
+from pdserve.server.request.intake import (
+    PreparedRequests,
+    PromptSpec,
+    as_prompts,
+    check_token_ids,
+    check_top_logprobs,
+    prompt_field,
+)
+from pdserve.server.request.sampling_fields import NativeNames, RequestLimits, check_listed, count_n, native_sampling
+from pdserve.server.request.schemas import UNSUPPORTED_NATIVE, UNSUPPORTED_NATIVE_SAMPLING, GenerateBody, NativeSampling
+from pdserve.server.request.stream_states import Resume, StreamStates, resumed
+
+MAX_TOKEN_IDS = 1024
+"""Token ids that a request may ask for at every position."""
+
+
+def native_wishes(
+    body: GenerateBody, prompts: Sequence[Sequence[int]], vocab_size: int, *, listed: bool
+) -> list[Logprobs | None]:
+    """The wish of every prompt. `listed`: the answer is a list.
+
+    The prompt's log probabilities are in prefill's answer, of which routers take `input_token_logprobs` if the answer
+    is no list; what they do not take is handed over to decode.
+
+    Raises:
+        RequestError: 400 naming the field.
+    """
+    count = len(prompts)
+    wanted = scalar_or_list(body.return_logprob, count, "return_logprob", bool)
+    tops = scalar_or_list(body.top_logprobs_num, count, "top_logprobs_num", int)
+    starts = scalar_or_list(body.logprob_start_len, count, "logprob_start_len", int)
+    picks = _token_ids(body.token_ids_logprob, count, vocab_size)
+    return [
+        _wish(top or 0, -1 if start is None else start, ids, len(prompt), listed) if want else None
+        for want, top, start, ids, prompt in zip(wanted, tops, starts, picks, prompts, strict=True)
+    ]
+
+
+def _wish(top: int, start: int, token_ids: tuple[int, ...], num_prompt: int, listed: bool) -> Logprobs:
+    check_top_logprobs(top, "top_logprobs_num")
+    if not -1 <= start <= num_prompt:
+        raise RequestError(
+            f"logprob_start_len must be -1 (the output only) or in [0, {num_prompt}] (the prompt), got {start}",
+            field="logprob_start_len",
+        )
+    return Logprobs(
+        top=top,
+        token_ids=token_ids,
+        prompt_from=None if start in (-1, num_prompt) else start,
+        to_decode=listed or top > 0 or bool(token_ids),
+    )
+
+
+def _token_ids(value: Any, count: int, vocab_size: int) -> list[tuple[int, ...]]:
+    """`token_ids_logprob` of every prompt: a list of ids for all, or one (or null) for each."""
+    field = "token_ids_logprob"
+    if value is None:
+        return [()] * count
+    if not isinstance(value, list):
+        raise RequestError(f"{field} must be a list of token ids, got {type(value).__name__}", field=field)
+    shared = bool(value) and not any(entry is None or isinstance(entry, list) for entry in value)
+    lists = [value] * count if shared or not value else value
+    if len(lists) != count:
+        raise RequestError(f"{field} has {len(lists)} entries for {count} prompts", field=field)
+    for ids in lists:
+        if ids is not None and not isinstance(ids, list):
+            raise RequestError(f"{field} mixes token ids and lists", field=field)
+        if ids is not None and len(ids) > MAX_TOKEN_IDS:
+            raise RequestError(f"{field} takes at most {MAX_TOKEN_IDS} token ids, got {len(ids)}", field=field)
+        check_token_ids(ids or (), vocab_size, field)
+    return [tuple(ids or ()) for ids in lists]
+
+
+WEIGHT_VERSION = "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateCall:
+    """One call of `/generate`, checked and ready to be submitted. `listed`: the answer is a list."""
+
+    context: ServerContext
+    intake: PreparedRequests
+    listed: bool
+    stream: bool
+    logprob_text: bool
+    started_s: float
+    resume: Resume | None = None
+
+    async def answer(self, request: Request) -> Response:
+        """Submit, and answer at once or as a stream. Prefill answers whole: its half is over with the first token."""
+        generation = await self.context.client.submit(self.intake.requests, self.intake.names, self.intake.batch)
+        with generation.closed_on_error():
+            if self.stream and self.context.mode != "prefill":
+                return await stream_response(request, self._events(request, generation))
+            updates = await until_disconnect(request, collect(generation, len(self.intake.requests)))
+            if sum(part.num_tokens for update in updates for part in update.prompt_parts) > LARGE:
+                return await asyncio.to_thread(self._whole, updates)
+            return self._whole(updates)
+
+    def _whole(self, updates: list[GenerationUpdate]) -> Response:
+        results = [self._result(update, update, self._input_logprobs(update)) for update in updates]
+        return json_response(results if self.listed else results[0])
+
+    async def _events(self, request: Request, generation: Generation) -> AsyncGenerator[bytes, None]:
+        totals = [GenerationUpdate(index) for index in range(len(self.intake.requests))]
+        if self.resume is not None:
+            totals[0] = self.resume.update(generation.prior_text.get(0, ""))
+        inputs: dict[int, dict[str, Any]] = {}
+        incremental = self.context.config.serving.incremental_streaming_output
+        states = StreamStates(
+            request,
+            {"id": self.intake.names[0]},
+            num_sequences=2 if self.listed else 1,
+            logprobs=self.intake.requests[0].logprobs is not None and not incremental,
+        )
+        async with generation:
+            async for update in generation:
+                total = totals[update.index]
+                if self.resume is not None and self.resume.token_ids:
+                    update.cached_tokens = self.resume.cached_tokens
+                total.absorb(update)
+                if not update.token_ids and update.finish is None:
+                    continue  # nothing but a part of the prompt's log probabilities
+                if update.index not in inputs:
+                    inputs[update.index] = await asyncio.to_thread(self._input_logprobs, total)
+                result = self._result(total, update if incremental else total, inputs[update.index])
+                for data in states.told(update, [event({"index": update.index, **result} if self.listed else result)]):
+                    yield data
+
+    def _format(self, wish: Logprobs) -> NativeFormat:
+        return NativeFormat(self.context.tokenizer, wish.top > 0, bool(wish.token_ids), self.logprob_text)
+
+    def _input_logprobs(self, update: GenerationUpdate) -> dict[str, Any]:
+        """Of the prompt: all lists, but for the one that a router takes from prefill's answer and puts in front."""
+        request = self.intake.requests[update.index]
+        if request.logprobs is None:
+            return {}
+        fields = self._format(request.logprobs).input(prompt_tokens(request, update.prompt_parts))
+        if self.context.mode == "decode" and not self.listed:
+            fields["input_token_logprobs"] = []
+        return fields
+
+    def _result(
+        self, total: GenerationUpdate, shown: GenerationUpdate, input_logprobs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """`total` is all there is of a sequence, `shown` the tokens and text that this answer or event has of it."""
+        request = self.intake.requests[total.index]
+        meta: dict[str, Any] = {
+            "id": self.intake.names[total.index],
+            "finish_reason": _finish(total),
+            "prompt_tokens": len(request.input_ids),
+            "completion_tokens": len(total.token_ids),
+            "cached_tokens": total.cached_tokens,
+            "weight_version": WEIGHT_VERSION,
+            "e2e_latency": time.monotonic() - self.started_s,
+            "timing": msgspec.to_builtins(total.timing) if total.timing is not None else {},
+        }
+        if request.logprobs is not None:
+            meta |= input_logprobs | self._format(request.logprobs).output(shown, request.logprobs.token_ids)
+        return {"text": shown.text, "output_ids": shown.token_ids, "meta_info": meta}
+
+
+def _finish(update: GenerationUpdate) -> dict[str, Any] | None:
+    finish = update.finish
+    if finish is None:
+        return None
+    match finish.type:
+        case "stop":
+            return {"type": "stop", "matched": finish.matched}
+        case "length":
+            return {"type": "length", "length": finish.length or len(update.token_ids)}
+        case "abort":
+            return {
+                "type": "abort",
+                "message": finish.message or "aborted",
+                "status_code": finish.status_code,
+                "err_type": finish.err_type,
+            }
+
+
+async def _prompts(context: ServerContext, body: GenerateBody) -> tuple[list[list[int]], str, bool]:
+    """Token ids of every prompt, the name of the field they came in, and whether they came as a batch."""
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestError("exactly one of text and input_ids must be given", field="text")
+    field = "text" if body.text is not None else "input_ids"
+    value = body.text if body.text is not None else body.input_ids
+    prompts, batch = as_prompts(value, field, allow_text=field == "text", allow_ids=field == "input_ids")
+    return await context.token_ids(prompts, field, batch=batch), field, batch
+
+
+def _samplings(value: Any, names: list[NativeNames]) -> list[NativeSampling]:
+    """`sampling_params` of every prompt: one object for all, or a list."""
+    given = scalar_or_list({} if value is None else value, len(names), "sampling_params", dict)
+    if not isinstance(value, list):
+        return [_sampling(given[0], names[0])] * len(names)
+    return [_sampling(entry, name) for entry, name in zip(given, names, strict=True)]
+
+
+def _sampling(entry: dict[str, Any] | None, name: NativeNames) -> NativeSampling:
+    allowed = refuse_unsupported(entry or {}, UNSUPPORTED_NATIVE_SAMPLING, prefix=name.sampling)
+    return convert(allowed, NativeSampling, prefix=name.sampling)
+
+
+def _count_n(samplings: list[NativeSampling], names: list[NativeNames]) -> int:
+    counts = set()
+    for sampling, name in zip(samplings, names, strict=True):
+        with name.inside():
+            counts.add(count_n(sampling.n))
+    if len(counts) > 1:
+        raise RequestError("sampling_params.n must be the same for all prompts of a batch", field="sampling_params.n")
+    return counts.pop()
+
+
+def _specs(
+    prompts: list[list[int]],
+    samplings: list[NativeSampling],
+    grammars: list[Grammar | None],
+    wishes: list[Logprobs | None],
+    limits: RequestLimits,
+    names: list[NativeNames],
+) -> list[PromptSpec]:
+    return [
+        PromptSpec(ids, native_sampling(sampling, len(ids), limits, name, grammar), wish)
+        for ids, sampling, grammar, wish, name in zip(prompts, samplings, grammars, wishes, names, strict=True)
+    ]
+
+
+async def _grammar(context: ServerContext, sampling: NativeSampling, name: NativeNames) -> Grammar | None:
+    with name.inside():
+        return await context.take_grammar(native_constraint(sampling, name.sampling), sampling.stop_regex)
+
+
+async def generate(context: ServerContext, request: Request) -> Response:
+    """Check everything, then submit; nothing is allocated for a bad request.
+
+    Raises:
+        RequestError: what was wrong with the body.
+    """
+    started_s = time.monotonic()
+    raw = await read_json_object(request, context.max_body_bytes)
+    limits = context.limits()
+    body = convert(refuse_unsupported(raw, UNSUPPORTED_NATIVE), GenerateBody)
+    context.check_model(body.model)
+    prompts, field, batch = await _prompts(context, body)
+    several = isinstance(body.sampling_params, list)
+    names = [
+        NativeNames(prompt_field(field, i, batch=batch), prompt_field("sampling_params", i, batch=several))
+        for i in range(len(prompts))
+    ]
+    samplings = _samplings(body.sampling_params, names)
+    n = _count_n(samplings, names)
+    with names[0].inside():
+        check_listed(samplings, len(samplings) * n)
+    grammars = [await _grammar(context, sampling, name) for sampling, name in zip(samplings, names, strict=True)]
+    listed = batch or n > 1
+    wishes = native_wishes(body, prompts, limits.vocab_size, listed=listed)
+    specs = _specs(prompts, samplings, grammars, wishes, limits, names)
+    stream = bool(body.stream)
+    if body.pdserve_resume is not None:
+        body.rid = body.rid or body.pdserve_resume.head.id
+    with NativeNames(field, "sampling_params").inside():
+        intake = context.intake(specs, n, body, field, stream=stream)
+    repeats = not context.config.serving.incremental_streaming_output
+    intake = resumed(intake, body.pdserve_resume, limits.vocab_size, stream=stream and not listed, logprobs=repeats)
+    text = bool(body.return_text_in_logprobs)
+    return await GenerateCall(context, intake, listed, stream, text, started_s, body.pdserve_resume).answer(request)

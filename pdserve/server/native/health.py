@@ -1,0 +1,191 @@
+"""Health that does not lie: is the process alive, can it take requests, does a token come out. Routes in `app`.
+
+    /health            the engine has started, its schedulers run, no step is stuck, and
+                       the server was not told to end                                       liveness, routers' checks
+    /ready             that; prefill is in its bootstrap server, a partner answers, and
+                       the role is not being changed                                        readiness
+    /health_generate   that of /health, and a token comes through scheduler and device      start-up, deep checks
+
+A long step is no reason to be ill: schedulers beat from a thread beside the loop. A server that no partner has ever
+spoken to is ready: decode looks for a prefill server only when a request names one, so a router that waited for the
+two to meet would wait for ever. For the same reason partners that are all silent count for a minute only: by then they
+are dead or replaced, and whoever replaced them is met by the next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from pdserve.base.stream_state import ROLE_HEADER
+from pdserve.errors import RequestError
+from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, MAX_ROOM, GenerateRequest, PeerLoad, RoomAddress
+from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.server.context import ServerContext
+from pdserve.server.engine_client.engine_queries import ReplicaVitals
+from pdserve.server.engine_client.waiting import QUEUE_FULL
+from pdserve.server.generation import GenerationUpdate
+from pdserve.server.http.drain_gate import DrainGate
+from pdserve.server.http.json_http import json_response
+from pdserve.server.http.streaming import collect, until_disconnect
+
+STATE_TIMEOUT_S = 1.0
+PROBE_TIMEOUT_S = 20.0
+SECOND_LOOK_S = 1.5
+"""So long we wait for a beat before we call a scheduler silent: perhaps it is we who were held up."""
+PARTNER_MEMORY_S = 60.0
+"""A partner that is silent for longer is no reason not to be ready."""
+
+
+async def health(context: ServerContext, door: DrainGate) -> Response:
+    """200 while the server lives; 503 as the engine starts, when it is gone, silent or stuck, and as the server ends.
+
+    A header says in which role new requests are taken.
+    """
+    door.require_staying()
+    await require_alive(context)
+    return json_response({"status": "ok"}, headers={ROLE_HEADER: door.takes})
+
+
+async def ready(context: ServerContext, door: DrainGate) -> Response:
+    """200 when requests can be taken and will find their partner; see the file's docstring."""
+    await require_alive(context)
+    door.require_open()
+    if not context.registered():
+        raise RequestError("not in the bootstrap server yet", status=503, code="not_registered", retry_after_s=1)
+    state = await context.client.state(STATE_TIMEOUT_S)
+    peers = [] if state is None else state.peers
+    why = partners_missing(peers)
+    if why is not None:
+        raise RequestError(why, status=503, code="no_partner", retry_after_s=1)
+    return json_response({"status": "ready", "partners": {peer.endpoint: peer.state for peer in peers}})
+
+
+def partners_missing(peers: Sequence[PeerLoad]) -> str | None:
+    """Why a server with these partners is not ready; None when it is."""
+    if any(peer.state == "ready" for peer in peers):
+        return None
+    silent = [peer for peer in peers if peer.silent_s is not None and peer.silent_s < PARTNER_MEMORY_S]
+    if not silent:
+        return None
+    return "no partner answers: " + ", ".join(
+        f"{peer.endpoint} is silent for {peer.heartbeat_age_s:.0f} s" for peer in silent
+    )
+
+
+async def health_generate(context: ServerContext, request: Request) -> Response:
+    """200 when every replica gave a token, or computes others' too busily to come to ours; else 503.
+
+    Probes the engine, not the partner of a pair.
+    """
+    vitals = await require_alive(context)
+    _require_going(context)
+    probes = _probes(context)
+    try:
+        updates = await _probed(context, request, probes)
+    except TimeoutError as error:
+        now = await require_alive(context)
+        _require_going(context)
+        if _all_busy(vitals, now):
+            return json_response({"status": "busy"})
+        message = f"no token came within {PROBE_TIMEOUT_S} s"
+        raise RequestError(message, status=503, code="engine_busy") from error
+    except RequestError as error:
+        if error.code == QUEUE_FULL:
+            await asyncio.sleep(SECOND_LOOK_S)  # the refusal came at once: the next beat says more
+            if _all_busy(vitals, await require_alive(context)):
+                return json_response({"status": "busy"})
+        message = f"the probe failed: {error.message}"
+        raise RequestError(message, status=503, code=error.code, retry_after_s=error.retry_after_s) from error
+    _check(updates)
+    return json_response({"status": "ok"})
+
+
+async def _probed(
+    context: ServerContext, request: Request, probes: Sequence[GenerateRequest]
+) -> Sequence[GenerationUpdate]:
+    """What came of the probes.
+
+    Raises:
+        TimeoutError: not all have ended within `PROBE_TIMEOUT_S`.
+        RequestError: one was refused.
+    """
+    generation = await context.client.submit(probes, [probe.rid for probe in probes])
+    with generation.closed_on_error():
+        work = asyncio.wait_for(collect(generation, len(probes)), PROBE_TIMEOUT_S)
+        return await until_disconnect(request, work)
+
+
+def _require_going(context: ServerContext) -> None:
+    """Where generation is paused no token would come, and that is known without waiting for one."""
+    if context.client.paused:
+        raise RequestError("generation is paused until /continue_generation", status=503, code="paused")
+
+
+def _probes(context: ServerContext) -> list[GenerateRequest]:
+    vocab_size = context.client.require_ready().vocab_size
+    return [
+        GenerateRequest(
+            rid=f"health-{uuid.uuid4().hex}",
+            input_ids=[min(1, vocab_size - 1)],
+            sampling=CoreSamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+            room=None
+            if context.mode == "null"
+            else RoomAddress(host=FAKE_BOOTSTRAP_HOST, port=None, room=secrets.randbelow(MAX_ROOM)),
+            replica=replica,
+            probe=True,
+        )
+        for replica in range(context.config.parallel.dp_size)
+    ]
+
+
+def _check(updates: Sequence[GenerationUpdate]) -> None:
+    if not all(update.token_ids for update in updates):
+        raise RequestError("the probe was aborted", status=503, code="aborted")
+
+
+def _all_busy(before: Sequence[ReplicaVitals], now: Sequence[ReplicaVitals]) -> bool:
+    """Every replica has computed since, or does so now."""
+    return all(new.num_turns > old.num_turns or new.turn_s is not None for old, new in zip(before, now, strict=True))
+
+
+async def require_alive(context: ServerContext) -> list[ReplicaVitals]:
+    """What is known of all schedulers.
+
+    Raises:
+        EngineDeadError: the engine is gone.
+        RequestError: 503 while it starts, or naming the replica that is silent or stuck.
+    """
+    context.client.require_ready()
+    deadline_s = time.monotonic() + SECOND_LOOK_S
+    while True:
+        vitals = context.client.pulses.vitals(context.config.parallel.dp_size)
+        troubles = [why for each in vitals if (why := each.trouble(context.config.observe.watchdog_timeout))]
+        if not troubles:
+            return vitals
+        if time.monotonic() >= deadline_s:
+            raise RequestError("; ".join(troubles), status=503, code="engine_stuck")
+        await asyncio.sleep(0.05)
+
+
+def replica_health(context: ServerContext) -> list[dict[str, object]]:
+    """For `/get_server_info` and `/observe`: of each replica whether it runs."""
+    limit_s = context.config.observe.watchdog_timeout
+    return [
+        {
+            "dp_rank": each.dp_rank,
+            "alive": each.trouble(limit_s) is None,
+            "silent": each.silent,
+            "beat_age_s": round(each.age_s, 3),
+            "turn_s": None if each.turn_s is None else round(each.turn_s, 3),
+            "num_turns": each.num_turns,
+            "trouble": each.trouble(limit_s),
+        }
+        for each in context.client.pulses.vitals(context.config.parallel.dp_size)
+    ]

@@ -1,0 +1,83 @@
+"""`POST /pd_role_switch`: a prefill server becomes a decode server, and so on. Path and fields are SGLang's.
+
+    {"new_role": "prefill" | "decode" | "null", "drain_timeout_secs": 300, "wait": true}
+    200 {"success": true, ...}     it is done; also when nothing was to be done
+    202 {"success": true, ...}     with `wait` false: it has begun
+    400, 409                       it cannot be; all stays as it is
+    500                            the engine of the new role did not start; the old one is back
+
+What is done is `host`'s; this file checks what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Protocol
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from pdserve.config.groups import DisaggMode
+from pdserve.errors import RequestError
+from pdserve.server.context import ServerContext
+from pdserve.server.http.drain_gate import DrainGate
+from pdserve.server.http.json_http import convert, json_response, read_json_object
+from pdserve.server.request.schemas import RoleSwitchBody
+
+DRAIN_S = 300.0
+MAX_DRAIN_S = 86_400.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleChanged:
+    """What a change has come to. `bootstrap_port` is that of a new prefill server."""
+
+    old_role: DisaggMode
+    new_role: DisaggMode
+    message: str
+    bootstrap_port: int | None = None
+
+
+class RoleChanger(Protocol):
+    """Changes the role of the running server."""
+
+    async def begin(self, role: DisaggMode, drain_s: float) -> asyncio.Future[RoleChanged]:
+        """Begin to change to `role`, which is another than the present one; the result is there when it is done.
+
+        Requests that run have `drain_s` to end. What can be checked is checked before anything is changed.
+
+        Raises:
+            RequestError: 400, the server cannot have this role; 409, its role is being changed.
+        """
+        ...
+
+
+async def pd_role_switch(
+    context: ServerContext, door: DrainGate, changer: RoleChanger | None, request: Request
+) -> Response:
+    """Change the role of this server; answers when that is done, or with `wait` false when it has begun."""
+    body = convert(await read_json_object(request, context.max_body_bytes), RoleSwitchBody)
+    drain_s = DRAIN_S if body.drain_timeout_secs is None else body.drain_timeout_secs
+    if not 0 <= drain_s <= MAX_DRAIN_S:
+        message = f"drain_timeout_secs must be 0 to {MAX_DRAIN_S:g} seconds, got {drain_s}"
+        raise RequestError(message, field="drain_timeout_secs")
+    if body.new_role is None:
+        raise RequestError("new_role is missing; give prefill, decode or null", field="new_role")
+    old = context.mode
+    if body.new_role == old:
+        door.require_open()
+        return _answer(RoleChanged(old, old, "already in target role"), status=200)
+    if changer is None or not context.config.disagg.enable_pd_role_switch:
+        message = "new_role: the role of this server cannot be changed (--no-enable-pd-role-switch)"
+        raise RequestError(message, field="new_role", code="role_switch_off")
+    context.client.require_ready()
+    done = await changer.begin(body.new_role, drain_s)
+    if body.wait is False:
+        return _answer(RoleChanged(old, body.new_role, "accepted; /ready tells when it is done"), status=202)
+    return _answer(await asyncio.shield(done), status=200)
+
+
+def _answer(changed: RoleChanged, *, status: int) -> Response:
+    fields = {name: value for name, value in dataclasses.asdict(changed).items() if value is not None}
+    return json_response({"success": True, **fields}, status=status)

@@ -1,0 +1,137 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from pdserve.protocol.messages import FinishReason
+from pdserve.server.context import ServerContext
+from pdserve.server.generation import GenerationUpdate
+from pdserve.server.http.json_http import convert, read_json_object, refuse_unsupported
+from pdserve.server.openai.chat_prepare import PreparedChat, prepare_chat
+from pdserve.server.openai.chat_reader import ChatReader, ReasoningCounter
+from pdserve.server.openai.common import OpenAICall
+from pdserve.server.openai.logprob_format import chat_logprobs
+from pdserve.server.request.sampling_fields import MAX_CHAT_TOKENS, RequestedSampling
+from pdserve.server.request.schemas import UNSUPPORTED_CHAT, ChatBody
+from pdserve.server.text.parsers.pieces import CallArguments, CallOpened, Content, Piece, Reasoning, put_together
+
+_HARMLESS: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "verbosity": ("medium",)}
+"""Values of unsupported fields that ask for nothing."""
+
+
+class ChatCall(OpenAICall):
+    """A chat completion."""
+
+    id_prefix = "chatcmpl"
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def __init__(self, context: ServerContext, body: ChatBody, prepared: PreparedChat) -> None:
+        super().__init__(context, body, prepared.intake)
+        self._plan = prepared.plan
+        self._readers: dict[int, ChatReader] = {}
+        self._counters: dict[int, ReasoningCounter] = {}
+
+    def choice(self, update: GenerationUpdate) -> dict[str, Any]:
+        """See `OpenAICall`."""
+        reader = self._reader(update.index)
+        whole = put_together([*reader.push(update.text), *reader.finish()])
+        content = whole.content
+        if content is None and whole.reasoning is None and not whole.calls:
+            content = ""
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if whole.reasoning is not None:
+            message["reasoning_content"] = whole.reasoning
+        if whole.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in whole.calls
+            ]
+        return {"message": message, "logprobs": self._logprobs(update)}
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """See `OpenAICall`."""
+        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+
+    def delta(self, update: GenerationUpdate) -> dict[str, Any]:
+        """See `OpenAICall`."""
+        reader = self._reader(update.index)
+        pieces = reader.push(update.text)
+        if update.finish is not None:
+            pieces += reader.finish()
+        return {"delta": delta_fields(pieces), "logprobs": self._logprobs(update)}
+
+    def news(self, update: GenerationUpdate) -> dict[str, Any] | None:
+        """See `OpenAICall`: a token may say nothing yet, and the last one brings out what was held back."""
+        fields = self.delta(update)
+        return fields if fields["delta"] or fields["logprobs"] else None
+
+    def finish_fields(self, index: int, finish: FinishReason | None) -> dict[str, Any]:
+        """See `OpenAICall`: an answer with tool calls that is whole ends with them."""
+        fields = super().finish_fields(index, finish)
+        if finish is not None and finish.type == "stop" and self._reader(index).called:
+            fields["finish_reason"] = "tool_calls"
+        return fields
+
+    def usage_details(self, updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
+        """See `OpenAICall`."""
+        if self._plan.thinking is None:
+            return {}
+        for update in updates:
+            if update.index not in self._counters:
+                self._counters[update.index] = ReasoningCounter(self.context.tokenizer, self._plan)
+        tokens = sum(self._counters[update.index].count(update.token_ids) for update in updates)
+        return {"completion_tokens_details": {"reasoning_tokens": tokens}}
+
+    def _reader(self, index: int) -> ChatReader:
+        if index not in self._readers:
+            self._readers[index] = ChatReader(self._plan)
+        return self._readers[index]
+
+    def _logprobs(self, update: GenerationUpdate) -> dict[str, Any] | None:
+        return chat_logprobs(self.context.tokenizer, update) if update.logprobs else None
+
+
+def delta_fields(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """`delta` of a chunk: what `pieces` say, each kind in one field, an entry for each call."""
+    fields: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        match piece:
+            case Content(text):
+                fields["content"] = fields.get("content", "") + text
+            case Reasoning(text):
+                fields["reasoning_content"] = fields.get("reasoning_content", "") + text
+            case CallOpened(index, name, call_id):
+                function = {"name": name, "arguments": ""}
+                calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}
+            case CallArguments(index, text):
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+    return {**fields, **({"tool_calls": list(calls.values())} if calls else {})}
+
+
+def chat_ask(body: ChatBody) -> RequestedSampling:
+    """How many tokens the client wants, by the name it used."""
+    if body.max_completion_tokens is not None:
+        return RequestedSampling(body.max_completion_tokens, MAX_CHAT_TOKENS, "max_completion_tokens")
+    return RequestedSampling(body.max_tokens, MAX_CHAT_TOKENS, "max_tokens")
+
+
+async def chat_completions(context: ServerContext, request: Request) -> Response:
+    """Check everything, then submit; nothing is allocated for a bad request.
+
+    Raises:
+        RequestError: what was wrong with the body.
+    """
+    raw = await read_json_object(request, context.max_body_bytes)
+    context.limits()
+    asked = {name: value for name, value in raw.items() if value not in _HARMLESS.get(name, ())}
+    body = convert(refuse_unsupported(asked, UNSUPPORTED_CHAT), ChatBody)
+    prepared = await prepare_chat(context, body, chat_ask(body))
+    return await ChatCall(context, body, prepared).answer(request)

@@ -1,0 +1,186 @@
+"""A chat body to scheduler requests, and to how their answers are read. Called by chat completions and responses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from pdserve.errors import RequestError
+from pdserve.server.context import ServerContext
+from pdserve.server.openai.chat_messages import check_chat_size, final_text, template_messages
+from pdserve.server.openai.chat_reader import ReadPlan
+from pdserve.server.openai.chat_tools import ToolPlan, plan_tools
+from pdserve.server.openai.common import check_prompt_logprobs
+from pdserve.server.request.constraints import Constraint, after_thoughts, openai_constraint
+from pdserve.server.request.intake import (
+    PreparedRequests,
+    PromptSpec,
+    check_token_ids,
+    check_top_logprobs,
+    openai_logprobs,
+)
+from pdserve.server.request.sampling_fields import (
+    RequestedSampling,
+    check_listed,
+    check_prompt_fits,
+    count_n,
+    openai_sampling,
+)
+from pdserve.server.request.schemas import ChatBody
+from pdserve.server.text.tokenizer import Tokenizer
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_RESERVED_TEMPLATE_NAMES = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens",
+    "tokenize", "tokenizer_kwargs", "tools", "truncation",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedChat:
+    """Ready to be submitted and read."""
+
+    intake: PreparedRequests
+    plan: ReadPlan
+
+
+async def prepare_chat(
+    context: ServerContext, body: ChatBody, ask: RequestedSampling, field: str = "messages"
+) -> PreparedChat:
+    """Check everything; nothing is allocated for a bad request. `field`: what the client calls its messages.
+
+    Raises:
+        RequestError: what is wrong with the body.
+    """
+    limits = context.limits()
+    context.check_model(body.model)
+    if not body.messages:
+        raise RequestError(f"{field} must not be empty", field=field)
+    check_chat_size(body, field)
+    n = count_n(body.n)
+    check_listed([body], n)
+    logprobs = openai_logprobs(_top_logprobs(body), check_prompt_logprobs(body))
+    tools = plan_tools(body, context.formats.tools)
+    prompt = await chat_prompt(context, body, tools, field)
+    input_ids = await context.require_tokenizer(field).encode(
+        prompt, field=field, add_special_tokens=False, most_tokens=limits.most_prompt_tokens
+    )
+    if not input_ids:
+        raise RequestError(f"{field} make an empty prompt", field=field)
+    check_prompt_fits(len(input_ids), limits, field)
+    check_token_ids(input_ids, limits.vocab_size, field)
+    plan = _read_plan(context, body, tools, prompt)
+    grammar = await context.take_grammar(_constraint(context, body, tools, plan), body.stop_regex)
+    if plan.special_tokens:
+        body.skip_special_tokens = False
+    sampling = openai_sampling(body, ask, len(input_ids), limits, field, grammar)
+    spec = PromptSpec(input_ids, sampling, logprobs)
+    return PreparedChat(context.intake([spec], n, body, field, stream=bool(body.stream)), plan)
+
+
+async def chat_prompt(context: ServerContext, body: ChatBody, tools: ToolPlan, field: str) -> str:
+    """The messages as the text that the model goes on from.
+
+    Raises:
+        RequestError: 400, where they do not fit the template.
+    """
+    tokenizer = context.require_tokenizer(field)
+    template = _template(context, body, tokenizer, tools)
+    messages = template_messages(body.messages, tokenizer.chat.facts(template), field)
+    return await tokenizer.render_chat(messages, template, _template_options(body, tools))
+
+
+def _top_logprobs(body: ChatBody) -> int | None:
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
+        return None
+    return check_top_logprobs(body.top_logprobs or 0, "top_logprobs")
+
+
+def _template(context: ServerContext, body: ChatBody, tokenizer: Tokenizer, tools: ToolPlan) -> str:
+    if not body.chat_template:
+        return tokenizer.require_template(tools=tools.shown is not None)
+    if not context.config.serving.trust_request_chat_template:
+        raise RequestError(
+            "chat_template: this server takes no templates from requests (--trust-request-chat-template)",
+            field="chat_template",
+            code="unsupported",
+        )
+    return body.chat_template
+
+
+def _template_options(body: ChatBody, tools: ToolPlan) -> dict[str, Any]:
+    """Variables for the template; the body's `chat_template_kwargs` win over what other fields mean for it."""
+    extra = body.chat_template_kwargs or {}
+    reserved = sorted(_RESERVED_TEMPLATE_NAMES & extra.keys())
+    if reserved:
+        raise RequestError(f"chat_template_kwargs must not set {reserved[0]}", field="chat_template_kwargs")
+    go_on = bool(body.continue_final_message)
+    generation_prompt = not go_on if body.add_generation_prompt is None else body.add_generation_prompt
+    if go_on and generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other", field="continue_final_message"
+        )
+    options: dict[str, Any] = {"add_generation_prompt": generation_prompt, "continue_final_message": go_on}
+    if tools.shown is not None:
+        options["tools"] = tools.shown
+    if body.documents:
+        options["documents"] = body.documents
+    return {**options, **_effort_options(body), **extra}
+
+
+def _effort_options(body: ChatBody) -> dict[str, Any]:
+    """`reasoning_effort` as templates know it: by its name, and `none` as the switch that most have."""
+    effort = body.reasoning_effort
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise RequestError(
+            f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {effort!r}", field="reasoning_effort"
+        )
+    if effort == "none":
+        return {"enable_thinking": False, "thinking": False}
+    return {"reasoning_effort": effort}
+
+
+def _begins_inside(context: ServerContext, body: ChatBody, prompt: str) -> bool | None:
+    """See `Thinking.begins_inside`; False for a model without a known format."""
+    thinking = context.formats.thinking
+    if thinking is None:
+        return False
+    continued = final_text(body.messages[-1]) if body.continue_final_message else None
+    return thinking.begins_inside(prompt, continued)
+
+
+def _read_plan(context: ServerContext, body: ChatBody, tools: ToolPlan, prompt: str) -> ReadPlan:
+    """Thoughts stay in the content where the client wants it so, but they are told apart from calls made by grammar."""
+    formats = context.formats
+    separate = body.separate_reasoning is not False
+    own_reading = tools.constraint is None
+    return ReadPlan(
+        tools=tools.schemas,
+        reading=tools.reading,
+        native=formats.tools,
+        thinking=formats.thinking if separate or not own_reading else None,
+        inside=_begins_inside(context, body, prompt),
+        harmony=formats.harmony and own_reading,
+        show_reasoning=separate,
+        stream_reasoning=body.stream_reasoning is not False,
+        one_call=body.parallel_tool_calls is False,
+    )
+
+
+def _constraint(context: ServerContext, body: ChatBody, tools: ToolPlan, plan: ReadPlan) -> Constraint | None:
+    """The one grammar that answers follow, behind their thoughts."""
+    asked = openai_constraint(body)
+    if asked is not None and tools.constraint is not None:
+        raise RequestError(
+            f"{asked.field} and tool_choice exclude each other: an answer follows one grammar", field="tool_choice"
+        )
+    constraint = asked or tools.constraint
+    thinking = context.formats.thinking
+    if constraint is None or thinking is None:
+        return constraint
+    return after_thoughts(constraint, thinking, plan.inside)

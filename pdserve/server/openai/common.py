@@ -1,0 +1,234 @@
+"""What chat and text completions share: choices, usage, and the way from an intake to an answer or a stream."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+
+from pdserve.errors import RequestError
+from pdserve.protocol.logprobs import PromptLogprobs
+from pdserve.protocol.messages import FinishReason
+from pdserve.server.context import ServerContext
+from pdserve.server.generation import Generation, GenerationUpdate
+from pdserve.server.http.json_http import json_response
+from pdserve.server.http.streaming import collect, event, stream_response, until_disconnect
+from pdserve.server.openai.logprob_format import LARGE, prompt_tokens, vllm_prompt_logprobs
+from pdserve.server.request.intake import PreparedRequests, check_top_logprobs
+from pdserve.server.request.schemas import OpenAIBody
+from pdserve.server.request.stream_states import Resume, StreamStates, resumed
+
+
+def finish_fields(finish: FinishReason | None) -> dict[str, Any]:
+    """`finish_reason` and SGLang's `matched_stop` of a choice."""
+    if finish is None:
+        return {"finish_reason": None, "matched_stop": None}
+    return {"finish_reason": finish.type, "matched_stop": finish.matched}
+
+
+def timing_fields(updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
+    """The `pdserve` extension: timing of the first sequence that has one."""
+    for update in updates:
+        if update.timing is not None:
+            fields = msgspec.to_builtins(update.timing)
+            assert isinstance(fields, dict)
+            return fields
+    return {}
+
+
+def check_prompt_logprobs(body: OpenAIBody) -> int | None:
+    """How many of the most likely tokens the body wants at each place of the prompt; None: nothing.
+
+    Raises:
+        RequestError: 400 naming `prompt_logprobs`.
+    """
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs cannot be streamed; use stream: false", field="prompt_logprobs")
+    return check_top_logprobs(body.prompt_logprobs, "prompt_logprobs")
+
+
+class OpenAICall(abc.ABC):
+    """One call of an OpenAI endpoint; subclasses say how a choice looks."""
+
+    id_prefix: str
+    object_name: str
+    chunk_name: str
+    prompt_logprobs_of_body = True
+    """Whether the prompt's log probabilities are a field of the answer, not of its choices."""
+
+    def __init__(self, context: ServerContext, body: OpenAIBody, intake: PreparedRequests) -> None:
+        self.context = context
+        self.body = body
+        self.intake = resumed(intake, body.pdserve_resume, context.limits().vocab_size, stream=bool(body.stream))
+        self.prompt_parts: dict[int, list[PromptLogprobs]] = {}
+        self._head = {
+            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": body.model or context.model_name,
+            "system_fingerprint": context.fingerprint,
+            **({} if body.pdserve_resume is None else body.pdserve_resume.head.fields),
+        }
+
+    @abc.abstractmethod
+    def choice(self, update: GenerationUpdate) -> dict[str, Any]:
+        """A whole choice, without its index and finish."""
+
+    @abc.abstractmethod
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The first chunk of a choice that carries no text, if there is one."""
+
+    @abc.abstractmethod
+    def delta(self, update: GenerationUpdate) -> dict[str, Any]:
+        """What a chunk's choice says of `update`; with an empty one, of nothing."""
+
+    def news(self, update: GenerationUpdate) -> dict[str, Any] | None:
+        """What a chunk's choice says of the next `update` of a stream; None where there is nothing to say."""
+        return self.delta(update) if update.text or update.logprobs else None
+
+    def finish_fields(self, index: int, finish: FinishReason | None) -> dict[str, Any]:
+        """How choice `index` says that it has finished; called after its text was seen."""
+        return finish_fields(finish)
+
+    def usage_details(self, updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
+        """More of `usage`, beside the counts that all endpoints have."""
+        return {}
+
+    def replay(self, update: GenerationUpdate) -> None:
+        """The client has seen `update`, sent by another server, of the one sequence."""
+        self.delta(update)
+
+    async def answer(self, request: Request) -> Response:
+        """Submit, and answer at once or as a stream. Prefill answers whole: its half is over with the first token."""
+        stream = bool(self.body.stream) and self.context.mode != "prefill"
+        generation = await self.context.client.submit(self.intake.requests, self.intake.names, self.intake.batch)
+        with generation.closed_on_error():
+            if stream:
+                return await stream_response(request, self._events(request, generation))
+            updates = await until_disconnect(request, collect(generation, len(self.intake.requests)))
+            for update in updates:
+                self.prompt_parts[update.index] = update.prompt_parts
+            if sum(part.num_tokens for update in updates for part in update.prompt_parts) > LARGE:
+                return json_response(await asyncio.to_thread(self._whole, updates))
+            return json_response(self._whole(updates))
+
+    def chosen(self, updates: list[GenerationUpdate]) -> list[GenerationUpdate]:
+        """The sequences that the client gets, in the order of their choices."""
+        return updates
+
+    def prompt_logprobs(self, index: int) -> dict[str, Any]:
+        """vLLM's `prompt_logprobs` of the prompt of sequence `index`, where the body asks for it."""
+        if self.body.prompt_logprobs is None:
+            return {}
+        tokens = prompt_tokens(self.intake.requests[index], self.prompt_parts.get(index, []))
+        return {"prompt_logprobs": vllm_prompt_logprobs(self.context.tokenizer, tokens, self.body.prompt_logprobs)}
+
+    def _whole(self, updates: list[GenerationUpdate]) -> dict[str, Any]:
+        choices = [
+            {"index": i, **self.choice(u), **self.finish_fields(u.index, u.finish)}
+            for i, u in enumerate(self.chosen(updates))
+        ]
+        extra = {"pdserve": timing_fields(updates)} if self.body.return_meta_info else {}
+        if self.prompt_logprobs_of_body:
+            extra |= self.prompt_logprobs(0)
+        return {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage(updates), **extra}
+
+    def _usage(self, updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
+        prompt = self.intake.num_prompt_tokens
+        completion = sum(len(update.token_ids) for update in updates)
+        cached = sum(update.cached_tokens for update in updates if update.index % self.intake.n == 0)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            **self.usage_details(updates),
+        }
+
+    async def _events(self, request: Request, generation: Generation) -> AsyncGenerator[bytes, None]:
+        seen = self._seen_elsewhere(generation)
+        states = StreamStates(request, self._head, num_sequences=len(self.intake.requests))
+        async with generation:
+            async for update in generation:
+                self.prompt_parts.setdefault(update.index, []).extend(update.prompt_parts)
+                if update.prompt_parts and not update.token_ids and update.finish is None:
+                    continue  # the rest of the prompt's log probabilities is on its way
+                if update.index not in seen:
+                    seen[update.index] = GenerationUpdate(update.index)
+                    opening = self.opening(update.index)
+                    if opening is not None:
+                        for data in states.told(None, [self._chunk(update.index, opening, self._running(seen))]):
+                            yield data
+                if self._resume is not None and self._resume.token_ids:
+                    update.cached_tokens = self._resume.cached_tokens
+                _count(seen[update.index], update)
+                for data in states.told(update, list(self._chunks(update, seen))):
+                    yield data
+
+    def _seen_elsewhere(self, generation: Generation) -> dict[int, GenerationUpdate]:
+        """What the client has seen of each sequence before this server had the request."""
+        if self._resume is None:
+            return {}
+        before = self._resume.update(generation.prior_text.get(0, ""))
+        self.replay(before)
+        return {0: before}
+
+    def _chunks(self, update: GenerationUpdate, seen: dict[int, GenerationUpdate]) -> Iterator[bytes]:
+        """The events that `update` makes; behind the last one of all sequences what ends the stream."""
+        news = self.news(update)
+        if news is not None:
+            yield self._chunk(update.index, news, self._running(seen))
+        if update.finish is None:
+            return
+        last = len(seen) == len(self.intake.requests) and all(u.finish for u in seen.values())
+        done = list(seen.values())
+        extra = self._extra(done) if last and not self._wants_usage else {}
+        nothing = self.delta(GenerationUpdate(update.index))
+        yield self._chunk(update.index, nothing, {**self._running(seen), **extra}, update.finish)
+        if last and self._wants_usage:
+            body = {**self._head, "object": self.chunk_name, "choices": [], "usage": self._usage(done)}
+            yield event({**body, **self._extra(done)})
+
+    def _chunk(
+        self,
+        index: int,
+        fields: dict[str, Any],
+        extra: dict[str, Any],
+        finish: FinishReason | None = None,
+    ) -> bytes:
+        choice = {"index": index, **fields, **self.finish_fields(index, finish)}
+        return event({**self._head, "object": self.chunk_name, "choices": [choice], **extra})
+
+    def _running(self, seen: dict[int, GenerationUpdate]) -> dict[str, Any]:
+        """`usage` of a chunk: null, or what was used so far where the client wants that in every chunk."""
+        if not self._wants_usage:
+            return {}
+        options = self.body.stream_options
+        continuous = options is not None and bool(options.continuous_usage_stats)
+        return {"usage": self._usage(list(seen.values())) if continuous else None}
+
+    def _extra(self, updates: list[GenerationUpdate]) -> dict[str, Any]:
+        return {"pdserve": timing_fields(updates)} if self.body.return_meta_info else {}
+
+    @property
+    def _resume(self) -> Resume | None:
+        return self.body.pdserve_resume
+
+    @property
+    def _wants_usage(self) -> bool:
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage)
+
+
+def _count(total: GenerationUpdate, update: GenerationUpdate) -> None:
+    """Keep what `usage` needs of a stream, but not its text."""
+    total.token_ids += update.token_ids
+    total.cached_tokens = update.cached_tokens
+    total.finish = update.finish
+    total.timing = update.timing

@@ -1,0 +1,182 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from pdserve.errors import RequestError
+from pdserve.protocol.logprobs import Logprobs
+from pdserve.server.context import ServerContext
+from pdserve.server.generation import GenerationUpdate
+from pdserve.server.http.json_http import convert, read_json_object, refuse_unsupported
+from pdserve.server.openai.common import OpenAICall, check_prompt_logprobs
+from pdserve.server.openai.logprob_format import (
+    completion_logprobs,
+    completion_prompt_logprobs,
+    prompt_tokens,
+    tokens_length,
+)
+from pdserve.server.request.constraints import openai_constraint
+from pdserve.server.request.intake import (
+    PreparedRequests,
+    PromptSpec,
+    as_prompts,
+    check_top_logprobs,
+    openai_logprobs,
+    prompt_field,
+)
+from pdserve.server.request.sampling_fields import (
+    COMPLETION_TOKENS,
+    MAX_N,
+    RequestedSampling,
+    check_listed,
+    count_n,
+    openai_sampling,
+)
+from pdserve.server.request.schemas import UNSUPPORTED_COMPLETION, CompletionBody
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionPrompt:
+    """A prompt as token ids, and its text if it is to be echoed."""
+
+    input_ids: list[int]
+    text: str
+    field: str
+    """What errors call it."""
+
+
+class CompletionCall(OpenAICall):
+    """A text completion: of each prompt the `num_choices` best of the sequences that were made."""
+
+    id_prefix = "cmpl"
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+    prompt_logprobs_of_body = False
+
+    def __init__(
+        self,
+        context: ServerContext,
+        body: CompletionBody,
+        intake: PreparedRequests,
+        prompts: list[CompletionPrompt],
+        num_choices: int,
+    ) -> None:
+        super().__init__(context, body, intake)
+        self._prompts = prompts
+        self._num_choices = num_choices
+        self._echo = bool(body.echo)
+        self._num_top = body.logprobs
+        self._offsets: dict[int, int] = {}
+
+    def chosen(self, updates: list[GenerationUpdate]) -> list[GenerationUpdate]:
+        """See `OpenAICall`: of each prompt those with the highest log probability per token, the best first."""
+        made, wanted = self.intake.n, self._num_choices
+        if made == wanted:
+            return updates
+        groups = [updates[first : first + made] for first in range(0, len(updates), made)]
+        return [one for group in groups for one in sorted(group, key=_mean_logprob, reverse=True)[:wanted]]
+
+    def choice(self, update: GenerationUpdate) -> dict[str, Any]:
+        """See `OpenAICall`."""
+        echoed = self.opening(update.index)
+        fields = self.delta(update)
+        if echoed is not None:
+            fields["text"] = echoed["text"] + fields["text"]
+            if echoed["logprobs"] is not None:
+                own = fields["logprobs"] or {name: [] for name in echoed["logprobs"]}
+                fields["logprobs"] = {name: values + own[name] for name, values in echoed["logprobs"].items()}
+        return {**fields, **self.prompt_logprobs(update.index)}
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """See `OpenAICall`: the prompt, if it is echoed."""
+        if not self._echo:
+            return None
+        text = self._prompts[index // self.intake.n].text
+        if self._num_top is None:
+            return {"text": text, "logprobs": None}
+        tokenizer, request = self.context.tokenizer, self.intake.requests[index]
+        self._offsets[index] = tokens_length(tokenizer, request.input_ids)
+        tokens = prompt_tokens(request, self.prompt_parts.get(index, []))
+        return {"text": text, "logprobs": completion_prompt_logprobs(tokenizer, tokens, self._num_top)}
+
+    def replay(self, update: GenerationUpdate) -> None:
+        """See `OpenAICall`."""
+        self.opening(update.index)
+        if self._num_top is not None:
+            num_chars = tokens_length(self.context.tokenizer, update.token_ids)
+            self._offsets[update.index] = self._offsets.get(update.index, 0) + num_chars
+
+    def delta(self, update: GenerationUpdate) -> dict[str, Any]:
+        """See `OpenAICall`."""
+        if not update.logprobs or self._num_top is None:
+            return {"text": update.text, "logprobs": None}
+        tokenizer = self.context.tokenizer
+        offset = self._offsets.get(update.index, 0)
+        self._offsets[update.index] = offset + tokens_length(tokenizer, update.token_ids)
+        return {"text": update.text, "logprobs": completion_logprobs(tokenizer, update, offset, self._num_top)}
+
+
+def _mean_logprob(update: GenerationUpdate) -> float:
+    return sum(line.logprob for line in update.logprobs) / max(1, len(update.logprobs))
+
+
+def _text(context: ServerContext, prompt: str | list[int]) -> str:
+    """The text of `prompt`, to be echoed."""
+    if isinstance(prompt, str):
+        return prompt
+    return "" if context.tokenizer is None else context.tokenizer.decode(prompt, skip_special=False)
+
+
+def _count_made(body: CompletionBody, num_choices: int) -> int:
+    """How many sequences are made of each prompt: `best_of`, or as many as are answered."""
+    if body.best_of is None or body.best_of == num_choices:
+        return num_choices
+    if not num_choices <= body.best_of <= MAX_N:
+        message = f"best_of must be in [n={num_choices}, {MAX_N}], got {body.best_of}"
+        raise RequestError(message, field="best_of")
+    if body.stream:
+        raise RequestError("best_of cannot be streamed: the best is known at the end", field="best_of")
+    return body.best_of
+
+
+def _wish(body: CompletionBody, *, ranked: bool) -> Logprobs | None:
+    top = check_top_logprobs(body.logprobs, "logprobs")
+    prompt_top = check_prompt_logprobs(body)
+    if body.echo and top is not None:
+        prompt_top = max(top, prompt_top or 0)
+    return openai_logprobs(0 if ranked and top is None else top, prompt_top)
+
+
+async def completions(context: ServerContext, request: Request) -> Response:
+    """Check everything, then submit; nothing is allocated for a bad request.
+
+    Raises:
+        RequestError: what was wrong with the body.
+    """
+    raw = await read_json_object(request, context.max_body_bytes)
+    limits = context.limits()
+    body = convert(refuse_unsupported(raw, UNSUPPORTED_COMPLETION), CompletionBody)
+    context.check_model(body.model)
+    given, batch = as_prompts(body.prompt, "prompt", allow_text=True, allow_ids=True)
+    num_choices = count_n(body.n)
+    made = _count_made(body, num_choices)
+    check_listed([body], len(given) * made)
+    wish = _wish(body, ranked=made > num_choices)
+    grammar = await context.take_grammar(openai_constraint(body), body.stop_regex)
+    ask = RequestedSampling(body.max_tokens, COMPLETION_TOKENS, "max_tokens")
+    lists = await context.token_ids(given, "prompt", batch=batch)
+    prompts = [
+        CompletionPrompt(ids, _text(context, prompt) if body.echo else "", prompt_field("prompt", i, batch=batch))
+        for i, (ids, prompt) in enumerate(zip(lists, given, strict=True))
+    ]
+    specs = [
+        PromptSpec(p.input_ids, openai_sampling(body, ask, len(p.input_ids), limits, p.field, grammar), wish)
+        for p in prompts
+    ]
+    intake = context.intake(specs, made, body, "prompt", stream=bool(body.stream))
+    return await CompletionCall(context, body, intake, prompts, num_choices).answer(request)

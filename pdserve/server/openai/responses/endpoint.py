@@ -1,0 +1,187 @@
+"""`POST /v1/responses`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import orjson
+from fastapi import Request
+from fastapi.responses import Response
+
+from pdserve.errors import PdserveError
+from pdserve.protocol.messages import FinishReason
+from pdserve.server.context import ServerContext
+from pdserve.server.generation import Generation, GenerationUpdate
+from pdserve.server.http.json_http import convert, describe, json_response, read_json_object, refuse_unsupported
+from pdserve.server.http.streaming import EventStream, collect, first_event, until_disconnect
+from pdserve.server.openai.chat_prepare import PreparedChat, prepare_chat
+from pdserve.server.openai.chat_reader import ChatReader, ReasoningCounter
+from pdserve.server.openai.logprob_format import chat_logprobs
+from pdserve.server.openai.responses.output import OutputWriter
+from pdserve.server.openai.responses.schemas import UNSUPPORTED_RESPONSES, ResponsesBody
+from pdserve.server.openai.responses.to_chat import in_these_words, to_chat
+from pdserve.server.request.sampling_fields import MAX_CHAT_TOKENS, RequestedSampling
+
+
+class ResponsesCall:
+    """One response."""
+
+    def __init__(self, context: ServerContext, body: ResponsesBody, prepared: PreparedChat) -> None:
+        self._context = context
+        self._body = body
+        self._intake = prepared.intake
+        self._plan = prepared.plan
+        self._reader = ChatReader(prepared.plan)
+        self._writer = OutputWriter()
+        self._fields = _echo(context, body)
+        self._sequence = 0
+
+    async def answer(self, request: Request) -> Response:
+        """Submit, and answer at once or as a stream. Prefill answers whole: its half is over with the first token."""
+        stream = bool(self._body.stream) and self._context.mode != "prefill"
+        generation = await self._context.client.submit(self._intake.requests, self._intake.names)
+        with generation.closed_on_error():
+            if stream:
+                events = self._events(generation)
+                return EventStream(await until_disconnect(request, first_event(events)), events, done=b"")
+            (update,) = await until_disconnect(request, collect(generation, 1))
+        self._writer.push(self._read(update), self._logprobs(update))
+        status = _status(update.finish)
+        self._writer.finish(_item_status(status))
+        return json_response(self._response(status, update))
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        """The stream; it begins with the first token, so that a request that is refused gets its true status."""
+        total = GenerationUpdate(0)
+        begun = False
+        try:
+            async with generation:
+                async for update in generation:
+                    if not begun:
+                        begun = True
+                        for kind in ("response.created", "response.in_progress"):
+                            yield self._event({"type": kind, "response": self._response("in_progress", None)})
+                    for event in self._writer.push(self._read(update), self._logprobs(update)):
+                        yield self._event(event)
+                    update.logprobs = []
+                    total.absorb(update)
+        except PdserveError as error:
+            if not begun:
+                raise
+            yield self._event({"type": "response.failed", "response": self._failed(error)})
+            return
+        status = _status(total.finish)
+        for event in self._writer.finish(_item_status(status)):
+            yield self._event(event)
+        yield self._event({"type": f"response.{_ENDINGS[status]}", "response": self._response(status, total)})
+
+    def _read(self, update: GenerationUpdate) -> list[Any]:
+        pieces = self._reader.push(update.text)
+        return [*pieces, *self._reader.finish()] if update.finish is not None else pieces
+
+    def _logprobs(self, update: GenerationUpdate) -> Sequence[dict[str, Any]]:
+        if not update.logprobs:
+            return ()
+        content = chat_logprobs(self._context.tokenizer, update)["content"]
+        assert isinstance(content, list)
+        return content
+
+    def _event(self, event: dict[str, Any]) -> bytes:
+        numbered = {**event, "sequence_number": self._sequence}
+        self._sequence += 1
+        kind: str = event["type"]
+        return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(numbered) + b"\n\n"
+
+    def _response(self, status: str, update: GenerationUpdate | None) -> dict[str, Any]:
+        """The response object; `update` is the whole answer, once it is there."""
+        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            **self._fields,
+            "status": status,
+            "incomplete_details": reason,
+            "output": self._writer.items if update is not None else [],
+            "usage": self._usage(update) if update is not None else None,
+        }
+
+    def _failed(self, error: PdserveError) -> dict[str, Any]:
+        code, message = "server_error", describe(error)[1]["message"]
+        return {**self._response("failed", None), "error": {"code": code, "message": message}}
+
+    def _usage(self, update: GenerationUpdate) -> dict[str, Any]:
+        prompt, completion = self._intake.num_prompt_tokens, len(update.token_ids)
+        thoughts = ReasoningCounter(self._context.tokenizer, self._plan).count(update.token_ids)
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": update.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": completion,
+            "output_tokens_details": {"reasoning_tokens": thoughts},
+            "total_tokens": prompt + completion,
+        }
+
+
+_ENDINGS = {"completed": "completed", "incomplete": "incomplete", "cancelled": "incomplete"}
+"""Name of the last event by the status of the response."""
+
+
+def _status(finish: FinishReason | None) -> str:
+    assert finish is not None
+    return {"stop": "completed", "length": "incomplete", "abort": "cancelled"}[finish.type]
+
+
+def _item_status(status: str) -> str:
+    return "completed" if status == "completed" else "incomplete"
+
+
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _echo(context: ServerContext, body: ResponsesBody) -> dict[str, Any]:
+    """What a response says again of its request. Nothing is stored, whatever `store` says."""
+    reasoning = body.reasoning
+    text_format = body.text.format if body.text is not None else None
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "background": False,
+        "error": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": body.model or context.model_name,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort if reasoning is not None else None, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": False,
+        "temperature": _given(body.temperature, 1.0),
+        "text": {"format": text_format or {"type": "text"}},
+        "tool_choice": _given(body.tool_choice, "auto"),
+        "tools": [{"parameters": None, "strict": False, **tool} for tool in body.tools or []],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": _given(body.top_p, 1.0),
+        "truncation": "disabled",
+        "user": body.user,
+    }
+
+
+async def responses(context: ServerContext, request: Request) -> Response:
+    """Check everything, then submit; nothing is allocated for a bad request.
+
+    Raises:
+        RequestError: what was wrong with the body.
+    """
+    raw = await read_json_object(request, context.max_body_bytes)
+    context.limits()
+    body = convert(refuse_unsupported(raw, UNSUPPORTED_RESPONSES), ResponsesBody)
+    ask = RequestedSampling(body.max_output_tokens, MAX_CHAT_TOKENS, "max_output_tokens", least=1)
+    with in_these_words(body):
+        prepared = await prepare_chat(context, to_chat(body), ask, "input")
+    return await ResponsesCall(context, body, prepared).answer(request)

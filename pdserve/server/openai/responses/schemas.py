@@ -1,0 +1,99 @@
+"""Bodies of `/v1/responses` as typed structs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pdserve.server.request.field_types import Input, ResponsesToolChoice
+from pdserve.server.request.schemas import UNSUPPORTED_OPENAI, OpenAIBody
+
+STATEFUL = ("background", "conversation", "previous_response_id", "prompt")
+"""Fields that ask a server to remember."""
+UNSUPPORTED_RESPONSES = (*STATEFUL, *UNSUPPORTED_OPENAI, "prompt_logprobs")
+
+
+class ReasoningFields(msgspec.Struct):
+    """`reasoning`: how much the model shall think. Thoughts come in full; there are no summaries."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextFields(msgspec.Struct):
+    """`text`: what the answer shall look like."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponsesBody(OpenAIBody):
+    """`POST /v1/responses`."""
+
+    input: Input = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ResponsesToolChoice = None
+    parallel_tool_calls: bool | None = None
+    text: TextFields | None = None
+    reasoning: ReasoningFields | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    max_tool_calls: int | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Part(msgspec.Struct):
+    """A part of an item's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class MessageItem(msgspec.Struct):
+    """Something that was said."""
+
+    role: str
+    content: str | list[Part]
+    type: str = "message"
+
+
+class CallItem(msgspec.Struct):
+    """A call that the model made."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutputItem(msgspec.Struct):
+    """What a call gave."""
+
+    call_id: str
+    output: str | list[Part]
+
+
+class ReasoningItem(msgspec.Struct):
+    """What the model thought. Encrypted thoughts are another server's, and are passed over."""
+
+    content: list[Part] | None = None
+    summary: list[Part] | None = None
+
+
+class FunctionTool(msgspec.Struct):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None

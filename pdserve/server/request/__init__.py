@@ -1,0 +1,1 @@
+"""Request fields: schemas, sampling parameters, grammars and their checks."""

@@ -1,0 +1,336 @@
+"""From a parsed body to scheduler requests: prompts, rooms, ids.
+
+Pure; the endpoints call it before anything is submitted.
+
+A body asks for `num_prompts * n` sequences; sequence `p * n + j` is the j-th answer to prompt p.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from pdserve.base.bind_checks import HostPatterns, canonical_host, is_host
+from pdserve.config.groups import DisaggMode
+from pdserve.errors import RequestError
+from pdserve.protocol.logprobs import Logprobs
+from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, MAX_ROOM, GenerateRequest, RoomAddress
+from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.server.http.json_http import scalar_or_list
+
+MAX_PROMPTS = 4096
+MAX_SEQUENCES = 8192
+"""Of one body: prompts times `n`."""
+MAX_PATTERN_SEQUENCES = 256
+"""Of one body: stop patterns times sequences. Each may cost `stop_regex.SLOW_S` of everybody's time."""
+MAX_SENT_CHARS = 1 << 26
+"""Of one body: characters of grammars, each counted for every sequence that it is sent along with."""
+MAX_RID_CHARS = 256
+MAX_TOP_LOGPROBS = 20
+
+
+class TransferAddress(Protocol):
+    """A body with the bootstrap trio and an id, each a scalar, a list, or None; and one priority for all it asks."""
+
+    rid: Any
+    priority: int | None
+    data_parallel_rank: int | None
+    bootstrap_host: Any
+    bootstrap_port: Any
+    bootstrap_room: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptSpec:
+    """One prompt of a body, checked: its tokens, how to sample, how many answers."""
+
+    input_ids: list[int]
+    sampling: CoreSamplingParams
+    logprobs: Logprobs | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedRequests:
+    """Everything one body asks for, ready to be submitted. `names[i]` is the client's id of sequence i, `batch` that of
+    all, where one was given to several prompts.
+    """
+
+    requests: list[GenerateRequest]
+    names: list[str]
+    n: int
+    batch: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens, each prompt counted once however many answers it has."""
+        return sum(len(request.input_ids) for request in self.requests[:: self.n])
+
+
+def as_prompts(value: Any, field: str, *, allow_text: bool, allow_ids: bool) -> tuple[list[str | list[int]], bool]:
+    """The prompts in `value`, and whether they came as a batch. Text, token ids, or a list of either, of one kind.
+
+    Raises:
+        RequestError: 400 naming `field`, or of a batch the prompt that is empty or of another kind than the first.
+    """
+    kinds: list[type] = [kind for kind, allowed in ((str, allow_text), (list, allow_ids)) if allowed]
+    wanted = " or ".join(_KINDS[kind] for kind in kinds)
+    if isinstance(value, list) and not value:
+        raise RequestError(f"{field} must not be empty", field=field)
+    if isinstance(value, list) and not (allow_ids and _is_id(value[0])):
+        prompts, batch = value, True
+    else:
+        prompts, batch = [value], False
+        wanted += ", or a list of such"
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError(f"{field} holds {len(prompts)} prompts, at most {MAX_PROMPTS} are taken", field=field)
+    for i, prompt in enumerate(prompts):
+        where = prompt_field(field, i, batch=batch)
+        if type(prompt) not in kinds:
+            raise RequestError(f"{where} must be {wanted}, got {_kind(prompt)}", field=where)
+        if type(prompt) is not type(prompts[0]):
+            message = f"{where} is {_kind(prompt)} and {field}[0] is {_kind(prompts[0])}: a batch is of one kind"
+            raise RequestError(message, field=where)
+        if not prompt:
+            raise RequestError(f"{where} must not be empty", field=where)
+    return prompts, batch
+
+
+_KINDS: dict[type, str] = {str: "a string", list: "a list of token ids"}
+
+
+def _is_id(value: Any) -> bool:
+    """Whether a list that begins with `value` means one prompt; numbers that are no ids are refused as such."""
+    return isinstance(value, int | float)
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), type(value).__name__)
+
+
+def prompt_field(field: str, index: int, *, batch: bool) -> str:
+    """What an error calls prompt number `index` of `field`."""
+    return f"{field}[{index}]" if batch else field
+
+
+def check_token_ids(token_ids: Sequence[Any], vocab_size: int, field: str) -> None:
+    """Refuse anything but ids in `[0, vocab_size)`.
+
+    Raises:
+        RequestError: 400 naming `field`.
+    """
+    for i, token_id in enumerate(token_ids):
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            message = f"{field} must hold token ids in [0, {vocab_size}), got {token_id!r} at position {i}"
+            raise RequestError(message, field=field)
+
+
+def check_top_logprobs(value: int | None, field: str) -> int | None:
+    """Refuse counts that the engine does not deliver.
+
+    Raises:
+        RequestError: 400 naming `field`.
+    """
+    if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
+        raise RequestError(f"{field} must be in [0, {MAX_TOP_LOGPROBS}], got {value}", field=field)
+    return value
+
+
+def openai_logprobs(top: int | None, prompt_top: int | None = None) -> Logprobs | None:
+    """What a request to an OpenAI endpoint wants of its output and of its prompt; None: nothing.
+
+    A decode server is asked for both, so prefill hands the prompt's over.
+    """
+    if top is None and prompt_top is None:
+        return None
+    return Logprobs(
+        output=top is not None,
+        top=max(top or 0, prompt_top or 0),
+        prompt_from=None if prompt_top is None else 0,
+        to_decode=True,
+    )
+
+
+def _expand_rooms(room: Any, num_prompts: int, n: int) -> list[int]:
+    """One room per sequence. A scalar counts up; a list has one per sequence, or one per prompt, which counts up
+    over n.
+    """
+    field = "bootstrap_room"
+    rooms = room if isinstance(room, list) else None
+    for value in [room] if rooms is None else rooms[: num_prompts * n]:
+        if type(value) is not int or not 0 <= value <= MAX_ROOM:
+            raise RequestError(f"{field} must be an integer in [0, {MAX_ROOM}], got {value!r}", field=field)
+    if rooms is None:
+        expanded = [room + i for i in range(num_prompts * n)]
+    elif len(rooms) == num_prompts * n:
+        expanded = rooms
+    elif len(rooms) == num_prompts:
+        expanded = [base + j for base in rooms for j in range(n)]
+    else:
+        raise RequestError(f"{field} has {len(rooms)} entries for {num_prompts} prompts with n={n}", field=field)
+    if max(expanded) > MAX_ROOM or len(set(expanded)) != len(expanded):
+        raise RequestError(f"{field} must give every sequence its own room up to {MAX_ROOM}", field=field)
+    return expanded
+
+
+def _spread(value: Any, field: str, num_prompts: int, n: int, kind: type) -> list[Any]:
+    if isinstance(value, list) and len(value) == num_prompts * n:
+        return scalar_or_list(value, num_prompts * n, field, kind)
+    return [entry for entry in scalar_or_list(value, num_prompts, field, kind) for _ in range(n)]
+
+
+def rooms_of(
+    body: TransferAddress,
+    mode: DisaggMode,
+    num_prompts: int,
+    n: int,
+    allowed: HostPatterns | None = None,
+    *,
+    fake_rooms: bool = False,
+) -> list[RoomAddress] | list[None]:
+    """Where each sequence meets its other half; Nones on a server that does both halves itself.
+
+    `body` has `bootstrap_host`, `bootstrap_port`, `bootstrap_room`: scalars or lists. `allowed`: the only addresses
+    that a request to a decode server may name. `fake_rooms`: a client may name `FAKE_BOOTSTRAP_HOST`, as this server
+    moves no bytes for anyone.
+
+    Raises:
+        RequestError: 400 naming the field that is missing or wrong.
+    """
+    if mode == "null":
+        return [None] * (num_prompts * n)
+    if body.bootstrap_room is None:
+        raise RequestError(
+            f"bootstrap_room is missing: this is a {mode} server, send requests through the router",
+            field="bootstrap_room",
+        )
+    rooms = _expand_rooms(body.bootstrap_room, num_prompts, n)
+    hosts = _spread(body.bootstrap_host, "bootstrap_host", num_prompts, n, str)
+    hosts = [host and canonical_host(host) for host in hosts]
+    ports = _spread(body.bootstrap_port, "bootstrap_port", num_prompts, n, int)
+    if mode == "decode" and any(not host for host in hosts):
+        raise RequestError("bootstrap_host is missing: decode must know its prefill server", field="bootstrap_host")
+    if FAKE_BOOTSTRAP_HOST in hosts and not fake_rooms:
+        message = f"bootstrap_host {FAKE_BOOTSTRAP_HOST} needs --disaggregation-transfer-backend fake on this server"
+        raise RequestError(message, field="bootstrap_host")
+    for port in ports:
+        if port is not None and not 1 <= port <= 65535:
+            raise RequestError(f"bootstrap_port must be in [1, 65535], got {port}", field="bootstrap_port")
+    if mode == "decode":
+        _check_prefill_addresses(set(zip(hosts, ports, strict=True)), allowed)
+    trio = zip(hosts, ports, rooms, strict=True)
+    return [RoomAddress(host=host or "", port=port, room=room) for host, port, room in trio]
+
+
+def _check_prefill_addresses(addresses: Iterable[tuple[str, int | None]], allowed: HostPatterns | None) -> None:
+    """Refuse what cannot be a host, or is not `allowed`. Raises RequestError: 400 naming `bootstrap_host`."""
+    for host, port in addresses:
+        if not is_host(host):
+            raise RequestError(f"bootstrap_host is no host: {host[:100]!r}", field="bootstrap_host")
+        if allowed is not None and not allowed.allow(host, port or 0):
+            message = f"bootstrap_host {host}:{port} is not listed by --disaggregation-allowed-prefill of this server"
+            raise RequestError(message, field="bootstrap_host")
+
+
+def _names(rid: Any, num_prompts: int) -> list[str]:
+    """One name per prompt: the client's, or a new one."""
+    names = scalar_or_list(rid, num_prompts, "rid", str)
+    if isinstance(rid, str) and num_prompts > 1:
+        names = [f"{rid}_{i}" for i in range(num_prompts)]
+    if any(name is not None and not 1 <= len(name) <= MAX_RID_CHARS for name in names):
+        raise RequestError(f"rid must have 1 to {MAX_RID_CHARS} characters", field="rid")
+    given = [name for name in names if name is not None]
+    if len(set(given)) != len(given):
+        raise RequestError("rid must differ between the prompts of a batch", field="rid")
+    return [uuid.uuid4().hex if name is None else name for name in names]
+
+
+def _seeded(sampling: CoreSamplingParams, j: int) -> CoreSamplingParams:
+    """The j-th answer to one prompt has its own seed, so that the answers differ."""
+    if sampling.seed is None or j == 0:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + j) & MAX_ROOM)
+
+
+def check_num_sequences(prompts: Sequence[PromptSpec], n: int) -> None:
+    """Refuse bodies that are too much work before anything of them is queued.
+
+    Raises:
+        RequestError: 400 naming `n` or `stop_regex`.
+    """
+    total = len(prompts) * n
+    if total > MAX_SEQUENCES:
+        raise RequestError(f"{len(prompts)} prompts with n={n} are more than {MAX_SEQUENCES} sequences", field="n")
+    patterns = max((len(prompt.sampling.stop_regex) for prompt in prompts), default=0)
+    if total * patterns > MAX_PATTERN_SEQUENCES:
+        message = f"{patterns} patterns for {total} sequences: their product may be at most {MAX_PATTERN_SEQUENCES}"
+        raise RequestError(f"stop_regex: {message}", field="stop_regex")
+
+
+def check_size(prompts: Sequence[PromptSpec], n: int, most_tokens: int, field: str) -> None:
+    """Refuse bodies of more than `most_tokens` prompt tokens, or with too much to send along with each sequence.
+
+    `field`: what the client calls its prompts.
+
+    Raises:
+        RequestError: 400 naming `field` or `n`.
+    """
+    num_tokens = sum(len(prompt.input_ids) for prompt in prompts)
+    if num_tokens * n > most_tokens:
+        message = f"{num_tokens} prompt tokens with n={n} are more than {most_tokens}"
+        raise RequestError(f"{field}: {message}", field=field if n == 1 else "n")
+    grammars = [prompt.sampling.grammar for prompt in prompts]
+    if n * sum(len(grammar.text) for grammar in grammars if grammar is not None) > MAX_SENT_CHARS:
+        message = f"a grammar for each of {len(prompts) * n} sequences is more than {MAX_SENT_CHARS} characters"
+        raise RequestError(message, field="n" if n > 1 else field)
+
+
+def make_intake(
+    prompts: Sequence[PromptSpec],
+    n: int,
+    body: TransferAddress,
+    mode: DisaggMode,
+    *,
+    stream: bool,
+    dp_size: int = 1,
+    allowed_prefill: HostPatterns | None = None,
+    fake_rooms: bool = False,
+) -> PreparedRequests:
+    """All requests of a body whose prompts are checked; `body` has the bootstrap trio, `rid`, priority.
+
+    `fake_rooms`: see `rooms_of`.
+
+    Each request has an id of its own on the wire, which is never used again, so that late outputs of an aborted request
+    cannot reach another one that the client gave the same `rid`.
+
+    Raises:
+        RequestError: 400 naming the field.
+    """
+    rank = body.data_parallel_rank
+    if rank is not None and not 0 <= rank < dp_size:
+        message = f"data_parallel_rank must be in [0, {dp_size}), the replicas of this server, got {rank}"
+        raise RequestError(message, field="data_parallel_rank")
+    check_num_sequences(prompts, n)
+    rooms = rooms_of(body, mode, len(prompts), n, allowed_prefill, fake_rooms=fake_rooms)
+    names = [name for name in _names(body.rid, len(prompts)) for _ in range(n)]
+    arrival_s = time.time()
+    requests = [
+        GenerateRequest(
+            rid=f"{names[i]}.{secrets.token_hex(4)}",
+            input_ids=prompts[i // n].input_ids,
+            sampling=_seeded(prompts[i // n].sampling, i % n),
+            stream=stream,
+            logprobs=prompts[i // n].logprobs,
+            room=rooms[i],
+            arrival_s=arrival_s,
+            priority=body.priority or 0,
+            replica=body.data_parallel_rank,
+        )
+        for i in range(len(names))
+    ]
+    return PreparedRequests(requests, names, n, body.rid if isinstance(body.rid, str) and len(prompts) > 1 else None)

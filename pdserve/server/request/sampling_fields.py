@@ -1,0 +1,270 @@
+"""Sampling fields of the two APIs, turned into `CoreSamplingParams` with their final `max_new_tokens`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from pdserve.config.groups import DisaggMode
+from pdserve.errors import RequestError
+from pdserve.protocol.failure import Grammar
+from pdserve.protocol.messages import EngineReady
+from pdserve.protocol.sampling import TOP_K_ALL, CoreSamplingParams, validate_sampling
+from pdserve.server.request.schemas import NativeSampling, OpenAIBody, SharedSampling
+from pdserve.server.text.stop_regex import MAX_STOP_CHARS, check_stop_regex
+
+V = TypeVar("V")
+
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_LOGIT_BIAS = 4096
+MAX_LISTED = 1 << 18
+"""Entries of `logit_bias`, and of `stop_token_ids`, over all sequences of a body."""
+MAX_BODY_TOKENS = 1 << 20
+BODY_PROMPTS = 8
+"""A body may have `MAX_BODY_TOKENS` of prompts, and in any case so many of the longest ones."""
+MAX_CHAT_TOKENS = 2048
+"""A chat that names no limit gets this many tokens, or what fits into the context if that is less."""
+NATIVE_TOKENS = 128
+COMPLETION_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestLimits:
+    """What bounds a request on this server."""
+
+    mode: DisaggMode
+    vocab_size: int
+    context_length: int
+    max_total_tokens: int
+
+    @classmethod
+    def of(cls, ready: EngineReady, mode: DisaggMode) -> RequestLimits:
+        """The limits that the scheduler announced."""
+        return cls(mode, ready.vocab_size, ready.context_length, ready.max_total_tokens)
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a sequence, prompt and output together."""
+        return min(self.context_length, self.max_total_tokens)
+
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Most tokens of a prompt, which leaves room for one more."""
+        return self.capacity - 1
+
+    @property
+    def most_body_tokens(self) -> int:
+        """Most prompt tokens that one body asks to be computed: of all its prompts, each as often as it is answered."""
+        return max(MAX_BODY_TOKENS, BODY_PROMPTS * self.capacity)
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestedSampling:
+    """How many tokens the client wants: None for `default`, at least `least`; 0 asks for the prompt to be read alone.
+
+    `field` is the client's name for it.
+    """
+
+    tokens: int | None
+    default: int
+    field: str
+    least: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeNames:
+    """What errors call a prompt of `/generate` and its parameters: `text[1]`, `sampling_params[1]`."""
+
+    prompt: str
+    sampling: str
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Errors of the block that name a parameter say where it is.
+
+        Raises:
+            RequestError: the block's, with the longer name.
+        """
+        try:
+            yield
+        except RequestError as error:
+            if error.field not in NativeSampling.__struct_fields__:
+                raise
+            field = f"{self.sampling}.{error.field}"
+            message = error.message.replace(error.field, field, 1)
+            raise RequestError(message, field=field, status=error.status, code=error.code) from error
+
+
+def check_prompt_fits(num_prompt: int, limits: RequestLimits, prompt_field: str) -> None:
+    """Refuse a prompt that leaves no room for a token.
+
+    Raises:
+        RequestError: 400 naming the prompt.
+    """
+    if num_prompt > limits.most_prompt_tokens:
+        raise RequestError(
+            f"{prompt_field} has {num_prompt} tokens; at most {limits.most_prompt_tokens} fit "
+            f"(context {limits.context_length}, KV pool {limits.max_total_tokens})",
+            field=prompt_field,
+            code="context_length_exceeded",
+        )
+
+
+def fit_max_tokens(
+    num_prompt: int, ask: RequestedSampling, min_tokens: int, limits: RequestLimits, prompt_field: str
+) -> int:
+    """Tokens to generate for a prompt of `num_prompt` tokens; a default shrinks to what fits, a wish does not.
+
+    A prefill server holds the prompt and one token, so that only the context bounds the rest there.
+
+    Raises:
+        RequestError: 400 naming the prompt or the client's limit.
+    """
+    check_prompt_fits(num_prompt, limits, prompt_field)
+    longest = limits.context_length if limits.mode == "prefill" else limits.capacity
+    if ask.tokens is None:
+        return min(max(ask.default, min_tokens), longest - num_prompt)
+    if ask.tokens < ask.least:
+        raise RequestError(f"{ask.field} must be at least {ask.least}, got {ask.tokens}", field=ask.field)
+    if num_prompt + ask.tokens > longest:
+        raise RequestError(
+            f"{num_prompt} prompt tokens and {ask.field}={ask.tokens} exceed the {longest} tokens that fit "
+            f"(context {limits.context_length}, KV pool {limits.max_total_tokens})",
+            field=ask.field,
+            code="context_length_exceeded",
+        )
+    return ask.tokens
+
+
+def count_n(n: int | None) -> int:
+    """Sequences per prompt.
+
+    Raises:
+        RequestError: 400 naming `n`.
+    """
+    if n is None:
+        return 1
+    if not 1 <= n <= MAX_N:
+        raise RequestError(f"n must be in [1, {MAX_N}], got {n}", field="n")
+    return n
+
+
+def check_listed(fields: Sequence[SharedSampling], num_sequences: int) -> None:
+    """Refuse lists that are too long together: every sequence takes along its `logit_bias` and `stop_token_ids`.
+
+    `fields` has one entry for all sequences, or one for each of equally large groups of them.
+
+    Raises:
+        RequestError: 400 naming the field.
+    """
+    for name in ("logit_bias", "stop_token_ids"):
+        num_entries = sum(len(getattr(each, name) or ()) for each in fields) * num_sequences // len(fields)
+        if num_entries > MAX_LISTED:
+            message = f"{name} of {num_sequences} sequences has {num_entries} entries, at most {MAX_LISTED} are taken"
+            raise RequestError(message, field=name)
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_CHARS for text in stops):
+        raise RequestError(
+            f"stop takes at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters", field="stop"
+        )
+    return stops
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+    if not bias:
+        return None
+    if len(bias) > MAX_LOGIT_BIAS:
+        message = f"logit_bias has {len(bias)} tokens, at most {MAX_LOGIT_BIAS} are taken"
+        raise RequestError(message, field="logit_bias")
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError as error:  # of digits, there may be too many to read
+        raise RequestError(f"logit_bias keys must be token ids: {error}", field="logit_bias") from error
+
+
+def _seed(seed: int | None, field: str) -> int | None:
+    if seed is None:
+        return None
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise RequestError(f"{field} must fit into 64 bits, got {seed}", field=field)
+    return seed & ((1 << 63) - 1)
+
+
+def _given(value: V | None, default: V) -> V:
+    return default if value is None else value
+
+
+def _build(
+    body: NativeSampling | OpenAIBody, min_tokens: int, max_tokens: int, seed: int | None, grammar: Grammar | None
+) -> CoreSamplingParams:
+    default = CoreSamplingParams()
+    top_k = _given(body.top_k, -1)
+    return CoreSamplingParams(
+        max_new_tokens=max_tokens,
+        min_new_tokens=min_tokens,
+        temperature=_given(body.temperature, default.temperature),
+        top_p=_given(body.top_p, default.top_p),
+        top_k=TOP_K_ALL if top_k == -1 else min(top_k, TOP_K_ALL),
+        min_p=_given(body.min_p, default.min_p),
+        repetition_penalty=_given(body.repetition_penalty, default.repetition_penalty),
+        frequency_penalty=_given(body.frequency_penalty, default.frequency_penalty),
+        presence_penalty=_given(body.presence_penalty, default.presence_penalty),
+        seed=seed,
+        stop=_stops(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        stop_regex=check_stop_regex(body.stop_regex),
+        ignore_eos=_given(body.ignore_eos, default.ignore_eos),
+        skip_special_tokens=_given(body.skip_special_tokens, default.skip_special_tokens),
+        spaces_between_special_tokens=_given(body.spaces_between_special_tokens, default.spaces_between_special_tokens),
+        no_stop_trim=_given(body.no_stop_trim, default.no_stop_trim),
+        logit_bias=_logit_bias(body.logit_bias),
+        grammar=grammar,
+    )
+
+
+def native_sampling(
+    body: NativeSampling, num_prompt: int, limits: RequestLimits, fields: NativeNames, grammar: Grammar | None = None
+) -> CoreSamplingParams:
+    """Checked parameters of a `/generate` prompt of `num_prompt` tokens.
+
+    Raises:
+        RequestError: 400 naming the field.
+    """
+    ask = RequestedSampling(body.max_new_tokens, NATIVE_TOKENS, "max_new_tokens")
+    min_tokens = _given(body.min_new_tokens, 0)
+    with fields.inside():
+        seed = _seed(body.seed, "seed") if body.sampling_seed is None else _seed(body.sampling_seed, "sampling_seed")
+        max_tokens = fit_max_tokens(num_prompt, ask, min_tokens, limits, fields.prompt)
+        return validate_sampling(_build(body, min_tokens, max_tokens, seed, grammar), limits.vocab_size)
+
+
+def openai_sampling(
+    body: OpenAIBody,
+    ask: RequestedSampling,
+    num_prompt: int,
+    limits: RequestLimits,
+    prompt_field: str,
+    grammar: Grammar | None = None,
+) -> CoreSamplingParams:
+    """Checked parameters of an OpenAI prompt of `num_prompt` tokens.
+
+    Raises:
+        RequestError: 400 naming the field by its OpenAI name.
+    """
+    min_tokens = _given(body.min_tokens, 0)
+    max_tokens = fit_max_tokens(num_prompt, ask, min_tokens, limits, prompt_field)
+    try:
+        built = _build(body, min_tokens, max_tokens, _seed(body.seed, "seed"), grammar)
+        return validate_sampling(built, limits.vocab_size)
+    except RequestError as error:
+        message, names = error.message, {"max_new_tokens": ask.field, "min_new_tokens": "min_tokens"}
+        for ours, theirs in names.items():
+            message = message.replace(ours, theirs)
+        field = names.get(error.field or "", error.field)
+        raise RequestError(message, field=field, status=error.status, code=error.code) from error

@@ -1,0 +1,293 @@
+"""Request bodies as typed structs. A wrong type is refused by name; `Any` fields are checked where they are used."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from pdserve.server.request.field_types import (
+    Counts,
+    DecodedIds,
+    Flags,
+    Hosts,
+    JsonSchema,
+    Names,
+    PickedIds,
+    Ports,
+    Prompts,
+    ResponseFormat,
+    Rooms,
+    SamplingFields,
+    Starts,
+    StructuralTag,
+    Texts,
+    TokenIds,
+    ToolChoice,
+)
+from pdserve.server.request.stream_states import Resume
+
+MAX_STOP_TOKEN_IDS = 1024
+MAX_MESSAGES = 4096
+"""A template takes some 80 us for each, and holds Python's lock."""
+
+Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+"""Higher runs first; the same for all prompts of a body."""
+
+UNSUPPORTED_NATIVE = (
+    "audio_data", "custom_logit_processor", "image_data", "input_embeds", "lora_path",
+    "return_hidden_states", "return_routed_experts", "session_params", "video_data",
+)  # fmt: skip
+UNSUPPORTED_NATIVE_SAMPLING = ("custom_params",)
+UNSUPPORTED_OPENAI = (
+    "custom_logit_processor", "input_embeds", "lora_path", "return_hidden_states", "session_params",
+)  # fmt: skip
+UNSUPPORTED_CHAT = (
+    *UNSUPPORTED_OPENAI,
+    "audio", "echo", "function_call", "functions", "modalities", "prediction", "verbosity", "web_search_options",
+)  # fmt: skip
+UNSUPPORTED_COMPLETION = (*UNSUPPORTED_OPENAI, "suffix")
+
+
+class SharedSampling(msgspec.Struct):
+    """How tokens are chosen and where answers end: what the native and the OpenAI bodies call the same."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_regex: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    json_schema: JsonSchema = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: StructuralTag = None
+
+
+class NativeSampling(SharedSampling, forbid_unknown_fields=True):
+    """`sampling_params` of `/generate`, with SGLang's names. None: the default."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    sampling_seed: int | None = None
+
+
+class GenerateBody(msgspec.Struct):
+    """`POST /generate`."""
+
+    text: Texts = None
+    input_ids: TokenIds = None
+    sampling_params: SamplingFields = None
+    stream: bool | None = None
+    return_logprob: Flags = None
+    top_logprobs_num: Counts = None
+    logprob_start_len: Starts = None
+    token_ids_logprob: PickedIds = None
+    return_text_in_logprobs: bool | None = None
+    rid: Names = None
+    priority: Priority | None = None
+    data_parallel_rank: int | None = None
+    model: str | None = None
+    bootstrap_host: Hosts = None
+    bootstrap_port: Ports = None
+    bootstrap_room: Rooms = None
+    pdserve_resume: Resume | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    """`stream_options` of the OpenAI endpoints."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ConstraintFields(SharedSampling):
+    """What else constrains the answers of an OpenAI body: OpenAI's field, and vLLM's old and new ones."""
+
+    response_format: ResponseFormat = None
+    guided_json: JsonSchema = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+
+class OpenAIBody(ConstraintFields):
+    """What chat and text completions share, extras of SGLang and vLLM among it."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_meta_info: bool | None = None
+    rid: Names = None
+    priority: Priority | None = None
+    data_parallel_rank: int | None = None
+    user: str | None = None
+    bootstrap_host: Hosts = None
+    bootstrap_port: Ports = None
+    bootstrap_room: Rooms = None
+    pdserve_resume: Resume | None = None
+
+
+class CompletionBody(OpenAIBody):
+    """`POST /v1/completions`."""
+
+    prompt: Prompts = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+
+class ContentPart(msgspec.Struct):
+    """One piece of a message's content; only text, and a refusal's, is supported."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(msgspec.Struct):
+    """What a past tool call called; `arguments` is JSON text, an object is taken too."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct):
+    """A tool call of an earlier answer."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
+
+
+class ChatMessage(msgspec.Struct):
+    """One message of a conversation. `reasoning_content` is called `reasoning` by some clients."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+
+class FunctionSpec(msgspec.Struct):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(msgspec.Struct):
+    """A tool that the model may use; only functions are supported."""
+
+    type: str
+    function: FunctionSpec | None = None
+
+
+class ChatBody(OpenAIBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES)] = msgspec.field(default_factory=list)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[ToolSpec] | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class TokenizeBody(msgspec.Struct):
+    """`POST /tokenize`: `prompt`, a text or several, or `messages` and the other fields of a chat."""
+
+    prompt: Texts = None
+    messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES)] | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct):
+    """`POST /detokenize`: token ids, or lists of them."""
+
+    tokens: DecodedIds = None
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+class PauseBody(msgspec.Struct):
+    """`POST /pause_generation`."""
+
+    mode: Literal["abort", "retract", "in_place"] | None = None
+
+
+class PeerBody(msgspec.Struct):
+    """`POST /declare_peer_dead`. `instance`: as in `/observe`."""
+
+    instance: str
+
+
+class ProfileBody(msgspec.Struct):
+    """`POST /start_profile`."""
+
+    output_dir: str | None = None
+    profile_id: str | None = None
+    num_steps: int | None = None
+    activities: list[str] | None = None
+    record_shapes: bool | None = None
+    with_stack: bool | None = None
+
+
+class RoleSwitchBody(msgspec.Struct):
+    """`POST /pd_role_switch`. `wait`: answer when it is done, not when it has begun."""
+
+    new_role: Literal["prefill", "decode", "null"] | None = None
+    drain_timeout_secs: float | None = None
+    wait: bool | None = None
+
+
+class CommandBody(msgspec.Struct):
+    """`POST /continue_generation`, `/stop_profile`: an object whose fields mean nothing here."""
+
+
+class PairProbeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /health_pair`: where the two halves of the probe meet, and how long it may take in seconds."""
+
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = None
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=60)] = 4.0
+
+
+class AbortBody(msgspec.Struct):
+    """`POST /abort_request`."""
+
+    rid: str | None = None
+    abort_all: bool | None = None

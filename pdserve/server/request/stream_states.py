@@ -1,0 +1,108 @@
+"""Streams that can go on at another server: what is told of their events, and how one goes on.
+
+Used by the endpoints that stream. `base/stream_state.py` says what goes between server and router.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Request
+
+from pdserve.base.stream_state import RESUME_FIELD, STATE_HEADER, EventState, ShortText
+from pdserve.errors import RequestError
+from pdserve.protocol.messages import TokenLogprob
+from pdserve.server.generation import GenerationUpdate
+from pdserve.server.request.intake import PreparedRequests, check_token_ids
+
+
+class StreamHead(msgspec.Struct):
+    """What all events of a stream have in common; `created`, `model` and `system_fingerprint` of OpenAI's endpoints."""
+
+    id: Annotated[str, ShortText]
+    created: int | None = None
+    model: Annotated[str, ShortText] | None = None
+    system_fingerprint: Annotated[str, ShortText] | None = None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Those that are there."""
+        return {name: value for name, value in msgspec.to_builtins(self).items() if value is not None}
+
+
+class Resume(msgspec.Struct):
+    """`pdserve_resume` of a body: the stream so far. `logprobs` of its tokens where `EventState` has them."""
+
+    head: StreamHead
+    token_ids: list[int]
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+
+    def update(self, text: str) -> GenerationUpdate:
+        """The stream so far as one update. `text` is what its tokens show."""
+        logprobs = list(self.logprobs or ())
+        return GenerationUpdate(0, text, list(self.token_ids), logprobs, cached_tokens=self.cached_tokens)
+
+
+def resumed(
+    intake: PreparedRequests, resume: Resume | None, vocab_size: int, *, stream: bool, logprobs: bool = False
+) -> PreparedRequests:
+    """`intake` with the output that an earlier try made, if there was one.
+
+    `logprobs`: each event has those of all tokens so far, if the request wants any.
+
+    Raises:
+        RequestError: 400, where that does not fit the request.
+    """
+    if resume is None:
+        return intake
+    if not stream or len(intake.requests) != 1:
+        raise RequestError(f"{RESUME_FIELD} is for a stream of one sequence", field=RESUME_FIELD)
+    (request,) = intake.requests
+    check_token_ids(resume.token_ids, vocab_size, RESUME_FIELD)
+    if len(resume.token_ids) >= max(1, request.sampling.max_new_tokens):
+        raise RequestError(f"{RESUME_FIELD} has all tokens that the request may get", field=RESUME_FIELD)
+    needed = len(resume.token_ids) if logprobs and request.logprobs is not None else 0
+    if len(resume.logprobs or ()) != needed:
+        raise RequestError(f"{RESUME_FIELD}.logprobs must have {needed} entries", field=RESUME_FIELD)
+    wish = request.logprobs
+    if wish is not None and resume.token_ids:
+        wish = msgspec.structs.replace(wish, prompt_from=None)
+    request = msgspec.structs.replace(request, prior_output_ids=resume.token_ids, logprobs=wish)
+    return dataclasses.replace(intake, requests=[request])
+
+
+class StreamStates:
+    """Tells of the events of one stream what a router needs, if it wants to know."""
+
+    def __init__(self, request: Request, head: dict[str, Any], *, num_sequences: int, logprobs: bool = False) -> None:
+        """`logprobs`: events repeat those of earlier tokens."""
+        self._wanted = STATE_HEADER in request.headers and num_sequences == 1
+        self._head: dict[str, Any] | None = head
+        self._logprobs = logprobs
+        self._tokens: list[int] = []
+        self._lines: list[Any] = []
+        self._cached_tokens = 0
+
+    def told(self, update: GenerationUpdate | None, events: list[bytes]) -> Iterator[bytes]:
+        """`events` as they are sent. They show `update`, None: no tokens. The last update has all that follows."""
+        if not self._wanted:
+            yield from events
+            return
+        if update is not None:
+            self._tokens += update.token_ids
+            self._lines += msgspec.to_builtins(update.logprobs) if self._logprobs else []
+            self._cached_tokens = update.cached_tokens
+        ends = update is not None and update.finish is not None
+        for place, data in enumerate(events):
+            tail = b"".join(events[place + 1 :]).decode() if ends else None
+            yield self._line(tail) + data
+
+    def _line(self, tail: str | None) -> bytes:
+        state = EventState(self._tokens, self._head, self._cached_tokens, self._lines if self._logprobs else None, tail)
+        line = state.line()
+        self._tokens, self._lines, self._head = [], [], None
+        return line

@@ -1,0 +1,1 @@
+"""Between text and token ids: tokenizer, chat templates, parsers of what models write, detokenizer, stop strings."""

@@ -1,0 +1,240 @@
+"""Token ids to text, one token at a time, in constant time per token.
+
+One `Detokenizer` per sequence, owned by the engine client. It is two small machines in a row:
+
+    token ids ─> TextDecoder ─> text ─> StopMatcher, RegexMatcher ─> text that is safe to show
+
+`TextDecoder` never lets half a character out: bytes of an unfinished UTF-8 character wait for the rest, and are dropped
+if the sequence ends first. `StopMatcher` holds back text that may be the beginning of a stop string.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from pdserve.base.stream_state import RESUME_FIELD
+from pdserve.errors import RequestError
+from pdserve.protocol.messages import EngineCoreOutput, FinishReason
+from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.server.generation import GenerationUpdate
+from pdserve.server.text.stop_regex import SLOW_LOOKS, RegexMatcher
+
+REPLAYED_AT_ONCE = 256
+"""Tokens of a broken stream that are detokenized without a turn for other tasks: a few milliseconds."""
+
+
+class TextDecoder(Protocol):
+    """Text of one growing token sequence."""
+
+    def push(self, token_id: int) -> str:
+        """The whole characters that `token_id` completes; often one token's text, sometimes empty."""
+        ...
+
+
+class BytesOfToken(Protocol):
+    """The raw bytes of a token; empty for special tokens that are skipped, and for ids without a token."""
+
+    def __call__(self, token_id: int, *, skip_special: bool) -> bytes: ...
+
+
+class ByteDecoder:
+    """`TextDecoder` for vocabularies in which each token is a fixed string of bytes.
+
+    Invalid bytes become U+FFFD as in `bytes.decode(errors="replace")`; unfinished ones wait.
+    """
+
+    def __init__(self, bytes_of_token: BytesOfToken, *, skip_special: bool, strip_first_space: bool = False) -> None:
+        self._bytes_of_token = bytes_of_token
+        self._skip_special = skip_special
+        self._strip_space = strip_first_space
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """See `TextDecoder.push`."""
+        raw = self._bytes_of_token(token_id, skip_special=self._skip_special)
+        if self._strip_space and raw:
+            self._strip_space = False
+            raw = raw.removeprefix(b" ")
+        return self._utf8.decode(raw)
+
+
+class StepDecoder(Protocol):
+    """What `tokenizers.decoders.DecodeStream` offers, bound to its tokenizer."""
+
+    def __call__(self, token_id: int) -> str | None: ...
+
+
+class StreamDecoder:
+    """`TextDecoder` for any other vocabulary, over the tokenizer library's own decode stream."""
+
+    def __init__(self, step: StepDecoder) -> None:
+        self._step = step
+
+    def push(self, token_id: int) -> str:
+        """See `TextDecoder.push`."""
+        return self._step(token_id) or ""
+
+
+class NoText:
+    """`TextDecoder` of a server without a tokenizer: there is no text."""
+
+    def push(self, token_id: int) -> str:
+        """See `TextDecoder.push`."""
+        return ""
+
+
+class StopMatcher:
+    """Finds stop strings in text that arrives in pieces of any size.
+
+    The match is the one that ends first, and of those the longest; so it does not depend on how the text was cut.
+    """
+
+    def __init__(self, stops: Sequence[str], *, keep_match: bool) -> None:
+        self._stops = tuple(stops)
+        self._keep_match = keep_match
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, piece: str) -> str:
+        """Text that may be shown now; after a match it is what stands before it (and the match, if kept)."""
+        if not self._stops or not piece:
+            return piece
+        text = self._held + piece
+        found = self._first_match(text)
+        if found is not None:
+            start, self.matched = found
+            self._held = ""
+            return text[: start + len(self.matched)] if self._keep_match else text[:start]
+        hold = self._longest_beginning_at_end(text)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def flush(self) -> str:
+        """Text that was held back; the sequence has ended, so that it can be no stop string any more."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if not found:
+            return None
+        _, start, stop = min(found)
+        return start, stop
+
+    def _longest_beginning_at_end(self, text: str) -> int:
+        longest = 0
+        for stop in self._stops:
+            for size in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest
+
+
+class Detokenizer:
+    """One sequence's text. `push` each token in order, then `finish` unless `stopped` is set."""
+
+    def __init__(self, decoder: TextDecoder, sampling: CoreSamplingParams) -> None:
+        self._decoder = decoder
+        self._stops = StopMatcher(sampling.stop, keep_match=sampling.no_stop_trim)
+        self._patterns = RegexMatcher(sampling.stop_regex, keep_match=sampling.no_stop_trim)
+        self._min_tokens = sampling.min_new_tokens
+        self._num_tokens = 0
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string or pattern that ended the text."""
+        return self._stops.matched or self._patterns.matched
+
+    def push(self, token_id: int) -> str:
+        """New text that is safe to show. Text of the first `min_new_tokens` tokens is not searched for stop strings."""
+        self._num_tokens += 1
+        piece = self._decoder.push(token_id)
+        if self._num_tokens < self._min_tokens:
+            return piece
+        text = self._patterns.push(self._stops.push(piece))
+        return text if self._stops.matched is None else text + self._patterns.flush()
+
+    async def replay(self, token_ids: Sequence[int]) -> str:
+        """The text that another server has shown of these tokens, before it broke off. Others have turns meanwhile.
+
+        Raises:
+            RequestError: 400, the text ends in them.
+        """
+        pieces = []
+        for number, token_id in enumerate(token_ids, start=1):
+            pieces.append(self.push(token_id))
+            if SLOW_LOOKS.owes_turn:
+                await SLOW_LOOKS.give_turn()
+            elif number % REPLAYED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        text = "".join(pieces)
+        if self.stopped is not None:
+            raise RequestError(f"{RESUME_FIELD} has tokens behind a stop string", field=RESUME_FIELD)
+        return text
+
+    def finish(self) -> str:
+        """What was held back as a possible stop string. Bytes of an unfinished character are dropped."""
+        return self._patterns.push(self._stops.flush()) + self._patterns.flush()
+
+
+ABORTED_STATUS = 499
+"""Status of an abort that somebody asked for."""
+
+
+def refusal(finish: FinishReason | None) -> RequestError | None:
+    """The error that a sequence ended with, None where it ended well or not yet.
+
+    An abort that was asked for ends well: its client gets the text so far. As an error, routers would try it again.
+    """
+    if finish is None or finish.type != "abort" or finish.status_code in (None, ABORTED_STATUS):
+        return None
+    status = finish.status_code
+    assert status is not None
+    field = "bootstrap_room" if status == 409 and finish.err_type != "rid_in_use" else None
+    return RequestError(
+        finish.message or "aborted",
+        status=status,
+        code=finish.err_type or "aborted",
+        field=field,
+        retry_after_s=finish.retry_after_s,
+    )
+
+
+def detokenize_output(
+    index: int, detokenizer: Detokenizer, output: EngineCoreOutput, *, keep_stop: bool
+) -> GenerationUpdate:
+    """The update that `output` makes; cut at a stop string, and without the text of a stop token unless it is
+    wanted.
+    """
+    update = GenerationUpdate(index, prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens)
+    update.finish, update.timing = output.finish, output.timing
+    if output.prompt_logprobs is not None:
+        update.prompt_parts.append(output.prompt_logprobs)
+    hidden = _hidden_stop_token(output, keep=keep_stop)
+    last = len(output.token_ids) - 1
+    for position, token_id in enumerate(output.token_ids):
+        update.token_ids.append(token_id)
+        if output.logprobs is not None:
+            update.logprobs.append(output.logprobs[position])
+        if position == last and token_id == hidden:
+            break
+        update.text += detokenizer.push(token_id)
+        if detokenizer.stopped is not None:
+            update.finish = FinishReason(type="stop", matched=detokenizer.stopped)
+            return update
+    if output.finish is not None:
+        update.text += detokenizer.finish()
+        if detokenizer.stopped is not None:
+            update.finish = FinishReason(type="stop", matched=detokenizer.stopped)
+    return update
+
+
+def _hidden_stop_token(output: EngineCoreOutput, *, keep: bool) -> int | None:
+    finish = output.finish
+    if keep or finish is None or finish.type != "stop" or not isinstance(finish.matched, int):
+        return None
+    return finish.matched

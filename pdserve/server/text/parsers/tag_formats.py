@@ -1,0 +1,171 @@
+"""Formats in which every argument stands between tags of its own."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pdserve.server.text.parsers.feed import IncrementalParser, NotACallError, Sink, Steps, scrub
+from pdserve.server.text.parsers.tool_format import MAX_NAME_CHARS, MarkedFormat
+
+
+def _types(schema: Any) -> frozenset[str]:
+    """The JSON types that `schema` names; empty where it leaves them open."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset((kind,))
+    if isinstance(kind, list):
+        return frozenset(name for name in kind if isinstance(name, str))
+    for word in ("anyOf", "oneOf"):
+        if isinstance(schema.get(word), list):
+            parts = [_types(part) for part in schema[word]]
+            return frozenset().union(*parts) if all(parts) else frozenset()
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        return frozenset(("string",))
+    return frozenset()
+
+
+def _finite(constant: str) -> None:
+    raise ValueError(f"JSON has no {constant}")
+
+
+def _dump(value: Any) -> str:
+    return scrub(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def to_json(text: str, types: frozenset[str]) -> str:
+    """The JSON text of a value that the model wrote as `text`; a string where it is nothing else of these types."""
+    bare = text.strip()
+    if "string" in types:
+        return "null" if "null" in types and bare == "null" else _dump(text)
+    if bare.lower() in ("true", "false") and types <= {"boolean"}:
+        return bare.lower()
+    try:
+        return _dump(json.loads(bare, parse_constant=_finite))
+    except (ValueError, RecursionError):
+        pass
+    if types:
+        try:
+            return _dump(ast.literal_eval(bare))
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            pass
+    return _dump(text)
+
+
+class ArgumentWriter:
+    """Writes one call's arguments as a JSON object, field by field, strings while they come."""
+
+    def __init__(self, sink: Sink, schema: Mapping[str, Any]) -> None:
+        properties = schema.get("properties")
+        self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+        self._sink = sink
+        self._first = True
+        sink("{")
+
+    def field(self, feed: IncrementalParser, key: str, ends: tuple[str, ...], *, trim: bool) -> Steps[str]:
+        """Write the field `key` with the text up to one of `ends`, which is returned.
+
+        `trim`: a newline at both ends of the text is not the value's.
+        """
+        self._sink(("" if self._first else ", ") + _dump(key) + ": ")
+        self._first = False
+        types = _types(self._properties.get(key))
+        feed.commit()
+        if types != {"string"}:
+            text, end = yield from feed.take_until(ends)
+            feed.commit()
+            self._sink(to_json(text.removeprefix("\n").removesuffix("\n") if trim else text, types))
+            return end
+        self._sink('"')
+        if trim and (yield from feed.skip("\n")):
+            feed.commit()
+        string = _String(self._sink, trim=trim)
+        end = yield from feed.pass_until(ends, string.push)
+        self._sink('"')
+        return end
+
+    def close(self) -> None:
+        """No more fields."""
+        self._sink("}")
+
+
+class _String:
+    """The inside of a JSON string; with `trim` a newline at the end is left out."""
+
+    def __init__(self, sink: Sink, *, trim: bool) -> None:
+        self._sink = sink
+        self._trim = trim
+        self._held = ""
+
+    def push(self, text: str) -> None:
+        """Write more of it."""
+        text = self._held + text
+        self._held = "\n" if self._trim and text.endswith("\n") else ""
+        self._sink(_dump(text[: len(text) - len(self._held)])[1:-1])
+
+
+def _checked(name: str) -> str:
+    """A tool's name.
+
+    Raises:
+        NotACallError: it cannot be one.
+    """
+    name = name.strip()
+    if not name or any(char.isspace() or char in "<>{}" for char in name):
+        raise NotACallError
+    return name
+
+
+class Qwen3Coder(MarkedFormat):
+    """Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`."""
+
+    template_marks = ("<function=", "<parameter=")
+    opening = ("<tool_call>", "<function=")
+
+    def call(self, feed: IncrementalParser, marker: str) -> Steps[None]:
+        """See `MarkedFormat.call`."""
+        if marker == "<tool_call>":
+            yield from feed.expect("<function=")
+        name = _checked((yield from feed.take_until((">",), MAX_NAME_CHARS))[0])
+        arguments = ArgumentWriter(feed.open_call(name), self.tools.get(name, {}))
+        ends = ("</parameter>", "<parameter=", "</function>", "</tool_call>")
+        end = "</parameter>"
+        while end in ("</parameter>", "<parameter="):
+            if end == "</parameter>" and not (yield from feed.skip_spaced("<parameter=")):
+                break
+            key, _ = yield from feed.take_until((">",))
+            end = yield from arguments.field(feed, key.strip(), ends, trim=True)
+        arguments.close()
+        if end != "</tool_call>":
+            yield from feed.skip_spaced("</function>")
+            yield from feed.skip_spaced("</tool_call>")
+        feed.commit()
+
+
+class Glm45(MarkedFormat):
+    """GLM 4.5 to 4.7: `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>`."""
+
+    template_marks = ("<arg_key>", "<arg_value>")
+    opening = ("<tool_call>",)
+
+    def call(self, feed: IncrementalParser, marker: str) -> Steps[None]:
+        """See `MarkedFormat.call`."""
+        text, end = yield from feed.take_until(("<arg_key>", "</tool_call>"), MAX_NAME_CHARS)
+        name = _checked(text)
+        arguments = ArgumentWriter(feed.open_call(name), self.tools.get(name, {}))
+        while end == "<arg_key>":
+            key, _ = yield from feed.take_until(("</arg_key>",))
+            yield from feed.skip_spaced("<arg_value>")
+            end = yield from arguments.field(feed, key.strip(), ("</arg_value>", "</tool_call>"), trim=False)
+            if end == "</arg_value>":
+                if (yield from feed.skip_spaced("<arg_key>")):
+                    end = "<arg_key>"
+                else:
+                    yield from feed.skip_spaced("</tool_call>")
+        arguments.close()
+        feed.commit()

@@ -1,0 +1,223 @@
+"""Text to token ids and chat messages to prompts; makes the decoders for the way back.
+
+Owned by the API process; wraps the Hugging Face tokenizer of a model directory. Long texts are worked at in threads of
+`TextWorkers`, so that one large prompt does not stop the streams of all others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdserve.base.hf_tokenizer import open_hf_tokenizer
+from pdserve.errors import RequestError
+from pdserve.server.text.chat_template import ChatTemplates, read_template
+from pdserve.server.text.detokenizer import ByteDecoder, StreamDecoder, TextDecoder
+from pdserve.server.text.text_workers import TextBound, TextWorkers, byte_alphabet
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
+
+CHARS_OF_TOKEN = 4
+"""In most texts; a token takes about as long to decode as its characters to encode."""
+MESSAGE_CHARS = 256
+"""A message of a chat takes a template about as long as so many characters take the tokenizer."""
+
+
+def _decoder_kinds(spec: Any) -> list[str]:
+    """Names of the decoding steps in a tokenizer.json, in order."""
+    if not isinstance(spec, dict):
+        return []
+    if spec.get("type") == "Sequence":
+        return [kind for step in spec["decoders"] for kind in _decoder_kinds(step)]
+    return [str(spec.get("type"))]
+
+
+class TokenBytes:
+    """Raw bytes of every token; `exact` says whether this vocabulary is one of fixed byte strings.
+
+    Two kinds are: byte-level BPE (GPT-2's alphabet), and SentencePiece with byte fallback (`▁` and `<0xNN>`).
+    """
+
+    def __init__(self, backend: RustTokenizer) -> None:
+        kinds = _decoder_kinds(json.loads(backend.to_str())["decoder"])
+        self._byte_level = kinds == ["ByteLevel"]
+        self.strips_first_space = kinds == ["Replace", "ByteFallback", "Fuse", "Strip"]
+        self.exact = self._byte_level or kinds[:2] == ["Replace", "ByteFallback"]
+        self._alphabet = byte_alphabet()
+        self._backend = backend
+        self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._known: dict[int, bytes] = {}
+
+    def __call__(self, token_id: int, *, skip_special: bool) -> bytes:
+        """See `BytesOfToken`."""
+        if skip_special and token_id in self._special:
+            return b""
+        raw = self._known.get(token_id)
+        if raw is None:
+            raw = self._known[token_id] = self._to_bytes(token_id)
+        return raw
+
+    def _to_bytes(self, token_id: int) -> bytes:
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            if all(char in self._alphabet for char in piece):
+                return bytes(self._alphabet[char] for char in piece)
+            return piece.encode()
+        if self.exact:
+            if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+                return bytes([int(piece[3:5], 16)])
+            return piece.replace("▁", " ").encode()
+        return self._backend.decode([token_id], skip_special_tokens=False).encode()
+
+
+class Tokenizer:
+    """The tokenizer of one model. Safe to use from the event loop and from worker threads."""
+
+    def __init__(self, hf_tokenizer: Any, chat_template: str | None = None) -> None:
+        """`hf_tokenizer`: a fast tokenizer of transformers. `chat_template`: Jinja text that replaces its own."""
+        self._hf = hf_tokenizer
+        self._backend: RustTokenizer = hf_tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.chat = ChatTemplates(hf_tokenizer, chat_template)
+        self._bytes = TokenBytes(self._backend)
+        self._bound = TextBound(self._backend)
+        self._workers = TextWorkers()
+
+    def as_json(self) -> str:
+        """Everything about the tokens as text, in the form of a tokenizer.json."""
+        return str(self._backend.to_str())
+
+    async def encode(
+        self, text: str, *, field: str, add_special_tokens: bool = True, most_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of `text`; see `encode_all`.
+
+        Raises:
+            RequestError: 400 naming `field`.
+        """
+        (ids,) = await self.encode_all(
+            [text], lambda _: field, add_special_tokens=add_special_tokens, most_tokens=most_tokens
+        )
+        return ids
+
+    async def encode_all(
+        self,
+        texts: Sequence[str],
+        field: Callable[[int], str],
+        *,
+        add_special_tokens: bool = True,
+        most_tokens: int | None = None,
+        most_in_all: int | None = None,
+    ) -> list[list[int]]:
+        """Token ids of `texts`, of which errors call number i `field(i)`.
+
+        `most_tokens`: a text that is known to have more may be refused before it is tokenized. `most_in_all`: all have
+        no more together; None: no bound.
+
+        Raises:
+            RequestError: 400 naming the field of a text that cannot be encoded, or is too long.
+        """
+
+        def encode_in_order() -> list[list[int]]:
+            ids: list[list[int]] = []
+            total = 0
+            for i, text in enumerate(texts):
+                ids.append(self._encode(text, field(i), add_special_tokens, most_tokens))
+                total += len(ids[-1])
+                if most_in_all is not None and total > most_in_all:
+                    raise _too_long(f"{field(i)} and what comes before it have {total} tokens", field(i), most_in_all)
+            return ids
+
+        return await self._workers.run(sum(map(len, texts)), encode_in_order)
+
+    def _encode(self, text: str, field: str, add_special_tokens: bool, most_tokens: int | None = None) -> list[int]:
+        try:
+            if most_tokens is not None and self._bound.exceeds(text, most_tokens):
+                raise _too_long(f"{field} has {len(text)} characters, too many", field, most_tokens)
+            encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{field} is not valid Unicode text: {error}", field=field) from error
+        return encoding.ids
+
+    async def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], template: str, options: Mapping[str, Any]
+    ) -> str:
+        """The prompt that `template` makes of a conversation; `options` are variables for it.
+
+        Raises:
+            RequestError: 400 naming `messages`, when the template refuses them.
+        """
+        size = sum(len(str(message.get("content", ""))) for message in messages) + MESSAGE_CHARS * len(messages)
+        size += sum(len(str(value)) for value in options.values())
+        return await self._workers.run(size, lambda: self.chat.render(template, messages, options))
+
+    async def decode_all(self, lists: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
+        """Text of each list of token ids, which this tokenizer need not have."""
+        size = CHARS_OF_TOKEN * sum(map(len, lists))
+        return await self._workers.run(size, lambda: [self.decode(ids, skip_special=skip_special) for ids in lists])
+
+    async def texts_of_tokens(self, lists: Sequence[Sequence[int]]) -> list[list[str]]:
+        """`token_text` of each token of each list."""
+        size = CHARS_OF_TOKEN * sum(map(len, lists))
+        return await self._workers.run(size, lambda: [[self.token_text(token) for token in ids] for ids in lists])
+
+    def require_template(self, *, tools: bool = False) -> str:
+        """The chat template, for a request with or without tools.
+
+        Raises:
+            RequestError: 400 naming `messages`: there is none.
+        """
+        template = self.chat.text(tools=tools)
+        if template is None:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions, or start the server with --chat-template",
+                field="messages",
+                code="no_chat_template",
+            )
+        return template
+
+    def text_decoder(self, *, skip_special: bool) -> TextDecoder:
+        """A decoder for one new sequence."""
+        if self._bytes.exact:
+            return ByteDecoder(self._bytes, skip_special=skip_special, strip_first_space=self._bytes.strips_first_space)
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=skip_special)
+        return StreamDecoder(lambda token_id: stream.step(self._backend, token_id))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Raw bytes of one token, special ones included; not always whole characters."""
+        return self._bytes(token_id, skip_special=False)
+
+    def token_text(self, token_id: int) -> str:
+        """Readable text of one token; U+FFFD where its bytes are no whole character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of a whole sequence, as a stream of it would give."""
+        decoder = self.text_decoder(skip_special=skip_special)
+        return "".join(decoder.push(token_id) for token_id in token_ids)
+
+
+def _too_long(what: str, field: str, most_tokens: int) -> RequestError:
+    message = f"{what}; at most {most_tokens} tokens fit"
+    return RequestError(message, field=field, code="context_length_exceeded")
+
+
+def load_tokenizer(directory: str | Path, chat_template: str | None = None) -> Tokenizer | None:
+    """The tokenizer in `directory`, or None when it holds none (then only `/generate` with token ids works).
+
+    `chat_template`: the name of a built-in one, or a file.
+
+    Raises:
+        ConfigError: the tokenizer or the chat template cannot be read.
+    """
+    template = read_template(chat_template) if chat_template is not None else None
+    loaded = open_hf_tokenizer(directory)
+    return None if loaded is None else Tokenizer(loaded, template)

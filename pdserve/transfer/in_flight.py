@@ -1,0 +1,286 @@
+"""What is written to receivers, by key: kept until no write runs any more, whatever became of the request.
+
+Source pages have the hold `send` for as long. It drops when the last job of the key has ended and failed writes have
+settled; then the receiver hears how the key has ended. `Ended(quiesced)` is a promise, so it is not said before.
+
+Called by `SendSide`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from pdserve.base.clock import Clock
+from pdserve.memory.lease import Lease
+from pdserve.protocol.failure import Failure
+from pdserve.transfer.chunk import ChunkPart, Way
+from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, LayersReady, PeerConnected
+from pdserve.transfer.peers import Peer, PeerState
+from pdserve.transfer.sessions import Sessions
+from pdserve.transfer.wire import Done, Ended, Hello, MemoryKey, Told, TransferStats
+
+
+@dataclasses.dataclass(slots=True)
+class InFlightWrites:
+    """Writes of one key that may still run."""
+
+    key: MemoryKey
+    peer: str
+    session: int
+    """In which the receiver's pages were published; how the key ended is said in that one only."""
+    leases: list[Lease] = dataclasses.field(default_factory=list)
+    pending: dict[int, CopyJob] = dataclasses.field(default_factory=dict)
+    num_jobs: int = 0
+    sealed_at: float | None = None
+    """When the last job was submitted."""
+    times: TransferStats = TransferStats()
+    failure: Failure | None = None
+    settled_at: float = 0.0
+    num_bytes: int = 0
+    num_pages: int = 0
+    num_told: int = 0
+    write_s: float = 0.0
+    num_written: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Jobs that were not empty and have ended well, by the address that they wrote to."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WriteOutcome:
+    """What the end of a job means for the request: everything has landed, or nothing more will be written."""
+
+    key: MemoryKey
+    how: TransferStats | Failure
+
+
+class ClosedKeys:
+    """Keys that never reopen, and what the receiver was notified of. The newest `limit` are remembered, far more than
+    can be in flight at once.
+    """
+
+    def __init__(self, limit: int = 65536) -> None:
+        self._keys: OrderedDict[MemoryKey, tuple[int, ...]] = OrderedDict()
+        self._limit = limit
+
+    def add(self, key: MemoryKey, notified: tuple[int, ...] = ()) -> None:
+        """Close `key` for good, perhaps before its last write has ended: `notified` may be told later."""
+        self._keys[key] = notified or self._keys.get(key, ())
+        if len(self._keys) > self._limit:
+            self._keys.popitem(last=False)
+
+    def notified(self, key: MemoryKey) -> tuple[int, ...]:
+        """See `Ended`."""
+        return self._keys.get(key, ())
+
+    def __contains__(self, key: MemoryKey) -> bool:
+        return key in self._keys
+
+
+class OutgoingKeys:
+    """All keys that are written to or were, and the only one that says how they ended."""
+
+    def __init__(self, sessions: Sessions, engine: CopyEngine, clock: Clock, counters: Counter[str]) -> None:
+        self._sessions = sessions
+        self._engine = engine
+        self._clock = clock
+        self._counters = counters
+        self._entries: dict[MemoryKey, InFlightWrites] = {}
+        self._settling: dict[MemoryKey, InFlightWrites] = {}
+        """Keys with a failed write that may still land."""
+        self.closed = ClosedKeys()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[InFlightWrites]:
+        return iter(self._entries.values())
+
+    def __contains__(self, key: MemoryKey) -> bool:
+        return key in self._entries
+
+    def get(self, key: MemoryKey) -> InFlightWrites | None:
+        """The writes of `key`, while any may run."""
+        return self._entries.get(key)
+
+    def submit(
+        self, key: MemoryKey, peer: Peer, leases: Sequence[Lease], part: ChunkPart, ready: LayersReady | None
+    ) -> None:
+        """Queue the copies of `part`, which read from pages of `leases`: held until the key's last job has ended."""
+        out = self._entries.get(key)
+        if out is None:
+            out = self._entries[key] = InFlightWrites(key, peer.instance, peer.session)
+        for lease in leases:
+            if not lease.held_by("send"):
+                lease.hold("send")
+                out.leases.append(lease)
+        job = CopyJob(
+            key, out.num_jobs, peer.instance, part.transport_address, part.pieces, part.num_bytes, ready, rank=part.rank
+        )
+        out.pending[job.index] = job
+        out.num_jobs += 1
+        self._engine.submit(job)
+
+    def say(self, key: MemoryKey, body: Ended | Done | Told) -> None:
+        """To the receiver of `key`, if there is a session with it: where anything was written, the one of that time."""
+        peer, out = self._sessions.peer(key.origin), self._entries.get(key)
+        if out is not None:
+            peer = self._receiver_of(out)
+        if peer is not None and peer.hello is not None and peer.state is not PeerState.REFUSED:
+            self._sessions.send(peer, body)
+
+    def stop(self, key: MemoryKey, failure: Failure) -> None:
+        """Write nothing more for `key`; promise so once it is true."""
+        out = self._entries.get(key)
+        if out is None:
+            self.closed.add(key)
+            self.say(key, self.quiesced(key, failure))
+            return
+        out.failure = out.failure or failure
+        for job in out.pending.values():
+            job.cancelled = True
+            self._engine.cancel(job)
+        self._finish(out)
+
+    def quiesced(self, key: MemoryKey, failure: Failure) -> Ended:
+        """The promise that nothing is written any more to `key`, which is closed."""
+        return Ended(key=key, failure=failure, quiesced=True, notified=self.closed.notified(key))
+
+    def copied(self, event: CopyDone) -> WriteOutcome | None:
+        """A job has ended. A report that comes again is ignored."""
+        out = self._entries.get(event.key)
+        job = None if out is None else out.pending.pop(event.index, None)
+        if out is None or job is None:
+            return None
+        out.write_s += event.write_s
+        if event.failure is None:
+            self._count(out, job, event.write_s)
+            return self._finish(out)
+        self._counters["copies_failed"] += not job.cancelled
+        if not event.settled:
+            out.settled_at = max(out.settled_at, self._clock.now() + self._engine.settle_s)
+            self._settling[out.key] = out
+        if out.failure is not None:
+            return self._finish(out)
+        self.say(out.key, Ended(key=out.key, failure=event.failure, quiesced=False))
+        self.stop(out.key, event.failure)
+        return WriteOutcome(out.key, event.failure)
+
+    def tick(self) -> None:
+        """Failed writes that have settled."""
+        for out in list(self._settling.values()):
+            self._finish(out)
+
+    def writes_in(self, session: int) -> bool:
+        """Whether anything may still be written to pages that were published in that session."""
+        return any(out.session == session for out in self._entries.values())
+
+    @property
+    def num_held_pages(self) -> int:
+        """KV pages and aux slots that are read for peers, or may be."""
+        return sum(len(lease.pages) for out in self for lease in out.leases)
+
+    def _count(self, out: InFlightWrites, job: CopyJob, write_s: float) -> None:
+        """A job has ended well."""
+        out.num_bytes += job.num_bytes
+        out.num_written[job.transport_address] += job.num_bytes > 0
+        peer = self._sessions.peer(out.peer)
+        if peer is not None:
+            peer.sent.moved(job.num_bytes, write_s, self._clock.now())
+        self._counters["kv_transfer_bytes"] += job.num_bytes
+
+    def _finish(self, out: InFlightWrites) -> WriteOutcome | None:
+        """When the last write of a key has ended: say how, and let go of the source pages."""
+        if out.pending or self._clock.now() < out.settled_at:
+            return None
+        if out.failure is None and out.sealed_at is None:
+            return None
+        del self._entries[out.key]
+        self._settling.pop(out.key, None)
+        for lease in out.leases:
+            lease.drop("send")
+        peer = self._receiver_of(out)
+        notified = self._notified(out, peer)
+        self.closed.add(out.key, notified)
+        if peer is not None:
+            peer.sent.ended(well=out.failure is None)
+        if out.failure is not None:
+            if peer is not None:
+                self._sessions.send(peer, self.quiesced(out.key, out.failure))
+            return None
+        stats = self._stats(out)
+        self._counters["transfers_done"] += 1
+        if peer is not None:
+            done = Done(key=out.key, stats=stats, num_told=out.num_told, notified=notified)
+            self._sessions.send(peer, done)
+        return WriteOutcome(out.key, stats)
+
+    def _receiver_of(self, out: InFlightWrites) -> Peer | None:
+        """The receiver of a key, while the session in which it published its pages lasts."""
+        peer = self._sessions.peer(out.peer)
+        if peer is None or peer.session != out.session or peer.hello is None or peer.state is PeerState.REFUSED:
+            return None
+        return peer
+
+    def _notified(self, out: InFlightWrites, peer: Peer | None) -> tuple[int, ...]:
+        """See `Done`."""
+        if not self._engine.notifies or peer is None or peer.hello is None:
+            return ()
+        return tuple(out.num_written[rank.transport_address] for rank in peer.hello.ranks)
+
+    def _stats(self, out: InFlightWrites) -> TransferStats:
+        return msgspec.structs.replace(
+            out.times,
+            num_bytes=out.num_bytes,
+            num_pages=out.num_pages,
+            write_s=out.write_s,
+            tail_s=0.0 if out.sealed_at is None else self._clock.now() - out.sealed_at,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReachResult:
+    """All our ranks reach the peer (`failure` None), or one cannot."""
+
+    peer: str
+    failure: Failure | None
+
+
+class Connecting:
+    """Ways to all peers; `ways` are those to one."""
+
+    def __init__(self, engine: CopyEngine, ways: Callable[[Hello], Sequence[Way]]) -> None:
+        self._engine = engine
+        self._ways = ways
+        self._missing: dict[str, set[Way]] = {}
+        """By peer, for as long as it is known: those that have not been reached yet."""
+        self._whose: dict[Way, str] = {}
+
+    def begin(self, peer: Peer) -> bool:
+        """Whether all our ranks reach `peer`, which has shaken hands. When not, a `ReachResult` follows."""
+        assert peer.hello is not None
+        if peer.instance not in self._missing:
+            missing = {way for way in self._ways(peer.hello) if not self._engine.reach(*way)}
+            self._missing[peer.instance] = missing
+            self._whose |= dict.fromkeys(missing, peer.instance)
+        return not self._missing[peer.instance]
+
+    def take(self, event: PeerConnected) -> ReachResult | None:
+        """One way was reached, or cannot be; the verdict if that makes one. After a failure it is asked for anew."""
+        way = (event.rank, event.transport_address)
+        peer = self._whose.pop(way, None)
+        missing = None if peer is None else self._missing.get(peer)
+        if peer is None or missing is None:
+            return None
+        missing.discard(way)
+        if event.failure is not None:
+            self.forget(peer)
+            return ReachResult(peer, event.failure)
+        return None if missing else ReachResult(peer, None)
+
+    def forget(self, peer: str) -> None:
+        """The peer is gone, or one of its ranks out of reach."""
+        for way in self._missing.pop(peer, ()):
+            self._whose.pop(way, None)

@@ -1,0 +1,446 @@
+"""The sending half of the manager: binds receivers' pages to rooms, and turns chunks into copy jobs.
+
+A chunk is pages times layers of one request. Each layer range of it is a job of its own for each pair of ranks that it
+concerns, which waits in a copy worker until these layers are written; pages that the receiver has already are in none.
+
+A key's way: Meta binds it -> chunks are submitted -> all have landed: Done.
+                                  \\-> failed or aborted: queued jobs are cancelled, running ones awaited ->
+                                  Ended(quiesced)
+What is said at the end, and when, is up to `outgoing`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+from pdserve.base.clock import Clock
+from pdserve.errors import RequestError
+from pdserve.memory.lease import Lease
+from pdserve.protocol.failure import Failure
+from pdserve.protocol.logprobs import PromptLogprobs
+from pdserve.transfer.chunk import ChunkPart, ChunkPlanner
+from pdserve.transfer.events import CopyDone, CopyEngine, Gates, LayersReady, PeerConnected
+from pdserve.transfer.in_flight import Connecting, OutgoingKeys
+from pdserve.transfer.peers import Peer
+from pdserve.transfer.room import SendRoom, misfit, shortfall
+from pdserve.transfer.sessions import Sessions
+from pdserve.transfer.state import TERMINAL, KVPoll
+from pdserve.transfer.wire import Abort, Ended, Hello, MemoryKey, Meta, Told, TransferStats
+
+MAX_EARLY = 4096
+MAX_EARLY_PAGES = 1 << 22
+"""Pages that all early Metas name together, some 130 MB."""
+MAX_TOMBSTONES = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EarlyTransferInfo:
+    """A Meta that came before its request; `instance` is the receiver's process."""
+
+    expires_at: float
+    instance: str
+    meta: Meta
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tombstone:
+    """What a receiver is told that comes too late, or to the wrong replica: then `moved_to` is the right one."""
+
+    failure: Failure
+    moved_to: int | None = None
+
+
+class EarlyArrivals:
+    """Early Metas by key, tombstones by (room, prompt digest). All live equally long, so the oldest expires first."""
+
+    def __init__(self, clock: Clock, timeout_s: float) -> None:
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._early: dict[MemoryKey, EarlyTransferInfo] = {}
+        self._num_pages = 0
+        self._tombstones: dict[tuple[int, str], tuple[float, Tombstone]] = {}
+
+    @property
+    def num_early(self) -> int:
+        """Receivers whose prefill request has not come yet."""
+        return len(self._early)
+
+    @property
+    def num_tombstones(self) -> int:
+        """Requests that ended before their receiver came."""
+        return len(self._tombstones)
+
+    def keep(self, instance: str, meta: Meta) -> bool:
+        """Let a Meta wait for its request; one that waits already goes on waiting. False when too many do."""
+        if meta.key in self._early:
+            return True
+        num_pages = _num_pages(meta)
+        if len(self._early) >= MAX_EARLY or self._num_pages + num_pages > MAX_EARLY_PAGES:
+            return False
+        self._num_pages += num_pages
+        self._early[meta.key] = EarlyTransferInfo(self._clock.now() + self._timeout_s, instance, meta)
+        return True
+
+    def take_room(self, room: int) -> list[EarlyTransferInfo]:
+        """Whoever waits for `room`, which opens now."""
+        keys = [key for key in self._early if key.room == room]
+        return [self._take(key) for key in keys]
+
+    def forget_key(self, key: MemoryKey) -> None:
+        """Its receiver does not want it any more."""
+        if key in self._early:
+            self._take(key)
+
+    def forget_peer(self, instance: str) -> None:
+        """The receiver's process is dead."""
+        for key in [key for key, early in self._early.items() if early.instance == instance]:
+            self._take(key)
+
+    def bury(self, room: int, digest: str, verdict: Tombstone) -> None:
+        """A request ended, or went elsewhere, before its receiver was known."""
+        self._tombstones.pop((room, digest), None)
+        self._tombstones[room, digest] = (self._clock.now() + self._timeout_s, verdict)
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            del self._tombstones[next(iter(self._tombstones))]
+
+    def exhume(self, room: int, digest: str) -> Tombstone | None:
+        """What became of the request of this room and prompt, told once; None when there is no tombstone."""
+        entry = self._tombstones.pop((room, digest), None)
+        return None if entry is None else entry[1]
+
+    def expire(self) -> list[EarlyTransferInfo]:
+        """Drop what has waited too long; the early ones of it are returned."""
+        now = self._clock.now()
+        expired: list[EarlyTransferInfo] = []
+        while self._early:
+            key, early = next(iter(self._early.items()))
+            if now < early.expires_at:
+                break
+            expired.append(self._take(key))
+        while self._tombstones:
+            mark, (expires_at, _) = next(iter(self._tombstones.items()))
+            if now < expires_at:
+                break
+            del self._tombstones[mark]
+        return expired
+
+    def _take(self, key: MemoryKey) -> EarlyTransferInfo:
+        early = self._early.pop(key)
+        self._num_pages -= _num_pages(early.meta)
+        return early
+
+
+def _num_pages(meta: Meta) -> int:
+    return sum(map(len, meta.pages))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Pages of a request: ours, and the peer's by layout group."""
+
+    key: MemoryKey
+    peer: Peer
+    hello: Hello
+    source: Sequence[int]
+    target: Sequence[Sequence[int]]
+
+
+PEER_GONE = Failure(code="peer_gone", message="the decode server is gone")
+
+
+class SendSide:
+    """All rooms that this process sends for. Called by `KVManager` and `KVSender`."""
+
+    def __init__(
+        self,
+        chunks: ChunkPlanner,
+        sessions: Sessions,
+        engine: CopyEngine,
+        clock: Clock,
+        timeout_s: float,
+        counters: Counter[str],
+    ) -> None:
+        self._chunks = chunks
+        self._page_tokens = chunks.layout.page_tokens
+        self._sessions = sessions
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._counters = counters
+        self.rooms: dict[int, SendRoom] = {}
+        self.outgoing = OutgoingKeys(sessions, engine, clock, counters)
+        self.moved: dict[int, None] = {}
+        self._unmatched = EarlyArrivals(clock, timeout_s)
+        self._reaching = Connecting(engine, chunks.ways)
+        self._bound: dict[int, SendRoom] = {}
+        """Rooms whose receiver is known, while it is not known whether all our ranks can write to it."""
+
+    # ------------------------------------------------------------------ called by senders
+
+    def open(self, room: int, digest: str, fake: bool, num_tokens: int | None = None) -> SendRoom:
+        """A request will send for `room`. With `num_tokens`, the prompt's, a receiver whose pages do not fit it is
+        turned away as it comes.
+
+        Raises:
+            RequestError: 409 when the room is live.
+        """
+        if room in self.rooms:
+            raise RequestError(
+                f"bootstrap_room {room} is in use", field="bootstrap_room", status=409, code="room_in_use"
+            )
+        record = SendRoom(
+            room=room, digest=digest, opened_at=self._clock.now(), moved=self.moved, num_tokens=num_tokens, fake=fake
+        )
+        self.rooms[room] = record
+        self._unmatched.exhume(room, digest)
+        if fake:
+            record.move(KVPoll.WAITING_FOR_INPUT)
+        for early in self._unmatched.take_room(room):
+            peer = self._sessions.peer(early.instance)
+            if peer is not None:
+                self.on_meta(peer, early.meta)
+        return record
+
+    def send(self, room: SendRoom, lease: Lease, pages: range, gates: Gates) -> None:
+        """Send `pages` (numbers within the request, at least one) of `lease`, each layer range once its gate is open.
+
+        The key must be bound, and its receiver must not have any of these pages already.
+        """
+        assert pages
+        chunk = self._chunk(room, lease, pages)
+        if chunk is None:
+            return
+        for layers, ready in self._chunks.layer_ranges(gates):
+            for part in self._chunks.pages(chunk.hello, chunk.source, chunk.target, layers):
+                self._submit(room, chunk.peer, (lease,), part, ready)
+        out = self.outgoing.get(chunk.key)
+        if out is not None:
+            out.num_pages += len(chunk.source)
+
+    def send_last(self, room: SendRoom, lease: Lease | None, pages: range, slot: Lease, times: TransferStats) -> None:
+        """Send `pages`, whose layers are all written, and the aux slot, the last piece of the key. No lease, no pages.
+
+        The slot goes in the same job as pages that go its way, so that there is one end to wait for. Nothing may be
+        sent for the key afterwards. `times` go into Done.
+        """
+        chunk = self._chunk(room, lease, pages)
+        if chunk is None or room.target is None:
+            return
+        parts = []
+        for layers, _ in self._chunks.layer_ranges(()) if pages else ():
+            parts += self._chunks.pages(chunk.hello, chunk.source, chunk.target, layers)
+        for part in self._chunks.with_aux(parts, chunk.hello, slot.pages[0], room.target.aux_slot):
+            self._submit(room, chunk.peer, (slot,) if lease is None else (lease, slot), part)
+        out = self.outgoing.get(chunk.key)
+        if out is not None:
+            out.num_pages += len(chunk.source)
+            self._tell_untold(room)
+            out.sealed_at, out.times = self._clock.now(), times
+
+    def tell(self, room: SendRoom, part: PromptLogprobs) -> None:
+        """Tell the receiver log probabilities of the prompt, as soon as its key cannot be replaced any more."""
+        room.untold += part.parts()
+        self._tell_untold(room)
+
+    def fail(self, room: SendRoom, failure: Failure) -> None:
+        """End a room from our side, and let the receiver know as soon as there is one to tell."""
+        if not room.fail(failure):
+            return
+        if room.target is None:
+            self._unmatched.bury(room.room, room.digest, Tombstone(failure))
+            return
+        key = room.target.key
+        self.outgoing.say(key, Ended(key=key, failure=failure, quiesced=False))
+        self.outgoing.stop(key, failure)
+
+    def close(self, room: SendRoom) -> None:
+        """The request has ended and let go of the room."""
+        if self.rooms.get(room.room) is room:
+            del self.rooms[room.room]
+            self.moved.pop(room.room, None)
+            self._bound.pop(room.room, None)
+
+    def divert(self, room: int, digest: str, replica: int) -> None:
+        """Another replica of this server has the request of this room and prompt: its receiver is sent there."""
+        self._unmatched.bury(room, digest, Tombstone(_failure("moved", f"replica {replica} has it"), replica))
+        for early in self._unmatched.take_room(room):
+            peer = self._sessions.peer(early.instance)
+            if peer is not None:
+                self._early_meta(peer, early.meta)
+
+    # ------------------------------------------------------------------ what comes in
+
+    def on_meta(self, peer: Peer, meta: Meta) -> None:
+        """A receiver tells its pages for a room."""
+        key = meta.key
+        if key in self.outgoing.closed or key in self.outgoing or key.origin != peer.instance:
+            return
+        assert peer.hello is not None
+        wrong = misfit(meta, peer.hello, self._chunks.layout, self._chunks.aux_slot_bytes)
+        if wrong is not None:
+            self._refuse(peer, key, wrong)
+            return
+        room = self.rooms.get(key.room)
+        if room is None or room.state in TERMINAL:
+            self._early_meta(peer, meta)
+            return
+        if room.target is not None and room.target.key == key:
+            return
+        if room.digest != meta.prompt_digest:
+            message = "prefill and decode have different prompts for this room"
+            self._turn_away(peer, key, _failure("prompt_mismatch", message))
+        elif (wrong := self._shortfall(room, meta)) is not None:
+            self._refuse(peer, key, wrong)
+        elif room.target is None or self._supersedes(room, key):
+            room.target = meta
+            if self._reaching.begin(peer):
+                room.move(KVPoll.WAITING_FOR_INPUT)
+            else:
+                self._bound[room.room] = room
+        else:
+            self._turn_away(peer, key, _failure("room_in_use", f"room {key.room} already sends to another receiver"))
+
+    def on_abort(self, peer: Peer, abort: Abort) -> None:
+        """A receiver does not want its key any more."""
+        key = abort.key
+        if key.origin != peer.instance:
+            return
+        already_closed = key in self.outgoing.closed
+        self.outgoing.closed.add(key)
+        self._unmatched.forget_key(key)
+        room = self.rooms.get(key.room)
+        if room is not None and room.digest == abort.prompt_digest:
+            bound = room.target is not None and room.target.key == key
+            if bound or (room.target is None and not already_closed):
+                room.fail(abort.failure)
+        if key in self.outgoing:
+            self.outgoing.stop(key, abort.failure)
+        else:
+            self._sessions.send(peer, self.outgoing.quiesced(key, abort.failure))
+
+    def on_reached(self, event: PeerConnected) -> None:
+        """One of our ranks can write to one of a peer's, or cannot: then nothing is computed for it in vain."""
+        verdict = self._reaching.take(event)
+        if verdict is None:
+            return
+        for room in list(self._bound.values()):
+            if room.target is None or room.target.key.origin != verdict.peer:
+                continue
+            del self._bound[room.room]
+            if verdict.failure is None:
+                room.move(KVPoll.WAITING_FOR_INPUT)
+            else:
+                self.fail(room, verdict.failure)
+
+    def on_copy(self, event: CopyDone) -> None:
+        """A copy job has ended."""
+        outcome = self.outgoing.copied(event)
+        room = None if outcome is None else self.rooms.get(outcome.key.room)
+        if outcome is None or room is None or room.target is None or room.target.key != outcome.key:
+            return
+        match outcome.how:
+            case Failure():
+                room.fail(outcome.how)
+            case TransferStats():
+                room.stats = outcome.how
+                room.move(KVPoll.SUCCESS)
+
+    def on_peer_lost(self, peer: Peer, failure: Failure, gone: bool) -> None:
+        """The receiver's process is silent or dead."""
+        for room in self.rooms.values():
+            if room.target is not None and room.target.key.origin == peer.instance and room.fail(failure):
+                self.outgoing.stop(room.target.key, failure)
+        if gone:
+            self._unmatched.forget_peer(peer.instance)
+            self._reaching.forget(peer.instance)
+
+    def tick(self) -> None:
+        """Time-outs, and failed writes that have settled. Looks at the oldest rooms only."""
+        now = self._clock.now()
+        for room in list(itertools.takewhile(lambda r: now - r.opened_at > self._timeout_s, self.rooms.values())):
+            if room.state is KVPoll.BOOTSTRAPPING:
+                what = "no decode server came" if room.target is None else "the decode server could not be reached"
+                message = f"{what} for room {room.room} within {self._timeout_s:g} s"
+                self.fail(room, Failure(code="bootstrap_timeout", message=message, status=504))
+        self.outgoing.tick()
+        for early in self._unmatched.expire():
+            peer = self._sessions.peer(early.instance)
+            if peer is not None:
+                message = f"prefill never got a request for room {early.meta.key.room}"
+                self._turn_away(peer, early.meta.key, _failure("bootstrap_timeout", message, status=504))
+
+    @property
+    def num_early(self) -> int:
+        """Receivers whose prefill request has not come yet."""
+        return self._unmatched.num_early
+
+    # ------------------------------------------------------------------ inside
+
+    def _supersedes(self, room: SendRoom, key: MemoryKey) -> bool:
+        """A receiver counts its attempts, so a higher one means the bound one is dead; nothing must have been sent."""
+        assert room.target is not None
+        bound = room.target.key
+        return key.origin == bound.origin and key.attempt > bound.attempt and bound not in self.outgoing
+
+    def _early_meta(self, peer: Peer, meta: Meta) -> None:
+        verdict = self._unmatched.exhume(meta.key.room, meta.prompt_digest)
+        if verdict is not None:
+            self._turn_away(peer, meta.key, verdict.failure, verdict.moved_to)
+        elif not self._unmatched.keep(peer.instance, meta):
+            message = "too many rooms wait for their prefill request"
+            self._turn_away(peer, meta.key, _failure("prefill_overloaded", message, status=503))
+
+    def _shortfall(self, room: SendRoom, meta: Meta) -> str | None:
+        return None if room.num_tokens is None else shortfall(meta, room.num_tokens, self._page_tokens)
+
+    def _refuse(self, peer: Peer, key: MemoryKey, wrong: str) -> None:
+        """A Meta that no receiver of ours would send."""
+        self._counters["metas_refused"] += 1
+        self._turn_away(peer, key, _failure("bad_metadata", wrong, status=500))
+
+    def _turn_away(self, peer: Peer, key: MemoryKey, failure: Failure, moved_to: int | None = None) -> None:
+        self.outgoing.closed.add(key)
+        self._sessions.send(peer, Ended(key=key, failure=failure, quiesced=True, moved_to=moved_to))
+
+    def _tell_untold(self, room: SendRoom) -> None:
+        out = None if room.target is None else self.outgoing.get(room.target.key)
+        if out is None or room.state is KVPoll.FAILED:
+            return
+        for part in room.untold:
+            self.outgoing.say(out.key, Told(key=out.key, index=out.num_told, part=part))
+            out.num_told += 1
+        room.untold.clear()
+
+    def _chunk(self, room: SendRoom, lease: Lease | None, pages: range) -> _Chunk | None:
+        """Where `pages` of the request lie on both sides; None, and the room fails, when they cannot go there."""
+        assert room.target is not None
+        key = room.target.key
+        first = room.target.cached_tokens // self._page_tokens
+        source = [] if lease is None else lease.pages[pages.start : pages.stop]
+        assert len(source) == len(pages) and (not pages or pages.start >= first), (pages, first, len(source))
+        target = tuple(theirs[pages.start - first : pages.stop - first] for theirs in room.target.pages)
+        if pages and any(len(theirs) < len(source) for theirs in target):
+            message = "the decode server gave fewer pages than the prompt has"
+            self.fail(room, _failure("bad_metadata", message, status=500))
+            return None
+        peer = self._sessions.peer(key.origin)
+        if peer is None or peer.hello is None:
+            room.fail(PEER_GONE)
+            return None
+        return _Chunk(key, peer, peer.hello, source, target)
+
+    def _submit(
+        self, room: SendRoom, peer: Peer, leases: Sequence[Lease], part: ChunkPart, ready: LayersReady | None = None
+    ) -> None:
+        """Queue the copies of `part`, which read from pages of `leases`: held until the key's last job has ended."""
+        assert room.target is not None
+        if room.state is KVPoll.FAILED:
+            return
+        room.move(KVPoll.TRANSFERRING)
+        self.outgoing.submit(room.target.key, peer, leases, part, ready)
+
+
+def _failure(code: str, message: str, status: int = 502) -> Failure:
+    return Failure(code=code, message=message, origin="prefill", status=status)
