@@ -90,7 +90,7 @@ def reduce_until_agreed(
 class TimedCopies:
     """`CopyEngine` of a rank whose copies end when `ends_at` says so."""
 
-    settle_s, fence_settle_s, notifies = 0.0, 0.0, False
+    drain_timeout_s, fence_drain_timeout_s, notifies = 0.0, 0.0, False
 
     def __init__(self, rank: int, began: float, transfers: int, post: Callable[[CopyDone], None]) -> None:
         self._args = (rank, began, transfers, post)
@@ -132,9 +132,9 @@ class TimedCopies:
 class Loop:
     """A rank's loop as a server has it, but for all that has nothing to do with copies."""
 
-    def __init__(self, ranks: int, mail: InputSource, copies: RankCopies, log: InputLog, began: float) -> None:
+    def __init__(self, ranks: int, input_source: InputSource, copies: RankCopies, log: InputLog, began: float) -> None:
         self._ranks = ranks
-        self._mail = mail
+        self._input_source = input_source
         self._copies = copies
         self._log = log
         self._began = began
@@ -145,7 +145,7 @@ class Loop:
         ended: Counter[int] = Counter()
         submitted = 0
         while len(known) < transfers:
-            for event in self._mail.drain():
+            for event in self._input_source.drain():
                 if isinstance(event, Woken):
                     continue
                 assert isinstance(event, CopyDone), event
@@ -160,7 +160,7 @@ class Loop:
             if step_s:
                 time.sleep(step_s)
             else:
-                self._mail.wait(min(WAIT_S, GAP_S))
+                self._input_source.wait(min(WAIT_S, GAP_S))
         return known
 
 
@@ -185,7 +185,7 @@ def follow(way: Way, path: str, rank: int, ranks: int, transfers: int, step_s: f
         else:
             copies = RankCopies(rank)
             log = FollowerLog(f"rank {rank}", began, leader.hear)
-            consensus = Consensus(copies, parallel.begin_least, log, leader.blame, lambda: None, in_step=True)
+            consensus = Consensus(copies, parallel.begin_least, log, leader.root_cause, lambda: None, in_step=True)
             copies.drive(TimedCopies(rank, began, transfers, copies.post), 0.0, 0.0, leader.report)
             Loop(ranks, FollowerInputSource(log, consensus), copies, log, began).run(transfers, step_s, lambda: None)
         leader.wait_stop()
@@ -233,7 +233,7 @@ def lead(way: Way, ranks: int, transfers: int, step_s: float, stop: bool) -> dic
             looks, mailbox, copies = Looks(), Mailbox[Event](), RankCopies(0)
             log = LeaderLog(MonotonicClock(), followers.tell)
             consensus = Consensus(
-                copies, parallel.begin_least, log, followers.blame, lambda: mailbox.post(Woken()), in_step=True
+                copies, parallel.begin_least, log, followers.root_cause, lambda: mailbox.post(Woken()), in_step=True
             )
             followers.on_copied(consensus.heard)
             processes = [psutil.Process(), *(psutil.Process(child.pid) for child in children)]

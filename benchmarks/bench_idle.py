@@ -21,7 +21,7 @@ from benchmarks.report import Run, add_model_flags, add_write_flags, footer, mar
 from benchmarks.servers import monolith_and_pair
 
 NOTES = ("CPU time, not elapsed time: that others use the cores changes little.",)
-SETTLE_S = 10.0
+DRAIN_TIMEOUT_S = 10.0
 """After a request: prefixes are let go of, collectors of garbage run, and memory is committed ahead."""
 
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with monolith_and_pair(args.model, args.dtype, threads=args.threads) as urls:
         for url in urls.values():
             ask(url)
-        time.sleep(SETTLE_S)
+        time.sleep(DRAIN_TIMEOUT_S)
         taken = measure(args.seconds)
     rows = [[name, f"{each:.1f}", f"{each / 1e3:.2%}"] for name, each in sorted(taken.items())]
     table = markdown_table(["process", "CPU ms a second", "of a core"], rows)

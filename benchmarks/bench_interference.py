@@ -12,7 +12,7 @@ such prompt on. Streams start anew in each turn and go on until the client has i
 Each round ends with `--idle-prompts` such prompts one by one to idle servers, of which one more is a monolith with half
 of the threads, as the prefill server has: what 1P1D's prompts wait longer than that one's is what the split costs.
 `first_token` says which parts a first token's time has. Streams and idle prompts of a round are the same for all
-systems, and so should be their tokens: `Tokens` says how many are.
+systems, and so should be their tokens: `TokensSnapshot` says how many are.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from benchmarks import report
 from benchmarks.bench_serving import percentile
 from benchmarks.costed_states import POLICIES, STATES, Case, State
 from pdserve.config.groups import SchedulePolicy
-from pdserve.engine.build import keep_for_good
+from pdserve.engine.build import freeze_heap
 
 PARTS = ("poll", "plan", "commit", "step")
 MARK_RUNNING, MARK_MS = 256, 1.0
@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, and write when asked; exit status 1 when the mark is missed."""
     args = parse_flags(argv)
     bench = report.Run("scheduler", argv)
-    keep_for_good()
+    freeze_heap()
     found: tuple[list[Measured], list[Measured]] = ([], [])
     for group, results in zip(cases(args), found, strict=True):
         for case in group:

@@ -56,7 +56,7 @@ WARM_UP_S, SOAK_WARM_UP_S = 10.0, 120.0
 WARM_UP_LIMIT_S = 300.0
 SAMPLE_S = 5.0
 HEALTH_S, HEALTH_TIMEOUT_S = 0.5, 60.0
-SETTLE_S = 90.0
+DRAIN_TIMEOUT_S = 90.0
 FLAGS = ("--page-size", "16", "--device", "cpu", "--cpu-threads", "1", "--log-level", "warning")
 
 
@@ -200,7 +200,7 @@ def _play(args: argparse.Namespace, farm: Farm, questions: list[Question], token
     for ended in (attacked, loaded, watched):
         ended(args.deadline + 60)
     background.start(trap.close())()
-    settled_s, held = settle(farm, SETTLE_S)
+    settled_s, held = settle(farm, DRAIN_TIMEOUT_S)
     outcome = Outcome(
         endings=load.endings,
         hostile=attackers.endings,

@@ -115,10 +115,10 @@ class WatchedRole:
         self.watch.timed("poll", began)
 
     @property
-    def must_settle(self) -> bool:
+    def needs_sync(self) -> bool:
         """See `SchedulerRole`. Counted as `plan`."""
         began = time.thread_time_ns()
-        answer = self.role.must_settle
+        answer = self.role.needs_sync
         self.watch.timed("plan", began)
         return answer
 
@@ -166,8 +166,8 @@ class HeldEngine:
 
     address: str
     post: Callable[[ReceiverOpened], None]
-    settle_s: float = 0.0
-    fence_settle_s: float = 0.0
+    drain_timeout_s: float = 0.0
+    fence_drain_timeout_s: float = 0.0
     notifies: bool = False
 
     def reach(self, rank: int, transport_address: str) -> bool:

@@ -163,7 +163,7 @@ class Side:
             for event in self.mailbox.drain():
                 self.kv.handle(event)
             self.kv.tick()
-            rooms = self.kv.take_moved()
+            rooms = self.kv.drain_state_changes()
             if rooms:
                 deadline = time.monotonic() + PATIENCE_S
             yield rooms

@@ -27,7 +27,7 @@ from typing import Literal
 from pdserve.base.cpu_affinity import cores_of, granted_cores, pin_process
 from pdserve.base.env import control_token, keep_openmp_from_spinning
 from pdserve.base.log import setup_logging
-from pdserve.base.process import ENDING, die_with_parent, leave_if_told
+from pdserve.base.process import ENDING, die_with_parent, raise_if_signalled
 from pdserve.base.startup_times import IMPORTS, StartupTimes, process_age_s
 from pdserve.config import DisaggMode, ServerConfig
 from pdserve.errors import ConfigError, PdserveError, RankError
@@ -134,8 +134,8 @@ class EngineProcesses:
         return any(process.exitcode == REFUSED for process in self._processes)
 
     def wait(self) -> int:
-        """Until any process ends: 0 when it ended well. Ends at once where `leave_at_signals` noted a signal."""
-        leave_if_told()
+        """Until any process ends: 0 when it ended well. Ends at once where `exit_on_signals` noted a signal."""
+        raise_if_signalled()
         multiprocessing.connection.wait([process.sentinel for process in self._processes])
         for process in self._processes:
             process.join(STOP_S if process.exitcode in (None, 0) else 0)

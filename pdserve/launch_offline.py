@@ -18,7 +18,7 @@ import msgspec
 
 from pdserve.base.env import control_token
 from pdserve.base.log import setup_logging
-from pdserve.base.process import leave_at_signals
+from pdserve.base.process import exit_on_signals
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import resolve
@@ -56,7 +56,7 @@ def _say(what: Announcement | ConfigRefusal) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run an engine until SIGTERM; the exit status is 0, 1 when it died, 2 for a wrong configuration."""
-    leave_at_signals()
+    exit_on_signals()
     try:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
         setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode])

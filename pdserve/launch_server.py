@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pdserve.base.bind_checks import url_host, warn_open, warn_unsealed, warn_weak
 from pdserve.base.env import CONTROL_TOKEN, control_token
 from pdserve.base.log import setup_logging
-from pdserve.base.process import ServerReady, announce_ready, leave_at_signals
+from pdserve.base.process import ServerReady, announce_ready, exit_on_signals
 from pdserve.config import DisaggMode, ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import for_mode, resolve
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a server until a signal; the exit status is 0, 1 when the engine died, 2 for a wrong configuration."""
-    leave_at_signals()  # until the HTTP server takes them over
+    exit_on_signals()  # until the HTTP server takes them over
     try:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
         setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode])

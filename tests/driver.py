@@ -88,8 +88,8 @@ class Driver:
         row = self.built.table.open(pages)
         assert row is not None
         prompt_length = len(tokens) if num_prompt is None else num_prompt
-        wish = logprobs if top_logprobs is None else Logprobs(top=top_logprobs)
-        self.built.executor.open_row(row, tokens, prompt_length, sampling, wish)
+        logprob_params = logprobs if top_logprobs is None else Logprobs(top=top_logprobs)
+        self.built.executor.open_row(row, tokens, prompt_length, sampling, logprob_params)
         return row
 
     def close(self, row: int) -> None:

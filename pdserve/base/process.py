@@ -222,14 +222,14 @@ class ExitSignals(SystemExit):
 _told = False
 
 
-def leave_at_signals() -> None:
+def exit_on_signals() -> None:
     """From now on `ENDING` end the process with 0, by `ExitSignals` in the main thread. Call it there."""
     for number in ENDING:
         signal.signal(number, _leave)
     sys.unraisablehook = _say_what_is_lost
 
 
-def leave_if_told() -> None:
+def raise_if_signalled() -> None:
     """Raises `ExitSignals` where a signal came and its exception was lost."""
     if _told:
         raise ExitSignals(0)

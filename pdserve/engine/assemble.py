@@ -58,7 +58,7 @@ def make_memory(config: ServerConfig, built: LoadedEngine, stack: contextlib.Exi
     )
 
 
-def make_witness(
+def make_kv_checksum(
     config: ServerConfig, built: LoadedEngine, hasher: KVHasher, facts: Mapping[str, Fact], write: WriteLine | None
 ) -> KVChecksum | None:
     """Who hashes the KV that is sent or arrives, where somebody wants that; `write` takes the lines of the log."""
@@ -77,8 +77,8 @@ def make_scheduler(
     executor: Executor,
     memory: KVMemory,
     kv: KVManager | None,
-    witness: KVChecksum | None,
-    mail: InputSource,
+    kv_checksum: KVChecksum | None,
+    input_source: InputSource,
     clock: Clock,
     send: Callable[[ToApi], None],
     *,
@@ -96,15 +96,15 @@ def make_scheduler(
     if kv is None:
         role = MonolithRole(core, waiting)
     elif config.disagg.disaggregation_mode == "prefill":
-        role = PrefillRole(core, kv, waiting, witness)
+        role = PrefillRole(core, kv, waiting, kv_checksum)
     else:
         policy = config.disagg.disaggregation_load_failure_policy
-        role = DecodeRole(core, kv, waiting, witness, load_failure_policy=policy)
+        role = DecodeRole(core, kv, waiting, kv_checksum, load_failure_policy=policy)
     return Scheduler(
         role,
         core,
         kv,
-        mail,
+        input_source,
         max_queued=config.schedule.most_queued,
         overlap=config.schedule.disable_overlap_schedule is False,
         profile_name=profile_name,

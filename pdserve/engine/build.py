@@ -14,7 +14,7 @@ from pdserve.base.clock import MonotonicClock
 from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.base.startup_times import SCHEDULER, TRANSFER, StartupTimes, process_age_s
 from pdserve.config import ServerConfig
-from pdserve.engine.assemble import Fact, make_memory, make_scheduler, make_witness, saturation_tokens
+from pdserve.engine.assemble import Fact, make_kv_checksum, make_memory, make_scheduler, saturation_tokens
 from pdserve.engine.build_transfer import ReplicaId, open_transfer
 from pdserve.engine.replica import ReplicaEngine, open_engine
 from pdserve.errors import ProtocolError
@@ -80,7 +80,7 @@ def run_scheduler(
                 facts={**scheduler.facts, **engine.facts()},
             )
         )
-        keep_for_good()
+        freeze_heap()
         try:
             scheduler.run()
         except BaseException as error:
@@ -88,7 +88,7 @@ def run_scheduler(
             raise
 
 
-def keep_for_good() -> None:
+def freeze_heap() -> None:
     """Everything that is built by now lives as long as the process, so garbage collections need not look at it.
 
     Modules and weights are some hundred thousand objects: without this, now and then a step takes 15 ms longer.
@@ -122,12 +122,12 @@ def build_scheduler(
         "kv_token_bytes": built.layout.token_bytes,
         "prefill_saturation_tokens": saturation_tokens(config, built),
     }
-    opened, witness = None, None
+    opened, kv_checksum = None, None
     if mode != "null":
         with engine.startup.part(TRANSFER):
             opened = open_transfer(config, engine, mailbox, memory.aux.num_total, replica, token, stack)
         facts |= opened.facts
-        witness = make_witness(config, built, engine.hasher(), facts, _kv_log(config, facts, stack))
+        kv_checksum = make_kv_checksum(config, built, engine.hasher(), facts, _kv_log(config, facts, stack))
     gate = GrammarGate(mailbox, engine.built.executor.prepare_grammar)
     scheduler = make_scheduler(
         config,
@@ -135,8 +135,8 @@ def build_scheduler(
         engine.executor,
         memory,
         None if opened is None else opened.kv,
-        witness,
-        _mail(engine, gate, None if opened is None else opened.consensus),
+        kv_checksum,
+        _input_source(engine, gate, None if opened is None else opened.consensus),
         engine.clock,
         channel.send,
         profile_name=f"{mode if mode != 'null' else 'server'}-DP-{replica.dp_rank}",
@@ -161,7 +161,7 @@ def _kv_log(config: ServerConfig, facts: Mapping[str, Fact], stack: contextlib.E
     return lines.write
 
 
-def _mail(engine: ReplicaEngine, gate: GrammarGate, consensus: Consensus | None) -> InputSource:
+def _input_source(engine: ReplicaEngine, gate: GrammarGate, consensus: Consensus | None) -> InputSource:
     """What the loop hears of the world."""
     return gate if engine.group is None else LeaderInputSource(gate, engine.group.log, consensus)
 

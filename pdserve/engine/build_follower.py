@@ -17,8 +17,8 @@ import logging
 from pdserve.base.parallel import RankCoord
 from pdserve.base.process import die_with_parent
 from pdserve.config import ServerConfig
-from pdserve.engine.assemble import Fact, make_memory, make_scheduler, make_witness
-from pdserve.engine.build import keep_for_good
+from pdserve.engine.assemble import Fact, make_kv_checksum, make_memory, make_scheduler
+from pdserve.engine.build import freeze_heap
 from pdserve.engine.build_transfer import make_consensus, make_manager, open_workers
 from pdserve.engine.replica import make_rebalancer, rank_facts
 from pdserve.errors import RankError
@@ -115,7 +115,7 @@ def run_follower(
         except Exception as error:
             leader.say_why(error)
             raise
-        leader.bound_the_end(RankError(f"rank {place.rank} has not ended within the time that it was given to"))
+        leader.set_close_timeout(RankError(f"rank {place.rank} has not ended within the time that it was given to"))
 
 
 def _serve(
@@ -124,7 +124,9 @@ def _serve(
     """Load, say that we are ready, and follow; `stack` ends what was opened. Raises Stopped in the end."""
     place = parallel.place
     max_rows = config.schedule.max_running_requests or 1
-    built = build_executor(config, max_rows=max_rows, parallel=parallel, agree_num_pages=leader.agree, tells=False)
+    built = build_executor(
+        config, max_rows=max_rows, parallel=parallel, agree_num_pages=leader.agree, returns_results=False
+    )
     stack.callback(built.executor.close)
     copying = None
     if config.disagg.disaggregation_mode != "null":
@@ -136,14 +138,14 @@ def _serve(
             facts=rank_facts(built),
             memory=None if copying is None else RankMemory.of("", built.executor.buffers),
             samples=built.executor.weight_samples(),
-            settle_s=0.0 if copying is None else copying.workers.settle_s,
-            fence_settle_s=0.0 if copying is None else copying.workers.fence_settle_s,
+            drain_timeout_s=0.0 if copying is None else copying.workers.drain_timeout_s,
+            fence_drain_timeout_s=0.0 if copying is None else copying.workers.fence_drain_timeout_s,
         )
     )
     begin = leader.wait_begin()
     logging.getLogger(_LEADER_SAYS).setLevel(logging.CRITICAL)
     scheduler = _make_scheduler(config, built, leader, begin, copying, token, dp_rank, stack)
-    keep_for_good()
+    freeze_heap()
     scheduler.run()
     leader.wait_stop()
 
@@ -162,11 +164,11 @@ def _make_scheduler(
     place = built.place
     inputs = FollowerLog(rank_names(place.shape)[place.rank], begin.now, leader.hear)
     memory = make_memory(config, built, stack)
-    kv, witness, consensus = None, None, None
+    kv, kv_checksum, consensus = None, None, None
     if copying is not None:
         start, copies = begin.transfer, copying.copies
         assert start is not None, "a leader that transfers nothing"
-        copies.drive(copying.workers, start.settle_s, start.fence_settle_s, leader.report)
+        copies.drive(copying.workers, start.drain_timeout_s, start.fence_drain_timeout_s, leader.report)
         consensus = make_consensus(copies, copying.parallel, inputs, leader, _do_nothing)
         stack.callback(consensus.close)
         aux = SharedMetadata(memory.aux.num_total, inputs)
@@ -179,14 +181,14 @@ def _make_scheduler(
             "dtype": built.dtype,
             "layout_fingerprint": built.layout.fingerprint(),
         }
-        witness = make_witness(config, built, hasher, facts, None)
+        kv_checksum = make_kv_checksum(config, built, hasher, facts, None)
     return make_scheduler(
         config,
         built,
         _executor(config, built, leader, begin, inputs),
         memory,
         kv,
-        witness,
+        kv_checksum,
         FollowerInputSource(inputs, consensus),
         inputs,
         _say_nothing,
@@ -203,7 +205,7 @@ def _executor(
     executor: Executor = RankExecutor(own, built.table, built.layout, built.place, leader, inputs, at_once=not overlap)
     if begin.rebalances:
         rebalancer = make_rebalancer(config, own.experts, inputs)
-        executor = PreStepExecutor(executor, rebalancer.before_step, leader.blame)
+        executor = PreStepExecutor(executor, rebalancer.before_step, leader.root_cause)
     return executor
 
 

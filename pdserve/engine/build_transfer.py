@@ -87,8 +87,8 @@ def open_transfer(
         endpoint=socket.endpoint,
         handshake=_handshake(config, built, transport, engine.weights_fingerprint),
         ranks=(own, *engine.others),
-        settle_s=copies.settle_s,
-        fence_settle_s=copies.fence_settle_s,
+        drain_timeout_s=copies.drain_timeout_s,
+        fence_drain_timeout_s=copies.fence_drain_timeout_s,
         secret=secrets.token_hex(32),
     )
     kv = make_manager(config, built, start, aux, socket, copies, directory, engine.clock, token, transport)
@@ -119,19 +119,19 @@ def _open_copies(
     transport, workers = open_workers(config, built, copies.post, stack, [aux.buffer])
     consensus = make_consensus(copies, group.parallel, group.log, group.followers, lambda: mailbox.post(Woken()))
     stack.callback(consensus.close)
-    settle_s = max(workers.settle_s, *(each.settle_s for each in group.ready))
-    fence_settle_s = max(workers.fence_settle_s, *(each.fence_settle_s for each in group.ready))
-    copies.drive(workers, settle_s, fence_settle_s, consensus.heard)
+    drain_timeout_s = max(workers.drain_timeout_s, *(each.drain_timeout_s for each in group.ready))
+    fence_drain_timeout_s = max(workers.fence_drain_timeout_s, *(each.fence_drain_timeout_s for each in group.ready))
+    copies.drive(workers, drain_timeout_s, fence_drain_timeout_s, consensus.heard)
     group.followers.on_copied(consensus.heard)
     return transport, copies, consensus
 
 
 def make_consensus(
-    copies: RankCopies, parallel: Parallel, log: InputLog, mates: RankGroup, wake: Callable[[], None]
+    copies: RankCopies, parallel: Parallel, log: InputLog, rank_group: RankGroup, wake: Callable[[], None]
 ) -> Consensus:
     """How this rank agrees with the others on what becomes of `copies`."""
     in_step = parallel.place.shape.pp_size == 1
-    return Consensus(copies, parallel.begin_least, log, mates.blame, wake, in_step=in_step)
+    return Consensus(copies, parallel.begin_least, log, rank_group.root_cause, wake, in_step=in_step)
 
 
 def open_workers(

@@ -181,7 +181,7 @@ def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _M
     samples: list[WeightSamples] = [own.weight_samples()]
     group = None
     lockstep, followers = met.lockstep, met.followers
-    blame = lockstep.blame if followers is None and lockstep is not None else None
+    root_cause = lockstep.root_cause if followers is None and lockstep is not None else None
     moves = config.parallel.enable_eplb and own.experts is not None
     if followers is not None:
         ready = followers.wait_ready()
@@ -189,13 +189,13 @@ def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _M
         samples += [one.samples for one in ready]
         group = RankProcessGroup(followers, ready, LeaderLog(MonotonicClock(), followers.tell), parallel, moves)
         executor = RankExecutor(own, built.table, built.layout, built.place, followers, group.log)
-        blame = followers.blame
-    if moves and blame is not None:
+        root_cause = followers.root_cause
+    if moves and root_cause is not None:
         log = None if group is None else group.log
-        executor = PreStepExecutor(executor, make_rebalancer(config, own.experts, log).before_step, blame)
+        executor = PreStepExecutor(executor, make_rebalancer(config, own.experts, log).before_step, root_cause)
     if lockstep is not None:
         samples += lockstep.share_samples(samples)
-        executor = PreStepExecutor(executor, lockstep.enter, lockstep.blame)
+        executor = PreStepExecutor(executor, lockstep.enter, lockstep.root_cause)
     return ReplicaEngine(built, executor, group, lockstep, tuple(samples))
 
 

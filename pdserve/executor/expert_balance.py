@@ -18,15 +18,15 @@ from pdserve.model.eplb import Row, balanced, balancedness
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 
 Behind = Callable[[], contextlib.AbstractContextManager[object]]
-"""See `Runner.behind`."""
+"""See `StepRunner.behind`."""
 
 
 class ExpertBalance:
-    """The experts of `mixtures`, layers by their index in the model; `num_ranks` share each."""
+    """The experts of `moe_layers`, layers by their index in the model; `num_ranks` share each."""
 
-    def __init__(self, mixtures: Mapping[int, ExpertParallelMoe], num_ranks: int, behind: Behind) -> None:
-        assert mixtures, "a stage without experts has nothing to balance"
-        self._mixtures = mixtures
+    def __init__(self, moe_layers: Mapping[int, ExpertParallelMoe], num_ranks: int, behind: Behind) -> None:
+        assert moe_layers, "a stage without experts has nothing to balance"
+        self._moe_layers = moe_layers
         self._num_ranks = num_ranks
         self._behind = behind
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="eplb")
@@ -53,7 +53,7 @@ class ExpertBalance:
         assert self._plan is None, "one plan at a time"
         with self._behind():
             arrived = _to_host(self._counts())
-        rows = {layer: mixture.row for layer, mixture in self._mixtures.items()}
+        rows = {layer: mixture.row for layer, mixture in self._moe_layers.items()}
         self._plan = self._planner.submit(self._make, arrived, rows)
 
     @torch.inference_mode()
@@ -63,14 +63,14 @@ class ExpertBalance:
         rows, self._plan = self._plan.result(), None
         with self._behind():
             for layer, row in rows.items():
-                if row != self._mixtures[layer].row:
-                    self.num_moved += self._mixtures[layer].move(row)
+                if row != self._moe_layers[layer].row:
+                    self.num_moved += self._moe_layers[layer].move(row)
         self.num_placed += 1
 
     def facts(self) -> dict[str, float]:
         """For `/get_server_info`. The balance since the start, as experts lie now; 1 is best. Waits for no step."""
         counts = self._counts().tolist()
-        rows = [mixture.row for mixture in self._mixtures.values()]
+        rows = [mixture.row for mixture in self._moe_layers.values()]
         balance = [balancedness(of_layer, self._num_ranks, row) for of_layer, row in zip(counts, rows, strict=True)]
         return {
             "expert_balancedness": round(sum(balance) / len(balance), 4),
@@ -84,7 +84,7 @@ class ExpertBalance:
 
     def _counts(self) -> Tensor:
         """int64 `[layers, experts]`, a copy."""
-        return torch.stack([mixture.counts for mixture in self._mixtures.values()])
+        return torch.stack([mixture.counts for mixture in self._moe_layers.values()])
 
     def _make(self, arrived: Callable[[], Tensor], rows: Mapping[int, Row]) -> dict[int, Row]:
         """Planner thread."""

@@ -106,14 +106,14 @@ def build_executor(
     max_rows: int,
     parallel: Parallel | None = None,
     agree_num_pages: Callable[[int], int] | None = None,
-    tells: bool = True,
+    returns_results: bool = True,
     startup: StartupTimes | None = None,
 ) -> LoadedEngine:
     """Load this rank's part of the model and allocate its KV pool for `max_rows` requests at once.
 
     `parallel` is what `join_replica` gave; without it the model is not split. `agree_num_pages` is called once,
     with the pages that this rank could hold, before they are allocated; it returns the pages that all ranks shall have.
-    `tells` as for `LocalExecutor`. `startup` learns how long each part took.
+    `returns_results` as for `LocalExecutor`. `startup` learns how long each part took.
 
     Raises:
         ConfigError: a flag does not fit the model or the machine.
@@ -173,9 +173,9 @@ def build_executor(
     native = model if isinstance(model, NativeDecoder) else None
     executor = LocalExecutor(
         model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap,
-        grammars=_grammars(config, path, spec, place), tells=tells,
+        grammars=_grammars(config, path, spec, place), returns_results=returns_results,
         choose=choose_with_torch if native is None else native.chooser(),
-        decode=None if native is None else (native.decode, native.most_at_once), tells_prompts=not fixed,
+        decode=None if native is None else (native.decode, native.most_at_once), returns_prompt_results=not fixed,
     )  # fmt: skip
     with startup.part(WARM_UP):
         _make_ready(executor, config, max_rows, context_length)
@@ -259,7 +259,7 @@ def _placement(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, devi
         )
     placement = first_placement(spec.moe, config.ep_size, config.ep_num_redundant_experts, config.init_expert_location)
     own = torch.tensor([placement.digest()], device=device)
-    if bool((parallel.wide.everyones(own, [1] * parallel.wide.size) != own).any()):
+    if bool((parallel.wide.all_gather_rows(own, [1] * parallel.wide.size) != own).any()):
         raise ConfigError(
             f"--init-expert-location {config.init_expert_location} says different things on the hosts of this server",
             field="init_expert_location",

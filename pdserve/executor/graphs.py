@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: all kernels of a step launched by one call, at a list of batch sizes.
 
-Made by `LocalExecutor.capture_decode` at start-up, when weights and KV pool lie where they will stay; asked by
-`Stage` in every step. A step of n rows is padded to the next size. What differs from step to step lies in tensors that
+`LocalExecutor.capture_decode` makes them at start-up, when weights and KV pool have their addresses; `ModelRunner` asks
+for one in every step. A step of n rows is padded to the next size. What differs from step to step lies in tensors that
 stay in place: tokens, positions and slots here, lengths and pages with the attention backend. Padding rows read the
 null page, write nowhere, and take their token from a row of the token table that no request has.
 
@@ -156,7 +156,7 @@ class DecodeGraphs:
         gc.freeze()  # each capture collects garbage, among all objects that there are
         self._sized = {size: self._capture(size, max_pages, backend, capture) for size in reversed(sizes)}
         gc.unfreeze()
-        for mixture in model.mixtures.values():
+        for mixture in model.moe_layers.values():
             mixture.counts.zero_()
         _LOG.info(
             "captured decode steps at %d batch sizes up to %d: %.1f s, %d MB",

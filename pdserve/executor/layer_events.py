@@ -15,7 +15,7 @@ _POLL_S = 50e-6
 
 
 class CountedLayerEvents:
-    """Implements `LayerMarks` where the computing thread has written what it says it has: on CPU."""
+    """Implements `LayerEvents` where the computing thread has written what it says it has: on CPU."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -35,14 +35,14 @@ class CountedLayerEvents:
             self._changed.notify_all()
 
     def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerMarks.wait`; False at once when the step failed before."""
+        """See `LayerEvents.wait`; False at once when the step failed before."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_written >= num_layers or self._ended, timeout_s)
             return self._num_written >= num_layers
 
 
 class CudaLayerEvents:
-    """Implements `LayerMarks` by an event behind each layer in the stream of a CUDA device.
+    """Implements `LayerEvents` by an event behind each layer in the stream of a CUDA device.
 
     All events are recorded before `launch` returns, so that nobody meets one that is not.
     """
@@ -60,7 +60,7 @@ class CudaLayerEvents:
         """The step is in the stream, or failed on the way."""
 
     def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerMarks.wait`. Polls, for CUDA has no wait with a deadline; False at once when the step failed."""
+        """See `LayerEvents.wait`. Polls, for CUDA has no wait with a deadline; False at once when the step failed."""
         if num_layers <= 0:
             return True
         if num_layers > len(self._events):

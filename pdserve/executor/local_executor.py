@@ -34,9 +34,9 @@ from pdserve.executor.native_decode import Decode, NativeDecodePath
 from pdserve.executor.prompt_logprobs import (
     PromptLogprobParams,
     PromptLogprobRange,
+    logprob_range_of,
     pack_scores,
-    read_wishes,
-    stretch_of,
+    read_prompt_logprob_params,
 )
 from pdserve.executor.sampler import Choose, choose_with_torch, to_host
 from pdserve.executor.sampling_metadata import SamplingMetadata, StepParams, TokenPool
@@ -71,8 +71,7 @@ class _Step:
 
     `writes` are rows opened since the launch before, and their tokens. `batches` are the micro-batches, none when the
     plan has no rows; `sampled` the plan's rows that sample; `params` None when there are none; `grammars` of those of
-    these that follow one. `wishes`: of each micro-batch, what is wanted of prompt tokens, and `stretches` the same of
-    the whole plan.
+    these that follow one. `prompt_logprob_params`: for each micro-batch; `stretches`: for the whole plan.
     """
 
     plan: BatchPlan
@@ -81,7 +80,7 @@ class _Step:
     sampled: IntArray
     params: StepParams | None
     grammars: tuple[RowGrammar | None, ...] = ()
-    wishes: tuple[PromptLogprobParams | None, ...] = ()
+    prompt_logprob_params: tuple[PromptLogprobParams | None, ...] = ()
     stretches: tuple[PromptLogprobRange, ...] = ()
 
 
@@ -94,9 +93,9 @@ class LocalExecutor:
 
     With `overlap`, steps are computed on CPU by a thread that `close` ends; on CUDA the host never waits in `launch`.
 
-    Where nobody reads the results, with `tells` False, a step is resolved when this rank has computed its part.
+    With `returns_results` False no one reads results on this rank; a step is resolved when its part is computed.
     `choose` chooses tokens from logits; `decode` computes small decode steps in one call, see `NativeDecodePath`.
-    With `tells_prompts` False the model is not told which tokens are of prompts: all are computed as decoded ones are.
+    With `returns_prompt_results` False the model computes prompt tokens as it computes decoded ones.
     """
 
     def __init__(
@@ -111,10 +110,10 @@ class LocalExecutor:
         device: torch.device,
         overlap: bool = False,
         grammars: GrammarRows | None = None,
-        tells: bool = True,
+        returns_results: bool = True,
         choose: Choose = choose_with_torch,
         decode: tuple[Decode, int] | None = None,
-        tells_prompts: bool = True,
+        returns_prompt_results: bool = True,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -133,12 +132,12 @@ class LocalExecutor:
         self._at_once: NativeDecodePath | None = None
         if decode is not None and device.type == "cpu" and not overlap:
             self._at_once = NativeDecodePath(*decode, self._tokens.tensor.numpy(), table, self._params)
-        self._prompts = self._params.num_prompt if tells_prompts else np.zeros(table.num_rows, dtype=np.int64)
-        self._tells = tells
+        self._prompts = self._params.num_prompt if returns_prompt_results else np.zeros(table.num_rows, dtype=np.int64)
+        self._returns_results = returns_results
         self._aside: torch.cuda.Stream | None = None
         if device.type == "cuda" and not self.place.is_last_stage:
             self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        whole = {i: mixture for i, mixture in model.mixtures.items() if isinstance(mixture, ExpertParallelMoe)}
+        whole = {i: mixture for i, mixture in model.moe_layers.items() if isinstance(mixture, ExpertParallelMoe)}
         self.experts = ExpertBalance(whole, model.parallel.wide.size, self._runner.behind) if whole else None
         """Moves experts between ranks; None where this rank has no whole ones."""
 
@@ -214,9 +213,9 @@ class LocalExecutor:
         return self._model.params.num_bytes
 
     @property
-    def mixtures(self) -> Mapping[int, Mixture]:
+    def moe_layers(self) -> Mapping[int, Mixture]:
         """By index in the model, this rank's feed-forward layers that have experts."""
-        return self._model.mixtures
+        return self._model.moe_layers
 
     def expert_counts(self) -> dict[int, list[int]]:
         """Tokens that each expert was given since the start, by layer of the model that this rank has; waits for them.
@@ -224,7 +223,7 @@ class LocalExecutor:
         Equal on all tensor ranks of a stage. Empty for a model without experts.
         """
         with self._runner.behind():
-            counts = {layer: mixture.counts.clone() for layer, mixture in self._model.mixtures.items()}
+            counts = {layer: mixture.counts.clone() for layer, mixture in self._model.moe_layers.items()}
         return {layer: of_layer.tolist() for layer, of_layer in counts.items()}
 
     def open_row(
@@ -321,11 +320,11 @@ class LocalExecutor:
         wanted = self._params.prompt_wishes
         if not wanted:
             return _Step(plan, writes, batches, sampled, params, grammars, (None,) * len(batches))
-        wishes = tuple(read_wishes(batch, wanted) for batch in batches)
+        prompt_logprob_params = tuple(read_prompt_logprob_params(batch, wanted) for batch in batches)
         rows = [(index, row) for index, row in enumerate(plan.rows) if row.row in wanted]
-        stretches = [stretch_of(index, row.start, row.end, *wanted[row.row]) for index, row in rows]
+        stretches = [logprob_range_of(index, row.start, row.end, *wanted[row.row]) for index, row in rows]
         found = tuple(stretch for stretch in stretches if stretch is not None)
-        return _Step(plan, writes, batches, sampled, params, grammars, wishes, found)
+        return _Step(plan, writes, batches, sampled, params, grammars, prompt_logprob_params, found)
 
     @torch.inference_mode()
     def _compute(self, step: _Step, on_layer: OnLayer | None) -> Collect:
@@ -340,11 +339,11 @@ class LocalExecutor:
         masks = None
         if step.params is not None and step.grammars:
             masks = self._grammars.begin(step.params, step.grammars)
-        logits = self._stage.logits(step.batches, self._tokens.tensor, on_layer, step.wishes)
+        logits = self._stage.logits(step.batches, self._tokens.tensor, on_layer, step.prompt_logprob_params)
         chosen = None
         if step.params is not None:
             chosen = self._stage.choose(logits, step.params, self._tokens.tensor, masks)
-        scores = self._stage.prompt_scores(step.wishes, self.device)
+        scores = self._stage.prompt_scores(step.prompt_logprob_params, self.device)
         arrival = self._stage.share(chosen, scores)
         is_late = not self.place.is_last_stage and not (chosen is None and scores is None)
         if not is_late:
@@ -356,7 +355,7 @@ class LocalExecutor:
                 self._tokens.put(step.params, chosen.token_ids)
             if masks is not None:
                 masks.sampled(chosen.token_ids)
-        if not self._tells:
+        if not self._returns_results:
             fetched = fetch(None, None, self.device)
         elif is_late:
             fetched = fetch_late(chosen, scores, arrival, self._aside)

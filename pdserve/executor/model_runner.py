@@ -52,17 +52,17 @@ class ModelRunner:
         batches: Sequence[HostBatch],
         tokens: Tensor,
         on_layer: Callable[[int], None] | None,
-        wishes: Sequence[PromptLogprobParams | None],
+        prompt_logprob_params: Sequence[PromptLogprobParams | None],
     ) -> Tensor | None:
         """Compute a step's micro-batches: `[S, vocab]`, for `choose`, on the sampling rank, None on the others.
 
-        `on_layer(i)` is called once all of them have written the KV of this rank's layer i. `wishes`: of each
-        micro-batch, what `prompt_scores` shall tell.
+        `on_layer(i)` is called once all of them have written the KV of this rank's layer i. `prompt_logprob_params`: for
+        each micro-batch, what `prompt_scores` returns.
         """
         last = len(batches) - 1
         self._scores, self._best, self.has_put = [], None, False
         size = None
-        if self.graphs is not None and last == 0 and on_layer is None and wishes[0] is None:
+        if self.graphs is not None and last == 0 and on_layer is None and prompt_logprob_params[0] is None:
             size = self.graphs.size_for(batches[0])
         if self.graphs is not None and size is not None:
             decoded = self.graphs.run(batches[0], size)
@@ -71,8 +71,8 @@ class ModelRunner:
             return decoded.logits
         is_last = self._parallel.place.is_last_stage
         outputs = []
-        for i, (host, wish) in enumerate(zip(batches, wishes, strict=True)):
-            output = self._run(host, tokens, on_layer if i == last else None, wish)
+        for i, (host, logprob_params) in enumerate(zip(batches, prompt_logprob_params, strict=True)):
+            output = self._run(host, tokens, on_layer if i == last else None, logprob_params)
             outputs.append(output.clone() if is_last and i < last else output)
         if last == 0:
             self._best = self._model.best
@@ -106,12 +106,12 @@ class ModelRunner:
         return dataclasses.replace(sample(logits, params, tokens, self._choose), failed=failed)
 
     def prompt_scores(
-        self, wishes: Sequence[PromptLogprobParams | None], device: torch.device
+        self, prompt_logprob_params: Sequence[PromptLogprobParams | None], device: torch.device
     ) -> PromptLogprobTensors | None:
         """What the micro-batches just computed say of prompt tokens; None when nothing was wanted. Stages before the
         last one get theirs by `share`.
         """
-        wanted = [wish for wish in wishes if wish is not None]
+        wanted = [logprob_params for logprob_params in prompt_logprob_params if logprob_params is not None]
         if not wanted:
             return None
         if not self._parallel.place.is_last_stage:
@@ -131,7 +131,7 @@ class ModelRunner:
         host: HostBatch,
         tokens: Tensor,
         on_layer: Callable[[int], None] | None,
-        wishes: PromptLogprobParams | None,
+        prompt_logprob_params: PromptLogprobParams | None,
     ) -> Tensor:
         """One micro-batch; what it gives is sent on where there is a next stage."""
         model, parallel = self._model, self._parallel
@@ -141,8 +141,8 @@ class ModelRunner:
             shape = (len(batch.positions), model.spec.hidden_size)
             hidden = parallel.receive(shape, model.dtype, tokens.device)
         on_hidden = None
-        if wishes is not None and parallel.place.is_last_stage:
-            scorer = PromptLogprobComputer(model, wishes, tokens)
+        if prompt_logprob_params is not None and parallel.place.is_last_stage:
+            scorer = PromptLogprobComputer(model, prompt_logprob_params, tokens)
 
             def on_hidden(x: Tensor) -> None:
                 self._scores.append(scorer(x))

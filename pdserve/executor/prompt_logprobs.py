@@ -1,8 +1,8 @@
 """Log probabilities of prompt tokens.
 
-`LocalExecutor` calls `read_wishes` when it launches a step; `ModelRunner` calls `PromptLogprobComputer` while the step
-is computed. The logits of a long prompt would not fit into memory, so positions are processed a few at a time and only
-the requested values are kept. With the vocabulary split over tensor ranks, each rank reduces its part, and the ranks
+`LocalExecutor` calls `read_prompt_logprob_params` when it launches a step; `ModelRunner` calls `PromptLogprobComputer`
+while the step is computed. The logits of a long prompt would not fit into memory, so positions are processed a few at
+a time and only the requested values are kept. With the vocabulary split over tensor ranks, each rank reduces its part, and the ranks
 exchange the results.
 """
 
@@ -49,7 +49,7 @@ class PromptLogprobRange:
     row: int
     start: int
     num_tokens: int
-    wish: Logprobs
+    logprob_params: Logprobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +69,9 @@ class PromptLogprobTensors:
         return [self.own, self.ranks, self.top_ids, self.top, self.picked]
 
     @staticmethod
-    def blank(wishes: Sequence[PromptLogprobParams], device: torch.device) -> PromptLogprobTensors:
+    def blank(prompt_logprob_params: Sequence[PromptLogprobParams], device: torch.device) -> PromptLogprobTensors:
         """Tensors of the shapes that the sampling rank has, to be overwritten."""
-        count, num_top, num_ids = _widths(wishes)
+        count, num_top, num_ids = _widths(prompt_logprob_params)
         return PromptLogprobTensors(
             torch.empty(count, device=device),
             torch.empty(count, dtype=torch.int64, device=device),
@@ -81,9 +81,11 @@ class PromptLogprobTensors:
         )
 
     @staticmethod
-    def joined(parts: Sequence[PromptLogprobTensors], wishes: Sequence[PromptLogprobParams]) -> PromptLogprobTensors:
+    def joined(
+        parts: Sequence[PromptLogprobTensors], prompt_logprob_params: Sequence[PromptLogprobParams]
+    ) -> PromptLogprobTensors:
         """Those of all micro-batches; where some have fewer columns than others, filled up."""
-        whole = PromptLogprobTensors.blank(wishes, parts[0].own.device)
+        whole = PromptLogprobTensors.blank(prompt_logprob_params, parts[0].own.device)
         at = 0
         for part in parts:
             for target, source in zip(whole.tensors(), part.tensors(), strict=True):
@@ -93,8 +95,10 @@ class PromptLogprobTensors:
         return whole
 
 
-def read_wishes(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) -> PromptLogprobParams | None:
-    """What is wanted of this micro-batch; None when nothing is. `wanted`: prompt tokens and wish by table row."""
+def read_prompt_logprob_params(
+    batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]
+) -> PromptLogprobParams | None:
+    """Parameters of this micro-batch; None when nothing is wanted. `wanted`: prompt tokens and logprob parameters by table row."""
     stretches = _stretches(batch, wanted)
     if not stretches:
         return None
@@ -102,10 +106,10 @@ def read_wishes(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) ->
     flat = [
         np.arange(s.start - 1, s.start - 1 + s.num_tokens) - rows.starts[s.row] + rows.offsets[s.row] for s in stretches
     ]
-    num_ids = max(len(s.wish.token_ids) for s in stretches)
+    num_ids = max(len(s.logprob_params.token_ids) for s in stretches)
     ids = np.zeros((len(stretches), num_ids), dtype=np.int64)
     for index, s in enumerate(stretches):
-        ids[index, : len(s.wish.token_ids)] = s.wish.token_ids
+        ids[index, : len(s.logprob_params.token_ids)] = s.logprob_params.token_ids
     counts = [s.num_tokens for s in stretches]
     return PromptLogprobParams(
         flat=np.concatenate(flat),
@@ -113,7 +117,7 @@ def read_wishes(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) ->
         positions=np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in stretches]),
         owners=np.repeat(np.arange(len(stretches)), counts),
         ids=ids,
-        num_top=max(s.wish.top for s in stretches),
+        num_top=max(s.logprob_params.top for s in stretches),
     )
 
 
@@ -121,17 +125,19 @@ def _stretches(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) -> 
     found = []
     for row, line in enumerate(batch.lines.tolist()):
         if line in wanted:
-            stretch = stretch_of(row, int(batch.rows.starts[row]), int(batch.rows.ends[row]), *wanted[line])
+            stretch = logprob_range_of(row, int(batch.rows.starts[row]), int(batch.rows.ends[row]), *wanted[line])
             if stretch is not None:
                 found.append(stretch)
     return found
 
 
-def stretch_of(row: int, start: int, end: int, num_prompt: int, wish: Logprobs) -> PromptLogprobRange | None:
+def logprob_range_of(
+    row: int, start: int, end: int, num_prompt: int, logprob_params: Logprobs
+) -> PromptLogprobRange | None:
     """The prompt tokens whose probabilities the logits at `[start, end)` give, as far as they are wanted."""
-    assert wish.prompt_from is not None, "only those that want some are kept"
-    first, stop = max(start, wish.prompt_from), min(end, num_prompt - 1)
-    return PromptLogprobRange(row, first + 1, stop - first, wish) if first < stop else None
+    assert logprob_params.prompt_from is not None, "only those that want some are kept"
+    first, stop = max(start, logprob_params.prompt_from), min(end, num_prompt - 1)
+    return PromptLogprobRange(row, first + 1, stop - first, logprob_params) if first < stop else None
 
 
 def pack_scores(stretches: Sequence[PromptLogprobRange], scores: PromptLogprobTensors) -> dict[int, PromptLogprobs]:
@@ -139,15 +145,15 @@ def pack_scores(stretches: Sequence[PromptLogprobRange], scores: PromptLogprobTe
     own, ranks, top_ids, top, picked = (tensor.numpy() for tensor in scores.tensors())
     packed, at = {}, 0
     for stretch in stretches:
-        lines, wish = slice(at, at + stretch.num_tokens), stretch.wish
+        lines, logprob_params = slice(at, at + stretch.num_tokens), stretch.logprob_params
         at += stretch.num_tokens
         packed[stretch.row] = PromptLogprobs.pack(
             stretch.start,
             own[lines],
             ranks[lines].astype(np.int32),
-            top_ids[lines, : wish.top].astype(np.int32),
-            top[lines, : wish.top],
-            picked[lines, : len(wish.token_ids)],
+            top_ids[lines, : logprob_params.top].astype(np.int32),
+            top[lines, : logprob_params.top],
+            picked[lines, : len(logprob_params.token_ids)],
         )
     assert at == len(own), (at, len(own))
     return packed
@@ -156,21 +162,23 @@ def pack_scores(stretches: Sequence[PromptLogprobRange], scores: PromptLogprobTe
 class PromptLogprobComputer:
     """Looks at the hidden states of one micro-batch on a rank of the last stage. All tensor ranks do so together."""
 
-    def __init__(self, model: Model, wishes: PromptLogprobParams, tokens: Tensor) -> None:
+    def __init__(self, model: Model, prompt_logprob_params: PromptLogprobParams, tokens: Tensor) -> None:
         """`tokens` int32 `[num_table_rows, context]`: known tokens."""
         self._model = model
         self._parallel = model.parallel
         device = tokens.device
-        self._flat = to_device(wishes.flat, device)
-        self._targets = tokens[to_device(wishes.lines, device), to_device(wishes.positions, device)].long()
-        self._owners = to_device(wishes.owners, device)
-        self._ids = to_device(wishes.ids, device)
+        self._flat = to_device(prompt_logprob_params.flat, device)
+        self._targets = tokens[
+            to_device(prompt_logprob_params.lines, device), to_device(prompt_logprob_params.positions, device)
+        ].long()
+        self._owners = to_device(prompt_logprob_params.owners, device)
+        self._ids = to_device(prompt_logprob_params.ids, device)
         vocab_size = model.spec.vocab_size
         place = model.parallel.place
         self._held = vocab_of(vocab_size, place.shape.tp_size, place.tp_rank)
         self._share = len(vocab_of(vocab_size, place.shape.tp_size, 0))
-        self._num_top = min(wishes.num_top, vocab_size)
-        self._blank = PromptLogprobTensors.blank([wishes], device)
+        self._num_top = min(prompt_logprob_params.num_top, vocab_size)
+        self._blank = PromptLogprobTensors.blank([prompt_logprob_params], device)
 
     def __call__(self, hidden: Tensor) -> PromptLogprobTensors:
         """Scores of hidden states `[N, hidden]`, equal on all tensor ranks."""
@@ -216,12 +224,12 @@ class PromptLogprobComputer:
         return self._parallel.all_gather(part[None])
 
 
-def _widths(wishes: Sequence[PromptLogprobParams]) -> tuple[int, int, int]:
+def _widths(prompt_logprob_params: Sequence[PromptLogprobParams]) -> tuple[int, int, int]:
     """Lines, and the most columns of top entries and of ids."""
     return (
-        sum(len(wish.flat) for wish in wishes),
-        max(wish.num_top for wish in wishes),
-        max(wish.ids.shape[1] for wish in wishes),
+        sum(len(logprob_params.flat) for logprob_params in prompt_logprob_params),
+        max(logprob_params.num_top for logprob_params in prompt_logprob_params),
+        max(logprob_params.ids.shape[1] for logprob_params in prompt_logprob_params),
     )
 
 

@@ -117,7 +117,7 @@ class SamplingMetadata:
         self.clear(row)
         seed = self._seeds.fix(sampling).seed
         assert seed is not None, "fixed"
-        tells = logprobs is not None and logprobs.output
+        wants_output_logprobs = logprobs is not None and logprobs.output
         self._columns[row] = (
             sampling.temperature,
             sampling.top_p,
@@ -129,18 +129,18 @@ class SamplingMetadata:
             seed & ((1 << 64) - 1),
             num_prompt,
             sampling.min_new_tokens,
-            logprobs.top if logprobs is not None and tells else 0,
-            tells,
+            logprobs.top if logprobs is not None and wants_output_logprobs else 0,
+            wants_output_logprobs,
             sampling.greedy,
             sampling.needs_history,
             sampling.grammar is not None,
-            sampling.greedy and not (sampling.needs_history or sampling.grammar is not None or tells),
+            sampling.greedy and not (sampling.needs_history or sampling.grammar is not None or wants_output_logprobs),
         )
         if sampling.min_new_tokens:
             self._bans[row] = tuple(sorted({*self._eos, *sampling.stop_token_ids}))
         if sampling.logit_bias:
             self._biases[row] = sampling.logit_bias
-        if logprobs is not None and tells and logprobs.token_ids:
+        if logprobs is not None and wants_output_logprobs and logprobs.token_ids:
             self._picks[row] = logprobs.token_ids
         if logprobs is not None and logprobs.prompt_from is not None:
             self.prompt_wishes[row] = (num_prompt, logprobs)

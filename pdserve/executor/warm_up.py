@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 Span = tuple[int, int]
 """Positions `[start, end)` of a row."""
 _COUNTS = (1, 2, 4, 16, 32, 64)
-"""Rows of a step. Decode attention tells few, some and many pairs of a row and a KV head apart (`Tiling`, `num_parts`).
+"""Rows of a step. Decode attention has tilings for few, some and many pairs of a row and a KV head (`AttentionTiling`).
 The most "some" are eight times the least: whatever the number of heads, a count is among them, and so is one less,
 which is what a chunk leaves of it.
 """
@@ -90,6 +90,6 @@ def warm_up(
         vocab = model.spec.vocab_size
         least_of_nucleus(torch.full((1, vocab), 1.0 / vocab, device=tokens.device), tokens.new_ones(1).float())
         torch.cuda.current_stream(tokens.device).synchronize()
-    for mixture in model.mixtures.values():
+    for mixture in model.moe_layers.values():
         mixture.counts.zero_()
     _LOG.info("ran %d steps to build kernels: %.1f s", len(steps), time.monotonic() - began)

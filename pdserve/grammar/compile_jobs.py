@@ -97,7 +97,7 @@ def take_questions(buffer: bytearray) -> Iterator[Question]:
         yield _QUESTIONS.decode(body)
 
 
-def take_verdicts(buffer: bytearray) -> Iterator[CompileResult]:
+def receive_results(buffer: bytearray) -> Iterator[CompileResult]:
     """The same of what the worker answers."""
     for body in _take(buffer):
         yield _VERDICTS.decode(body)
@@ -113,7 +113,7 @@ def _take(buffer: bytearray) -> Iterator[bytes]:
         yield body
 
 
-def verdict_on(check: Check, rules: JsonRules, vocabulary: Vocabulary | None) -> CompileResult:
+def compile_one(check: Check, rules: JsonRules, vocabulary: Vocabulary | None) -> CompileResult:
     """Compile it and say how that went. In a process of its own: it may take any time and memory, or crash."""
     try:
         if isinstance(check, CheckPattern):

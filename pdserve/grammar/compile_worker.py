@@ -30,10 +30,10 @@ from pdserve.grammar.compile_jobs import (
     Question,
     Reason,
     Setup,
+    compile_one,
     frame,
     limit_memory,
     take_questions,
-    verdict_on,
 )
 from pdserve.grammar.vocabulary import Vocabulary
 
@@ -122,7 +122,7 @@ class CompileWorker:
             resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
             signal.setitimer(signal.ITIMER_REAL, setup.wall_s)
             signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)
-            self._write(verdict_on(check, setup.rules, self._vocabulary))
+            self._write(compile_one(check, setup.rules, self._vocabulary))
             status = 0
         finally:
             os._exit(status)

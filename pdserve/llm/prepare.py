@@ -252,7 +252,7 @@ class Preparer:
         own = next(self._numbers)
         if sampling.seed is None and self._seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=_derived(self._seed, own))
-        spec = PromptSpec(prompt.input_ids, sampling, params.wish())
+        spec = PromptSpec(prompt.input_ids, sampling, params.logprob_params())
         body = _Nowhere(rid=str(own), priority=priority)
         return Job(number, str(own), make_intake([spec], params.n, body, "null", stream=False).requests)
 

@@ -86,7 +86,7 @@ class SamplingParams:
         """Refuse what no model takes; see `Raises` of the class."""
         try:
             count_n(self._body.n)
-            self.wish()
+            self.logprob_params()
             self.constraint()
             self.for_engine(1, _ANY_MODEL, "prompt", None)
             compile_own(self._body.stop_regex)
@@ -116,7 +116,7 @@ class SamplingParams:
             values[ours] = value
         return cls(**values)
 
-    def wish(self) -> Logprobs | None:
+    def logprob_params(self) -> Logprobs | None:
         """The log probabilities that are wanted.
 
         Raises:

@@ -58,11 +58,11 @@ class DPAttentionGroup(Protocol):
         """`[N, ...]`, equal on all ranks of a replica: `[T, ...]`, equal on all ranks. Not always a copy."""
         ...
 
-    def add_up(self, x: Tensor) -> Tensor:
+    def reduce_sum(self, x: Tensor) -> Tensor:
         """`[N, ...]` of the sum of `x` `[T, ...]` over all ranks. `x` may be overwritten."""
         ...
 
-    def everyones(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+    def all_gather_rows(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         """`part` of each rank, which has `sizes[i]` rows at rank i, one behind the other: on all ranks."""
         ...
 

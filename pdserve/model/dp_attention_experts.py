@@ -28,7 +28,7 @@ WithOthers = Callable[[str], AbstractContextManager[object]]
 
 
 class AllReplicas:
-    """Implements `Wide`. `gather_own` is `Parallel.all_gather`, over the replica's own tensor ranks.
+    """Implements `DPAttentionGroup`. `gather_own` is `Parallel.all_gather`, over the replica's own tensor ranks.
 
     `numbers` is a group of all these ranks on the host, None where the default one is.
     """
@@ -51,7 +51,7 @@ class AllReplicas:
         self._hand = TokenShare([0] * self.size, slice(0, 0))
 
     def begin(self, step: int, num_tokens: int) -> None:
-        """See `Wide.begin`. Waits until all ranks have begun `step`."""
+        """See `DPAttentionGroup.begin`. Waits until all ranks have begun `step`."""
         every = torch.empty(self.size, 2, dtype=torch.int64)
         with self._with_others("beginning a round"):
             dist.all_gather(list(every.unbind()), torch.tensor([step, num_tokens]), group=self._numbers)
@@ -64,15 +64,15 @@ class AllReplicas:
         self._hand = TokenShare(sizes, own_slice(dealt(num_tokens, tp_size), self._place.place.tp_rank))
 
     def hand(self, num_tokens: int) -> TokenShare:
-        """See `Wide.hand`: as `begin` was told."""
+        """See `DPAttentionGroup.hand`: as `begin` was told."""
         return self._hand
 
     def gather(self, x: Tensor) -> Tensor:
-        """See `Wide.gather`."""
-        return self.everyones(x[self._hand.mine], self._hand.sizes)
+        """See `DPAttentionGroup.gather`."""
+        return self.all_gather_rows(x[self._hand.mine], self._hand.sizes)
 
-    def add_up(self, x: Tensor) -> Tensor:
-        """See `Wide.add_up`. Added up in float32, in the order of the ranks: a row's bits depend on nothing else."""
+    def reduce_sum(self, x: Tensor) -> Tensor:
+        """See `DPAttentionGroup.reduce_sum`. In float32 and in the order of the ranks: equal bits in any batch."""
         if not len(x):
             return x
         sizes, num_mine = self._hand.sizes, self._hand.sizes[self.rank]
@@ -84,8 +84,8 @@ class AllReplicas:
         first = self._place.first_rank
         return self.rejoin(total.to(x.dtype), sum(sizes[first : first + tp_size]))
 
-    def everyones(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """See `Wide.everyones`. Where few ranks have most rows these are sent one rank after the other, not padded."""
+    def all_gather_rows(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        """See `DPAttentionGroup.all_gather_rows`. Where few ranks have most rows, ranks send in turn, without padding."""
         share, total = max(sizes), sum(sizes)
         if 2 * total <= share * self.size:
             return self._in_turns(part, sizes)
@@ -95,19 +95,19 @@ class AllReplicas:
         return stripped(whole, sizes)
 
     def rejoin(self, part: Tensor, num_tokens: int) -> Tensor:
-        """See `Wide.rejoin`."""
+        """See `DPAttentionGroup.rejoin`."""
         sizes = dealt(num_tokens, self._place.place.shape.tp_size)
         return part if len(sizes) == 1 else stripped(self._gather_own(padded(part, sizes[0])), sizes)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """See `Wide.all_to_all`."""
+        """See `DPAttentionGroup.all_to_all`."""
         received = x.new_empty(sum(receive), *x.shape[1:])
         with self._with_others("dealing rows out to all replicas"):
             dist.all_to_all_single(received, x.contiguous(), list(receive), list(send))
         return received
 
     def _in_turns(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """`everyones` as one broadcast from each rank that has rows."""
+        """`all_gather_rows` as one broadcast from each rank that has rows."""
         whole = part.new_empty(sum(sizes), *part.shape[1:])
         whole[own_slice(sizes, self.rank)] = part
         with self._with_others("gathering of all replicas"):

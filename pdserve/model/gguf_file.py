@@ -142,11 +142,11 @@ class GgufSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `Source.shape`; gguf has the fastest dimension first."""
+        """See `TensorSource.shape`; gguf has the fastest dimension first."""
         return tuple(int(size) for size in reversed(self.tensor.shape))
 
     def read(self, part: tuple[slice, ...] | None) -> Tensor:
-        """See `Source.read`: float32. All of it is dequantised in any case. Raises ModelError for unknown types."""
+        """See `TensorSource.read`: float32. Dequantises the whole tensor. Raises ModelError for unknown types."""
         from gguf import dequantize
 
         try:

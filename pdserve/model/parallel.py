@@ -106,17 +106,17 @@ class StageRanks:
         """See `DPAttentionGroup.gather`: `x` itself."""
         return x
 
-    def add_up(self, x: Tensor) -> Tensor:
-        """See `DPAttentionGroup.add_up`."""
+    def reduce_sum(self, x: Tensor) -> Tensor:
+        """See `DPAttentionGroup.reduce_sum`."""
         return self._parallel.all_reduce(x)
 
-    def everyones(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """See `DPAttentionGroup.everyones`."""
+    def all_gather_rows(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        """See `DPAttentionGroup.all_gather_rows`."""
         return stripped(self._parallel.all_gather(padded(part, max(sizes))), sizes)
 
     def rejoin(self, part: Tensor, num_tokens: int) -> Tensor:
         """See `DPAttentionGroup.rejoin`."""
-        return self.everyones(part, dealt(num_tokens, self.size))
+        return self.all_gather_rows(part, dealt(num_tokens, self.size))
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """See `DPAttentionGroup.all_to_all`."""

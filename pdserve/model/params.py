@@ -79,7 +79,7 @@ class _Waiting:
 class ParamSlots:
     """Destination tensors by checkpoint name; several names may be rows of one stacked tensor.
 
-    On CPU a tensor takes memory when it is given, and no more once it has been repacked (`when_given`, `give_away`).
+    On CPU a tensor takes memory when it is given (`when_given`), until it has been repacked (`release_weights`).
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -190,7 +190,7 @@ class ParamSlots:
         held = {name: _samples(self._params[name], slot) for name, slot in self._slots.items()}
         return {name: self._samples[name] if name in self._samples else held[name] for name in self._params}
 
-    def give_away(self, whole: Tensor, num_bytes: int) -> None:
+    def release_weights(self, whole: Tensor, num_bytes: int) -> None:
         """Let go of the parameters that `stacked` gave as `whole`: they have been repacked into `num_bytes` elsewhere.
 
         Their samples are kept.

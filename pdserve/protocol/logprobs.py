@@ -39,7 +39,7 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Whether prefill hands the prompt's to decode as well, whose client wants them from there."""
 
     @property
-    def hands_over(self) -> bool:
+    def needs_transfer(self) -> bool:
         """Whether anything goes from prefill to decode beside the aux record."""
         return (self.prompt_from is not None and self.to_decode) or (self.output and bool(self.token_ids))
 

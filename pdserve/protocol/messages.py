@@ -257,7 +257,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     oldest_orphan_s: float = 0.0
     """For how many seconds the oldest KV pages are kept that no request has and a peer may still write into."""
     probes: dict[str, WaitsFor] = msgspec.field(default_factory=dict)
-    """Of each live probe, by rid, what it waits for: see `Role.waits_for`."""
+    """Of each live probe, by rid, what it waits for: see `WorkerRole.waits_for`."""
     replicas: list[EngineState] = msgspec.field(default_factory=list)
     """The states that this one is the sum of, by data-parallel rank; none when there is one replica."""
 

@@ -57,8 +57,8 @@ class _Round:
 
 
 class Consensus:
-    """One rank's side. `begin_least` is the reduction, `blame` as for `Mates`; `wake` is called on any thread when a
-    turn should look again. With `in_step` the ranks have no stages, so that a turn waits a moment for its reduction.
+    """One rank's side. `begin_least` is the reduction, `root_cause` as for `RankGroup`; `wake` is called on any thread when
+    a turn should look again. With `in_step` the ranks have no stages, so that a turn waits a moment for its reduction.
     `now` is the time that `PATIENCE_S` is measured in.
     """
 
@@ -67,7 +67,7 @@ class Consensus:
         copies: RankCopies,
         begin_least: BeginLeast,
         log: InputLog,
-        blame: Callable[[], PdserveError | None],
+        root_cause: Callable[[], PdserveError | None],
         wake: Callable[[], None],
         *,
         in_step: bool,
@@ -76,7 +76,7 @@ class Consensus:
         self._copies = copies
         self._begin_least = begin_least
         self._log = log
-        self._blame = blame
+        self._blame = root_cause
         self._wake = wake
         self._in_step = in_step
         self._now = now
@@ -98,7 +98,7 @@ class Consensus:
         self._has_failed = self._has_failed or failed
         if self._news_at is None:
             self._news_at = self._now()
-        if failed or self._copies.is_ripe(self._ended, item[0]):
+        if failed or self._copies.all_ended(self._ended, item[0]):
             self._wake()
 
     @property
@@ -120,7 +120,7 @@ class Consensus:
         if self._news_at is None or not self._copies.num_pending:
             return False
         late = self._now() > self._news_at + PATIENCE_S
-        return self._has_failed or late or self._copies.is_ripe(self._ended)
+        return self._has_failed or late or self._copies.all_ended(self._ended)
 
     def due(self) -> Reduction:
         """What this turn shall do, on all ranks. The leader's, which takes already; `poll_and_all_reduce` follows."""

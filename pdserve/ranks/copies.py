@@ -72,17 +72,17 @@ class RankCopies:
         """Why others' have failed, where that has been heard."""
         self._addresses: dict[Item, str] = {}
         """Of others' receiving engines, where that has been heard. The leader's."""
-        self.settle_s = 0.0
-        self.fence_settle_s = 0.0
+        self.drain_timeout_s = 0.0
+        self.fence_drain_timeout_s = 0.0
 
-    def drive(self, own: CopyEngine, settle_s: float, fence_settle_s: float, tell: Tell) -> None:
+    def drive(self, own: CopyEngine, drain_timeout_s: float, fence_drain_timeout_s: float, tell: Tell) -> None:
         """Copy with `own`, which posts to `post`. Once, before anything is submitted.
 
-        `tell` is called with what has become of an own item, on any thread. `settle_s` and `fence_settle_s` are the
-        longest of all ranks': every rank must free pages at the same turn, and none before its transport is still.
+        `tell` is called with what has become of an own item, on any thread. `drain_timeout_s` and
+        `fence_drain_timeout_s` are the longest of all ranks': every rank must free pages at the same turn, and none before its transport is still.
         """
         self._own, self._tell = own, tell
-        self.settle_s, self.fence_settle_s = settle_s, fence_settle_s
+        self.drain_timeout_s, self.fence_drain_timeout_s = drain_timeout_s, fence_drain_timeout_s
 
     @property
     def notifies(self) -> bool:
@@ -157,7 +157,7 @@ class RankCopies:
             if isinstance(event, ReceiverOpened):
                 self._addresses[item_of(event)] = event.transport_address
 
-    def is_ripe(self, ended: Container[Item], of: MemoryKey | Opening | Fencing | str | None = None) -> bool:
+    def all_ended(self, ended: Container[Item], of: MemoryKey | Opening | Fencing | str | None = None) -> bool:
         """Whether all that is pending of a transfer, or of that one alone, is known to have `ended`. Any thread."""
         with self._lock:
             some = self._together.values() if of is None else [self._together.get(of, set())]

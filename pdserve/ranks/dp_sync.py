@@ -132,7 +132,7 @@ class DpSync:
         """Whether we may end, or it is too late (`time.monotonic()`) for the others to say so."""
         return self.may_end or time.monotonic() >= deadline
 
-    def blame(self) -> PdserveError | None:
+    def root_cause(self) -> PdserveError | None:
         """An exchange with other ranks failed here: who is lost, if anybody, as soon as that is known."""
         with self._changed:
             self._changed.wait_for(lambda: self._lost is not None, _VERDICT_S)

@@ -85,7 +85,11 @@ Entry = More | Turn | Launched | Settled | Answer
 """One line of the log that all schedulers of a replica read."""
 
 
-class TransferStart(msgspec.Struct, frozen=True, kw_only=True):
+WIRE_NAMES = {"drain_timeout_s": "settle_s", "fence_drain_timeout_s": "fence_settle_s"}
+"""Names of fields in frames, where they differ from the attributes."""
+
+
+class TransferStart(msgspec.Struct, frozen=True, kw_only=True, rename=WIRE_NAMES):
     """What a transfer manager like the leader's is made with. `ranks` are all of the replica's, the leader's first.
 
     `secret`: see `KVArgs`.
@@ -95,8 +99,8 @@ class TransferStart(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     handshake: dict[str, str | int]
     ranks: tuple[RankMemory, ...]
-    settle_s: float
-    fence_settle_s: float
+    drain_timeout_s: float
+    fence_drain_timeout_s: float
     secret: str
 
 
@@ -133,18 +137,18 @@ class Sized(msgspec.Struct, frozen=True, tag=True):
     num_pages: Count
 
 
-class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, rename=WIRE_NAMES):
     """The follower can begin. `memory` is where peers write to it; None where nothing is transferred.
 
     `facts` must be the leader's, too: what no flag says of its checkpoint and its kernels. `samples` are those of
-    its weights (`WeightSamples`); `settle_s` and `fence_settle_s` are its transport's.
+    its weights (`WeightSamples`); `drain_timeout_s` and `fence_drain_timeout_s` are its transport's.
     """
 
     facts: dict[str, str]
     memory: RankMemory | None
     samples: dict[str, dict[int, float]]
-    settle_s: float
-    fence_settle_s: float
+    drain_timeout_s: float
+    fence_drain_timeout_s: float
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):

@@ -77,15 +77,15 @@ class RoundRebalancer:
 
 class PreStepExecutor:
     """Implements `Executor` over `inner`. `prepare` is called with the number of each step before it is launched: all
-    that follows may be an exchange with other ranks, which `blame` knows as `Mates.blame` does.
+    that follows may be an exchange with other ranks, which `root_cause` knows as `RankGroup.root_cause` does.
     """
 
     def __init__(
-        self, inner: Executor, prepare: Callable[[int], None], blame: Callable[[], PdserveError | None]
+        self, inner: Executor, prepare: Callable[[int], None], root_cause: Callable[[], PdserveError | None]
     ) -> None:
         self._inner = inner
         self._prepare = prepare
-        self._blame = blame
+        self._blame = root_cause
         self.open_row, self.close_row = inner.open_row, inner.close_row
         self.offload, self.restore, self.zero = inner.offload, inner.restore, inner.zero
 

@@ -54,8 +54,8 @@ class Stopped(Exception):
 
 
 class Rank0Link:
-    """The leader, as `Mates` too. `on_lost` is called on the link thread when it is gone, or says that the replica is:
-    it should end the process.
+    """A follower's link to rank 0; implements `RankGroup`. `on_lost` is called on the link thread when rank 0 is gone or
+    reports the replica lost: it should end the process.
     """
 
     def __init__(
@@ -135,21 +135,21 @@ class Rank0Link:
             self.hear()
 
     def computed(self, step: int) -> None:
-        """See `Mates.computed`: in the last stage the leader waits for us."""
+        """See `RankGroup.computed`: in the last stage the leader waits for us."""
         if self._place.shape.pp_size > 1 and self._place.is_last_stage:
             self.report(StepDone(step))
 
     def offloaded(self, number: int) -> None:
-        """See `Mates.offloaded`."""
+        """See `RankGroup.offloaded`."""
         self.report(Offloaded(number))
 
     def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
-        """See `Mates.digested`."""
+        """See `RankGroup.digested`."""
         self.report(Digested(number, own))
         return (own,)
 
-    def blame(self) -> PdserveError | None:
-        """See `Mates.blame`: the leader knows, and will say it; see `say_why`."""
+    def root_cause(self) -> PdserveError | None:
+        """See `RankGroup.root_cause`: the leader knows, and will say it; see `say_why`."""
         return None
 
     def say_why(self, error: Exception) -> None:
@@ -160,9 +160,9 @@ class Rank0Link:
         self._lost.wait(_VERDICT_S)
         if not isinstance(error, PdserveError):
             log.error("rank %d failed", self._place.rank, exc_info=error)
-        self.bound_the_end(Trouble.of(error).error())
+        self.set_close_timeout(Trouble.of(error).error())
 
-    def bound_the_end(self, error: PdserveError) -> None:
+    def set_close_timeout(self, error: PdserveError) -> None:
         """What is closed from now on may wait for ranks that are gone."""
         timer = threading.Timer(END_TIMEOUT_S, end_process, (error,))
         timer.daemon = True

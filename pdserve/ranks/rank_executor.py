@@ -68,7 +68,7 @@ class RankExecutor:
         table: PageTable,
         layout: KVLayout,
         place: RankCoord,
-        mates: RankGroup,
+        rank_group: RankGroup,
         log: InputLog,
         *,
         at_once: bool = False,
@@ -76,7 +76,7 @@ class RankExecutor:
         self._local = local
         self._table = table
         self._layout = layout
-        self._mates = mates
+        self._rank_group = rank_group
         self._log = log
         self._at_once = at_once
         self._under_way: deque[_Step] = deque()
@@ -117,7 +117,7 @@ class RankExecutor:
             RankError: a rank is lost, or its scheduler has come to another plan.
         """
         self._log.launched(plan.step, self._fingerprint(plan))
-        own = guarded(lambda: self._local.launch(plan, layer_marks=layer_marks), self._mates.blame)
+        own = guarded(lambda: self._local.launch(plan, layer_marks=layer_marks), self._rank_group.root_cause)
         marks = None if own.marks is None else _OwnMarks(own.marks, self._own_layers)
         step = _Step(StepHandle(plan, marks, own.finish), own)
         ahead = any(other.result is None for other in self._under_way)
@@ -139,7 +139,7 @@ class RankExecutor:
     def offload(self, pages: Sequence[int]) -> HostPages:
         """See `Executor.offload`. Where the leader's returns every rank has its copy."""
         saved = self._local.offload(pages)
-        self._mates.offloaded(next(self._offloads))
+        self._rank_group.offloaded(next(self._offloads))
         return _AllRanksPages(saved, len(pages) * self._page_bytes)
 
     def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
@@ -153,8 +153,8 @@ class RankExecutor:
 
     def _compute(self, step: _Step) -> StepResult:
         """Wait for our part of it, and tell the others."""
-        step.result = guarded(lambda: self._local.resolve(step.own), self._mates.blame)
-        self._mates.computed(step.handle.plan.step)
+        step.result = guarded(lambda: self._local.resolve(step.own), self._rank_group.root_cause)
+        self._rank_group.computed(step.handle.plan.step)
         return step.result
 
     def _fingerprint(self, plan: BatchPlan) -> int:

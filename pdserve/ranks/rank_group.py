@@ -1,4 +1,4 @@
-"""What a rank and the others of its replica owe each other beside the log: `Followers` is the leader's, `Leader` a
+"""What a rank and the others of its replica owe each other beside the log: `WorkerLinks` is the leader's, `Rank0Link` a
 follower's.
 """
 
@@ -28,17 +28,17 @@ class RankGroup(Protocol):
         """What this rank has of the pages that are hashed as the so many-th; where we lead, what all have."""
         ...
 
-    def blame(self) -> PdserveError | None:
+    def root_cause(self) -> PdserveError | None:
         """An exchange with other ranks failed here: who is lost, if anybody, as soon as that is known."""
         ...
 
 
-def guarded(compute: Callable[[], T], blame: Callable[[], PdserveError | None]) -> T:
+def guarded(compute: Callable[[], T], root_cause: Callable[[], PdserveError | None]) -> T:
     """Compute. Where that fails because another rank is lost, that is the error."""
     try:
         return compute()
     except Exception as error:
-        lost = blame()
+        lost = root_cause()
         if lost is not None:
             raise lost from error
         raise

@@ -28,14 +28,14 @@ class SharedMetadata(MetadataBuffers):
 class GroupHasher:
     """Implements `KVHasher` over `own`, this rank's: what all have, in the order of the ranks."""
 
-    def __init__(self, own: KVHasher, mates: RankGroup, log: InputLog) -> None:
+    def __init__(self, own: KVHasher, rank_group: RankGroup, log: InputLog) -> None:
         self._own = own
-        self._mates = mates
+        self._rank_group = rank_group
         self._log = log
         self._numbers = itertools.count()
 
     def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
         """See `KVHasher`. Raises RankError when a rank is lost."""
         (own,) = self._own.digest(pages, first, num_tokens)
-        found = self._mates.digested(next(self._numbers), own)
+        found = self._rank_group.digested(next(self._numbers), own)
         return self._log.answer(lambda: found)

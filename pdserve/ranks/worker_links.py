@@ -47,7 +47,7 @@ _OnLost = Callable[[PdserveError], None]
 
 
 class WorkerLinks:
-    """All other ranks of the replica, as `Mates` too. `peers` are they, `token` is the control token; see
+    """All other ranks of the replica, as `RankGroup` too. `peers` are they, `token` is the control token; see
     `meet_followers`.
     """
 
@@ -103,16 +103,16 @@ class WorkerLinks:
         return tuple(self._ready[rank] for rank in self._peers)
 
     def computed(self, step: int) -> None:
-        """See `Mates.computed`: all have when the ranks of the last stage have, and without stages when we have."""
+        """See `RankGroup.computed`: all have when the ranks of the last stage have, and without stages when we have."""
         if self.shape.pp_size > 1:
             self._wait_answers(StepDone(step), self.shape.tp_size, f"computed step {step}")
 
     def offloaded(self, number: int) -> None:
-        """See `Mates.offloaded`."""
+        """See `RankGroup.offloaded`."""
         self._wait_answers(Offloaded(number), len(self._peers), "copied pages to host memory")
 
     def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
-        """See `Mates.digested`."""
+        """See `RankGroup.digested`."""
         self._wait(lambda: len(self._digests.get(number, ())) == len(self._peers), "hashed its pages", ANSWER_TIMEOUT_S)
         with self._changed:
             found = self._digests.pop(number)
@@ -123,8 +123,8 @@ class WorkerLinks:
         assert self._on_copied is None
         self._on_copied = take
 
-    def blame(self) -> PdserveError | None:
-        """See `Mates.blame`."""
+    def root_cause(self) -> PdserveError | None:
+        """See `RankGroup.root_cause`."""
         with self._changed:
             self._changed.wait_for(lambda: self._lost is not None, _VERDICT_S)
             return self._lost

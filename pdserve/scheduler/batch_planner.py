@@ -65,7 +65,7 @@ class BatchSplitter:
     """Rows of the step that was planned last and that no part has had yet. False when there are none."""
 
     def __init__(self, saturation_tokens: int | None) -> None:
-        """See `Limits.saturation_tokens`. A part has half as many at least, for then it is nearly as fast for each."""
+        """See `StepLimits.saturation_tokens`. A part has at least half as many tokens: then it is nearly as efficient."""
         self._saturation_tokens = saturation_tokens
         self._most: float = math.inf
         self._prompts: deque[BatchRow] = deque()
@@ -144,7 +144,7 @@ class PrefillManager:
         for req in self.active.values():
             budget -= self._chunk(req, rows, budget)
         for req in self._candidates():
-            if budget <= 0 or (whole and rows and req.num_known > budget):
+            if budget <= 0 or (whole and rows and req.seq_len > budget):
                 break
             if not self._start(req):
                 break
@@ -154,7 +154,7 @@ class PrefillManager:
     @property
     def ends_under_way(self) -> bool:
         """True while a step under way computes the last chunk of a prompt that gets more than one token."""
-        return any(req.num_known == req.planned < req.num_worst for req in self.active.values())
+        return any(req.seq_len == req.planned < req.max_len for req in self.active.values())
 
     @property
     def restores(self) -> bool:
@@ -170,7 +170,7 @@ class PrefillManager:
         if req.spec.traced and req.times.prefilled is None:
             self._note_chunk(req, end)
         self._core.cache(req)
-        if end < req.num_known:
+        if end < req.seq_len:
             return False
         del self.active[req.rid]
         if req.times.prefilled is None:
@@ -211,7 +211,7 @@ class PrefillManager:
         for req in self._candidates():
             if spent >= most:
                 break
-            missing = req.num_known - self._num_cached(req)
+            missing = req.seq_len - self._num_cached(req)
             if missing <= most - spent:
                 if not self._start(req):
                     break
@@ -262,7 +262,7 @@ class PrefillManager:
         """The tokens up to the end of the page after the first `num_tokens`; None when no page that others can use."""
         page_tokens = self._core.memory.layout.page_tokens
         end = (num_tokens // page_tokens + 1) * page_tokens
-        return req.packed(end) if self._core.memory.has_prefix_cache and end < req.num_known else None
+        return req.packed(end) if self._core.memory.has_prefix_cache and end < req.seq_len else None
 
     def _may_use(self, req: Req, num_cached: int) -> bool:
         """Whether `req` would take the page behind the first `num_cached` tokens from the cache."""
@@ -289,7 +289,7 @@ class PrefillManager:
             req.aux = memory.aux.reserve(1, req.rid)
         self.waiting.remove(req)
         self.active[req.rid] = req
-        seated = core.seat(req)
+        seated = core.assign_slot(req)
         assert seated, "a row was free"
         if req.saved is not None:
             core.restore(req)
@@ -297,7 +297,7 @@ class PrefillManager:
             req.computed = req.lease.num_prefix_pages * memory.layout.page_tokens
         req.planned = req.computed
         if req.num_retractions:
-            core.counters["recomputed_tokens"] += req.num_known - 1 - req.computed
+            core.counters["recomputed_tokens"] += req.seq_len - 1 - req.computed
         if req.times.started is None:
             req.times.started = core.clock.now()
             req.num_cached = min(req.computed, req.num_prompt)
@@ -305,7 +305,7 @@ class PrefillManager:
 
     def _prefix(self, req: Req) -> tuple[bytes, int]:
         """What may be taken from the cache."""
-        return (b"", 0) if req.saved is not None else (req.packed(req.num_known), req.most_cached)
+        return (b"", 0) if req.saved is not None else (req.packed(req.seq_len), req.most_cached)
 
     def _num_cached(self, req: Req) -> int:
         return self._core.memory.match_prefix(*self._prefix(req))
@@ -321,13 +321,13 @@ class PrefillManager:
         if take <= 0:
             return 0
         end = req.planned + take
-        rows.append(BatchRow(req.rid, req.row, req.planned, end, sample=end == req.num_known))
+        rows.append(BatchRow(req.rid, req.row, req.planned, end, sample=end == req.seq_len))
         req.planned = end
         return take
 
 
 def _left(req: Req) -> int:
-    return req.num_known - req.planned
+    return req.seq_len - req.planned
 
 
 class BatchPlanner:
@@ -344,14 +344,14 @@ class BatchPlanner:
         self._parts = BatchSplitter(core.limits.saturation_tokens)
 
     @property
-    def must_settle(self) -> bool:
-        """See `Role.must_settle`."""
+    def needs_sync(self) -> bool:
+        """See `SchedulerRole.needs_sync`."""
         return not self._parts and (self.running.is_short or self.prefilling.restores)
 
     def plan(self, step: int) -> BatchPlan | None:
         """Decode rows first, then chunks within the budget, in parts."""
         if not self._parts:
-            if not self._somebody_streams():
+            if not self._any_request_streams():
                 self._burst.refill()
             beside_streams = self._burst.is_over
             decode, prompts = self.running.plan(), self.prefilling.plan(self._burst.budget)
@@ -400,9 +400,9 @@ class BatchPlanner:
             self._core.counters["requests_retracted"] += 1
             self._retract(req)
 
-    def _somebody_streams(self) -> bool:
+    def _any_request_streams(self) -> bool:
         """True when somebody waits for a token after the first, which itself may be under way."""
-        waits = any(req.planned < req.num_worst for req in self.running.reqs.values())
+        waits = any(req.planned < req.max_len for req in self.running.reqs.values())
         return waits or self.prefilling.ends_under_way
 
     def _retract(self, req: Req) -> None:

@@ -51,8 +51,8 @@ class DecodeReservation:
     def add(self, req: Req) -> None:
         """One more has been accepted."""
         self._growth += min(self._each_tokens, req.num_left)
-        self._occupied += req.num_known
-        self._largest = max(self._largest, req.num_worst)
+        self._occupied += req.seq_len
+        self._largest = max(self._largest, req.max_len)
 
     @property
     def tokens(self) -> int:
@@ -71,7 +71,7 @@ class StepLimits:
 
     `chunk_tokens` None: prompts are not cut, and a step takes prompts of up to `prefill_tokens` together.
     `mixed_chunk_tokens` None: a step beside running streams takes as many tokens of prompts as another.
-    `saturation_tokens`: prompt tokens that keep the processor at its peak, see `StepInParts`; None: no parts.
+    `saturation_tokens`: prompt tokens that keep the processor at its peak, see `BatchSplitter`; None: no parts.
     `offload_bytes` 0: the KV of retracted requests is computed again.
     """
 
@@ -92,7 +92,7 @@ class StepLimits:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of prompts that a full step takes, see `Burst`."""
+        """Tokens of prompts that a full step takes, see `PrefillBudget`."""
         return self.prefill_tokens if self.chunk_tokens is None else self.chunk_tokens
 
     @property
@@ -179,7 +179,7 @@ class SchedulerContext:
         self.failures: Counter[str] = Counter()
         self.offloaded_bytes = 0
         self._launched = self._resolved = 0
-        self._limbo: deque[_Claim] = deque()
+        self._deferred_frees: deque[_Claim] = deque()
 
     # ------------------------------------------------------------------ steps under way
 
@@ -190,8 +190,8 @@ class SchedulerContext:
     def resolved(self, step: int) -> None:
         """All steps up to `step` have ended."""
         self._resolved = step
-        while self._limbo and self._limbo[0].step <= step:
-            self._free(self._limbo.popleft())
+        while self._deferred_frees and self._deferred_frees[0].step <= step:
+            self._free(self._deferred_frees.popleft())
 
     @property
     def settled(self) -> bool:
@@ -199,13 +199,13 @@ class SchedulerContext:
         return self._launched == self._resolved
 
     @property
-    def rows_in_limbo(self) -> int:
+    def deferred_rows(self) -> int:
         """Rows that were given back while a step was under way."""
-        return sum(claim.row is not None for claim in self._limbo)
+        return sum(claim.row is not None for claim in self._deferred_frees)
 
     # ------------------------------------------------------------------ a request's claims
 
-    def seat(self, req: Req) -> bool:
+    def assign_slot(self, req: Req) -> bool:
         """Give `req`, which has a lease, a row; False when all are taken."""
         assert req.lease is not None and req.row is None
         row = self.memory.table.open(req.lease.pages)
@@ -213,7 +213,7 @@ class SchedulerContext:
             return False
         req.row = row
         tokens = req.spec.input_ids + req.output_ids
-        self.executor.open_row(row, tokens, req.num_prompt, req.spec.sampling, req.wish)
+        self.executor.open_row(row, tokens, req.num_prompt, req.spec.sampling, req.logprob_params)
         return True
 
     def grow(self, req: Req, num_tokens: int) -> bool:
@@ -232,7 +232,7 @@ class SchedulerContext:
         if req.lease is not None and req.cacheable and not req.spec.probe:
             self.memory.cache(req.lease, req.packed(req.computed), req.spec.priority, ending=ending)
 
-    def unseat(self, req: Req) -> None:
+    def release_slot(self, req: Req) -> None:
         """Take the row back; the pages stay."""
         if req.row is not None:
             self._give_back(_Claim(self._launched, req.row, ()))
@@ -307,7 +307,7 @@ class SchedulerContext:
         if self.settled:
             self._free(claim)
         else:
-            self._limbo.append(claim)
+            self._deferred_frees.append(claim)
 
     def _free(self, claim: _Claim) -> None:
         if claim.row is not None:

@@ -87,7 +87,7 @@ class DecodeBatch:
         for req in self.reqs.values():
             planned, row, lease = req.planned, req.row, req.lease
             assert row is not None and lease is not None
-            if planned >= req.num_worst or (num_stages > 1 and planned > req.computed):
+            if planned >= req.max_len or (num_stages > 1 and planned > req.computed):
                 continue
             if len(rows) == share:
                 break
@@ -117,7 +117,7 @@ class DecodeBatch:
         wanted = 0
         for req in self.reqs.values():
             assert req.lease is not None
-            end = min(req.planned + num_steps, req.num_worst)
+            end = min(req.planned + num_steps, req.max_len)
             missing = end - len(req.lease.pages) * page_tokens
             if missing > 0:
                 wanted += -(-missing // page_tokens)
@@ -126,7 +126,7 @@ class DecodeBatch:
     def _has_all(self, req: Req) -> bool:
         """True when the request has all the memory that it can need."""
         assert req.lease is not None
-        return len(req.lease.pages) >= self._core.memory.num_pages(req.num_worst)
+        return len(req.lease.pages) >= self._core.memory.num_pages(req.max_len)
 
     def _make_room(self) -> None:
         """Retract requests, those that are cheapest to bring back first.

@@ -24,7 +24,7 @@ Prepare = Callable[[Grammar], "Future[Any] | None"]
 
 
 class GrammarGate:
-    """Implements `Mail` over `mailbox`. An abort of a request that waits lets it through in front, to be ended."""
+    """Implements `InputSource` over `mailbox`. An abort of a request that waits lets it through in front, to be ended."""
 
     def __init__(self, mailbox: Mailbox[Event], prepare: Prepare) -> None:
         self._mailbox = mailbox
@@ -38,7 +38,7 @@ class GrammarGate:
         return len(self._waiting)
 
     def drain(self) -> Sequence[Event]:
-        """See `Mail.drain`: what has waited and may pass comes first."""
+        """See `InputSource.drain`: what has waited and may pass comes first."""
         passed: list[Event] = self._opened() if self._waiting else []
         for event in self._mailbox.drain():
             match event:
@@ -50,7 +50,7 @@ class GrammarGate:
         return passed
 
     def wait(self, timeout_s: float) -> bool:
-        """See `Mail.wait`: a grammar that has been opened ends it."""
+        """See `InputSource.wait`: a grammar that has been opened ends it."""
         return self._mailbox.wait(timeout_s)
 
     def _keeps(self, request: GenerateRequest) -> bool:

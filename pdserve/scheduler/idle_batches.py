@@ -15,7 +15,7 @@ END_TIMEOUT_S = 4.0
 
 
 class DpRounds(Protocol):
-    """What `Lockstep` tells a scheduler. Scheduler thread."""
+    """What `DpSync` tells a scheduler. Scheduler thread."""
 
     @property
     def is_behind(self) -> bool:
@@ -53,7 +53,7 @@ class IdleBatches:
         """To be asked when the role has nothing to compute in `step`."""
         return BatchPlan(step, ()) if self._rounds.is_behind else None
 
-    def see_out(self, step: int, executor: Executor, mailbox: Sleeper) -> None:
+    def run_idle_until_all_stop(self, step: int, executor: Executor, mailbox: Sleeper) -> None:
         """We have stopped after `step`: compute with the others until they stop as well, for a while."""
         self._rounds.leave()
         deadline = time.monotonic() + END_TIMEOUT_S

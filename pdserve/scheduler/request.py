@@ -87,12 +87,12 @@ class Req:
         return len(self.output_ids) - len(self.spec.prior_output_ids)
 
     @property
-    def num_known(self) -> int:
+    def seq_len(self) -> int:
         """Prompt and output tokens so far."""
         return len(self.spec.input_ids) + len(self.output_ids)
 
     @property
-    def num_worst(self) -> int:
+    def max_len(self) -> int:
         """Tokens whose KV the request can need at most; its last token is never computed."""
         return self.num_prompt + max(self.spec.sampling.max_new_tokens, 1) - 1
 
@@ -103,15 +103,15 @@ class Req:
         So it can give way only so often (the logarithm of its output) before it has all that it can need.
         """
         ahead = RESUME_TOKENS << self.num_retractions - 1 if self.num_retractions else 0
-        return max(self.num_known, min(self.num_known + ahead, self.num_worst))
+        return max(self.seq_len, min(self.seq_len + ahead, self.max_len))
 
     @property
-    def wish(self) -> Logprobs | None:
+    def logprob_params(self) -> Logprobs | None:
         """Log probabilities that are still wanted; those of the prompt are told once the first token is known."""
-        wish = self.spec.logprobs
-        if wish is None or wish.prompt_from is None or not self.output_ids:
-            return wish
-        return msgspec.structs.replace(wish, prompt_from=None)
+        logprob_params = self.spec.logprobs
+        if logprob_params is None or logprob_params.prompt_from is None or not self.output_ids:
+            return logprob_params
+        return msgspec.structs.replace(logprob_params, prompt_from=None)
 
     @property
     def most_cached(self) -> int:
@@ -119,9 +119,13 @@ class Req:
 
         That is the last one, or where the prompt's log probabilities begin.
         """
-        wish = self.wish
-        last = self.num_known - 1
-        return last if wish is None or wish.prompt_from is None else min(last, wish.prompt_from)
+        logprob_params = self.logprob_params
+        last = self.seq_len - 1
+        return (
+            last
+            if logprob_params is None or logprob_params.prompt_from is None
+            else min(last, logprob_params.prompt_from)
+        )
 
     @property
     def num_left(self) -> int:
@@ -251,7 +255,7 @@ class WaitingQueue:
         return req.times.arrived - self._aging_s * req.spec.priority
 
     def _by_prefix(self, req: Req) -> float:
-        num_cached = self._memory.match_prefix(req.packed(req.num_known), req.num_known - 1)
+        num_cached = self._memory.match_prefix(req.packed(req.seq_len), req.seq_len - 1)
         return req.times.arrived - self._aging_s * min(num_cached / LPM_TOKENS, LPM_MOST)
 
 

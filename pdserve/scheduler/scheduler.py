@@ -118,7 +118,7 @@ class Scheduler:
         while self._under_way:
             self.core.executor.resolve(self._under_way.popleft())
         if self._idle_rounds is not None:
-            self._idle_rounds.see_out(self._step, self.core.executor, self.mailbox)
+            self._idle_rounds.run_idle_until_all_stop(self._step, self.core.executor, self.mailbox)
 
     def step(self) -> bool:
         """One turn; True when something was computed.
@@ -132,7 +132,7 @@ class Scheduler:
             self.kv.tick()
         self.role.poll()
         was_under_way = bool(self._under_way)
-        if was_under_way and self.role.must_settle:
+        if was_under_way and self.role.needs_sync:
             self._settle_all()
         plan = None if self._paused or self._stopping else self.role.plan(self._step + 1)
         self.core.outbox.flush()

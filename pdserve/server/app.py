@@ -103,7 +103,7 @@ def create_app(
     metrics: ServerMetrics,
     *,
     registered: Callable[[], bool] = lambda: True,
-    door: DrainGate | None = None,
+    drain_gate: DrainGate | None = None,
     changer: RoleChanger | None = None,
     grammars: GrammarCheck | None = None,
     warm: bool = False,
@@ -112,11 +112,11 @@ def create_app(
     """The application. It starts `client` with its lifespan and stops it at the end; `metrics` is the client's.
 
     `registered`: decode servers find us, which is so for all but a prefill server whose replicas are not known yet.
-    `door` is for who wants to close it, `changer` for a server whose role can be changed. The application closes
+    `drain_gate` is for who wants to close it, `changer` for a server whose role can be changed. The application closes
     `grammars`; with `warm` their compile worker starts as soon as the engine is ready. `control_token` is what requests
     may prove; empty: there is none.
     """
-    door = door or DrainGate(config.disagg.disaggregation_mode)
+    drain_gate = drain_gate or DrainGate(config.disagg.disaggregation_mode)
     checks = grammars or GrammarCheck(config.grammar, tokenizer)
 
     @contextlib.asynccontextmanager
@@ -137,13 +137,13 @@ def create_app(
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # in the middle of its body
     _add_generation(app, context)
-    _add_health_and_facts(app, context, door)
-    _add_commands(app, context, door, changer)
+    _add_health_and_facts(app, context, drain_gate)
+    _add_commands(app, context, drain_gate, changer)
     proof = ControlProof(control_token, required=config.access.require_control_proof)
     proof.install(app)
     openapi.install(app, INPUTS, with_keys=config.access.keys.some)
     observer = observing.install(app, context)
-    app.add_middleware(DrainGateMiddleware, door=door)
+    app.add_middleware(DrainGateMiddleware, drain_gate=drain_gate)
     access.install(app, config.access, context.max_body_bytes, proof)
     return app
 
@@ -185,17 +185,17 @@ def _add_generation(app: FastAPI, context: ServerContext) -> None:
         return await generate(context, request)
 
 
-def _add_health_and_facts(app: FastAPI, context: ServerContext, door: DrainGate) -> None:
+def _add_health_and_facts(app: FastAPI, context: ServerContext, drain_gate: DrainGate) -> None:
     pair_probes = PairProbes(context)
 
     @app.get("/health", response_model=None)
     async def get_health() -> Response:
-        return await health.health(context, door)
+        return await health.health(context, drain_gate)
 
     @app.get("/readiness", response_model=None)
     @app.get("/ready", response_model=None)
     async def get_ready() -> Response:
-        return await health.ready(context, door)
+        return await health.ready(context, drain_gate)
 
     @app.get("/health_generate", response_model=None)
     async def get_health_generate(request: Request) -> Response:
@@ -245,10 +245,10 @@ def _add_health_and_facts(app: FastAPI, context: ServerContext, door: DrainGate)
         return await admin.get_model(context, name)
 
 
-def _add_commands(app: FastAPI, context: ServerContext, door: DrainGate, changer: RoleChanger | None) -> None:
+def _add_commands(app: FastAPI, context: ServerContext, drain_gate: DrainGate, changer: RoleChanger | None) -> None:
     @app.post("/pd_role_switch", response_model=None)
     async def post_pd_role_switch(request: Request) -> Response:
-        return await pd_role_switch(context, door, changer, request)
+        return await pd_role_switch(context, drain_gate, changer, request)
 
     @app.get("/flush_cache", response_model=None)
     @app.post("/flush_cache", response_model=None)

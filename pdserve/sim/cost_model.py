@@ -144,7 +144,7 @@ class CostModelExecutor:
 
 
 class _Step:
-    """A launched step. Implements `LayerMarks`."""
+    """A launched step. Implements `LayerEvents`."""
 
     def __init__(self, clock: ManualClock, ends_at: float, plan: BatchPlan, num_tokens: int) -> None:
         self._clock, self._ends_at, self._plan, self._num_tokens = clock, ends_at, plan, num_tokens
@@ -155,7 +155,7 @@ class _Step:
         return StepResult(self._plan.step, tuple(map(self._token, self._plan.rows)))
 
     def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerMarks`; never waits, since nothing else could run meanwhile."""
+        """See `LayerEvents`; never waits, since nothing else could run meanwhile."""
         return self._clock.now() >= self._ends_at
 
     def _token(self, row: BatchRow) -> SampledToken | None:

@@ -156,8 +156,8 @@ class HashExecutor:
         """One row of a step. `pages` are its page-table line at the launch."""
         tokens = self._tokens[row.row]
         told: dict[int, int] = {}
-        num_prompt, wish = self._wishes.get(row.row, (0, None))
-        first = None if wish is None else wish.prompt_from
+        num_prompt, logprob_params = self._wishes.get(row.row, (0, None))
+        first = None if logprob_params is None else logprob_params.prompt_from
         page_tokens = self._group.page_tokens
         last = 0
         for position in range(row.start, row.end):
@@ -179,30 +179,30 @@ class HashExecutor:
             last = carry
             if first is not None and first <= position < num_prompt - 1:
                 told[position + 1] = _mix(carry ^ tokens[position + 1])
-        part = _told(told, wish) if told and wish is not None else None
+        part = _told(told, logprob_params) if told and logprob_params is not None else None
         if not row.sample:
             return None, part
         token = last % VOCAB_SIZE
         del tokens[row.end :]
         tokens.append(token)
-        return SampledToken(token, picked=tuple(-float(token % (i + 2)) for i in _picks(wish))), part
+        return SampledToken(token, picked=tuple(-float(token % (i + 2)) for i in _picks(logprob_params))), part
 
 
-def _picks(wish: Logprobs | None) -> tuple[int, ...]:
-    return () if wish is None else wish.token_ids
+def _picks(logprob_params: Logprobs | None) -> tuple[int, ...]:
+    return () if logprob_params is None else logprob_params.token_ids
 
 
-def _told(hashes: dict[int, int], wish: Logprobs) -> PromptLogprobs:
+def _told(hashes: dict[int, int], logprob_params: Logprobs) -> PromptLogprobs:
     """Made-up log probabilities of the tokens at these positions, which follow each other."""
     own = np.array([-(value % 4096) / 64 for value in hashes.values()], dtype=np.float32)
-    top = np.repeat(own[:, None], wish.top, 1)
-    picked = np.repeat(own[:, None], len(wish.token_ids), 1)
+    top = np.repeat(own[:, None], logprob_params.top, 1)
+    picked = np.repeat(own[:, None], len(logprob_params.token_ids), 1)
     ids = np.zeros(top.shape, dtype=np.int32)
     return PromptLogprobs.pack(min(hashes), own, np.ones(len(own), dtype=np.int32), ids, top, picked)
 
 
 class _Step:
-    """A launched step. Implements `LayerMarks`: all layers at once, for rows are computed token by token."""
+    """A launched step. Implements `LayerEvents`: all layers at once, for rows are computed token by token."""
 
     def __init__(self, executor: HashExecutor, plan: BatchPlan, tables: dict[int, npt.NDArray[np.int32]]) -> None:
         self._executor, self._plan, self._tables = executor, plan, tables
@@ -218,7 +218,7 @@ class _Step:
         return self._result
 
     def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerMarks`; never waits, since nothing else could run meanwhile."""
+        """See `LayerEvents`; never waits, since nothing else could run meanwhile."""
         return self._result is not None
 
 

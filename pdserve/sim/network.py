@@ -166,7 +166,7 @@ class SimCopyEngine:
     `shm`.
     """
 
-    fence_settle_s = 0.0
+    fence_drain_timeout_s = 0.0
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class SimCopyEngine:
         net.engines[endpoint] = self
 
     @property
-    def settle_s(self) -> float:
+    def drain_timeout_s(self) -> float:
         """See `CopyEngine`: longer than any delay."""
         return self._net.faults.max_delay_s * 2
 
@@ -238,7 +238,7 @@ class SimCopyEngine:
         if len(self._notes[key]) >= count:
             return True
         self._expected[key] = count
-        self._net.later(lambda: self._give_up(key), min_delay_s=self.settle_s)
+        self._net.later(lambda: self._give_up(key), min_delay_s=self.drain_timeout_s)
         return False
 
     def _notified(self, key: MemoryKey, index: int) -> None:

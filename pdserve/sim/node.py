@@ -173,15 +173,15 @@ class SimNode:
             role = MonolithRole(core, waiting)
         else:
             self.kv = self._transfer(dp_size)
-            witness = self._witness()
+            kv_checksum = self._kv_checksum()
             policy = shape.load_failure_policy
             role = (
-                PrefillRole(core, self.kv, waiting, witness)
+                PrefillRole(core, self.kv, waiting, kv_checksum)
                 if mode == "prefill"
-                else DecodeRole(core, self.kv, waiting, witness, load_failure_policy=policy)
+                else DecodeRole(core, self.kv, waiting, kv_checksum, load_failure_policy=policy)
             )
         self.scheduler = Scheduler(
-            role, core, self.kv, self._mail(), overlap=shape.overlap, max_queued=shape.max_queued
+            role, core, self.kv, self._input_source(), overlap=shape.overlap, max_queued=shape.max_queued
         )
 
     def step(self) -> None:
@@ -256,7 +256,7 @@ class SimNode:
         """What the scheduler runs its steps with."""
         return self.executor
 
-    def _mail(self) -> InputSource:
+    def _input_source(self) -> InputSource:
         return self.mailbox
 
     def _aux(self) -> MetadataBuffers:
@@ -314,7 +314,7 @@ class SimNode:
             aux.slot_bytes, self.memory.aux.allocator, self._grants(is_aux=True), is_aux=True
         )
 
-    def _witness(self) -> KVChecksum | None:
+    def _kv_checksum(self) -> KVChecksum | None:
         if not self._shape.kv_checksum:
             return None
         facts = {"page_bytes": self.layout.groups[0].page_bytes}

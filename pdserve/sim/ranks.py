@@ -118,7 +118,7 @@ class RankedNode(SimNode):
     def _steps(self, table: PageTable) -> Executor:
         return RankExecutor(self.executor, table, self.layout, self._parallel.place(0), _Alone(), self._rank.log)
 
-    def _mail(self) -> InputSource:
+    def _input_source(self) -> InputSource:
         return LeaderInputSource(self.mailbox, self._rank.log, self._rank.consensus)
 
     def _aux(self) -> MetadataBuffers:
@@ -168,7 +168,7 @@ class _Rank:
         net.mailboxes[name] = self
         lives = net.mailboxes.__contains__
         own = SimCopyEngine(net, name, lives, notifies=shape.notifies, fences=shape.fences)
-        self.copies.drive(own, own.settle_s, own.fence_settle_s, self._tell)
+        self.copies.drive(own, own.drain_timeout_s, own.fence_drain_timeout_s, self._tell)
         return self.copies
 
     def post(self, event: Event) -> None:
@@ -209,7 +209,7 @@ class _Follower(SimNode):
             local, table, self.layout, self._parallel.place(self._rank.number), _Alone(), self._rank.log
         )
 
-    def _mail(self) -> InputSource:
+    def _input_source(self) -> InputSource:
         return FollowerInputSource(self._rank.log, self._rank.consensus)
 
     def _aux(self) -> MetadataBuffers:
@@ -277,13 +277,13 @@ class _ComputedElsewhere:
 
 @dataclasses.dataclass(frozen=True)
 class _LeadersMarks:
-    """Implements `LayerMarks` of a follower."""
+    """Implements `LayerEvents` of a follower."""
 
     executor: HashExecutor
     step: int
 
     def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerMarks`; never waits, since nothing else could run meanwhile."""
+        """See `LayerEvents`; never waits, since nothing else could run meanwhile."""
         return self.executor.last_step >= self.step
 
 
@@ -317,20 +317,20 @@ class _NoPages:
 
 
 class _Alone:
-    """Implements `Mates` of a rank that none waits for."""
+    """Implements `RankGroup` of a rank that none waits for."""
 
     def computed(self, step: int) -> None:
-        """See `Mates`."""
+        """See `RankGroup`."""
 
     def offloaded(self, number: int) -> None:
-        """See `Mates`."""
+        """See `RankGroup`."""
 
     def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
-        """See `Mates`."""
+        """See `RankGroup`."""
         return (own,)
 
-    def blame(self) -> PdserveError | None:
-        """See `Mates`."""
+    def root_cause(self) -> PdserveError | None:
+        """See `RankGroup`."""
         return None
 
 

@@ -215,7 +215,7 @@ class SimRouter:
 
     def _judge(self, client: Client, each: SimTry, now: float) -> None:
         """What a try has come to."""
-        outcome = verdict.judge(_prefill_half(each), _decode_half(each))
+        outcome = verdict.resolve_outcome(_prefill_half(each), _decode_half(each))
         match outcome:
             case None:
                 return

@@ -52,7 +52,7 @@ class SimServer:
         self._whose: dict[str, SimNode] = {}
 
     def post(self, spec: GenerateRequest) -> None:
-        """See `Server`. As `ReplicatedChannel`: a prefill server's rooms name a replica, but another may get it."""
+        """See `ServerView`. As `ReplicatedChannel`: a prefill server's rooms name a replica, but another may get it."""
         assert spec.room is not None
         net, number = self._net, len(self.replicas)
         named = spec.room.room % number
@@ -65,7 +65,7 @@ class SimServer:
         self.replicas[chosen].mailbox.post(spec)
 
     def abort(self, rid: str) -> None:
-        """See `Server`."""
+        """See `ServerView`."""
         self._whose[rid].mailbox.post(AbortRequest(rid=rid))
 
     def abort_all(self) -> None:
@@ -75,12 +75,12 @@ class SimServer:
             node.mailbox.post(AbortRequest(rid=None))
 
     def half(self, rid: str) -> RequestHalf | None:
-        """See `Server`."""
+        """See `ServerView`."""
         node = self._whose.get(rid)
         return None if node is None else node.halves.get(rid)
 
     def status(self, rid: str) -> int:
-        """See `Server`."""
+        """See `ServerView`."""
         half = self.half(rid)
         assert half is not None and half.finish is not None, f"{rid} has not ended"
         if half.finish.type != "abort":

@@ -1,7 +1,7 @@
 """The control socket over zmq: one PULL socket that peers push to, and one PUSH socket per peer.
 
-All belong to the scheduler thread, which takes what has arrived through its mailbox (`Source`); zmq's own thread moves
-the bytes. Sends never block: what a dead or slow peer does not take is dropped, and `Sessions` repeats it.
+All belong to the scheduler thread, which takes what has arrived through its mailbox (`EventSource`); zmq's own thread
+moves the bytes. Sends never block: what a dead or slow peer does not take is dropped, and `Sessions` repeats it.
 
 With a control token connections are encrypted (CURVE). All processes with one token derive the same key pair from it.
 CURVE asks a client for the server's public key, so one who does not know the token cannot complete a handshake, and a
@@ -100,7 +100,7 @@ class _Link:
 class ZmqControlSocket:
     """`ControlSocket` on `host`, at a free port. Port 0 is the only choice: peers learn it from the handshake.
 
-    A `Source` of what arrives, for the mailbox of the thread that made it. With a `token` connections are encrypted.
+    An `EventSource` of what arrives, for the mailbox of the thread that made it. With a `token` connections are encrypted.
 
     Raises:
         ConfigError: `host` is not ours, or this libzmq cannot encrypt.
@@ -131,15 +131,15 @@ class ZmqControlSocket:
         self._pull_monitor = self._monitor(self._pull, _FAILED | _REFUSED)
 
     def fileno(self) -> int:
-        """See `Source`."""
+        """See `EventSource`."""
         return int(self._pull.getsockopt(zmq.FD))
 
     def ready(self) -> bool:
-        """See `Source`."""
+        """See `EventSource`."""
         return _readable(self._pull)
 
     def take(self) -> list[FrameArrived | PeerHandshakeFailed | HandshakesFailed]:
-        """See `Source`."""
+        """See `EventSource`."""
         events: list[FrameArrived | PeerHandshakeFailed | HandshakesFailed] = []
         while len(events) < _MAX_TAKEN and _readable(self._pull):
             events.append(FrameArrived(self._pull.recv(zmq.NOBLOCK)))

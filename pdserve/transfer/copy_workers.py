@@ -219,14 +219,14 @@ class CopyWorkers:
         return self._transport.address()
 
     @property
-    def settle_s(self) -> float:
+    def drain_timeout_s(self) -> float:
         """See `CopyEngine`."""
-        return self._transport.settle_s
+        return self._transport.drain_timeout_s
 
     @property
-    def fence_settle_s(self) -> float:
+    def fence_drain_timeout_s(self) -> float:
         """See `CopyEngine`."""
-        return self._transport.fence_settle_s
+        return self._transport.fence_drain_timeout_s
 
     @property
     def notifies(self) -> bool:

@@ -29,7 +29,7 @@ class LayersReady(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerGate:
-    """The gate of the first `num_layers` layers of the model in a step. `wait` is what `LayerMarks.wait` is: of the
+    """The gate of the first `num_layers` layers of the model in a step. `wait` is what `LayerEvents.wait` is: of the
     layers that this rank has.
     """
 
@@ -192,7 +192,7 @@ class CopyEngine(Protocol):
     """Runs copy jobs in the background and posts a `CopyDone` for each. Called by the scheduler thread."""
 
     @property
-    def settle_s(self) -> float:
+    def drain_timeout_s(self) -> float:
         """Seconds after which a failed, unsettled write, or a write of a dead peer, is known to have stopped."""
         ...
 
@@ -226,7 +226,7 @@ class CopyEngine(Protocol):
         ...
 
     @property
-    def fence_settle_s(self) -> float:
+    def fence_drain_timeout_s(self) -> float:
         """Seconds after `PeerFenced` until nothing of that peer's can land. 0.0 where that was measured."""
         ...
 

@@ -160,7 +160,7 @@ class OutgoingKeys:
             return self._finish(out)
         self._counters["copies_failed"] += not job.cancelled
         if not event.settled:
-            out.settled_at = max(out.settled_at, self._clock.now() + self._engine.settle_s)
+            out.settled_at = max(out.settled_at, self._clock.now() + self._engine.drain_timeout_s)
             self._settling[out.key] = out
         if out.failure is not None:
             return self._finish(out)

@@ -226,7 +226,7 @@ class KVManager:
         """Send now what may otherwise wait a moment; before a step that may take long."""
         self.sessions.flush()
 
-    def take_moved(self) -> list[int]:
+    def drain_state_changes(self) -> list[int]:
         """Rooms whose state has moved since the last call and that are open still, oldest move first.
 
         What a role would see if it polled all its handles, at the cost of those that have something to say.

@@ -90,7 +90,7 @@ class SessionReceivers:
         if not event.fenced:
             receiver.again[event.rank] = now + RETRY_S
         elif not receiver.asked and not receiver.again:
-            receiver.free_at = now + self._engine.fence_settle_s
+            receiver.free_at = now + self._engine.fence_drain_timeout_s
         return self._take_free(now)
 
     def tick(self) -> list[str]:

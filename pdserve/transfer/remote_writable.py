@@ -123,7 +123,7 @@ class RemoteWritablePages:
         """
         for entry in [entry for entry in self._entries.values() if entry.receiver == receiver]:
             if self._engine.notifies:
-                self._fence(entry, self._engine.settle_s)
+                self._fence(entry, self._engine.drain_timeout_s)
             else:
                 self.release(entry.key)
 
@@ -159,11 +159,11 @@ class RemoteWritablePages:
         if landed:
             self.release(entry.key)
         else:
-            self._fence(entry, self._engine.settle_s)
+            self._fence(entry, self._engine.drain_timeout_s)
         return WritableEnd(entry, entry.word, landed)
 
-    def _fence(self, entry: RemoteWritable, settle_s: float) -> None:
+    def _fence(self, entry: RemoteWritable, drain_timeout_s: float) -> None:
         """Keep the pages of a key for so long, or for as long as was said before."""
-        until = self._clock.now() + settle_s
+        until = self._clock.now() + drain_timeout_s
         entry.fenced_at = until if entry.fenced_at is None else max(entry.fenced_at, until)
         self._fenced[entry.key] = entry

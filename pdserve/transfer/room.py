@@ -81,7 +81,7 @@ class ReceiveRoom(Room):
         return self.num_told is not None and (not self.takes_logprobs or len(self.told) >= self.num_told)
 
 
-def misfit(meta: Meta, hello: Hello, layout: KVLayout, aux_slot_bytes: int) -> str | None:
+def check_receiver_pages(meta: Meta, hello: Hello, layout: KVLayout, aux_slot_bytes: int) -> str | None:
     """Why the pages or the aux slot that a receiver names cannot be in the pools of its `hello`; None when they can."""
     num_groups = len(layout.groups)
     last_pages = [max(pages, default=-1) for pages in meta.pages]
@@ -105,7 +105,7 @@ def _page_bytes(layout: KVLayout, shape: ParallelShape) -> tuple[tuple[int, ...]
     return tuple(tuple(group.page_bytes for group in own.groups) for own in ranks)
 
 
-def shortfall(meta: Meta, num_tokens: int, page_tokens: int) -> str | None:
+def check_prompt_fits_pages(meta: Meta, num_tokens: int, page_tokens: int) -> str | None:
     """Why a prompt of `num_tokens` tokens cannot go to the pages of `meta`; None when it can."""
     if meta.cached_tokens > num_tokens:
         return f"cached_tokens is {meta.cached_tokens}, but the prompt has {num_tokens} tokens"

@@ -25,7 +25,7 @@ from pdserve.transfer.chunk import ChunkPart, ChunkPlanner
 from pdserve.transfer.events import CopyDone, CopyEngine, Gates, LayersReady, PeerConnected
 from pdserve.transfer.in_flight import Connecting, OutgoingKeys
 from pdserve.transfer.peers import Peer
-from pdserve.transfer.room import SendRoom, misfit, shortfall
+from pdserve.transfer.room import SendRoom, check_prompt_fits_pages, check_receiver_pages
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.state import TERMINAL, KVPoll
 from pdserve.transfer.wire import Abort, Ended, Hello, MemoryKey, Meta, Told, TransferStats
@@ -99,14 +99,14 @@ class EarlyArrivals:
         for key in [key for key, early in self._early.items() if early.instance == instance]:
             self._take(key)
 
-    def bury(self, room: int, digest: str, verdict: Tombstone) -> None:
+    def add_tombstone(self, room: int, digest: str, verdict: Tombstone) -> None:
         """A request ended, or went elsewhere, before its receiver was known."""
         self._tombstones.pop((room, digest), None)
         self._tombstones[room, digest] = (self._clock.now() + self._timeout_s, verdict)
         if len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
 
-    def exhume(self, room: int, digest: str) -> Tombstone | None:
+    def pop_tombstone(self, room: int, digest: str) -> Tombstone | None:
         """What became of the request of this room and prompt, told once; None when there is no tombstone."""
         entry = self._tombstones.pop((room, digest), None)
         return None if entry is None else entry[1]
@@ -194,7 +194,7 @@ class SendSide:
             room=room, digest=digest, opened_at=self._clock.now(), moved=self.moved, num_tokens=num_tokens, fake=fake
         )
         self.rooms[room] = record
-        self._unmatched.exhume(room, digest)
+        self._unmatched.pop_tombstone(room, digest)
         if fake:
             record.move(KVPoll.WAITING_FOR_INPUT)
         for early in self._unmatched.take_room(room):
@@ -249,7 +249,7 @@ class SendSide:
         if not room.fail(failure):
             return
         if room.target is None:
-            self._unmatched.bury(room.room, room.digest, Tombstone(failure))
+            self._unmatched.add_tombstone(room.room, room.digest, Tombstone(failure))
             return
         key = room.target.key
         self.outgoing.say(key, Ended(key=key, failure=failure, quiesced=False))
@@ -264,7 +264,7 @@ class SendSide:
 
     def divert(self, room: int, digest: str, replica: int) -> None:
         """Another replica of this server has the request of this room and prompt: its receiver is sent there."""
-        self._unmatched.bury(room, digest, Tombstone(_failure("moved", f"replica {replica} has it"), replica))
+        self._unmatched.add_tombstone(room, digest, Tombstone(_failure("moved", f"replica {replica} has it"), replica))
         for early in self._unmatched.take_room(room):
             peer = self._sessions.peer(early.instance)
             if peer is not None:
@@ -278,7 +278,7 @@ class SendSide:
         if key in self.outgoing.closed or key in self.outgoing or key.origin != peer.instance:
             return
         assert peer.hello is not None
-        wrong = misfit(meta, peer.hello, self._chunks.layout, self._chunks.aux_slot_bytes)
+        wrong = check_receiver_pages(meta, peer.hello, self._chunks.layout, self._chunks.aux_slot_bytes)
         if wrong is not None:
             self._refuse(peer, key, wrong)
             return
@@ -385,7 +385,7 @@ class SendSide:
         return key.origin == bound.origin and key.attempt > bound.attempt and bound not in self.outgoing
 
     def _early_meta(self, peer: Peer, meta: Meta) -> None:
-        verdict = self._unmatched.exhume(meta.key.room, meta.prompt_digest)
+        verdict = self._unmatched.pop_tombstone(meta.key.room, meta.prompt_digest)
         if verdict is not None:
             self._turn_away(peer, meta.key, verdict.failure, verdict.moved_to)
         elif not self._unmatched.keep(peer.instance, meta):
@@ -393,7 +393,7 @@ class SendSide:
             self._turn_away(peer, meta.key, _failure("prefill_overloaded", message, status=503))
 
     def _shortfall(self, room: SendRoom, meta: Meta) -> str | None:
-        return None if room.num_tokens is None else shortfall(meta, room.num_tokens, self._page_tokens)
+        return None if room.num_tokens is None else check_prompt_fits_pages(meta, room.num_tokens, self._page_tokens)
 
     def _refuse(self, peer: Peer, key: MemoryKey, wrong: str) -> None:
         """A Meta that no receiver of ours would send."""

@@ -68,7 +68,7 @@ class Transport(Protocol):
         ...
 
     @property
-    def settle_s(self) -> float:
+    def drain_timeout_s(self) -> float:
         """Seconds after an unsettled failure by which no byte of that write is read here or sent any more.
 
         A receiver which was stopped meanwhile may have bytes in its own buffers: it counts from when it runs again.
@@ -77,7 +77,7 @@ class Transport(Protocol):
         ...
 
     @property
-    def fence_settle_s(self) -> float:
+    def fence_drain_timeout_s(self) -> float:
         """Seconds after `fence` has returned True until nothing of the peer's can land. 0.0 where that was measured.
 
         Any thread, any time.
@@ -149,7 +149,8 @@ class Transport(Protocol):
 
         Raises:
             TransferError: `settled` True: no byte of this write will move any more. `settled` False: some may have
-                landed and more may, for up to `settle_s` seconds: neither source nor destination may be reused before.
+                landed and more may, for up to `drain_timeout_s` seconds: until then neither source nor destination may be
+                reused.
         """
         ...
 

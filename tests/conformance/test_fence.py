@@ -107,7 +107,7 @@ def test_pages_of_a_sender_that_was_stopped_in_mid_write_are_reused_at_once(rig:
     sender = rig.send(address, ours, FIRST)
     rig.send(rig.transport.open_receiver(other), others, SECOND)
     sender.signal(signal.SIGSTOP)
-    assert rig.transport.fence(peer) and rig.transport.fence_settle_s == 0.0
+    assert rig.transport.fence(peer) and rig.transport.fence_drain_timeout_s == 0.0
     rig.memory.bytes[ours] = OURS
     renewed = rig.transport.open_receiver(peer)
     assert renewed != address

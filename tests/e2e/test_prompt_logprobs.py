@@ -145,10 +145,10 @@ def test_only_the_output_unless_asked(deployment: Deployment) -> None:
 
 def test_batches_and_streams_have_the_prompts_as_well(deployment: Deployment) -> None:
     prompts = deployment.prompts[:2]
-    wish = {"return_logprob": True, "logprob_start_len": [0, 5], "sampling_params": GREEDY}
-    for answers in deployment.both("/generate", {"input_ids": prompts, **wish}):
+    logprob_params = {"return_logprob": True, "logprob_start_len": [0, 5], "sampling_params": GREEDY}
+    for answers in deployment.both("/generate", {"input_ids": prompts, **logprob_params}):
         assert [len(answer["meta_info"]["input_token_logprobs"]) for answer in answers] == [2, 45]
-    body = {"input_ids": prompts[1], **wish, "logprob_start_len": 5, "stream": True}
+    body = {"input_ids": prompts[1], **logprob_params, "logprob_start_len": 5, "stream": True}
     for url in (deployment.pair.url, deployment.monolith.url):
         lines = requests.post(f"{url}/generate", json=body, timeout=60).text.split("\n\n")
         events = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]

@@ -88,7 +88,7 @@ class Ranks:
         engine = kv._engine
         engine._report = lambda event: self._world.net.later(lambda: copies.post(event))  # type: ignore[attr-defined]
         own = engine if number == 0 else self.node.kv._engine  # type: ignore[union-attr]
-        copies.drive(engine, own.settle_s, own.fence_settle_s,
+        copies.drive(engine, own.drain_timeout_s, own.fence_drain_timeout_s,
                      consensus.heard if number == 0 else lambda event: None)  # fmt: skip
         side = kv.send_side
         kv._engine = side.outgoing._engine = side._reaching._engine = copies

@@ -33,11 +33,11 @@ def _wishes(seed: int) -> tuple[Shape, list[Prompt]]:
 
 
 def _told(prompt: Prompt, half: RequestHalf) -> PromptLogprobs | None:
-    wish = prompt.logprobs
-    if wish is None or wish.prompt_from is None:
+    logprob_params = prompt.logprobs
+    if logprob_params is None or logprob_params.prompt_from is None:
         assert not half.prompt_parts
         return None
-    return join(half.prompt_parts, wish.prompt_from + 1, len(prompt.tokens))
+    return join(half.prompt_parts, logprob_params.prompt_from + 1, len(prompt.tokens))
 
 
 def _play(seed: int, faults: Faults) -> int:
@@ -71,6 +71,6 @@ def test_they_are_the_monoliths(faults: Faults) -> None:
 
 
 def test_the_cache_is_not_used_beyond_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Req, "most_cached", property(lambda req: req.num_known - 1))
+    monkeypatch.setattr(Req, "most_cached", property(lambda req: req.seq_len - 1))
     with pytest.raises(AssertionError):
         _play_all(Faults())

@@ -84,7 +84,7 @@ class TritonAttention:
         starts, ends = host.starts[order], host.ends[order]
         tiles = self._tiles(starts, ends, num_decode)
         pieces = (starts, ends, host.offsets[order], tiles.reshape(-1), host.pages[order].reshape(-1))
-        on_device = sent_together(pieces, self._device)
+        on_device = pack_to_device(pieces, self._device)
         longest = int(ends[:num_decode].max()) if num_decode else 1
         return PagedRows(
             table=on_device[4].view(num_rows, -1),
@@ -155,7 +155,7 @@ class TritonCaptured(TritonStep):
         return [(mine.ends, rows.ends.astype(np.int32)), (mine.table[:, : rows.pages.shape[1]], rows.pages)]
 
 
-def sent_together(pieces: Sequence[npt.NDArray[np.int32 | np.int64]], device: torch.device) -> list[Tensor]:
+def pack_to_device(pieces: Sequence[npt.NDArray[np.int32 | np.int64]], device: torch.device) -> list[Tensor]:
     """Flat `pieces` as int32 on `device`, by one copy. Each begins at 16 bytes, however long those before it are: a
     kernel is compiled anew for pointers that do not where others did.
     """

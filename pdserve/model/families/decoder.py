@@ -82,7 +82,7 @@ class Decoder:
             DecoderLayer(spec, index, local, self.params, kernels, self.parallel, placement)
             for local, index in enumerate(mine)
         ]
-        self.mixtures = {
+        self.moe_layers = {
             index: layer.mlp for index, layer in zip(mine, self.layers, strict=True) if isinstance(layer.mlp, Mixture)
         }
         """By index in the model, this rank's feed-forward layers that have experts."""

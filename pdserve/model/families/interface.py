@@ -44,7 +44,7 @@ class Model(Protocol):
         ...
 
     @property
-    def mixtures(self) -> Mapping[int, Mixture]:
+    def moe_layers(self) -> Mapping[int, Mixture]:
         """By index in the model, this rank's feed-forward layers that have experts."""
         ...
 
@@ -59,7 +59,7 @@ class Model(Protocol):
         ...
 
     def idle(self) -> None:
-        """Take part in a step that only other replicas have tokens in; see `Wide.spans_replicas`."""
+        """Take part in a step that only other replicas have tokens in; see `DPAttentionGroup.spans_replicas`."""
         ...
 
     def forward(

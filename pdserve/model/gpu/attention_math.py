@@ -48,7 +48,7 @@ def scores_of(q, keys, scale, softcap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def soften(total, top, weight, scores, values):
+def online_softmax_update(total, top, weight, scores, values):
     """One more block of keys: `total` `[M, D]`, the highest score `top` `[M]` and the sum of weights `weight` `[M]`.
 
     A row that has seen no key yet has a `top` of -inf and stays zero.

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.model.gpu.attention_math import ask_ahead, finished, page_rows, scores_of, soften
+from pdserve.model.gpu.attention_math import ask_ahead, finished, online_softmax_update, page_rows, scores_of
 from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2
 
 LOG2_E = 1.4426950408889634
@@ -217,7 +217,7 @@ def _decode(
             values = tl.load(rows[:, None] + value_offset + dims[None, :], mask=cells_read, other=0.0)
             scores = scores_of(queries, keys, scale, softcap, HAS_CAP)
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
-            total, top, weight = soften(total, top, weight, scores, values)
+            total, top, weight = online_softmax_update(total, top, weight, scores, values)
         if CHAINED:  # not before: the product behind is to find all places free
             tl.extra.cuda.gdc_launch_dependents()
 
@@ -234,7 +234,7 @@ def _decode(
             if is_last:
                 tl.store(through + pair, 0)
                 lines = pair.to(tl.int64) * most_parts * GROUP + within
-                total, top, weight = _added_up(
+                total, top, weight = _reduced_sum(
                     partial_out, lse, lines, is_head, cells, parts, GROUP, DIM, BLOCK_DIM, BLOCK_HEADS, MOST_PARTS
                 )  # fmt: skip
         if is_last:
@@ -250,11 +250,11 @@ def _decode(
 
 
 @triton.jit
-def _added_up(
+def _reduced_sum(
     partial_out, lse, lines, is_head, cells, parts, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, MOST_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a row and KV head, as `soften` leaves them. Past the first-level cache: others have written them."""
+    """The parts of a row and KV head, as `online_softmax_update` leaves them. Read past the L1 cache."""
     each = tl.arange(0, MOST_PARTS)
     is_part = is_head[:, None] & (each < parts)[None, :]
     at = lse + lines[:, None] + each[None, :] * GROUP

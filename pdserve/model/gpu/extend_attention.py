@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.base.env import triton_is_interpreted
-from pdserve.model.gpu.attention_math import page_rows, scores_of, soften
+from pdserve.model.gpu.attention_math import online_softmax_update, page_rows, scores_of
 from pdserve.model.gpu.decode_attention import LOG2_E, AttentionMask
 from pdserve.model.gpu.runtime import chaining, power_of_2
 
@@ -122,7 +122,7 @@ def _extend(
         keys = tl.load(rows[:, None] + dims[None, :], mask=is_dim[None, :], other=0.0)
         values = tl.load(rows[:, None] + value_offset + dims[None, :], mask=is_dim[None, :], other=0.0)
         scores = scores_of(queries, keys, scale, softcap, HAS_CAP)
-        total, top, weight = soften(total, top, weight, scores, values)
+        total, top, weight = online_softmax_update(total, top, weight, scores, values)
     for begin in range(seen_by_all, high, BLOCK_KEYS):
         positions = begin + tl.arange(0, BLOCK_KEYS)
         is_read = positions < high
@@ -135,7 +135,7 @@ def _extend(
         if HAS_WINDOW:
             is_seen = is_seen & (positions[None, :] > position[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
-        total, top, weight = soften(total, top, weight, scores, values)
+        total, top, weight = online_softmax_update(total, top, weight, scores, values)
     found = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
     where = out + token[:, None] * out_stride + head[:, None] * DIM + dims[None, :]
     tl.store(where, found.to(out.dtype.element_ty), mask=cells)

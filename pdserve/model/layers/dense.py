@@ -34,7 +34,7 @@ class Linear:
         """`[N, in]` to `[N, out]`."""
         return self._kernels.linear(x, self.weight, self.bias)
 
-    def give_away(self) -> None:
+    def release_weights(self) -> None:
         """Let go of the weights, which others have made something else of. There are no calls after this."""
         self.weight = self.weight.new_empty(0)
 
@@ -150,6 +150,6 @@ class DenseMLP:
         """See `FeedForward`."""
         x = self.wide.gather(x)
         if self.product is not None:
-            return self.wide.add_up(self.product(x))
+            return self.wide.reduce_sum(self.product(x))
         gated = self._kernels.gated(x, self.gate_up.weight, self.gate_up.bias)
-        return self.wide.add_up(self.down(gated))
+        return self.wide.reduce_sum(self.down(gated))

@@ -1,6 +1,6 @@
 """A mixture of experts whose experts lie whole on the ranks of `DPAttentionGroup`: tokens travel to them and back.
 
-Built by the decoder where a `Placement` is given. All tensor ranks of a replica have all its tokens. Each takes its
+Built by the decoder where a `ExpertMap` is given. All tensor ranks of a replica have all its tokens. Each takes its
 slice of them in hand:
 
     route the slice ── gather: all routes ──> every rank knows who sends how much to whom, and counts the load alike
@@ -25,7 +25,7 @@ from pdserve.model.placement import slots_of
 
 
 class ExpertTable:
-    """Where the copies of each expert are, on the device. `row` is one layer's of a `Placement`."""
+    """Where the copies of each expert are, on the device. `row` is one layer's of a `ExpertMap`."""
 
     def __init__(self, row: Row, num_ranks: int, num_experts: int, device: torch.device) -> None:
         self.num_ranks = num_ranks
@@ -102,7 +102,7 @@ class ExpertParallelMoe:
         hand = self._wide.hand(len(x))
         mine = x[hand.mine]
         routes = self.route(mine)
-        experts = self._wide.everyones(routes.experts, hand.sizes)
+        experts = self._wide.all_gather_rows(routes.experts, hand.sizes)
         count(self.counts, experts)
         dispatch = plan_dispatch(self._table.places(experts), hand.sizes, self._wide.rank, self._table)
         top_k = experts.shape[1]

@@ -108,7 +108,7 @@ class Experts:
         outputs = self._kernels.experts(x, routes.experts.flatten(), self.gate_up, self.down)
         return self._kernels.weighted_sum(outputs.view(*routes.experts.shape, x.shape[1]), routes.weights)
 
-    def give_away(self) -> None:
+    def release_weights(self) -> None:
         """Let go of the weights, which others have made something else of. There are no calls after this."""
         self.gate_up, self.down = self.gate_up.new_empty(0), self.down.new_empty(0)
 
@@ -146,4 +146,4 @@ class TPMoE:
         x = self.wide.gather(x)
         routes = self.route(x)
         count(self.counts, routes.experts)
-        return self.wide.add_up(self.experts.mixed(x, routes))
+        return self.wide.reduce_sum(self.experts.mixed(x, routes))

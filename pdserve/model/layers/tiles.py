@@ -2,8 +2,8 @@
 
 A matrix product sums each element in an order that follows from its shape (and the number of threads), not from its
 data. So if one batch of telling data gives the bits of the reference at every position of a tile, all data will. The
-reference is a tile of REFERENCE_ROWS rows on one thread. Called by `FixedKernels` and the deterministic attention
-when a model is built.
+reference is a tile of REFERENCE_ROWS rows on one thread. `BatchInvariantKernels` and `BatchInvariantAttention` call
+this when a model is built.
 """
 
 from __future__ import annotations

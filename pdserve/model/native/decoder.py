@@ -107,9 +107,9 @@ class NativeDecoder:
         return self._model.parallel
 
     @property
-    def mixtures(self) -> Mapping[int, Mixture]:
-        """See `Model.mixtures`."""
-        return self._model.mixtures
+    def moe_layers(self) -> Mapping[int, Mixture]:
+        """See `Model.moe_layers`."""
+        return self._model.moe_layers
 
     @property
     def num_layers(self) -> int:
@@ -245,7 +245,7 @@ class NativeDecoder:
             program.linear(mixed, packed.out, self._x, add=True)
         else:
             program.linear(mixed, packed.out, self._part)
-            self._stops.append(SyncPoint(program.num_ops, self._add_up))
+            self._stops.append(SyncPoint(program.num_ops, self._reduce_sum))
         norm = layer.post_norm
         if packed.gate_up is None or packed.down is None:
             program.norm(self._x, norm.weight, norm.eps, self._normed)
@@ -267,7 +267,7 @@ class NativeDecoder:
         if not alone:
             self._stops.append(SyncPoint(program.num_ops, self._add_up_mlp))
 
-    def _add_up(self, num_tokens: int) -> None:
+    def _reduce_sum(self, num_tokens: int) -> None:
         """The attention half of all tensor ranks."""
         part = self._program.view(self._part, num_tokens)
         self._program.view(self._x, num_tokens).add_(self.parallel.all_reduce(part))
@@ -275,7 +275,7 @@ class NativeDecoder:
     def _add_up_mlp(self, num_tokens: int) -> None:
         """The feed-forward half of all tensor ranks."""
         part = self._program.view(self._part, num_tokens)
-        self._program.view(self._x, num_tokens).add_(self.parallel.wide.add_up(part))
+        self._program.view(self._x, num_tokens).add_(self.parallel.wide.reduce_sum(part))
 
     def _add_mlp(self, layer: DecoderLayer, num_tokens: int) -> None:
         """A feed-forward half for which tokens travel between ranks."""

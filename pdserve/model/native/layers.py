@@ -65,22 +65,22 @@ class PackedRouter:
 
 @dataclasses.dataclass(frozen=True)
 class PackedExperts:
-    """Implements `HeldExperts`."""
+    """Implements `LocalExperts`."""
 
     gate_up: Packed
     down: Packed
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """See `HeldExperts`."""
+        """See `LocalExperts`."""
         return [*self.gate_up.tensors, *self.down.tensors]
 
     def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        """See `HeldExperts`."""
+        """See `LocalExperts`."""
         return self.mixed(x, Routes(slots[:, None], torch.ones(len(slots), 1)))
 
     def mixed(self, x: Tensor, routes: Routes) -> Tensor:
-        """See `HeldExperts`."""
+        """See `LocalExperts`."""
         wide, deep = self.gate_up, self.down
         mixed: Tensor = torch.ops.pdserve.experts(
             x, routes.experts, routes.weights, wide.data, wide.scale, deep.data, deep.scale

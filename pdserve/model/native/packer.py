@@ -74,8 +74,8 @@ class Packer:
                 for packed, weights in ((gate_up, experts.gate_up), (down, experts.down)):
                     for index, weight in enumerate(weights):
                         packed.put(weight, index=index)
-                    self.params.give_away(weights, packed.num_bytes)
-                experts.give_away()
+                    self.params.release_weights(weights, packed.num_bytes)
+                experts.release_weights()
 
         self.params.when_given([experts.gate_up, experts.down], take)
         return gate_up, down
@@ -94,8 +94,8 @@ class Packer:
                 if keeps:
                     self.params.add_bytes(packed.num_bytes)
                 else:
-                    self.params.give_away(linear.weight, packed.num_bytes)
-                    linear.give_away()
+                    self.params.release_weights(linear.weight, packed.num_bytes)
+                    linear.release_weights()
 
         self.params.when_given([linear.weight] if linear.bias is None else [linear.weight, linear.bias], take)
         return packed

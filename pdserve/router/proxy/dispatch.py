@@ -42,16 +42,16 @@ from pdserve.router.workers.outcome import (
     EndedError,
     WorkerResponse,
     WorkerStream,
-    blames,
+    asked_to_retry_later,
+    counts_as_failure,
     describe,
     ends_both,
     failed,
-    judge,
     open_live,
     own_headers,
     read_whole,
+    resolve_outcome,
     retryable,
-    told_to_wait,
 )
 from pdserve.router.workers.workers import Pair, Registry, Worker
 
@@ -164,7 +164,7 @@ class Dispatcher:
             avoid.add(tried.worker)
             if isinstance(tried, WorkerResponse) and ROLE_HEADER in tried.headers:
                 await self._health.said_role(tried.worker, tried.headers[ROLE_HEADER])
-            if told_to_wait(tried) and not set(self._registry.usable(tried.worker.spec.role)) - avoid:
+            if asked_to_retry_later(tried) and not set(self._registry.usable(tried.worker.spec.role)) - avoid:
                 break
             await self._after_failure(tried, attempt)
             if self._drain.is_cut:
@@ -244,7 +244,7 @@ class Dispatcher:
             told = prefill.result() if prefill is not None and prefill.done() else None
             if told is not None and not decode.done() and not ends_both(told) and self._goes_on_without(pair):
                 told = None
-            verdict = judge(told, decode.result() if decode.done() else None)
+            verdict = resolve_outcome(told, decode.result() if decode.done() else None)
             if verdict is not None:
                 return verdict
             if this.ended.done():
@@ -299,7 +299,7 @@ class Dispatcher:
 
     async def _after_failure(self, outcome: WorkerStream | WorkerResponse | ConnectionFailed, attempt: int) -> None:
         """Before the next try: see whether a silent worker is still there, and leave a busy one some time."""
-        if blames(outcome) and isinstance(outcome, ConnectionFailed):
+        if counts_as_failure(outcome) and isinstance(outcome, ConnectionFailed):
             self._health.connection_broke(outcome.worker, outcome.message)
             await self._health.check(outcome.worker)
         if attempt < self._config.retry.max_tries:
@@ -319,15 +319,15 @@ class Dispatcher:
             self._metrics.failed_at(outcome.worker, kind)
             said = outcome.message.encode() if isinstance(outcome, ConnectionFailed) else outcome.body
             text = said[:SHOWN_BYTES].decode(errors="replace")
-            ours = blames(outcome) or told_to_wait(outcome)  # what a client did wrong is no news
+            ours = counts_as_failure(outcome) or asked_to_retry_later(outcome)  # what a client did wrong is no news
             log.log(logging.INFO if ours else logging.DEBUG, "%s %s failed: %s: %s", spec.role, spec.url, kind, text)
-        if blames(outcome):
+        if counts_as_failure(outcome):
             place.failed()
             self._admission.pairs.suspect(places.pair)
         elif isinstance(outcome, WorkerStream):
             place.answered()
             self._admission.pairs.served(places.pair, self._admission.now())
-        elif not told_to_wait(outcome):
+        elif not asked_to_retry_later(outcome):
             place.completed()
 
     def _last_words(
@@ -343,9 +343,9 @@ class Dispatcher:
         """
         ended = prefill.result() if prefill is not None and prefill.done() and not prefill.cancelled() else None
         if isinstance(outcome, WorkerStream):
-            if ended is not None and blames(ended) and places.prefill is not None:
+            if ended is not None and counts_as_failure(ended) and places.prefill is not None:
                 places.prefill.failed()
-            if outcome.broke and not outcome.was_ended:
+            if outcome.is_truncated and not outcome.was_ended:
                 places.decode.failed()
             elif outcome.ended:
                 places.decode.completed()

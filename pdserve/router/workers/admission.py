@@ -267,7 +267,7 @@ class Admission:
             return Refused("no_worker", f"no healthy {role} worker")
         passing = [worker for worker in usable if worker.breaker.admits(self.now())]
         if not passing:
-            after = min(worker.breaker.opens_in(self.now()) for worker in usable)
+            after = min(worker.breaker.retry_in_s(self.now()) for worker in usable)
             message = f"every {role} worker failed too often of late"
             return Refused("breaker_open", message, max(1, math.ceil(after)))
         limit = self._limits.max_inflight

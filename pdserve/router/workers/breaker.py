@@ -61,7 +61,7 @@ class Breaker:
             return self._probes < self._config.success_threshold - self._successes
         return state is BreakerState.CLOSED
 
-    def opens_in(self, now: float) -> float:
+    def retry_in_s(self, now: float) -> float:
         """Seconds until it may admit something; 0 unless it is open."""
         return 0.0 if self._opened_at is None else max(0.0, self._opened_at + self._config.open_s - now)
 

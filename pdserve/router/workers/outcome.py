@@ -104,7 +104,7 @@ class WorkerStream:
     stream: ContinuedStream | None = None
 
     @property
-    def broke(self) -> bool:
+    def is_truncated(self) -> bool:
         """Whether the answer ended too early; asked before `response` is closed."""
         return self.response.content.exception() is not None
 
@@ -116,7 +116,7 @@ class WorkerStream:
     @property
     def ended(self) -> bool:
         """Whether the answer was read to its end."""
-        return self.response.content.at_eof() and not self.broke
+        return self.response.content.at_eof() and not self.is_truncated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +263,7 @@ def describe(error: BaseException) -> str:
 RETRYABLE_STATUSES = frozenset({502, 503})
 
 
-def judge(
+def resolve_outcome(
     prefill: WorkerResponse | ConnectionFailed | None, decode: WorkerStream | WorkerResponse | ConnectionFailed | None
 ) -> WorkerStream | WorkerResponse | ConnectionFailed | None:
     """What a try has come to; None while it is open. `prefill` None means no answer yet, or no prefill at all.
@@ -288,7 +288,7 @@ def ends_both(prefill: WorkerResponse | ConnectionFailed) -> bool:
 
     Decode does not hear of a request that prefill refused, and would wait for its KV.
     """
-    return isinstance(prefill, WorkerResponse) and (prefill.status < 500 or told_to_wait(prefill))
+    return isinstance(prefill, WorkerResponse) and (prefill.status < 500 or asked_to_retry_later(prefill))
 
 
 def retryable(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool:
@@ -298,13 +298,13 @@ def retryable(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool
     )
 
 
-def blames(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool:
+def counts_as_failure(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool:
     """Whether an outcome speaks against its worker: not where it is the client's fault, nor where it is only full."""
     if isinstance(outcome, WorkerResponse):
-        return outcome.status >= 500 and not told_to_wait(outcome)
+        return outcome.status >= 500 and not asked_to_retry_later(outcome)
     return isinstance(outcome, ConnectionFailed) and not outcome.lost and not outcome.out_of_descriptors
 
 
-def told_to_wait(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool:
+def asked_to_retry_later(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool:
     """Whether a worker said when to come back (`Retry-After`): it has no room, and knows it."""
     return isinstance(outcome, WorkerResponse) and "Retry-After" in outcome.headers

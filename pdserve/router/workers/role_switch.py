@@ -84,9 +84,9 @@ class RoleSwitch:
         deadline = self._now() + drain_s
         while worker.inflight and self._now() < deadline:
             await asyncio.sleep(POLL_S)
-        wish = {"new_role": role.mode, "drain_timeout_secs": max(0.0, deadline - self._now())}
+        logprob_params = {"new_role": role.mode, "drain_timeout_secs": max(0.0, deadline - self._now())}
         try:
-            answer = await self._ask(request, worker, wish)
+            answer = await self._ask(request, worker, logprob_params)
         except (aiohttp.ClientError, OSError) as error:
             return error_response(502, f"{worker.spec.url} does not answer: {describe(error)}", "worker")
         if answer.status == 200:
@@ -96,12 +96,12 @@ class RoleSwitch:
             await self._health.check(now)
         return answer
 
-    async def _ask(self, request: web.Request, worker: Worker, wish: dict[str, Any]) -> web.Response:
+    async def _ask(self, request: web.Request, worker: Worker, logprob_params: dict[str, Any]) -> web.Response:
         headers = forwarded_headers(request.headers, request.remote)
         headers.popall("Accept-Encoding", None)
         headers.update(own_headers(worker, self._config.access.admin_key_for_workers))
         async with self._session.post(
-            worker.spec.url + PATH, json=wish, headers=headers, allow_redirects=False
+            worker.spec.url + PATH, json=logprob_params, headers=headers, allow_redirects=False
         ) as response:
             kept = returned_headers(response.headers)
             return web.Response(status=response.status, headers=kept, body=await response.read())

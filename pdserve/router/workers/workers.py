@@ -3,7 +3,7 @@
     Registry    which workers there are, whether they are drained, leaving or forgotten
     health      healthy, late_checks, good_checks, last_error, bootstrap_port, facts, report
     admission   inflight, breaker
-    dispatch    tries, num_heard (through `Try`)
+    dispatch    tries, num_heard (through `Attempt`)
 
 `workers_api` adds and removes workers while the router runs:
 

@@ -39,7 +39,7 @@ class SchedulerRole(Protocol):
         ...
 
     @property
-    def must_settle(self) -> bool:
+    def needs_sync(self) -> bool:
         """True when the next plan can only be made once no step is under way."""
         ...
 
@@ -77,40 +77,40 @@ class SchedulerRole(Protocol):
 
 
 class MixedBatchRole(abc.ABC):
-    """The part of a `Role` that is about steps. `waiting` is for requests whose prompt is computed here."""
+    """The part of a `SchedulerRole` that is about steps. `waiting` is for requests whose prompt is computed here."""
 
     def __init__(self, core: SchedulerContext, waiting: WaitingQueue) -> None:
         self._core = core
-        self._generating = BatchPlanner(core, waiting, self._headroom_tokens)
+        self._batch_planner = BatchPlanner(core, waiting, self._headroom_tokens)
         self.live: dict[str, Req] = {}
 
     @property
-    def must_settle(self) -> bool:
-        """See `Role.must_settle`."""
-        return self._generating.must_settle
+    def needs_sync(self) -> bool:
+        """See `SchedulerRole.needs_sync`."""
+        return self._batch_planner.needs_sync
 
     def plan(self, step: int) -> BatchPlan | None:
         """Decode rows first, then chunks within the budget: on decode those of retracted requests alone."""
-        return self._generating.plan(step)
+        return self._batch_planner.plan(step)
 
     def launched(self, handle: StepHandle) -> None:  # noqa: B027
         """Nothing is sent anywhere."""
 
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
         """Append the tokens; who has ended leaves. Timing goes with the first two tokens and the last."""
-        for req, token, finish in self._generating.commit(self.live, plan, result):
+        for req, token, finish in self._batch_planner.commit(self.live, plan, result):
             timing = self._timing(req) if finish or req.num_made <= 2 else None
             self._core.outbox.emit(req, (token,), finish, timing)
             if finish is not None:
                 self._leave(req)
 
     def retract_all(self) -> None:
-        """See `Role.retract_all`."""
-        self._generating.retract_all()
+        """See `SchedulerRole.retract_all`."""
+        self._batch_planner.retract_all()
 
     def facts(self) -> dict[str, float]:
-        """See `Role.facts`."""
-        return {"new_token_ratio": self._generating.running.ratio.value}
+        """See `SchedulerRole.facts`."""
+        return {"new_token_ratio": self._batch_planner.running.ratio.value}
 
     @abc.abstractmethod
     def _headroom_tokens(self, req: Req) -> float:

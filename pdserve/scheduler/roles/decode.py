@@ -47,20 +47,20 @@ def can_recompute(failure: Failure) -> bool:
 
 
 class DecodeRole(MixedBatchRole):
-    """Owns prealloc, transfer and waiting queues; `Generating` has the batch and the retracted."""
+    """Owns prealloc, transfer and waiting queues; `BatchPlanner` has the batch and the retracted."""
 
     def __init__(
         self,
         core: SchedulerContext,
         kv: KVManager,
         ready: WaitingQueue,
-        witness: KVChecksum | None = None,
+        kv_checksum: KVChecksum | None = None,
         *,
         load_failure_policy: LoadFailurePolicy = "fail",
     ) -> None:
-        """`witness` sees what arrives; None where nobody wants to know. `load_failure_policy`: see the flag."""
+        """`kv_checksum` sees what arrives; None where nobody wants to know. `load_failure_policy`: see the flag."""
         super().__init__(core, WaitingQueue("fcfs", 1.0, core.memory))
-        self._witness = witness
+        self._kv_checksum = kv_checksum
         self._recomputes = load_failure_policy == "recompute"
         self._lost: dict[str, Req] = {}
         """Requests whose KV did not come and whose prompt has not been started here, in the order of the failures."""
@@ -74,15 +74,15 @@ class DecodeRole(MixedBatchRole):
         self._waiting: dict[str, Req] = {}
 
     def admit(self, req: Req) -> None:
-        """See `Role.admit`."""
+        """See `SchedulerRole.admit`."""
         room = req.spec.room
         if room is None:
             raise RequestError("a decode server needs bootstrap_room", field="bootstrap_room")
-        check_fits(self._core, req.num_worst)
+        check_fits(self._core, req.max_len)
         address = (room.host, room.port or 0)
-        digest, wish = prompt_digest(req.spec.given_ids), req.spec.logprobs
-        hands_over = wish is not None and wish.hands_over
-        req.receiver = self._kv.open_receiver(room.room, address, digest, takes_logprobs=hands_over)
+        digest, logprob_params = prompt_digest(req.spec.given_ids), req.spec.logprobs
+        needs_transfer = logprob_params is not None and logprob_params.needs_transfer
+        req.receiver = self._kv.open_receiver(room.room, address, digest, takes_logprobs=needs_transfer)
         req.cacheable = not req.receiver.is_fake
         self.live[req.rid] = req
         self._rooms[room.room] = req
@@ -90,23 +90,23 @@ class DecodeRole(MixedBatchRole):
 
     @property
     def num_waiting(self) -> int:
-        """See `Role.num_waiting`."""
-        return len(self._prealloc) + len(self._generating.prefilling.waiting)
+        """See `SchedulerRole.num_waiting`."""
+        return len(self._prealloc) + len(self._batch_planner.prefilling.waiting)
 
     def poll(self) -> None:
         """Publish pages where there is memory, take what has landed, seat what waits."""
         self._take_moves()
         self._end_the_overdue()
-        if len(self._ready) and not len(self._generating.prefilling.waiting):
+        if len(self._ready) and not len(self._batch_planner.prefilling.waiting):
             self._publish_ready()
             self._take_moves()
         for req in list(itertools.islice(self._waiting.values(), self._core.memory.table.num_free)):
             del self._waiting[req.rid]
-            self._core.seat(req)
-            self._generating.running.add(req)
+            self._core.assign_slot(req)
+            self._batch_planner.running.add(req)
 
     def end(self, req: Req, failure: Failure | None) -> None:
-        """See `Role.end`."""
+        """See `SchedulerRole.end`."""
         if failure is not None:
             self._core.count_failure(req, failure)
         assert req.receiver is not None
@@ -116,8 +116,8 @@ class DecodeRole(MixedBatchRole):
         self._core.outbox.emit(req, (), finish, self._timing(req))
 
     def queues(self) -> dict[str, int]:
-        """See `Role.queues`."""
-        running, prefilling = self._generating.running, self._generating.prefilling
+        """See `SchedulerRole.queues`."""
+        running, prefilling = self._batch_planner.running, self._batch_planner.prefilling
         return {
             "num_queue_reqs": len(self._waiting),
             "num_running_reqs": len(running.reqs) + len(prefilling.active),
@@ -127,14 +127,14 @@ class DecodeRole(MixedBatchRole):
         }
 
     def waits_for(self, req: Req) -> WaitsFor:
-        """See `Role.waits_for`."""
+        """See `SchedulerRole.waits_for`."""
         if req.rid in self._prealloc:
             return "memory" if req in self._ready else "peer"
         return "transfer" if req.rid in self._transfer else "compute"
 
     def _take_moves(self) -> None:
         """What has become of rooms since the last look; those in which nothing happened cost nothing."""
-        for room in self._kv.take_moved():
+        for room in self._kv.drain_state_changes():
             req = self._rooms[room]
             assert req.receiver is not None
             state = req.receiver.poll()
@@ -180,7 +180,7 @@ class DecodeRole(MixedBatchRole):
         req.times.lost = self._core.clock.now()
         self._core.counters["kv_loads_recomputed"] += 1
         self._lost[req.rid] = req
-        self._generating.prefilling.waiting.add(req, resumed=True)
+        self._batch_planner.prefilling.waiting.add(req, resumed=True)
 
     def _publish(self, req: Req, reserve: DecodeReservation) -> bool:
         """Take memory for the request and tell prefill where to write; False when there is too little."""
@@ -217,7 +217,7 @@ class DecodeRole(MixedBatchRole):
         if record is None:
             self._lose(req, WRONG_ROOM)
             return
-        damage = None if self._witness is None else self._witness.received(req)
+        damage = None if self._kv_checksum is None else self._kv_checksum.received(req)
         if damage is not None:
             self._lose(req, damage)
             return
@@ -254,7 +254,7 @@ class DecodeRole(MixedBatchRole):
 
     def _held(self) -> Iterator[Req]:
         """Requests that have memory and will need more."""
-        running, active = self._generating.running.reqs, self._generating.prefilling.active
+        running, active = self._batch_planner.running.reqs, self._batch_planner.prefilling.active
         return itertools.chain(running.values(), active.values(), self._transfer.values(), self._waiting.values())
 
     def _leave_queues(self, req: Req) -> None:
@@ -269,7 +269,7 @@ class DecodeRole(MixedBatchRole):
     def _leave(self, req: Req) -> None:
         self._leave_queues(req)
         self._lost.pop(req.rid, None)
-        self._generating.remove(req)
+        self._batch_planner.remove(req)
         del self.live[req.rid]
         self._core.release(req)
 

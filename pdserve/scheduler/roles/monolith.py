@@ -18,21 +18,21 @@ class MonolithRole(MixedBatchRole):
     """Starts a request when its prompt fits beside what the running ones are expected to need."""
 
     def admit(self, req: Req) -> None:
-        """See `Role.admit`."""
-        check_fits(self._core, req.num_worst)
+        """See `SchedulerRole.admit`."""
+        check_fits(self._core, req.max_len)
         self.live[req.rid] = req
-        self._generating.prefilling.waiting.add(req)
+        self._batch_planner.prefilling.waiting.add(req)
 
     @property
     def num_waiting(self) -> int:
-        """See `Role.num_waiting`."""
-        return len(self._generating.prefilling.waiting)
+        """See `SchedulerRole.num_waiting`."""
+        return len(self._batch_planner.prefilling.waiting)
 
     def poll(self) -> None:
         """Nothing to wait for."""
 
     def end(self, req: Req, failure: Failure | None) -> None:
-        """See `Role.end`."""
+        """See `SchedulerRole.end`."""
         if failure is not None:
             self._core.count_failure(req, failure)
         self._leave(req)
@@ -40,8 +40,8 @@ class MonolithRole(MixedBatchRole):
         self._core.outbox.emit(req, (), finish, self._timing(req))
 
     def queues(self) -> dict[str, int]:
-        """See `Role.queues`."""
-        running, prefilling = self._generating.running, self._generating.prefilling
+        """See `SchedulerRole.queues`."""
+        running, prefilling = self._batch_planner.running, self._batch_planner.prefilling
         return {
             "num_queue_reqs": len(prefilling.waiting),
             "num_running_reqs": len(prefilling.active) + len(running.reqs),
@@ -49,16 +49,16 @@ class MonolithRole(MixedBatchRole):
         }
 
     def waits_for(self, req: Req) -> WaitsFor:
-        """See `Role.waits_for`."""
+        """See `SchedulerRole.waits_for`."""
         return "compute"
 
     def _headroom_tokens(self, req: Req) -> float:
-        running, active = self._generating.running, self._generating.prefilling.active
+        running, active = self._batch_planner.running, self._batch_planner.prefilling.active
         starting = sum(min(other.num_left, CLIP_TOKENS) for other in (req, *active.values()))
         return running.expected_tokens() + running.ratio.value * starting
 
     def _leave(self, req: Req) -> None:
-        self._generating.remove(req)
+        self._batch_planner.remove(req)
         del self.live[req.rid]
         self._core.release(req)
 

@@ -35,21 +35,21 @@ class PrefillRole:
     """Owns bootstrap and inflight queues; `PrefillManager` owns waiting and active."""
 
     def __init__(
-        self, core: SchedulerContext, kv: KVManager, waiting: WaitingQueue, witness: KVChecksum | None = None
+        self, core: SchedulerContext, kv: KVManager, waiting: WaitingQueue, kv_checksum: KVChecksum | None = None
     ) -> None:
-        """`witness` sees what is sent; None where nobody wants to know."""
-        self._witness = witness
+        """`kv_checksum` sees what is sent; None where nobody wants to know."""
+        self._kv_checksum = kv_checksum
         self._core = core
         self._kv = kv
         self._bootstrap: dict[str, Req] = {}
-        self._prefilling = PrefillManager(core, waiting, lambda req: 0.0, needs_aux=True)
+        self._prefill_manager = PrefillManager(core, waiting, lambda req: 0.0, needs_aux=True)
         self._parts = BatchSplitter(core.limits.saturation_tokens)
         self._inflight: dict[str, Req] = {}
         self._rooms: dict[int, Req] = {}
         self.live: dict[str, Req] = {}
 
     def admit(self, req: Req) -> None:
-        """See `Role.admit`."""
+        """See `SchedulerRole.admit`."""
         room = req.spec.room
         if room is None:
             raise RequestError("a prefill server needs bootstrap_room", field="bootstrap_room")
@@ -62,12 +62,12 @@ class PrefillRole:
 
     @property
     def num_waiting(self) -> int:
-        """See `Role.num_waiting`."""
-        return len(self._bootstrap) + len(self._prefilling.waiting)
+        """See `SchedulerRole.num_waiting`."""
+        return len(self._bootstrap) + len(self._prefill_manager.waiting)
 
     def poll(self) -> None:
         """Rooms that are bound go on to waiting; those that ended, leave."""
-        for room in self._kv.take_moved():
+        for room in self._kv.drain_state_changes():
             req = self._rooms[room]
             assert req.sender is not None
             state = req.sender.poll()
@@ -78,17 +78,17 @@ class PrefillRole:
             elif req.rid in self._bootstrap and state is KVPoll.WAITING_FOR_INPUT:
                 del self._bootstrap[req.rid]
                 req.times.peer_ready = self._core.clock.now()
-                self._prefilling.waiting.add(req)
+                self._prefill_manager.waiting.add(req)
 
     @property
-    def must_settle(self) -> bool:
-        """See `Role.must_settle`: a started prompt has all its memory."""
+    def needs_sync(self) -> bool:
+        """See `SchedulerRole.needs_sync`: a started prompt has all its memory."""
         return False
 
     def plan(self, step: int) -> BatchPlan | None:
         """Chunks within the budget, in parts."""
         if not self._parts:
-            self._parts.put([], self._prefilling.plan(self._core.limits.step_tokens))
+            self._parts.put([], self._prefill_manager.plan(self._core.limits.step_tokens))
         return plan_of(step, self._parts.take())
 
     def launched(self, handle: StepHandle) -> None:
@@ -114,17 +114,17 @@ class PrefillRole:
             assert req.sender is not None and req.lease is not None
             if index in result.prompts:
                 self._tell(req, result.prompts[index])
-            complete = self._prefilling.committed(req, row.end)
+            complete = self._prefill_manager.committed(req, row.end)
             num_pages = self._num_whole_pages(req, row.end)
-            if self._witness is not None:
-                self._witness.computed(req, num_pages)
+            if self._kv_checksum is not None:
+                self._kv_checksum.computed(req, num_pages)
             if not complete:
                 req.sender.send(req.lease, num_pages)
                 continue
             assert token is not None and req.aux is not None and req.spec.room is not None
             req.first_token = token
             self._core.append(req, token)
-            self._core.unseat(req)
+            self._core.release_slot(req)
             record = AuxRecord(
                 room=req.spec.room.room,
                 attempt=0,
@@ -139,7 +139,7 @@ class PrefillRole:
             self._inflight[req.rid] = req
 
     def end(self, req: Req, failure: Failure | None) -> None:
-        """See `Role.end`. A prefill request has no text to stop at, so a quiet end is an abort."""
+        """See `SchedulerRole.end`. A prefill request has no text to stop at, so a quiet end is an abort."""
         failure = failure or Failure(code="stopped", message="the request was stopped", status=499)
         assert req.sender is not None
         self._core.count_failure(req, failure)
@@ -148,25 +148,25 @@ class PrefillRole:
         self._core.outbox.emit(req, (), finish_for_failure(failure))
 
     def retract_all(self) -> None:
-        """See `Role.retract_all`: a prompt that has started keeps its pages, which are being sent."""
+        """See `SchedulerRole.retract_all`: a prompt that has started keeps its pages, which are being sent."""
 
     def queues(self) -> dict[str, int]:
-        """See `Role.queues`."""
+        """See `SchedulerRole.queues`."""
         return {
-            "num_queue_reqs": len(self._prefilling.waiting),
-            "num_running_reqs": len(self._prefilling.active),
+            "num_queue_reqs": len(self._prefill_manager.waiting),
+            "num_running_reqs": len(self._prefill_manager.active),
             "num_prefill_bootstrap_queue_reqs": len(self._bootstrap),
             "num_prefill_inflight_queue_reqs": len(self._inflight),
         }
 
     def waits_for(self, req: Req) -> WaitsFor:
-        """See `Role.waits_for`."""
+        """See `SchedulerRole.waits_for`."""
         if req.rid in self._bootstrap:
             return "peer"
         return "transfer" if req.rid in self._inflight else "compute"
 
     def facts(self) -> dict[str, float]:
-        """See `Role.facts`."""
+        """See `SchedulerRole.facts`."""
         return {}
 
     def _tell(self, req: Req, part: PromptLogprobs) -> None:
@@ -203,9 +203,9 @@ class PrefillRole:
         assert req.sender is not None and req.spec.room is not None
         req.sender.close()
         del self._rooms[req.spec.room.room]
-        if self._witness is not None:
-            self._witness.forget(req)
-        self._prefilling.remove(req)
+        if self._kv_checksum is not None:
+            self._kv_checksum.forget(req)
+        self._prefill_manager.remove(req)
         self._parts.drop(req.rid)
         self._bootstrap.pop(req.rid, None)
         self._inflight.pop(req.rid, None)
@@ -214,7 +214,11 @@ class PrefillRole:
 
     def _sent_stats(self, req: Req) -> TransferStats:
         stats = self._stats(req)
-        return stats if self._witness is None else msgspec.structs.replace(stats, kv_checksum=self._witness.sent(req))
+        return (
+            stats
+            if self._kv_checksum is None
+            else msgspec.structs.replace(stats, kv_checksum=self._kv_checksum.sent(req))
+        )
 
     def _stats(self, req: Req) -> TransferStats:
         times = req.times

@@ -40,7 +40,7 @@ from pdserve.server.engine_client.engine_queries import EngineQueries, Watchdogs
 from pdserve.server.engine_client.new_prefill import NewPrefill
 from pdserve.server.engine_client.request_states import RequestState, RequestStates
 from pdserve.server.engine_client.request_stats import RequestStatsRecorder
-from pdserve.server.engine_client.startup_line import tell_startup
+from pdserve.server.engine_client.startup_line import log_startup
 from pdserve.server.engine_client.waiting import WaitingRequests
 from pdserve.server.generation import Generation
 from pdserve.server.http.request_context import current_call
@@ -308,8 +308,8 @@ class EngineClient:
             case OutputBatch():
                 for output in message.outputs:
                     self._on_output(output)
-                    if SLOW_LOOKS.owes_turn:
-                        await SLOW_LOOKS.give_turn()
+                    if SLOW_LOOKS.must_yield:
+                        await SLOW_LOOKS.yield_to_loop()
             case StateReply() | CommandReply():
                 self._queries.on_reply(message)
             case SchedulerBeat():
@@ -318,7 +318,7 @@ class EngineClient:
                 self._ready = message
                 self.pulses.begin()
                 self._became_ready.set()
-                tell_startup(message)
+                log_startup(message)
 
     def _on_output(self, output: EngineCoreOutput) -> None:
         if self._waiting is not None:

@@ -66,7 +66,7 @@ class Watchdogs:
         """One beat."""
         self._newest[beat.dp_rank] = (time.monotonic(), beat)
 
-    def vitals(self, dp_size: int) -> list[ReplicaVitals]:
+    def heartbeats(self, dp_size: int) -> list[ReplicaVitals]:
         """Of each of `dp_size` replicas; none before `begin`."""
         if self._began_s is None:
             return []

@@ -13,7 +13,7 @@ from pdserve.protocol.messages import EngineReady
 log = logging.getLogger(__name__)
 
 
-def tell_startup(ready: EngineReady) -> None:
+def log_startup(ready: EngineReady) -> None:
     """Of replicas, the times are the first one's."""
     times = startup_times.describe(startup_times.read_facts(ready.facts))
     log.info("the engine is ready%s; memory: %s", times, process_use.describe(process_use.own_processes()))

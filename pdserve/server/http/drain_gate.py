@@ -85,23 +85,23 @@ class DrainGate:
 class DrainGateMiddleware:
     """ASGI: generating calls go through the door."""
 
-    def __init__(self, app: ASGIApp, door: DrainGate) -> None:
+    def __init__(self, app: ASGIApp, drain_gate: DrainGate) -> None:
         self._app = app
-        self._door = door
+        self._drain_gate = drain_gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] != "http" or scope["path"] not in GENERATING:
             await self._app(scope, receive, send)
             return
-        refused = self._door.refusal(Headers(scope=scope).get(ROLE_HEADER))
+        refused = self._drain_gate.refusal(Headers(scope=scope).get(ROLE_HEADER))
         if refused is not None:
             response = error_response(refused)
-            response.headers[ROLE_HEADER] = self._door.takes
+            response.headers[ROLE_HEADER] = self._drain_gate.takes
             await response(scope, receive, send)
             return
-        self._door.enter()
+        self._drain_gate.enter()
         try:
             await self._app(scope, receive, send)
         finally:
-            self._door.leave()
+            self._drain_gate.leave()

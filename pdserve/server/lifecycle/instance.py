@@ -46,7 +46,7 @@ def nothing() -> None:
     """There is nothing to do."""
 
 
-def tell_nobody(port: int) -> None:
+def ignore_readiness(port: int) -> None:
     """Nobody wants to know."""
 
 
@@ -65,7 +65,7 @@ class EngineBackend:
     open_channel: Callable[[], ApiChannel]
     engine_died: Callable[[], str | None]
     bootstrap_port: int | None = None
-    on_ready: Callable[[int], None] = tell_nobody
+    on_ready: Callable[[int], None] = ignore_readiness
     own_counters: Callable[[], Mapping[str, float]] = dict
     registered: Callable[[], bool] = lambda: True
     start: Callable[[], None] = nothing
@@ -90,7 +90,7 @@ class EngineInstance:
     ) -> None:
         self.backend = backend
         self.on_trial = on_trial
-        self.door = DrainGate(backend.role)
+        self.drain_gate = DrainGate(backend.role)
         self._channel = backend.open_channel()
         try:
             metrics = make_metrics(backend.config, backend.own_counters)
@@ -111,7 +111,7 @@ class EngineInstance:
                 tokenizer,
                 metrics,
                 registered=backend.registered,
-                door=self.door,
+                drain_gate=self.drain_gate,
                 changer=changer,
                 warm=True,
                 control_token=backend.control_token,
@@ -142,12 +142,12 @@ class EngineInstance:
         `for_good`: the server ends, and an idle one at once.
         """
         begun_s = time.monotonic()
-        self.door.close(why, for_good=for_good)
-        lingers = self.backend.role != "null" and (self.door.num_inside > 0 or not for_good)
-        if not await self.door.empty(timeout_s):
-            log.warning("%d requests have not ended within %g s and are cut", self.door.num_inside, timeout_s)
+        self.drain_gate.close(why, for_good=for_good)
+        lingers = self.backend.role != "null" and (self.drain_gate.num_inside > 0 or not for_good)
+        if not await self.drain_gate.empty(timeout_s):
+            log.warning("%d requests have not ended within %g s and are cut", self.drain_gate.num_inside, timeout_s)
             self.client.cut(why)
-            await self.door.empty(CUT_S)
+            await self.drain_gate.empty(CUT_S)
         ended_s = time.monotonic()
         if lingers:
             await asyncio.sleep(max(0.0, begun_s + LINGER_S - ended_s))

@@ -18,11 +18,11 @@ from pathlib import Path
 import uvicorn
 
 from pdserve.base.http_rules import MAX_HEADER_BYTES, MAX_TARGET_BYTES
-from pdserve.base.process import ENDING, leave_if_told
+from pdserve.base.process import ENDING, raise_if_signalled
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.server.http.tls import server_tls
-from pdserve.server.lifecycle.instance import EngineBackend, tell_nobody
+from pdserve.server.lifecycle.instance import EngineBackend, ignore_readiness
 from pdserve.server.lifecycle.role_switch_app import OtherRole, RoleSwitchApp
 from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -86,7 +86,7 @@ def _on_signals(server: uvicorn.Server, host: RoleSwitchApp, grace_s: float) -> 
     loop = asyncio.get_running_loop()
     for number in ENDING:
         loop.add_signal_handler(number, stop)
-    leave_if_told()  # by one that came before
+    raise_if_signalled()  # by one that came before
 
 
 async def _drain(server: uvicorn.Server, host: RoleSwitchApp, grace_s: float) -> None:
@@ -101,7 +101,7 @@ async def serve(
     tokenizer: Tokenizer | None,
     *,
     other: OtherRole | None = None,
-    on_listening: Callable[[int], None] = tell_nobody,
+    on_listening: Callable[[int], None] = ignore_readiness,
 ) -> int:
     """Serve until a signal, or until the engine dies; returns the exit status: 0, or 1 without an engine.
 
@@ -144,7 +144,7 @@ def run_api(
     *,
     tokenizer_dir: str | Path | None,
     other: OtherRole | None = None,
-    on_listening: Callable[[int], None] = tell_nobody,
+    on_listening: Callable[[int], None] = ignore_readiness,
 ) -> int:
     """Load the tokenizer of `tokenizer_dir` and serve; returns the exit status. Blocks the calling thread.
 

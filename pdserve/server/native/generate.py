@@ -39,7 +39,7 @@ MAX_TOKEN_IDS = 1024
 """Token ids that a request may ask for at every position."""
 
 
-def native_wishes(
+def native_logprob_params(
     body: GenerateBody, prompts: Sequence[Sequence[int]], vocab_size: int, *, listed: bool
 ) -> list[Logprobs | None]:
     """The wish of every prompt. `listed`: the answer is a list.
@@ -56,12 +56,12 @@ def native_wishes(
     starts = scalar_or_list(body.logprob_start_len, count, "logprob_start_len", int)
     picks = _token_ids(body.token_ids_logprob, count, vocab_size)
     return [
-        _wish(top or 0, -1 if start is None else start, ids, len(prompt), listed) if want else None
+        _logprob_params(top or 0, -1 if start is None else start, ids, len(prompt), listed) if want else None
         for want, top, start, ids, prompt in zip(wanted, tops, starts, picks, prompts, strict=True)
     ]
 
 
-def _wish(top: int, start: int, token_ids: tuple[int, ...], num_prompt: int, listed: bool) -> Logprobs:
+def _logprob_params(top: int, start: int, token_ids: tuple[int, ...], num_prompt: int, listed: bool) -> Logprobs:
     check_top_logprobs(top, "top_logprobs_num")
     if not -1 <= start <= num_prompt:
         raise RequestError(
@@ -152,8 +152,10 @@ class GenerateCall:
                 for data in states.told(update, [event({"index": update.index, **result} if self.listed else result)]):
                     yield data
 
-    def _format(self, wish: Logprobs) -> NativeFormat:
-        return NativeFormat(self.context.tokenizer, wish.top > 0, bool(wish.token_ids), self.logprob_text)
+    def _format(self, logprob_params: Logprobs) -> NativeFormat:
+        return NativeFormat(
+            self.context.tokenizer, logprob_params.top > 0, bool(logprob_params.token_ids), self.logprob_text
+        )
 
     def _input_logprobs(self, update: GenerationUpdate) -> dict[str, Any]:
         """Of the prompt: all lists, but for the one that a router takes from prefill's answer and puts in front."""
@@ -240,13 +242,15 @@ def _specs(
     prompts: list[list[int]],
     samplings: list[NativeSampling],
     grammars: list[Grammar | None],
-    wishes: list[Logprobs | None],
+    prompt_logprob_params: list[Logprobs | None],
     limits: RequestLimits,
     names: list[NativeNames],
 ) -> list[PromptSpec]:
     return [
-        PromptSpec(ids, native_sampling(sampling, len(ids), limits, name, grammar), wish)
-        for ids, sampling, grammar, wish, name in zip(prompts, samplings, grammars, wishes, names, strict=True)
+        PromptSpec(ids, native_sampling(sampling, len(ids), limits, name, grammar), logprob_params)
+        for ids, sampling, grammar, logprob_params, name in zip(
+            prompts, samplings, grammars, prompt_logprob_params, names, strict=True
+        )
     ]
 
 
@@ -278,8 +282,8 @@ async def generate(context: ServerContext, request: Request) -> Response:
         check_listed(samplings, len(samplings) * n)
     grammars = [await _grammar(context, sampling, name) for sampling, name in zip(samplings, names, strict=True)]
     listed = batch or n > 1
-    wishes = native_wishes(body, prompts, limits.vocab_size, listed=listed)
-    specs = _specs(prompts, samplings, grammars, wishes, limits, names)
+    prompt_logprob_params = native_logprob_params(body, prompts, limits.vocab_size, listed=listed)
+    specs = _specs(prompts, samplings, grammars, prompt_logprob_params, limits, names)
     stream = bool(body.stream)
     if body.pdserve_resume is not None:
         body.rid = body.rid or body.pdserve_resume.head.id

@@ -43,20 +43,20 @@ PARTNER_MEMORY_S = 60.0
 """A partner that is silent for longer is no reason not to be ready."""
 
 
-async def health(context: ServerContext, door: DrainGate) -> Response:
+async def health(context: ServerContext, drain_gate: DrainGate) -> Response:
     """200 while the server lives; 503 as the engine starts, when it is gone, silent or stuck, and as the server ends.
 
     A header says in which role new requests are taken.
     """
-    door.require_staying()
+    drain_gate.require_staying()
     await require_alive(context)
-    return json_response({"status": "ok"}, headers={ROLE_HEADER: door.takes})
+    return json_response({"status": "ok"}, headers={ROLE_HEADER: drain_gate.takes})
 
 
-async def ready(context: ServerContext, door: DrainGate) -> Response:
+async def ready(context: ServerContext, drain_gate: DrainGate) -> Response:
     """200 when requests can be taken and will find their partner; see the file's docstring."""
     await require_alive(context)
-    door.require_open()
+    drain_gate.require_open()
     if not context.registered():
         raise RequestError("not in the bootstrap server yet", status=503, code="not_registered", retry_after_s=1)
     state = await context.client.state(STATE_TIMEOUT_S)
@@ -84,7 +84,7 @@ async def health_generate(context: ServerContext, request: Request) -> Response:
 
     Probes the engine, not the partner of a pair.
     """
-    vitals = await require_alive(context)
+    heartbeats = await require_alive(context)
     _require_going(context)
     probes = _probes(context)
     try:
@@ -92,14 +92,14 @@ async def health_generate(context: ServerContext, request: Request) -> Response:
     except TimeoutError as error:
         now = await require_alive(context)
         _require_going(context)
-        if _all_busy(vitals, now):
+        if _all_busy(heartbeats, now):
             return json_response({"status": "busy"})
         message = f"no token came within {PROBE_TIMEOUT_S} s"
         raise RequestError(message, status=503, code="engine_busy") from error
     except RequestError as error:
         if error.code == QUEUE_FULL:
             await asyncio.sleep(SECOND_LOOK_S)  # the refusal came at once: the next beat says more
-            if _all_busy(vitals, await require_alive(context)):
+            if _all_busy(heartbeats, await require_alive(context)):
                 return json_response({"status": "busy"})
         message = f"the probe failed: {error.message}"
         raise RequestError(message, status=503, code=error.code, retry_after_s=error.retry_after_s) from error
@@ -165,10 +165,10 @@ async def require_alive(context: ServerContext) -> list[ReplicaVitals]:
     context.client.require_ready()
     deadline_s = time.monotonic() + SECOND_LOOK_S
     while True:
-        vitals = context.client.pulses.vitals(context.config.parallel.dp_size)
-        troubles = [why for each in vitals if (why := each.trouble(context.config.observe.watchdog_timeout))]
+        heartbeats = context.client.pulses.heartbeats(context.config.parallel.dp_size)
+        troubles = [why for each in heartbeats if (why := each.trouble(context.config.observe.watchdog_timeout))]
         if not troubles:
-            return vitals
+            return heartbeats
         if time.monotonic() >= deadline_s:
             raise RequestError("; ".join(troubles), status=503, code="engine_stuck")
         await asyncio.sleep(0.05)
@@ -187,5 +187,5 @@ def replica_health(context: ServerContext) -> list[dict[str, object]]:
             "num_turns": each.num_turns,
             "trouble": each.trouble(limit_s),
         }
-        for each in context.client.pulses.vitals(context.config.parallel.dp_size)
+        for each in context.client.pulses.heartbeats(context.config.parallel.dp_size)
     ]

@@ -54,7 +54,7 @@ class RoleChanger(Protocol):
 
 
 async def pd_role_switch(
-    context: ServerContext, door: DrainGate, changer: RoleChanger | None, request: Request
+    context: ServerContext, drain_gate: DrainGate, changer: RoleChanger | None, request: Request
 ) -> Response:
     """Change the role of this server; answers when that is done, or with `wait` false when it has begun."""
     body = convert(await read_json_object(request, context.max_body_bytes), RoleSwitchBody)
@@ -66,7 +66,7 @@ async def pd_role_switch(
         raise RequestError("new_role is missing; give prefill, decode or null", field="new_role")
     old = context.mode
     if body.new_role == old:
-        door.require_open()
+        drain_gate.require_open()
         return _answer(RoleChanged(old, old, "already in target role"), status=200)
     if changer is None or not context.config.disagg.enable_pd_role_switch:
         message = "new_role: the role of this server cannot be changed (--no-enable-pd-role-switch)"

@@ -146,7 +146,7 @@ def _effort_options(body: ChatBody) -> dict[str, Any]:
 
 
 def _begins_inside(context: ServerContext, body: ChatBody, prompt: str) -> bool | None:
-    """See `Thinking.begins_inside`; False for a model without a known format."""
+    """See `ReasoningFormat.begins_inside`; False for a model without a known format."""
     thinking = context.formats.thinking
     if thinking is None:
         return False

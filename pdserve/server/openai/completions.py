@@ -144,7 +144,7 @@ def _count_made(body: CompletionBody, num_choices: int) -> int:
     return body.best_of
 
 
-def _wish(body: CompletionBody, *, ranked: bool) -> Logprobs | None:
+def _logprob_params(body: CompletionBody, *, ranked: bool) -> Logprobs | None:
     top = check_top_logprobs(body.logprobs, "logprobs")
     prompt_top = check_prompt_logprobs(body)
     if body.echo and top is not None:
@@ -166,7 +166,7 @@ async def completions(context: ServerContext, request: Request) -> Response:
     num_choices = count_n(body.n)
     made = _count_made(body, num_choices)
     check_listed([body], len(given) * made)
-    wish = _wish(body, ranked=made > num_choices)
+    logprob_params = _logprob_params(body, ranked=made > num_choices)
     grammar = await context.take_grammar(openai_constraint(body), body.stop_regex)
     ask = RequestedSampling(body.max_tokens, COMPLETION_TOKENS, "max_tokens")
     lists = await context.token_ids(given, "prompt", batch=batch)
@@ -175,7 +175,7 @@ async def completions(context: ServerContext, request: Request) -> Response:
         for i, (ids, prompt) in enumerate(zip(lists, given, strict=True))
     ]
     specs = [
-        PromptSpec(p.input_ids, openai_sampling(body, ask, len(p.input_ids), limits, p.field, grammar), wish)
+        PromptSpec(p.input_ids, openai_sampling(body, ask, len(p.input_ids), limits, p.field, grammar), logprob_params)
         for p in prompts
     ]
     intake = context.intake(specs, made, body, "prompt", stream=bool(body.stream))

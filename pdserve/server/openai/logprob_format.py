@@ -58,11 +58,11 @@ def prompt_tokens(request: GenerateRequest, parts: Sequence[PromptLogprobs]) -> 
 
     Without log probabilities where they did not come: the request ended early, or nothing was computed (a probe).
     """
-    wish = request.logprobs
-    if wish is None or wish.prompt_from is None:
+    logprob_params = request.logprobs
+    if logprob_params is None or logprob_params.prompt_from is None:
         return []
-    asked = request.input_ids[wish.prompt_from :]
-    whole = join(parts, wish.prompt_from + 1, len(request.input_ids))
+    asked = request.input_ids[logprob_params.prompt_from :]
+    whole = join(parts, logprob_params.prompt_from + 1, len(request.input_ids))
     if whole is None:
         return [PromptToken(token_id) for token_id in asked]
     own, ranks, top_ids, top, picked = (array.tolist() for array in whole.arrays())
@@ -72,7 +72,7 @@ def prompt_tokens(request: GenerateRequest, parts: Sequence[PromptLogprobs]) -> 
             own[i],
             ranks[i],
             list(zip(top_ids[i], top[i], strict=True)),
-            list(zip(wish.token_ids, picked[i], strict=True)),
+            list(zip(logprob_params.token_ids, picked[i], strict=True)),
         )
         for i, token_id in enumerate(asked[1:])
     ]

@@ -36,7 +36,7 @@ from pdserve.grammar.compile_jobs import (
     Question,
     Setup,
     frame,
-    take_verdicts,
+    receive_results,
 )
 
 log = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class WorkerProcess:
         try:
             while piece := await reader.read(1 << 16):
                 buffer += piece
-                for verdict in take_verdicts(buffer):
+                for verdict in receive_results(buffer):
                     asked = self._asked.get(verdict.job)
                     if asked is not None and not asked.done():
                         asked.set_result(verdict)

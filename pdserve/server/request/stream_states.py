@@ -68,10 +68,10 @@ def resumed(
     needed = len(resume.token_ids) if logprobs and request.logprobs is not None else 0
     if len(resume.logprobs or ()) != needed:
         raise RequestError(f"{RESUME_FIELD}.logprobs must have {needed} entries", field=RESUME_FIELD)
-    wish = request.logprobs
-    if wish is not None and resume.token_ids:
-        wish = msgspec.structs.replace(wish, prompt_from=None)
-    request = msgspec.structs.replace(request, prior_output_ids=resume.token_ids, logprobs=wish)
+    logprob_params = request.logprobs
+    if logprob_params is not None and resume.token_ids:
+        logprob_params = msgspec.structs.replace(logprob_params, prompt_from=None)
+    request = msgspec.structs.replace(request, prior_output_ids=resume.token_ids, logprobs=logprob_params)
     return dataclasses.replace(intake, requests=[request])
 
 

@@ -167,8 +167,8 @@ class Detokenizer:
         pieces = []
         for number, token_id in enumerate(token_ids, start=1):
             pieces.append(self.push(token_id))
-            if SLOW_LOOKS.owes_turn:
-                await SLOW_LOOKS.give_turn()
+            if SLOW_LOOKS.must_yield:
+                await SLOW_LOOKS.yield_to_loop()
             elif number % REPLAYED_AT_ONCE == 0:
                 await asyncio.sleep(0)
         text = "".join(pieces)

@@ -227,11 +227,11 @@ class SlowLooks:
         return found, slow_s
 
     @property
-    def owes_turn(self) -> bool:
+    def must_yield(self) -> bool:
         """Whether looks, slow and quick ones, have held up other tasks for `TURN_S` since the last turn."""
         return self._since_turn_s >= TURN_S
 
-    async def give_turn(self) -> None:
+    async def yield_to_loop(self) -> None:
         """Let other tasks run for `BREATH_S`."""
         self._since_turn_s = 0.0
         await asyncio.sleep(BREATH_S)

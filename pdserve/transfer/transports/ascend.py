@@ -22,7 +22,7 @@ from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
 from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
 
-SETTLE_S = 30.0
+DRAIN_TIMEOUT_S = 30.0
 BATCH_COPIES = 1024
 PROTOCOLS = ("sdma", "device_rdma", "host_rdma")
 FIELD = "disaggregation_transfer_backend"
@@ -53,8 +53,8 @@ class AscendTransport:
     """Writes through memfabric's TransferEngine. See `Transport` for who calls what from where."""
 
     name = "ascend"
-    settle_s = SETTLE_S
-    fence_settle_s = SETTLE_S
+    drain_timeout_s = DRAIN_TIMEOUT_S
+    fence_drain_timeout_s = DRAIN_TIMEOUT_S
 
     def __init__(self, native: Any, host: str, store_url: str, protocol: str, device: int) -> None:
         self.facts = TransportFacts(protocol=protocol, moves_bytes=True)
@@ -112,7 +112,7 @@ class AscendTransport:
         return self._receivers.open(peer).address
 
     def fence(self, peer: str) -> bool:
-        """Destroy the engine of `peer`. Not measured: what is under way drains for `fence_settle_s`."""
+        """Destroy the engine of `peer`. Not measured: what is under way drains for `fence_drain_timeout_s`."""
         return self._receivers.fence(peer)
 
     def connect(self, address: str) -> None:

@@ -61,14 +61,14 @@ class AutoTransport:
         )
 
     @property
-    def settle_s(self) -> float:
+    def drain_timeout_s(self) -> float:
         """The longest of all."""
-        return max(way.settle_s for way in self._ways.values())
+        return max(way.drain_timeout_s for way in self._ways.values())
 
     @property
-    def fence_settle_s(self) -> float:
+    def fence_drain_timeout_s(self) -> float:
         """The longest of all."""
-        return max(way.fence_settle_s for way in self._ways.values())
+        return max(way.fence_drain_timeout_s for way in self._ways.values())
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Register with all; those that refuse are not offered.

@@ -34,14 +34,14 @@ class FailingTransport:
         return self._inner.facts
 
     @property
-    def settle_s(self) -> float:
+    def drain_timeout_s(self) -> float:
         """The inner one's."""
-        return self._inner.settle_s
+        return self._inner.drain_timeout_s
 
     @property
-    def fence_settle_s(self) -> float:
+    def fence_drain_timeout_s(self) -> float:
         """The inner one's."""
-        return self._inner.fence_settle_s
+        return self._inner.fence_drain_timeout_s
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """See `Transport`."""

@@ -12,8 +12,8 @@ class FakeTransport:
 
     name = "fake"
     facts = TransportFacts(protocol="none", moves_bytes=False)
-    settle_s = 0.0
-    fence_settle_s = 0.0
+    drain_timeout_s = 0.0
+    fence_drain_timeout_s = 0.0
 
     def __init__(self) -> None:
         self._regions = RegionSet()

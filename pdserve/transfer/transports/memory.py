@@ -59,8 +59,8 @@ class MemoryTransport:
 
     name = "memory"
     facts = TransportFacts(protocol="memory", moves_bytes=True)
-    settle_s = 0.0
-    fence_settle_s = 0.0
+    drain_timeout_s = 0.0
+    fence_drain_timeout_s = 0.0
 
     def __init__(self, hub: MemoryHub) -> None:
         self._hub = hub

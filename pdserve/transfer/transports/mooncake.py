@@ -3,7 +3,7 @@
 What was measured of the engine shapes this file:
 
 - It does not check the protocol name and silently falls back, so `choose_protocol` looks for a NIC itself.
-- More than 2,048 outstanding entries to a peer wedge it: every write takes permits from the link's `Window`.
+- More than 2,048 outstanding entries to a peer wedge it: every write takes permits from the link's `WritePermits`.
 - It sends unregistered local ranges without a word: `RegionSet` checks them.
 - A failed batch goes on: what is still queued for a stalled peer is retried one entry after the other, for minutes, and
   reads the source pages when its turn comes. Destroying the engine ends that. So over TCP each peer has
@@ -13,7 +13,7 @@ What was measured of the engine shapes this file:
   Turning the cache off costs ten times the time per entry; a new engine per connection costs a millisecond and needs no
   cache to be right.
 - Unregistering memory does not end a write under way to it; destroying the receiving engine does, over TCP at once. So
-  each peer has a receiving engine of its own. Over RDMA that was not measured, and `fence_settle_s` is a drain time.
+  each peer has a receiving engine of its own. Over RDMA that was not measured: see `fence_drain_timeout_s`.
 - A batch call reports its end only to a spinning wait. The first and the last entry go as their own submissions, which
   can be polled asleep: the first tells of a dead or stopped peer, and when the last is there, so is nearly all.
 
@@ -42,7 +42,7 @@ BATCH_ENTRIES = 512
 POLL_S = 0.0003
 SLOWEST_BYTES_PER_S = 10e6
 PROGRESS_TIMEOUT_S = 5
-RDMA_SETTLE_S = 30.0
+RDMA_DRAIN_TIMEOUT_S = 30.0
 TCP_TIMEOUTS = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
 
 
@@ -86,10 +86,10 @@ class MooncakeTransport:
         self.facts = TransportFacts(
             protocol=protocol, moves_bytes=True, writers=writers, max_outstanding=MAX_OUTSTANDING
         )
-        self.settle_s = RDMA_SETTLE_S if protocol == "rdma" else 2.0 * tcp_timeout_s + 1.0
+        self.drain_timeout_s = RDMA_DRAIN_TIMEOUT_S if protocol == "rdma" else 2.0 * tcp_timeout_s + 1.0
         self._timeout_s = 3.0 * tcp_timeout_s
         self._start = (host, protocol, ib_device)
-        self.fence_settle_s = RDMA_SETTLE_S if protocol == "rdma" else 0.0
+        self.fence_drain_timeout_s = RDMA_DRAIN_TIMEOUT_S if protocol == "rdma" else 0.0
         self._base = MooncakeEngine(*self._start)
         self._regions = RegionSet()
         self._ports = SpentPorts()
@@ -186,7 +186,7 @@ class MooncakeTransport:
             raise TransferError(
                 f"write of {len(copies)} copies, {num_bytes} bytes to {link.session}: {failure}",
                 code="engine_failed",
-                settled=link.await_cut(self.settle_s),
+                settled=link.await_cut(self.drain_timeout_s),
             )
 
 

@@ -106,7 +106,7 @@ class MooncakeEngine:
                     self._num_probes -= 1
                     given_up = self._native is None and self._num_probes == 0
                 if given_up:
-                    hurry_end(self._port)
+                    speed_up_shutdown(self._port)
 
         with self._lock:  # no name for it in this frame: a traceback would keep it from ending
             self._num_probes += 1
@@ -144,7 +144,7 @@ class MooncakeEngine:
             native, self._native = self._native, None
             ends = native is not None and self._num_probes == 0
         if ends:
-            hurry_end(self._port)
+            speed_up_shutdown(self._port)
 
 
 class MooncakeReceiver(MooncakeEngine):
@@ -169,7 +169,7 @@ def open_session(native: Any, session: str) -> bool:
     return batch != 0 and int(native.get_batch_transfer_status([batch])) == 0
 
 
-def hurry_end(port: int) -> None:
+def speed_up_shutdown(port: int) -> None:
     """Have the engine that answers on `port` end in milliseconds; to be called right before its last name goes.
 
     The destructor joins the engine's accept thread and holds the GIL meanwhile. That thread accepts a connection, reads
@@ -183,7 +183,7 @@ def hurry_end(port: int) -> None:
                 other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, BRIEF_TIMEVAL)
                 os.dup2(other.fileno(), descriptor, inheritable=False)
                 listener.setblocking(False)
-                turn_away(listener)
+                close_pending(listener)
                 loopback = "::1" if listener.family == socket.AF_INET6 else LOOPBACK
                 socket.create_connection((loopback, port), timeout=PROBE_TIMEOUT_S).close()
     with contextlib.suppress(OSError, psutil.Error):
@@ -203,7 +203,7 @@ def own_socket(descriptor: int) -> socket.socket:
         raise
 
 
-def turn_away(listener: socket.socket) -> None:
+def close_pending(listener: socket.socket) -> None:
     """Close what waits to be accepted."""
     with contextlib.suppress(BlockingIOError):
         for _ in range(MAX_TURNED_AWAY):

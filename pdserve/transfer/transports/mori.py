@@ -24,7 +24,7 @@ from pdserve.transfer.transports.endpoint_info import decode_card, encode_card, 
 from pdserve.transfer.transports.host_info import choose_protocol, place_of, wanted_nics
 from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
 
-SETTLE_S = 30.0
+DRAIN_TIMEOUT_S = 30.0
 STALL_S = 15.0
 """A batch that has made no end after so long, and some for its length, is given up."""
 SLOWEST_BYTES_PER_S = 10e6
@@ -123,8 +123,8 @@ class MoriTransport:
     """Writes through MoRI's IOEngine. See `Transport` for who calls what from where."""
 
     name = "mori"
-    settle_s = SETTLE_S
-    fence_settle_s = SETTLE_S
+    drain_timeout_s = DRAIN_TIMEOUT_S
+    fence_drain_timeout_s = DRAIN_TIMEOUT_S
 
     def __init__(self, native: Any, host: str) -> None:
         self.facts = TransportFacts(protocol="rdma", moves_bytes=True)
@@ -166,7 +166,7 @@ class MoriTransport:
         return self._receivers.open(peer).address()
 
     def fence(self, peer: str) -> bool:
-        """Let go of the engine of `peer`. Not measured: what is under way drains for `fence_settle_s`."""
+        """Let go of the engine of `peer`. Not measured: what is under way drains for `fence_drain_timeout_s`."""
         return self._receivers.fence(peer)
 
     def connect(self, address: str) -> None:

@@ -7,7 +7,7 @@ What was measured of the engine shapes this file:
   So each peer has agents of its own to be written to from, and a failed write destroys them before it raises.
 - An agent destroys itself when the last reference to it goes: handles hold one. `Agent.destroy` makes sure.
 - Neither deregistering memory nor removing the peer keeps its bytes out of here; destroying the agent does, over TCP at
-  once. So each peer has an agent of its own to write to. Over RDMA that was not measured: `fence_settle_s`.
+  once. So each peer has an agent of its own to write to. Over RDMA that was not measured: `fence_drain_timeout_s`.
 - Within a host UCX writes into the target's memory by itself (`process_vm_writev`, an IPC handle of a GPU), whatever
   has become of the agent there. So a sender of this host says which process it is before it writes (`local_peers`), and
   is fenced when that process is dead; unless `UCX_TLS` names networks only.
@@ -56,8 +56,8 @@ STALL_S = 15.0
 """A batch that has made no end after so long, and some for its length, is given up."""
 SLOWEST_BYTES_PER_S = 10e6
 PROBE_TIMEOUT_S = 3.0
-TCP_SETTLE_S = 11.0
-RDMA_SETTLE_S = 30.0
+TCP_DRAIN_TIMEOUT_S = 11.0
+RDMA_DRAIN_TIMEOUT_S = 30.0
 PREFIX = "nixl:"
 GREETING = b"nixl"
 NETWORKS = frozenset(("tcp", "self", "ib", "rc", "ud", "dc"))
@@ -165,8 +165,8 @@ class NixlTransport:
 
     def __init__(self, native: Any, protocol: str) -> None:
         self.facts = TransportFacts(protocol=protocol, moves_bytes=True, writers=2, notifies=True)
-        self.settle_s = RDMA_SETTLE_S if protocol == "rdma" else TCP_SETTLE_S
-        self.fence_settle_s = RDMA_SETTLE_S if protocol == "rdma" else 0.0
+        self.drain_timeout_s = RDMA_DRAIN_TIMEOUT_S if protocol == "rdma" else TCP_DRAIN_TIMEOUT_S
+        self.fence_drain_timeout_s = RDMA_DRAIN_TIMEOUT_S if protocol == "rdma" else 0.0
         self._native = native
         self._host = host_identity()
         self._base = NixlReceiver(native)
@@ -321,7 +321,7 @@ class NixlTransport:
             raise TransferError(
                 f"write of {num_copies} copies, {num_bytes} bytes to {link.session}: {failure}",
                 code="engine_failed",
-                settled=link.await_cut(self.settle_s) and self.facts.protocol == "tcp",
+                settled=link.await_cut(self.drain_timeout_s) and self.facts.protocol == "tcp",
             )
 
 

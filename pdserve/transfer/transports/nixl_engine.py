@@ -69,13 +69,13 @@ def load_native() -> Any:
     log.handlers.clear()
     log.setLevel(logging.WARNING)
     log.propagate = True
-    leave_without_unloading()
+    exit_without_unloading()
     let_idle_threads_sleep(importlib.import_module("._bindings", native.nixl_agent.__module__.rpartition(".")[0]))
     return native
 
 
 @functools.cache
-def leave_without_unloading() -> None:
+def exit_without_unloading() -> None:
     """Have the process end without finalising its shared libraries, which is the last thing it would do: the wheel's
     own copy of libnl-route crashes there, and a process that has done all its work would end with signal 11.
     """

@@ -198,7 +198,7 @@ def _incarnation_of(address: str) -> str:
     return incarnation
 
 
-SETTLE_S = 5.0
+DRAIN_TIMEOUT_S = 5.0
 """Writes settle as they end. This is for other ranks of a replica whose leader is dead: by then they have ended too."""
 BATCH_BYTES = 32 << 20
 """So much is moved before we look again whether the peer was given up: some milliseconds."""
@@ -209,8 +209,8 @@ class ShmTransport:
 
     name = "shm"
     facts = TransportFacts(protocol="memory", moves_bytes=True, writers=2)
-    settle_s = SETTLE_S
-    fence_settle_s = 0.0
+    drain_timeout_s = DRAIN_TIMEOUT_S
+    fence_drain_timeout_s = 0.0
 
     def __init__(self) -> None:
         """Raises ConfigError where the host has no identity."""

@@ -60,7 +60,7 @@ def test_events_of_each_poster_keep_their_order() -> None:
 
 
 class Pipe:
-    """A `Source` of the bytes that are written to a pipe."""
+    """A `EventSource` of the bytes that are written to a pipe."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()

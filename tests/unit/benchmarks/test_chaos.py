@@ -106,7 +106,7 @@ async def ask() -> AsyncIterator[Callable[..., Awaitable[str]]]:
     """`ask(answer, question, manner)`: the verdict on a server that answers so."""
     running: list[web.AppRunner] = []
 
-    async def judge(answer: Answer, question: Question = QUESTION, manner: str = "plain") -> str:
+    async def resolve_outcome(answer: Answer, question: Question = QUESTION, manner: str = "plain") -> str:
         app = web.Application()
         app.router.add_post("/abort_request", whole(""))
         app.router.add_post("/{path:.*}", answer)
@@ -119,7 +119,7 @@ async def ask() -> AsyncIterator[Callable[..., Awaitable[str]]]:
         async with aiohttp.ClientSession() as session:
             return (await Client(session, url, DEADLINE_S).ask(question, manner, random.Random(3))).verdict
 
-    yield judge
+    yield resolve_outcome
     for runner in running:
         await runner.cleanup()
 

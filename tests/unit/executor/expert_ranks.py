@@ -151,8 +151,8 @@ def rows_of(built: LoadedEngine) -> dict[int, Row]:
 
 def whole_experts(built: LoadedEngine) -> dict[int, ExpertParallelMoe]:
     """This rank's layers whose experts lie whole on ranks."""
-    mixtures = built.executor.mixtures
-    return {layer: mixture for layer, mixture in mixtures.items() if isinstance(mixture, ExpertParallelMoe)}
+    moe_layers = built.executor.moe_layers
+    return {layer: mixture for layer, mixture in moe_layers.items() if isinstance(mixture, ExpertParallelMoe)}
 
 
 def has_its_weights(built: LoadedEngine, path: Path, precision: Precision) -> bool:

@@ -146,7 +146,7 @@ def gathered(parallel: Parallel, sizes: Sequence[int]) -> bool:
         assert torch.equal(wide.gather(rows[replica]), everyone)
         assert torch.equal(wide.rejoin(rows[replica][hand.mine], sizes[replica]), rows[replica])
         factors = sum(range(1, wide.size + 1))
-        assert torch.equal(wide.add_up(everyone * (1.0 + wide.rank)), rows[replica] * factors)
+        assert torch.equal(wide.reduce_sum(everyone * (1.0 + wide.rank)), rows[replica] * factors)
     return True
 
 

@@ -116,16 +116,22 @@ def _distribution(driver: Driver, prompt: list[int], vocab_size: int) -> torch.T
 
 def _prompt_logprobs(driver: Driver, prompts: list[list[int]], vocab_size: int) -> tuple[torch.Tensor, ...]:
     """Of prompts whose rows are cut by micro-batches and chunks, with wishes of different widths."""
-    wishes = [Logprobs(top=5, token_ids=(vocab_size - 1, 2), prompt_from=0), Logprobs(top=3, prompt_from=7)]
-    rows = [driver.open(prompt, len(prompt) + 1, logprobs=wish) for prompt, wish in zip(prompts, wishes, strict=True)]
+    prompt_logprob_params = [
+        Logprobs(top=5, token_ids=(vocab_size - 1, 2), prompt_from=0),
+        Logprobs(top=3, prompt_from=7),
+    ]
+    rows = [
+        driver.open(prompt, len(prompt) + 1, logprobs=logprob_params)
+        for prompt, logprob_params in zip(prompts, prompt_logprob_params, strict=True)
+    ]
     told: list[list[PromptLogprobs]] = [[], []]
     for start, end in ((0, 33), (33, 90)):
         plan = [(row, start, min(end, len(p)), len(p) <= end) for row, p in zip(rows, prompts, strict=True)]
         for index, part in driver.result(*plan).prompts.items():
             told[index].append(part)
     arrays: list[torch.Tensor] = []
-    for parts, prompt, wish in zip(told, prompts, wishes, strict=True):
-        whole = join(parts, (wish.prompt_from or 0) + 1, len(prompt))
+    for parts, prompt, logprob_params in zip(told, prompts, prompt_logprob_params, strict=True):
+        whole = join(parts, (logprob_params.prompt_from or 0) + 1, len(prompt))
         assert whole is not None, "every token is told of"
         arrays += [torch.from_numpy(array.copy()) for array in whole.arrays()]
     for row in rows:

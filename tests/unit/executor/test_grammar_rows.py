@@ -113,11 +113,11 @@ def _words(letters: str, length: int) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize("wish", [{"ignore_eos": True}, {"min_new_tokens": 12, "max_new_tokens": 50}])
-def test_unwanted_eos_stays_away_while_the_grammar_can_go_on(driver: Driver, wish: dict[str, object]) -> None:
+@pytest.mark.parametrize("logprob_params", [{"ignore_eos": True}, {"min_new_tokens": 12, "max_new_tokens": 50}])
+def test_unwanted_eos_stays_away_while_the_grammar_can_go_on(driver: Driver, logprob_params: dict[str, object]) -> None:
     bias = {EOS_ID: 100.0}
-    assert EOS_ID not in answer(driver, regex("[a-z]*", logit_bias=bias, **wish), most=12)
-    assert text_of(answer(driver, regex("[0-9]{3}", logit_bias=bias, **wish))).isdigit()
+    assert EOS_ID not in answer(driver, regex("[a-z]*", logit_bias=bias, **logprob_params), most=12)
+    assert text_of(answer(driver, regex("[0-9]{3}", logit_bias=bias, **logprob_params))).isdigit()
 
 
 def test_banned_stop_tokens_give_way_where_nothing_else_is_allowed(driver: Driver) -> None:

@@ -154,7 +154,9 @@ def test_weights_are_packed_and_let_go_of_but_known(family: Family, tiny_checkpo
     model = native._model
     assert isinstance(model, NativeDecoder)
     assert all(layer.qkv.weight.numel() == 0 for layer in model._model.layers)
-    assert all(isinstance(one.experts, Experts) and not one.experts.gate_up.numel() for one in model.mixtures.values())
+    assert all(
+        isinstance(one.experts, Experts) and not one.experts.gate_up.numel() for one in model.moe_layers.values()
+    )
 
 
 @needs_kernels

@@ -17,8 +17,8 @@ from tests.tiny import FAMILIES, VOCAB_SIZE, Family, make_tiny
 WISH = Logprobs(top=4, token_ids=(5, 300, 7), prompt_from=0)
 
 
-def _told(driver: Driver, prompt: list[int], wish: Logprobs, *, chunk: int) -> list[PromptLogprobs]:
-    row = driver.open(prompt, len(prompt) + 1, logprobs=wish)
+def _told(driver: Driver, prompt: list[int], logprob_params: Logprobs, *, chunk: int) -> list[PromptLogprobs]:
+    row = driver.open(prompt, len(prompt) + 1, logprobs=logprob_params)
     parts = []
     for start in range(0, len(prompt), chunk):
         end = min(start + chunk, len(prompt))
@@ -61,8 +61,16 @@ def test_only_what_is_asked_for_of_each_request(tmp_path: Path) -> None:
     """Requests with other wishes, or none, stand in the same step; decode rows among them."""
     driver = Driver(build(make_tiny("llama", tmp_path)))
     prompts = [random_prompt(length, VOCAB_SIZE, seed=length) for length in (20, 31, 12, 9)]
-    wishes = [Logprobs(top=1, prompt_from=5), None, Logprobs(top=3, token_ids=(9,), prompt_from=0), Logprobs(top=2)]
-    rows = [driver.open(prompt, 40, logprobs=wish) for prompt, wish in zip(prompts, wishes, strict=True)]
+    prompt_logprob_params = [
+        Logprobs(top=1, prompt_from=5),
+        None,
+        Logprobs(top=3, token_ids=(9,), prompt_from=0),
+        Logprobs(top=2),
+    ]
+    rows = [
+        driver.open(prompt, 40, logprobs=logprob_params)
+        for prompt, logprob_params in zip(prompts, prompt_logprob_params, strict=True)
+    ]
     result = driver.result(*((row, 0, len(prompt), True) for row, prompt in zip(rows, prompts, strict=True)))
     assert sorted(result.prompts) == [0, 2]
     first, third = result.prompts[0], result.prompts[2]
@@ -70,7 +78,7 @@ def test_only_what_is_asked_for_of_each_request(tmp_path: Path) -> None:
     assert [array.shape[1:] for array in first.arrays()] == [(), (), (1,), (1,), (0,)]
     assert (third.start, third.num_tokens) == (1, 11)
     assert [array.shape[1:] for array in third.arrays()] == [(), (), (3,), (3,), (1,)]
-    alone = _told(driver, prompts[2], wishes[2] or Logprobs(), chunk=12)[0]
+    alone = _told(driver, prompts[2], prompt_logprob_params[2] or Logprobs(), chunk=12)[0]
     np.testing.assert_allclose(alone.arrays()[0], third.arrays()[0], atol=1e-4)
     tokens = result.tokens
     assert tokens[2] is not None and len(tokens[2].picked) == 1 and len(tokens[2].top) == 3

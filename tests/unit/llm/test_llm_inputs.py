@@ -33,10 +33,15 @@ def test_defaults_are_vllms() -> None:
     made = SamplingParams().for_engine(10, LIMITS, "prompts", None)
     assert (made.max_new_tokens, made.temperature, made.top_k) == (16, 1.0, TOP_K_ALL)
     assert SamplingParams(max_tokens=None).for_engine(10, LIMITS, "prompts", None).max_new_tokens == 54
-    assert SamplingParams().wish() is None
-    wish = SamplingParams(logprobs=0, prompt_logprobs=3).wish()
-    assert wish is not None
-    assert (wish.output, wish.top, wish.prompt_from, wish.to_decode) == (True, 3, 0, True)
+    assert SamplingParams().logprob_params() is None
+    logprob_params = SamplingParams(logprobs=0, prompt_logprobs=3).logprob_params()
+    assert logprob_params is not None
+    assert (logprob_params.output, logprob_params.top, logprob_params.prompt_from, logprob_params.to_decode) == (
+        True,
+        3,
+        0,
+        True,
+    )
 
 
 def test_dicts_take_the_names_of_sglang_too() -> None:

@@ -16,7 +16,7 @@ from pdserve.server.generation import Generation, GenerationUpdate
 
 @dataclasses.dataclass
 class StandIn:
-    """A `Running` whose scheduler is the test: `generations` by request id, in the order of arrival."""
+    """A `RunningServer` whose scheduler is the test: `generations` by request id, in the order of arrival."""
 
     most_requests: int
     num_live: int = 0

@@ -96,8 +96,8 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _cache(self, tenant: Tenant, num_pages: int, priority: int, ending: bool) -> None:
         self.memory.cache(tenant.lease, tokens_of(tenant.prefix[:num_pages]), priority, ending=ending)
-        num_known = sum(tenant.prefix[: i + 1] in self.cached for i in range(num_pages))
-        if not ending and num_known > tenant.num_locked:
+        seq_len = sum(tenant.prefix[: i + 1] in self.cached for i in range(num_pages))
+        if not ending and seq_len > tenant.num_locked:
             return
         for i in range(num_pages):
             self.cached.setdefault(tenant.prefix[: i + 1], tenant.pages[i])

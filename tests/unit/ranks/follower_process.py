@@ -24,7 +24,7 @@ def main(path: str, num_ranks: int, rank: int, token: str) -> None:
     leader = Rank0Link(place, FileStore(path, num_ranks), token, host="127.0.0.1", times=times, timeout_s=30.0)
     print("linked", flush=True)
     leader.agree(50)
-    leader.report(RankReady(facts={}, memory=None, samples={}, settle_s=0.0, fence_settle_s=0.0))
+    leader.report(RankReady(facts={}, memory=None, samples={}, drain_timeout_s=0.0, fence_drain_timeout_s=0.0))
     with contextlib.suppress(Stopped):
         leader.wait_begin()
     leader.close()

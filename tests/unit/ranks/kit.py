@@ -61,7 +61,7 @@ class Rank:
     executor: RankExecutor
     own: Executor
     table: PageTable
-    mates: RankGroup
+    rank_group: RankGroup
     log: InputLog
 
 
@@ -86,7 +86,7 @@ class FollowerThread:
                 self.place, self._store, TOKEN, host=HOST, on_lost=self.losses, times=TIMES, timeout_s=MEET_S
             )
             leader.agree(100 + self.place.rank)
-            leader.report(RankReady(facts={}, memory=None, samples={}, settle_s=0.0, fence_settle_s=0.0))
+            leader.report(RankReady(facts={}, memory=None, samples={}, drain_timeout_s=0.0, fence_drain_timeout_s=0.0))
             log = FollowerLog(f"rank {self.place.rank}", leader.wait_begin().now, leader.hear)
             executor = RankExecutor(self.own, self.table, self.own.layout, self.place, leader, log, at_once=True)
             self._work(Rank(self.place, executor, self.own, self.table, leader, log))

@@ -48,7 +48,7 @@ class Ended:
 
 
 class Unaided:
-    """`Mates` of a rank that nobody waits for."""
+    """`RankGroup` of a rank that nobody waits for."""
 
     def computed(self, step: int) -> None: ...
 
@@ -57,5 +57,5 @@ class Unaided:
     def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
         return (own,)
 
-    def blame(self) -> PdserveError | None:
+    def root_cause(self) -> PdserveError | None:
         return None

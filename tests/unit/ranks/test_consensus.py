@@ -33,16 +33,16 @@ from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import MemoryKey
 from tests.unit.ranks.reductions import Ended, Reductions
 
-SETTLE_S = 3.0
-FENCE_SETTLE_S = 0.25
+DRAIN_TIMEOUT_S = 3.0
+FENCE_DRAIN_TIMEOUT_S = 0.25
 BROKEN = Failure(code="engine_failed", message="the wire is cut")
 
 
 class Engine:
     """`CopyEngine` whose jobs end when the test says so."""
 
-    settle_s = SETTLE_S
-    fence_settle_s = 0.0
+    drain_timeout_s = DRAIN_TIMEOUT_S
+    fence_drain_timeout_s = 0.0
     notifies = True
 
     def __init__(self) -> None:
@@ -99,16 +99,16 @@ class Rank:
             in_step=False,
         )
         mailbox: Mailbox[Event] = Mailbox()
-        self._mail = (
+        self._input_source = (
             LeaderInputSource(mailbox, log, self.consensus) if number == 0 else FollowerInputSource(log, self.consensus)
         )
         tell = self.consensus.heard if number == 0 else self.told.append
-        self.copies.drive(self.engine, SETTLE_S, FENCE_SETTLE_S, tell)
+        self.copies.drive(self.engine, DRAIN_TIMEOUT_S, FENCE_DRAIN_TIMEOUT_S, tell)
         self.turns: list[list[Outcome]] = []
 
     def turn(self) -> None:
         """A turn of the loop; what it gives becomes known to the scheduler, which submits the same on all ranks."""
-        found = self._mail.drain()
+        found = self._input_source.drain()
         assert all(isinstance(event, Outcome) for event in found)
         self.turns.append(list(found))  # type: ignore[arg-type]
 
@@ -509,12 +509,12 @@ def test_in_step_a_turn_takes_what_is_soon_done_and_the_others_take_it_as_well()
         )
         sides.append((copies, consensus, engine))
     for copies, _, engine in sides:
-        copies.drive(engine, SETTLE_S, FENCE_SETTLE_S, sides[0][1].heard)
+        copies.drive(engine, DRAIN_TIMEOUT_S, FENCE_DRAIN_TIMEOUT_S, sides[0][1].heard)
     turns: list[list[list[Outcome]]] = [[], []]
 
-    def turn(number: int, mail: LeaderInputSource | FollowerInputSource) -> None:
+    def turn(number: int, input_source: LeaderInputSource | FollowerInputSource) -> None:
         copies, _, engine = sides[number]
-        found = [event for event in mail.drain() if not isinstance(event, Woken)]
+        found = [event for event in input_source.drain() if not isinstance(event, Woken)]
         room = len(turns[number])
         turns[number].append(found)  # type: ignore[arg-type]
         for owner in range(2) if room < num_rooms else ():
@@ -524,18 +524,18 @@ def test_in_step_a_turn_takes_what_is_soon_done_and_the_others_take_it_as_well()
             copies.post(CopyDone.of(ended, BROKEN if ended.key.room % 3 else None, settled=True, write_s=0.0))
 
     def follow() -> None:
-        mail = FollowerInputSource(logs[1], sides[1][1])
+        input_source = FollowerInputSource(logs[1], sides[1][1])
         with contextlib.suppress(_Over):
             while True:
-                turn(1, mail)
+                turn(1, input_source)
 
     follower = threading.Thread(target=follow)
     follower.start()
-    mail = LeaderInputSource(mailbox, logs[0], sides[0][1])
+    input_source = LeaderInputSource(mailbox, logs[0], sides[0][1])
     while len(turns[0]) < num_rooms or sides[0][0].num_pending:
         assert time.monotonic() < deadline, "they do not agree"
-        turn(0, mail)
-        mail.wait(0.01)
+        turn(0, input_source)
+        input_source.wait(0.01)
     said.put(None)
     follower.join(20.0)
     assert not follower.is_alive()

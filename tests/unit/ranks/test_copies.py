@@ -26,7 +26,7 @@ from tests.unit.ranks.kit import replica
 from tests.unit.transfer.notifying import NotifyingMemory
 from tests.unit.transfer.waiting import events_of
 
-SIZE, SETTLE_S, FENCE_SETTLE_S = 1024, 7.0, 5.0
+SIZE, DRAIN_TIMEOUT_S, FENCE_DRAIN_TIMEOUT_S = 1024, 7.0, 5.0
 KEY = MemoryKey(1, 2, "o")
 
 
@@ -50,7 +50,7 @@ class Bench:
     def open(self, rank: int, tell) -> None:  # type: ignore[no-untyped-def]
         copies = RankCopies(rank)
         workers = CopyWorkers(self.transports[rank], copies.post, 1)
-        copies.drive(workers, SETTLE_S, FENCE_SETTLE_S, tell)
+        copies.drive(workers, DRAIN_TIMEOUT_S, FENCE_DRAIN_TIMEOUT_S, tell)
         self.workers.append(workers)
         self.copies.append(copies)
 
@@ -94,8 +94,8 @@ def test_each_rank_copies_its_own_pages_once(bench: Bench) -> None:
         done = bench.ended()
         assert (done.key, done.index, done.failure, done.settled) == (KEY, rank, None, True) and done.write_s >= 0
         assert bench.peer[: SIZE // 2].tolist() == [10 + rank] * (SIZE // 2) and not bench.peer[SIZE // 2 :].any()
-    assert [copies.settle_s for copies in bench.copies] == [SETTLE_S] * 2, "the longest of all ranks"
-    assert [copies.fence_settle_s for copies in bench.copies] == [FENCE_SETTLE_S] * 2
+    assert [copies.drain_timeout_s for copies in bench.copies] == [DRAIN_TIMEOUT_S] * 2, "the longest of all ranks"
+    assert [copies.fence_drain_timeout_s for copies in bench.copies] == [FENCE_DRAIN_TIMEOUT_S] * 2
 
 
 def test_a_failure_on_a_follower_is_heard_as_a_value(bench: Bench) -> None:

@@ -77,7 +77,7 @@ class Replica:
         lockstep.wake = lambda: self.mailbox.post(Woken())
         self.inner = Collective(barrier)
         self._idle = IdleBatches(lockstep)
-        self._executor = PreStepExecutor(self.inner, lockstep.enter, lockstep.blame)  # type: ignore[arg-type]
+        self._executor = PreStepExecutor(self.inner, lockstep.enter, lockstep.root_cause)  # type: ignore[arg-type]
         self._overlap = overlap
         self.num_turns = 0
         self.todo = 0
@@ -103,7 +103,7 @@ class Replica:
                 self.mailbox.wait(ROUND_S)
         if under_way is not None:
             self._executor.resolve(under_way)
-        self._idle.see_out(step, self._executor, self.mailbox)
+        self._idle.run_idle_until_all_stop(step, self._executor, self.mailbox)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -168,7 +168,7 @@ def test_a_replica_that_ends_without_a_word_is_named() -> None:
     with leaders(2, losses) as met, ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda one: one.share_samples([]), met))  # a connection that was never there is not closed
         met[1].close()
-        assert isinstance(met[0].blame(), RankError)
+        assert isinstance(met[0].root_cause(), RankError)
         assert "replica 1" in str(losses[0].wait()) and "is gone" in str(losses[0].wait())
 
 

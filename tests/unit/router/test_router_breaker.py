@@ -32,7 +32,7 @@ def test_it_opens_after_failures_in_a_row_and_admits_nothing_for_a_while() -> No
     fail(breaker, 2.0)
     assert breaker.state(2.0) is BreakerState.OPEN
     assert not breaker.admits(11.9)
-    assert breaker.opens_in(5.0) == 7.0
+    assert breaker.retry_in_s(5.0) == 7.0
     assert breaker.state(12.0) is BreakerState.HALF_OPEN
     assert breaker.admits(12.0)
 

@@ -33,12 +33,12 @@ def event(token: int) -> bytes:
     return b"data: " + json.dumps({"token": token}).encode() + b"\n\n"
 
 
-def writer(until: int, how: str = "cut", *, tells: bool = True) -> Any:
+def writer(until: int, how: str = "cut", *, sends_state: bool = True) -> Any:
     """A decode worker that writes the tokens up to `until`, of 8, and then breaks off by `how`, unless it has all."""
 
     async def answer(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
-        told = tells and STATE_HEADER in request.headers
+        told = sends_state and STATE_HEADER in request.headers
         prior = body.get(RESUME_FIELD, {}).get("token_ids", [])
         for token in TOKENS[len(prior) : until]:
             tail = TAIL.decode() if token == TOKENS[-1] else None
@@ -107,17 +107,19 @@ def error_of(raw: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("how", "body", "tells"),
+    ("how", "body", "sends_state"),
     [
         ("final", BODY, True),  # an error that another try does not help
         ("cut", {**BODY, "n": 2}, True),
         ("cut", BODY, False),  # a worker that does not tell what it takes
     ],
 )
-def test_what_cannot_go_on_ends_in_an_error(run_world: RunWorld, how: str, body: dict[str, Any], tells: bool) -> None:
+def test_what_cannot_go_on_ends_in_an_error(
+    run_world: RunWorld, how: str, body: dict[str, Any], sends_state: bool
+) -> None:
     async def scenario(world: Any) -> None:
         prefill = await world.worker("p")
-        decodes = [await world.worker(name, writer(5, how, tells=tells)) for name in ("d", "d2")]
+        decodes = [await world.worker(name, writer(5, how, sends_state=sends_state)) for name in ("d", "d2")]
         async with world.router([prefill], decodes, retry=RETRY) as url:
             raw = await ask(world, url, body)
         assert error_of(raw)["code"] == ("engine_dead" if how == "final" else "worker_failed")

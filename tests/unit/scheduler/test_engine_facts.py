@@ -29,4 +29,4 @@ def test_all_ranks_have_the_kernels_or_none(tiny_checkpoint: Callable[[Family], 
 
 
 def ready(facts: dict[str, str]) -> RankReady:
-    return RankReady(facts=facts, memory=None, samples={}, settle_s=0.0, fence_settle_s=0.0)
+    return RankReady(facts=facts, memory=None, samples={}, drain_timeout_s=0.0, fence_drain_timeout_s=0.0)

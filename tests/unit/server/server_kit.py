@@ -28,7 +28,7 @@ from pdserve.config.groups import (
 )
 from pdserve.errors import EngineDeadError, GrammarError
 from pdserve.grammar.compile import JsonRules
-from pdserve.grammar.compile_jobs import Check, CompileResult, verdict_on
+from pdserve.grammar.compile_jobs import Check, CompileResult, compile_one
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
@@ -93,13 +93,13 @@ VOCAB = 320
 """Larger than the tokenizer's, as padded checkpoints are."""
 
 
-def prompt_logprobs(request: GenerateRequest, wish: Logprobs) -> PromptLogprobs:
+def prompt_logprobs(request: GenerateRequest, logprob_params: Logprobs) -> PromptLogprobs:
     """Made up: -p of the token at position p, second best; -0.5 of the best ones, from token 2 on; -0.75 of picks."""
-    start = (wish.prompt_from or 0) + 1
+    start = (logprob_params.prompt_from or 0) + 1
     count = len(request.input_ids) - start
     own = -np.arange(start, start + count, dtype=np.float32)
-    top_ids = np.tile(np.arange(2, 2 + wish.top, dtype=np.int32), (count, 1))
-    picked = np.full((count, len(wish.token_ids)), -0.75, dtype=np.float32)
+    top_ids = np.tile(np.arange(2, 2 + logprob_params.top, dtype=np.int32), (count, 1))
+    picked = np.full((count, len(logprob_params.token_ids)), -0.75, dtype=np.float32)
     ranks = np.full(count, 2, dtype=np.int32)
     return PromptLogprobs.pack(start, own, ranks, top_ids, np.full(top_ids.shape, -0.5, dtype=np.float32), picked)
 
@@ -217,9 +217,13 @@ class ScriptedScheduler:
         if isinstance(script, FinishReason):
             self._send(EngineCoreOutput(rid=request.rid, token_ids=[], finish=script))
             return
-        wish = request.logprobs
-        if wish is not None and wish.prompt_from is not None and wish.prompt_from + 1 < len(request.input_ids):
-            for part in prompt_logprobs(request, wish).parts(64):
+        logprob_params = request.logprobs
+        if (
+            logprob_params is not None
+            and logprob_params.prompt_from is not None
+            and logprob_params.prompt_from + 1 < len(request.input_ids)
+        ):
+            for part in prompt_logprobs(request, logprob_params).parts(64):
                 self._send(EngineCoreOutput(rid=request.rid, token_ids=[], prompt_logprobs=part))
         num_prior = len(request.prior_output_ids)
         script, limit = script[num_prior:], request.sampling.max_new_tokens - num_prior
@@ -250,10 +254,10 @@ class ScriptedScheduler:
         timing: RequestTiming | None = None,
     ) -> EngineCoreOutput:
         logprobs = None
-        wish = request.logprobs
-        if wish is not None and wish.output:
-            tops = [(token, -0.5) for token in range(2, 2 + wish.top)]
-            logprobs = [TokenLogprob(-0.25, tops, [-0.75] * len(wish.token_ids)) for _ in tokens]
+        logprob_params = request.logprobs
+        if logprob_params is not None and logprob_params.output:
+            tops = [(token, -0.5) for token in range(2, 2 + logprob_params.top)]
+            logprobs = [TokenLogprob(-0.25, tops, [-0.75] * len(logprob_params.token_ids)) for _ in tokens]
         return EngineCoreOutput(
             rid=request.rid,
             token_ids=tokens,
@@ -279,7 +283,7 @@ class CompileHere:
         return CompileResult(job=0)
 
     async def check(self, text: Check, client: str) -> CompileResult:
-        return verdict_on(text, JsonRules(), self._vocabulary)
+        return compile_one(text, JsonRules(), self._vocabulary)
 
     async def close(self) -> None:
         pass

@@ -17,7 +17,7 @@ from pdserve.config.groups import GrammarConfig
 from pdserve.errors import RequestError
 from pdserve.grammar import compile_jobs
 from pdserve.grammar.compile import JsonRules
-from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, CompileResult, verdict_on
+from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, CompileResult, compile_one
 from pdserve.protocol.failure import Grammar
 from pdserve.protocol.messages import EngineReady
 from pdserve.server.request import compile_pool
@@ -244,12 +244,12 @@ async def test_hostile_patterns_are_refused_before_anything_is_compiled(tokenize
 
 async def test_a_stop_pattern_has_limits_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     check = CheckPattern(job=0, pattern="a{9000}b")
-    assert verdict_on(check, JsonRules(), None).reason == "ok"
+    assert compile_one(check, JsonRules(), None).reason == "ok"
     for limit, value, said in (
         ("PATTERN_CPU_S", -1.0, "s to compile, at most -1 s are spent on it"),
         ("PATTERN_BYTES", -(1 << 40), "MiB when compiled, at most"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(compile_jobs, limit, value)
-            verdict = verdict_on(check, JsonRules(), None)
+            verdict = compile_one(check, JsonRules(), None)
             assert verdict.reason == "refused" and verdict.message is not None and said in verdict.message

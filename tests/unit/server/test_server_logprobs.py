@@ -128,8 +128,8 @@ async def test_generate_asks_and_answers_in_sglangs_shapes(tokenizer: Tokenizer,
         picks = [[-0.75, 9, tokenizer.token_text(9)], [-0.75, 4, tokenizer.token_text(4)]]
         assert meta["input_token_ids_logprobs"] == [None, picks, picks]
         assert meta["output_token_ids_logprobs"] == [picks]
-        wish = b.scheduler.requests[0].logprobs
-        assert wish == Logprobs(top=1, token_ids=(9, 4), prompt_from=1, to_decode=True)
+        logprob_params = b.scheduler.requests[0].logprobs
+        assert logprob_params == Logprobs(top=1, token_ids=(9, 4), prompt_from=1, to_decode=True)
         batch = {
             "text": ["xyz!", "yo"],
             "return_logprob": [True, True],
@@ -153,8 +153,10 @@ async def test_each_list_is_in_one_half_or_can_be_told_apart(tokenizer: Tokenize
         assert len(meta["input_top_logprobs"]) == 3
         plain = {**body, "top_logprobs_num": 0}
         await b.http.post("/generate", json=plain)
-        wishes = [request.logprobs for request in b.scheduler.requests]
-        assert [wish is not None and wish.to_decode for wish in wishes] == [True, False]
+        prompt_logprob_params = [request.logprobs for request in b.scheduler.requests]
+        assert [
+            logprob_params is not None and logprob_params.to_decode for logprob_params in prompt_logprob_params
+        ] == [True, False]
         many = {**plain, "text": ["xyz", "yo"], "bootstrap_room": [1, 2]}
         answers = (await b.http.post("/generate", json=many)).json()
         assert [len(answer["meta_info"]["input_token_logprobs"]) for answer in answers] == [3, 2]

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.base.process_use import OWN
 from pdserve.protocol.messages import EngineReady
-from pdserve.server.engine_client.startup_line import tell_startup
+from pdserve.server.engine_client.startup_line import log_startup
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
 
@@ -30,7 +30,7 @@ def ready(**facts: float) -> EngineReady:
 
 def test_one_line_has_the_parts_of_the_start_and_the_memory(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        tell_startup(ready(startup_imports_s=1.5, startup_load_weight_s=2.25, startup_scheduler_e2e_s=4.0))
+        log_startup(ready(startup_imports_s=1.5, startup_load_weight_s=2.25, startup_scheduler_e2e_s=4.0))
     (record,) = caplog.records
     text = record.getMessage()
     assert "ready after 4.00 s (imports 1.50, load_weight 2.25, other 0.25); memory: api " in text

@@ -174,9 +174,9 @@ def test_the_looks_of_all_sequences_get_shorter_together_and_recover(monkeypatch
 def test_quick_looks_use_up_no_budget_and_owe_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     matcher = world.matcher("zz", takes_s=QUICK_S)
-    assert _pushed(matcher, ["a"] * 4) == "a" * 4 and not world.looks.owes_turn  # two looks for each
+    assert _pushed(matcher, ["a"] * 4) == "a" * 4 and not world.looks.must_yield  # two looks for each
     assert _pushed(matcher, ["a"] * 2000) == "a" * 2000
-    assert set(world.timeouts) == {LOOK_S} and world.looks.owes_turn
+    assert set(world.timeouts) == {LOOK_S} and world.looks.must_yield
 
 
 def test_a_look_that_was_cut_short_by_other_threads_is_repeated_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,11 +194,11 @@ def test_a_look_that_was_cut_short_by_other_threads_is_repeated_once(monkeypatch
 async def test_slow_looks_owe_the_event_loop_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.matcher("zz", takes_s=TURN_S).push("a")
-    assert world.looks.owes_turn
+    assert world.looks.must_yield
     ran = asyncio.get_running_loop().create_future()
     asyncio.get_running_loop().call_soon(ran.set_result, None)
-    await world.looks.give_turn()
-    assert ran.done() and not world.looks.owes_turn
+    await world.looks.yield_to_loop()
+    assert ran.done() and not world.looks.must_yield
 
 
 @pytest.mark.asyncio
@@ -209,7 +209,7 @@ async def test_outputs_of_one_step_leave_turns_to_others(tokenizer: Tokenizer, m
         turns.append(None)
 
     monkeypatch.setattr(SLOW_LOOKS, "_since_turn_s", TURN_S)
-    monkeypatch.setattr(SLOW_LOOKS, "give_turn", turn)
+    monkeypatch.setattr(SLOW_LOOKS, "yield_to_loop", turn)
     async with bench(tokenizer) as b:
         assert (await b.http.post("/generate", json={"text": ["a", "b"]})).status_code == 200
     assert len(turns) >= 2

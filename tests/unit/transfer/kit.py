@@ -32,7 +32,7 @@ TOKEN = "cluster"
 BROKEN = Failure(code="engine_failed", message="the engine says -1")
 CLIENT_LEFT = Failure(code="aborted", message="the client left", origin="client", status=499)
 FACTS: dict[str, str | int] = {"model": "m", "transfer_backend": "kit"}
-SETTLE_S = 5.0
+DRAIN_TIMEOUT_S = 5.0
 HEARTBEAT_S, MISSES, BOOTSTRAP_S, WAITING_S = 2.0, 3, 60.0, 100.0
 
 
@@ -103,11 +103,11 @@ class KitSocket:
 class KitEngine:
     """`CopyEngine` whose jobs end when the test says so."""
 
-    settle_s = SETTLE_S
+    drain_timeout_s = DRAIN_TIMEOUT_S
 
     def __init__(self, notifies: bool = False, addresses: Sequence[str] = ()) -> None:
         self.notifies = notifies
-        self.fence_settle_s = 0.0
+        self.fence_drain_timeout_s = 0.0
         self.fences = True
         """What fences end with."""
         self.fenced: list[tuple[int, str]] = []

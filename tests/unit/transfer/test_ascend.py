@@ -156,7 +156,7 @@ def test_a_fence_destroys_the_engine_of_that_peer_and_no_other(
     for address in addresses:
         sender.connect(address)
         sender.write(address, [Copy(source.address, target.address, 8)])
-    assert receiver.fence("a") and receiver.fence_settle_s == receiver.settle_s == 30.0
+    assert receiver.fence("a") and receiver.fence_drain_timeout_s == receiver.drain_timeout_s == 30.0
     memory[:] = 0
     with pytest.raises(TransferError):
         sender.write(addresses[0], [Copy(source.address, target.address, 8)])

@@ -25,7 +25,7 @@ class Network(MemoryTransport):
 
     name = "network"
     facts = TransportFacts(protocol="tcp", moves_bytes=True, max_outstanding=7)
-    settle_s = 11.0
+    drain_timeout_s = 11.0
 
 
 class End:
@@ -96,7 +96,7 @@ def test_memory_that_no_way_takes_is_refused_and_no_way_is_lost(make: Make) -> N
     with pytest.raises(TransferError, match="overlaps"):
         end.transport.register([MemoryRegion(end.start + 10, 10)])
     assert "shm" in end.transport.address() and "network" in end.transport.address()
-    assert end.transport.facts.protocol == "memory or tcp" and end.transport.settle_s == 11.0
+    assert end.transport.facts.protocol == "memory or tcp" and end.transport.drain_timeout_s == 11.0
     assert (end.transport.facts.writers, end.transport.facts.max_outstanding) == (2, 7), "what suits any of them"
 
 

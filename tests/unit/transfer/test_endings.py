@@ -13,8 +13,8 @@ from tests.unit.transfer.kit import (
     ALL_FREE,
     BROKEN,
     CLIENT_LEFT,
+    DRAIN_TIMEOUT_S,
     HEARTBEAT_S,
-    SETTLE_S,
     TOKEN,
     WAITING_S,
     Pair,
@@ -52,7 +52,7 @@ def test_an_unsettled_copy_holds_both_sides_for_as_long_as_it_may_move() -> None
     assert pair.sender.failure == BROKEN and pair.receiver.failure == BROKEN, "the requests fail at once"
     assert prefill.kv.counters["copies_failed"] == 1
     pair.drop_requests()
-    net.pass_time(SETTLE_S - 1)
+    net.pass_time(DRAIN_TIMEOUT_S - 1)
     assert prefill.free != ALL_FREE and decode.free != ALL_FREE
     net.pass_time(2)
     assert_quiet_and_free(prefill, decode)
@@ -137,10 +137,10 @@ def test_kv_that_does_not_come_in_time_fails_with_504_and_stays_held() -> None:
     assert_quiet_and_free(prefill, decode)
 
 
-@pytest.mark.parametrize("settle_s", [0.0, SETTLE_S])
-def test_pages_given_to_a_prefill_server_whose_port_refuses_are_fenced_first(settle_s: float) -> None:
+@pytest.mark.parametrize("drain_timeout_s", [0.0, DRAIN_TIMEOUT_S])
+def test_pages_given_to_a_prefill_server_whose_port_refuses_are_fenced_first(drain_timeout_s: float) -> None:
     net, prefill, decode = meet()
-    decode.engine.fence_settle_s = settle_s
+    decode.engine.fence_drain_timeout_s = drain_timeout_s
     pair = Pair(net, prefill, decode)
     pair.sender.send(pair.mine[0], 3)
     del net.sides[prefill.endpoint]
@@ -149,8 +149,8 @@ def test_pages_given_to_a_prefill_server_whose_port_refuses_are_fenced_first(set
     pair.drop_requests()
     assert decode.engine.fenced == [(0, "prefill-1#1")] and decode.free == (13, 3), "the fence has not been reported"
     net.pump()
-    if settle_s:
-        net.pass_time(settle_s - 1)
+    if drain_timeout_s:
+        net.pass_time(drain_timeout_s - 1)
         assert decode.free == (13, 3)
         net.pass_time(2)
     assert_quiet_and_free(decode)

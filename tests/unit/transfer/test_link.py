@@ -87,23 +87,23 @@ class SlowDoor:
 @pytest.mark.parametrize("fails", [False, True])
 def test_threads_that_connect_at_the_same_time_share_one_attempt_and_what_comes_of_it(fails: bool) -> None:
     """A link that is opened for nothing has to be destroyed again, which took its thread seconds."""
-    door = SlowDoor()
-    door.failure = TransferError("nobody there", code="peer_unreachable") if fails else None
-    peers = LinkedPeers(door.open)
+    drain_gate = SlowDoor()
+    drain_gate.failure = TransferError("nobody there", code="peer_unreachable") if fails else None
+    peers = LinkedPeers(drain_gate.open)
     with ThreadPoolExecutor(3) as pool:
         connecting = [pool.submit(peers.connect, "here", "host:1")]
-        assert door.asked.wait(30.0)
+        assert drain_gate.asked.wait(30.0)
         connecting += [pool.submit(peers.connect, "here", "host:1") for _ in range(2)]
         assert not wait(connecting, timeout=0.2).done, "somebody did not wait for what comes of it"
-        door.may_answer.set()
+        drain_gate.may_answer.set()
         errors = [one.exception(30.0) for one in connecting]
-    assert door.num_asked == 1
+    assert drain_gate.num_asked == 1
     if fails:
         assert all(isinstance(error, TransferError) for error in errors)
-        door.failure = None
+        drain_gate.failure = None
         peers.connect("here", "host:1")
-        assert len(door.opened) == 1, "a later attempt is one of its own"
+        assert len(drain_gate.opened) == 1, "a later attempt is one of its own"
     else:
         assert errors == [None] * 3
-        assert peers.get("here").usable_link() is door.opened[0]
-        assert not door.opened[0].doomed
+        assert peers.get("here").usable_link() is drain_gate.opened[0]
+        assert not drain_gate.opened[0].doomed

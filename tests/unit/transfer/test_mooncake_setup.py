@@ -22,9 +22,9 @@ from pdserve.transfer.transports.mooncake import TCP_TIMEOUTS, MooncakeTransport
 from pdserve.transfer.transports.mooncake_engine import (
     BRIEF_TIMEVAL,
     MooncakeEngine,
-    hurry_end,
     open_session,
     sockets_at,
+    speed_up_shutdown,
 )
 from tests.unit.transfer.waiting import wait_until
 
@@ -140,7 +140,7 @@ def test_a_peer_that_never_answers_holds_up_its_own_thread_only() -> None:
 
 
 def test_where_an_engine_listens_is_found() -> None:
-    """What `hurry_end` needs: without it each engine's end stops all threads for a second."""
+    """What `speed_up_shutdown` needs: without it each engine's end stops all threads for a second."""
     set_environment("tcp")
     engine = MooncakeEngine("127.0.0.1", "tcp", "")
     port = int(engine.session.rpartition(":")[2])
@@ -165,7 +165,7 @@ def test_strangers_who_say_nothing_do_not_hold_up_the_end_of_an_engine(said: byt
             stranger.sendall(said)
         wait_until(lambda: sockets_at(port, listening=False), "the engine reads from the first one")
         assert not any(map(_has_ended, strangers))
-        hurry_end(port)
+        speed_up_shutdown(port)
         assert all(map(_has_ended, strangers))
         assert sockets_at(port, listening=True) == [], "nobody else comes in"
         engine.destroy()

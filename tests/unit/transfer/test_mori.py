@@ -228,7 +228,7 @@ def test_a_fence_lets_go_of_the_engine_of_that_peer_and_no_other(
     fenced = weakref.ref(engines[2])
     del engine
     engines.clear()
-    assert receiver.transport.fence("a") and receiver.transport.fence_settle_s == mori.SETTLE_S
+    assert receiver.transport.fence("a") and receiver.transport.fence_drain_timeout_s == mori.DRAIN_TIMEOUT_S
     assert fenced() is None
     assert decode_address(receiver.transport.open_receiver("b")) == cards[1]
     assert decode_address(receiver.transport.open_receiver("a")).engine != cards[0].engine

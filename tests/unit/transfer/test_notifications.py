@@ -28,7 +28,7 @@ from tests.unit.transfer.kit import (
     ADDRESS,
     BROKEN,
     CLIENT_LEFT,
-    SETTLE_S,
+    DRAIN_TIMEOUT_S,
     Net,
     Pair,
     Side,
@@ -250,7 +250,7 @@ def test_a_rank_that_was_not_notified_fails_the_transfer_and_pages_wait_for_the_
     assert pair.receiver.failure.code == "transfer_unconfirmed" and pair.receiver.failure.retryable
     assert decode.kv.counters["transfers_unconfirmed"] == 1
     pair.drop_requests()
-    net.pass_time(SETTLE_S - 0.5)
+    net.pass_time(DRAIN_TIMEOUT_S - 0.5)
     assert decode.free == (13, 3), "what nobody has told of may still come"
     net.pass_time(1.0)
     assert_quiet_and_free(prefill, decode)
@@ -344,7 +344,7 @@ def test_pages_of_a_missing_note_rest_also_where_the_sender_has_gone_and_no_fenc
         lease.drop("request")
     net.pass_time(1.0)
     decode.kv.handle(Notified(pair.receiver._room.key, 1))
-    net.pass_time(SETTLE_S - 0.5)
+    net.pass_time(DRAIN_TIMEOUT_S - 0.5)
     assert decode.free == (13, 3)
     net.pass_time(1.0)
     assert decode.free == (16, 4)

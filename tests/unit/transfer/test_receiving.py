@@ -299,9 +299,9 @@ def test_transports_made_of_others_fence_all_of_them() -> None:
     fenced: list[tuple[str, str]] = []
 
     class Way(MemoryTransport):
-        def __init__(self, name: str, fence_settle_s: float, *, fences: bool) -> None:
+        def __init__(self, name: str, fence_drain_timeout_s: float, *, fences: bool) -> None:
             super().__init__(hub)
-            self.name, self.fence_settle_s, self._fences = name, fence_settle_s, fences  # type: ignore[misc]
+            self.name, self.fence_drain_timeout_s, self._fences = name, fence_drain_timeout_s, fences  # type: ignore[misc]
 
         def fence(self, peer: str) -> bool:
             fenced.append((self.name, peer))
@@ -312,7 +312,7 @@ def test_transports_made_of_others_fence_all_of_them() -> None:
         transport = FailingTransport(AutoTransport([Way("one", 0.0, fences=fences), Way("two", 5.0, fences=True)]), 0.5)
         address = transport.open_receiver("a")
         assert transport.open_receiver("a") == address != transport.address() and '"one"' in address
-        assert transport.fence_settle_s == 5.0
+        assert transport.fence_drain_timeout_s == 5.0
         assert transport.fence("a") is fences
         assert fenced == [("one", "a"), ("two", "a")]
         assert transport.open_receiver("a") != address

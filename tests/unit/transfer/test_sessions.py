@@ -544,4 +544,4 @@ def test_rooms_of_one_peer_by_several_names_go_on_in_the_order_in_which_these_we
         found(decode, prefill, name)
     net.pump()
     assert all(receiver.poll() is KVPoll.WAITING_FOR_INPUT for receiver in receivers)
-    assert decode.kv.take_moved() == list(range(len(names)))
+    assert decode.kv.drain_state_changes() == list(range(len(names)))

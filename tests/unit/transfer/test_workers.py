@@ -35,8 +35,8 @@ class ScriptedTransport:
 
     name = "scripted"
     facts = TransportFacts(protocol="none", moves_bytes=True)
-    settle_s = 3.0
-    fence_settle_s = 2.0
+    drain_timeout_s = 3.0
+    fence_drain_timeout_s = 2.0
 
     def __init__(self) -> None:
         self.receivers: list[tuple[str, str]] = []
@@ -125,7 +125,7 @@ def test_pieces_become_absolute_copies_and_one_connection(
     assert transport.connects == ["peer"]
     assert transport.written[0][1] == [Copy(1016, 5032, 8), Copy(1000, 5000, 8), Copy(2064, 9064, 64)]
     assert len({thread for _, _, thread in transport.written}) == 1
-    assert (workers.address, workers.settle_s, workers.fence_settle_s) == ("here", 3.0, 2.0)
+    assert (workers.address, workers.drain_timeout_s, workers.fence_drain_timeout_s) == ("here", 3.0, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from pdserve.server.openai.chat_reader import ChatReader, ReasoningCounter
 from pdserve.server.openai.logprob_format import chat_logprobs
 from pdserve.server.openai.responses.output import OutputWriter
 from pdserve.server.openai.responses.schemas import UNSUPPORTED_RESPONSES, ResponsesBody
-from pdserve.server.openai.responses.to_chat import in_these_words, to_chat
+from pdserve.server.openai.responses.to_chat import to_chat, with_fields_of
 from pdserve.server.request.sampling_fields import MAX_CHAT_TOKENS, RequestedSampling
 
 
@@ -182,6 +182,6 @@ async def responses(context: ServerContext, request: Request) -> Response:
     context.limits()
     body = convert(refuse_unsupported(raw, UNSUPPORTED_RESPONSES), ResponsesBody)
     ask = RequestedSampling(body.max_output_tokens, MAX_CHAT_TOKENS, "max_output_tokens", least=1)
-    with in_these_words(body):
+    with with_fields_of(body):
         prepared = await prepare_chat(context, to_chat(body), ask, "input")
     return await ResponsesCall(context, body, prepared).answer(request)

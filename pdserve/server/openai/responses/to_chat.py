@@ -79,7 +79,7 @@ def to_chat(body: ResponsesBody) -> ChatBody:
 
 
 @contextlib.contextmanager
-def in_these_words(body: ResponsesBody) -> Iterator[None]:
+def with_fields_of(body: ResponsesBody) -> Iterator[None]:
     """Errors of the chat body that `body` became name the fields of `body`.
 
     Raises:

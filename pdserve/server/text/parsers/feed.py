@@ -34,7 +34,7 @@ class NotACallError(Exception):
     """What looked like markup is ordinary text."""
 
 
-def scrub(text: str) -> str:
+def drop_surrogates(text: str) -> str:
     """`text` without lone surrogates, which JSON escapes can write and no encoder takes."""
     return _SURROGATE.sub("\ufffd", text)
 
@@ -176,7 +176,7 @@ class IncrementalParser:
             if not (yield from self.more()):
                 return
 
-    def pass_until(self, markers: tuple[str, ...], sink: Sink) -> Steps[str]:
+    def forward_until(self, markers: tuple[str, ...], sink: Sink) -> Steps[str]:
         """Hand text on as it comes, up to a marker, which is skipped and returned.
 
         Raises:

@@ -25,14 +25,14 @@ class Harmony(ToolFormat):
 
     def read(self, feed: IncrementalParser) -> Steps[None]:
         """See `ToolFormat.read`."""
-        start = yield from feed.pass_until(_STARTS, feed.content)
+        start = yield from feed.forward_until(_STARTS, feed.content)
         while True:
             header, _ = yield from feed.take_until(("<|message|>",))
             header = start + header
             feed.commit()
             start = yield from self._body(feed, header)
             while start not in _STARTS:
-                start = yield from feed.pass_until(_STARTS, _ignore)
+                start = yield from feed.forward_until(_STARTS, _ignore)
 
     def _body(self, feed: IncrementalParser, header: str) -> Steps[str]:
         recipient = _RECIPIENT.search(header)
@@ -43,7 +43,7 @@ class Harmony(ToolFormat):
             sink = feed.reasoning
         else:
             sink = feed.content
-        return (yield from feed.pass_until(_ENDS, sink))
+        return (yield from feed.forward_until(_ENDS, sink))
 
 
 def _ignore(_: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from pdserve.server.text.parsers.feed import CutOffError, IncrementalParser, NotACallError, Sink, Steps
-from pdserve.server.text.parsers.json_read import call_object, pass_value
+from pdserve.server.text.parsers.json_read import call_object, forward_value
 from pdserve.server.text.parsers.tool_format import MAX_NAME_CHARS, MarkedFormat, ToolFormat
 
 
@@ -183,6 +183,6 @@ class JsonArguments(ToolFormat):
 def _arguments(feed: IncrementalParser, sink: Sink) -> Steps[None]:
     """Arguments of an opened call; what is no JSON value is left to be read as text."""
     try:
-        yield from pass_value(feed, sink)
+        yield from forward_value(feed, sink)
     except NotACallError:
         feed.give_up(0)

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Container
 
-from pdserve.server.text.parsers.feed import IncrementalParser, NotACallError, Sink, Steps, scrub
+from pdserve.server.text.parsers.feed import IncrementalParser, NotACallError, Sink, Steps, drop_surrogates
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 _STRUCTURE = re.compile(r'["{}\[\]<]')
@@ -56,7 +56,7 @@ class _Extent:
         return self._depth <= 0 and not self._in_string
 
 
-def pass_value(feed: IncrementalParser, sink: Sink) -> Steps[None]:
+def forward_value(feed: IncrementalParser, sink: Sink) -> Steps[None]:
     """Hand the next value's text on as it comes; of a string, what it says: arguments that were encoded twice."""
     if (yield from feed.peek()) not in "{[":
         sink(_arguments((yield from take_value(feed))))
@@ -106,7 +106,7 @@ def _string(text: str) -> str:
         raise NotACallError from error
     if not isinstance(value, str):
         raise NotACallError
-    return scrub(value)
+    return drop_surrogates(value)
 
 
 def call_object(feed: IncrementalParser, known: Container[str] | None = None) -> Steps[None]:
@@ -157,7 +157,7 @@ def _arguments(text: str) -> str:
 def _rest_of_call(feed: IncrementalParser, sink: Sink) -> Steps[None]:
     """Read the arguments of a call that was opened, and what follows if the object goes on as objects do."""
     try:
-        yield from pass_value(feed, sink)
+        yield from forward_value(feed, sink)
         while not (yield from feed.skip_spaced("}")):
             yield from feed.expect(",")
             yield from feed.skip_space()

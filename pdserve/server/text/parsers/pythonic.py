@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from pdserve.server.text.parsers.feed import CutOffError, IncrementalParser, NotACallError, Steps, scrub
+from pdserve.server.text.parsers.feed import CutOffError, IncrementalParser, NotACallError, Steps, drop_surrogates
 from pdserve.server.text.parsers.tool_format import ToolFormat
 
 _STRUCTURE = re.compile(r"""["'()\[\]{}]""")
@@ -82,7 +82,7 @@ class Pythonic(ToolFormat):
             text = json.dumps({key: _value(node) for key, node in values.items()}, ensure_ascii=False, allow_nan=False)
         except (SyntaxError, ValueError, TypeError, AssertionError, MemoryError, RecursionError) as error:
             raise NotACallError from error
-        return scrub(text)
+        return drop_surrogates(text)
 
 
 def _value(node: ast.expr) -> Any:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pdserve.server.text.parsers.feed import IncrementalParser, NotACallError, Sink, Steps, scrub
+from pdserve.server.text.parsers.feed import IncrementalParser, NotACallError, Sink, Steps, drop_surrogates
 from pdserve.server.text.parsers.tool_format import MAX_NAME_CHARS, MarkedFormat
 
 
@@ -35,7 +35,7 @@ def _finite(constant: str) -> None:
 
 
 def _dump(value: Any) -> str:
-    return scrub(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    return drop_surrogates(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
@@ -85,7 +85,7 @@ class ArgumentWriter:
         if trim and (yield from feed.skip("\n")):
             feed.commit()
         string = _String(self._sink, trim=trim)
-        end = yield from feed.pass_until(ends, string.push)
+        end = yield from feed.forward_until(ends, string.push)
         self._sink('"')
         return end
 

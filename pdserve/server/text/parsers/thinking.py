@@ -55,7 +55,7 @@ class ReasoningFormat:
 
     def _thoughts(self, feed: IncrementalParser) -> Steps[None]:
         """Read thoughts and the white space behind them."""
-        end = yield from feed.pass_until((self.closing, *self.calls), feed.reasoning)
+        end = yield from feed.forward_until((self.closing, *self.calls), feed.reasoning)
         if end != self.closing:
             feed.text = end + feed.text
             return
