@@ -56,8 +56,8 @@ class ModelRunner:
     ) -> Tensor | None:
         """Compute a step's micro-batches: `[S, vocab]`, for `choose`, on the sampling rank, None on the others.
 
-        `on_layer(i)` is called once all of them have written the KV of this rank's layer i. `prompt_logprob_params`: for
-        each micro-batch, what `prompt_scores` returns.
+        `on_layer(i)` is called once all of them have written the KV of this rank's layer i. `prompt_logprob_params`:
+        for each micro-batch, what `prompt_scores` returns.
         """
         last = len(batches) - 1
         self._scores, self._best, self.has_put = [], None, False

@@ -2,8 +2,8 @@
 
 `LocalExecutor` calls `read_prompt_logprob_params` when it launches a step; `ModelRunner` calls `PromptLogprobComputer`
 while the step is computed. The logits of a long prompt would not fit into memory, so positions are processed a few at
-a time and only the requested values are kept. With the vocabulary split over tensor ranks, each rank reduces its part, and the ranks
-exchange the results.
+a time and only the requested values are kept. With the vocabulary split over tensor ranks, each rank reduces its part,
+and the ranks exchange the results.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ class PromptLogprobTensors:
 def read_prompt_logprob_params(
     batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]
 ) -> PromptLogprobParams | None:
-    """Parameters of this micro-batch; None when nothing is wanted. `wanted`: prompt tokens and logprob parameters by table row."""
+    """Parameters of this micro-batch; None when nothing is wanted. `wanted`: prompt tokens and logprob parameters by
+    table row.
+    """
     stretches = _stretches(batch, wanted)
     if not stretches:
         return None

@@ -57,9 +57,9 @@ class _Round:
 
 
 class Consensus:
-    """One rank's side. `begin_least` is the reduction, `root_cause` as for `RankGroup`; `wake` is called on any thread when
-    a turn should look again. With `in_step` the ranks have no stages, so that a turn waits a moment for its reduction.
-    `now` is the time that `PATIENCE_S` is measured in.
+    """One rank's side. `begin_least` is the reduction, `root_cause` as for `RankGroup`; `wake` is called on any thread
+    when a turn should look again. With `in_step` the ranks have no stages, so that a turn waits a moment for its
+    reduction. `now` is the time that `PATIENCE_S` is measured in.
     """
 
     def __init__(

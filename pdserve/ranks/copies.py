@@ -79,7 +79,8 @@ class RankCopies:
         """Copy with `own`, which posts to `post`. Once, before anything is submitted.
 
         `tell` is called with what has become of an own item, on any thread. `drain_timeout_s` and
-        `fence_drain_timeout_s` are the longest of all ranks': every rank must free pages at the same turn, and none before its transport is still.
+        `fence_drain_timeout_s` are the longest of all ranks': every rank must free pages at the same turn, and none
+        before its transport is still.
         """
         self._own, self._tell = own, tell
         self.drain_timeout_s, self.fence_drain_timeout_s = drain_timeout_s, fence_drain_timeout_s

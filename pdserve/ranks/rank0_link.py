@@ -54,8 +54,8 @@ class Stopped(Exception):
 
 
 class Rank0Link:
-    """A follower's link to rank 0; implements `RankGroup`. `on_lost` is called on the link thread when rank 0 is gone or
-    reports the replica lost: it should end the process.
+    """A follower's link to rank 0; implements `RankGroup`. `on_lost` is called on the link thread when rank 0 is gone
+    or reports the replica lost: it should end the process.
     """
 
     def __init__(

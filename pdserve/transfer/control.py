@@ -100,7 +100,8 @@ class _Link:
 class ZmqControlSocket:
     """`ControlSocket` on `host`, at a free port. Port 0 is the only choice: peers learn it from the handshake.
 
-    An `EventSource` of what arrives, for the mailbox of the thread that made it. With a `token` connections are encrypted.
+    An `EventSource` of what arrives, for the mailbox of the thread that made it. With a `token` connections are
+    encrypted.
 
     Raises:
         ConfigError: `host` is not ours, or this libzmq cannot encrypt.

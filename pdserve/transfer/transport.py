@@ -149,8 +149,8 @@ class Transport(Protocol):
 
         Raises:
             TransferError: `settled` True: no byte of this write will move any more. `settled` False: some may have
-                landed and more may, for up to `drain_timeout_s` seconds: until then neither source nor destination may be
-                reused.
+                landed and more may, for up to `drain_timeout_s` seconds: until then neither source nor destination may
+                be reused.
         """
         ...
 

@@ -1,6 +1,7 @@
 """The arithmetic of decoder layers as one object: chosen once per model, called by `Linear` and `DecoderLayer`.
 
-`FastKernels` lets the library pick by shape. `BatchInvariantKernels` (`batch_invariant.py`) gives a row the same bits in any batch.
+`FastKernels` lets the library pick by shape. `BatchInvariantKernels` (`batch_invariant.py`) gives a row the same bits
+in any batch.
 """
 
 from __future__ import annotations
