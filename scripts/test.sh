@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Sets up, then runs every check. `--all` also runs the slow tests; further arguments go to pytest (`-n 0`: one process).
+# Sets up, then runs every check. Further arguments go to pytest (`-n 0`: one process).
+#
+#   --all        also runs the slow tests
+#   --share F    also runs a fraction F of the slow tests, which the commit chooses, and prints which
 #
 #   PDSERVE_TEST_WORKERS=N   test files that run at the same time (default: one per core, 8 at most)
 set -euo pipefail
@@ -12,6 +15,9 @@ which=(-m "not slow")
 if [ "${1:-}" = --all ]; then
     which=()
     shift
+elif [ "${1:-}" = --share ]; then
+    which=(--slow-share "$2" --slow-seed "$(git rev-parse HEAD 2>/dev/null || echo none)")
+    shift 2
 fi
 cores=$(env -u OMP_NUM_THREADS nproc) # nproc would take that variable for the number
 workers=${PDSERVE_TEST_WORKERS:-$((cores < 8 ? cores : 8))}

@@ -1,4 +1,4 @@
-"""Fixtures that many tests share: checkpoints made once per run. And the order of a run: what takes longest first.
+"""Fixtures that many tests share: checkpoints made once per run. Order of a run, and the share of slow tests in it.
 
 Imports nothing heavy: with several workers the process that deals out the tests reads this, too.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,14 +24,53 @@ LONGEST_FIRST = ("e2e", "world", "conformance")
 """Directories whose files take long. Dealt out last, one of them would keep one worker busy and the others idle."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of `LONGEST_FIRST` before the others; otherwise as they were."""
+SHARE_OPTIONS = ("--slow-share", "--slow-seed")
+_ran: list[str] = []
+"""Slow tests of this run."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """A run takes all tests, or with `-m "not slow"` none of the slow ones, or a share of these."""
+    parser.addoption("--slow-share", type=float, help="fraction of the slow tests to run, 0 to 1")
+    parser.addoption("--slow-seed", default="", help="which ones: a text, in CI the commit")
+
+
+def is_in_share(nodeid: str, share: float, seed: str) -> bool:
+    """Whether a slow test is among those that are run; every seed selects another share."""
+    return zlib.crc32(f"{seed} {nodeid}".encode()) < share * 2**32
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put files of `LONGEST_FIRST` first, and leave out slow tests that are not in the share."""
 
     def rank(item: pytest.Item) -> int:
         directory = item.path.parent.name
         return LONGEST_FIRST.index(directory) if directory in LONGEST_FIRST else len(LONGEST_FIRST)
 
     items.sort(key=rank)
+    share, seed = (config.getoption(name) for name in SHARE_OPTIONS)
+    if share is not None:
+        left_out = [
+            item for item in items if item.get_closest_marker("slow") and not is_in_share(item.nodeid, share, seed)
+        ]
+        config.hook.pytest_deselected(items=left_out)
+        dropped = set(left_out)
+        items[:] = [item for item in items if item not in dropped]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note slow tests."""
+    if report.when == "call" and "slow" in report.keywords:
+        _ran.append(report.nodeid)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print which slow tests were in the share."""
+    share, seed = (config.getoption(name) for name in SHARE_OPTIONS)
+    if share is not None:
+        terminalreporter.section(f"{len(_ran)} slow tests, a share of {share:g} chosen by {seed or 'no seed'}")
+        for nodeid in sorted(_ran):
+            terminalreporter.write_line(nodeid)
 
 
 @pytest.fixture(scope="session")

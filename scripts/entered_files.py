@@ -1,0 +1,153 @@
+"""Counts the package's files that one streamed chat request through a pair enters.
+
+The program starts a prefill server, a decode server and a router, sends requests until they are warm, and then records
+which Python files run in any process while one more streamed chat is answered. A window of the same length without a
+request is recorded as well; its files (heartbeats, health checks) are subtracted where no request needs them.
+
+    python scripts/entered_files.py [--list] [--model-path smollm2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "pdserve"
+READY = "ready: OPENAI_BASE_URL="
+START_S, WARM_UP, WRITE_S = 300.0, 4, 20.0
+HOOK = """
+import mmap, os, sys, threading, time
+
+folder = os.environ.get("PDSERVE_ENTERED_FILES")
+if folder:
+    with open(os.path.join(folder, "switch"), "r+b") as file:
+        switch = mmap.mmap(file.fileno(), 8)  # [0]: the window that is open; [1]: the one to write down
+    windows = {}
+
+    def note(frame, event, arg):
+        if switch[0] and event == "call":
+            windows.setdefault(switch[0], set()).add(frame.f_code.co_filename)
+
+    def write():
+        written = 0
+        while True:
+            time.sleep(0.05)
+            if switch[1] != written:
+                written = switch[1]
+                path = os.path.join(folder, f"{written}.{os.getpid()}")
+                with open(path + ".part", "w") as out:
+                    out.write("\\n".join([" ".join(sys.orig_argv), *windows.get(written, ())]))
+                os.rename(path + ".part", path)
+
+    threading.Thread(target=write, daemon=True).start()
+    threading.setprofile(note)
+    sys.setprofile(note)
+"""
+
+
+class Windows:
+    """The shared switch of all processes: `record` opens a window, `entered` reads what they wrote of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        (folder / "switch").write_bytes(bytes(8))
+        (folder / "sitecustomize.py").write_text(HOOK)
+        with open(folder / "switch", "r+b") as file:
+            self._switch = mmap.mmap(file.fileno(), 8)
+        self._number = 0
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[None]:
+        """Files that run within the block are recorded."""
+        self._number += 1
+        self._switch[0] = self._number
+        yield
+        self._switch[0] = 0
+
+    def entered(self) -> dict[str, set[str]]:
+        """Files of the package that ran in the last window, by the command of the process."""
+        self._switch[1] = self._number
+        deadline, seen = time.monotonic() + WRITE_S, -1
+        while True:  # until no further process writes
+            time.sleep(1.0)
+            paths = [path for path in self._folder.glob(f"{self._number}.*") if path.suffix != ".part"]
+            if len(paths) == seen or time.monotonic() > deadline:
+                break
+            seen = len(paths)
+        found: dict[str, set[str]] = {}
+        for path in paths:
+            command, *files = path.read_text().split("\n")
+            inside = {str(Path(file).relative_to(PACKAGE)) for file in files if Path(file).is_relative_to(PACKAGE)}
+            found.setdefault(command, set()).update(inside)
+        return found
+
+
+def ask(base_url: str, model: str) -> None:
+    """One streamed chat, read to its end."""
+    body = {"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+    body |= {"max_tokens": 8, "temperature": 0, "stream": True}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        text = answer.read().decode()
+    assert text.rstrip().endswith("[DONE]"), text[-500:]
+
+
+@contextlib.contextmanager
+def service(folder: Path, model: str) -> Iterator[str]:
+    """A pair behind a router; its base URL."""
+    env = os.environ | {"PDSERVE_ENTERED_FILES": str(folder), "PYTHONPATH": f"{folder}:{PACKAGE.parent}"}
+    command = [sys.executable, "-m", "pdserve.launch_local", "--model-path", model, "--max-total-tokens", "4096"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = next((line for line in process.stdout if line.startswith(READY)), None)
+            if url is None:
+                raise SystemExit("the service did not start; its output says why")
+            yield url.removeprefix(READY).split()[0]
+        finally:
+            process.terminate()
+
+
+def main() -> None:
+    """Print the count, and the files by process with `--list`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", default="smollm2")
+    parser.add_argument("--list", action="store_true", help="print the files of each process")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        windows = Windows(Path(name))
+        with service(Path(name), args.model_path) as url:
+            with urllib.request.urlopen(f"{url}/models", timeout=30) as answer:
+                model = json.load(answer)["data"][0]["id"]
+            for _ in range(WARM_UP):
+                ask(url, model)
+            began = time.monotonic()
+            with windows.record():
+                ask(url, model)
+            took = time.monotonic() - began
+            by_process = windows.entered()
+            with windows.record():
+                time.sleep(took)
+            idle = set().union(*windows.entered().values())
+    entered = set().union(*by_process.values())
+    if args.list:
+        for command, files in sorted(by_process.items()):
+            print(f"{len(files):4d}  {command}")
+            for file in sorted(files):
+                print(f"        {file}")
+    print(f"{len(entered)} files entered by a streamed chat request ({len(idle)} run without a request)")
+
+
+if __name__ == "__main__":
+    main()
