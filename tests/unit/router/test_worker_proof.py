@@ -287,12 +287,12 @@ def test_without_the_flag_workers_get_keys_and_no_header_of_clients(run_world: R
 def test_all_requests_to_workers_are_made_through_one_session() -> None:
     made = [
         (path.name, found)
-        for path in sorted(Path(pdserve.router.__file__).parent.glob("*.py"))
+        for path in sorted(Path(pdserve.router.__file__).parent.rglob("*.py"))
         for found in re.findall(
             r"ClientSession\(|make_session\(|aiohttp\.request\(|import (?:httpx|requests)\b", path.read_text()
         )
     ]
-    assert made == [("app.py", "make_session("), ("upstream.py", "make_session("), ("upstream.py", "ClientSession(")]
+    assert made == [("app.py", "make_session("), ("outcome.py", "make_session("), ("outcome.py", "ClientSession(")]
 
 
 FLAGS = ["--worker-urls", "http://a:1", "--worker-control-proof"]
