@@ -1,1 +1,1 @@
-"""What runs when: the one loop, what its roles share, and the composition root of a scheduler process."""
+"""The scheduler: the step loop, batch planning, and the prefill, decode and monolith roles."""

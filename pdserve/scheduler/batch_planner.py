@@ -1,12 +1,14 @@
-"""Prompts on their way through the model, in chunks. Shared by all roles (decode: retracted requests only).
+"""Batch planning: admission, chunked prefill, and the split of a step into parts. All roles share it.
 
-waiting   no memory yet, in the order of the policy
+waiting   holds no memory; in the order of the schedule policy
    v
-active    has a lease over all its known tokens and a row; what started, always goes on
+active    has a row and a lease over its known tokens; keeps both until its prompt is complete, or a pause retracts it
 
-A step has a budget of prompt tokens. The oldest active prompt comes first, but one that does not fit the step leaves up
-to half of it to shorter prompts: those that can be finished in it, and then one that is at most half as long as what
-is left of the long one. So a long prompt at most doubles its own time and holds nobody back for all of it.
+A step has a budget of prompt tokens. The oldest active prompt comes first. A prompt longer than the budget leaves up to
+half of the budget to shorter prompts: first to those that finish in this step, then to one prompt of at most half the
+remaining length. So other prompts at most double the TTFT of a long prompt, and never wait for all of it.
+
+On decode only retracted requests, and requests whose KV transfer failed, are prefilled.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from pdserve.scheduler.decode_batch import DecodeBatch
 from pdserve.scheduler.request import Req, WaitingQueue
 
 BURST_STEPS = 2
-"""Full steps of a burst: those that come together rarely are all there when the first is planned."""
+"""Full steps before the mixed budget applies: the requests of one burst seldom all arrive before its first step."""
 
 
 class PrefillBudget:
-    """Starts with a whole burst ahead."""
+    """Prompt tokens that the next step may take.
+
+    The prefill budget is `BURST_STEPS` full steps until a running request waits for its second token.
+    """
 
     def __init__(self, core: SchedulerContext) -> None:
         self._core = core
@@ -34,38 +39,42 @@ class PrefillBudget:
         self.refill()
 
     def refill(self) -> None:
-        """Nobody streams: a burst may begin."""
+        """Restore the full budget: no running request waits for a token after its first."""
         self._left = BURST_STEPS * self._core.limits.step_tokens
 
     def end(self) -> None:
-        """Somebody does, whom no prompt of a burst may hold up."""
+        """Drop the rest of the full budget: a running request waits for its next token."""
         self._left = 0
 
     def take(self, num_tokens: int) -> None:
-        """The next step has so many tokens of prompts; who ends before they are computed gives none back."""
+        """Charge the prompt tokens of the next step. A request that ends before its tokens are computed returns none.
+        """
         self._left -= num_tokens
 
     @property
     def is_over(self) -> bool:
-        """True when the next step is beside streams: the burst has less left than such a step may take."""
+        """True when the next step has the mixed budget: less than `mixed_step_tokens` of the full budget is left."""
         return self._left < self._core.limits.mixed_step_tokens
 
     @property
     def budget(self) -> int:
-        """Tokens of prompts that the next step may take."""
+        """Prompt tokens that the next step may take."""
         limits = self._core.limits
         return limits.mixed_step_tokens if self.is_over else min(limits.step_tokens, self._left)
 
 
 TIMES_BESIDE_STREAMS = 2
-"""So many times as large is a part where streams pause."""
+"""Factor on the size of a part in a step with decode rows."""
 
 
 class BatchSplitter:
-    """Rows of the step that was planned last and that no part has had yet. False when there are none."""
+    """Splits a planned step into parts of limited size. False when no row of the step is left."""
 
     def __init__(self, saturation_tokens: int | None) -> None:
-        """See `StepLimits.saturation_tokens`. A part has at least half as many tokens: then it is nearly as efficient."""
+        """`saturation_tokens`: see `StepLimits.saturation_tokens`.
+
+        A part has at least half of that many tokens, which is nearly as efficient.
+        """
         self._saturation_tokens = saturation_tokens
         self._most: float = math.inf
         self._prompts: deque[BatchRow] = deque()
@@ -75,14 +84,14 @@ class BatchSplitter:
         return bool(self._prompts or self._decode)
 
     def put(self, decode: list[BatchRow], prompts: list[BatchRow], *, beside_streams: bool = False) -> None:
-        """The next step, when nothing is left of the last one."""
+        """Set the rows of the next step; all rows of the last step must be taken."""
         assert not self
         self._decode, self._prompts = decode, deque(prompts)
         if self._saturation_tokens is not None:
             self._most = self._saturation_tokens * (TIMES_BESIDE_STREAMS if beside_streams else 1)
 
     def take(self) -> list[BatchRow]:
-        """The next part: chunks of prompts, in turn; with the last of them the rows that decode, which come first."""
+        """Return the next part: prompt chunks in order. The last part also has the decode rows, which come first."""
         part: list[BatchRow] = []
         taken, left = 0, sum(row.num_tokens for row in self._prompts)
         while self._prompts and not self._is_full(taken, left):
@@ -95,27 +104,35 @@ class BatchSplitter:
         return decode + part
 
     def drop(self, rid: str) -> None:
-        """A request has ended, or gave way."""
+        """Remove the rows of a request that has ended or was retracted."""
         self._decode = [row for row in self._decode if row.rid != rid]
         self._prompts = deque(row for row in self._prompts if row.rid != rid)
 
     def clear(self) -> None:
-        """All have."""
+        """Remove all rows."""
         self._decode, self._prompts = [], deque()
 
     def _is_full(self, taken: int, left: int) -> bool:
-        """True when the next chunk is better off in the next part, behind `taken` tokens in this and with `left`."""
+        """True when the next chunk belongs to the next part.
+
+        That is when the chunk would exceed the size of this part, and both this part with `taken` prompt tokens and the
+        rest with `left` tokens have at least half that size.
+        """
         return min(taken, left) >= self._most / 2 and taken + self._prompts[0].num_tokens > self._most
 
 
 LOOK_AHEAD = 32
-"""Waiting requests that a step looks at in vain: so many new ones, and so many of those that waited for a page."""
+"""Waiting requests that a step inspects without starting them: this many new ones, and as many that waited for a page.
+"""
 SCAN = 1024
-"""Places of the queue that a step passes at most."""
+"""Most queue positions that a step passes."""
 
 
 class PrefillManager:
-    """Admission and chunks. `headroom_tokens(req)` is memory that must stay free for what runs if `req` starts."""
+    """Admission and chunked prefill. `headroom_tokens(req)`: token slots that must stay free when `req` starts.
+
+    With `needs_aux` a request also needs an aux slot to start.
+    """
 
     def __init__(
         self, core: SchedulerContext, waiting: WaitingQueue, headroom_tokens: Callable[[Req], float], *, needs_aux: bool
@@ -126,11 +143,14 @@ class PrefillManager:
         self.waiting = waiting
         self.active: dict[str, Req] = {}
         self._waits_for: dict[str, bytes] = {}
-        """Waiting requests that would compute what an active one computes: the tokens up to the end of that page."""
+        """By rid of a waiting request that needs a page an active request computes: the tokens up to the end of that
+        page.
+        """
 
     def plan(self, budget: int) -> list[BatchRow]:
-        """The next chunks, at most `budget` tokens if prompts are cut; admits what waits while that, memory and rows
-        last.
+        """Return the next chunks, of at most `budget` tokens in all where prompts are cut.
+
+        Admits waiting requests while budget, memory and rows last.
         """
         if not self.active and not len(self.waiting):
             return []
@@ -158,14 +178,16 @@ class PrefillManager:
 
     @property
     def restores(self) -> bool:
-        """True when a request can come back whose KV is in host memory: nothing may be under way when it does."""
+        """True when a request whose KV is in host memory can resume: no step may be under way when it does."""
         if not self.waiting.num_resumed:
             return False
         head = self.waiting[0]
         return head.saved is not None and self._may_start(head)
 
     def committed(self, req: Req, end: int) -> bool:
-        """The chunk up to `end` is computed; True when all is (the request leaves `active`)."""
+        """Record that the chunk up to `end` is computed; True when the prompt is complete (the request leaves
+        `active`).
+        """
         req.computed = end
         if req.spec.traced and req.times.prefilled is None:
             self._note_chunk(req, end)
@@ -181,7 +203,7 @@ class PrefillManager:
         return True
 
     def remove(self, req: Req) -> None:
-        """Forget a request that ends early."""
+        """Remove a request that ends early."""
         if req in self.waiting:
             self.waiting.remove(req)
         self.active.pop(req.rid, None)
@@ -195,8 +217,10 @@ class PrefillManager:
         req.chunks.append((self._core.clock.now() - req.times.started, end))
 
     def _short_ones(self, budget: int, long: Req, rows: list[BatchRow]) -> int:
-        """Chunks of prompts that end within `budget` tokens, and of one that ends long before `long` does; once it has
-        started, half of `budget` is kept for it. How many tokens they take.
+        """Add chunks of shorter prompts beside `long`; returns their tokens, at most `budget`.
+
+        Prompts that finish within `budget` come first, then one with at most half the remaining length of `long`. Once
+        that one has started, half of `budget` is reserved for it.
         """
         spent = 0
         partial: Req | None = None
@@ -223,18 +247,20 @@ class PrefillManager:
         return spent
 
     def _start_alone(self, req: Req) -> bool:
-        """Start `req` unless what was started since it was looked at computes its next page."""
+        """Start `req` unless a prompt that started since the scan computes its next page."""
         num_cached = self._num_cached(req)
         under_way = self._may_use(req, num_cached) and self._next_page(req, num_cached) in self._under_way()
         return not under_way and self._start(req)
 
     def _under_way(self) -> set[bytes]:
-        """The next pages of active prompts, where others can use them."""
+        """The pages that active prompts compute next, where other requests can use them."""
         pages = (self._next_page(req, req.computed) for req in self.active.values())
         return {page for page in pages if page is not None}
 
     def _candidates(self) -> Iterator[Req]:
-        """The head of the queue, without those whose next page an active prompt computes just now: they wait for it."""
+        """Yield requests from the head of the queue, except those whose next page an active prompt computes: they wait
+        for it.
+        """
         self.waiting.refresh()
         under_way = self._under_way()
         place = num_new = num_again = 0
@@ -259,17 +285,19 @@ class PrefillManager:
                 under_way.add(next_page)
 
     def _next_page(self, req: Req, num_tokens: int) -> bytes | None:
-        """The tokens up to the end of the page after the first `num_tokens`; None when no page that others can use."""
+        """The tokens up to the end of the page behind the first `num_tokens`; None when other requests cannot use that
+        page.
+        """
         page_tokens = self._core.memory.layout.page_tokens
         end = (num_tokens // page_tokens + 1) * page_tokens
         return req.packed(end) if self._core.memory.has_prefix_cache and end < req.seq_len else None
 
     def _may_use(self, req: Req, num_cached: int) -> bool:
-        """Whether `req` would take the page behind the first `num_cached` tokens from the cache."""
+        """True when `req` may take the page behind its first `num_cached` tokens from the prefix cache."""
         return num_cached + self._core.memory.layout.page_tokens <= req.most_cached
 
     def _may_start(self, req: Req) -> bool:
-        """True when there are a row, an aux slot, and memory for it beside what the running ones will need."""
+        """True when a row, an aux slot and enough memory are free, with the headroom that running requests need."""
         memory = self._core.memory
         if memory.table.num_free == 0 or (self._needs_aux and memory.aux.num_free == 0):
             return False
@@ -278,7 +306,9 @@ class PrefillManager:
         return left >= 0 and (alone or left * memory.layout.page_tokens >= self._headroom_tokens(req))
 
     def _start(self, req: Req) -> bool:
-        """Give a waiting request memory, row, aux slot, and what is cached or saved of it; False when it must wait."""
+        """Give a waiting request memory, row and aux slot, and its cached or saved KV; False when the request must
+        wait.
+        """
         core, memory = self._core, self._core.memory
         if not self._may_start(req) or (req.saved is not None and not core.settled):
             return False
@@ -289,8 +319,8 @@ class PrefillManager:
             req.aux = memory.aux.reserve(1, req.rid)
         self.waiting.remove(req)
         self.active[req.rid] = req
-        seated = core.assign_slot(req)
-        assert seated, "a row was free"
+        assigned = core.assign_slot(req)
+        assert assigned, "a row was free"
         if req.saved is not None:
             core.restore(req)
         else:
@@ -304,14 +334,14 @@ class PrefillManager:
         return True
 
     def _prefix(self, req: Req) -> tuple[bytes, int]:
-        """What may be taken from the cache."""
+        """The tokens to look up in the prefix cache, and the most that may be taken from it."""
         return (b"", 0) if req.saved is not None else (req.packed(req.seq_len), req.most_cached)
 
     def _num_cached(self, req: Req) -> int:
         return self._core.memory.match_prefix(*self._prefix(req))
 
     def _chunk(self, req: Req, rows: list[BatchRow], budget: int) -> int:
-        """Add the next chunk of at most `budget` tokens; how many it takes. One that is cut ends with a page."""
+        """Add the next chunk of at most `budget` tokens; returns its length. A cut chunk ends at a page boundary."""
         assert req.row is not None
         take = min(_left(req), budget)
         if take < _left(req):
@@ -331,9 +361,9 @@ def _left(req: Req) -> int:
 
 
 class BatchPlanner:
-    """Owns `DecodeBatch` and `PrefillManager`, and brings retracted requests from one back to the other.
+    """Owns `DecodeBatch` and `PrefillManager`; puts retracted requests back into the waiting queue.
 
-    `headroom_tokens(req)` must stay free when `req` starts.
+    `headroom_tokens(req)`: token slots that must stay free when `req` starts.
     """
 
     def __init__(self, core: SchedulerContext, waiting: WaitingQueue, headroom_tokens: Callable[[Req], float]) -> None:
@@ -349,7 +379,7 @@ class BatchPlanner:
         return not self._parts and (self.running.is_short or self.prefilling.restores)
 
     def plan(self, step: int) -> BatchPlan | None:
-        """Decode rows first, then chunks within the budget, in parts."""
+        """Decode rows first, then prefill chunks within the budget; the step is split into parts."""
         if not self._parts:
             if not self._any_request_streams():
                 self._burst.refill()
@@ -365,7 +395,9 @@ class BatchPlanner:
     def commit(
         self, live: dict[str, Req], plan: BatchPlan, result: StepResult
     ) -> Iterator[tuple[Req, SampledToken, FinishReason | None]]:
-        """The requests that got a token, and how they ended if they did; finished prompts join the running."""
+        """Yield each request that got a token, with the token and its finish reason; finished prompts join the decode
+        batch.
+        """
         for index, (row, token) in enumerate(zip(plan.rows, result.tokens, strict=True)):
             req = live.get(row.rid)
             if req is None or req.row != row.row:
@@ -385,13 +417,13 @@ class BatchPlanner:
                 yield req, token, finish
 
     def remove(self, req: Req) -> None:
-        """Forget a request, wherever it stands."""
+        """Remove a request from all queues and batches."""
         self.prefilling.remove(req)
         self.running.reqs.pop(req.rid, None)
         self._parts.drop(req.rid)
 
     def retract_all(self) -> None:
-        """All that runs, and prompts under way, wait again without memory. No step may be under way."""
+        """Retract all running requests and active prompts: they wait again without memory. No step may be under way."""
         taken = [*self.running.reqs.values(), *self.prefilling.active.values()]
         self.running.reqs.clear()
         self.prefilling.active.clear()
@@ -401,7 +433,7 @@ class BatchPlanner:
             self._retract(req)
 
     def _any_request_streams(self) -> bool:
-        """True when somebody waits for a token after the first, which itself may be under way."""
+        """True when a running request waits for a token after its first. The first token may still be under way."""
         waits = any(req.planned < req.max_len for req in self.running.reqs.values())
         return waits or self.prefilling.ends_under_way
 

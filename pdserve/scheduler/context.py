@@ -1,4 +1,4 @@
-"""What all roles share: memory, executor, outbox, clock; and how a request takes and leaves a row, and ends."""
+"""State shared by all roles: memory, executor, outbox and clock; and how requests take and release rows and pages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pdserve.scheduler.request import Req, finish_for_token
 
 
 def check_fits(core: SchedulerContext, num_tokens: int) -> None:
-    """Refuse what could never run, however long it waits.
+    """Reject a request that could never run, even with all memory free.
 
     Raises:
-        RequestError: 400.
+        RequestError: status 400.
     """
     memory = core.memory
     if memory.num_pages(num_tokens) > memory.pages.num_total:
@@ -37,9 +37,10 @@ def check_fits(core: SchedulerContext, num_tokens: int) -> None:
 
 
 class DecodeReservation:
-    """Token slots that a new request must leave free beside those that have memory and will want more.
+    """Token slots that a new request must leave free for the growth of the requests `held`, which have memory.
 
-    Each of them is granted `each_tokens` ahead, and the largest must be able to finish once all others have given way.
+    Each held request is granted `each_tokens` ahead. The largest one must be able to finish once all other requests are
+    retracted.
     """
 
     def __init__(self, each_tokens: int, held: Iterable[Req]) -> None:
@@ -49,30 +50,30 @@ class DecodeReservation:
             self.add(req)
 
     def add(self, req: Req) -> None:
-        """One more has been accepted."""
+        """Add a request that has been given memory."""
         self._growth += min(self._each_tokens, req.num_left)
         self._occupied += req.seq_len
         self._largest = max(self._largest, req.max_len)
 
     @property
     def tokens(self) -> int:
-        """To be kept free now."""
+        """Token slots to keep free."""
         return max(self._growth, self._largest - self._occupied)
 
 
 MAX_PART_BYTES = 4 << 20
-"""Log probabilities of a prompt that one message to the API process has at most."""
+"""Most bytes of prompt log probabilities in one message to the API process."""
 MAX_FAILURE_CODES = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """What a step may hold, and how much memory is kept for what runs.
+    """Limits of a step, and the memory kept for running requests.
 
-    `chunk_tokens` None: prompts are not cut, and a step takes prompts of up to `prefill_tokens` together.
-    `mixed_chunk_tokens` None: a step beside running streams takes as many tokens of prompts as another.
-    `saturation_tokens`: prompt tokens that keep the processor at its peak, see `BatchSplitter`; None: no parts.
-    `offload_bytes` 0: the KV of retracted requests is computed again.
+    `chunk_tokens` None: prompts are not cut, and a step takes whole prompts of up to `prefill_tokens` together.
+    `mixed_chunk_tokens` None: a step with decode rows takes as many prompt tokens as one without. `saturation_tokens`:
+    prompt tokens that keep the processor at its peak, see `BatchSplitter`; None: steps are not split. `offload_bytes`
+    0: the KV of retracted requests is computed again.
     """
 
     chunk_tokens: int | None
@@ -83,27 +84,27 @@ class StepLimits:
     conservativeness: float = 1.0
     offload_bytes: int = 0
     prealloc_timeout_s: float = 300.0
-    """How long decode lets a request wait for its session and memory."""
+    """Seconds that decode lets a request wait for its session and memory."""
     layer_groups: int = 0
-    """Layer groups that prefill sends a page in; 0: whole pages after the step."""
+    """Layer groups in which prefill sends a page; 0: whole pages after the step."""
     eos_token_ids: frozenset[int] = frozenset()
     num_stages: int = 1
-    """Pipeline stages. Each computes a step of its own, so a request is in one step at a time."""
+    """Pipeline stages. Each stage computes another step, so a request is in one step at a time."""
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of prompts that a full step takes, see `PrefillBudget`."""
+        """Prompt tokens of a full step, see `PrefillBudget`."""
         return self.prefill_tokens if self.chunk_tokens is None else self.chunk_tokens
 
     @property
     def mixed_step_tokens(self) -> int:
-        """And one beside streams."""
+        """Prompt tokens of a step beside decode rows."""
         mixed = None if self.chunk_tokens is None else self.mixed_chunk_tokens
         return self.step_tokens if mixed is None else mixed
 
 
 class Outbox:
-    """Outputs of a step, sent as one message."""
+    """Collects the outputs of a step and sends them as one message."""
 
     def __init__(self, send: Callable[[ToApi], None]) -> None:
         self.send = send
@@ -116,7 +117,7 @@ class Outbox:
         finish: FinishReason | None = None,
         timing: RequestTiming | None = None,
     ) -> None:
-        """New tokens of `req`, and how it ended if it did. Who wants the prompt alone hears nothing of what follows."""
+        """Add new tokens of `req`, and its finish reason if it ended. With `max_new_tokens` 0 no token is sent."""
         if req.spec.sampling.max_new_tokens == 0:
             tokens = ()
         logprobs = None
@@ -135,7 +136,7 @@ class Outbox:
         )
 
     def emit_prompt(self, req: Req, part: PromptLogprobs) -> None:
-        """Log probabilities of a part of the prompt. Sent at once, one message for each so many: they may be large."""
+        """Send log probabilities of a part of the prompt at once, in messages of at most `MAX_PART_BYTES` each."""
         for piece in part.parts(MAX_PART_BYTES):
             output = EngineCoreOutput(
                 rid=req.rid,
@@ -147,7 +148,7 @@ class Outbox:
             self.send(OutputBatch(outputs=[output]))
 
     def flush(self) -> None:
-        """Send what the step produced."""
+        """Send the collected outputs."""
         if self._outputs:
             self.send(OutputBatch(outputs=self._outputs))
             self._outputs = []
@@ -155,7 +156,7 @@ class Outbox:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Claim:
-    """What a request had when it let go, and the newest step that may still use it."""
+    """Resources that a request has released, and the newest step that may still use them."""
 
     step: int
     row: int | None
@@ -165,8 +166,8 @@ class _Claim:
 class SchedulerContext:
     """The part of a scheduler that does not depend on the role.
 
-    What a request gives back while a step is under way is free only when that step has been resolved: the step may
-    still write its next token's KV, though nobody wants it.
+    Resources released while a step is under way become free only when that step is resolved. Until then the step may
+    still write KV into them.
     """
 
     def __init__(self, memory: KVMemory, executor: Executor, outbox: Outbox, clock: Clock, limits: StepLimits) -> None:
@@ -184,11 +185,11 @@ class SchedulerContext:
     # ------------------------------------------------------------------ steps under way
 
     def launched(self, step: int) -> None:
-        """Step `step` is under way."""
+        """Record that step `step` is under way."""
         self._launched = step
 
     def resolved(self, step: int) -> None:
-        """All steps up to `step` have ended."""
+        """Free the resources that no step after `step` can use: all steps up to `step` have ended."""
         self._resolved = step
         while self._deferred_frees and self._deferred_frees[0].step <= step:
             self._free(self._deferred_frees.popleft())
@@ -200,13 +201,13 @@ class SchedulerContext:
 
     @property
     def deferred_rows(self) -> int:
-        """Rows that were given back while a step was under way."""
+        """Rows that were released while a step was under way, and are not free yet."""
         return sum(claim.row is not None for claim in self._deferred_frees)
 
     # ------------------------------------------------------------------ a request's claims
 
     def assign_slot(self, req: Req) -> bool:
-        """Give `req`, which has a lease, a row; False when all are taken."""
+        """Give `req`, which has a lease, a row; False when no row is free."""
         assert req.lease is not None and req.row is None
         row = self.memory.table.open(req.lease.pages)
         if row is None:
@@ -217,7 +218,8 @@ class SchedulerContext:
         return True
 
     def grow(self, req: Req, num_tokens: int) -> bool:
-        """Pages of a seated request for `num_tokens` tokens; False when there is too little memory."""
+        """Extend the lease and page-table row of `req` to `num_tokens` tokens; False when too few pages are available.
+        """
         lease, row = req.lease, req.row
         assert lease is not None and row is not None
         before = len(lease.pages)
@@ -228,24 +230,24 @@ class SchedulerContext:
         return True
 
     def cache(self, req: Req, *, ending: bool = False) -> None:
-        """What is computed may serve others that begin alike. `ending`: the request lets go of it next."""
+        """Insert the computed pages of `req` into the prefix cache. `ending`: the request releases the pages next."""
         if req.lease is not None and req.cacheable and not req.spec.probe:
             self.memory.cache(req.lease, req.packed(req.computed), req.spec.priority, ending=ending)
 
     def release_slot(self, req: Req) -> None:
-        """Take the row back; the pages stay."""
+        """Release the row of the request; it keeps its pages."""
         if req.row is not None:
             self._give_back(_Claim(self._launched, req.row, ()))
             req.row = None
 
     def release(self, req: Req) -> None:
-        """The request's own claim on rows, pages and aux slot ends here; transfers may hold pages longer."""
+        """Release the request's row, and its `request` hold on pages and aux slot. Transfers may hold pages longer."""
         self.cache(req, ending=True)
         self.leave_device(req)
         self._forget_saved(req)
 
     def retract(self, req: Req) -> None:
-        """A running request gives way: its KV goes to host memory, or is computed again when it resumes.
+        """Retract a running request: its KV is copied to host memory, or is computed again when the request resumes.
 
         No step may be under way.
         """
@@ -256,20 +258,22 @@ class SchedulerContext:
         self.leave_device(req)
 
     def append(self, req: Req, token: SampledToken) -> FinishReason | None:
-        """A new output token; whether it is the last one."""
+        """Append an output token; returns the finish reason when it is the last one, None otherwise."""
         req.output_ids.append(token.token_id)
         self.counters["generation_tokens"] += not req.spec.probe
         return finish_for_token(req, token.token_id, self.limits.eos_token_ids)
 
     def count_failure(self, req: Req, failure: Failure) -> None:
-        """`req` ends with it. Codes may come from peers, so there is an end to how many are kept apart."""
+        """Count that `req` ends with `failure`. Peers may send any code, so at most `MAX_FAILURE_CODES` are counted
+        apart.
+        """
         if req.spec.probe:
             return
         known = failure.code in self.failures or len(self.failures) < MAX_FAILURE_CODES
         self.failures[failure.code if known else "other"] += 1
 
     def restore(self, req: Req) -> None:
-        """Bring saved KV into the request's lease. No step may be under way."""
+        """Copy the saved KV into the request's lease. No step may be under way."""
         assert req.saved is not None and req.lease is not None and self.settled
         pages = req.lease.pages[: self.memory.num_pages(req.computed)]
         self.executor.restore(req.saved, pages)
@@ -279,7 +283,7 @@ class SchedulerContext:
     # ------------------------------------------------------------------ inside
 
     def _save(self, req: Req) -> bool:
-        """Copy what is computed to host memory; False when that is not wanted, or full."""
+        """Copy the computed KV to host memory; False when offload is off or its memory is full."""
         lease = req.lease
         assert lease is not None and self.settled
         pages = lease.pages[: self.memory.num_pages(req.computed)]
@@ -297,7 +301,7 @@ class SchedulerContext:
             req.saved = None
 
     def leave_device(self, req: Req) -> None:
-        """The request gives back its row and its own claim on pages and aux slot; nothing is cached."""
+        """Release the request's row, and its `request` hold on pages and aux slot, without caching the pages."""
         leases = tuple(lease for lease in (req.lease, req.aux) if lease is not None)
         if leases or req.row is not None:
             self._give_back(_Claim(self._launched, req.row, leases))
@@ -318,5 +322,5 @@ class SchedulerContext:
 
 
 def plan_of(step: int, rows: list[BatchRow]) -> BatchPlan | None:
-    """A plan, or None when there is nothing to compute."""
+    """Return a plan of `rows`, or None when there are no rows."""
     return BatchPlan(step, tuple(rows)) if rows else None

@@ -1,6 +1,7 @@
-"""Requests that get one token a step, the memory they grow into, and who gives way when there is none.
+"""The decode batch: requests that get one token a step, the KV pages they grow into, and retraction when memory runs
+out.
 
-Shared by monolith and decode role.
+The monolith and decode roles share it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.request import Req
 
 RETRACT_STEPS = 16
-"""Retraction frees memory for so many further steps of those that stay, so that it does not come every step."""
+"""Retraction frees enough memory for this many further steps of the remaining requests, so that it stays rare."""
 CLIP_TOKENS = 4096
-"""Most output tokens that are reckoned with ahead; few requests use up a larger `max_new_tokens`."""
+"""Most remaining output tokens a request is charged for; few requests use up a larger `max_new_tokens`."""
 
 
 class NewTokenRatio:
-    """The share of their remaining output that running requests are expected to use. Starts high, falls with each
-    step that went well, and rises to what was really needed when memory has run out.
+    """The share of their remaining output that running requests are expected to use (as SGLang's `new_token_ratio`).
+
+    The ratio starts high and falls with each decode step. Retraction raises it to the measured use.
     """
 
     INIT, LEAST, DECAY_STEPS = 0.7, 0.098, 600
@@ -32,22 +34,26 @@ class NewTokenRatio:
         self.value = self._init
 
     def decay(self) -> None:
-        """A decode step went well."""
+        """Lower the ratio by one step; called for each planned decode step."""
         self.value = max(self._least, self.value - self._decay)
 
     def reset(self) -> None:
-        """Nothing runs: what comes next may be of another kind."""
+        """Set the ratio to its initial value: the decode batch is empty."""
         self.value = self._init
 
     def raise_to(self, reqs: list[Req]) -> None:
-        """Memory ran out with these running: expect of the others what these have used, and some steps more."""
+        """Raise the ratio after memory ran out while `reqs` ran.
+
+        The new value is the share of the allowed output that these requests have used, `RETRACT_STEPS` more tokens
+        each.
+        """
         used = sum(len(req.output_ids) + RETRACT_STEPS for req in reqs)
         allowed = sum(len(req.output_ids) + min(req.num_left, CLIP_TOKENS) for req in reqs)
         self.value = max(self.value, min(1.0, used / max(1, allowed)))
 
 
 class DecodeBatch:
-    """The running batch. `retract(req)` is told to take a request back that must give way."""
+    """The decode batch. `retract(req)` releases the memory of a retracted request and queues the request again."""
 
     def __init__(self, core: SchedulerContext, retract: Callable[[Req], None]) -> None:
         self._core = core
@@ -61,19 +67,20 @@ class DecodeBatch:
 
     @property
     def is_short(self) -> bool:
-        """True when the next step needs more memory than there is: nothing may be under way when it is planned."""
+        """True when the next step needs more pages than are available: no step may be under way when it is planned."""
         num_available = self._core.memory.num_available
         return len(self.reqs) > num_available and self._pages_wanted(1) > num_available
 
     def expected_tokens(self) -> float:
-        """KV token slots that the running requests are still expected to take, whole pages."""
+        """KV token slots that the running requests are still expected to take: whole pages."""
         left = sum(min(req.num_left, CLIP_TOKENS) for req in self.reqs.values())
         return self.ratio.value * left + self._core.memory.layout.page_tokens * len(self.reqs)
 
     def plan(self) -> list[BatchRow]:
-        """One row per request that has memory for it: compute the last token, sample the next.
+        """Return one row per request that has memory: the row computes the last token and samples the next.
 
-        With stages, of those that no step under way has, and only their share: every stage gets as many.
+        With several pipeline stages, the rows come only from requests in no step under way. A step takes an equal share
+        of the batch, so that every stage gets as many rows.
         """
         if not self.reqs:
             self.ratio.reset()
@@ -100,7 +107,7 @@ class DecodeBatch:
         return rows
 
     def commit(self, req: Req, token: SampledToken) -> FinishReason | None:
-        """The token of this step; a finished request leaves."""
+        """Append the token of this step; a finished request leaves the batch."""
         req.computed += 1
         finish = self._core.append(req, token)
         if req.times.second_token is None:
@@ -112,7 +119,7 @@ class DecodeBatch:
     # ------------------------------------------------------------------ inside
 
     def _pages_wanted(self, num_steps: int) -> int:
-        """Pages that so many steps of all would take."""
+        """Return the pages that `num_steps` further steps of all requests would take."""
         page_tokens = self._core.memory.layout.page_tokens
         wanted = 0
         for req in self.reqs.values():
@@ -129,9 +136,9 @@ class DecodeBatch:
         return len(req.lease.pages) >= self._core.memory.num_pages(req.max_len)
 
     def _make_room(self) -> None:
-        """Retract requests, those that are cheapest to bring back first.
+        """Retract requests until `RETRACT_STEPS` further steps fit; those with the least computed KV go first.
 
-        The oldest stays, and those that need no more memory.
+        The oldest request stays, and so do requests that need no more memory.
         """
         memory = self._core.memory
         oldest = min(self.reqs.values(), key=lambda req: req.times.arrived)

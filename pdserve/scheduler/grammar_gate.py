@@ -1,11 +1,11 @@
-"""Requests whose grammar is not open yet, before the scheduler hears of them. Made by `build`; scheduler thread.
+"""Holds requests until their grammar is compiled, before the scheduler loop sees them. Scheduler thread.
 
-    GenerateRequest with a grammar ──> open already? ──yes──> the loop
-                                        └─ no: it waits here, and others pass ──opened, or failed──> the loop
+    GenerateRequest with a grammar ──> compiled already? ──yes──> the loop
+                                        └─ no: waits here, later requests pass ──compiled, or failed──> the loop
 
-A step waits for the masks of all its rows, so a row whose grammar takes a second to open would hold up the rest. On a
-replica of many ranks the leader's gate decides for all: what it lets through is what the ranks' log has. The API
-process bounds how many can be here: see `server/waiting`.
+A step waits for the masks of all its rows, so a row whose grammar takes a second to compile would delay the other rows.
+In a replica of several ranks only rank 0 has a gate: released requests enter the ranks' input log. The API process
+bounds the number of waiting requests: see `server/engine_client/waiting`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from pdserve.protocol.messages import AbortRequest, GenerateRequest
 from pdserve.scheduler.scheduler import Event
 
 Prepare = Callable[[Grammar], "Future[Any] | None"]
-"""Begins to open a grammar; None: there is nothing to wait for."""
+"""Begins to compile a grammar; returns None where there is nothing to wait for."""
 
 
 class GrammarGate:
-    """Implements `InputSource` over `mailbox`. An abort of a request that waits lets it through in front, to be ended."""
+    """Implements `InputSource` over `mailbox`. An abort releases its waiting request first, so that the loop can end
+    it.
+    """
 
     def __init__(self, mailbox: Mailbox[Event], prepare: Prepare) -> None:
         self._mailbox = mailbox
@@ -34,11 +36,11 @@ class GrammarGate:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait here."""
+        """Requests that wait for their grammar."""
         return len(self._waiting)
 
     def drain(self) -> Sequence[Event]:
-        """See `InputSource.drain`: what has waited and may pass comes first."""
+        """See `InputSource.drain`. Released requests come before new events."""
         passed: list[Event] = self._opened() if self._waiting else []
         for event in self._mailbox.drain():
             match event:
@@ -50,12 +52,12 @@ class GrammarGate:
         return passed
 
     def wait(self, timeout_s: float) -> bool:
-        """See `InputSource.wait`: a grammar that has been opened ends it."""
+        """See `InputSource.wait`. A compiled grammar ends the wait."""
         return self._mailbox.wait(timeout_s)
 
     def _keeps(self, request: GenerateRequest) -> bool:
         grammar = request.sampling.grammar
-        if grammar is None or request.rid in self._waiting:  # the second of two with one rid is refused by the loop
+        if grammar is None or request.rid in self._waiting:  # the loop refuses a duplicate rid
             return False
         opening = self._prepare(grammar)
         if opening is None or opening.done():

@@ -1,4 +1,4 @@
-"""What the loop is at, for a thread beside it that tells the API process. Written by the scheduler thread only."""
+"""The progress of the scheduler loop, for the ingress thread, which reports it to the API process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pdserve.protocol.messages import SchedulerBeat
 
 
 class Heartbeat:
-    """Two plain fields: another thread may read them at any time, and is wrong by a turn at most."""
+    """Two plain fields, written by the scheduler thread only. Any thread may read them, and is at most one turn behind.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -15,16 +16,16 @@ class Heartbeat:
         self._num_turns = 0
 
     def begin(self) -> None:
-        """A turn of the loop begins."""
+        """Record that a turn of the loop begins."""
         self._began_at = self._clock.now()
 
     def end(self, *, computed: bool) -> None:
-        """It has ended. The loop may sleep now."""
+        """Record that the turn has ended; the loop may sleep now."""
         self._began_at = None
         self._num_turns += computed
 
     def beat(self, dp_rank: int) -> SchedulerBeat:
-        """What the API process is told. Any thread."""
+        """Return the message for the API process. `turn_s` is None between turns. Any thread."""
         began_at = self._began_at
         turn_s = None if began_at is None else self._clock.now() - began_at
         return SchedulerBeat(dp_rank=dp_rank, turn_s=turn_s, num_turns=self._num_turns)

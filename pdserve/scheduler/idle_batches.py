@@ -1,6 +1,7 @@
-"""The scheduler's part in rounds that only other replicas have work in (DP attention); see `ranks/lockstep`.
+"""Idle batches: steps without rows, for DP-attention rounds in which only other replicas have work. See
+`ranks/dp_sync`.
 
-Owned by `Scheduler`; made by the composition root where replicas compute together.
+Owned by `Scheduler`; the composition root makes it where replicas compute together.
 """
 
 from __future__ import annotations
@@ -11,50 +12,52 @@ from typing import Protocol
 from pdserve.executor.interface import BatchPlan, Executor, run
 
 END_TIMEOUT_S = 4.0
-"""A replica that has not been told to stop by then never will be."""
+"""Seconds to wait for the other replicas to stop before giving up."""
 
 
 class DpRounds(Protocol):
-    """What `DpSync` tells a scheduler. Scheduler thread."""
+    """The part of `DpSync` that a scheduler reads. Scheduler thread."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether others have entered a round that we have not."""
+        """True when another replica has entered a round that this replica has not entered."""
         ...
 
     def leave(self) -> None:
-        """We stop; called once."""
+        """Announce that this replica stops; called once."""
         ...
 
     def ended(self, deadline: float) -> bool:
-        """Whether nobody needs us any more, or it is too late (`time.monotonic()`) for anybody to say so."""
+        """True when no other replica needs this one any more, or when `deadline` (`time.monotonic()`) has passed."""
         ...
 
 
 class Sleeper(Protocol):
-    """The part of a mailbox that is waited on: posts of whatever kind."""
+    """The part of a mailbox that `IdleBatches` waits on, for events of any type."""
 
     def drain(self) -> object:
-        """Take them all."""
+        """Take all events."""
         ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Until there is one."""
+        """Block until there is an event, at most `timeout_s` seconds."""
         ...
 
 
 class IdleBatches:
-    """Plans without rows, for the rounds that others call us to."""
+    """Plans empty batches for the rounds that other replicas have entered."""
 
     def __init__(self, rounds: DpRounds) -> None:
         self._rounds = rounds
 
     def plan(self, step: int) -> BatchPlan | None:
-        """To be asked when the role has nothing to compute in `step`."""
+        """Return an empty plan for `step` when this replica is behind; None otherwise. Called when the role has no
+        plan.
+        """
         return BatchPlan(step, ()) if self._rounds.is_behind else None
 
     def run_idle_until_all_stop(self, step: int, executor: Executor, mailbox: Sleeper) -> None:
-        """We have stopped after `step`: compute with the others until they stop as well, for a while."""
+        """Compute empty batches after `step`, until all replicas have stopped or `END_TIMEOUT_S` has passed."""
         self._rounds.leave()
         deadline = time.monotonic() + END_TIMEOUT_S
         while not self._rounds.ended(deadline):

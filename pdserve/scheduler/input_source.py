@@ -1,6 +1,7 @@
-"""What the loop hears of the world where a replica has many ranks: every rank's the same. See `ranks/input_log`.
+"""Input of the scheduler loop in a replica of several ranks: every rank receives the same events. See
+`ranks/input_log`.
 
-Made by the composition roots of the ranks' processes; scheduler thread.
+The composition roots of the ranks' processes make these objects. Scheduler thread.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from pdserve.scheduler.scheduler import Event, InputSource
 from pdserve.transfer.events import HandshakesFailed
 
 OWN = StateQuery | StartProfile | StopProfile | Woken | HandshakesFailed
-"""Questions to the leader, a trace of the leader, what only wakes it or is only counted: these decide nothing."""
+"""Events that stay on rank 0. They are queries, profiler commands, wake-ups and counters, and change no decision."""
 
 
 class LeaderInputSource:
-    """`InputSource` of rank 0: sends every event that the scheduler decides by to the followers before it is used.
+    """Implements `InputSource` on rank 0: sends every event that decides scheduling to the followers before its use.
 
-    `consensus` is None where nothing is transferred. A request without a seed gets one, so that all ranks draw alike.
+    `consensus` is None where the replica transfers no KV. A request without a seed gets one, so that all ranks draw
+    alike.
     """
 
     def __init__(self, mailbox: InputSource, log: InputLog, consensus: Consensus | None) -> None:
@@ -43,7 +45,7 @@ class LeaderInputSource:
         if consensus is None:
             self._log.turn(TickInput(shared))
             return events
-        num_pending = consensus.num_pending  # before anything is taken, as the followers count it
+        num_pending = consensus.num_pending  # before `due` takes a reduction, as on followers
         due = consensus.due()
         self._log.turn(TickInput(shared, due, num_pending))
         return [*events, *consensus.poll_and_all_reduce(due)]
@@ -59,7 +61,7 @@ class LeaderInputSource:
 
 
 class FollowerInputSource:
-    """Implements `InputSource`: `drain` waits for the leader's next turn."""
+    """Implements `InputSource` on a follower: `drain` blocks until the next turn of rank 0 arrives."""
 
     def __init__(self, log: InputLog, consensus: Consensus | None) -> None:
         self._log = log

@@ -1,11 +1,11 @@
-"""Observation points: what a request's KV is before it is sent, and after it has arrived. Scheduler thread only.
+"""Checksums of a request's KV before it is sent and after it has arrived. Scheduler thread only.
 
-    prefill   computed: hashes of pages as they become whole, before they are sent
-              sent: a line of the log, and the checksum that goes to decode with `Done`
-    decode    received: hashes of what arrived, before anything is computed with it; a line; compared where asked for
+    prefill   computed: hashes each page once it is whole, before the page is sent
+              sent: writes a log line, and returns the checksum that goes to decode with `Done`
+    decode    received: hashes the received pages before any step reads them; writes a log line; compares with `verify`
 
-Made by `build` when `--log-kv-target` or `--disaggregation-enable-kv-checksum` is given; roles have None otherwise.
-`python -m pdserve.observe.compare_kv` joins the lines of both sides.
+`engine/assemble` makes a `KVChecksum` when `--log-kv-target` or `--disaggregation-enable-kv-checksum` is given; the
+roles hold None otherwise. `python -m pdserve.observe.compare_kv` joins the lines of both sides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ WriteLine = Callable[[dict[str, Any]], None]
 
 
 class KVChecksum:
-    """`write` takes the lines, None where nobody wants them. With `verify` decode refuses what differs."""
+    """Hashes the KV that a role sends or receives.
+
+    `write` receives the log lines; None: no log. With `verify`, decode rejects KV whose checksum differs.
+    """
 
     def __init__(
         self, hasher: KVHasher, page_tokens: int, facts: dict[str, Any], write: WriteLine | None, *, verify: bool
@@ -35,10 +38,11 @@ class KVChecksum:
         self._write = write
         self._verify = verify
         self._found: dict[str, tuple[int, int, tuple[RankDigest, ...]]] = {}
-        """By request under way: its first page that is sent, the end of those that were hashed, and their hashes."""
+        """By rid of a request in transfer: first page that is sent, end of the hashed pages, and their digests by rank.
+        """
 
     def computed(self, req: Req, num_pages: int) -> None:
-        """The first `num_pages` pages of the request are whole, and about to be sent."""
+        """Hash the first `num_pages` pages of the request, which are whole and are sent next."""
         assert req.sender is not None and req.lease is not None
         if req.sender.is_fake:
             return
@@ -52,7 +56,9 @@ class KVChecksum:
         self._found[req.rid] = (first, num_pages, more)
 
     def sent(self, req: Req) -> str | None:
-        """All is computed: the checksum of what decode gets, None where it gets nothing."""
+        """Return the checksum of all pages that decode receives; None when decode receives no page. Writes the log
+        line.
+        """
         assert req.sender is not None and req.lease is not None
         found = self._found.pop(req.rid, None)
         key = req.sender.key
@@ -64,11 +70,11 @@ class KVChecksum:
         return total
 
     def forget(self, req: Req) -> None:
-        """The request has ended."""
+        """Drop the digests of a request that has ended."""
         self._found.pop(req.rid, None)
 
     def received(self, req: Req) -> Failure | None:
-        """All has arrived: why it is not what was sent, where that is asked for."""
+        """Hash the received pages and write the log line; with `verify`, return a failure when the checksum differs."""
         assert req.receiver is not None and req.lease is not None
         if req.receiver.is_fake:
             return None
@@ -82,7 +88,7 @@ class KVChecksum:
         told = req.receiver.stats.kv_checksum
         if not self._verify or total == told:
             return None
-        message = f"the KV cache that arrived is not what was sent: checksum {total}, expected {told}"
+        message = f"the received KV differs from the KV that was sent: checksum {total}, expected {told}"
         return Failure(code="kv_checksum_mismatch", message=message, origin="decode", status=502)
 
     def _line(

@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it. Written by its role and the planners it uses."""
+"""A request's state in the scheduler. Written by its role and by the planners of the role."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.transfer.manager import KVReceiver, KVSender
 
 RESUME_TOKENS = 16
-"""Output tokens that a request which gave way once has memory for when it resumes; doubles with each time."""
+"""Output tokens that a request retracted once has memory for when it resumes; doubles with each retraction."""
 
 
 @dataclasses.dataclass(slots=True)
 class Times:
-    """Moments of a request's life on this server, seconds of the scheduler's clock; None until they happen."""
+    """Timestamps of a request on this server, in seconds of the scheduler's clock; None until the event happens."""
 
     arrived: float
     peer_ready: float | None = None
@@ -34,15 +34,17 @@ class Times:
     published: float | None = None
     received: float | None = None
     lost: float | None = None
-    """The KV did not come to decode, which computes the prompt itself."""
+    """When the KV transfer failed and decode took over the prefill of the request."""
     second_token: float | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Req:
-    """`computed` tokens of `prompt + output_ids` have KV in the lease's pages, `planned` will have once all that is
-    planned is computed; `row` while the executor knows the request. `saved` is the KV of the first `computed` tokens
-    while they are in host memory instead.
+    """A request's state.
+
+    The first `computed` tokens of `prompt + output_ids` have KV in the lease's pages. `planned` counts those tokens
+    once all planned steps are computed. `row` is set while the executor knows the request. `saved` holds the KV of the
+    first `computed` tokens while the KV is in host memory instead.
     """
 
     spec: GenerateRequest
@@ -54,7 +56,7 @@ class Req:
     """Prompt tokens that the first computation of the prompt found in a prefix cache."""
     num_retractions: int = 0
     cacheable: bool = True
-    """False when the KV is nobody's: a fake transfer brought it."""
+    """False when a fake transfer produced the KV, which must not enter the prefix cache."""
     saved: HostPages | None = None
     lease: Lease | None = None
     aux: Lease | None = None
@@ -78,12 +80,12 @@ class Req:
 
     @property
     def num_given(self) -> int:
-        """Tokens that the request came with: its prompt, and output of an earlier try. Prefill hands their KV over."""
+        """Tokens the request came with: its prompt, and the output of an earlier try. Prefill sends their KV."""
         return len(self.spec.input_ids) + len(self.spec.prior_output_ids)
 
     @property
     def num_made(self) -> int:
-        """Output tokens that were made for this try."""
+        """Output tokens sampled in this try."""
         return len(self.output_ids) - len(self.spec.prior_output_ids)
 
     @property
@@ -98,16 +100,16 @@ class Req:
 
     @property
     def num_reserved(self) -> int:
-        """Tokens that it gets memory for when it starts: those it knows, and more each time it gave way.
+        """Tokens that the request gets memory for when it starts: its known tokens, and more after each retraction.
 
-        So it can give way only so often (the logarithm of its output) before it has all that it can need.
+        So the number of retractions is bounded by the logarithm of the output length.
         """
         ahead = RESUME_TOKENS << self.num_retractions - 1 if self.num_retractions else 0
         return max(self.seq_len, min(self.seq_len + ahead, self.max_len))
 
     @property
     def logprob_params(self) -> Logprobs | None:
-        """Log probabilities that are still wanted; those of the prompt are told once the first token is known."""
+        """Log probabilities still to be computed; those of the prompt drop out once the first token is known."""
         logprob_params = self.spec.logprobs
         if logprob_params is None or logprob_params.prompt_from is None or not self.output_ids:
             return logprob_params
@@ -115,9 +117,9 @@ class Req:
 
     @property
     def most_cached(self) -> int:
-        """Known tokens that may be taken from a prefix cache: those before the first whose logits are wanted.
+        """Known tokens that may come from the prefix cache: those before the first token whose logits are needed.
 
-        That is the last one, or where the prompt's log probabilities begin.
+        That token is the last one, or the one at which the prompt's log probabilities begin.
         """
         logprob_params = self.logprob_params
         last = self.seq_len - 1
@@ -129,7 +131,7 @@ class Req:
 
     @property
     def num_left(self) -> int:
-        """Output tokens that may still come."""
+        """Output tokens that may still be sampled."""
         return self.spec.sampling.max_new_tokens - len(self.output_ids)
 
     def packed(self, num_tokens: int) -> bytes:
@@ -140,7 +142,10 @@ class Req:
 
 
 def finish_for_token(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-    """Whether `token_id`, just appended to the request's output, ends it. Stop strings are the API process's."""
+    """Return the finish reason when `token_id`, just appended to the output, ends the request; None otherwise.
+
+    The API process matches stop strings.
+    """
     sampling, num_out = req.spec.sampling, len(req.output_ids)
     if sampling.max_new_tokens == 0:
         return FinishReason(type="length", length=0)
@@ -154,7 +159,10 @@ def finish_for_token(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> 
 
 
 def _grammar_ends(req: Req) -> bool:
-    """With a grammar EOS comes only where the grammar may end; and while EOS is not wanted, only where it must."""
+    """True for a request with a grammar, which admits EOS only where the grammar may end.
+
+    While EOS is ignored, its mask admits EOS only where nothing else is allowed.
+    """
     return req.spec.sampling.grammar is not None
 
 
@@ -163,7 +171,7 @@ def _eos_counts(sampling: CoreSamplingParams, num_out: int) -> bool:
 
 
 def finish_for_failure(failure: Failure) -> FinishReason:
-    """The end of a request that failed."""
+    """Return the finish reason of a request that failed."""
     return FinishReason(type="abort", message=failure.message, status_code=failure.status, err_type=failure.code)
 
 
@@ -177,18 +185,18 @@ CLIENT_ABORT = Failure(code="aborted", message="the request was aborted", origin
 
 
 LPM_WINDOW = 64
-"""How many requests at the head are looked up again when the cache has changed."""
+"""Requests at the head of the queue that are ranked again when the prefix cache has changed."""
 LPM_TOKENS = 256
 """Cached tokens that weigh as much as `aging_s` seconds of waiting."""
 LPM_MOST = 6
-"""A longer prefix than so many times `LPM_TOKENS` weighs no more."""
+"""Upper bound on a prefix's weight, in multiples of `LPM_TOKENS`."""
 
 Entry = tuple[bool, float, int, Req]
-"""(not resumed, rank, number of arrival, request): numbers differ, so requests are never compared."""
+"""(not resumed, rank, arrival number, request). Arrival numbers differ, so requests are never compared."""
 
 
 class WaitingQueue:
-    """Requests in the order of a policy; those that were retracted come before all others, the oldest first."""
+    """Requests in the order of a schedule policy. Retracted requests come before all new ones, the oldest first."""
 
     def __init__(self, policy: SchedulePolicy, aging_s: float, memory: KVMemory) -> None:
         self._memory = memory
@@ -209,21 +217,21 @@ class WaitingQueue:
         return req.rid in self._place
 
     def __getitem__(self, index: int) -> Req:
-        """The one that has `index` others before it."""
+        """Return the request at position `index`."""
         return self._entries[index][3]
 
     def __iter__(self) -> Iterator[Req]:
-        """In order. The queue must not be changed meanwhile."""
+        """Iterate in order. The queue must not change during the iteration."""
         return (entry[3] for entry in self._entries)
 
     def add(self, req: Req, *, resumed: bool = False) -> None:
-        """A request that was retracted is `resumed`."""
+        """Add a request; `resumed` for one that was retracted."""
         self._number += 1
         rank = req.times.arrived if resumed else self._rank(req)
         self._insert((not resumed, rank, self._number, req))
 
     def remove(self, req: Req) -> None:
-        """Take out a request, wherever it stands."""
+        """Remove a request, at any position."""
         entry = self._place.pop(req.rid)
         index = bisect.bisect_left(self._entries, entry)
         assert self._entries[index] is entry
@@ -231,11 +239,11 @@ class WaitingQueue:
 
     @property
     def num_resumed(self) -> int:
-        """Retracted requests among those that wait."""
+        """Retracted requests in the queue."""
         return bisect.bisect_left(self._entries, True, key=lambda entry: entry[0])
 
     def refresh(self) -> None:
-        """Rank the head of the queue anew when the policy follows the cache and the cache has changed."""
+        """Rank the head of the queue again when the policy is `lpm` and the prefix cache has changed."""
         version = self._memory.cache_version
         if not self._follows_cache or version == self._seen_version:
             return

@@ -1,4 +1,4 @@
-"""The only loop. Each step: take what threads posted, poll transfers, plan, run, commit, send outputs."""
+"""The scheduler loop. Each turn: take posted events, poll transfers, plan, launch, commit, and send outputs."""
 
 from __future__ import annotations
 
@@ -49,23 +49,26 @@ log = logging.getLogger(__name__)
 Event = ToScheduler | TransferEvent | Woken
 _IDLE_WAIT_S = 60.0
 PROBES = "health_probes"
-"""The counter of requests that are nobody's; no other counter of requests and tokens has them."""
+"""Counter of health probes, which are excluded from all other request and token counters."""
 
 
 class InputSource(Protocol):
-    """Where the loop hears of the world: a `Mailbox`, or what all ranks of a replica hear alike (`shared_mail`)."""
+    """The source of the loop's events: a `Mailbox`, a `GrammarGate`, or the shared input of a replica's ranks.
+
+    See `scheduler/input_source`. Scheduler thread.
+    """
 
     def drain(self) -> Sequence[Event]:
-        """Take everything there is, oldest first."""
+        """Take all posted events, oldest first."""
         ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until there may be something, at most `timeout_s` seconds."""
+        """Block until there may be an event, at most `timeout_s` seconds."""
         ...
 
 
 class Scheduler:
-    """Joins a role, the shared core and the transfer manager (None in a monolith)."""
+    """Runs one role on a `SchedulerContext`. `kv` is the transfer manager, None in a monolith. Scheduler thread."""
 
     def __init__(
         self,
@@ -83,7 +86,10 @@ class Scheduler:
         pulse: Heartbeat | None = None,
         num_gated: Callable[[], int] | None = None,
     ) -> None:
-        """`num_gated`: requests that wait for their grammar before they come here."""
+        """`max_queued`: most waiting requests beyond the free rows; None: no limit.
+
+        `num_gated` returns the number of requests that wait for their grammar before admission; None: there is no gate.
+        """
         self.role = role
         self.core = core
         self.kv = kv
@@ -106,7 +112,7 @@ class Scheduler:
         self._stopping = False
 
     def run(self) -> None:
-        """Step until shut down; sleeps while there is nothing to compute and nothing posted."""
+        """Run turns until shutdown; sleeps while there is nothing to compute and nothing is posted."""
         while not self._stopping:
             self.pulse.begin()
             computed = self.step()
@@ -121,10 +127,10 @@ class Scheduler:
             self._idle_rounds.run_idle_until_all_stop(self._step, self.core.executor, self.mailbox)
 
     def step(self) -> bool:
-        """One turn; True when something was computed.
+        """Run one turn; True when a step was launched or was under way.
 
-        With overlap the next step is planned and launched while the last one is under way, and only then are the last
-        one's results taken; where the model has stages, while each of the others computes one.
+        With overlap, the next step is planned and launched before the results of the last one are taken. With S
+        pipeline stages up to S - 1 steps stay under way.
         """
         for event in self.mailbox.drain():
             self._handle(event)
@@ -150,7 +156,7 @@ class Scheduler:
         return plan is not None or was_under_way
 
     def audit(self) -> list[str]:
-        """What does not add up, a sentence each: a page, row, slot or room that has no owner, or two, or a dead one."""
+        """Return one sentence for each page, row, aux slot or room whose owner is missing, duplicate, or ended."""
         memory, live = self.core.memory, self.role.live
         found = memory.audit()
         if not self._under_way:
@@ -205,7 +211,7 @@ class Scheduler:
             self.role.commit(handle.plan, result)
 
     def _end_failed(self, plan: BatchPlan, result: StepResult) -> None:
-        """Requests whose grammar cannot be followed any more end alone; what they got in this step is not theirs."""
+        """End the requests whose grammar failed in this step; their tokens of this step are discarded."""
         for row in [plan.rows[index] for index in result.failed]:
             req = self.role.live.get(row.rid)
             if req is not None and req.row == row.row:
@@ -213,7 +219,7 @@ class Scheduler:
                 self.role.end(req, GRAMMAR_FAILED)
 
     def state(self) -> EngineState:
-        """The snapshot behind `/get_server_info` and `/metrics`."""
+        """Return the snapshot behind `/get_server_info` and `/metrics`."""
         num_gated = 0 if self._num_gated is None else self._num_gated()
         queues = self.role.queues() | {"num_grammar_queue_reqs": num_gated}
         memory = self.core.memory.counts() | {"reqs_live": len(self.role.live)}
@@ -313,7 +319,7 @@ class Scheduler:
             self.role.end(req, failure)
 
     def _obey(self, command: Command) -> tuple[bool, str]:
-        """Whether it was done, and a sentence on it."""
+        """Run a command; returns whether it succeeded, and a message."""
         match command:
             case FlushCache():
                 return self._flush_cache()
@@ -329,7 +335,7 @@ class Scheduler:
             case DeclarePeerDead(instance=instance):
                 if self.kv is None or not self.kv.declare_dead(instance):
                     return False, f"there is no peer {instance!r}"
-                return True, f"the session with {instance} has ended, and what it could write to is free"
+                return True, f"the session with {instance} is closed, and the pages it could write to are free"
 
     def _pause(self, mode: PauseMode) -> tuple[bool, str]:
         self._paused = True
@@ -341,7 +347,7 @@ class Scheduler:
         return True, "Generation paused successfully."
 
     def _flush_cache(self) -> tuple[bool, str]:
-        """Nothing is dropped from under a request; those that a pause has retracted have nothing."""
+        """Empty the prefix cache unless a request holds pages. Requests that a pause has retracted hold none."""
         holding = sum(not self._paused or req.lease is not None for req in self.role.live.values())
         if holding:
             return False, f"{holding} requests are running"
@@ -351,7 +357,7 @@ class Scheduler:
         return self.core.counters["requests"] + self.core.counters[PROBES] - len(self.role.live)
 
     def _is_full(self) -> bool:
-        """True when as many wait as may, beyond those that free rows are about to take."""
+        """True when `max_queued` requests wait beyond those that free rows will take."""
         return (
             self._max_queued is not None and self.role.num_waiting >= self._max_queued + self.core.memory.table.num_free
         )

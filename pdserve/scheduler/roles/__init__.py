@@ -1,1 +1,1 @@
-"""One small object per kind of server: monolith, prefill, decode. Each owns its queues."""
+"""The roles of a scheduler: prefill, decode, and monolith."""

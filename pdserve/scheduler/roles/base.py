@@ -1,4 +1,4 @@
-"""What a role answers to the one scheduler loop. A role owns its queues; it never calls the executor's `run`."""
+"""The interface between the scheduler loop and a role. A role owns its queues; it never calls the executor's `run`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.scheduler.request import Req, WaitingQueue
 
 
 class SchedulerRole(Protocol):
-    """A plan, not a program. Called by the scheduler thread, each step in this order: poll, plan, commit."""
+    """Plans batches and commits their results. The scheduler thread calls, in each step: `poll`, `plan`, `commit`."""
 
     @property
     def live(self) -> dict[str, Req]:
@@ -22,10 +22,10 @@ class SchedulerRole(Protocol):
         ...
 
     def admit(self, req: Req) -> None:
-        """Take a new request into the first queue.
+        """Put a new request into the first queue.
 
         Raises:
-            RequestError: it can never run here, or its room is live; nothing was kept.
+            RequestError: the request can never run here, or its bootstrap room is live; nothing was kept.
         """
         ...
 
@@ -35,32 +35,33 @@ class SchedulerRole(Protocol):
         ...
 
     def poll(self) -> None:
-        """Move requests between queues according to what transfers say."""
+        """Move requests between queues according to the state of their transfers."""
         ...
 
     @property
     def needs_sync(self) -> bool:
-        """True when the next plan can only be made once no step is under way."""
+        """True when the next plan requires that no step is under way."""
         ...
 
     def plan(self, step: int) -> BatchPlan | None:
-        """What to compute next; None when nothing can be."""
+        """Return the batch of step `step`; None when there is nothing to compute."""
         ...
 
     def launched(self, handle: StepHandle) -> None:
-        """The plan is under way, with layer marks where the scheduler asks for them."""
+        """Called once the plan is launched; `handle.marks` is set where the scheduler requests layer events."""
         ...
 
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
-        """Take the result of a plan. The next one may have been launched already; rows of ended requests are void."""
+        """Take the result of a plan. The next plan may be launched already; rows of ended requests are ignored."""
         ...
 
     def end(self, req: Req, failure: Failure | None) -> None:
-        """End a live request early: with a failure, or quietly (its stop string was seen)."""
+        """End a live request early: with a failure, or with finish reason `stop` when `failure` is None (stop string).
+        """
         ...
 
     def retract_all(self) -> None:
-        """Take its memory from everything that can be computed again later. No step is under way."""
+        """Release the memory of every request that can be computed again later. No step is under way."""
         ...
 
     def queues(self) -> dict[str, int]:
@@ -68,7 +69,7 @@ class SchedulerRole(Protocol):
         ...
 
     def waits_for(self, req: Req) -> WaitsFor:
-        """What a live request waits for: the other half, memory, its turn to be computed, or KV on its way."""
+        """Return what a live request waits for: the peer, memory, compute, or the KV transfer."""
         ...
 
     def facts(self) -> dict[str, float]:
@@ -77,7 +78,10 @@ class SchedulerRole(Protocol):
 
 
 class MixedBatchRole(abc.ABC):
-    """The part of a `SchedulerRole` that is about steps. `waiting` is for requests whose prompt is computed here."""
+    """Methods shared by the monolith and decode roles, which both plan mixed batches.
+
+    `waiting` is the queue of requests whose prompt is computed on this server.
+    """
 
     def __init__(self, core: SchedulerContext, waiting: WaitingQueue) -> None:
         self._core = core
@@ -90,14 +94,14 @@ class MixedBatchRole(abc.ABC):
         return self._batch_planner.needs_sync
 
     def plan(self, step: int) -> BatchPlan | None:
-        """Decode rows first, then chunks within the budget: on decode those of retracted requests alone."""
+        """Decode rows first, then prefill chunks within the budget. On decode only retracted requests have chunks."""
         return self._batch_planner.plan(step)
 
     def launched(self, handle: StepHandle) -> None:  # noqa: B027
-        """Nothing is sent anywhere."""
+        """Do nothing: these roles send no KV."""
 
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
-        """Append the tokens; who has ended leaves. Timing goes with the first two tokens and the last."""
+        """Append the tokens and release finished requests. The first two tokens and the last one carry timing."""
         for req, token, finish in self._batch_planner.commit(self.live, plan, result):
             timing = self._timing(req) if finish or req.num_made <= 2 else None
             self._core.outbox.emit(req, (token,), finish, timing)
@@ -114,12 +118,12 @@ class MixedBatchRole(abc.ABC):
 
     @abc.abstractmethod
     def _headroom_tokens(self, req: Req) -> float:
-        """What must stay free when `req` starts, or comes back."""
+        """Token slots that must stay free when `req` starts or resumes."""
 
     @abc.abstractmethod
     def _leave(self, req: Req) -> None:
-        """Forget it, and give back what it holds."""
+        """Remove the request from all queues and release its memory."""
 
     @abc.abstractmethod
     def _timing(self, req: Req) -> RequestTiming:
-        """The time to its first token, in parts, as far as is known."""
+        """The TTFT of the request, in parts, as far as they are known."""

@@ -1,19 +1,19 @@
-"""The decode role: takes a prompt's KV and first token from a prefill server and generates the rest.
+"""The decode role: receives a prompt's KV and first token from a prefill server and generates the other tokens.
 
 prealloc     a receiver is open; waits for the session with the prefill server, then for pages and an aux slot
    v
 transfer     pages are published (hold `remote`); waits for the bytes
    v
-waiting      KV and first token are here; waits for a row. No forward is needed: the first batch is prebuilt
+waiting      KV and first token have arrived; waits for a row. The request needs no prefill step
    v
-running      one token a step, memory page by page
+running      one token a step; memory grows page by page
    v ^
-retracted    gave way when memory ran out; comes back before anything new is let in, its KV from host memory or computed
-             again here
-                 Also requests whose KV did not come, where the policy is to compute it here. They get pages of their
-                 own: the published ones stay held by `remote` as long as the peer may write there.
+retracted    released its memory when memory ran out; resumes before any new request publishes pages. Its KV comes from
+             host memory or is computed again here.
+             A request whose KV transfer failed is queued here too, with load failure policy `recompute`. It gets new
+             pages: the published ones stay held by `remote` as long as the peer may write there.
 
-Rows are for running requests alone, so a full running batch never keeps prefill waiting.
+Only running requests hold rows, so a full decode batch never delays prefill.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from pdserve.transfer.manager import KVManager
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import prompt_digest
 
-WRONG_ROOM = Failure(code="metadata_mismatch", message="the metadata that came is of another room")
+WRONG_ROOM = Failure(code="metadata_mismatch", message="the aux record that arrived belongs to another room")
 
 
 def can_recompute(failure: Failure) -> bool:
-    """Whether decode may compute the prompt of a request whose KV transfer ended with `failure`.
+    """True when decode may compute the prompt of a request whose KV transfer ended with `failure`.
 
-    False for aborts, for bad requests, and for servers that were started or that tokenize differently.
+    False for aborts, for bad requests, and for servers whose configuration or tokenizer differs.
     """
     return failure.retryable and failure.status >= 500 and failure.code != "prompt_mismatch"
 
 
 class DecodeRole(MixedBatchRole):
-    """Owns prealloc, transfer and waiting queues; `BatchPlanner` has the batch and the retracted."""
+    """Owns the prealloc, transfer and waiting queues; `BatchPlanner` owns the decode batch and the retracted requests.
+    """
 
     def __init__(
         self,
@@ -58,18 +59,21 @@ class DecodeRole(MixedBatchRole):
         *,
         load_failure_policy: LoadFailurePolicy = "fail",
     ) -> None:
-        """`kv_checksum` sees what arrives; None where nobody wants to know. `load_failure_policy`: see the flag."""
+        """`kv_checksum` hashes the KV that arrives; None: no checksums.
+
+        `load_failure_policy`: see `--disaggregation-load-failure-policy`.
+        """
         super().__init__(core, WaitingQueue("fcfs", 1.0, core.memory))
         self._kv_checksum = kv_checksum
         self._recomputes = load_failure_policy == "recompute"
         self._lost: dict[str, Req] = {}
-        """Requests whose KV did not come and whose prompt has not been started here, in the order of the failures."""
+        """Requests whose KV transfer failed and whose prefill has not started here, in the order of the failures."""
         self._kv = kv
         self._rooms: dict[int, Req] = {}
-        """By room, while the room is open."""
+        """By bootstrap room, while the room is open."""
         self._prealloc: dict[str, Req] = {}
         self._ready = ready
-        """Those in prealloc that have a session."""
+        """Requests in prealloc that have a session."""
         self._transfer: dict[str, Req] = {}
         self._waiting: dict[str, Req] = {}
 
@@ -94,7 +98,7 @@ class DecodeRole(MixedBatchRole):
         return len(self._prealloc) + len(self._batch_planner.prefilling.waiting)
 
     def poll(self) -> None:
-        """Publish pages where there is memory, take what has landed, seat what waits."""
+        """Publish pages where memory is free, take finished transfers, and give rows to waiting requests."""
         self._take_moves()
         self._end_the_overdue()
         if len(self._ready) and not len(self._batch_planner.prefilling.waiting):
@@ -133,7 +137,7 @@ class DecodeRole(MixedBatchRole):
         return "transfer" if req.rid in self._transfer else "compute"
 
     def _take_moves(self) -> None:
-        """What has become of rooms since the last look; those in which nothing happened cost nothing."""
+        """Process the rooms whose state has changed since the last call."""
         for room in self._kv.drain_state_changes():
             req = self._rooms[room]
             assert req.receiver is not None
@@ -146,14 +150,16 @@ class DecodeRole(MixedBatchRole):
                 self._ready.add(req)
 
     def _publish_ready(self) -> None:
-        """Publish pages, in the order of the policy, until one finds too little memory."""
+        """Publish pages in the order of the schedule policy, until a request finds too little memory."""
         reserve = DecodeReservation(self._core.limits.reserved_decode_tokens, self._held())
         self._ready.refresh()
         while len(self._ready) and self._publish(self._ready[0], reserve):
             self._ready.remove(self._ready[0])
 
     def _end_the_overdue(self) -> None:
-        """End those that wait too long for memory; the transfer manager ends those without a session at that age."""
+        """End requests that wait too long for memory. The transfer manager ends requests without a session at the same
+        age.
+        """
         latest = self._core.clock.now() - self._core.limits.prealloc_timeout_s
         for req in list(itertools.takewhile(lambda req: req.times.arrived < latest, self._prealloc.values())):
             self.end(req, self._no_memory())
@@ -165,11 +171,11 @@ class DecodeRole(MixedBatchRole):
                 self.end(req, self._no_memory())
 
     def _no_memory(self) -> Failure:
-        message = f"no KV memory was free within {self._core.limits.prealloc_timeout_s:g} s"
+        message = f"no KV pages became free within {self._core.limits.prealloc_timeout_s:g} s"
         return Failure(code="prealloc_timeout", message=message, status=503)
 
     def _lose(self, req: Req, failure: Failure) -> None:
-        """The KV did not come: the request ends, or its prompt is computed here."""
+        """Handle a failed KV transfer: the request ends, or its prompt is computed here."""
         if not self._recomputes or not can_recompute(failure):
             self.end(req, failure)
             return
@@ -183,7 +189,7 @@ class DecodeRole(MixedBatchRole):
         self._batch_planner.prefilling.waiting.add(req, resumed=True)
 
     def _publish(self, req: Req, reserve: DecodeReservation) -> bool:
-        """Take memory for the request and tell prefill where to write; False when there is too little."""
+        """Reserve memory for the request and publish its pages to prefill; False when too little memory is free."""
         memory = self._core.memory
         free_tokens = memory.num_available * memory.layout.page_tokens
         if (
@@ -211,7 +217,7 @@ class DecodeRole(MixedBatchRole):
         return True
 
     def _receive(self, req: Req) -> None:
-        """The KV and the first token have landed."""
+        """Take the KV and the first token of a finished transfer."""
         assert req.receiver is not None and req.aux is not None
         record = req.receiver.take(req.aux)
         if record is None:
@@ -238,7 +244,9 @@ class DecodeRole(MixedBatchRole):
             self._waiting[req.rid] = req
 
     def _take_logprobs(self, req: Req) -> tuple[float, ...]:
-        """Pass on what came of the prompt; returns those that the first token's aux record has no place for."""
+        """Emit the prompt's log probabilities that arrived; returns those of the first token, which the aux record
+        cannot hold.
+        """
         assert req.receiver is not None
         picked: tuple[float, ...] = ()
         for part in req.receiver.take_logprobs():
@@ -249,16 +257,16 @@ class DecodeRole(MixedBatchRole):
         return picked
 
     def _headroom_tokens(self, req: Req) -> float:
-        """What must stay free when the retracted `req` comes back."""
+        """Token slots that must stay free when the retracted `req` resumes."""
         return DecodeReservation(self._core.limits.reserved_decode_tokens, self._held()).tokens
 
     def _held(self) -> Iterator[Req]:
-        """Requests that have memory and will need more."""
+        """Requests that hold memory and will need more."""
         running, active = self._batch_planner.running.reqs, self._batch_planner.prefilling.active
         return itertools.chain(running.values(), active.values(), self._transfer.values(), self._waiting.values())
 
     def _leave_queues(self, req: Req) -> None:
-        """Forget a request whose KV is awaited, or was."""
+        """Remove a request from the queues before its decode batch, and close its room."""
         self._close(req)
         self._prealloc.pop(req.rid, None)
         if req in self._ready:
@@ -274,14 +282,14 @@ class DecodeRole(MixedBatchRole):
         self._core.release(req)
 
     def _close(self, req: Req) -> None:
-        """Let go of the room, whose number may be used again."""
+        """Close the bootstrap room, whose number may be used again."""
         assert req.receiver is not None and req.spec.room is not None
         req.receiver.close()
         if self._rooms.get(req.spec.room.room) is req:
             del self._rooms[req.spec.room.room]
 
     def _timing(self, req: Req) -> RequestTiming:
-        """The time to the first token, in parts that add up to it."""
+        """The TTFT in parts that add up to it."""
         times = req.times
         if times.lost is not None and times.started is not None and times.prefilled is not None:
             queue_s, prefill_s = times.started - times.lost, times.prefilled - times.started

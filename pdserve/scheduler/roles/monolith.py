@@ -1,4 +1,4 @@
-"""The aggregated server: prefill chunks and decode rows share each step (continuous batching).
+"""The role of a server without disaggregation: prefill chunks and decode rows share each step (continuous batching).
 
 waiting -> prefilling -> running -> finished
    ^________ retracted ____|
@@ -15,7 +15,7 @@ from pdserve.scheduler.roles.base import MixedBatchRole
 
 
 class MonolithRole(MixedBatchRole):
-    """Starts a request when its prompt fits beside what the running ones are expected to need."""
+    """Admits a request when its prompt fits beside the expected growth of the running requests."""
 
     def admit(self, req: Req) -> None:
         """See `SchedulerRole.admit`."""
@@ -29,7 +29,7 @@ class MonolithRole(MixedBatchRole):
         return len(self._batch_planner.prefilling.waiting)
 
     def poll(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: this role has no transfers."""
 
     def end(self, req: Req, failure: Failure | None) -> None:
         """See `SchedulerRole.end`."""

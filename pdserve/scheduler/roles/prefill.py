@@ -1,12 +1,12 @@
-"""The prefill role: computes the prompt and exactly one token, and hands both over.
+"""The prefill role: computes the prompt and exactly one token, and sends KV and token to decode.
 
-bootstrap    a sender is open; waits for the decode server to tell its pages
+bootstrap    a sender is open; waits until the decode server has published its pages
    v
 waiting      waits for memory, a row and an aux slot
    v
-active       chunks are computed; the pages of each are sent as soon as they are whole
+active       chunks are computed; the whole pages of each chunk are sent at once
    v
-inflight     all is computed; waits until every byte has landed. The row is free, the pages are held by `send`
+inflight     all is computed; waits until every byte has arrived. The row is free, the hold `send` keeps the pages
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ LOST = Failure(code="transfer_failed", message="the transfer failed without a re
 
 
 class PrefillRole:
-    """Owns bootstrap and inflight queues; `PrefillManager` owns waiting and active."""
+    """Owns the bootstrap and inflight queues; `PrefillManager` owns waiting and active."""
 
     def __init__(
         self, core: SchedulerContext, kv: KVManager, waiting: WaitingQueue, kv_checksum: KVChecksum | None = None
     ) -> None:
-        """`kv_checksum` sees what is sent; None where nobody wants to know."""
+        """`kv_checksum` hashes the KV that is sent; None: no checksums."""
         self._kv_checksum = kv_checksum
         self._core = core
         self._kv = kv
@@ -66,7 +66,8 @@ class PrefillRole:
         return len(self._bootstrap) + len(self._prefill_manager.waiting)
 
     def poll(self) -> None:
-        """Rooms that are bound go on to waiting; those that ended, leave."""
+        """Move requests whose bootstrap room is bound to waiting; end requests whose transfer has succeeded or failed.
+        """
         for room in self._kv.drain_state_changes():
             req = self._rooms[room]
             assert req.sender is not None
@@ -82,17 +83,17 @@ class PrefillRole:
 
     @property
     def needs_sync(self) -> bool:
-        """See `SchedulerRole.needs_sync`: a started prompt has all its memory."""
+        """See `SchedulerRole.needs_sync`: always False, because a started prompt holds all its memory."""
         return False
 
     def plan(self, step: int) -> BatchPlan | None:
-        """Chunks within the budget, in parts."""
+        """Prefill chunks within the budget; the step is split into parts."""
         if not self._parts:
             self._parts.put([], self._prefill_manager.plan(self._core.limits.step_tokens))
         return plan_of(step, self._parts.take())
 
     def launched(self, handle: StepHandle) -> None:
-        """With layer marks, the pages that this step makes whole leave layer group by layer group."""
+        """With layer events, send the pages that this step completes, one layer group at a time."""
         marks = handle.marks
         if marks is None:
             return
@@ -106,7 +107,8 @@ class PrefillRole:
             req.sender.send(req.lease, self._num_whole_pages(req, row.end), gates)
 
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
-        """Send the pages that became whole; with the last chunk the rest, and the first token."""
+        """Send the pages that became whole. After the last chunk, also send the rest of the pages and the first token.
+        """
         for index, (row, token) in enumerate(zip(plan.rows, result.tokens, strict=True)):
             req = self.live.get(row.rid)
             if req is None or req.row != row.row:
@@ -139,7 +141,7 @@ class PrefillRole:
             self._inflight[req.rid] = req
 
     def end(self, req: Req, failure: Failure | None) -> None:
-        """See `SchedulerRole.end`. A prefill request has no text to stop at, so a quiet end is an abort."""
+        """See `SchedulerRole.end`. Prefill matches no stop strings, so an end without a failure is an abort."""
         failure = failure or Failure(code="stopped", message="the request was stopped", status=499)
         assert req.sender is not None
         self._core.count_failure(req, failure)
@@ -148,7 +150,7 @@ class PrefillRole:
         self._core.outbox.emit(req, (), finish_for_failure(failure))
 
     def retract_all(self) -> None:
-        """See `SchedulerRole.retract_all`: a prompt that has started keeps its pages, which are being sent."""
+        """See `SchedulerRole.retract_all`: does nothing, because the pages of a started prompt are being sent."""
 
     def queues(self) -> dict[str, int]:
         """See `SchedulerRole.queues`."""
@@ -170,14 +172,14 @@ class PrefillRole:
         return {}
 
     def _tell(self, req: Req, part: PromptLogprobs) -> None:
-        """Log probabilities of a part of the prompt: to our client, and to decode where its client wants them."""
+        """Send log probabilities of a part of the prompt to the client, and to decode where its client wants them."""
         assert req.sender is not None and req.spec.logprobs is not None
         self._core.outbox.emit_prompt(req, part)
         if req.spec.logprobs.to_decode:
             req.sender.tell(part)
 
     def _num_whole_pages(self, req: Req, end: int) -> int:
-        """Pages in which nothing is missing once tokens `[0, end)` are computed."""
+        """Pages whose tokens are all computed once tokens `[0, end)` are."""
         memory = self._core.memory
         return memory.num_pages(end) if end >= req.num_given else end // memory.layout.page_tokens
 
