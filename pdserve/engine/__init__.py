@@ -1,1 +1,3 @@
-"""Assembles the engine of a replica: executor, transfer, roles and loop, on the leading rank and its followers."""
+"""Assembles the engine of a replica: executor, transfer manager, role and scheduler loop, on rank 0 and on its
+followers.
+"""

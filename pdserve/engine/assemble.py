@@ -1,5 +1,6 @@
-"""From memory, executor and transfer manager to a scheduler: the same on every rank. Called by `build` and
-`build_follower` at start-up.
+"""Builds a scheduler from memory, executor and transfer manager, in the same way on every rank.
+
+Called by `build` and `build_follower` at start-up.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from pdserve.scheduler.scheduler import InputSource, Scheduler
 from pdserve.transfer.manager import KVManager
 
 SATURATION_TOKENS = 128
-"""Rows that bring a product on CPUs to its peak: more take as long each."""
+"""Rows that saturate a matrix product on CPU: the time grows linearly beyond them."""
 SATURATION_TOKENS_OF_TILES = 256
-"""The same where products are made by AMX, which takes longer to read weights than to multiply fewer rows."""
+"""The same with AMX, where reading the weights takes longer than multiplying fewer rows."""
 TILED = "amx bfloat16"
-"""See `LoadedEngine.arithmetic`."""
+"""`LoadedEngine.arithmetic` of bfloat16 products with AMX tiles."""
 Fact = str | int | float | bool | None
 
 
 def make_memory(config: ServerConfig, built: LoadedEngine, stack: contextlib.ExitStack) -> KVMemory:
-    """The books of this replica's pages, rows and aux slots; `stack` ends the thread that commits memory."""
+    """Make the KV memory of this replica: pages, rows and aux slots. `stack` ends the thread that commits memory."""
     num_rows = built.table.num_rows
     commit: Prefault | None = None
     if built.device.type == "cpu":
@@ -61,7 +62,10 @@ def make_memory(config: ServerConfig, built: LoadedEngine, stack: contextlib.Exi
 def make_kv_checksum(
     config: ServerConfig, built: LoadedEngine, hasher: KVHasher, facts: Mapping[str, Fact], write: WriteLine | None
 ) -> KVChecksum | None:
-    """Who hashes the KV that is sent or arrives, where somebody wants that; `write` takes the lines of the log."""
+    """Make the `KVChecksum` of a role; None when neither a KV log nor KV checksums are enabled.
+
+    `write` receives the log lines; None: no log.
+    """
     if not (config.observe.log_kv_target is not None or config.disagg.disaggregation_enable_kv_checksum):
         return None
     layout = built.layout
@@ -89,7 +93,8 @@ def make_scheduler(
     pulse: Heartbeat | None = None,
     num_gated: Callable[[], int] | None = None,
 ) -> Scheduler:
-    """A scheduler of the role that the mode says; `kv` is None in a monolith. `num_gated`: see `Scheduler`."""
+    """Make a scheduler with the role of the configured mode. `kv` is None in a monolith. `num_gated`: see `Scheduler`.
+    """
     core = SchedulerContext(memory, executor, Outbox(send), clock, _limits(config, built))
     waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory)
     role: SchedulerRole
@@ -117,7 +122,10 @@ def make_scheduler(
 
 
 def saturation_tokens(config: ServerConfig, built: LoadedEngine) -> int | None:
-    """Prompt tokens that keep the processor at its peak, see `StepLimits`; each expert needs so many, too."""
+    """Prompt tokens that keep the processor at its peak, see `StepLimits`; None: steps are not split.
+
+    With experts, each expert needs as many tokens.
+    """
     given = config.schedule.prefill_saturation_tokens
     if given is not None:
         return given if given > 0 else None
@@ -129,7 +137,7 @@ def saturation_tokens(config: ServerConfig, built: LoadedEngine) -> int | None:
 
 
 def _caches_prefixes(config: ServerConfig) -> bool:
-    """Prefill and monolith keep prefixes unless told not to, decode only when told to."""
+    """True when the server has a prefix cache: by default in prefill and monolith, on request in decode."""
     if config.disagg.disaggregation_mode == "decode":
         return config.disagg.disaggregation_decode_enable_radix_cache
     return not config.memory.disable_radix_cache

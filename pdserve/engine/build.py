@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 _INGRESS_POLL_S = 0.5
 BEAT_S = 1.0
-"""How often the API process hears that we run."""
+"""Seconds between heartbeats to the API process."""
 
 
 def run_scheduler(
@@ -44,9 +44,9 @@ def run_scheduler(
     token: str,
     startup: StartupTimes | None = None,
 ) -> None:
-    """Build everything, announce readiness, and run the loop until it is shut down. `token` seals control messages.
+    """Build the engine, announce readiness, and run the loop until shutdown. `token` seals control messages.
 
-    `startup` has what the start took until now; the rest is added, and shown among the facts.
+    `startup` holds the start-up times so far; further parts are added and appear among the facts.
 
     Raises:
         ConfigError, ModelError, RankError: what `open_engine` and transports raise.
@@ -62,7 +62,7 @@ def run_scheduler(
         except BaseException as error:
             engine.close(error)
             raise
-        stack.callback(engine.close)  # first of all, so that no rank copies on while we close
+        stack.callback(engine.close)  # runs before the other callbacks, so that no rank copies on during the close
         beat = functools.partial(scheduler.pulse.beat, replica.dp_rank)
         ingress = threading.Thread(target=_ingress, args=(channel, mailbox, beat, stop), name="ingress", daemon=True)
         ingress.start()
@@ -89,9 +89,9 @@ def run_scheduler(
 
 
 def freeze_heap() -> None:
-    """Everything that is built by now lives as long as the process, so garbage collections need not look at it.
+    """Exclude all objects built so far from garbage collection: they live as long as the process.
 
-    Modules and weights are some hundred thousand objects: without this, now and then a step takes 15 ms longer.
+    Modules and weights are some hundred thousand objects. Without the freeze some steps take 15 ms longer.
     """
     gc.collect()
     gc.freeze()
@@ -106,8 +106,10 @@ def build_scheduler(
     token: str,
     stack: contextlib.ExitStack,
 ) -> Scheduler:
-    """The scheduler of a rank that leads, or is alone, with a transfer manager unless the mode is null. The followers
-    begin then; `stack` ends threads and sockets.
+    """Make the scheduler of rank 0, with a transfer manager unless the mode is null, and start the followers'
+    schedulers.
+
+    `stack` ends threads and closes sockets.
     """
     mode = config.disagg.disaggregation_mode
     built = engine.built
@@ -152,7 +154,7 @@ def build_scheduler(
 
 
 def _kv_log(config: ServerConfig, facts: Mapping[str, Fact], stack: contextlib.ExitStack) -> WriteLine | None:
-    """Where the hashes of the KV are written to, if anywhere; `stack` closes it."""
+    """Return the writer of the KV checksum log; None without `--log-kv-target`. `stack` closes the log."""
     target = config.observe.log_kv_target
     if target is None:
         return None
@@ -162,12 +164,14 @@ def _kv_log(config: ServerConfig, facts: Mapping[str, Fact], stack: contextlib.E
 
 
 def _input_source(engine: ReplicaEngine, gate: GrammarGate, consensus: Consensus | None) -> InputSource:
-    """What the loop hears of the world."""
+    """Return the input of the loop: the gate, behind the shared input log where the replica has several ranks."""
     return gate if engine.group is None else LeaderInputSource(gate, engine.group.log, consensus)
 
 
 def _idle_rounds(engine: ReplicaEngine, mailbox: Mailbox[Event]) -> IdleBatches | None:
-    """Where replicas compute together, their calls wake the loop."""
+    """Make the idle batches of a DP-attention group; a round entered by another replica wakes the loop. None without
+    one.
+    """
     if engine.lockstep is None:
         return None
     engine.lockstep.wake = lambda: mailbox.post(Woken())
@@ -177,7 +181,7 @@ def _idle_rounds(engine: ReplicaEngine, mailbox: Mailbox[Event]) -> IdleBatches 
 def _ingress(
     channel: SchedulerChannel, mailbox: Mailbox[Event], beat: Callable[[], SchedulerBeat], stop: threading.Event
 ) -> None:
-    """Brings the API process's messages into the mailbox, and tells it now and then that this process runs."""
+    """Post the API process's messages to the mailbox, and send a heartbeat every `BEAT_S` seconds. Thread "ingress"."""
     beats_at = time.monotonic()
     while not stop.is_set():
         if time.monotonic() >= beats_at:
@@ -191,4 +195,4 @@ def _ingress(
         if message is not None:
             mailbox.post(message)
         if isinstance(message, Shutdown):
-            return  # nothing follows it, and whoever joins this thread need not wait
+            return  # the last message: the thread ends at once, so that its join does not wait

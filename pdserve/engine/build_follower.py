@@ -1,11 +1,11 @@
-"""A follower's process: its part of the model, and a scheduler that is told all that its leader's hears.
+"""The process of a follower rank: its part of the model, and a scheduler with the same input as rank 0's.
 
-    thread "ranks"   takes what the leader says, and queues it
-    main thread      loads, then runs the loop: the same role on the same messages and the same time as the leader's
-    "kv-copy-0" ...  copy, in prefill and decode servers
+    thread "ranks"   receives the messages of rank 0, and queues them
+    main thread      loads, then runs the loop: the same role on the same events and the same time as on rank 0
+    "kv-copy-0" ...  copy KV, in prefill and decode servers
 
-It has no API process, talks to no peer and looks nobody up: what it would say, the leader says. `run_follower` is
-called by the process that the launcher starts for each rank but the first.
+A follower has no API process, sends nothing to peers, and looks up no addresses: rank 0 does all of that. The launcher
+starts a process that calls `run_follower` for each rank but the first.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from pdserve.transfer.wire import RankMemory
 log = logging.getLogger(__name__)
 
 _LEADER_SAYS = "pdserve.transfer.sessions"
-"""The logger of what all ranks come to alike."""
+"""Logger whose messages are equal on all ranks; only rank 0 writes them."""
 
 
 class SilentSocket:
-    """Implements `ControlSocket`: the leader, who is at `endpoint`, talks to peers."""
+    """Implements `ControlSocket` without sending: rank 0, at `endpoint`, talks to peers."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -63,7 +63,7 @@ class SilentSocket:
 
 
 class NoDirectory:
-    """Implements `Directory`: the leader looks, and all hear what it finds."""
+    """Implements `Directory` without look-ups: rank 0 looks addresses up and shares the results."""
 
     def find(self, address: Address) -> None:
         """See `Directory`."""
@@ -74,7 +74,7 @@ class NoDirectory:
 
 @dataclasses.dataclass(frozen=True)
 class _Copying:
-    """What this rank copies with."""
+    """The objects this rank copies KV with."""
 
     transport: Transport
     workers: CopyWorkers
@@ -91,14 +91,14 @@ def run_follower(
     dp_rank: int = 0,
     parent_pid: int | None = None,
 ) -> None:
-    """Be rank `place` of replica `dp_rank` until the leader says stop. Main thread of its own process.
+    """Run rank `place` of replica `dp_rank` until rank 0 stops it. Main thread of its own process.
 
-    The process ends with status 1 when the leader or another rank is lost, with 2 when one of them refuses to start.
-    With `parent_pid` it is also killed when that process dies.
+    The process ends with status 1 when rank 0 or another rank is lost, with 2 when one of them refuses to start. With
+    `parent_pid` it is also killed when that process dies.
 
     Raises:
-        ConfigError, ModelError: what `build_executor` and transports raise; the leader has been told.
-        RankError: the leader did not come, has another token, or has come to other plans.
+        ConfigError, ModelError: what `build_executor` and transports raise; rank 0 has been notified.
+        RankError: rank 0 did not arrive, has another token, or has reached different plans.
     """
     if parent_pid is not None:
         die_with_parent(parent_pid)
@@ -111,17 +111,21 @@ def run_follower(
             stack.callback(parallel.close)
             _serve(config, parallel, leader, token, dp_rank, stack)
         except Stopped:
-            log.info("rank %d was told to stop", place.rank)
+            log.info("rank %d was stopped by rank 0", place.rank)
         except Exception as error:
             leader.say_why(error)
             raise
-        leader.set_close_timeout(RankError(f"rank {place.rank} has not ended within the time that it was given to"))
+        leader.set_close_timeout(RankError(f"rank {place.rank} has not ended within its time limit"))
 
 
 def _serve(
     config: ServerConfig, parallel: Parallel, leader: Rank0Link, token: str, dp_rank: int, stack: contextlib.ExitStack
 ) -> None:
-    """Load, say that we are ready, and follow; `stack` ends what was opened. Raises Stopped in the end."""
+    """Load, report readiness to rank 0, and run the scheduler; `stack` closes what was opened.
+
+    Raises:
+        Stopped: rank 0 has stopped the replica.
+    """
     place = parallel.place
     max_rows = config.schedule.max_running_requests or 1
     built = build_executor(
@@ -160,14 +164,14 @@ def _make_scheduler(
     dp_rank: int,
     stack: contextlib.ExitStack,
 ) -> Scheduler:
-    """As the leader's is, but for what it is connected to."""
+    """Make a scheduler equal to rank 0's, except for its executor, input and peers."""
     place = built.place
     inputs = FollowerLog(rank_names(place.shape)[place.rank], begin.now, leader.hear)
     memory = make_memory(config, built, stack)
     kv, kv_checksum, consensus = None, None, None
     if copying is not None:
         start, copies = begin.transfer, copying.copies
-        assert start is not None, "a leader that transfers nothing"
+        assert start is not None, "rank 0 sent no transfer settings"
         copies.drive(copying.workers, start.drain_timeout_s, start.fence_drain_timeout_s, leader.report)
         consensus = make_consensus(copies, copying.parallel, inputs, leader, _do_nothing)
         stack.callback(consensus.close)
@@ -210,8 +214,8 @@ def _executor(
 
 
 def _say_nothing(message: ToApi) -> None:
-    """The leader answers."""
+    """Discard a message for the API process: rank 0 sends it."""
 
 
 def _do_nothing() -> None:
-    """The leader says when to look."""
+    """Ignore the wake-up: rank 0 decides when followers take a reduction."""

@@ -1,4 +1,4 @@
-"""The transfer manager of a rank on a real transport. Called by `build` and `build_follower` at start-up."""
+"""Builds the transfer manager of a rank on a real transport. Called by `build` and `build_follower` at start-up."""
 
 from __future__ import annotations
 
@@ -40,20 +40,22 @@ from pdserve.transfer.wire import RankMemory
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaId:
-    """Which replica of which server this is. `bootstrap_port` is the server's own, None where it has none."""
+    """Identifies a replica of a server. `bootstrap_port` is the server's own port, None where it has no bootstrap
+    server.
+    """
 
     server: str
     dp_rank: int = 0
     bootstrap_port: int | None = None
     rendezvous: str | None = None
-    """Where the other ranks are met; None when there are none."""
+    """Address at which the ranks meet; None for a single rank."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OpenedTransfer:
-    """The leader's transfer manager, what its followers' are made with, and what people want to know of it.
+    """Rank 0's transfer manager, the settings that followers make theirs with, and facts for `/get_server_info`.
 
-    `consensus` is there where there are followers.
+    `consensus` is None for a single rank.
     """
 
     kv: KVManager
@@ -71,7 +73,7 @@ def open_transfer(
     token: str,
     stack: contextlib.ExitStack,
 ) -> OpenedTransfer:
-    """The transfer manager on real sockets and a real transport; a prefill replica registers its route."""
+    """Open the transfer manager on real sockets and a real transport; a prefill replica registers its route."""
     built, group = engine.built, engine.group
     aux = MetadataBuffers(num_aux) if group is None else SharedMetadata(num_aux, group.log)
     transport, copies, consensus = _open_copies(config, engine, mailbox, aux, stack)
@@ -110,7 +112,7 @@ def _open_copies(
     aux: MetadataBuffers,
     stack: contextlib.ExitStack,
 ) -> tuple[Transport, CopyEngine, Consensus | None]:
-    """This rank's transport, and the copy engine that the transfer manager has."""
+    """Open this rank's transport, and the copy engine of the transfer manager."""
     built, group = engine.built, engine.group
     if group is None:
         transport, workers = open_workers(config, built, mailbox.post, stack, [aux.buffer])
@@ -129,7 +131,7 @@ def _open_copies(
 def make_consensus(
     copies: RankCopies, parallel: Parallel, log: InputLog, rank_group: RankGroup, wake: Callable[[], None]
 ) -> Consensus:
-    """How this rank agrees with the others on what becomes of `copies`."""
+    """Make this rank's side of the agreement on the outcome of `copies`."""
     in_step = parallel.place.shape.pp_size == 1
     return Consensus(copies, parallel.begin_least, log, rank_group.root_cause, wake, in_step=in_step)
 
@@ -141,7 +143,9 @@ def open_workers(
     stack: contextlib.ExitStack,
     more_memory: Sequence[tuple[int, int]] = (),
 ) -> tuple[Transport, CopyWorkers]:
-    """This rank's transport, which knows its pools and `more_memory`, and what copies with it."""
+    """Open this rank's transport, register its KV pools and `more_memory` `(address, bytes)`, and start its copy
+    workers.
+    """
     disagg = config.disagg
     host = transfer_host(config)
     transport = open_transport(disagg.disaggregation_transfer_backend, host, disagg.disaggregation_ib_device)
@@ -164,7 +168,9 @@ def make_manager(
     token: str,
     transport: Transport,
 ) -> KVManager:
-    """A transfer manager as every rank has one: they differ in who talks to peers, and in what each copies itself."""
+    """Make a transfer manager, on any rank. Ranks differ in `socket` and `directory`, and in the copies they run
+    themselves.
+    """
     disagg = config.disagg
     args = KVArgs(
         instance=start.instance,
@@ -192,7 +198,7 @@ def make_manager(
 
 
 def _handshake(config: ServerConfig, built: LoadedEngine, transport: Transport, weights: str) -> dict[str, str | int]:
-    """What must be equal at a peer, beside the layout."""
+    """Facts that must be equal at a peer, beside the KV layout."""
     parallel, fixed = config.parallel, config.kernels.enable_deterministic_inference
     facts: dict[str, str | int] = {
         "pdserve_version": __version__,
@@ -213,7 +219,7 @@ def _handshake(config: ServerConfig, built: LoadedEngine, transport: Transport, 
 def _register(
     config: ServerConfig, built: LoadedEngine, start: TransferStart, replica: ReplicaId, bootstrap_port: int, token: str
 ) -> None:
-    """Tell the server's own bootstrap server where this replica is."""
+    """Register this replica's route at the server's own bootstrap server."""
     host, _, port = start.endpoint.rpartition(":")
     route = ReplicaRoute(
         server=replica.server,
@@ -234,7 +240,7 @@ def _register(
 
 
 def _decode_sizes(config: ServerConfig) -> dict[str, int]:
-    """The only sizes that a decode server may have, where they were given."""
+    """The TP and DP sizes that decode servers must have, where flags fix them."""
     given = {
         "disaggregation_decode_tp": config.disagg.disaggregation_decode_tp,
         "disaggregation_decode_dp": config.disagg.disaggregation_decode_dp,

@@ -1,4 +1,5 @@
-"""What a scheduler plans for: one executor, or as many as its replica has ranks. Opened by `build` at start-up."""
+"""The engine of a replica: one executor, or one on each rank behind a single interface. `build` opens it at start-up.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RankProcessGroup:
-    """The followers, what they said when they were ready, and what they are told of the world."""
+    """The followers of rank 0: their links, their readiness reports, and the input log they follow.
+
+    `rebalances` is True when ranks move experts between steps.
+    """
 
     followers: WorkerLinks
     ready: tuple[RankReady, ...]
@@ -43,19 +47,19 @@ class RankProcessGroup:
     rebalances: bool
 
     def begin(self, transfer: TransferStart | None) -> None:
-        """All is ready here: the followers make schedulers of their own."""
+        """Start the followers' schedulers, once rank 0 is ready. `transfer` is None in a monolith."""
         self.followers.tell(Begin(now=self.log.now(), rebalances=self.rebalances, transfer=transfer))
 
 
 @dataclasses.dataclass
 class _Met:
-    """Whom we have met so far: the followers, and the leaders of replicas that we compute together with."""
+    """The ranks connected so far: the followers, and the leaders of the replicas in the same DP-attention group."""
 
     followers: WorkerLinks | None = None
     lockstep: DpSync | None = None
 
     def close(self, error: BaseException | None = None) -> None:
-        """Tell all to end, and why when that was not wanted. May be called again."""
+        """End all links; with `error`, send the reason. May be called again."""
         trouble = None if error is None else _trouble(error)
         if self.followers is not None:
             self.followers.close(trouble)
@@ -65,9 +69,11 @@ class _Met:
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaEngine:
-    """`built` is this rank's own, the first; `executor` computes in step with the others, which are the `group`.
+    """The executors of a replica.
 
-    `lockstep` is there where replicas compute together; `samples` are of the weights of all ranks that do.
+    `built` is rank 0's own part. `executor` computes in step with all ranks of `group`, which is None for a single
+    rank. `lockstep` is set where replicas compute together (DP attention). `samples` are the weight samples of all
+    ranks that compute together.
     """
 
     built: LoadedEngine
@@ -80,39 +86,43 @@ class ReplicaEngine:
 
     @property
     def weights_fingerprint(self) -> str:
-        """Equal for servers that loaded the same weights, however they are split. Raises ModelError: ranks differ."""
+        """Equal for servers that loaded the same weights, however they are split.
+
+        Raises:
+            ModelError: ranks loaded different weights.
+        """
         return fingerprint_of(self.samples or [self.built.executor.weight_samples()])
 
     def hasher(self) -> KVHasher:
-        """Hashes KV pages of all ranks."""
+        """Return the hasher of the KV pages of all ranks."""
         own = PoolHasher(self.built.executor.pools, self.built.layout, self.built.executor.place)
         return own if self.group is None else GroupHasher(own, self.group.followers, self.group.log)
 
     @property
     def clock(self) -> Clock:
-        """The time that the scheduler goes by, which is that of all ranks."""
+        """The clock of the scheduler, shared by all ranks."""
         return MonotonicClock() if self.group is None else self.group.log
 
     def facts(self) -> dict[str, float]:
-        """For `/get_server_info` and `/metrics`: the start; the first rank's memory, and balance of its experts."""
+        """Facts for `/get_server_info` and `/metrics`: start-up times, and rank 0's memory and expert balance."""
         own = self.built.executor
         memory = {"weight_bytes": own.weight_bytes, "kv_pool_bytes": sum(size for _, size in own.buffers)}
         return {**self.startup.facts(), **memory, **({} if own.experts is None else own.experts.facts())}
 
     @property
     def others(self) -> Sequence[RankMemory]:
-        """Where peers write to the other ranks; none in a monolith."""
+        """Memory of the other ranks that peers write to; empty in a monolith."""
         ready = () if self.group is None else self.group.ready
         return [one.memory for one in ready if one.memory is not None]
 
     def close(self, error: BaseException | None = None) -> None:
-        """Tell the other ranks to end, and why when that was not wanted. May be called again."""
+        """Stop the other ranks; with `error`, send the reason. May be called again."""
         _Met(None if self.group is None else self.group.followers, self.lockstep).close(error)
 
 
 def _trouble(error: BaseException) -> PdserveError:
-    """What the followers are told when the leader fails."""
-    return error if isinstance(error, PdserveError) else RankError(f"the leader failed: {error!r}")
+    """The error that followers are sent when rank 0 fails."""
+    return error if isinstance(error, PdserveError) else RankError(f"rank 0 failed: {error!r}")
 
 
 def open_engine(
@@ -124,13 +134,14 @@ def open_engine(
     dp_rank: int = 0,
     startup: StartupTimes | None = None,
 ) -> ReplicaEngine:
-    """Load the model; with a `rendezvous`, meet the other ranks there and wait until all have. `stack` ends it all.
+    """Load the model; with a `rendezvous`, meet the other ranks there and wait until all have loaded. `stack` closes it
+    all.
 
-    With DP attention all replicas meet there, of which this one is `dp_rank`. `startup` learns what takes how long.
+    With DP attention all replicas meet there, and this one is `dp_rank`. `startup` records how long each part takes.
 
     Raises:
-        ConfigError, ModelError: a flag or the checkpoint will not do, here or at another rank.
-        RankError: another rank did not come, or is lost.
+        ConfigError, ModelError: a flag or the checkpoint is not usable, on this rank or another.
+        RankError: another rank did not arrive, or is lost.
     """
     max_rows = config.schedule.max_running_requests or 1
     startup = startup or StartupTimes()
@@ -155,8 +166,8 @@ def open_engine(
         agree = None if met.followers is None else met.followers.agree
         built = build_executor(config, max_rows=max_rows, parallel=parallel, agree_num_pages=agree, startup=startup)
         stack.callback(built.executor.close)
-        stack.callback(met.close)  # before the ranks part: who is told that all ends does not take it for a loss
-        with startup.part(RANKS):  # those that load longer than this one
+        stack.callback(met.close)  # before the process groups close: a stopped rank does not report a lost peer
+        with startup.part(RANKS):  # waits for ranks that load longer
             engine = dataclasses.replace(_join(config, built, parallel, met), startup=startup)
         if built.device.type == "cpu":  # NCCL may connect to the store again
             close_rendezvous(store)
@@ -168,14 +179,14 @@ def open_engine(
 
 
 def _meet_leaders(config: ServerConfig, dp_rank: int, store: Store, token: str) -> DpSync:
-    """Leaders are all at the first host."""
+    """Connect the leaders (rank 0) of all replicas, which all run on the first host."""
     num_replicas = config.parallel.num_sharing
     leaders = PrefixStore("leaders", store)
     return meet_leaders(num_replicas, dp_rank, leaders, token, host=LOOPBACK, facts=facts_of(config))
 
 
 def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _Met) -> ReplicaEngine:
-    """Wait for all ranks, and put their executors together."""
+    """Wait for all ranks, and combine their executors."""
     own = built.executor
     executor: Executor = own
     samples: list[WeightSamples] = [own.weight_samples()]
@@ -200,7 +211,7 @@ def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _M
 
 
 def rank_facts(built: LoadedEngine) -> dict[str, str]:
-    """What ranks must have in common that is not said by flags, but by each one's host."""
+    """Facts that must be equal on all ranks and that follow from each host, not from flags."""
     return {
         "model": built.spec.digest(),
         "eos_token_ids": str(sorted(built.spec.eos_token_ids)),
@@ -211,7 +222,11 @@ def rank_facts(built: LoadedEngine) -> dict[str, str]:
 
 
 def _check_facts(built: LoadedEngine, ready: Sequence[RankReady]) -> None:
-    """Raises ConfigError: a host has another model, or no CPU kernels where another has."""
+    """Compare the facts of all ranks.
+
+    Raises:
+        ConfigError: a host has another model, or lacks the CPU kernels that another host has.
+    """
     for rank, one in enumerate(ready, 1):
         for field, ours in rank_facts(built).items():
             if one.facts[field] != ours:
@@ -220,10 +235,10 @@ def _check_facts(built: LoadedEngine, ready: Sequence[RankReady]) -> None:
 
 
 def make_rebalancer(config: ServerConfig, experts: ExpertBalance | None, log: InputLog | None) -> ExpertRebalancer:
-    """What moves experts on a rank whose stage has `experts`; `log` is None where the replica is one rank."""
+    """Make the rebalancer of a rank whose stage has `experts`; `log` is None where the replica is one rank."""
     every = config.parallel.eplb_rebalance_num_iterations
     if config.parallel.num_sharing > 1:
-        assert experts is not None, "replicas that share experts have no stages"
+        assert experts is not None, "replicas that share experts have no pipeline stages"
         return RoundRebalancer(experts, every)
     assert log is not None, "whole experts lie on several ranks"
     return StepRebalancer(experts, log, every)

@@ -1,1 +1,1 @@
-"""Runs plans on a device: batch to tensors, forward pass, sampling. Called by the scheduler thread only."""
+"""Runs plans on a device: batch to tensors, forward pass, sampling. The scheduler thread calls it."""

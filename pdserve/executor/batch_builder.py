@@ -1,4 +1,4 @@
-"""From a plan to tensors: which token, which position, which slot, for a whole step, without a loop over tokens.
+"""Converts a plan to tensors: token, position and KV slot of every token in a step, without a loop over tokens.
 
 Called by `LocalExecutor` only: `read_plan` when a step is launched, `build_batch` when it is computed.
 """
@@ -20,10 +20,10 @@ from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray, to_dev
 
 @dataclasses.dataclass(frozen=True)
 class HostBatch:
-    """A plan and what the page table said at its launch, as numbers on the host; all int64.
+    """A plan and its page-table entries at the launch, on the host; all arrays int64.
 
-    `columns` `[4, N]`: table row, position, page and slot of each token. `sampled` `[S]`: plan rows that sample;
-    `sample_index` `[S]`: the flat index of the last token of each. `lines` `[R]`: table rows of the plan's rows.
+    `columns` `[4, N]`: table row, position, page, and slot in the page of each token. `sampled` `[S]`: plan rows that
+    sample; `sample_index` `[S]`: flat index of the last token of each. `lines` `[R]`: table rows of the plan's rows.
     """
 
     columns: IntArray
@@ -34,15 +34,15 @@ class HostBatch:
 
 
 def read_plan(plan: BatchPlan, table: PageTable, prompts: IntArray, page_tokens: int) -> HostBatch:
-    """Flatten `plan`. `prompts` int64 `[table rows]`: tokens of the prompt of each.
+    """Flatten `plan`. `prompts` int64 `[table rows]`: prompt tokens of each row.
 
-    Everything is a copy: the page table and the rows may change as soon as this returns.
+    The result is a copy: the page table and the rows may change as soon as this returns.
     """
     facts = np.array([(row.row, row.start, row.end) for row in plan.rows]).T.copy()
     lines, starts, ends = facts
     longest = pages_for(max(row.end for row in plan.rows), page_tokens)
     if all(row.sample and row.end - row.start == 1 for row in plan.rows):
-        # one token a row: most steps, where a server's speed is decided, and the caches hold weights, not this
+        # fast path for decode steps, which are most steps: one token a row
         columns = np.empty((4, len(lines)), dtype=np.int64)
         columns[:2] = facts[:2]
         every = np.arange(len(lines))
@@ -63,16 +63,17 @@ def read_plan(plan: BatchPlan, table: PageTable, prompts: IntArray, page_tokens:
 
 
 def sampled_rows(batches: Sequence[HostBatch]) -> tuple[IntArray, IntArray]:
-    """Of all rows that sample, in order: the table row, and the position of the token they sample; int64 `[S]` each."""
+    """Return, for all rows that sample, the table row and the position of the sampled token; int64 `[S]` each."""
     lines = [batch.lines[batch.sampled] for batch in batches]
     ends = [batch.rows.ends[batch.sampled] for batch in batches]
     return (lines[0], ends[0]) if len(batches) == 1 else (np.concatenate(lines), np.concatenate(ends))
 
 
 def build_batch(host: HostBatch, tokens: Tensor) -> ForwardBatch:
-    """Tensors of a step. `tokens` is int32 `[num_table_rows, context]` on the device: the known tokens of each row."""
+    """Build the tensors of a step. `tokens`: known tokens of each row, int32 `[num_table_rows, context]` on the device.
+    """
     device = tokens.device
-    if device.type == "cpu":  # torch's indexing of a few tokens takes several times as long as numpy's
+    if device.type == "cpu":  # for a few tokens torch's indexing takes several times as long as numpy's
         numbers = host.columns.copy()
         numbers[0] = tokens.numpy()[numbers[0], numbers[1]]
         columns = torch.from_numpy(numbers)

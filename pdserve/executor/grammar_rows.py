@@ -1,16 +1,16 @@
-"""Rows whose output follows a grammar: where each stands, and the masks that the logits of a step get.
+"""Rows whose output follows a grammar: their matcher states, and the masks that a step applies to its logits.
 
-Owned by the `LocalExecutor` of the rank that samples; other ranks see only which rows failed. A row's place in its
-grammar is a function of the grammar and its output ids: it is opened with those known so far, and each token sampled
-after is accepted once, before the mask of the next is made.
+Owned by the `LocalExecutor` of the rank that samples; other ranks see only which rows failed. A row's matcher state is
+a function of the grammar and the output ids. The matcher starts with the ids known so far, and accepts each sampled
+token once, before it makes the mask of the next token.
 
-    prepare  ──> grammar is opened                                 threads `grammar-open`, before a request is planned
-    step n   ──> at first: a copy, the output so far is replayed   threads `grammar`, beside the forward pass
-                 token of step n - 1 is accepted, mask is made
+    prepare  ──> grammar is compiled                               threads `grammar-open`, before a request is planned
+    step n   ──> first step: a copy replays the output so far      threads `grammar`, concurrently with the forward pass
+                 the token of step n - 1 is accepted, mask is made
                  logits are masked ──> a token is sampled
 
-A grammar is a client's: one that passed the server's check may still be slow to follow. A row has a budget of
-processor time for that; beyond it the row has failed, and other rows of the grammar have a smaller budget for a while.
+Clients send grammars: one that passed the server's check may still be slow to follow. A row has a budget of processor
+time for slow tokens. Beyond that budget the row fails, and other rows of the grammar get a smaller budget for a while.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from pdserve.protocol.sampling import CoreSamplingParams
 _LOG = logging.getLogger(__name__)
 NUM_THREADS = 4
 NUM_OPENING = 2
-"""Threads that open small grammars, and as many for large ones, apart from those that make masks."""
+"""Threads that compile small grammars, and as many for large ones, apart from those that make masks."""
 STACK_BYTES = 16 << 20
-"""Of each thread: four times what the compile worker has, so that what passed there is not too deep here."""
+"""Stack of each thread: four times the compile worker's, so that a grammar that compiled there fits here."""
 MAX_PREPARED = 64
-"""Grammars that are kept open for the next request."""
+"""Grammars that stay compiled for later requests."""
 MAX_PREPARED_S = 3.0
-"""Processor time that opening those has taken: about 100 MB a second at most."""
+"""Most processor seconds that compiling the kept grammars took: one second makes about 100 MB at most."""
 QUICK_S = 0.02
-"""A token of a row that takes longer is slow."""
+"""Seconds per token; a token that takes longer is slow."""
 SLOW_S = 0.5
-"""Processor time that the slow tokens of a row may take in all: the others in its steps wait for them."""
+"""Processor seconds that the slow tokens of a row may take in all: the other rows of its steps wait for them."""
 SUSPECT_SLOW_S, SUSPECT_S = 0.05, 60.0
-"""The same of rows whose grammar was too slow in another row, for how long. A row with quick tokens goes on."""
+"""The same for rows whose grammar was too slow in another row, and for how many seconds that limit applies."""
 _BITS = np.uint8(1) << np.arange(8, dtype=np.uint8)
-"""The bits of a byte of a mask, in order of tokens."""
+"""The bits of a byte of a mask, in the order of tokens."""
 
 Arrival = Callable[[], IntArray]
 """Waits for a step's tokens; int64 `[S]` on the host."""
 
 
 class OpenedGrammar:
-    """A grammar that was opened once, for all rows that follow it. `opening` gives a matcher at its beginning."""
+    """A compiled grammar, shared by all rows that follow it. `opening` gives a matcher in the initial state."""
 
     def __init__(self) -> None:
         self.opening: Future[Matcher] = Future()
@@ -69,12 +69,16 @@ class OpenedGrammar:
         self._suspect_until = 0.0
 
     def given_up(self, work: Future[None]) -> None:
-        """The threads have ended before they came to it: what waits for it must end as well."""
+        """Cancel `opening` when its task was cancelled by a shutdown, so that its waiters end."""
         if work.cancelled():
             self.opening.cancel()
 
     def check(self, slow_s: float) -> None:
-        """Raises GrammarError: a row's slow tokens have taken too long, `slow_s` seconds in all."""
+        """Compare the `slow_s` seconds that a row's slow tokens have taken with the budget.
+
+        Raises:
+            GrammarError: the slow tokens have exceeded the budget.
+        """
         now = time.monotonic()
         if slow_s > (SUSPECT_SLOW_S if self._suspect_until > now else SLOW_S):
             self._suspect_until = now + SUSPECT_S
@@ -82,7 +86,7 @@ class OpenedGrammar:
 
 
 class RowGrammar:
-    """Where the request in one row stands. Used by one thread of the pool at a time, step after step."""
+    """The matcher state of the request in one row. One thread of the pool uses it at a time, step after step."""
 
     def __init__(
         self,
@@ -99,11 +103,12 @@ class RowGrammar:
         self._awaited: tuple[Arrival, int] | None = None
 
     def sampled(self, tokens: Arrival, index: int) -> None:
-        """The step that is under way gives this row the token at `index`."""
+        """Record that the step under way samples this row's token at `index` of `tokens`."""
         self._awaited = (tokens, index)
 
     def mask(self, bans: tuple[int, ...]) -> MaskWords:
-        """What may come next. Tokens of `bans`, and EOS where it is ignored, stay away while there is anything else.
+        """Return the mask of the next token. Bans `bans`, and EOS while it is ignored, as long as other tokens are
+        allowed.
 
         Raises:
             GrammarError: the grammar cannot be followed any more, or takes too long to follow.
@@ -124,7 +129,7 @@ class RowGrammar:
         return rest if rest.any() else mask
 
     def _arrived(self) -> list[int]:
-        """Tokens of the output that the matcher has not seen; waits for the last step's."""
+        """Return the output tokens that the matcher has not accepted; waits for the last step's token."""
         arrived, self._known = self._known, []
         if self._awaited is not None:
             tokens, index = self._awaited
@@ -134,23 +139,25 @@ class RowGrammar:
 
     def _follow(self, matcher: Matcher, tokens: list[int]) -> MaskWords:
         for token in tokens:
-            if not matcher.ended:  # else it was the end, and this step was launched before anybody knew
+            if not matcher.ended:  # a step launched before the end was known may add tokens
                 matcher.accept([token])
         return matcher.mask()
 
 
 @dataclasses.dataclass(frozen=True)
 class StepMasks:
-    """The masks of one step, while they are being made. `where`: the rows of `StepParams` that follow grammars."""
+    """The masks of one step, made concurrently. `where`: the rows of `StepParams` that follow grammars."""
 
     where: IntArray
     rows: tuple[RowGrammar | None, ...]
     making: tuple[Future[MaskWords] | None, ...]
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Forbid in `logits` `[S, V]`, in place, what grammars forbid; int64 `[len(where)]`, 1 where a grammar failed.
+        """Set the logits `[S, V]` of forbidden tokens to minus infinity, in place.
 
-        Waits for the masks, and so for the tokens of the step before, not for what the device computes since.
+        Waits for the masks, and so for the tokens of the step before, but not for later work of the device.
+
+        Returns int64 `[len(where)]` on the device of `logits`, 1 where a grammar failed.
         """
         words = np.full((len(self.where), -(-logits.shape[1] // 32)), 0xFFFFFFFF, dtype=np.uint32)
         failed = np.zeros(len(self.where), dtype=np.int64)
@@ -165,7 +172,7 @@ class StepMasks:
         return to_device(failed, logits.device)
 
     def sampled(self, token_ids: Tensor) -> None:
-        """The step has sampled these, int64 `[S]` on the device."""
+        """Give the matchers the tokens of this step, int64 `[S]` on the device."""
         if any(row is not None for row in self.rows):
             tokens = _arrival(token_ids)
             for index, row in zip(self.where.tolist(), self.rows, strict=True):
@@ -174,9 +181,9 @@ class StepMasks:
 
 
 class GrammarRows:
-    """All rows with a grammar, and the threads that work for them. `open_vocabulary` is called at once, by one of them.
+    """All rows with a grammar, and the threads that compile grammars and make masks.
 
-    Without it every grammar fails. Scheduler thread, but for `prepare`.
+    A thread calls `open_vocabulary` at construction; None: every grammar fails. Scheduler thread, but for `prepare`.
     """
 
     def __init__(
@@ -188,19 +195,19 @@ class GrammarRows:
         self._prepared: collections.OrderedDict[Grammar, OpenedGrammar] = collections.OrderedDict()
         self._pool = _threads(NUM_THREADS, "grammar")
         self._opening = {small: _threads(NUM_OPENING, "grammar-open") for small in (True, False)}
-        # threads take what is submitted in order, so that what a task waits for has always begun
+        # threads take tasks in order of submission: the vocabulary, which all tasks wait for, has always begun
         self._vocabulary = None if open_vocabulary is None else self._opening[False].submit(open_vocabulary)
 
     def prepare(self, grammar: Grammar) -> Future[Matcher] | None:
-        """Begin to open `grammar`, or find that it was begun; None where there are no grammars.
+        """Begin to compile `grammar`, or return the compilation under way; None where no vocabulary is configured.
 
-        A request that waits for it before it is planned keeps no other waiting.
+        A request that waits for it before admission delays no other request.
         """
         found = self._prepare(grammar)
         return None if found is None else found.opening
 
     def open(self, row: int, grammar: Grammar, sampling: CoreSamplingParams, output_ids: Sequence[int]) -> None:
-        """The request in `row` follows `grammar`, and has come to `output_ids`."""
+        """Attach `grammar` to `row`, whose request has the output `output_ids` so far."""
         prepared = self._prepare(grammar)
         if prepared is not None:
             self._rows[row] = RowGrammar(prepared, list(output_ids), self._eos, sampling)
@@ -219,23 +226,23 @@ class GrammarRows:
         return found
 
     def _forget_old(self) -> None:
-        """Rows that follow one keep it."""
+        """Drop the grammars used longest ago. Rows that follow a grammar keep it alive."""
         spent_s = sum(prepared.spent_s for prepared in self._prepared.values())
         while len(self._prepared) > MAX_PREPARED or (spent_s > MAX_PREPARED_S and len(self._prepared) > 1):
             spent_s -= self._prepared.popitem(last=False)[1].spent_s
 
     def close(self, row: int) -> None:
-        """The request has left `row`."""
+        """Detach the grammar of `row`."""
         self._rows.pop(row, None)
 
     def pick(self, params: StepParams) -> tuple[RowGrammar | None, ...]:
-        """The rows of `params.constrained`, as they are now."""
+        """Return the grammars of the rows in `params.constrained`, as they are now."""
         if params.takes_best:
             return ()
         return tuple(self._rows.get(int(line)) for line in params.lines[params.constrained])
 
     def begin(self, params: StepParams, rows: tuple[RowGrammar | None, ...]) -> StepMasks:
-        """Begin to make the masks of a step. The step before it has been computed, or is in the device's stream."""
+        """Begin to make the masks of a step. The step before it is computed, or is in the device's stream."""
         where = params.constrained
         making = tuple(
             None if row is None else self._pool.submit(row.mask, params.bans.get(index, ()))
@@ -251,7 +258,7 @@ class GrammarRows:
 
 
 def _threads(count: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads have begun, with a stack of `STACK_BYTES`."""
+    """Make a pool of `count` started threads with stacks of `STACK_BYTES`."""
     pool = ThreadPoolExecutor(count, thread_name_prefix=name)
     before = threading.stack_size(STACK_BYTES)
     try:
@@ -264,7 +271,7 @@ def _threads(count: int, name: str) -> ThreadPoolExecutor:
 
 
 def _open(prepared: OpenedGrammar, vocabulary: Future[Vocabulary], rules: JsonRules, grammar: Grammar) -> None:
-    """Give `prepared` a matcher with its first mask made, so that copies have it, too."""
+    """Compile `grammar` into a matcher with its first mask made, so that copies have the mask, too."""
     try:
         known = vocabulary.result()
         began_s = time.thread_time()
@@ -278,7 +285,9 @@ def _open(prepared: OpenedGrammar, vocabulary: Future[Vocabulary], rules: JsonRu
 
 
 def _forbid(logits: Tensor, where: IntArray, words: MaskWords) -> None:
-    """Minus infinity in rows `where` of `logits` for tokens whose bit in `words` is 0; unpacked on the device."""
+    """Set rows `where` of `logits` to minus infinity where a token's bit in `words` is 0; bits are unpacked on the
+    device.
+    """
     index = to_device(where, logits.device)
     packed = to_device(words.astype("<u4", copy=False).view(np.uint8), logits.device)
     allowed = (packed[:, :, None] & to_device(_BITS, logits.device)).flatten(1)[:, : logits.shape[1]]
@@ -287,7 +296,8 @@ def _forbid(logits: Tensor, where: IntArray, words: MaskWords) -> None:
 
 
 def _arrival(token_ids: Tensor) -> Arrival:
-    """`token_ids` once they are on the host. Steps up to this one are waited for, not what is launched next."""
+    """Return a function that waits for `token_ids` on the host. It waits for steps up to this one, not for later ones.
+    """
     if token_ids.device.type != "cuda":
         return token_ids.numpy
     host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True).copy_(token_ids, non_blocking=True)
@@ -303,7 +313,7 @@ def _arrival(token_ids: Tensor) -> Arrival:
 
 
 def _tell(error: BaseException | None) -> None:
-    """A grammar has failed; what is not the grammar's fault is told with where it happened."""
+    """Log a failed grammar; an exception other than `GrammarError` is logged with its traceback."""
     if isinstance(error, GrammarError):
         _LOG.warning("a grammar failed: %s", error)
     else:

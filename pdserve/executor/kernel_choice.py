@@ -1,4 +1,4 @@
-"""Whether a model is computed by the CPU kernels in C++ or by torch. Called by `factory`, once a model is known."""
+"""Chooses between the native CPU kernels in C++ and torch. `factory` calls it once the model's spec is known."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ _LOG = logging.getLogger(__name__)
 def choose_level(
     kernels: KernelConfig, model: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """The instruction-set level to compute at; None: with torch. What was not asked for is said in the log.
+    """Return the instruction-set level of the native kernels; None: torch. Logs the reason when `auto` falls back to
+    torch.
 
     Raises:
-        ConfigError: the kernels are asked for, by name or by `--quantization`, and cannot run this model here.
+        ConfigError: `--cpu-kernels native` or `--quantization` needs the kernels, and they cannot run this model
+            here.
     """
     if kernels.cpu_kernels == "torch":
         reason: str | None = "cpu_kernels is torch"
@@ -47,7 +49,7 @@ def choose_level(
     if kernels.cpu_kernels == "native":
         raise ConfigError(f"cpu_kernels is native, but {reason}", field="cpu_kernels")
     if device.type == "cpu" and kernels.cpu_kernels == "auto":
-        _LOG.info("the model is computed with torch: %s", reason)
+        _LOG.info("the model runs with torch: %s", reason)
     return None
 
 
@@ -57,15 +59,15 @@ def make_native(
     level: str,
     packing: Callable[[], AbstractContextManager[object]],
 ) -> NativeDecoder:
-    """`model`, taken over by the kernels with as many threads as torch has. `packing` surrounds what packs weights.
+    """Take `model` over into the native kernels, with as many threads as torch has.
 
-    Where these take all the cores that this process may use, all but the calling thread get one of their own: there is
-    nowhere better to move to, and two of them on one core would wait for each other.
+    `packing()` is a context around weight packing. Where the threads take all cores of this process, all but the
+    calling thread are pinned to a core each: two of them on one core would wait for each other.
     """
     count = torch.get_num_threads()
     cores = sorted(os.sched_getaffinity(0))
     threads = Threads(count, cores[1:] if len(cores) == count else None)
     ops.use(threads, level)
     native = NativeDecoder(model, threads, level, "bf16" if config.quantization is None else "int8", packing)
-    _LOG.info("the model is computed by native kernels: %s, %d threads", level, count)
+    _LOG.info("the model runs with native kernels: %s, %d threads", level, count)
     return native

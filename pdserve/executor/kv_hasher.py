@@ -1,4 +1,4 @@
-"""Hashes of the KV pages of this rank, read where they are. Made by the composition roots where somebody wants them."""
+"""Hashes of this rank's KV pages, read from its pools. The composition roots make it where KV checksums are enabled."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from pdserve.transfer.checksum import RankDigest, digest_group
 from pdserve.transfer.plan import RankShard
 
 PIECE_BYTES = 4 << 20
-"""So much is read at once: hashing takes some ten times as much memory."""
+"""Bytes of KV hashed at a time: hashing takes about ten times as much memory."""
 
 
 class KVHasher(Protocol):
-    """Hashes pages of all ranks of a replica. Called by the scheduler thread, when the pages' steps are resolved."""
+    """Hashes pages of all ranks of a replica. Called by the scheduler thread, once the steps that write the pages are
+    resolved.
+    """
 
     def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
-        """Of `pages`, which are those from number `first` on of a request of `num_tokens` tokens; by rank."""
+        """Return the digests of `pages` by rank. They are the pages from index `first` on of a request of `num_tokens`
+        tokens.
+        """
         ...
 
 
 class PoolHasher:
-    """Implements `KVHasher` over one rank's pools; `layout` is the whole model's."""
+    """Implements `KVHasher` over one rank's pools. `layout` is the whole model's."""
 
     def __init__(self, pools: Sequence[KVPool], layout: KVLayout, place: RankCoord) -> None:
         self._pools = pools
@@ -36,7 +40,7 @@ class PoolHasher:
         self._rank = place.rank
 
     def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
-        """See `KVHasher`; of this rank alone."""
+        """See `KVHasher`; returns this rank's digest only."""
         groups = tuple(
             digest_group(window, _read(pool, pages), first, num_tokens)
             for window, pool in zip(self._windows, self._pools, strict=True)

@@ -1,7 +1,7 @@
-"""Layer marks: how copy workers learn, while a step still computes, that its first layers' KV is written.
+"""Layer events: tell copy workers, while a step still computes, which layers' KV is written.
 
-Made by `runners` for each step that asks for them; `on_layer` is called by whoever computes the step, `wait` by any
-thread.
+`step_runners` makes them for each step that requests them. The thread that computes the step calls `on_layer`; any
+thread calls `wait`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _POLL_S = 50e-6
 
 
 class CountedLayerEvents:
-    """Implements `LayerEvents` where the computing thread has written what it says it has: on CPU."""
+    """Implements `LayerEvents` on CPU, where a layer's KV is written once the computing thread reports it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -23,44 +23,46 @@ class CountedLayerEvents:
         self._ended = False
 
     def on_layer(self, layer: int) -> None:
-        """Layers up to and with `layer` are written."""
+        """Report that the KV of layers up to and including `layer` is written."""
         with self._changed:
             self._num_written = layer + 1
             self._changed.notify_all()
 
     def end(self) -> None:
-        """The step is over, computed or failed: nobody shall wait for more."""
+        """Report the end of the step, computed or failed: wakes all waiting threads."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerEvents.wait`; False at once when the step failed before."""
+        """See `LayerEvents.wait`. Returns False at once when the step has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_written >= num_layers or self._ended, timeout_s)
             return self._num_written >= num_layers
 
 
 class CudaLayerEvents:
-    """Implements `LayerEvents` by an event behind each layer in the stream of a CUDA device.
+    """Implements `LayerEvents` with an event behind each layer in the stream of a CUDA device.
 
-    All events are recorded before `launch` returns, so that nobody meets one that is not.
+    All events are recorded before `launch` returns, so `wait` meets no unrecorded event.
     """
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
 
     def on_layer(self, layer: int) -> None:
-        """What writes the KV up to and with `layer` is in the current stream."""
+        """Record an event behind the kernels that write the KV of layers up to and including `layer`."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._events.extend([event] * (layer + 1 - len(self._events)))
 
     def end(self) -> None:
-        """The step is in the stream, or failed on the way."""
+        """Do nothing: the step is in the stream, or has failed before."""
 
     def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerEvents.wait`. Polls, for CUDA has no wait with a deadline; False at once when the step failed."""
+        """See `LayerEvents.wait`. Polls, because CUDA has no wait with a timeout. Returns False at once when the step
+        has failed.
+        """
         if num_layers <= 0:
             return True
         if num_layers > len(self._events):
@@ -71,6 +73,6 @@ class CudaLayerEvents:
                 if time.monotonic() >= deadline:
                     return False
                 time.sleep(_POLL_S)
-        except RuntimeError:  # the device reports the failure of a kernel to whoever asks; `resolve` raises it
+        except RuntimeError:  # `query` reports a failed kernel, which `resolve` raises
             return False
         return True

@@ -1,11 +1,11 @@
-"""The executor of one process and one device: owns the model, the KV pool, and every row's tokens.
+"""The executor of one process and one device: owns the model, the KV pool, and the tokens of every row.
 
-Built by `factory`, called by the scheduler thread only; the runner may compute on another one. What the scheduler may
-change is read in `launch`: page table, row parameters, and the tokens of rows opened since the last launch. What
-changes with the steps themselves, KV and tokens on the device, is touched in their order only.
+`factory` builds it; only the scheduler thread calls it; its runner may compute on another thread. `launch` copies all
+state that the scheduler may change: page table, sampling metadata, and the tokens of rows opened since the last launch.
+Steps alone touch the state that steps change (KV and tokens on the device), in the order of their launch.
 
-Where several ranks share the model each has an executor. They are given the same rows and plans, and all of them come
-to the same results.
+Where several ranks share the model, each has an executor. All receive the same rows and plans, and get the same
+results.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ from pdserve.protocol.sampling import CoreSamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """Everything that a step is computed from, as it was at the launch.
+    """The inputs of a step, as they were at its launch.
 
-    `writes` are rows opened since the launch before, and their tokens. `batches` are the micro-batches, none when the
-    plan has no rows; `sampled` the plan's rows that sample; `params` None when there are none; `grammars` of those of
-    these that follow one. `prompt_logprob_params`: for each micro-batch; `stretches`: for the whole plan.
+    `writes`: tokens of the rows opened since the launch before. `batches`: the micro-batches, empty when the plan has
+    no rows. `sampled`: int64, indices of the plan's rows that sample. `params`: None when no row samples. `grammars`:
+    one for each row in `params.constrained`. `prompt_logprob_params`: one for each micro-batch; `stretches`: of the
+    whole plan.
     """
 
     plan: BatchPlan
@@ -85,17 +86,18 @@ class _Step:
 
 
 class LocalExecutor:
-    """Implements `Executor`. `context_length` is the most tokens a row can have, prompt and output together.
+    """Implements `Executor` for one rank. `context_length`: most tokens of a row, prompt and output together.
 
-    `layout` is the whole model's, `pools` and `attention` are of this rank's part of it.
+    `layout` is the whole model's; `pools` and `attention` belong to this rank's part of it.
 
-    `grammars` are for rows that follow one, on the rank that samples; without them their requests fail.
+    `grammars`: the rows with a grammar, on the rank that samples. Without it every request with a grammar fails.
 
-    With `overlap`, steps are computed on CPU by a thread that `close` ends; on CUDA the host never waits in `launch`.
+    With `overlap`, a thread computes the steps on CPU, and `close` ends it. On CUDA `launch` never waits for the
+    device.
 
-    With `returns_results` False no one reads results on this rank; a step is resolved when its part is computed.
-    `choose` chooses tokens from logits; `decode` computes small decode steps in one call, see `NativeDecodePath`.
-    With `returns_prompt_results` False the model computes prompt tokens as it computes decoded ones.
+    With `returns_results` False this rank returns no tokens; a step is resolved when its part is computed. `choose`
+    picks tokens from logits. `decode` computes small decode steps in one call, see `NativeDecodePath`. With
+    `returns_prompt_results` False the model computes prompt tokens as it computes decoded ones.
     """
 
     def __init__(
@@ -139,21 +141,21 @@ class LocalExecutor:
             self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         whole = {i: mixture for i, mixture in model.moe_layers.items() if isinstance(mixture, ExpertParallelMoe)}
         self.experts = ExpertBalance(whole, model.parallel.wide.size, self._runner.behind) if whole else None
-        """Moves experts between ranks; None where this rank has no whole ones."""
+        """Moves experts between ranks; None where this rank has no whole experts."""
 
     @property
     def can_capture(self) -> bool:
-        """Whether `capture_decode` may be called: a model that is not split, with attention that can be captured."""
+        """True when `capture_decode` may be called: the model is not split, and its attention can be captured."""
         is_whole = self.place.shape.num_ranks == 1 and self._model.parallel.wide.size == 1
         return is_whole and self._attention.capturing() is not None
 
     @torch.inference_mode()
     def warm_up(self, chunk: int) -> None:
-        """Build the kernels of every form of step, with chunks of up to `chunk` tokens: once, before any step.
+        """Compile the kernels of all shapes of a step, with chunks of up to `chunk` tokens. Call once, before any step.
 
-        As `capture_decode`, it needs `can_capture`: tokens that are written nowhere.
+        Needs `can_capture`, as `capture_decode` does: only such attention can skip the write of KV.
         """
-        assert self.can_capture, "this attention would write the tokens"
+        assert self.can_capture, "this attention would write KV"
         with self._runner.behind():
             warm_up(
                 self._model, self._attention, self._tokens.tensor, page_tokens=self._layout.page_tokens,
@@ -162,7 +164,10 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def capture_decode(self, sizes: Sequence[int], capture: Capture | None = None) -> None:
-        """Capture decode steps at batch sizes `sizes`, ascending: once, between steps; by CUDA graphs, or `capture`."""
+        """Capture decode steps at batch sizes `sizes`, ascending. Call once, between steps.
+
+        `capture` None: CUDA graphs.
+        """
         backend = self._attention.capturing()
         assert backend is not None and self.can_capture, "not a model whose steps can be captured"
         with self._runner.behind():
@@ -184,26 +189,26 @@ class LocalExecutor:
 
     @property
     def place(self) -> RankCoord:
-        """Where this rank stands in its replica."""
+        """Coordinates of this rank in its replica."""
         return self._model.parallel.place
 
     @property
     def buffers(self) -> tuple[tuple[int, int], ...]:
-        """`(address, bytes)` of this rank's KV pool of each layout group."""
+        """`(address, bytes)` of this rank's KV pool, for each layout group."""
         return tuple(pool.buffer for pool in self.pools)
 
     def weight_samples(self) -> WeightSamples:
-        """Samples of what this rank loaded, for `fingerprint_of` with those of the other ranks.
+        """Return samples of this rank's weights, for `fingerprint_of` with those of the other ranks.
 
-        Asked for at the start: experts that have moved since are taken for those that were there before.
+        Called at start-up. An expert that moves later still counts as the one that was there before.
         """
         return self._model.params.samples()
 
     @property
     def weights_fingerprint(self) -> str:
-        """Short hash of a sample of the weights: equal for peers that loaded the same model in the same dtype.
+        """Short hash of a sample of this rank's weights: equal for peers that loaded the same model in the same dtype.
 
-        Of this rank's weights; where there are others see `weight_samples`.
+        For several ranks see `weight_samples`.
         """
         return fingerprint_of([self.weight_samples()])
 
@@ -214,11 +219,11 @@ class LocalExecutor:
 
     @property
     def moe_layers(self) -> Mapping[int, Mixture]:
-        """By index in the model, this rank's feed-forward layers that have experts."""
+        """This rank's feed-forward layers with experts, by index in the model."""
         return self._model.moe_layers
 
     def expert_counts(self) -> dict[int, list[int]]:
-        """Tokens that each expert was given since the start, by layer of the model that this rank has; waits for them.
+        """Return the tokens routed to each expert since start-up, by layer of the model; waits for launched steps.
 
         Equal on all tensor ranks of a stage. Empty for a model without experts.
         """
@@ -246,7 +251,8 @@ class LocalExecutor:
             self._grammars.open(row, sampling.grammar, sampling, token_ids[num_prompt_tokens:])
 
     def prepare_grammar(self, grammar: Grammar) -> Future[Matcher] | None:
-        """Begin to open a grammar before a request with it takes a row; None: there is nothing to wait for."""
+        """Begin to compile a grammar before its request takes a row; returns None where there is nothing to wait for.
+        """
         return self._grammars.prepare(grammar)
 
     def close_row(self, row: int) -> None:
@@ -269,13 +275,13 @@ class LocalExecutor:
         return handle
 
     def resolve(self, handle: StepHandle) -> StepResult:
-        """See `Executor.resolve`. Raises what the computation raised."""
-        assert self._launched and self._launched[0] is handle, "steps are resolved once, in the order of their launch"
+        """See `Executor.resolve`. Raises the exception of the computation."""
+        assert self._launched and self._launched[0] is handle, "resolve steps once, in the order of their launch"
         self._launched.popleft()
         return handle.finish()
 
     def offload(self, pages: Sequence[int]) -> HostPages:
-        """See `Executor.offload`. Waits for the copy: the pages may be written by a peer as soon as they are free."""
+        """See `Executor.offload`. Waits for the copy: a peer may write into the pages as soon as they are free."""
         assert not self._launched, "offload while a step is unresolved"
         with self._runner.behind():
             saved = host_pages.save(self.pools, pages)
@@ -286,24 +292,25 @@ class LocalExecutor:
     def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
         """See `Executor.restore`."""
         assert not self._launched, "restore while a step is unresolved"
-        assert isinstance(saved, host_pages.OffloadedPages), "pages that another executor saved"
+        assert isinstance(saved, host_pages.OffloadedPages), "these pages were saved by another executor"
         with self._runner.behind():
             host_pages.load(self.pools, saved, pages)
 
     def zero(self, pages: Sequence[int]) -> None:
-        """See `Executor.zero`. On CUDA in the order of the steps; on CPU at once, beside a step under way."""
+        """See `Executor.zero`. On CUDA in the order of the steps; on CPU at once, concurrently with a step under way.
+        """
         with self._runner.behind() if self.device.type == "cuda" else contextlib.nullcontext():
             host_pages.zero(self.pools, pages)
 
     def close(self) -> None:
-        """End the threads, if there are any, when they have done what was begun. Nothing may be launched after."""
+        """End the threads once they have finished the steps that began. No `launch` may follow."""
         self._runner.close()
         self._grammars.shut_down()
         if self.experts is not None:
             self.experts.close()
 
     def _read(self, plan: BatchPlan) -> _Step:
-        """What the plan is computed from, read now."""
+        """Copy the inputs of the plan."""
         writes, self._unwritten = self._unwritten, {}
         if not plan.rows:
             return _Step(plan, writes, (), np.empty(0, dtype=np.int64), None)
@@ -328,7 +335,7 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def _compute(self, step: _Step, on_layer: OnLayer | None) -> Collect:
-        """Forward and sampling, on whatever thread the runner has for it."""
+        """Run the forward pass and sampling, on the runner's thread."""
         self._tokens.begin((row.row for row in step.plan.rows), step.writes)
         self._stage.begin(step.plan.step, sum(batch.columns.shape[1] for batch in step.batches))
         if not step.batches:
@@ -378,7 +385,7 @@ class LocalExecutor:
 
 
 def _runner(device: torch.device, overlap: bool) -> StepRunner:
-    """Where steps are computed on `device`."""
+    """Choose the runner of steps on `device`."""
     if device.type == "cuda":
         return StreamRunner(device)
     return ThreadedRunner() if overlap else SyncRunner()
