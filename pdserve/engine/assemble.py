@@ -93,8 +93,7 @@ def make_scheduler(
     pulse: Heartbeat | None = None,
     num_gated: Callable[[], int] | None = None,
 ) -> Scheduler:
-    """Make a scheduler with the role of the configured mode. `kv` is None in a monolith. `num_gated`: see `Scheduler`.
-    """
+    """Make a scheduler with the configured mode's role. `kv` is None in a monolith. `num_gated`: see `Scheduler`."""
     core = SchedulerContext(memory, executor, Outbox(send), clock, _limits(config, built))
     waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory)
     role: SchedulerRole

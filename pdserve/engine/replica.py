@@ -1,5 +1,4 @@
-"""The engine of a replica: one executor, or one on each rank behind a single interface. `build` opens it at start-up.
-"""
+"""The engine of a replica: one executor, or one on each rank behind a single interface. `build` opens it."""
 
 from __future__ import annotations
 

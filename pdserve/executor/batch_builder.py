@@ -70,8 +70,7 @@ def sampled_rows(batches: Sequence[HostBatch]) -> tuple[IntArray, IntArray]:
 
 
 def build_batch(host: HostBatch, tokens: Tensor) -> ForwardBatch:
-    """Build the tensors of a step. `tokens`: known tokens of each row, int32 `[num_table_rows, context]` on the device.
-    """
+    """Build the tensors of a step. `tokens` int32 `[num_table_rows, context]`: known tokens, on the device."""
     device = tokens.device
     if device.type == "cpu":  # for a few tokens torch's indexing takes several times as long as numpy's
         numbers = host.columns.copy()

@@ -1,4 +1,4 @@
-"""Brings what a step has found to the host without waiting for the device. Called by `LocalExecutor`."""
+"""Copies the results of a step to the host without blocking the launch of the next. Called by `LocalExecutor`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Found = tuple[Sampled | None, PromptLogprobTensors | None]
 def fetch_late(
     sampled: Sampled | None, scores: PromptLogprobTensors | None, arrival: Arrival, aside: torch.cuda.Stream | None
 ) -> Callable[[], Found]:
-    """As `fetch`, of tensors that are under way to this rank. What is computed next does not wait for them.
+    """As `fetch`, for tensors that are under way from another rank. Later steps do not wait for them.
 
-    `aside`: a stream for that, on CUDA.
+    `aside`: the CUDA stream of the copies; None on CPU.
     """
     if aside is None:
 
@@ -37,9 +37,9 @@ def fetch_late(
 
 
 def fetch(sampled: Sampled | None, scores: PromptLogprobTensors | None, device: torch.device) -> Callable[[], Found]:
-    """Begin the copy; the function returned waits until everything enqueued so far is done, and gives host tensors.
+    """Begin the copy; returns a function that waits for all work enqueued so far and returns the host tensors.
 
-    None, when nothing was sampled, is waited for as well: the step's KV is written then.
+    It waits also where nothing was sampled (None): the step's KV is written then.
     """
     if device.type != "cuda":
         return lambda: (sampled, scores)
@@ -55,7 +55,7 @@ def fetch(sampled: Sampled | None, scores: PromptLogprobTensors | None, device: 
 
 
 def _copy_sampled(sampled: Sampled) -> Sampled:
-    """Host tensors that the current stream will fill."""
+    """Return host tensors that the current stream fills."""
     return Sampled(
         _pinned(sampled.token_ids),
         None if sampled.logprobs is None else _pinned(sampled.logprobs),
@@ -67,10 +67,10 @@ def _copy_sampled(sampled: Sampled) -> Sampled:
 
 
 def _copy_scores(scores: PromptLogprobTensors) -> PromptLogprobTensors:
-    """Host tensors that the current stream will fill."""
+    """Return host tensors that the current stream fills."""
     return PromptLogprobTensors(*map(_pinned, scores.tensors()))
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """A pinned host tensor that the current stream will fill."""
+    """Return a pinned host tensor that the current stream fills."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

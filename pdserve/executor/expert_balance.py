@@ -1,8 +1,8 @@
-"""Moves experts between ranks while the server runs, so that all ranks have as much to do (EPLB).
+"""Expert parallelism load balancing (EPLB): moves experts between ranks while the server runs.
 
-Owned by `LocalExecutor` of a rank that holds whole experts. `plan` and `place` are called on every rank at the same
-point between two steps: all have counted alike, so all come to the same placement, and only weights travel. What takes
-time, the planning, is done by a thread while steps go on.
+Owned by the `LocalExecutor` of a rank that holds whole experts. `plan` and `place` are called on every rank at the same
+point between two steps. All ranks have equal counts, so all make the same placement, and only weights are sent. A
+thread makes the plan while steps go on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Behind = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class ExpertBalance:
-    """The experts of `moe_layers`, layers by their index in the model; `num_ranks` share each."""
+    """The experts of `moe_layers` (by index in the model), which `num_ranks` ranks share. Scheduler thread."""
 
     def __init__(self, moe_layers: Mapping[int, ExpertParallelMoe], num_ranks: int, behind: Behind) -> None:
         assert moe_layers, "a stage without experts has nothing to balance"
@@ -33,23 +33,23 @@ class ExpertBalance:
         self._plan: Future[dict[int, Row]] | None = None
         self._seen = torch.zeros_like(self._counts(), device="cpu")
         self.num_moved = 0
-        """Experts that have come to this rank since the start."""
+        """Experts that this rank has received since start-up."""
         self.num_placed = 0
-        """How often `place` was called."""
+        """Calls of `place` since start-up."""
 
     @property
     def is_planning(self) -> bool:
-        """Whether a plan was begun and not carried out yet."""
+        """True when a plan has begun and is not carried out yet."""
         return self._plan is not None
 
     @property
     def is_planned(self) -> bool:
-        """Whether `place` would not have to wait."""
+        """True when `place` would not block."""
         return self._plan is not None and self._plan.done()
 
     @torch.inference_mode()
     def plan(self) -> None:
-        """Begin to plan from what was counted since the last time, behind all steps that have been launched."""
+        """Begin to plan from the counts since the last plan, behind all launched steps."""
         assert self._plan is None, "one plan at a time"
         with self._behind():
             arrived = _to_host(self._counts())
@@ -58,7 +58,7 @@ class ExpertBalance:
 
     @torch.inference_mode()
     def place(self) -> None:
-        """Wait for the plan and carry it out with the other tensor ranks, behind all launched steps."""
+        """Wait for the plan and carry it out together with the other ranks, behind all launched steps."""
         assert self._plan is not None, "nothing is planned"
         rows, self._plan = self._plan.result(), None
         with self._behind():
@@ -68,7 +68,9 @@ class ExpertBalance:
         self.num_placed += 1
 
     def facts(self) -> dict[str, float]:
-        """For `/get_server_info`. The balance since the start, as experts lie now; 1 is best. Waits for no step."""
+        """Facts for `/get_server_info`. `expert_balancedness` is over all counts since start-up, for the present
+        placement; 1 is best. Waits for no step.
+        """
         counts = self._counts().tolist()
         rows = [mixture.row for mixture in self._moe_layers.values()]
         balance = [balancedness(of_layer, self._num_ranks, row) for of_layer, row in zip(counts, rows, strict=True)]
@@ -79,15 +81,15 @@ class ExpertBalance:
         }
 
     def close(self) -> None:
-        """End the thread."""
+        """End the planner thread."""
         self._planner.shutdown()
 
     def _counts(self) -> Tensor:
-        """int64 `[layers, experts]`, a copy."""
+        """Return a copy of the counts, int64 `[layers, experts]`."""
         return torch.stack([mixture.counts for mixture in self._moe_layers.values()])
 
     def _make(self, arrived: Callable[[], Tensor], rows: Mapping[int, Row]) -> dict[int, Row]:
-        """Planner thread."""
+        """Make the plan. Planner thread."""
         counts = arrived()
         news, self._seen = (counts - self._seen).tolist(), counts
         return {
@@ -97,7 +99,7 @@ class ExpertBalance:
 
 
 def _to_host(counts: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy to the host; what is returned waits for it, on any thread."""
+    """Begin a copy to the host; returns a function that waits for the copy, on any thread."""
     if counts.device.type != "cuda":
         return lambda: counts
     pinned = torch.empty_like(counts, device="cpu", pin_memory=True).copy_(counts, non_blocking=True)

@@ -1,6 +1,6 @@
-"""From a server's configuration to an executor that is ready to run. Called by each rank's process at start-up.
+"""Builds an executor from a server's configuration. Each rank's process calls it at start-up.
 
-`join_replica` first where a replica has several ranks, then `build_executor`.
+Where a replica has several ranks, call `join_replica` first, then `build_executor`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from pdserve.model.torch_parallel import open_parallel
 _LOG = logging.getLogger(__name__)
 MAX_PAGE_TOKENS = 128
 DEFAULT_CHUNK = 2048
-"""Tokens of a chunk to prepare for, where no flag says so."""
+"""Tokens of the longest prefill chunk where no flag sets it."""
 
 
 TORCH = "torch"
@@ -57,9 +57,9 @@ TORCH = "torch"
 
 @dataclasses.dataclass(frozen=True)
 class LoadedEngine:
-    """One rank's executor and what it was sized to. `dtype` is the number format that weights and KV have.
+    """One rank's executor and its sizes. `dtype`: number format of weights and KV.
 
-    `arithmetic`: TORCH, or the level and the format of the CPU kernels, levels that give the same bits by one name.
+    `arithmetic`: TORCH, or level and number format of the CPU kernels. Levels that give the same bits share one name.
     """
 
     executor: LocalExecutor
@@ -74,7 +74,7 @@ class LoadedEngine:
 
     @property
     def layout(self) -> KVLayout:
-        """Geometry of the whole model's pages; those of this rank are `layout.of_rank(place)`."""
+        """Geometry of the whole model's pages; this rank's pages are `layout.of_rank(place)`."""
         return self.executor.layout
 
     @property
@@ -86,13 +86,13 @@ class LoadedEngine:
 def join_replica(
     config: ServerConfig, place: RankCoord, store: Store, *, host: str = "127.0.0.1", dp_rank: int = 0
 ) -> Parallel:
-    """Meet the other ranks over `store`, on the device that `build_executor` will use; see `open_parallel`.
+    """Connect to the other ranks over `store`, on the device that `build_executor` will use; see `open_parallel`.
 
-    With DP attention these are the ranks of all replicas, of which this one is `dp_rank`.
+    With DP attention the ranks of all replicas connect, and this replica is `dp_rank`.
 
     Raises:
-        ConfigError: no such device, or no network interface with the address `host`.
-        RankError: a rank did not come.
+        ConfigError: the device does not exist, or no network interface has the address `host`.
+        RankError: a rank did not arrive.
     """
     device = prepare_device(config.kernels, LocalRanks.of(config.parallel, place))
     fixed_order = config.kernels.enable_deterministic_inference
@@ -109,15 +109,15 @@ def build_executor(
     returns_results: bool = True,
     startup: StartupTimes | None = None,
 ) -> LoadedEngine:
-    """Load this rank's part of the model and allocate its KV pool for `max_rows` requests at once.
+    """Load this rank's part of the model and allocate its KV pool for `max_rows` concurrent requests.
 
-    `parallel` is what `join_replica` gave; without it the model is not split. `agree_num_pages` is called once,
-    with the pages that this rank could hold, before they are allocated; it returns the pages that all ranks shall have.
-    `returns_results` as for `LocalExecutor`. `startup` learns how long each part took.
+    `parallel`: the result of `join_replica`; None: the model is not split. `agree_num_pages` is called once, before the
+    allocation: its argument is the pages that this rank could hold, its result the pages of every rank.
+    `returns_results`: see `LocalExecutor`. `startup` records how long each part takes.
 
     Raises:
         ConfigError: a flag does not fit the model or the machine.
-        ModelError: the checkpoint cannot be found, read or run.
+        ModelError: the checkpoint is missing, unreadable, or of an unsupported model.
     """
     parallel = parallel or SingleRank()
     startup = startup or StartupTimes()
@@ -142,7 +142,7 @@ def build_executor(
         placement = _placement(config.parallel, spec, parallel, device)
         decoder = empty_model(spec, dtype, device, kernels=make_kernels(choice), parallel=parallel, placement=placement)
         model: Decoder | NativeDecoder = decoder
-        if level is not None:  # takes the weights over while they are loaded
+        if level is not None:  # the native model takes over the weights during the load
             model = make_native(decoder, config.model, level, lambda: startup.part(PACK))
         fill_model(decoder, path, load_format=load_format, seed=config.model.random_seed)
         give_back_freed()
@@ -167,7 +167,7 @@ def build_executor(
     table = PageTable(max_rows, pages_for(context_length, page_tokens))
     asked = config.kernels.attention_backend != "auto"
     if level is None:
-        _LOG.info("attention is by %s", choice)
+        _LOG.info("attention backend: %s", choice)
     attention = _attention(model, choice, pools[0], place, device, was_asked_for=asked)
     overlap = config.schedule.disable_overlap_schedule is False
     native = model if isinstance(model, NativeDecoder) else None
@@ -189,24 +189,24 @@ def build_executor(
 
 
 def _chunk(config: ServerConfig, context_length: int) -> int:
-    """Tokens of the longest prompt, or piece of one, that a step computes."""
+    """Tokens of the longest prompt, or prefill chunk, of a step."""
     chunk = config.schedule.chunked_prefill_size or DEFAULT_CHUNK
     return min(chunk, context_length) if chunk > 0 else context_length
 
 
 def _captured_sizes(kernels: KernelConfig, max_rows: int) -> tuple[int, ...]:
-    """Batch sizes at which decode steps shall be captured, where they can be."""
+    """Batch sizes at which decode steps are captured, where they can be."""
     if kernels.disable_cuda_graph:
         return ()
     return graph_sizes(min(max_rows, kernels.cuda_graph_max_bs or DEFAULT_MAX_ROWS))
 
 
 def _make_ready(executor: LocalExecutor, config: ServerConfig, max_rows: int, context_length: int) -> None:
-    """On CUDA: build kernels, and capture decode steps where nothing speaks against it; says what does."""
+    """On CUDA, compile kernels and capture decode steps where possible; logs the reason where not."""
     if executor.device.type != "cuda":
         return
     if not executor.can_capture:
-        _LOG.info("decode steps are not captured: the model is split over ranks, or attention is torch's")
+        _LOG.info("decode steps are not captured: the model is split over ranks, or attention runs with torch")
         return
     executor.warm_up(_chunk(config, context_length))
     sizes = _captured_sizes(config.kernels, max_rows)
@@ -225,7 +225,7 @@ def _attention(
     *,
     was_asked_for: bool,
 ) -> AttentionBackend:
-    """What attends to the pages of `pool`; a native model is put together over them."""
+    """Make the attention backend over the pages of `pool`; a native model is bound to them."""
     if isinstance(model, NativeDecoder):
         model.bind(pool)
         return AttentionInProgram()
@@ -234,34 +234,36 @@ def _attention(
 
 
 def _grammars(config: ServerConfig, path: Path, spec: ModelSpec, place: RankCoord) -> GrammarRows:
-    """What follows grammars, on the rank that samples."""
+    """Make the `GrammarRows` of this rank; without a vocabulary on ranks that do not sample."""
     wanted = config.grammar.grammar_backend != "none" and is_sampler(place)
 
     def open_vocabulary() -> Vocabulary:
         directory = config.model.tokenizer_path or resolve_tokenizer_path(path)
         text = read_tokenizer_json(directory)
         if text is None:
-            raise GrammarError(f"there is no tokenizer in {directory}")
+            raise GrammarError(f"no tokenizer in {directory}")
         return Vocabulary(text, spec.vocab_size, spec.eos_token_ids)
 
     return GrammarRows(open_vocabulary if wanted else None, JsonRules.of(config.grammar), spec.eos_token_ids)
 
 
 def _placement(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, device: torch.device) -> ExpertMap | None:
-    """Where whole experts lie at start, on all ranks alike; None where the tensor ranks have parts of all."""
+    """The initial placement of whole experts, equal on all ranks; None where each tensor rank has a part of every
+    expert.
+    """
     if config.ep_size == 1 or spec.moe is None:
         return None
     leads = layers_of(spec.num_layers, parallel.place.shape.pp_size, 0)
     if config.enable_eplb and not any(layer in leads for layer in spec.moe.layers):
         raise ConfigError(
-            f"--enable-eplb counts in the first stage, whose layers {leads.start} to {leads.stop - 1} have no experts",
+            f"--enable-eplb needs experts in the first stage; its layers {leads.start} to {leads.stop - 1} have none",
             field="enable_eplb",
         )
     placement = first_placement(spec.moe, config.ep_size, config.ep_num_redundant_experts, config.init_expert_location)
     own = torch.tensor([placement.digest()], device=device)
     if bool((parallel.wide.all_gather_rows(own, [1] * parallel.wide.size) != own).any()):
         raise ConfigError(
-            f"--init-expert-location {config.init_expert_location} says different things on the hosts of this server",
+            f"--init-expert-location {config.init_expert_location} differs between the hosts of this server",
             field="init_expert_location",
         )
     return placement
@@ -269,23 +271,23 @@ def _placement(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, devi
 
 @dataclasses.dataclass(frozen=True)
 class LocalRanks:
-    """This rank among the `count` ranks of its replica that run on this host."""
+    """This rank's index among the `count` ranks of its replica on this host."""
 
     index: int = 0
     count: int = 1
 
     @staticmethod
     def of(config: ParallelConfig, place: RankCoord) -> LocalRanks:
-        """Every host has as many ranks, in order."""
+        """Every host has the same number of ranks, in rank order."""
         count = max(1, place.shape.num_ranks // config.nnodes)
         return LocalRanks(place.rank % count, count)
 
 
 def prepare_device(kernels: KernelConfig, local: LocalRanks | None = None) -> torch.device:
-    """The device to run on, one for each rank; sets torch's threads on CPU.
+    """Return this rank's device, one per rank; on CPU also set torch's threads.
 
     Raises:
-        ConfigError: cuda is asked for and absent, or there are fewer devices than ranks.
+        ConfigError: CUDA is requested and absent, or there are fewer devices than ranks.
     """
     local = local or LocalRanks()
     if kernels.cpu_threads is not None:
@@ -308,7 +310,7 @@ def prepare_device(kernels: KernelConfig, local: LocalRanks | None = None) -> to
 
 
 def _keep_bits(device: torch.device) -> None:
-    """Tell torch not to trade bits for speed: for the deterministic mode."""
+    """Disable reduced precision in torch's matrix products, for the deterministic mode."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -317,7 +319,7 @@ def _keep_bits(device: torch.device) -> None:
 
 
 def _context_length(asked: int | None, spec: ModelSpec) -> int:
-    """The longest prompt and output together."""
+    """Most tokens of a request, prompt and output together."""
     if asked is None:
         return spec.max_positions
     if not 1 <= asked <= spec.max_positions:

@@ -296,8 +296,7 @@ def _forbid(logits: Tensor, where: IntArray, words: MaskWords) -> None:
 
 
 def _arrival(token_ids: Tensor) -> Arrival:
-    """Return a function that waits for `token_ids` on the host. It waits for steps up to this one, not for later ones.
-    """
+    """Return a function that waits for `token_ids` on the host: for steps up to this one, not for later ones."""
     if token_ids.device.type != "cuda":
         return token_ids.numpy
     host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True).copy_(token_ids, non_blocking=True)

@@ -1,7 +1,7 @@
-"""The seam between scheduling and the device: plans go down as values, results come back as values.
+"""The interface between scheduler and device: plans and results are values.
 
-The executor owns tokens on the device: `open_row` writes a request's known tokens into row `row`, `run` writes each
-sampled token behind them, so a plan names only rows and ranges. The page table says which pages a row has.
+The executor owns tokens on the device: `open_row` writes a request's known tokens into row `row`, and each step appends
+its sampled tokens. So a plan names only rows and ranges. The page table maps rows to pages.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pdserve.protocol.sampling import CoreSamplingParams
 
 
 class BatchRow(msgspec.Struct, frozen=True, gc=False):
-    """Compute positions `[start, end)` of the request in page-table row `row`; sample the token at `end` if
-    `sample`.
+    """Compute positions `[start, end)` of the request in page-table row `row`; with `sample`, sample the token at
+    `end`.
 
-    Thousands of these are made in every step: a frozen dataclass would take ten times as long.
+    Every step makes thousands of these: a frozen dataclass would take ten times as long.
     """
 
     rid: str
@@ -38,54 +38,55 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One step: rows of any lengths, flattened by the executor into one batch without padding."""
+    """One step: rows of any lengths, which the executor flattens into one batch without padding."""
 
     step: int
     rows: tuple[BatchRow, ...]
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
-    """A chosen token; natural-log probabilities only where the row asked for them."""
+    """A sampled token, with natural-log probabilities where the row requested them."""
 
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     picked: tuple[float, ...] = ()
-    """Of the `token_ids` that the row asked for."""
+    """Log probabilities of the `token_ids` that the row requested."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
     """One entry per row of the plan: the sampled token, or None where the row did not sample.
 
-    `prompts`: by index of the row, the log probabilities of prompt tokens that the row asked for and that this step's
-    tokens are followed by.
+    `prompts`: by row index, the requested log probabilities of the prompt tokens that follow this step's tokens.
     """
 
     step: int
     tokens: tuple[SampledToken | None, ...]
     prompts: Mapping[int, PromptLogprobs] = dataclasses.field(default_factory=dict)
     failed: tuple[int, ...] = ()
-    """Rows of the plan whose grammar cannot be followed any more; their tokens mean nothing."""
+    """Rows of the plan whose grammar cannot be followed any more; their tokens are undefined."""
 
 
 class LayerEvents(Protocol):
-    """Says when the KV of the first layers of a launched step is written. Made by `Executor.launch` where asked for.
+    """Signals when the KV of the first layers of a launched step is written. `Executor.launch` makes it with
+    `layer_marks`.
 
-    Waited on by copy workers, never by the scheduler thread or inside attention.
+    Copy workers wait on it, never the scheduler thread or attention.
     """
 
     def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """Block until layers `[0, num_layers)` of the step are in the pool; False after `timeout_s`. Any thread."""
+        """Block until layers `[0, num_layers)` of the step are in the pool; False after `timeout_s` seconds. Any
+        thread.
+        """
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepHandle:
-    """A launched step, to be given to `Executor.resolve` once.
+    """A launched step, to be passed to `Executor.resolve` once.
 
-    `marks` say where it stands, layer by layer; None where `launch` was not asked for them. `finish` waits for the
-    step; only the executor calls it.
+    `marks`: its layer events; None where `launch` made none. `finish` waits for the step; only the executor calls it.
     """
 
     plan: BatchPlan
@@ -94,20 +95,20 @@ class StepHandle:
 
 
 class HostPages(Protocol):
-    """KV pages that were copied to host memory by `Executor.offload`."""
+    """KV pages that `Executor.offload` has copied to host memory."""
 
     @property
     def num_bytes(self) -> int:
-        """Host memory that they take."""
+        """Bytes of host memory."""
         ...
 
 
 class Executor(Protocol):
     """Runs plans. Called by the scheduler thread only.
 
-    Steps run in the order of their launch. A launched step reads page table, row parameters and token rows as they are
-    at the launch, and writes KV and tokens until it is resolved: its pages and rows must not be given to anybody else
-    before. `offload` and `restore` are called while no step is unresolved.
+    Steps run in the order of their launch. A launched step reads page table, sampling metadata and row tokens as they
+    are at the launch. It writes KV and tokens until it is resolved: its pages and rows must not be reused before.
+    `offload` and `restore` are called while no step is unresolved.
     """
 
     @property
@@ -128,22 +129,22 @@ class Executor(Protocol):
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
     ) -> None:
-        """A request takes `row`; `token_ids` are its prompt and any output tokens known so far.
+        """Open `row` for a request; `token_ids` are its prompt and the output tokens known so far.
 
-        Where its grammar stands follows from these, and from what is sampled after.
-        Sampling at position p with a seed depends on (seed, p) only, so that decode goes on where prefill ended.
+        The matcher state of its grammar follows from these and later sampled tokens. With a seed, the token at position
+        p depends on (seed, p) and its logits only, so decode continues the sampling of prefill.
         """
         ...
 
     def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
-        """Begin to compute the plan: writes KV pages, samples, appends sampled tokens to their rows.
+        """Begin to compute the plan: writes KV pages, samples, and appends sampled tokens to their rows.
 
-        The next plan may use these tokens before `resolve`.
+        The next plan may use these tokens before `resolve`. With `layer_marks` the handle has layer events.
         """
         ...
 
     def resolve(self, handle: StepHandle) -> StepResult:
-        """Wait for the oldest unresolved step and return what it sampled."""
+        """Wait for the oldest unresolved step and return its result."""
         ...
 
     def offload(self, pages: Sequence[int]) -> HostPages:
@@ -151,18 +152,18 @@ class Executor(Protocol):
         ...
 
     def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
-        """Copy saved KV into `pages`, as many as were saved; the host copy may then be dropped."""
+        """Copy saved KV into as many `pages`; the host copy may then be dropped."""
         ...
 
     def zero(self, pages: Sequence[int]) -> None:
-        """Clear the KV of `pages`, which no launched step uses: later steps read zeros there."""
+        """Set the KV of `pages` to zero, before later steps read it. No launched step may use them."""
         ...
 
     def close_row(self, row: int) -> None:
-        """The request has left `row`."""
+        """Close `row`, whose request has left."""
         ...
 
 
 def run(executor: Executor, plan: BatchPlan) -> StepResult:
-    """Compute one plan from beginning to end."""
+    """Launch one plan and wait for its result."""
     return executor.resolve(executor.launch(plan))

@@ -251,8 +251,7 @@ class LocalExecutor:
             self._grammars.open(row, sampling.grammar, sampling, token_ids[num_prompt_tokens:])
 
     def prepare_grammar(self, grammar: Grammar) -> Future[Matcher] | None:
-        """Begin to compile a grammar before its request takes a row; returns None where there is nothing to wait for.
-        """
+        """Begin to compile a grammar before its request takes a row; None where there is nothing to wait for."""
         return self._grammars.prepare(grammar)
 
     def close_row(self, row: int) -> None:
@@ -297,8 +296,7 @@ class LocalExecutor:
             host_pages.load(self.pools, saved, pages)
 
     def zero(self, pages: Sequence[int]) -> None:
-        """See `Executor.zero`. On CUDA in the order of the steps; on CPU at once, concurrently with a step under way.
-        """
+        """See `Executor.zero`. On CUDA in the order of the steps; on CPU at once, beside a step under way."""
         with self._runner.behind() if self.device.type == "cuda" else contextlib.nullcontext():
             host_pages.zero(self.pools, pages)
 

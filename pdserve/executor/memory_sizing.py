@@ -1,4 +1,4 @@
-"""How many tokens the KV pool holds, when no flag says so. Called by `factory` after the weights are loaded."""
+"""Sizes the KV pool where no flag does. `factory` calls it after the weights are loaded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pdserve.memory.layout import KVLayout
 from pdserve.model.config import ModelSpec
 
 LIBRARIES_BYTES = 512 << 20
-"""Workspaces of cuBLAS and attention, kernels that are loaded when they are first used, and what lies in gaps."""
+"""Workspaces of cuBLAS and attention, kernels loaded at first use, and fragmentation."""
 KERNELS_PER_LAYER = 16
 KERNEL_BYTES = 8 << 10
-"""Of one kernel in a graph, for its node and arguments."""
+"""Bytes of one kernel in a CUDA graph: its node and arguments."""
 
 
 def bytes_behind_pool(
@@ -29,7 +29,10 @@ def bytes_behind_pool(
     max_pages: int,
     tp_size: int = 1,
 ) -> int:
-    """Of all: steps of `chunk` tokens of prompts beside `max_rows` rows, and decode steps captured at batch `sizes`."""
+    """Device memory reserved beside the KV pool, in bytes.
+
+    It covers steps of `chunk` prompt tokens beside `max_rows` rows, and decode steps captured at batch sizes `sizes`.
+    """
     return (
         LIBRARIES_BYTES
         + step_bytes(spec, item_bytes, chunk + max_rows, max_rows, tp_size)
@@ -38,8 +41,10 @@ def bytes_behind_pool(
 
 
 def step_bytes(spec: ModelSpec, item_bytes: int, num_tokens: int, num_samples: int, tp_size: int = 1) -> int:
-    """The tensors of a step that are there at the same time: a layer's of all tokens, and the logits of all samples as
-    they are, in float32, and as probabilities.
+    """Bytes of the tensors of a step that live at the same time.
+
+    They are one layer's activations of all tokens, and the logits of all samples: raw, in float32, and as
+    probabilities.
     """
     attention = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     feed_forward = 3 * spec.intermediate_size
@@ -51,8 +56,9 @@ def step_bytes(spec: ModelSpec, item_bytes: int, num_tokens: int, num_samples: i
 
 
 def graph_bytes(spec: ModelSpec, item_bytes: int, sizes: Sequence[int], max_pages: int, tp_size: int = 1) -> int:
-    """Of decode steps captured at batch `sizes`, ascending: they share the largest one's tensors; each has its list of
-    `max_pages` pages a row, and its kernels.
+    """Bytes of decode steps captured at batch sizes `sizes`, ascending.
+
+    All sizes share the tensors of the largest. Each has its own list of `max_pages` pages a row, and its kernels.
     """
     if not sizes:
         return 0
@@ -61,10 +67,11 @@ def graph_bytes(spec: ModelSpec, item_bytes: int, sizes: Sequence[int], max_page
 
 
 CPU_CAP_BYTES = 4 << 30
-"""The most that is taken when no flag asks for more."""
+"""Most bytes of the pool on CPU where no flag sets its size."""
 CPU_FRACTION = 0.2
-"""Share of the available RAM; several servers of one host each take it, of which little is committed before it is used
-(`memory/prefault.py`)."""
+"""Share of the available RAM for the pool. Several servers of one host each take it; `memory/prefault.py` commits
+little of it before its use.
+"""
 CUDA_FRACTION = 0.88
 
 
@@ -78,12 +85,12 @@ def pool_tokens(
     num_sharing: int = 1,
     reserved_bytes: int = 0,
 ) -> int:
-    """Token slots of the pool, a multiple of the page size. `layout` is what this rank holds.
+    """Return the token slots of the pool, a multiple of the page size. `layout` is this rank's part.
 
-    `num_sharing` ranks of the server have this host's RAM in common. `reserved_bytes` of a CUDA device are left to what
-    comes after the pool (`step_memory`), whatever fraction is asked for.
+    The result is `max_total_tokens` when given, else what memory allows, and at most what `max_rows` requests can use.
 
-    `max_total_tokens` when given; else what memory allows, and never more than `max_rows` requests can use.
+    `num_sharing` ranks of the server share this host's RAM. On a CUDA device `reserved_bytes` stay free for memory
+    allocated after the pool (`bytes_behind_pool`), whatever fraction is configured.
 
     Raises:
         ConfigError: not even one page fits, or `mem_fraction_static` is out of range.
@@ -109,8 +116,8 @@ def pool_tokens(
 def _available_bytes(fraction: float | None, device: torch.device, num_sharing: int, reserved: int) -> int:
     """Bytes for the pool.
 
-    On CPU a share of what the server takes of this host. On CUDA the fraction is of all memory, and weights already
-    loaded count against it.
+    On CPU: this rank's share of the RAM that the server takes. On CUDA: the fraction is of all device memory, and the
+    weights, which are loaded already, count against it.
     """
     if fraction is not None and not 0.0 < fraction < 1.0:
         raise ConfigError(f"mem_fraction_static must be in (0, 1), got {fraction}", field="mem_fraction_static")

@@ -1,6 +1,7 @@
-"""Steps that one call computes: a few rows that decode and take their likeliest token. Called by `LocalExecutor`.
+"""The fast path for small greedy decode steps, which one call of the native kernels computes. Called by
+`LocalExecutor`.
 
-Between two such steps nothing of Python is left in the processor's caches, so what counts is how little of it there is.
+Between two such steps the processor's caches hold none of Python's data, so a short Python path decides the speed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from pdserve.memory.page_table import PageTable
 from pdserve.model.forward_batch import IntArray
 
 Decode = Callable[[IntArray, npt.NDArray[np.int32], npt.NDArray[np.int32]], list[int]]
-"""As `NativeDecoder.decode`."""
+"""Signature of `NativeDecoder.decode`."""
 
 
 class NativeDecodePath:
-    """`tokens` int32 `[table rows, context]` are the known ones, on the host; at most `most_rows` rows are computed."""
+    """Computes greedy decode steps of at most `most_rows` rows.
+
+    `tokens` int32 `[table rows, context]`: known tokens of each row, on the host.
+    """
 
     def __init__(
         self, decode: Decode, most_rows: int, tokens: npt.NDArray[np.int32], table: PageTable, params: SamplingMetadata
@@ -34,7 +38,10 @@ class NativeDecodePath:
         self._params = params
 
     def computation(self, plan: BatchPlan) -> Compute | None:
-        """What computes `plan`, at once and not later: it reads the page table. None: not this way."""
+        """Return the computation of `plan`; None: the plan is no small greedy decode step.
+
+        It must run at once, not later: it reads the page table.
+        """
         rows = plan.rows
         if not 0 < len(rows) <= self._most_rows or self._params.prompt_wishes:
             return None
@@ -49,6 +56,6 @@ class NativeDecodePath:
         return partial(self._compute, plan.step, facts)
 
     def _compute(self, step: int, facts: IntArray, on_layer: OnLayer | None) -> Collect:
-        assert on_layer is None, "nobody is told of layers on the way"
+        assert on_layer is None, "the fast path reports no layer events"
         tokens = self._decode(facts, self._tokens, self._pages)
         return lambda: StepResult(step, tuple(map(SampledToken, tokens)))

@@ -1,7 +1,7 @@
-"""A trace of what a scheduler process computes, by torch's profiler. Owned by `Scheduler`, on its thread.
+"""Profiles the steps of a scheduler process with torch's profiler. Owned by `Scheduler`, on its thread.
 
-The trace is of this process: where ranks share a model, of its leader. A thread "profile" writes it down, which takes
-seconds for thousands of steps; until then the file has another name.
+The trace covers this process: rank 0, where ranks share a model. A thread "profile" writes the file, which takes
+seconds for thousands of steps; until then the file has a temporary name.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ log = logging.getLogger(__name__)
 
 
 class Trace(Protocol):
-    """A running profiler, as torch's."""
+    """A running profiler, with torch's interface."""
 
     def stop(self) -> None:
-        """End the recording."""
+        """Stop recording."""
         ...
 
     def export_chrome_trace(self, path: str) -> None:
-        """Write it down."""
+        """Write the trace to `path`."""
         ...
 
 
 class Profiler:
-    """At most one trace at a time. `name` goes into the file's name. `begin` starts a trace; tests bring their own."""
+    """Takes at most one trace at a time. `name` is part of the file name. `begin` starts a trace; None: torch's
+    profiler.
+    """
 
     def __init__(self, name: str, begin: Callable[[StartProfile], Trace] | None = None) -> None:
         self._name = name
@@ -43,22 +45,22 @@ class Profiler:
         self._steps_left: int | None = None
 
     def start(self, order: StartProfile) -> tuple[bool, str]:
-        """Begin; whether that went well, and a sentence on it."""
+        """Start a trace; returns whether it started, and a message."""
         if self._trace is not None or (self._writer is not None and self._writer.is_alive()):
-            return False, f"a profile is being taken already, into {self._path}"
+            return False, f"a profile is already running, into {self._path}"
         path = Path(order.output_dir) / f"{order.profile_id or f'{time.time():.0f}'}-{self._name}.trace.json.gz"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not os.access(path.parent, os.W_OK):
-                return False, f"{path.parent} cannot be written"
+                return False, f"{path.parent} is not writable"
             self._trace = self._begin(order)
         except (OSError, RuntimeError) as error:
-            return False, f"cannot take a profile into {path.parent}: {error}"
+            return False, f"cannot start a profile into {path.parent}: {error}"
         self._path, self._steps_left = path, order.num_steps
-        return True, f"taking a profile into {path}"
+        return True, f"profiling into {path}"
 
     def step(self) -> None:
-        """A step has been computed; the trace ends by itself after as many as were asked for."""
+        """Count a computed step; the trace stops after the requested number of steps."""
         if self._trace is None or self._steps_left is None:
             return
         self._steps_left -= 1
@@ -66,9 +68,9 @@ class Profiler:
             self.stop()
 
     def stop(self) -> tuple[bool, str]:
-        """End, and have the trace written."""
+        """Stop the trace and write it on a thread; returns whether it succeeded, and a message."""
         if self._trace is None:
-            return False, "no profile is being taken"
+            return False, "no profile is running"
         trace, self._trace = self._trace, None
         try:
             trace.stop()
@@ -80,7 +82,7 @@ class Profiler:
 
 
 def _write(trace: Trace, path: Path) -> None:
-    """Thread "profile"."""
+    """Write the trace. Thread "profile"."""
     unfinished = path.with_name(f".{path.name}")
     try:
         trace.export_chrome_trace(str(unfinished))
@@ -88,11 +90,11 @@ def _write(trace: Trace, path: Path) -> None:
     except (OSError, RuntimeError) as error:
         log.error("the profile could not be written to %s: %s", path, error)
     else:
-        log.info("the profile is in %s", path)
+        log.info("profile written to %s", path)
 
 
 def _begin(order: StartProfile) -> Trace:
-    """A recording of all threads, for the one that computes need not be ours."""
+    """Start a recording of all threads: steps may be computed on another thread."""
     import torch
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile

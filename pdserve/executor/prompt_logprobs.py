@@ -22,16 +22,16 @@ from pdserve.model.forward_batch import IntArray, to_device
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 
 LOGIT_BYTES = 64 << 20
-"""Logits that are looked at together, as float32."""
+"""Bytes of float32 logits that are held at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptLogprobParams:
-    """What a micro-batch shall tell of prompt tokens; int64.
+    """The prompt tokens of a micro-batch whose log probabilities are requested; arrays int64.
 
-    `flat` `[M]`: tokens of the batch whose successors are wanted. `lines`, `positions` `[M]`: table row and position of
-    each successor. `ids` `[R, K]`: the token ids that each of the requests asks for, filled up with 0; `owners` `[M]`:
-    whose successor it is. `num_top`: the most that a request asks for.
+    `flat` `[M]`: tokens of the batch whose successors are scored. `lines`, `positions` `[M]`: table row and position of
+    each successor. `ids` `[R, K]`: token ids that each request asks for, padded with 0; `owners` `[M]`: index in `ids`
+    of each successor's request. `num_top`: the most top entries that a request asks for.
     """
 
     flat: IntArray
@@ -44,7 +44,7 @@ class PromptLogprobParams:
 
 @dataclasses.dataclass(frozen=True)
 class PromptLogprobRange:
-    """The successors that one row of the plan asks for: `num_tokens` from position `start` on."""
+    """The successors that one row of the plan requests: `num_tokens` from position `start` on."""
 
     row: int
     start: int
@@ -54,8 +54,9 @@ class PromptLogprobRange:
 
 @dataclasses.dataclass(frozen=True)
 class PromptLogprobTensors:
-    """Of M tokens: `own` float32 and `ranks` int64 `[M]`, `top_ids` int64 and `top` float32 `[M, n]`, `picked` float32
-    `[M, K]`.
+    """Scores of M prompt tokens.
+
+    `own` float32 and `ranks` int64 `[M]`; `top_ids` int64 and `top` float32 `[M, n]`; `picked` float32 `[M, K]`.
     """
 
     own: Tensor
@@ -65,12 +66,12 @@ class PromptLogprobTensors:
     picked: Tensor
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """All tensors, in the order of the fields."""
         return [self.own, self.ranks, self.top_ids, self.top, self.picked]
 
     @staticmethod
     def blank(prompt_logprob_params: Sequence[PromptLogprobParams], device: torch.device) -> PromptLogprobTensors:
-        """Tensors of the shapes that the sampling rank has, to be overwritten."""
+        """Return uninitialised tensors of the sampling rank's shapes."""
         count, num_top, num_ids = _widths(prompt_logprob_params)
         return PromptLogprobTensors(
             torch.empty(count, device=device),
@@ -84,7 +85,7 @@ class PromptLogprobTensors:
     def joined(
         parts: Sequence[PromptLogprobTensors], prompt_logprob_params: Sequence[PromptLogprobParams]
     ) -> PromptLogprobTensors:
-        """Those of all micro-batches; where some have fewer columns than others, filled up."""
+        """Concatenate the scores of all micro-batches; missing columns stay uninitialised."""
         whole = PromptLogprobTensors.blank(prompt_logprob_params, parts[0].own.device)
         at = 0
         for part in parts:
@@ -98,8 +99,9 @@ class PromptLogprobTensors:
 def read_prompt_logprob_params(
     batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]
 ) -> PromptLogprobParams | None:
-    """Parameters of this micro-batch; None when nothing is wanted. `wanted`: prompt tokens and logprob parameters by
-    table row.
+    """Return the parameters of a micro-batch; None when it scores no prompt tokens.
+
+    `wanted`: prompt tokens and log-probability parameters by table row.
     """
     stretches = _stretches(batch, wanted)
     if not stretches:
@@ -136,14 +138,14 @@ def _stretches(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) -> 
 def logprob_range_of(
     row: int, start: int, end: int, num_prompt: int, logprob_params: Logprobs
 ) -> PromptLogprobRange | None:
-    """The prompt tokens whose probabilities the logits at `[start, end)` give, as far as they are wanted."""
-    assert logprob_params.prompt_from is not None, "only those that want some are kept"
+    """The requested prompt tokens that the logits at positions `[start, end)` score; None when there are none."""
+    assert logprob_params.prompt_from is not None, "`wanted` has only rows that request prompt log probabilities"
     first, stop = max(start, logprob_params.prompt_from), min(end, num_prompt - 1)
     return PromptLogprobRange(row, first + 1, stop - first, logprob_params) if first < stop else None
 
 
 def pack_scores(stretches: Sequence[PromptLogprobRange], scores: PromptLogprobTensors) -> dict[int, PromptLogprobs]:
-    """The result by row of the plan; `scores` are host tensors, in the order of `stretches`."""
+    """Return the results by row of the plan. `scores` are host tensors, in the order of `stretches`."""
     own, ranks, top_ids, top, picked = (tensor.numpy() for tensor in scores.tensors())
     packed, at = {}, 0
     for stretch in stretches:
@@ -162,10 +164,10 @@ def pack_scores(stretches: Sequence[PromptLogprobRange], scores: PromptLogprobTe
 
 
 class PromptLogprobComputer:
-    """Looks at the hidden states of one micro-batch on a rank of the last stage. All tensor ranks do so together."""
+    """Scores the hidden states of one micro-batch on a rank of the last stage. All tensor ranks must take part."""
 
     def __init__(self, model: Model, prompt_logprob_params: PromptLogprobParams, tokens: Tensor) -> None:
-        """`tokens` int32 `[num_table_rows, context]`: known tokens."""
+        """`tokens` int32 `[num_table_rows, context]`: known tokens of each row."""
         self._model = model
         self._parallel = model.parallel
         device = tokens.device
@@ -183,7 +185,7 @@ class PromptLogprobComputer:
         self._blank = PromptLogprobTensors.blank([prompt_logprob_params], device)
 
     def __call__(self, hidden: Tensor) -> PromptLogprobTensors:
-        """Scores of hidden states `[N, hidden]`, equal on all tensor ranks."""
+        """Return the scores of hidden states `[N, hidden]`, equal on all tensor ranks."""
         step = max(1, LOGIT_BYTES // (4 * self._share))
         for first in range(0, len(self._flat), step):
             some = slice(first, first + step)
@@ -194,7 +196,7 @@ class PromptLogprobComputer:
         return self._blank
 
     def _look(self, logits: Tensor, some: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What a few positions say: this rank's logits `[c, share]` to the lines of `PromptLogprobTensors`."""
+        """Reduce this rank's logits `[c, share]` of a few positions to lines of `PromptLogprobTensors`."""
         total = self._over_ranks(_logsumexp(logits)).logsumexp(0)
         own_logit = self._of_ids(logits, self._targets[some, None])
         ranks = self._over_ranks((logits > own_logit).sum(-1)).sum(0) + 1
@@ -204,7 +206,7 @@ class PromptLogprobComputer:
         return own_logit[:, 0] - total, ranks, ids, best - total[:, None], picked
 
     def _of_ids(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """The logits of `ids` `[c, k]`, whichever rank has them."""
+        """Return the logits of `ids` `[c, k]`, from the tensor rank that has each."""
         if ids.shape[1] == 0:
             return logits.new_empty(ids.shape)
         local = ids - self._held.start
@@ -213,7 +215,7 @@ class PromptLogprobComputer:
         return self._over_ranks(values).amax(0)
 
     def _best_of_all(self, best: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The best of each rank's best `[c, n]`."""
+        """Return the top entries over all ranks, from each rank's top entries `[c, n]`."""
         if self._parallel.place.shape.tp_size == 1 or self._num_top == 0:
             return best, ids
         values = torch.cat(list(self._over_ranks(best)), -1)
@@ -222,12 +224,12 @@ class PromptLogprobComputer:
         return best, all_ids.gather(1, where)
 
     def _over_ranks(self, part: Tensor) -> Tensor:
-        """`[...]` of each tensor rank: `[tp_size, ...]`."""
+        """Gather `[...]` of each tensor rank to `[tp_size, ...]`."""
         return self._parallel.all_gather(part[None])
 
 
 def _widths(prompt_logprob_params: Sequence[PromptLogprobParams]) -> tuple[int, int, int]:
-    """Lines, and the most columns of top entries and of ids."""
+    """Return the lines, and the most columns of top entries and of ids."""
     return (
         sum(len(logprob_params.flat) for logprob_params in prompt_logprob_params),
         max(logprob_params.num_top for logprob_params in prompt_logprob_params),
@@ -236,5 +238,8 @@ def _widths(prompt_logprob_params: Sequence[PromptLogprobParams]) -> tuple[int, 
 
 
 def _logsumexp(logits: Tensor) -> Tensor:
-    """Of each row of `[c, n]`. Torch would deal a single one out to its threads, and add in another order."""
+    """Return the logsumexp of each row of `[c, n]`.
+
+    A single row is repeated: torch would split it over its threads, and add in another order.
+    """
     return (logits if len(logits) > 1 else logits.repeat(2, 1)).logsumexp(-1)[: len(logits)]

@@ -1,6 +1,6 @@
-"""Sampling parameters of all table rows as columns, so that a step picks those of its rows with one index.
+"""Sampling metadata of all table rows as columns, so that a step picks the columns of its rows with one index.
 
-Written by `LocalExecutor.open_row`, read by the sampler.
+`LocalExecutor.open_row` writes it; the sampler reads it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _COLUMNS = np.dtype(
 
 @dataclasses.dataclass(frozen=True)
 class StepParams:
-    """Columns of the rows that sample in this step, in plan order, and the position of the token each samples.
+    """Columns of the rows that sample in this step, in plan order, and the position of the token that each samples.
 
-    `bans[i]` are tokens that row i may not take yet, `biases[i]` what is added to its logits, `picks[i]` the ids whose
-    log-probabilities it wants; absent rows have none.
+    `bans[i]`: tokens that row i may not take yet. `biases[i]`: logit biases of row i. `picks[i]`: token ids whose log
+    probabilities row i requests. An absent row has none.
     """
 
     columns: np.ndarray[tuple[int], np.dtype[np.void]]
@@ -56,49 +56,51 @@ class StepParams:
     biases: dict[int, dict[int, float]]
     picks: dict[int, tuple[int, ...]]
     takes_best: bool
-    """Whether every row takes its likeliest token as the logits are, and nobody asks for more."""
+    """True when every row takes the argmax of its raw logits and no row requests log probabilities."""
 
     @property
     def constrained(self) -> IntArray:
-        """The rows whose output follows a grammar."""
+        """The rows whose output follows a grammar, as int64 indices."""
         return np.flatnonzero(self.columns["grammar"])
 
     def without_grammar_bans(self) -> StepParams:
-        """The same, less the bans that the masks of grammars have seen to."""
+        """Return a copy without the bans of rows with a grammar, whose masks apply them."""
         follows = self.columns["grammar"]
         return dataclasses.replace(self, bans={i: tokens for i, tokens in self.bans.items() if not follows[i]})
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether any row asked for log-probabilities."""
+        """True when a row requests log probabilities."""
         return bool(self.columns["logprob"].any())
 
     @property
     def num_top(self) -> int:
-        """The most top entries that a row asked for."""
+        """The most top entries that a row requests."""
         return int(self.columns["num_top"].max())
 
     @property
     def num_picks(self) -> int:
-        """The most ids whose log-probabilities a row asked for."""
+        """The most token ids whose log probabilities a row requests."""
         return max(map(len, self.picks.values()), default=0)
 
 
 class Seeds:
-    """Seeds for requests that bring none. Where several ranks run one request, the leader gives it its seed."""
+    """Seeds for requests without one. Where several ranks run a request, rank 0 sets its seed."""
 
     def __init__(self, default_seed: int | None = None) -> None:
         self._random = np.random.default_rng(default_seed)
 
     def fix(self, sampling: CoreSamplingParams) -> CoreSamplingParams:
-        """`sampling` with a seed: its own, or a new one."""
+        """Return `sampling` with its own seed, or a new one."""
         if sampling.seed is not None:
             return sampling
         return msgspec.structs.replace(sampling, seed=int(self._random.integers(1 << 63)))
 
 
 class SamplingMetadata:
-    """The columns. `default_seed` makes seeds for requests that bring none."""
+    """The columns of all rows. `default_seed` seeds the generator for requests without a seed; None: entropy of the
+    system.
+    """
 
     def __init__(self, num_rows: int, eos_token_ids: tuple[int, ...], default_seed: int | None = None) -> None:
         self._columns = np.zeros(num_rows, dtype=_COLUMNS)
@@ -107,13 +109,14 @@ class SamplingMetadata:
         self._biases: dict[int, dict[int, float]] = {}
         self._picks: dict[int, tuple[int, ...]] = {}
         self.prompt_wishes: dict[int, tuple[int, Logprobs]] = {}
-        """Prompt tokens and wish of rows that want log-probabilities of their prompt."""
+        """By row that requests log probabilities of its prompt: prompt tokens and parameters."""
         self._seeds = Seeds(default_seed)
         self._picked = b"", self._columns[:0], False
-        """The last rows picked, their columns, and whether all are plain: decode steps have the same rows for long."""
+        """The last rows picked, their columns, and whether all are plain. Successive decode steps pick the same rows.
+        """
 
     def set(self, row: int, num_prompt: int, sampling: CoreSamplingParams, logprobs: Logprobs | None) -> None:
-        """A request takes `row`."""
+        """Set the columns of `row` for a new request."""
         self.clear(row)
         seed = self._seeds.fix(sampling).seed
         assert seed is not None, "fixed"
@@ -151,7 +154,7 @@ class SamplingMetadata:
         return self._columns["num_prompt"]
 
     def clear(self, row: int) -> None:
-        """The request has left `row`."""
+        """Clear `row`, whose request has left."""
         self._picked = b"", self._columns[:0], False
         self._bans.pop(row, None)
         self._biases.pop(row, None)
@@ -159,7 +162,7 @@ class SamplingMetadata:
         self.prompt_wishes.pop(row, None)
 
     def pick(self, lines: IntArray, positions: IntArray) -> StepParams:
-        """The parameters of table rows `lines`, which sample the tokens at `positions`."""
+        """Return the parameters of table rows `lines`, which sample the tokens at `positions`."""
         key = lines.tobytes()
         if key != self._picked[0]:
             columns = self._columns[lines]
@@ -179,7 +182,7 @@ class SamplingMetadata:
 
 @dataclasses.dataclass(frozen=True)
 class _Late:
-    """Tokens of a step that a later stage has yet to choose, and the rows they belong to."""
+    """Tokens that a later pipeline stage has yet to sample, and the rows they belong to."""
 
     params: StepParams
     token_ids: Tensor
@@ -187,7 +190,10 @@ class _Late:
 
 
 class TokenPool:
-    """`tensor` is int32 `[num_rows, width]`, `width` tokens a row. At most `num_late` steps' tokens are under way."""
+    """Known tokens of all rows: `tensor` int32 `[num_rows, width]`.
+
+    The tokens of at most `num_late` steps are under way from a later pipeline stage.
+    """
 
     def __init__(self, num_rows: int, width: int, num_late: int, device: torch.device) -> None:
         self.tensor = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
@@ -196,14 +202,14 @@ class TokenPool:
         self._late: deque[_Late] = deque()
 
     def begin(self, rows: Iterable[int], writes: Mapping[int, IntArray]) -> None:
-        """A step begins that reads `rows`; requests in the rows of `writes` have come with these tokens."""
+        """Prepare a step that reads `rows`; `writes` are the known tokens of newly opened rows."""
         if self._late:
             self._take({*rows, *writes})
         for row, ids in writes.items():
             self.tensor[row, : len(ids)] = to_device(ids, self.tensor.device)
 
     def put(self, params: StepParams, token_ids: Tensor) -> None:
-        """The step has sampled `token_ids`, int64 `[S]` on the device, for the rows of `params`."""
+        """Write the sampled `token_ids`, int64 `[S]` on the device, into the rows of `params`."""
         if self._host is not None:  # see `build_batch`
             self._host[params.lines, params.positions] = token_ids.numpy()
             return
@@ -211,11 +217,11 @@ class TokenPool:
         self.tensor.index_put_((where[0], where[1]), token_ids.int())
 
     def put_later(self, params: StepParams, token_ids: Tensor, arrival: Arrival) -> None:
-        """As `put`, once they have arrived: before the next step that has one of these rows."""
+        """As `put`, once `arrival` has completed: before the next step with one of these rows."""
         self._late.append(_Late(params, token_ids, arrival))
 
     def _take(self, rows: set[int]) -> None:
-        """Put what is under way to one of `rows`, and all before it; and the oldest, where too much is under way."""
+        """Put the late tokens of `rows` and all earlier ones, and the oldest beyond `num_late`."""
         wanted = [i for i, late in enumerate(self._late) if not rows.isdisjoint(late.params.lines.tolist())]
         num_left = min(len(self._late) - 1 - max(wanted, default=-1), self._num_late)
         while len(self._late) > num_left:

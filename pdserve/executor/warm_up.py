@@ -1,8 +1,8 @@
-"""Steps that compute nothing, run once at start-up: kernels are compiled and libraries opened before the first request.
+"""Warm-up steps at start-up, which compile kernels and load libraries before the first request.
 
-Called by `LocalExecutor.warm_up` on devices whose kernels are compiled when first used. The steps have every form that
-serving has: a chunk as long as they get, beside as many rows as there are; few rows and many, short ones and long
-ones, which kernels cut up in other ways, alone and beside a chunk. They read the page of zeros and write nowhere.
+`LocalExecutor.warm_up` runs them on devices whose kernels are compiled at first use. The steps cover all shapes of
+serving: the longest chunk beside the most rows; and few or many rows, short or long, which kernels tile differently,
+alone and beside a chunk. They read the null page and write no KV.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ _LOG = logging.getLogger(__name__)
 Span = tuple[int, int]
 """Positions `[start, end)` of a row."""
 _COUNTS = (1, 2, 4, 16, 32, 64)
-"""Rows of a step. Decode attention has tilings for few, some and many pairs of a row and a KV head (`AttentionTiling`).
-The most "some" are eight times the least: whatever the number of heads, a count is among them, and so is one less,
-which is what a chunk leaves of it.
+"""Rows of a step. Decode attention tiles by the number of (row, KV head) pairs: few, some, many (`AttentionTiling`).
+
+The upper bound of "some" is eight times its lower bound. So with any number of heads it contains one of these counts,
+and that count less one, which is what remains beside a chunk.
 """
 _FEW_TOKENS = 64
-"""So many have products of their own (`gpu/few_rows.py`), and a server of few rows meets them in short chunks only."""
+"""Most tokens of the small-batch products (`gpu/small_batch_gemm.py`). Servers of few rows meet them in short chunks
+only.
+"""
 
 
 def spans_of(context: int, max_rows: int, chunk: int) -> list[list[Span]]:
-    """The rows of each step, for requests of up to `context` tokens.
+    """Return the rows of each step, for requests of up to `context` tokens.
 
-    One long row is enough: into how many parts rows are cut up is said by the longest of them.
+    One long row is enough: the longest row determines the number of parts that kernels split rows into.
     """
     short, long = (0, 1), (context - 1, context)
     longest, two = (0, min(context, chunk)), (0, min(2, context, chunk))
@@ -50,7 +53,7 @@ def spans_of(context: int, max_rows: int, chunk: int) -> list[list[Span]]:
 
 
 def idle_batch(spans: Sequence[Span], *, page_tokens: int, null_page: int, spare_line: int) -> HostBatch:
-    """A step over `spans` that reads the null page and writes nowhere, with the tokens of row `spare_line`."""
+    """Return a step over `spans` that reads the null page and writes no KV, with the tokens of row `spare_line`."""
     starts, ends = (np.array(bounds, dtype=np.int64) for bounds in zip(*spans, strict=True))
     lengths = ends - starts
     offsets = np.cumsum(lengths) - lengths
@@ -77,7 +80,7 @@ def warm_up(
     max_rows: int,
     chunk: int,
 ) -> None:
-    """Run the steps. The last row of `tokens` int32 `[rows, context + 1]` is no request's."""
+    """Run the steps. `tokens` int32 `[rows, context + 1]`: no request has its last row."""
     began, context = time.monotonic(), tokens.shape[1] - 1
     steps = spans_of(context, max_rows, chunk)
     for spans in steps:

@@ -47,8 +47,7 @@ class PrefillBudget:
         self._left = 0
 
     def take(self, num_tokens: int) -> None:
-        """Charge the prompt tokens of the next step. A request that ends before its tokens are computed returns none.
-        """
+        """Charge the prompt tokens of the next step. A request that ends before they are computed returns none."""
         self._left -= num_tokens
 
     @property

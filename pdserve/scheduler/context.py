@@ -218,8 +218,7 @@ class SchedulerContext:
         return True
 
     def grow(self, req: Req, num_tokens: int) -> bool:
-        """Extend the lease and page-table row of `req` to `num_tokens` tokens; False when too few pages are available.
-        """
+        """Extend the lease and page-table row of `req` to `num_tokens` tokens; False when pages are short."""
         lease, row = req.lease, req.row
         assert lease is not None and row is not None
         before = len(lease.pages)

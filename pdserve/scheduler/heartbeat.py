@@ -7,8 +7,7 @@ from pdserve.protocol.messages import SchedulerBeat
 
 
 class Heartbeat:
-    """Two plain fields, written by the scheduler thread only. Any thread may read them, and is at most one turn behind.
-    """
+    """Two plain fields, written by the scheduler thread only. Any thread may read them, at most one turn late."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

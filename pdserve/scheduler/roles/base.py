@@ -56,8 +56,7 @@ class SchedulerRole(Protocol):
         ...
 
     def end(self, req: Req, failure: Failure | None) -> None:
-        """End a live request early: with a failure, or with finish reason `stop` when `failure` is None (stop string).
-        """
+        """End a live request early: with a failure, or as stopped by a stop string when `failure` is None."""
         ...
 
     def retract_all(self) -> None:

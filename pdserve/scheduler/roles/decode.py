@@ -47,8 +47,7 @@ def can_recompute(failure: Failure) -> bool:
 
 
 class DecodeRole(MixedBatchRole):
-    """Owns the prealloc, transfer and waiting queues; `BatchPlanner` owns the decode batch and the retracted requests.
-    """
+    """Owns the prealloc, transfer and waiting queues; `BatchPlanner` owns the decode batch and retracted requests."""
 
     def __init__(
         self,

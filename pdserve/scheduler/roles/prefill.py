@@ -66,8 +66,7 @@ class PrefillRole:
         return len(self._bootstrap) + len(self._prefill_manager.waiting)
 
     def poll(self) -> None:
-        """Move requests whose bootstrap room is bound to waiting; end requests whose transfer has succeeded or failed.
-        """
+        """Move requests whose bootstrap room is bound to waiting; end requests whose transfer has ended."""
         for room in self._kv.drain_state_changes():
             req = self._rooms[room]
             assert req.sender is not None
@@ -107,8 +106,7 @@ class PrefillRole:
             req.sender.send(req.lease, self._num_whole_pages(req, row.end), gates)
 
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
-        """Send the pages that became whole. After the last chunk, also send the rest of the pages and the first token.
-        """
+        """Send the pages that became whole; after the last chunk also the rest of the pages and the first token."""
         for index, (row, token) in enumerate(zip(plan.rows, result.tokens, strict=True)):
             req = self.live.get(row.rid)
             if req is None or req.row != row.row:
