@@ -1,8 +1,9 @@
-"""Which attention, and with it which arithmetic between products, a model is run with. Called by `factory`.
+"""Chooses the attention backend of a model, and the kernels between matrix products. Called by `factory`.
 
 torch        torch's own operations everywhere: the reference, on any device
-triton       pdserve's kernels for CUDA: attention reads pages in place, everything between products is one pass
+triton       pdserve's Triton kernels for CUDA: attention reads pages in place, products have fused kernels between them
 flashinfer   the same, with attention by flashinfer
+fixed        batch-invariant kernels, for deterministic inference
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ Choice = Literal["torch", "triton", "flashinfer", "fixed"]
 
 
 def choose_attention(kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Choice:
-    """By `--attention-backend`; `auto`: flashinfer, then triton on CUDA where they run, torch elsewhere.
+    """Choose by `--attention-backend`. `auto`: flashinfer, then triton on CUDA where they run, torch elsewhere.
 
     Raises:
-        ConfigError: what was asked for cannot run this model here.
+        ConfigError: the requested backend cannot run this model here.
     """
     asked = kernels.attention_backend
     if kernels.enable_deterministic_inference:
         if asked not in ("auto", "torch"):
-            raise _refusal(asked, "--enable-deterministic-inference has an attention of its own")
+            raise _refusal(asked, "--enable-deterministic-inference has its own attention backend")
         return "fixed"
     if asked == "torch":
         return "torch"
@@ -57,10 +58,11 @@ def choose_attention(kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype,
 def make_attention(
     choice: Choice, pool: KVPool, num_heads: int, device: torch.device, *, was_asked_for: bool = True
 ) -> AttentionBackend:
-    """The backend over `pool`, for `num_heads` query heads.
+    """Make the backend over `pool`, for `num_heads` query heads.
 
     Raises:
-        ConfigError: flashinfer cannot build its kernels here, and `was_asked_for`; else Triton's take its place.
+        ConfigError: flashinfer cannot build its kernels here and `was_asked_for`; without it Triton is used
+            instead.
     """
     if choice == "fixed":
         return BatchInvariantAttention(pool, num_heads, device)
@@ -71,17 +73,17 @@ def make_attention(
             backend = FlashInferAttention(pool, num_heads, device)
             backend.try_out()
             return backend
-        except Exception as error:  # it compiles when first used, and fails in as many ways as compilers do
+        except Exception as error:  # flashinfer compiles at first use: any exception may come from its compiler
             if was_asked_for:
                 raise _refusal("flashinfer", f"{type(error).__name__}: {error}") from error
-            _LOG.warning("flashinfer does not work here, attention is by Triton: %s: %s", type(error).__name__, error)
+            _LOG.warning("flashinfer cannot run here, attention is by Triton: %s: %s", type(error).__name__, error)
     from pdserve.model.attention.triton_pages import TritonAttention
 
     return TritonAttention(pool, num_heads, device)
 
 
 def make_kernels(choice: Choice) -> Kernels:
-    """The arithmetic of the layers that goes with it."""
+    """Make the layer kernels of that choice."""
     if choice == "fixed":
         return BatchInvariantKernels()
     if choice == "torch":
@@ -92,7 +94,7 @@ def make_kernels(choice: Choice) -> Kernels:
 
 
 def _no_flashinfer(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why flashinfer is not to be had; None when it is."""
+    """Return why flashinfer cannot run; None when it can."""
     if device.type != "cuda":
         return f"flashinfer is for CUDA, and the device is {device.type}"
     if importlib.util.find_spec("flashinfer") is None:
@@ -101,5 +103,5 @@ def _no_flashinfer(spec: ModelSpec, dtype: torch.dtype, device: torch.device) ->
 
 
 def _refusal(asked: str, reason: str) -> ConfigError:
-    """The flag cannot be had."""
+    """The error of a backend that cannot run."""
     return ConfigError(f"--attention-backend {asked}: {reason}", field="attention_backend")

@@ -1,11 +1,11 @@
-"""Decode steps as CUDA graphs: all kernels of a step launched by one call, at a list of batch sizes.
+"""Decode steps as CUDA graphs: one call launches all kernels of a step, at a list of batch sizes.
 
-`LocalExecutor.capture_decode` makes them at start-up, when weights and KV pool have their addresses; `ModelRunner` asks
-for one in every step. A step of n rows is padded to the next size. What differs from step to step lies in tensors that
-stay in place: tokens, positions and slots here, lengths and pages with the attention backend. Padding rows read the
-null page, write nowhere, and take their token from a row of the token table that no request has.
+`LocalExecutor.capture_decode` captures them at start-up, when weights and KV pool have their addresses. `ModelRunner`
+uses them for decode steps. A step of n rows is padded to the next size. The inputs of a step lie in tensors at
+fixed addresses: tokens, positions and slots here, lengths and pages in the attention backend. Padding rows read the
+null page, write no KV, and take their token from a row of the token table that no request has.
 
-Sizes are captured from the largest down, so that the smaller graphs find their memory in the pool of the larger.
+Sizes are captured from the largest down, so that smaller graphs reuse the memory pool of the larger ones.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from pdserve.model.gpu import runtime
 _LOG = logging.getLogger(__name__)
 DEFAULT_MAX_ROWS = 256
 NOWHERE = -1
-"""The page of a token that is not written."""
+"""The page of a token whose KV is not written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeOutput:
-    """What a decode step gives: `logits` `[n, vocab]` in the model's dtype, and the likeliest tokens, `best` int64
-    `[n]`, which are in the rows' tokens already. Good until the next step.
+    """The output of a decode step, valid until the next step.
+
+    `logits` `[n, vocab]` in the model's dtype; `best` int64 `[n]`: argmax tokens, which are already in the rows'
+    tokens.
     """
 
     logits: Tensor
@@ -47,16 +49,16 @@ Replay = Callable[[], None]
 
 
 class Capture(Protocol):
-    """One way to make a step repeatable."""
+    """Makes a step repeatable."""
 
     def __call__(self, work: Callable[[], None]) -> Replay:
-        """Run `work`, which leaves its results in tensors that stay, and return what runs it again."""
+        """Run `work`, which writes its results to tensors at fixed addresses, and return a function that repeats it."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class _Recorded:
-    """A graph, and the work that it repeats: the graph knows addresses only, the work owns what lies there."""
+    """A graph and the work that it repeats: the graph knows addresses only, the work owns the tensors there."""
 
     graph: torch.cuda.CUDAGraph
     work: Callable[[], None]
@@ -66,7 +68,7 @@ class _Recorded:
 
 
 class GraphCapture:
-    """Implements `Capture` with CUDA graphs, which share one pool of memory."""
+    """Implements `Capture` with CUDA graphs that share one memory pool."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -82,7 +84,7 @@ class GraphCapture:
 
 
 class EagerCapture:
-    """Implements `Capture` by running the work again: what graphs do, on any device. For tests."""
+    """Implements `Capture` by running the work again, on any device. For tests."""
 
     def __call__(self, work: Callable[[], None]) -> Replay:
         """See `Capture`."""
@@ -91,13 +93,13 @@ class EagerCapture:
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Batch sizes to capture up to `max_rows`, which is one of them: padding stays under 8 rows up to 256."""
+    """Return the batch sizes to capture, up to and including `max_rows`: padding stays under 8 rows up to 256."""
     every = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, max_rows + 1, 32))
     return (*(size for size in every if size < max_rows), max_rows)
 
 
 def padded(host: HostBatch, size: int, *, null_page: int, spare_line: int) -> HostBatch:
-    """A decode step of `size` rows, of which those behind `host`'s compute nothing that matters."""
+    """Pad a decode step to `size` rows; the results of the padding rows are ignored."""
     missing = size - len(host.lines)
     assert missing >= 0, "a step is padded, never cut"
     filler = np.array([spare_line, 0, NOWHERE, 0], dtype=np.int64)[:, None].repeat(missing, 1)
@@ -116,13 +118,13 @@ def padded(host: HostBatch, size: int, *, null_page: int, spare_line: int) -> Ho
 
 
 def is_decode(host: HostBatch) -> bool:
-    """Whether every row of the step has one new token and samples."""
+    """True when every row of the step has one new token and samples."""
     return host.columns.shape[1] == len(host.lines) and len(host.sampled) == len(host.lines)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sized:
-    """A captured size: the facts of its tokens `[4, size]`, its attention, and what runs it."""
+    """A captured size: its columns `[4, size]`, its attention, and the function that replays it."""
 
     columns: Tensor
     attention: CapturedAttention
@@ -130,7 +132,7 @@ class _Sized:
 
 
 class DecodeGraphs:
-    """The captured sizes of one model. `tokens` int32 `[rows, context]`, of which row `spare_line` is no request's."""
+    """The captured sizes of one model. `tokens` int32 `[rows, context]`: no request has row `spare_line`."""
 
     def __init__(
         self,
@@ -153,7 +155,7 @@ class DecodeGraphs:
         self._sizes = np.array(sizes)
         began, before = time.monotonic(), _free_bytes(tokens.device)
         gc.collect()
-        gc.freeze()  # each capture collects garbage, among all objects that there are
+        gc.freeze()  # each capture runs a garbage collection over all objects
         self._sized = {size: self._capture(size, max_pages, backend, capture) for size in reversed(sizes)}
         gc.unfreeze()
         for mixture in model.moe_layers.values():
@@ -169,13 +171,13 @@ class DecodeGraphs:
         return tuple(self._sizes.tolist())
 
     def size_for(self, host: HostBatch) -> int | None:
-        """The size that the step is padded to; None where it is no decode step, or too large."""
+        """Return the size that the step is padded to; None for a step that is no decode step, or too large."""
         if not is_decode(host) or len(host.lines) > self._sizes[-1]:
             return None
         return int(self._sizes[np.searchsorted(self._sizes, len(host.lines))])
 
     def run(self, host: HostBatch, size: int) -> DecodeOutput:
-        """Compute a step of which `size_for` gave `size`; nothing waits for the device."""
+        """Compute a step whose `size_for` is `size`; does not wait for the device."""
         sized = self._sized[size]
         filled = padded(host, size, null_page=self._null_page, spare_line=self._spare_line)
         fill([(sized.columns, filled.columns), *sized.attention.filling(filled.rows)])
@@ -184,7 +186,7 @@ class DecodeGraphs:
         return DecodeOutput(self._logits[:num_rows], self._best[:num_rows])
 
     def _capture(self, size: int, max_pages: int, backend: CapturableBackend, capture: Capture) -> _Sized:
-        """One size, filled with padding."""
+        """Capture one size, filled with padding rows."""
         columns = self._facts[: 4 * size].view(4, size)
         nothing = np.empty(0, dtype=np.int64)
         no_rows = HostRows(nothing, nothing, nothing, nothing, np.empty((0, 1), dtype=np.int32))
@@ -204,7 +206,7 @@ class DecodeGraphs:
 
 
 def _keep_best(logits: Tensor, kept: Tensor, best: Tensor, tokens: Tensor, lines: Tensor, positions: Tensor) -> None:
-    """See `gpu.likeliest.keep_best`."""
+    """Copy the logits and store the argmax tokens; see `keep_best` in `model/gpu/sampling.py`."""
     if tokens.device.type == "cuda" and runtime.is_installed():
         from pdserve.model.gpu import sampling as likeliest
 
@@ -216,5 +218,5 @@ def _keep_best(logits: Tensor, kept: Tensor, best: Tensor, tokens: Tensor, lines
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Free memory of a CUDA device, 0 elsewhere."""
+    """Free bytes of a CUDA device; 0 elsewhere."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0

@@ -1,7 +1,8 @@
-"""KV pages in host memory: what `LocalExecutor.offload` and `restore` copy, byte by byte; and pages that are cleared.
+"""KV pages in host memory: the copies of `LocalExecutor.offload` and `restore`, and the clearing of pages.
 
-Called within the runner's order, so behind all launched steps. Pinned on CUDA, in pieces: the device needs no room for
-more than one piece, and torch's cache of pinned memory, which rounds to powers of two, serves them again and again.
+Called within the runner's order, so behind all launched steps. On CUDA the copies are pinned, in pieces. The device
+then needs space for one piece only, and torch's cache of pinned memory, which rounds to powers of two, reuses the
+pieces.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PIECE_BYTES = 32 << 20
 
 @dataclasses.dataclass(frozen=True)
 class OffloadedPages:
-    """Implements `HostPages`. `pieces[g]` are group g's pages in order, uint8 `[pages, page_bytes]` each."""
+    """Implements `HostPages`. `pieces[g]`: group g's pages in order, uint8 `[pages, page_bytes]` each."""
 
     num_pages: int
     pieces: tuple[tuple[Tensor, ...], ...]
@@ -34,13 +35,13 @@ class OffloadedPages:
 
 @torch.inference_mode()
 def save(pools: Sequence[KVPool], pages: Sequence[int]) -> OffloadedPages:
-    """Copy `pages` of every pool to the host. On CUDA the copies are in the current stream; wait before you read."""
+    """Copy `pages` of every pool to the host. On CUDA the copies run in the current stream."""
     return OffloadedPages(len(pages), tuple(tuple(_save_pieces(pool, pages)) for pool in pools))
 
 
 @torch.inference_mode()
 def load(pools: Sequence[KVPool], saved: OffloadedPages, pages: Sequence[int]) -> None:
-    """Copy what was saved into `pages`. On CUDA in the current stream; torch keeps the pinned pieces until then."""
+    """Copy saved KV into `pages`. On CUDA in the current stream; torch keeps the pinned pieces alive until then."""
     assert len(pages) == saved.num_pages, f"{saved.num_pages} pages were saved, {len(pages)} are given"
     for pool, pieces in zip(pools, saved.pieces, strict=True):
         rows, first = _rows(pool), 0
@@ -52,7 +53,7 @@ def load(pools: Sequence[KVPool], saved: OffloadedPages, pages: Sequence[int]) -
 
 @torch.inference_mode()
 def zero(pools: Sequence[KVPool], pages: Sequence[int]) -> None:
-    """Clear `pages` of every pool. On CUDA in the current stream."""
+    """Set `pages` of every pool to zero. On CUDA in the current stream."""
     for pool in pools:
         rows = _rows(pool)
         rows.index_fill_(0, _index(pages, rows.device), 0)

@@ -1,7 +1,7 @@
-"""A step on one rank of a split model: micro-batches through its stage, and one choice of tokens for all ranks.
+"""Runs one rank's part of a step: micro-batches through its pipeline stage, and one sampling for all ranks.
 
-Called by `LocalExecutor` while it computes a step; all ranks of a replica do so for the same plans in the same order.
-Stages do not wait for a step's tokens before they go on: the next step is of other requests.
+`LocalExecutor` calls it while it computes a step; all ranks of a replica do so for the same plans in the same order. A
+stage does not wait for a step's tokens before it goes on: the next step has other requests.
 
     stage 0   | step 1 | step 2 |           | step 3 | step 4 |      step 3 uses the tokens of step 1
     stage 1            | step 1, sampling | step 2, sampling | step 3 ...
@@ -28,18 +28,18 @@ from pdserve.model.families.interface import Model
 from pdserve.model.parallel import Arrival, is_sampler
 
 MIN_TOKENS = {"cpu": 32, "cuda": 256}
-"""By device: a micro-batch of fewer tokens costs what reading the weights costs, so to cut it off gains nothing."""
+"""By device type: least tokens of a micro-batch. Below, reading the weights dominates, so a split gains nothing."""
 
 
 class ModelRunner:
-    """One rank's part of the model at work."""
+    """Computes one rank's part of the model."""
 
     def __init__(self, model: Model, attention: AttentionBackend, choose: Choose = choose_with_torch) -> None:
         self.graphs: DecodeGraphs | None = None
-        """Captured decode steps, once there are some."""
+        """Captured decode steps; None until they are captured."""
         self._best: Tensor | None = None
         self.has_put = False
-        """Whether the likeliest tokens of the step just computed have their places among the rows' tokens already."""
+        """True when the argmax tokens of the step just computed are already in the rows' tokens."""
         self._model = model
         self._attention = attention
         self._choose = choose
@@ -54,10 +54,10 @@ class ModelRunner:
         on_layer: Callable[[int], None] | None,
         prompt_logprob_params: Sequence[PromptLogprobParams | None],
     ) -> Tensor | None:
-        """Compute a step's micro-batches: `[S, vocab]`, for `choose`, on the sampling rank, None on the others.
+        """Compute a step's micro-batches. Returns logits `[S, vocab]` on the sampling rank, None elsewhere.
 
-        `on_layer(i)` is called once all of them have written the KV of this rank's layer i. `prompt_logprob_params`:
-        for each micro-batch, what `prompt_scores` returns.
+        `on_layer(i)` is called once all micro-batches have written the KV of this rank's layer i.
+        `prompt_logprob_params`: for each micro-batch, the prompt tokens that `prompt_scores` scores.
         """
         last = len(batches) - 1
         self._scores, self._best, self.has_put = [], None, False
@@ -82,17 +82,18 @@ class ModelRunner:
         return self._parallel.gather_logits(part.float(), self._model.spec.vocab_size)
 
     def begin(self, step: int, num_tokens: int) -> None:
-        """All ranks begin `step`, in which this replica computes `num_tokens` tokens."""
+        """Begin `step` on all ranks; this replica computes `num_tokens` tokens."""
         self._parallel.wide.begin(step, num_tokens)
 
     def idle(self) -> None:
-        """Our part of a step in which this replica has nothing to compute."""
+        """Take part in a step in which this replica has nothing to compute."""
         if self._parallel.wide.spans_replicas:
             self._model.idle()
 
     def choose(self, logits: Tensor | None, params: StepParams, tokens: Tensor, masks: StepMasks | None) -> Sampled:
-        """The sampling rank's choice; what the others get is filled by `share`. `tokens` as for `sample`; `masks` are
-        there where grammars are.
+        """Sample on the sampling rank; on other ranks return tensors that `share` fills.
+
+        `tokens`: see `sample`. `masks`: None where no row has a grammar.
         """
         if not self.is_sampler:
             return Sampled.blank(params, self._model.spec.vocab_size, tokens.device)
@@ -108,8 +109,9 @@ class ModelRunner:
     def prompt_scores(
         self, prompt_logprob_params: Sequence[PromptLogprobParams | None], device: torch.device
     ) -> PromptLogprobTensors | None:
-        """What the micro-batches just computed say of prompt tokens; None when nothing was wanted. Stages before the
-        last one get theirs by `share`.
+        """Return the prompt scores of the micro-batches just computed; None when none are requested.
+
+        On stages before the last one, `share` fills the tensors.
         """
         wanted = [logprob_params for logprob_params in prompt_logprob_params if logprob_params is not None]
         if not wanted:
@@ -120,7 +122,7 @@ class ModelRunner:
         return scores
 
     def share(self, chosen: Sampled | None, scores: PromptLogprobTensors | None) -> Arrival:
-        """Begin to give every rank what the sampling rank has found in a step."""
+        """Begin to send the sampling rank's results of a step to every rank."""
         tensors = [] if chosen is None else chosen.tensors()
         if scores is not None and self._parallel.place.shape.pp_size > 1:
             tensors += [tensor for tensor in scores.tensors() if tensor.numel()]
@@ -133,7 +135,7 @@ class ModelRunner:
         on_layer: Callable[[int], None] | None,
         prompt_logprob_params: PromptLogprobParams | None,
     ) -> Tensor:
-        """One micro-batch; what it gives is sent on where there is a next stage."""
+        """Compute one micro-batch, and send its output to the next stage where there is one."""
         model, parallel = self._model, self._parallel
         batch = build_batch(host, tokens)
         hidden = None
@@ -154,9 +156,9 @@ class ModelRunner:
 
 
 def cut_plan(plan: BatchPlan, num_stages: int, min_tokens: int) -> tuple[BatchPlan, ...]:
-    """Cut a step into up to `num_stages` micro-batches of about as many tokens each, none below `min_tokens`.
+    """Cut a step into up to `num_stages` micro-batches of about equal tokens, none below `min_tokens`.
 
-    A row may be cut as well, for its first tokens' KV is written before the rest is computed.
+    A row may be cut too: the KV of its first tokens is written before the rest is computed.
     """
     if num_stages == 1:
         return (plan,)

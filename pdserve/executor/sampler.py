@@ -1,9 +1,9 @@
-"""Chooses tokens from logits, without waiting for the device. Called by `LocalExecutor`.
+"""Samples tokens from logits, without waiting for the device. Called by `ModelRunner` and `LocalExecutor`.
 
 Order: logit bias and penalties, bans, temperature, then top-k, top-p and min-p together on the resulting probabilities
-(as SGLang: each filter sees the unfiltered distribution), then one draw by inverting the cumulative distribution at
+(as SGLang: each filter sees the unfiltered distribution), then one draw. A draw inverts the cumulative distribution at
 a uniform number that is a hash of (seed, position). So a token depends on its logits, its seed and its position, never
-on what else is in the batch or on which server computes it.
+on the rest of the batch or on the server that computes it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from pdserve.protocol.sampling import TOP_K_ALL
 Columns = np.ndarray[tuple[int], np.dtype[np.void]]
 """Rows of `StepParams.columns`."""
 _WINDOW = 1024
-"""Top-p looks among this many best tokens first; sorting a whole vocabulary costs ten times as much."""
+"""Top-p first inspects this many best tokens; sorting a whole vocabulary costs ten times as much."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """`token_ids` int64 `[S]` on the device; logprobs float32 `[S]`, top entries `[S, n]` and those of ids that rows
-    picked, float32 `[S, k]`, where any row asked.
+    """The sampled tokens of a step, on the device.
+
+    `token_ids` int64 `[S]`; `logprobs` float32 `[S]`; `top_ids` int64 and `top_logprobs` float32 `[S, n]`; `picked`
+    float32 `[S, k]`, log probabilities of the ids that rows requested. A field is None where no row requested it.
     """
 
     token_ids: Tensor
@@ -40,16 +42,16 @@ class Sampled:
     top_logprobs: Tensor | None
     picked: Tensor | None = None
     failed: Tensor | None = None
-    """int64 `[rows with a grammar]`, 1 where it failed; the token of such a row means nothing."""
+    """int64 `[rows with a grammar]`, 1 where the grammar failed; the token of such a row is undefined."""
 
     def tensors(self) -> list[Tensor]:
-        """Those that there are."""
+        """The tensors that are not None, in the order of the fields."""
         every = (self.token_ids, self.logprobs, self.top_ids, self.top_logprobs, self.picked, self.failed)
         return [x for x in every if x is not None]
 
     @staticmethod
     def blank(params: StepParams, vocab_size: int, device: torch.device) -> Sampled:
-        """Tensors of the shapes that the choice for these rows has, to be overwritten."""
+        """Return uninitialised tensors of the shapes that sampling these rows gives."""
         num_failed = len(params.constrained)
         failed = torch.empty(num_failed, dtype=torch.int64, device=device) if num_failed else None
         return dataclasses.replace(Sampled._blank(params, vocab_size, device), failed=failed)
@@ -71,7 +73,10 @@ class Sampled:
 
 
 def choose_with_torch(logits: Tensor, columns: Columns, points: npt.NDArray[np.float64]) -> Tensor:
-    """One token a row, int64 `[S]`, on any device; `points` `[S]` in [0, 1) are where distributions are inverted."""
+    """Choose one token a row, int64 `[S]`, on any device.
+
+    `points` `[S]` in [0, 1): where each row's cumulative distribution is inverted.
+    """
     chosen = logits.argmax(-1)
     drawing = np.flatnonzero(~columns["greedy"])
     if len(drawing) == 0:
@@ -85,11 +90,11 @@ def choose_with_torch(logits: Tensor, columns: Columns, points: npt.NDArray[np.f
 
 
 Choose = Callable[[Tensor, Columns, npt.NDArray[np.float64]], Tensor]
-"""As `choose_with_torch`: `NativeChooser` is another."""
+"""Signature of `choose_with_torch`; `NativeChooser` is another implementation."""
 
 
 def sample(logits: Tensor, params: StepParams, tokens: Tensor, choose: Choose = choose_with_torch) -> Sampled:
-    """Choose one token a row. `logits` float32 `[S, V]`; `tokens` int32 `[num_table_rows, context]`, known tokens."""
+    """Sample one token a row. `logits` float32 `[S, V]`; `tokens` int32 `[num_table_rows, context]`: known tokens."""
     draws = not params.columns["greedy"].all()
     points = uniforms(params.columns["seed"], params.positions) if draws else np.zeros(len(params.positions))
     chosen = choose(_shape(logits, params, tokens), params.columns, points)
@@ -97,7 +102,7 @@ def sample(logits: Tensor, params: StepParams, tokens: Tensor, choose: Choose = 
 
 
 def to_host(sampled: Sampled, params: StepParams) -> list[SampledToken]:
-    """The result as values; waits for the device."""
+    """Convert the result to values; waits for the device."""
     ids = sampled.token_ids.tolist()
     if sampled.logprobs is None:
         return [SampledToken(token) for token in ids]
@@ -122,13 +127,13 @@ def to_host(sampled: Sampled, params: StepParams) -> list[SampledToken]:
 
 
 def _possible(ids: list[int], logprobs: list[float], num_top: int) -> tuple[tuple[int, float], ...]:
-    """The first `num_top`, without those that a grammar forbids: descending, so that these come last."""
+    """Return the first `num_top` entries without those that a grammar forbids, which come last."""
     pairs = zip(ids[:num_top], logprobs[:num_top], strict=True)
     return tuple(pair for pair in pairs if pair[1] != -np.inf)
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: IntArray) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) per (seed, position): two rounds of splitmix64 (Steele et al., OOPSLA 2014)."""
+    """Return one number in [0, 1) per (seed, position): two rounds of splitmix64 (Steele et al., OOPSLA 2014)."""
     with np.errstate(over="ignore"):
         mixed = _splitmix(_splitmix(seeds.astype(np.uint64)) ^ positions.astype(np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -143,7 +148,7 @@ def _splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _shape(logits: Tensor, params: StepParams, tokens: Tensor) -> Tensor:
-    """Logits after penalties, bias and bans; `logits` itself stays as it is."""
+    """Return the logits after penalties, bias and bans; `logits` is not changed."""
     history = params.columns["history"].nonzero()[0]
     if not len(history) and not params.bans and not params.biases:
         return logits
@@ -160,7 +165,10 @@ def _shape(logits: Tensor, params: StepParams, tokens: Tensor) -> Tensor:
 
 
 def _penalise(shaped: Tensor, params: StepParams, rows: IntArray, tokens: Tensor) -> None:
-    """Repetition over prompt and output (as transformers), frequency and presence over output (as OpenAI); in place."""
+    """Apply the penalties in place.
+
+    Repetition covers prompt and output (as transformers); frequency and presence cover the output (as OpenAI).
+    """
     device, vocab = shaped.device, shaped.shape[1]
     columns, lengths = params.columns[rows], params.positions[rows]
     index = to_device(rows, device)
@@ -182,9 +190,9 @@ def _penalise(shaped: Tensor, params: StepParams, rows: IntArray, tokens: Tensor
 
 
 def _draw(logits: Tensor, columns: Columns, points: npt.NDArray[np.float64], best: Tensor) -> Tensor:
-    """One token a row at its temperature, within its filters: int64 `[R]`.
+    """Draw one token a row at its temperature, within its filters: int64 `[R]`.
 
-    A row without a distribution (NaN or infinite logits, or none left to choose from) takes its `best`.
+    A row without a distribution (NaN or infinite logits, or no allowed token) takes its `best`.
     """
     device = logits.device
     temperature = to_device(columns["temperature"].copy(), device)[:, None]
@@ -201,7 +209,7 @@ def _draw(logits: Tensor, columns: Columns, points: npt.NDArray[np.float64], bes
 
 
 def _least_probability(probs: Tensor, columns: Columns) -> Tensor | None:
-    """The smallest probability each row may draw, float32 `[R]`, ties included. None: no row filters."""
+    """Return the smallest probability that each row may draw, float32 `[R]`, ties included. None: no row filters."""
     device, vocab = probs.device, probs.shape[1]
     by_k = columns["top_k"] < min(vocab, TOP_K_ALL)
     by_p = columns["top_p"] < 1.0
@@ -219,15 +227,15 @@ def _least_probability(probs: Tensor, columns: Columns) -> Tensor | None:
 
 
 def _floor_of_best(probs: Tensor, columns: Columns) -> Tensor:
-    """The probability of the last token that top-k keeps, and top-p where the row has it."""
+    """Return the probability of the last token that top-k keeps, and top-p where the row has it."""
     deepest = int(columns["top_k"].max())
     return _floor(probs.topk(deepest, sorted=True).values, columns)
 
 
 def _floor_of_nucleus(probs: Tensor, columns: Columns) -> Tensor:
-    """The probability of the last token that top-p keeps, of rows without top-k.
+    """Return the probability of the last token that top-p keeps, for rows without top-k.
 
-    Only the CPU may look whether a window was enough: on a device that would be waiting for it.
+    Only the CPU checks whether a window suffices: on a device that check would wait for it.
     """
     if probs.device.type == "cuda" and runtime.is_installed():
         from pdserve.model.gpu.sampling import least_of_nucleus
@@ -241,7 +249,7 @@ def _floor_of_nucleus(probs: Tensor, columns: Columns) -> Tensor:
 
 
 def _floor(ranked: Tensor, columns: Columns) -> Tensor:
-    """The probability of the last token that both top-k and top-p keep. `ranked` `[R, W]` descends."""
+    """Return the probability of the last token that both top-k and top-p keep. `ranked` `[R, W]` descends."""
     device = ranked.device
     top_k = to_device(np.minimum(columns["top_k"], ranked.shape[1]), device)
     top_p = to_device(columns["top_p"].copy(), device)[:, None]
@@ -252,7 +260,7 @@ def _floor(ranked: Tensor, columns: Columns) -> Tensor:
 
 
 def _with_logprobs(chosen: Tensor, logits: Tensor, params: StepParams) -> Sampled:
-    """Add log-probabilities of the raw logits (before bias, penalties and temperature) where a row wants them."""
+    """Add log probabilities of the raw logits (before bias, penalties and temperature) where a row requests them."""
     if not params.wants_logprobs:
         return Sampled(chosen, None, None, None)
     logprobs = logits.log_softmax(-1)

@@ -1,7 +1,7 @@
-"""Where steps are computed: on the calling thread, on a thread of their own, or in the stream of a CUDA device.
+"""Runners of steps: on the calling thread, on a thread of their own, or in the stream of a CUDA device.
 
-Made by `LocalExecutor`, called by the scheduler thread. Whatever the way: steps are computed in order of launch, and an
-exception comes out where the step is resolved.
+Made by `LocalExecutor`, called by the scheduler thread. Every runner computes steps in the order of their launch, and
+raises the exception of a step where the step is resolved.
 """
 
 from __future__ import annotations
@@ -21,31 +21,33 @@ from pdserve.executor.layer_events import CountedLayerEvents, CudaLayerEvents
 
 OnLayer = Callable[[int], None]
 Collect = Callable[[], StepResult]
-"""Waits for the device and brings the result to the host."""
+"""Waits for the device and copies the result to the host."""
 Compute = Callable[[OnLayer | None], Collect]
 """Computes a step, or puts it into the current stream."""
 
 
 class StepRunner(Protocol):
-    """One way to compute steps."""
+    """Computes steps in order."""
 
     def begin(self, compute: Compute, layer_marks: bool) -> tuple[LayerEvents | None, Collect]:
-        """Take a step up; its marks if asked for, and what waits for it."""
+        """Begin a step; returns its layer events (None without `layer_marks`) and the function that waits for its
+        result.
+        """
         ...
 
     def behind(self) -> contextlib.AbstractContextManager[object]:
-        """What is given to the device within comes behind all steps that have begun."""
+        """A context in which device work is ordered behind all steps that have begun."""
         ...
 
     def close(self) -> None:
-        """Compute what has begun, then end what the runner has started."""
+        """Finish the steps that have begun, then end the runner's threads."""
         ...
 
 
 class SyncRunner:
-    """CPU, no overlap: a step is computed in `begin`; with layer marks when it is waited for.
+    """CPU without overlap: computes a step in `begin`, or with layer events when its result is awaited.
 
-    So its marks are in the hands of copy workers before the first layer is computed. A later step computes it as well.
+    So copy workers hold the layer events before the first layer is computed. A later `begin` also computes the step.
     """
 
     def __init__(self) -> None:
@@ -81,9 +83,9 @@ class SyncRunner:
 
 
 class ThreadedRunner:
-    """CPU with overlap: one thread, named "executor", computes step after step; `close` must be called to end it.
+    """CPU with overlap: one thread, named "executor", computes the steps; `close` ends it.
 
-    It has as many torch threads as the one that made it.
+    The thread has as many torch threads as the thread that made the runner.
     """
 
     def __init__(self) -> None:
@@ -102,7 +104,7 @@ class ThreadedRunner:
         return marks, lambda: outcome.result()()
 
     def behind(self) -> contextlib.AbstractContextManager[object]:
-        """See `StepRunner.behind`: waits until nothing is being computed."""
+        """See `StepRunner.behind`. Waits until no step is being computed."""
         idle = threading.Event()
         if self._open:
             self._tasks.put(idle.set)
@@ -123,9 +125,9 @@ class ThreadedRunner:
 
 
 class StreamRunner:
-    """CUDA: a step is put into a stream of its own and computed there while the host goes on.
+    """CUDA: puts a step into a stream of its own, while the host goes on.
 
-    The stream is not the default one, for what others copy there would wait for every step that has been launched.
+    The stream is not the default one: copies in the default stream would wait for every launched step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -141,7 +143,7 @@ class StreamRunner:
         return marks, lambda: outcome.result()()
 
     def behind(self) -> contextlib.AbstractContextManager[object]:
-        """See `StepRunner.behind`; behind what lies in the current stream, too."""
+        """See `StepRunner.behind`. The work is also ordered behind the current stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
@@ -151,7 +153,7 @@ class StreamRunner:
 
 
 def _computed(compute: Compute) -> Collect:
-    """Compute now; what goes wrong is raised where the step is resolved."""
+    """Compute now; an exception is raised where the step is resolved."""
     try:
         return compute(None)
     except BaseException as error:
@@ -164,7 +166,7 @@ def _computed(compute: Compute) -> Collect:
 
 
 def _settle(outcome: Future[Collect], compute: Compute, marks: CountedLayerEvents | CudaLayerEvents | None) -> None:
-    """Compute; whatever comes of it is kept for whoever resolves the step."""
+    """Compute, and store the result or exception for the resolve of the step."""
     try:
         outcome.set_result(compute(None if marks is None else marks.on_layer))
     except BaseException as error:

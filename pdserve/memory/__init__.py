@@ -1,1 +1,1 @@
-"""KV memory as bookkeeping: page geometry, allocation, leases, page table. Knows no model and no network."""
+"""KV memory: page geometry, allocation, leases, prefix cache, page table. Independent of model and network."""

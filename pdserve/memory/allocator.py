@@ -1,4 +1,4 @@
-"""Hands out indices of a fixed pool (KV pages, aux slots). Owned by the scheduler thread."""
+"""Allocates indices of a fixed pool (KV pages, aux slots). Owned by the scheduler thread."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import numpy as np
 
 
 class PageAllocator:
-    """Free list over `[0, num_pages)`, first in first out, so that a page rests as long as possible before reuse.
+    """Free list over `[0, num_pages)`, first in first out, so that a page stays unused as long as possible before its
+    reuse.
 
-    They are handed out in ascending order until all were used once. `on_take` sees pages as they go, `on_free` as they
-    come back (tests poison them).
+    Pages are handed out in ascending order until all were used once. `on_take` is called with allocated pages,
+    `on_free` with returned ones (tests poison them).
     """
 
     def __init__(
@@ -29,19 +30,19 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages nobody has."""
+        """Free pages."""
         return len(self._free)
 
     def is_free(self, page: int) -> bool:
-        """True while nobody has `page`."""
+        """True while `page` is on the free list."""
         return bool(self._is_free[page])
 
     def free_pages(self) -> tuple[list[int], list[int]]:
-        """The free list in its order, and the pages for which `is_free` holds, ascending. For the audit."""
+        """Return the free list in its order, and the pages for which `is_free` holds, ascending. For the audit."""
         return list(self._free), np.frombuffer(self._is_free, np.uint8).nonzero()[0].tolist()
 
     def take(self, num_pages: int) -> list[int] | None:
-        """`num_pages` pages, or None (and nothing taken) when there are fewer."""
+        """Allocate `num_pages` pages; None, without any change, when fewer are free."""
         if num_pages > len(self._free):
             return None
         pages = [self._free.popleft() for _ in range(num_pages)]
@@ -52,7 +53,7 @@ class PageAllocator:
         return pages
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Return pages; each must be taken."""
+        """Return pages to the free list. Each must be allocated."""
         returned = list(pages)
         for page in returned:
             assert not self._is_free[page], f"page {page} freed twice"

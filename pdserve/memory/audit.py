@@ -1,4 +1,4 @@
-"""Are the books right? Free + cached + leased = total, with every page once. Called by `KVMemory.audit`."""
+"""Self-audit of a pool: free + cached + leased = total, and every page has one owner. Called by `KVMemory.audit`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pages = npt.NDArray[np.int64]
 
 
 def audit_pool(name: str, pool: LeasePool) -> list[str]:
-    """A sentence for every difference in `pool`, which is called `name`; empty when the books are right."""
+    """Return one sentence for each inconsistency in `pool`, which is called `name`; empty when there is none."""
     found = _audit_free_list(name, pool) + _audit_owners(name, pool)
     for lease in pool.live_leases:
         if not lease.alive:
@@ -34,7 +34,7 @@ def _audit_free_list(name: str, pool: LeasePool) -> list[str]:
 
 
 def _audit_owners(name: str, pool: LeasePool) -> list[str]:
-    """Every page has one owner: the free list, the cache, or one lease."""
+    """Check that every page has one owner: the free list, the cache, or one lease."""
     parts: list[tuple[str, Sequence[int]]] = [("the free list", pool.allocator.free_pages()[0])]
     if pool.tree is not None:
         parts += [("the cache", node.pages) for node in pool.tree.nodes()]
@@ -58,7 +58,7 @@ def _audit_owners(name: str, pool: LeasePool) -> list[str]:
 
 
 def _audit_counts(name: str, tree: RadixTree) -> list[str]:
-    """The cache's running counts against its nodes."""
+    """Compare the cache's running counts with its nodes."""
     num_cached = num_evictable = 0
     for node in tree.nodes():
         num_cached += len(node.pages)
@@ -72,7 +72,7 @@ def _audit_counts(name: str, tree: RadixTree) -> list[str]:
 
 
 def _audit_locks(name: str, pool: LeasePool, tree: RadixTree) -> list[str]:
-    """Locks are those of live leases, and what a lease does not own is what it locks."""
+    """Check that locks belong to live leases, and that each lease locks the pages it uses without owning them."""
     nodes = list(tree.nodes())
     expected: dict[RadixNode, int] = dict.fromkeys(nodes, 0)
     found = []
@@ -102,7 +102,7 @@ def _audit_path(name: str, lease: Lease, path: list[int]) -> list[str]:
     foreign = np.setdiff1d(ours[ours != theirs], np.asarray(lease.spares, np.int64))
     if len(foreign) == 0:
         return []
-    return [f"{name}: the {lease!r} uses {len(foreign)} pages ({_names(foreign.tolist())}) of nobody it locks"]
+    return [f"{name}: the {lease!r} uses {len(foreign)} pages ({_names(foreign.tolist())}) that it does not lock"]
 
 
 def _some(pages: list[int], num_total: int) -> str:

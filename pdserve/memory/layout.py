@@ -1,7 +1,7 @@
-"""Page geometry as frozen data: what a model caches, and how a page of it lies in memory.
+"""KV page geometry as frozen data: what a model caches, and the memory layout of a page.
 
-A page is one contiguous piece across all layers of its group: `[page, layer, k/v, head, token, dim]`.
-Allocator, planner, transports and tests read this and nothing else about a model.
+A page is one contiguous block across all layers of its group: `[page, layer, k/v, head, token, dim]`. Allocator,
+planner, transports and tests know a model only by this geometry.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LAYOUT_VERSION = 2
 
 
 class GroupKind(enum.Enum):
-    """What a group's pages hold. Issue by issue more kinds join (WINDOW, STATE, INDEX, EMBED)."""
+    """Content of a group's pages. Planned kinds: WINDOW, STATE, INDEX, EMBED."""
 
     FULL = "full"
     """Keys and values of every token."""
@@ -29,7 +29,7 @@ class GroupKind(enum.Enum):
 class KVGroup:
     """Layers that share a page pool: those of the whole model, or after `of_rank` those of one rank.
 
-    `num_kv_heads` are the heads in a page, `num_kv_heads_total` those of the model; MLA has one, which is the latent.
+    `num_kv_heads`: heads in a page. `num_kv_heads_total`: heads of the model. MLA has one head, the latent.
     """
 
     name: str
@@ -48,7 +48,7 @@ class KVGroup:
 
     @property
     def num_planes(self) -> int:
-        """Keys and values, or the latent alone."""
+        """2 for keys and values, 1 for an MLA latent."""
         return 1 if self.kind is GroupKind.MLA else 2
 
     @property
@@ -67,16 +67,16 @@ class KVGroup:
         return self.num_layers * self.layer_bytes
 
     def layers_of(self, place: RankCoord) -> range:
-        """Which of the model's layers a rank has. To be asked of the whole model's group, as the two below."""
+        """Return the model's layers that a rank has. Call it, `heads_of` and `of_rank` on the whole model's group."""
         return layers_of(self.num_layers, place.shape.pp_size, place.pp_rank)
 
     def heads_of(self, place: RankCoord) -> range:
-        """Which of the model's KV heads a rank has."""
+        """Return the model's KV heads that a rank has."""
         return kv_heads_of(self.num_kv_heads_total, place.shape.tp_size, place.tp_rank)
 
     def of_rank(self, place: RankCoord) -> KVGroup:
-        """What of this group lies in the pages of one rank."""
-        assert self.num_kv_heads == self.num_kv_heads_total, "already a rank's"
+        """Return the part of this group that lies in one rank's pages."""
+        assert self.num_kv_heads == self.num_kv_heads_total, "this group is a rank's part already"
         layers, heads = self.layers_of(place), self.heads_of(place)
         return dataclasses.replace(self, num_layers=len(layers), num_kv_heads=len(heads))
 
@@ -98,11 +98,11 @@ class KVLayout:
         return sum(group.page_bytes // group.page_tokens for group in self.groups)
 
     def of_rank(self, place: RankCoord) -> KVLayout:
-        """What of it lies in the pages of one rank."""
+        """Return the part of this layout that lies in one rank's pages."""
         return KVLayout(tuple(group.of_rank(place) for group in self.groups))
 
     def fields(self) -> dict[str, str | int]:
-        """Every fact that two peers must agree on, by a name a user understands. Of the whole model, not of a rank."""
+        """Return the facts that two peers must agree on, by user-readable names. For the whole model, not a rank."""
         facts: dict[str, str | int] = {"layout_version": LAYOUT_VERSION, "num_groups": len(self.groups)}
         for group in self.groups:
             prefix = "" if len(self.groups) == 1 else f"{group.name}."
@@ -117,10 +117,10 @@ class KVLayout:
         return facts
 
     def fingerprint(self) -> str:
-        """Short digest of `fields()`."""
+        """Return a short digest of `fields()`."""
         return hashlib.blake2b(repr(sorted(self.fields().items())).encode(), digest_size=8).hexdigest()
 
 
 def pages_for(num_tokens: int, page_tokens: int) -> int:
-    """Pages that hold `num_tokens` tokens."""
+    """Return the pages that hold `num_tokens` tokens."""
     return -(-num_tokens // page_tokens)

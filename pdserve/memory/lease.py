@@ -1,8 +1,8 @@
-"""The right to pages, kept alive by named holds. Owned by `KVMemory`; written by the scheduler thread only.
+"""Leases: the right to use pages, kept alive by named holds. Owned by `KVMemory`; written by the scheduler thread only.
 
-A page has exactly one owner: the free list, the prefix cache, or one lease. A request's life and a transfer's life end
-at different moments. Whoever may still read or write the pages has a hold; when the last hold drops, the lease's own
-pages go back to the free list, and cached pages that it only used may be evicted again:
+A page has exactly one owner: the free list, the prefix cache, or one lease. A request and its transfer end at different
+times. Each party that may still read or write the pages has a hold. When the last hold drops, the lease's own pages go
+back to the free list, and cached pages that it locked become evictable again:
 
     reserve      publish addresses     request ends              peer is done, or fenced
       |  request hold ................... x
@@ -12,10 +12,10 @@ pages go back to the free list, and cached pages that it only used may be evicte
       |        | send hold: a copy worker reads ............. x -> pages are free, cached ones unlocked
                                         (prefill side)
 
-Pages of a lease, in token order; `cache` moves the border to the right:
+Pages of a lease, in token order; `cache` moves the boundary to the right:
 
-      locked in the cache (some may be `spares`: our own        |  our own
-      copies of what the cache had already from somebody else)  |
+      locked in the cache (some may be `spares`: own copies     |  owned by the lease
+      of pages that the cache has from another lease)           |
       0 ................................................ num_locked_pages ............ len(pages)
 """
 
@@ -34,8 +34,8 @@ Hold = Literal["request", "remote", "send"]
 class Lease:
     """Pages with holds; made by a `LeasePool`, starts with the hold `request`.
 
-    `pages`: all of them in token order, empty once the lease is dead. `owner`: a label for the audit, such as a rid.
-    `num_prefix_pages`: how many came from the cache at the start. `node` locks the first `num_locked_pages` in the
+    `pages`: all pages in token order, empty once the lease has ended. `owner`: a label for the audit, such as a rid.
+    `num_prefix_pages`: pages from the prefix cache at the start. `node` locks the first `num_locked_pages` pages in the
     cache; of these the lease owns only its `spares`. Only the pool writes these fields.
     """
 
@@ -51,20 +51,20 @@ class Lease:
         self.spares: list[int] = []
 
     def __repr__(self) -> str:
-        return f"lease of {self.owner!r} held by {', '.join(sorted(self._holds)) or 'nobody'}"
+        return f"lease of {self.owner!r} held by {', '.join(sorted(self._holds)) or 'none'}"
 
     @property
     def alive(self) -> bool:
-        """True while anyone holds the pages."""
+        """True while the lease has a hold."""
         return bool(self._holds)
 
     @property
     def owned(self) -> list[int]:
-        """The pages that go back to the free list at the end: all but those of the cache."""
+        """The pages that return to the free list at the end: all but the cache's."""
         return self.spares + self.pages[self.num_locked_pages :]
 
     def held_by(self, name: Hold) -> bool:
-        """True while `name` holds the pages."""
+        """True while the lease has the hold `name`."""
         return name in self._holds
 
     def hold(self, name: Hold) -> None:
@@ -73,7 +73,7 @@ class Lease:
         self._holds.add(name)
 
     def drop(self, name: Hold) -> None:
-        """Drop a hold; dropping one that is not there does nothing. The last one ends the lease."""
+        """Drop a hold; does nothing when the lease does not have it. Dropping the last hold ends the lease."""
         if name not in self._holds:
             return
         self._holds.discard(name)
@@ -81,15 +81,15 @@ class Lease:
             self._pool.end(self)
 
     def extend(self, pages: Sequence[int]) -> None:
-        """Add pages at the end, which the lease owns from now on; the caller took them from the allocator."""
+        """Append pages, which the lease owns from now on; the caller has taken them from the allocator."""
         assert self._holds, "extend of a dead lease"
         self.pages.extend(pages)
 
 
 class LeasePool:
-    """An allocator, the prefix cache over its pages if there is one, and the leases; counts in pages.
+    """An allocator, the prefix cache over its pages (None: no cache), and the leases; counts in pages.
 
-    `live_leases` has the leases that anyone holds, in the order in which they began. `num_evicted` counts pages.
+    `live_leases`: the leases with a hold, in the order in which they began. `num_evicted` counts pages.
     """
 
     def __init__(self, allocator: PageAllocator, tree: RadixTree | None = None) -> None:
@@ -110,14 +110,14 @@ class LeasePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that a lease can have: free ones and those that can be evicted."""
+        """Pages that a lease can get: free ones and evictable ones."""
         return self.num_free if self.tree is None else self.num_free + self.tree.num_evictable
 
     def reserve(self, num_pages: int, owner: str = "", prefix: bytes = b"", max_prefix_pages: int = 0) -> Lease | None:
-        """A lease over `num_pages` pages, or None, and nothing changed, when there are fewer available.
+        """Return a lease over `num_pages` pages; None, without any change, when fewer are available.
 
-        The first are those in which the cache has the KV of the tokens `prefix` (int32 bytes), at most
-        `max_prefix_pages`; the others are fresh, and somebody else's cached pages are evicted where needed.
+        Its first pages are those in which the cache has the KV of the tokens `prefix` (int32 bytes), at most
+        `max_prefix_pages`. The other pages are fresh; cached pages are evicted where needed.
         """
         max_prefix_pages = min(max_prefix_pages, num_pages)
         if num_pages - max_prefix_pages > self.num_available:
@@ -138,7 +138,7 @@ class LeasePool:
         return lease
 
     def grow(self, lease: Lease, num_pages: int) -> bool:
-        """Add fresh pages until `lease` has `num_pages`; False, and nothing changed, when too few are available."""
+        """Add fresh pages until `lease` has `num_pages`; False, without any change, when too few are available."""
         assert lease.alive, "grow of a dead lease"
         fresh = self._take(max(0, num_pages - len(lease.pages)))
         if fresh is None:
@@ -147,12 +147,12 @@ class LeasePool:
         return True
 
     def cache(self, lease: Lease, tokens: bytes, num_pages: int, priority: int = 0, *, ending: bool = False) -> None:
-        """The first `num_pages` pages of `lease` have the KV of `tokens`, no more, no less: the cache takes them.
+        """Insert the first `num_pages` pages of `lease`, which hold exactly the KV of `tokens`, into the cache.
 
-        All are locked while the lease lives. A lease whose pages the cache has already from somebody else keeps its
-        own and locks no others beside them, or it would need twice what its tokens do; only when it is `ending` is
-        what follows them taken, and they stay with it as spares. Calling again with fewer pages than are locked
-        changes nothing. Without a cache nothing happens.
+        All of them are locked while the lease lives. Where the cache has such pages from another lease already, the
+        lease keeps its own pages and does not also lock the cached ones, which would double its memory. Only with
+        `ending` are its later pages inserted; the duplicates stay with the lease as spares. A call with fewer pages
+        than are locked changes nothing. Does nothing without a cache.
         """
         assert lease.alive, "cache of a dead lease"
         if self.tree is None or num_pages <= lease.num_locked_pages:
@@ -169,13 +169,13 @@ class LeasePool:
         lease.node, lease.num_locked_pages = inserted.node, num_pages
 
     def flush(self) -> int:
-        """Empty the cache but for what live leases lock; returns the number of pages that are free now."""
+        """Evict all cached pages that no live lease locks; returns their number."""
         dropped = [] if self.tree is None else self.tree.clear()
         self.allocator.give_back(dropped)
         return len(dropped)
 
     def end(self, lease: Lease) -> None:
-        """Called by a lease when its last hold has dropped."""
+        """End a lease. Called by the lease when its last hold has dropped."""
         owned = lease.owned
         if self.tree is not None and lease.node is not None:
             self.tree.unlock(lease.node)
@@ -184,14 +184,14 @@ class LeasePool:
         self.allocator.give_back(owned)
 
     def holders(self) -> dict[str, int]:
-        """How many pages the live leases own, by their `owner`; cached pages are nobody's."""
+        """Return the number of pages that live leases own, by `owner`. Cached pages belong to no lease."""
         owners: Counter[str] = Counter()
         for lease in self.live_leases:
             owners[lease.owner] += len(lease.owned)
         return dict(owners)
 
     def _lock_prefix(self, tree: RadixTree, prefix: bytes, max_pages: int) -> tuple[RadixNode | None, list[int]]:
-        """Lock the longest cached beginning of `prefix`, so that making room cannot evict it; its pages."""
+        """Lock the longest cached prefix of `prefix`, so that eviction spares it; returns its node and pages."""
         found = tree.match(prefix, max_pages)
         if found.num_pages == 0:
             return None, []
@@ -199,7 +199,9 @@ class LeasePool:
         return found.node, tree.pages_of(found.node)
 
     def _take(self, num_pages: int) -> list[int] | None:
-        """Fresh pages; evicts as many as are missing. None, and nothing evicted, when that is not enough."""
+        """Allocate fresh pages, evicting those that are missing; None, without any eviction, when too few are
+        available.
+        """
         if num_pages > self.num_available:
             return None
         if self.tree is not None and num_pages > self.num_free:

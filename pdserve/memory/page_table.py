@@ -1,4 +1,4 @@
-"""Which pages each row has. Written by the scheduler thread, read by the executor when it builds a batch."""
+"""The page table: the pages of each row. Written by the scheduler thread, read by the executor in `launch`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy.typing as npt
 
 
 class PageTable:
-    """`pages[row, i]` is the page that holds tokens `[i * page_tokens, (i + 1) * page_tokens)` of the row's request.
+    """`pages[row, i]` is the page that holds tokens `[i * page_tokens, (i + 1) * page_tokens)` of the row's request;
+    int32.
 
-    Owns the rows too: `open` takes a free one, `close` gives it back.
+    Also allocates the rows: `open` takes a free one, `close` returns it.
     """
 
     def __init__(self, num_rows: int, max_pages_per_row: int) -> None:
@@ -23,16 +24,16 @@ class PageTable:
 
     @property
     def num_free(self) -> int:
-        """Rows that no request has."""
+        """Free rows."""
         return len(self._free)
 
     @property
     def open_rows(self) -> list[int]:
-        """Rows that requests have, ascending."""
+        """Rows that requests hold, ascending."""
         return [row for row, is_open in enumerate(self._is_open) if is_open]
 
     def open(self, pages: Sequence[int]) -> int | None:
-        """Take a row and write `pages` into it; None when all rows are taken."""
+        """Take a row and write `pages` into it; None when no row is free."""
         if not self._free:
             return None
         row = self._free.pop()
@@ -41,17 +42,17 @@ class PageTable:
         return row
 
     def extend(self, row: int, num_pages_before: int, pages: Sequence[int]) -> None:
-        """Write further pages behind the first `num_pages_before` of `row`."""
+        """Write `pages` behind the first `num_pages_before` pages of `row`."""
         self.pages[row, num_pages_before : num_pages_before + len(pages)] = pages
 
     def close(self, row: int) -> None:
-        """Give `row` back."""
+        """Return `row` to the free list."""
         assert self._is_open[row], f"row {row} closed twice"
         self._is_open[row] = 0
         self._free.append(row)
 
     def audit(self) -> list[str]:
-        """A sentence for every way in which open rows and free rows are not all rows, each once."""
+        """Return one sentence for each inconsistency: every row must be either open or free, exactly once."""
         closed = set(range(self.num_rows)) - set(self.open_rows)
         free, found = set(self._free), list[str]()
         if len(free) != len(self._free):

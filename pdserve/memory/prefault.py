@@ -1,5 +1,7 @@
-"""Memory of KV pages that is committed before it is used: else the first write to each waits for the system to find and
-zero it, while a step waits. Used at start-up; has a thread of its own.
+"""Commits the memory of KV pages before its first use, on a thread of its own.
+
+Without it the first write to a page waits in a step until the system finds and zeroes memory. Started by
+`engine/assemble`.
 """
 
 from __future__ import annotations
@@ -19,26 +21,28 @@ from pdserve.base.native import Unavailable, library
 log = logging.getLogger(__name__)
 
 TOKENS_AHEAD = 32768
-"""Of pages that are committed though nobody has used them yet."""
+"""Tokens of unused pages that are committed in advance."""
 MOST_BYTES_AHEAD = 1 << 30
-"""Of a rank's pools, at most, for them."""
+"""Most bytes of a rank's pools that are committed in advance."""
 _STEP_BYTES = 2 << 20
-"""Committed at a time, or a page: a huge page, where there are any."""
+"""Bytes committed at a time, but at least one page. 2 MiB is the size of a huge page."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, of Linux 5.14; older kernels refuse it."""
 _NICENESS = 10
-"""Of the thread, so that it gives way to those that compute."""
+"""Niceness of the thread, so that computing threads come first."""
 _QUIET_S = 1.0
-"""Since a page was taken: then nobody is likely to wait."""
+"""Seconds since the last allocation after which no request is likely to wait."""
 
 
 class Prefault:
-    """Commits the memory of the pages behind the highest one that was ever used.
+    """Commits the memory of the pages behind the highest page that was ever used.
 
-    Page allocators hand out pages in ascending order until all were used once. It has committed the first when it is
-    there; while pages are taken it rests, unless few of them are left. `buffers` are (address, bytes) of pools in
-    memory of the host, each of `num_pages` pages. They must be there until `close`, and are if they are `owner`'s,
-    which is kept until then. Where `madvise` must do it and the system refuses, memory is committed as it is used.
+    Page allocators hand out pages in ascending order until all were used once. The constructor returns once the first
+    step is committed. While pages are allocated the thread pauses, unless few committed ones are left.
+
+    `buffers`: (address, bytes) of pools in host memory, each of `num_pages` pages. They must live until `close`;
+    `owner`, which may own them, is kept alive until then. Where `madvise` is used and the system refuses it, memory is
+    committed at its first use.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class Prefault:
         self._begun.wait()
 
     def used(self, pages: Sequence[int]) -> None:
-        """These are used from now on. Called by the thread that allocates."""
+        """Record that `pages` are used from now on. Called by the thread that allocates."""
         self._taken_s = time.monotonic()
         highest = max(pages, default=-1)
         if highest <= self._highest:
@@ -72,19 +76,19 @@ class Prefault:
             self._told.set()
 
     def close(self) -> None:
-        """Commit no more; returns when nothing is being committed."""
+        """Stop committing; returns once no commit is under way."""
         self._closing = True
         self._told.set()
         self._thread.join()
         self._owner = None
 
     def _reaches(self, num_ahead: int) -> bool:
-        """Whether so many pages are committed behind the highest one that was used, or all that there are."""
+        """True when `num_ahead` pages behind the highest used one are committed, or all pages are."""
         return self._committed >= min(self._num_pages, self._highest + 1 + num_ahead)
 
     def _run(self) -> None:
         own = threading.get_native_id()
-        with contextlib.suppress(OSError):  # it works as well, but in the way of others
+        with contextlib.suppress(OSError):  # without it the thread competes with computing threads
             os.setpriority(os.PRIO_PROCESS, own, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
         try:
             while self._committed < self._num_pages and not self._closing:
@@ -100,7 +104,7 @@ class Prefault:
             self._begun.set()
 
     def _rest(self, seconds: float | None, wake_at: int) -> None:
-        """For so long at most, and until fewer than `wake_at` pages are committed ahead."""
+        """Pause for `seconds` at most (None: no limit), or until fewer than `wake_at` pages are committed ahead."""
         self._begun.set()
         self._wake_at = wake_at
         if self._reaches(wake_at) and not self._closing:
@@ -108,7 +112,7 @@ class Prefault:
         self._told.clear()
 
     def _commit(self) -> None:
-        """The next step."""
+        """Commit the next step."""
         begin = max(self._committed, self._highest + 1)
         end = min(self._num_pages, begin + self._step, self._highest + 1 + self._num_ahead)
         for address, page_bytes in self._buffers:
@@ -118,8 +122,12 @@ class Prefault:
 
 
 def _populate(begin: int, end: int) -> None:
-    """By the native library where there is one: within `madvise` the process can't map memory or start threads, which
-    take the same lock of the system's.
+    """Commit `[begin, end)`, by the native library where it is available.
+
+    During `madvise` the process cannot map memory or start threads, which need the same kernel lock.
+
+    Raises:
+        OSError: the system refuses.
     """
     page = os.sysconf("SC_PAGE_SIZE")
     begin = begin // page * page
@@ -134,4 +142,4 @@ def _populate(begin: int, end: int) -> None:
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-"""Its calls let other threads run, which those of `mmap` do not."""
+"""Its calls release the GIL, which `mmap.madvise` does not."""

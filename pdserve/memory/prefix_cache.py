@@ -1,13 +1,13 @@
-"""A radix tree over KV pages: which pages hold the KV of which beginnings of prompts. Owned by one `LeasePool`.
+"""The prefix cache: a radix tree that maps prompt prefixes to the KV pages that hold them. Owned by one `LeasePool`.
 
 Keys are bytes of int32 token ids, cut at whole pages. Every node but the root has at least one page, and no two
-children of a node begin with the same page, so that a prompt has exactly one way down:
+children of a node begin with the same page, so a prompt has exactly one path:
 
     root ── [A B C] ─┬─ [D E]          a lock on E's node locks A..E: a lock counts on every node up to the root
                      └─ [F]            splitting gives both halves the same locks, stamp, hits and priority
 
-Pages are given up from the ends of unlocked leaves, in the order of the policy, through a heap with at most one entry
-a node: ranks only grow, so an entry that is out of date is found when it is popped, and is pushed again.
+Eviction takes pages from the ends of unlocked leaves, in the order of the policy, through a heap with at most one entry
+a node. Ranks only grow, so an outdated entry is detected when it is popped, and is pushed again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy as np
 class RadixNode:
     """Some pages behind those of `parent`. Written by its tree only.
 
-    `key` has the tokens of `pages`; `end` counts the pages from the root to the end of this node; `locks` how many
-    locked paths lead through it; `stamp` orders last uses; `hits` counts re-uses; `queued` says that the eviction heap
-    has an entry for it.
+    `key`: the tokens of `pages`. `end`: pages from the root to the end of this node. `locks`: locked paths through this
+    node. `stamp`: order of the last use. `hits`: number of reuses. `queued`: True while the eviction heap has an entry
+    for this node.
     """
 
     __slots__ = ("children", "end", "hits", "key", "locks", "pages", "parent", "priority", "queued", "stamp")
@@ -48,13 +48,13 @@ TOKEN_BYTES = 4
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Token ids as the int32 bytes that keys are made of."""
+    """Return token ids as int32 bytes, the format of keys."""
     return np.asarray(token_ids, dtype=np.int32).tobytes()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached beginning: `num_pages` pages, which end where `node` ends. Holds until the tree changes."""
+    """The longest cached prefix: `num_pages` pages, which end where `node` ends. Valid until the tree changes."""
 
     node: RadixNode
     num_pages: int
@@ -62,9 +62,9 @@ class Match:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inserted:
-    """Pages `[taken_from, taken_to)` of those offered are the tree's now; the others were cached already.
+    """Result of an insert: the tree has taken pages `[taken_from, taken_to)`; the pages before were cached already.
 
-    `node` ends exactly behind the last offered page.
+    `node` ends exactly behind the last inserted page.
     """
 
     node: RadixNode
@@ -73,7 +73,10 @@ class Inserted:
 
 
 class RadixTree:
-    """Cached pages by their tokens. Scheduler thread only; `num_evictable` are the pages of unlocked nodes."""
+    """Cached pages by their tokens. Scheduler thread only. `num_evictable` counts the pages of unlocked nodes.
+
+    `version` changes whenever the content of the tree changes.
+    """
 
     def __init__(self, page_tokens: int, eviction: Eviction = "lru") -> None:
         self.page_tokens = page_tokens
@@ -88,12 +91,15 @@ class RadixTree:
         self._clock = 0
 
     def peek(self, tokens: bytes, max_pages: int) -> int:
-        """Pages of `tokens` that are cached, at most `max_pages`. Changes nothing."""
+        """Return how many pages of `tokens` are cached, at most `max_pages`. Changes nothing."""
         node, used = self._walk(tokens, max_pages)
         return node.end - len(node.pages) + used
 
     def peek_locked(self, tokens: bytes, max_pages: int) -> int:
-        """Pages of `tokens` that are cached and locked, so that another lock takes nothing. Changes nothing."""
+        """Return how many pages of `tokens` are cached and locked: another lock makes no further page unevictable.
+
+        At most `max_pages`. Changes nothing.
+        """
         node, used = self._walk(tokens, max_pages)
         if node.locks:
             return node.end - len(node.pages) + used
@@ -102,14 +108,14 @@ class RadixTree:
         return node.end
 
     def match(self, tokens: bytes, max_pages: int) -> Match:
-        """The longest cached beginning of `tokens`, at most `max_pages`. May split a node; no use is counted."""
+        """Return the longest cached prefix of `tokens`, at most `max_pages`. May split a node; counts no use."""
         node, used = self._walk(tokens, max_pages)
         if used < len(node.pages):
             node = self._split(node, used)
         return Match(node, node.end)
 
     def use(self, node: RadixNode) -> None:
-        """Count a re-use of all pages down to `node`."""
+        """Count a reuse of all pages down to `node`."""
         self._clock += 1
         step: RadixNode | None = node
         while step is not None:
@@ -118,7 +124,7 @@ class RadixTree:
             step = step.parent
 
     def lock(self, node: RadixNode) -> None:
-        """Keep all pages down to `node` from eviction, until as many `unlock`s."""
+        """Protect all pages down to `node` from eviction, until the same number of `unlock` calls."""
         assert self._holds(node), "lock of a node that was evicted"
         while node.parent is not None:
             if node.locks == 0:
@@ -127,7 +133,7 @@ class RadixTree:
             node = node.parent
 
     def unlock(self, node: RadixNode) -> None:
-        """Take one lock back."""
+        """Remove one lock from all nodes down to `node`."""
         while node.parent is not None:
             assert node.locks > 0, "unlocked more often than locked"
             node.locks -= 1
@@ -137,7 +143,7 @@ class RadixTree:
             node = node.parent
 
     def pages_of(self, node: RadixNode) -> list[int]:
-        """Pages from the root to the end of `node`, in the order of their tokens."""
+        """Return the pages from the root to the end of `node`, in token order."""
         parts: list[list[int]] = []
         while node.parent is not None:
             parts.append(node.pages)
@@ -145,7 +151,8 @@ class RadixTree:
         return [page for part in reversed(parts) for page in part]
 
     def insert(self, tokens: bytes, pages: Sequence[int], priority: int = 0, held: RadixNode | None = None) -> Inserted:
-        """`pages` have the KV of `tokens` (exactly as many whole pages): take those that are not cached yet.
+        """Insert `pages`, which hold the KV of `tokens` (exactly that many whole pages); take those that are not cached
+        yet.
 
         `held`: a node on this path that the caller has locked; its lock moves to the returned node.
         """
@@ -167,7 +174,7 @@ class RadixTree:
         return Inserted(node, taken_from, len(pages))
 
     def evict(self, num_pages: int) -> list[int]:
-        """Give up `num_pages` pages, or all that are not locked if those are fewer. The caller owns them now."""
+        """Evict `num_pages` pages, or all unlocked ones if those are fewer. The caller owns the returned pages."""
         freed: list[int] = []
         while len(freed) < num_pages and self._heap:
             rank, stamp, _, node = heapq.heappop(self._heap)
@@ -181,7 +188,7 @@ class RadixTree:
         return freed
 
     def clear(self) -> list[int]:
-        """Give up all pages that are not locked. The caller owns them now."""
+        """Evict all unlocked pages. The caller owns the returned pages."""
         freed: list[int] = []
         kept, gone = [self._root], list[RadixNode]()
         while kept:
@@ -200,7 +207,7 @@ class RadixTree:
         return freed
 
     def nodes(self) -> Iterator[RadixNode]:
-        """All nodes but the root, parents before their children. For the audit."""
+        """Yield all nodes but the root, parents before their children. For the audit."""
         open_nodes = list(self._root.children.values())
         while open_nodes:
             node = open_nodes.pop()
@@ -208,7 +215,7 @@ class RadixTree:
             open_nodes += node.children.values()
 
     def _walk(self, tokens: bytes, max_pages: int) -> tuple[RadixNode, int]:
-        """The deepest node that `tokens` reach, and how many of its pages they cover (all, of the root: 0)."""
+        """Return the deepest node that `tokens` reach, and how many of its pages they cover (for the root: 0)."""
         size, node, at = self._page_bytes, self._root, 0
         end = min(max_pages, len(tokens) // size) * size
         while at < end:
@@ -221,7 +228,7 @@ class RadixTree:
         return node, len(node.pages)
 
     def _common_pages(self, node: RadixNode, tokens: bytes, at: int, end: int) -> int:
-        """Whole pages in which `node.key` and `tokens[at:end]` agree."""
+        """Return the number of whole pages in which `node.key` and `tokens[at:end]` agree."""
         num_tokens = min(len(node.key), end - at) // TOKEN_BYTES
         ours = np.frombuffer(node.key, np.int32, num_tokens)
         differs = ours != np.frombuffer(tokens, np.int32, num_tokens, at)
@@ -229,7 +236,7 @@ class RadixTree:
         return first // self.page_tokens
 
     def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
-        """Cut `node` behind its first `num_pages` pages. It stays the lower half; returns the upper."""
+        """Split `node` behind its first `num_pages` pages. `node` becomes the lower half; returns the upper."""
         assert 0 < num_pages < len(node.pages) and node.parent is not None
         cut = num_pages * self._page_bytes
         upper = RadixNode(node.parent, node.key[:cut], node.pages[:num_pages], node.end - len(node.pages) + num_pages)
@@ -241,7 +248,7 @@ class RadixTree:
         return upper
 
     def _is_only_for(self, node: RadixNode, held: RadixNode | None, priority: int) -> bool:
-        """Whether new pages may join `node` itself: a leaf that nobody but the caller has locked or re-used."""
+        """True when new pages may be appended to `node` itself: a leaf that only the caller has locked or used."""
         if node.parent is None or node.children or node.hits or node.priority != priority:
             return False
         return node.locks == (1 if node is held else 0)
@@ -267,13 +274,13 @@ class RadixTree:
             self._queue(node)
 
     def _dropped(self, num_pages: int) -> None:
-        """Unlocked pages have left the tree."""
+        """Update the counts after unlocked pages have left the tree."""
         self.num_cached -= num_pages
         self.num_evictable -= num_pages
         self.version += num_pages > 0
 
     def _trim(self, node: RadixNode, num_pages: int) -> list[int]:
-        """Take up to `num_pages` pages from the end of an unlocked leaf; the leaf goes when it has none left."""
+        """Take up to `num_pages` pages from the end of an unlocked leaf; removes the leaf when it has none left."""
         keep = max(0, len(node.pages) - num_pages)
         freed = node.pages[keep:]
         if keep == 0:
@@ -292,7 +299,7 @@ class RadixTree:
         self._queue(parent)
 
     def _queue(self, node: RadixNode) -> None:
-        """Make `node` known to `evict`, if it is an unlocked leaf."""
+        """Push `node` to the eviction heap, if it is an unlocked leaf without an entry."""
         if node.parent is None or node.children or node.locks or node.queued:
             return
         self._num_pushed += 1
@@ -309,7 +316,7 @@ class RadixTree:
                 return node.priority
 
     def _visit(self, node: RadixNode, priority: int) -> None:
-        """All pages down to `node` were needed now, by a request of that priority."""
+        """Stamp all nodes down to `node` as used now, by a request of that priority."""
         self._clock += 1
         step: RadixNode | None = node
         while step is not None:

@@ -1,8 +1,8 @@
-"""Memory that other processes of this host can map: KV pools and aux slots on CPU; and finding it by address.
+"""Memory that other processes of this host can map: KV pools and aux slots on CPU, with a look-up by address.
 
-`KVPool` and `MetadataBuffers` allocate here; the `shm` transport asks `find` for the file behind what it registers.
-The file is a memfd: it has no name in any file system, is not bounded by /dev/shm, and is gone with the last process
-that has it open or mapped. It is sealed against truncation, so that no mapping of it can ever fault.
+`KVPool` and `MetadataBuffers` allocate here; the `shm` transport calls `find` for the file behind the memory that it
+registers. The file is a memfd. It has no name in any file system and no limit by /dev/shm, and is freed with the last
+process that has it open or mapped. Its seals forbid truncation, so that no mapping of it can ever fault.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """A file mapped whole into this process: at `address`, of `num_bytes`, open as `descriptor`."""
+    """A file mapped whole into this process: at `address`, of `num_bytes`, with file descriptor `descriptor`."""
 
     address: int
     num_bytes: int
     descriptor: int
 
     def holds(self, address: int, num_bytes: int) -> bool:
-        """True when `[address, address + num_bytes)` lies in it."""
+        """True when the segment contains `[address, address + num_bytes)`."""
         return self.address <= address and address + num_bytes <= self.address + self.num_bytes
 
 
 class _Segments:
-    """The live segments of this process. An entry goes, and its file is closed, when its mapping is let go of.
+    """The live segments of this process. When a mapping is released, its entry is removed and its file closed.
 
-    That may be in the middle of `add` or `find`, by the garbage collector and on the same thread: so there is no lock,
-    each touches the dict in one step that is atomic, and `find` looks at a copy.
+    The garbage collector may do that in the middle of `add` or `find`, on the same thread. So there is no lock: each
+    operation changes the dict in one atomic step, and `find` reads a copy.
     """
 
     def __init__(self) -> None:
@@ -60,14 +60,18 @@ _segments = _Segments()
 
 
 def allocate(num_bytes: int) -> mmap.mmap:
-    """`num_bytes` zero bytes at a page-aligned address, committed as they are touched; freed with the last reference.
+    """Allocate `num_bytes` zero bytes at a page-aligned address, committed at first touch; freed with the last
+    reference.
 
-    Where the system gives no memfd, the memory is private, `find` does not know it, and `shm` refuses to register it.
+    Where the system has no memfd, the memory is private: `find` returns None, and `shm` refuses to register it.
+
+    Raises:
+        OSError: the memory cannot be allocated or mapped.
     """
     try:
         descriptor = os.memfd_create("pdserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        log.warning("no memory that can be shared (%s): transfer backend shm cannot work here", error)
+        log.warning("no memfd available (%s): transfer backend shm cannot work here", error)
         return allocate_private(num_bytes)
     try:
         os.ftruncate(descriptor, num_bytes)
@@ -76,20 +80,20 @@ def allocate(num_bytes: int) -> mmap.mmap:
     except OSError:
         os.close(descriptor)
         raise
-    _ask_for_huge_pages(memory)  # which few systems give to shared memory
+    _ask_for_huge_pages(memory)  # few systems have them for shared memory
     _segments.add(memory, Segment(address_of(memory), num_bytes, descriptor))
     return memory
 
 
 def allocate_private(num_bytes: int) -> mmap.mmap:
-    """As `allocate`, but no other process can map it, and it lies in huge pages where the system has them."""
+    """As `allocate`, but private to this process, and in huge pages where the system has them."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _ask_for_huge_pages(memory)
     return memory
 
 
 def find(address: int, num_bytes: int) -> Segment | None:
-    """The segment that holds `[address, address + num_bytes)`; None when this is no memory of `allocate`."""
+    """Return the segment that contains `[address, address + num_bytes)`; None for memory not from `allocate`."""
     return _segments.find(address, num_bytes)
 
 
@@ -97,7 +101,8 @@ def map_whole(descriptor: int, num_bytes: int) -> mmap.mmap:
     """Map the first `num_bytes` of another process's segment. The caller keeps `descriptor`, and may close it.
 
     Raises:
-        OSError, ValueError: it is no file, too short, or not sealed: whoever made it could make our writes fault.
+        OSError, ValueError: it is no file, too short, or not sealed: its owner could make writes of this process
+            fault.
     """
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK == 0:
         raise ValueError("the file may be truncated")
@@ -105,7 +110,7 @@ def map_whole(descriptor: int, num_bytes: int) -> mmap.mmap:
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Where a mapping begins."""
+    """Return the address of a mapping."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 

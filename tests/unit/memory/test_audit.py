@@ -130,7 +130,7 @@ CASES: list[tuple[Damage, list[str]]] = [
         evict_under_a_lease,
         [f"pages: {ONE} locks 2 pages that left the cache", f"pages: {TWO} locks 2 pages that left the cache"],
     ),
-    (use_a_page_that_is_not_locked, [f"pages: {TWO} uses 1 pages (7) of nobody it locks"]),
+    (use_a_page_that_is_not_locked, [f"pages: {TWO} uses 1 pages (7) that it does not lock"]),
     (
         miscount_the_cache,
         [
@@ -138,7 +138,7 @@ CASES: list[tuple[Damage, list[str]]] = [
             "pages: 0 cached pages are not locked, the cache counts 1",
         ],
     ),
-    (keep_a_dead_lease, ["pages: lease of 'one' held by nobody has ended and still has 3 pages"]),
+    (keep_a_dead_lease, ["pages: lease of 'one' held by none has ended and still has 3 pages"]),
     (lose_an_aux_slot, ["aux: no owner of 1 of 2 (0)"]),
     (lose_a_row, ["rows: 1 of 3 are lost: [0]"]),
     (free_an_open_row, ["rows: 1 of 3 are both open and free: [0]"]),
