@@ -69,10 +69,10 @@ def make_kv_checksum(
     if not (config.observe.log_kv_target is not None or config.disagg.disaggregation_enable_kv_checksum):
         return None
     layout = built.layout
-    told = {name: facts[name] for name in ("instance", "dp_rank", "dtype", "layout_fingerprint")}
-    told |= {"page_tokens": layout.page_tokens, "page_bytes": layout.token_bytes * layout.page_tokens}
+    line_facts = {name: facts[name] for name in ("instance", "dp_rank", "dtype", "layout_fingerprint")}
+    line_facts |= {"page_tokens": layout.page_tokens, "page_bytes": layout.token_bytes * layout.page_tokens}
     verify = config.disagg.disaggregation_enable_kv_checksum
-    return KVChecksum(hasher, layout.page_tokens, told, write, verify=verify)
+    return KVChecksum(hasher, layout.page_tokens, line_facts, write, verify=verify)
 
 
 def make_scheduler(

@@ -62,7 +62,7 @@ def run_scheduler(
         except BaseException as error:
             engine.close(error)
             raise
-        stack.callback(engine.close)  # runs before the other callbacks, so that no rank copies on during the close
+        stack.callback(engine.close)  # before transports close, so that no rank copies on
         beat = functools.partial(scheduler.pulse.beat, replica.dp_rank)
         ingress = threading.Thread(target=_ingress, args=(channel, mailbox, beat, stop), name="ingress", daemon=True)
         ingress.start()

@@ -229,7 +229,7 @@ def _check_facts(built: LoadedEngine, ready: Sequence[RankReady]) -> None:
     for rank, one in enumerate(ready, 1):
         for field, ours in rank_facts(built).items():
             if one.facts[field] != ours:
-                message = f"rank {rank} has {field} {one.facts[field]}, the first rank {ours}: their hosts differ"
+                message = f"rank {rank} has {field} {one.facts[field]}, rank 0 has {ours}: their hosts differ"
                 raise ConfigError(message, field=field)
 
 

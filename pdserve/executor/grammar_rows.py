@@ -195,7 +195,7 @@ class GrammarRows:
         self._prepared: collections.OrderedDict[Grammar, OpenedGrammar] = collections.OrderedDict()
         self._pool = _threads(NUM_THREADS, "grammar")
         self._opening = {small: _threads(NUM_OPENING, "grammar-open") for small in (True, False)}
-        # threads take tasks in order of submission: the vocabulary, which all tasks wait for, has always begun
+        # a pool runs its tasks in order of submission, so a task waits only for tasks that have begun
         self._vocabulary = None if open_vocabulary is None else self._opening[False].submit(open_vocabulary)
 
     def prepare(self, grammar: Grammar) -> Future[Matcher] | None:

@@ -1,8 +1,8 @@
 """Log probabilities of prompt tokens.
 
 `LocalExecutor` calls `read_prompt_logprob_params` when it launches a step; `ModelRunner` calls `PromptLogprobComputer`
-while the step is computed. The logits of a long prompt would not fit into memory, so positions are processed a few at
-a time and only the requested values are kept. With the vocabulary split over tensor ranks, each rank reduces its part,
+while the step is computed. The logits of a long prompt would not fit into memory: positions are processed a few at
+a time, and only the requested values are kept. With the vocabulary split over tensor ranks, each rank reduces its part,
 and the ranks exchange the results.
 """
 

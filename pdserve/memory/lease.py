@@ -150,7 +150,7 @@ class LeasePool:
         """Insert the first `num_pages` pages of `lease`, which hold exactly the KV of `tokens`, into the cache.
 
         All of them are locked while the lease lives. Where the cache has such pages from another lease already, the
-        lease keeps its own pages and does not also lock the cached ones, which would double its memory. Only with
+        lease keeps its own pages. It does not also lock the cached ones, which would double its memory. Only with
         `ending` are its later pages inserted; the duplicates stay with the lease as spares. A call with fewer pages
         than are locked changes nothing. Does nothing without a cache.
         """

@@ -1,7 +1,7 @@
 """The prefix cache: a radix tree that maps prompt prefixes to the KV pages that hold them. Owned by one `LeasePool`.
 
-Keys are bytes of int32 token ids, cut at whole pages. Every node but the root has at least one page, and no two
-children of a node begin with the same page, so a prompt has exactly one path:
+Keys are bytes of int32 token ids, cut at whole pages. Every node but the root has at least one page. No two children
+of a node begin with the same page, so a prompt has exactly one path:
 
     root ── [A B C] ─┬─ [D E]          a lock on E's node locks A..E: a lock counts on every node up to the root
                      └─ [F]            splitting gives both halves the same locks, stamp, hits and priority
@@ -248,7 +248,9 @@ class RadixTree:
         return upper
 
     def _is_only_for(self, node: RadixNode, held: RadixNode | None, priority: int) -> bool:
-        """True when new pages may be appended to `node` itself: a leaf that only the caller has locked or used."""
+        """True when new pages may be appended to `node` itself: a leaf without reuse and without locks but the
+        caller's.
+        """
         if node.parent is None or node.children or node.hits or node.priority != priority:
             return False
         return node.locks == (1 if node is held else 0)

@@ -112,10 +112,9 @@ class BatchSplitter:
         self._decode, self._prompts = [], deque()
 
     def _is_full(self, taken: int, left: int) -> bool:
-        """True when the next chunk belongs to the next part.
+        """True when the next chunk belongs to the next part, because it would exceed the size of this part.
 
-        That is when the chunk would exceed the size of this part, and both this part with `taken` prompt tokens and the
-        rest with `left` tokens have at least half that size.
+        Both this part, with `taken` prompt tokens, and the rest, with `left`, keep at least half of that size.
         """
         return min(taken, left) >= self._most / 2 and taken + self._prompts[0].num_tokens > self._most
 

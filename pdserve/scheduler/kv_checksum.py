@@ -85,10 +85,10 @@ class KVChecksum:
         total = checksum(digests) if digests else None
         if digests:
             self._line("kv.received", req, req.receiver.key, first, pages, digests, total)
-        told = req.receiver.stats.kv_checksum
-        if not self._verify or total == told:
+        expected = req.receiver.stats.kv_checksum
+        if not self._verify or total == expected:
             return None
-        message = f"the received KV differs from the KV that was sent: checksum {total}, expected {told}"
+        message = f"the received KV differs from the KV that was sent: checksum {total}, expected {expected}"
         return Failure(code="kv_checksum_mismatch", message=message, origin="decode", status=502)
 
     def _line(

@@ -53,7 +53,7 @@ class Req:
     computed: int = 0
     planned: int = 0
     num_cached: int = 0
-    """Prompt tokens that the first computation of the prompt found in a prefix cache."""
+    """Prompt tokens found in the prefix cache when the prefill first started; on decode as reported by prefill."""
     num_retractions: int = 0
     cacheable: bool = True
     """False when a fake transfer produced the KV, which must not enter the prefix cache."""
@@ -90,12 +90,12 @@ class Req:
 
     @property
     def seq_len(self) -> int:
-        """Prompt and output tokens so far."""
+        """Prompt tokens and output tokens so far."""
         return len(self.spec.input_ids) + len(self.output_ids)
 
     @property
     def max_len(self) -> int:
-        """Tokens whose KV the request can need at most; its last token is never computed."""
+        """Most tokens whose KV the request can need; the KV of its last token is never computed."""
         return self.num_prompt + max(self.spec.sampling.max_new_tokens, 1) - 1
 
     @property

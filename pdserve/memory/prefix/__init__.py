@@ -1,1 +1,1 @@
-"""The prefix cache: a radix tree over pages of KV. Called by `memory/lease.py` only."""
+"""Empty: the prefix cache is in `memory/prefix_cache.py`."""
