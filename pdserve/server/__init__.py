@@ -1,1 +1,1 @@
-"""The HTTP side of one server: endpoints, tokenizer, detokenizer. Knows the scheduler by its messages only."""
+"""HTTP frontend of one server: endpoints, tokenizer, detokenizer. It talks to the scheduler through messages only."""

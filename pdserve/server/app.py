@@ -1,4 +1,7 @@
-"""The HTTP application of one server: routes to endpoints. Made by `run`, and by tests over an in-memory scheduler."""
+"""The FastAPI application of one server: maps routes to endpoints.
+
+`lifecycle/instance.py` creates the application. Tests create it over an in-memory scheduler.
+"""
 
 from __future__ import annotations
 
@@ -71,9 +74,9 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/pd_role_switch": RoleSwitchBody,
     "/health_pair": PairProbeBody,
 }
-"""By path, what the JSON of a POST must be: for the OpenAPI document."""
+"""Body schema of each POST or PUT route, for the OpenAPI document."""
 OPTIONAL_BODIES = frozenset({"/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"})
-"""Where it may be left out."""
+"""Routes whose body is optional."""
 INPUTS = openapi.Inputs(
     BODIES,
     OPTIONAL_BODIES,
@@ -83,14 +86,14 @@ INPUTS = openapi.Inputs(
         CHALLENGE_PATH: {"nonce": {"type": "string", "pattern": "^[0-9a-f]{32}$"}},
     },
 )
-"""With the queries: for the OpenAPI document."""
+"""Body schemas and query parameters of all routes, for the OpenAPI document."""
 _ENGINE_TYPES: dict[DisaggMode, str] = {"null": "unified", "prefill": "prefill", "decode": "decode"}
 
 
 def make_metrics(config: ServerConfig, own_counters: Callable[[], Mapping[str, float]] = dict) -> ServerMetrics:
-    """The metrics of a server with this configuration; shared by the engine client and the application.
+    """Create the metrics of a server with this configuration. The engine client and the application share them.
 
-    `own_counters` are ever-growing totals of this process, beside the scheduler's.
+    `own_counters` returns monotonic totals of this process; they are exported beside the scheduler's.
     """
     name = config.model.served_model_name or config.model.model_path
     return ServerMetrics(name, _ENGINE_TYPES[config.disagg.disaggregation_mode], own_counters)
@@ -109,12 +112,13 @@ def create_app(
     warm: bool = False,
     control_token: str = "",
 ) -> FastAPI:
-    """The application. It starts `client` with its lifespan and stops it at the end; `metrics` is the client's.
+    """Create the application. Its lifespan starts `client` on entry and stops it on exit.
 
-    `registered`: decode servers find us, which is so for all but a prefill server whose replicas are not known yet.
-    `drain_gate` is for who wants to close it, `changer` for a server whose role can be changed. The application closes
-    `grammars`; with `warm` their compile worker starts as soon as the engine is ready. `control_token` is what requests
-    may prove; empty: there is none.
+    `metrics` must be the metrics object of `client`. `registered` returns whether decode servers can find this server;
+    it is False only on a prefill server whose replicas are not known yet. Pass `drain_gate` to close the gate from
+    outside. Pass `changer` when the server's role can be changed. The application closes `grammars`. With `warm` the
+    compile worker starts as soon as the engine is ready. `control_token` is the token that requests may prove; empty:
+    no control token.
     """
     drain_gate = drain_gate or DrainGate(config.disagg.disaggregation_mode)
     checks = grammars or GrammarCheck(config.grammar, tokenizer)
@@ -135,7 +139,7 @@ def create_app(
     context = ServerContext(config, client, tokenizer, metrics, int(time.time()), checks, registered, formats)
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
-    app.add_exception_handler(ClientDisconnect, _on_client_gone)  # in the middle of its body
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read
     _add_generation(app, context)
     _add_health_and_facts(app, context, drain_gate)
     _add_commands(app, context, drain_gate, changer)

@@ -1,4 +1,4 @@
-"""What every endpoint of one server shares. Made once by `create_app`."""
+"""State shared by all endpoints of one server. `create_app` creates it once."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer
 
 ANY_MODEL = ("", "default", "unknown")
-"""Names that mean "the model you have"; sglang-router sends `unknown` for a chat without a model."""
+"""Model names that select the served model. sglang-router sends `unknown` for a chat without a model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerContext:
-    """Configuration and owned parts, for the endpoints."""
+    """Configuration and components of one server, for its endpoints. `started_s` is Unix time in seconds."""
 
     config: ServerConfig
     client: EngineClient
@@ -42,17 +42,17 @@ class ServerContext:
     started_s: int
     grammars: GrammarCheck
     registered: Callable[[], bool] = lambda: True
-    """See `create_app`."""
+    """Whether decode servers can find this server; see `create_app`."""
     formats: ChatFormats = ChatFormats()
 
     @property
     def mode(self) -> DisaggMode:
-        """Which halves this server does."""
+        """Role of this server: `null` (unified), `prefill` or `decode`."""
         return self.config.disagg.disaggregation_mode
 
     @property
     def model_name(self) -> str:
-        """The name clients use."""
+        """Model name shown to clients."""
         return self.config.model.served_model_name or self.config.model.model_path
 
     @property
@@ -62,14 +62,14 @@ class ServerContext:
 
     @property
     def max_body_bytes(self) -> int:
-        """Largest request body."""
+        """Largest request body in bytes."""
         return self.config.serving.max_request_bytes
 
     async def token_ids(self, given: Sequence[str | list[int]], field: str, *, batch: bool) -> list[list[int]]:
-        """Token ids of the prompts in `field`, all texts or all ids, checked; see `as_prompts`.
+        """Tokenize and check the prompts in `field`, all texts or all token id lists; see `as_prompts`.
 
         Raises:
-            RequestError: 400 naming the prompt that is empty, too long, or has tokens that the model lacks.
+            RequestError: 400 naming the prompt that is empty, too long, or has token ids outside the vocabulary.
         """
         limits = self.limits()
 
@@ -91,8 +91,10 @@ class ServerContext:
     def intake(
         self, prompts: Sequence[PromptSpec], n: int, body: TransferAddress, field: str, *, stream: bool
     ) -> PreparedRequests:
-        """`make_intake` on this server, of a body whose prompts came in `field`. Clients may name the fake bootstrap
-        host where no KV is moved at all.
+        """Call `make_intake` with this server's configuration. The prompts of `body` came in `field`.
+
+        Clients may name the fake bootstrap host only with `--disaggregation-transfer-backend fake`, which moves no KV
+        cache.
 
         Raises:
             RequestError: 400 naming the field.
@@ -110,23 +112,23 @@ class ServerContext:
         )
 
     def limits(self) -> RequestLimits:
-        """What bounds a request.
+        """Return the limits of a request.
 
         Raises:
             RequestError: 503 while the engine is starting.
-            EngineDeadError: the engine is gone.
+            EngineDeadError: the engine has exited.
         """
         return RequestLimits.of(self.client.require_ready(), self.mode)
 
     async def take_grammar(
         self, constraint: Constraint | None, stop_regex: str | Sequence[str] | None = None
     ) -> Grammar | None:
-        """What the answers of a request must follow, checked, as are its stop patterns; see `GrammarCheck`."""
+        """Check the grammar and the stop patterns of a request and return the grammar; see `GrammarCheck`."""
         await self.grammars.take_patterns(stop_regex, "stop_regex")
         return await self.grammars.take(constraint, self.client.require_ready())
 
     def check_model(self, name: str | None) -> None:
-        """Accept this server's model, or no particular one.
+        """Check that `name` is this server's model. None and the names in `ANY_MODEL` are accepted.
 
         Raises:
             RequestError: 404 for another model.
@@ -141,10 +143,10 @@ class ServerContext:
         )
 
     def require_tokenizer(self, field: str) -> Tokenizer:
-        """The tokenizer, for text in `field`.
+        """Return the tokenizer, for text in `field`.
 
         Raises:
-            RequestError: 400, when the model came without one.
+            RequestError: 400, the model has no tokenizer.
         """
         if self.tokenizer is None:
             raise RequestError(f"{field}: this server has no tokenizer; send token ids", field=field)

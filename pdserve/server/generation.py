@@ -1,6 +1,7 @@
-"""One submitted body as an async iterator of updates. Made and fed by the engine client, read by one endpoint.
+"""One submitted body as an async iterator of updates.
 
-Updates of a sequence that the reader has not taken yet are merged, so a slow reader costs memory for its text only.
+The engine client creates and feeds a `Generation`; one endpoint reads it. Updates of a sequence that the reader has not
+taken yet are merged, so the backlog of a slow reader is one update per sequence.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from pdserve.protocol.messages import FinishReason, RequestTiming, TokenLogprob
 
 @dataclasses.dataclass
 class GenerationUpdate:
-    """News of sequence `index`: text that is safe to show, and the tokens since the last update.
+    """Update of sequence `index`: its new text and the tokens since the last update.
 
-    `finish` comes with the last one, `timing` is the newest known.
-    `logprobs` has one entry per token when they were asked for; `prompt_parts` are the prompt's, in parts.
+    `text` never contains the possible beginning of a stop string. `finish` is set in the last update of a sequence;
+    `timing` is the newest known. `logprobs` has one entry per token if they were requested. `prompt_parts` are the
+    prompt logprobs, in parts.
     """
 
     index: int
@@ -36,7 +38,7 @@ class GenerationUpdate:
     timing: RequestTiming | None = None
 
     def absorb(self, newer: GenerationUpdate) -> None:
-        """Append what came later for the same sequence."""
+        """Append a later update of the same sequence."""
         assert newer.index == self.index and self.finish is None
         self.text += newer.text
         self.token_ids += newer.token_ids
@@ -49,15 +51,20 @@ class GenerationUpdate:
 
 
 class Generation:
-    """The updates of a body's sequences, in the order of arrival; ends when every sequence has finished.
+    """The updates of a body's sequences, in order of arrival; ends when every sequence has finished.
 
-    Iterating raises the error that ended it: `RequestError` when the scheduler refused a sequence, `EngineDeadError`
-    when the engine is gone. Leaving the `async with` block early aborts what is still running.
+    Leaving the `async with` block early aborts the sequences that still run.
+
+    Raises:
+        RequestError: while iterating: the scheduler refused a sequence.
+        EngineDeadError: while iterating: the engine has exited.
     """
 
     def __init__(self, num_sequences: int, on_close: Callable[[Generation], None]) -> None:
         self.prior_text: dict[int, str] = {}
-        """By sequence, what its client was shown before it came here; see `GenerateRequest.prior_output_ids`."""
+        """By sequence index: text that another server sent before the stream resumed here; see
+        `GenerateRequest.prior_output_ids`.
+        """
         self._unfinished = num_sequences
         self._on_close = on_close
         self._pending: dict[int, GenerationUpdate] = {}
@@ -65,7 +72,7 @@ class Generation:
         self._error: PdserveError | None = None
 
     def put(self, update: GenerationUpdate) -> None:
-        """Called by the engine client on the event loop."""
+        """Add an update. The engine client calls this on the event loop."""
         if update.finish is not None:
             self._unfinished -= 1
         waiting = self._pending.get(update.index)
@@ -76,7 +83,7 @@ class Generation:
         self._news.set()
 
     def fail(self, error: PdserveError) -> None:
-        """Called by the engine client; the first error counts."""
+        """End the generation with `error`. The engine client calls this; only the first error is kept."""
         if self._error is None:
             self._error = error
         self._news.set()
@@ -105,7 +112,10 @@ class Generation:
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """For the stretch between submission and the reader's `async with`, which a cancelled reader never enters."""
+        """Close the generation on an exception between submission and the reader's `async with`.
+
+        A cancelled reader never enters that block.
+        """
         try:
             yield
         except BaseException:
@@ -113,5 +123,5 @@ class Generation:
             raise
 
     def close(self) -> None:
-        """Abort what is unfinished and forget the rest."""
+        """Abort the unfinished sequences and drop their updates."""
         self._on_close(self)

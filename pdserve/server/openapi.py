@@ -1,7 +1,7 @@
-"""The OpenAPI document of a server, `/openapi.json`: every route, and bodies as the structs that check them.
+"""The OpenAPI document of a server, `/openapi.json`: all routes, and bodies as the structs that validate them.
 
-Installed by `app`. Bodies are parsed by msgspec and queries by their endpoints, so FastAPI knows nothing of them;
-`app.INPUTS` does.
+`app` installs it. msgspec parses bodies and the endpoints parse queries, so FastAPI does not know either schema;
+`app.INPUTS` lists them.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from pdserve.server.request.schemas import NativeSampling
 REF = "#/components/schemas/{name}"
 ERRORS = {
     "400": "a field is missing, of the wrong type, out of range, or not supported; `param` names it",
-    "401": "no API key, or a wrong one; a proof of the control token that is bad, or missing where it is required",
-    "403": "a command of a web page of another origin",
+    "401": "the API key is missing or wrong; the control token proof is invalid, or missing where it is required",
+    "403": "a web page of another origin sent a command",
     "404": "no such model",
-    "409": "the room is in use by a live request, or the role is being changed",
+    "409": "the bootstrap room is in use by a running request, or a role switch is in progress",
     "413": "the body is too large",
-    "429": "this client has as many requests running as it may; `Retry-After` says when to come back",
+    "429": "the client has reached its limit of concurrent requests; `Retry-After` gives the seconds to wait",
     "499": "aborted",
-    "500": "a bug, or a transfer that failed",
-    "503": "not ready, or too much to do; `Retry-After` says when to come back",
-    "504": "the other half never came",
+    "500": "an internal error, or a failed KV transfer",
+    "503": "not ready, or overloaded; `Retry-After` gives the seconds to wait",
+    "504": "the peer server or the KV cache did not arrive in time",
 }
 
 
 LATER = frozenset({"/pd_role_switch"})
-"""What may be answered before it is done."""
+"""Routes that may answer 202 before the operation is complete."""
 
 
 class ErrorBody(msgspec.Struct):
-    """What went wrong."""
+    """Message, type and code of an error; `param` names the field that caused it."""
 
     message: str
     type: str
@@ -54,9 +54,7 @@ class ErrorAnswer(msgspec.Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What routes read, by their paths: what a POST or PUT must be, where it may be left out, and the query's fields
-    with their schemas.
-    """
+    """Inputs of the routes, by path: body structs of POST and PUT, routes with an optional body, and query schemas."""
 
     bodies: Mapping[str, type[msgspec.Struct]]
     optional: Collection[str]
@@ -64,7 +62,9 @@ class Inputs:
 
 
 def install(app: FastAPI, inputs: Inputs, *, with_keys: bool) -> None:
-    """Have `app` serve this document. `with_keys`: clients may have to send one."""
+    """Make `app` serve this document. `with_keys`: the server has API keys, so the document declares bearer
+    authentication.
+    """
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -75,7 +75,7 @@ def install(app: FastAPI, inputs: Inputs, *, with_keys: bool) -> None:
 
 
 def describe(app: FastAPI, inputs: Inputs, *, with_keys: bool) -> dict[str, Any]:
-    """The document: OpenAPI 3.1, paths in the order of the application's routes."""
+    """Build the document: OpenAPI 3.1, paths in the order of the application's routes."""
     bodies = inputs.bodies
     types = [*dict.fromkeys([*bodies.values(), NativeSampling, ErrorAnswer])]
     _, components = msgspec.json.schema_components(types, ref_template=REF)
@@ -99,7 +99,7 @@ def describe(app: FastAPI, inputs: Inputs, *, with_keys: bool) -> dict[str, Any]
 
 
 def _plain(path: str) -> str:
-    """`path` without the converters of its parameters: `/v1/models/{name:path}` as `/v1/models/{name}`."""
+    """Return `path` without parameter converters: `/v1/models/{name:path}` becomes `/v1/models/{name}`."""
     return path.replace(":path}", "}")
 
 
@@ -108,8 +108,8 @@ def _operation(route: APIRoute, query: Mapping[str, Mapping[str, Any]]) -> dict[
     operation: dict[str, Any] = {
         "summary": route.summary or route.name.replace("_", " "),
         "responses": {
-            "200": {"description": "the answer; with `stream`, server-sent events"},
-            **({"202": {"description": "it has begun"}} if route.path in LATER else {}),
+            "200": {"description": "the response; with `stream`, server-sent events"},
+            **({"202": {"description": "the operation has started"}} if route.path in LATER else {}),
             **{status: {"description": text, "content": error} for status, text in ERRORS.items()},
         },
     }

@@ -1,1 +1,1 @@
-"""What all endpoints share: bodies, errors, access rules, TLS, draining."""
+"""HTTP layer shared by all endpoints: bodies, errors, access rules, TLS, draining."""

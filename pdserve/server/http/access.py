@@ -1,8 +1,9 @@
-"""Who may ask a server what: keys, limits per client, pages of other origins, headers. Put on the application by `app`.
+"""Access control of a server: API keys, limits per client, cross-origin requests, security headers.
 
-With a key everything needs it but `PUBLIC`: as in SGLang these are for probes and Prometheus, which have none, and
-tell nothing of requests. `COMMANDS` need the admin key where there is one. A proof of the control token is as good as
-both keys, and the only thing that counts with `--require-control-proof`; a bad one is refused on every path.
+`app` installs the middleware. With an API key every path needs it except `PUBLIC`: as in SGLang, probes and Prometheus
+send no key, and these paths reveal nothing about requests. `COMMANDS` need the admin key if one is set. A valid proof
+of the control token replaces both keys. With `--require-control-proof` only the proof counts. An invalid proof is
+refused on every path.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from pdserve.server.http.request_context import CLIENT_OF_SCOPE, GENERATING
 PUBLIC = frozenset({"/health", "/health_generate", "/ready", "/readiness", "/metrics"})
 OPEN = PUBLIC | {CHALLENGE_PATH}
 SECURITY_HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
-"""Answers are data of one client: no browser shall guess at them, nobody between shall keep them."""
+"""Responses contain the data of one client: browsers must not sniff their type, proxies must not store them."""
 PREFLIGHT_S = 600
 
 
 def install(app: FastAPI, config: AccessConfig, max_body_bytes: int, proof: ControlProof) -> None:
-    """Put the rules around all that `app` has so far."""
+    """Add the access middleware outside all middleware that `app` has so far."""
     app.add_middleware(AccessMiddleware, config=config, bodies=BodyBudget(max_body_bytes), proof=proof)
     if config.origins:
         app.add_middleware(
@@ -57,7 +58,7 @@ def install(app: FastAPI, config: AccessConfig, max_body_bytes: int, proof: Cont
 
 
 class _StrangerError(Exception):
-    """A request that may not ask, and the answer to it."""
+    """A request without valid credentials; carries the refusal and its headers."""
 
     def __init__(self, refusal: HttpRefusal, headers: Mapping[str, str]) -> None:
         super().__init__(refusal.message)
@@ -66,7 +67,7 @@ class _StrangerError(Exception):
 
 
 class AccessMiddleware:
-    """ASGI: refuses who may not ask, and who asks too much at a time."""
+    """ASGI middleware: refuses unauthorized requests, and requests beyond a client's limit."""
 
     def __init__(self, app: ASGIApp, config: AccessConfig, bodies: BodyBudget, proof: ControlProof) -> None:
         self._app = app
@@ -118,10 +119,10 @@ class AccessMiddleware:
             hold.close()
 
     def _digest(self, scope: Scope, headers: Headers) -> bytes | None:
-        """The digest that the body of a request with a good proof must have; None of one without a proof that may ask.
+        """Authenticate a request. Return the digest that its signed body must have; None for a request without a proof.
 
         Raises:
-            _StrangerError: it may not ask.
+            _StrangerError: the request is not authorized.
         """
         path, given = scope["path"], headers.get(PROOF_HEADER)
         if given is not None:
@@ -134,7 +135,7 @@ class AccessMiddleware:
         if self._proof.required:
             raise _StrangerError(*control_proof.refusal(None))
         if not self._keys.may(headers.get("authorization"), command=path in COMMANDS):
-            text = "this needs a valid API key as Authorization: Bearer KEY"
+            text = "this path needs a valid API key as Authorization: Bearer KEY"
             raise _StrangerError(HttpRefusal(401, text, "invalid_api_key"), {"WWW-Authenticate": "Bearer"})
         return None
 
@@ -148,7 +149,7 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
 
     def _client(self, scope: Scope, headers: Headers) -> str:
-        """Whose request this is: see `pdserve.base.clients`."""
+        """Return the client that a request is counted for; see `pdserve.base.clients`."""
         key = self._keys.find(headers.get("authorization"))
         if key is not None and not self._proxies:
             return f"key {key}"
@@ -163,7 +164,7 @@ def _refused(refusal: HttpRefusal, headers: Mapping[str, str] | None = None) -> 
 
 
 def _counted(receive: Receive, hold: BodyHold) -> Receive:
-    """`receive` of a body that must be whole in time, and for which there must be room."""
+    """Wrap `receive`: the body must be complete within `BODY_TIMEOUT_S` and fit into the body budget."""
     deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
     is_whole = False
 
@@ -175,7 +176,7 @@ def _counted(receive: Receive, hold: BodyHold) -> Receive:
             async with asyncio.timeout_at(deadline):
                 message = await receive()
         except TimeoutError as error:
-            text = f"the body did not come within {BODY_TIMEOUT_S:g} s"
+            text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
             raise RequestError(text, status=408, code="body_timeout") from error
         is_whole = not message.get("more_body", False)
         hold.add(len(message.get("body", b"")))

@@ -1,8 +1,8 @@
-"""Requests that prove the control token, as routers send them: the server's side of `base/session_proof`.
+"""Verifies requests that prove the control token, as routers send them: the server side of `base/session_proof`.
 
-    GET /control_challenge?nonce=N    {"nonce": ours, "proof": MAC}; 409 where this server has no control token
+    GET /control_challenge?nonce=N    {"nonce": server nonce, "proof": MAC}; 409 if this server has no control token
 
-Made by `app`, asked by `access`.
+`app` creates a `ControlProof`; the access middleware calls it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pdserve.server.http.json_http import json_response
 
 NO_TOKEN = "this server has no control token; set PDSERVE_CONTROL_TOKEN alike on router and servers"
 REQUIRED = (
-    "this server takes only requests that prove the control token (--require-control-proof), as a router with "
+    "this server accepts only requests that prove the control token (--require-control-proof), as a router with "
     "--worker-control-proof sends them; an API key is not enough"
 )
 
 
 class ControlProof:
-    """The proofs of one application. `token` empty: there is none. `required`: nothing else lets a request in."""
+    """Verifies the proofs of one application. `token` empty: no control token. `required`: every request needs a proof."""
 
     def __init__(self, token: str, *, required: bool, now: Callable[[], float] = time.monotonic) -> None:
         self._verifier = SessionVerifier(worker_key(token)) if token else None
@@ -38,17 +38,17 @@ class ControlProof:
         self.required = required
 
     def install(self, app: FastAPI) -> None:
-        """Add the path of challenges."""
+        """Add the challenge route."""
 
         @app.get(CHALLENGE_PATH, response_model=None)
         async def get_control_challenge(request: Request) -> Response:
             return self._challenge(request.query_params.get("nonce", ""))
 
     def check(self, scope: Scope, header: str) -> bytes:
-        """Take the proof in a request's header; returns the digest that its body must have.
+        """Verify the proof in a request's header; return the digest that its body must have.
 
         Raises:
-            ProofError: it is not good, or this server has no token.
+            ProofError: the proof is invalid, or this server has no control token.
         """
         if self._verifier is None:
             raise ProofError(NO_TOKEN)
@@ -67,7 +67,7 @@ class ControlProof:
 
 
 def refusal(error: ProofError | None) -> tuple[HttpRefusal, Mapping[str, str]]:
-    """The answer to a request whose proof was bad, or missing (None) where one is required, and its headers."""
+    """Return the refusal and its headers for an invalid proof, or for a missing one where required (`error` None)."""
     code, text = "control_proof_required", REQUIRED
     if error is not None:
         code, text = EXPIRED if isinstance(error, ProofExpiredError) else INVALID, str(error)
@@ -75,9 +75,10 @@ def refusal(error: ProofError | None) -> tuple[HttpRefusal, Mapping[str, str]]:
 
 
 def signed(receive: Receive, digest: bytes) -> Receive:
-    """`receive` of a body that must have this digest: its last part is an error otherwise, so no handler has it whole.
+    """Wrap `receive`: the SHA-256 of the body must be `digest`.
 
-    A handler that does not read the body is not told, and acts on nothing in it.
+    A wrong digest fails the last part, so a handler never gets a wrong body in full. A handler that does not read the
+    body gets no error, and uses nothing of the body.
     """
     seen = hashlib.sha256()
 

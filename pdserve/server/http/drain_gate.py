@@ -1,9 +1,9 @@
-"""Who is let in to generate: counts the calls inside, and refuses those that come to the wrong server or too late.
+"""Admits generating calls: counts the running ones, refuses new ones while draining or when sent to the wrong role.
 
-    open ── close(why) ──> closed: 503 for whoever comes; those inside go on ──> empty
+    open ── close(why) ──> closed: new calls get a 503, running calls continue ──> empty
 
-One for each role that a server has in its life; put around the application by `app`, closed by `host` when the role
-changes, and for good when the server ends. Event loop only.
+Each role that a server takes has its own gate. `app` installs it as a middleware. `lifecycle/instance.py` closes it
+when the role changes, and for good when the server shuts down. Event loop only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdserve.server.http.request_context import GENERATING
 
 
 class DrainGate:
-    """That of a server whose role is `role`."""
+    """The drain gate of a server with the role `role`."""
 
     def __init__(self, role: DisaggMode) -> None:
         self._role = role
@@ -33,47 +33,49 @@ class DrainGate:
 
     @property
     def takes(self) -> str:
-        """For `ROLE_HEADER`: the role in which new requests are taken."""
+        """Value of `ROLE_HEADER`: the role in which new requests are accepted, or `NO_ROLE` once closed."""
         return self._role if self._why is None else NO_ROLE
 
     @property
     def num_inside(self) -> int:
-        """Calls that have come in and whose answers have not ended."""
+        """Number of admitted calls whose responses have not ended."""
         return self._num_inside
 
     def close(self, why: RequestError, *, for_good: bool = False) -> None:
-        """Refuse whoever comes from now on; `for_good` when the server ends, which routers learn from `/health`."""
+        """Refuse new calls with `why`. `for_good`: the server shuts down, which routers see in `/health`."""
         self._why = why
         self._for_good = for_good
 
     def require_staying(self) -> None:
-        """Raise what new calls are refused with, if the server ends."""
+        """Raise the refusal of new calls if the server shuts down."""
         if self._for_good:
             self.require_open()
 
     def require_open(self) -> None:
-        """Raise what new calls are refused with, if they are."""
+        """Raise the refusal of new calls if the gate is closed."""
         if self._why is not None:
             raise self._why
 
     def refusal(self, wanted: str | None) -> RequestError | None:
-        """Why a call that is meant for a server of the role `wanted` is not let in; None: it is."""
+        """Return the refusal of a call that is meant for a server of the role `wanted` (None: any); None if it is
+        admitted.
+        """
         if self._why is not None or wanted in (None, self._role):
             return self._why
-        text = f"this request is for a {wanted!r} server, and this is a {self._role!r} one (--disaggregation-mode)"
+        text = f"this request is for a {wanted!r} server, and this is a {self._role!r} server (--disaggregation-mode)"
         return RequestError(text, status=503, code="wrong_role", retry_after_s=1)
 
     def enter(self) -> None:
-        """A call comes in."""
+        """Count an admitted call."""
         self._num_inside += 1
 
     def leave(self) -> None:
-        """Its answer has ended."""
+        """Count the end of an admitted call's response."""
         self._num_inside -= 1
         self._left.set()
 
     async def empty(self, timeout_s: float) -> bool:
-        """Wait until nobody is inside; False when somebody still is after `timeout_s`."""
+        """Wait until no admitted call runs; return False if some still run after `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._num_inside:
@@ -83,7 +85,7 @@ class DrainGate:
 
 
 class DrainGateMiddleware:
-    """ASGI: generating calls go through the door."""
+    """ASGI middleware: passes generating calls through the drain gate."""
 
     def __init__(self, app: ASGIApp, drain_gate: DrainGate) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""JSON bodies in and out: bounded reading, precise refusals, fast writing. Used by every endpoint."""
+"""JSON bodies of requests and responses: bounded reading, errors that name the field. Used by every endpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdserve.errors import EngineDeadError, PdserveError, RequestError
 
 
 def describe(error: PdserveError) -> tuple[int, dict[str, Any]]:
-    """HTTP status and body of an error of ours."""
+    """Return the HTTP status and the body of a pdserve error."""
     if isinstance(error, RequestError):
         return error.status, error_object(error.message, error.status, param=error.field, code=error.code)
     if isinstance(error, EngineDeadError):
@@ -28,7 +28,7 @@ def describe(error: PdserveError) -> tuple[int, dict[str, Any]]:
 
 
 def error_response(error: PdserveError) -> Response:
-    """The answer to a request that failed before its first byte; says when to come back where that is known."""
+    """Build the response to a request that failed before its first byte; sets `Retry-After` (seconds) if known."""
     status, body = describe(error)
     retry_after_s = error.retry_after_s if isinstance(error, RequestError) else None
     headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
@@ -36,7 +36,7 @@ def error_response(error: PdserveError) -> Response:
 
 
 def error_event(error: PdserveError) -> bytes:
-    """The last event but one of a stream that failed after its first byte."""
+    """Build the error event of a stream that failed after its first byte; only the end event follows."""
     return b"data: " + orjson.dumps(describe(error)[1]) + b"\n\n"
 
 
@@ -58,7 +58,7 @@ async def _on_bug(_: Request, error: Exception) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make `app` answer every error in this form."""
+    """Install handlers that answer every error as an OpenAI error object."""
     app.add_exception_handler(PdserveError, _on_pdserve_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
@@ -67,24 +67,24 @@ def install_error_handlers(app: FastAPI) -> None:
 T = TypeVar("T")
 
 SHALLOW = 200
-"""A body with so few brackets cannot be too deep."""
+"""A body with at most this many brackets cannot be nested too deeply."""
 BODIES = "pdserve.bodies"
-"""Where a request's scope has the `BodyBudget` of its application; put there by `access`."""
+"""Key in a request's ASGI scope of the application's `BodyBudget`; set by `access`."""
 EXPLAINED_BYTES = 1 << 20
-"""In larger ones `NaN` is not looked for: Python's own parser takes many times as long."""
+"""Larger bodies are not parsed again to accept `NaN`: Python's own parser takes many times as long."""
 
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"unknown field `(.*?)`")
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """`value` as a JSON answer."""
+    """Build a JSON response."""
     data = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
     return Response(data, status_code=status, headers=headers, media_type="application/json")
 
 
 async def read_body(request: Request, max_bytes: int) -> list[bytes]:
-    """The whole body, in parts.
+    """Read the whole body, in parts.
 
     Raises:
         RequestError: 413 as soon as it is known to be larger than `max_bytes`.
@@ -106,7 +106,7 @@ async def read_body(request: Request, max_bytes: int) -> list[bytes]:
 
 
 async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The body as a JSON object. `NaN` and `Infinity` are let through, so that the check of the field can name it.
+    """Read the body as a JSON object. `NaN` and `Infinity` are accepted here, so that the field's check can name them.
 
     Raises:
         RequestError: 400 for malformed JSON or another type than an object, 413 when too large.
@@ -129,7 +129,7 @@ def _parse(data: bytes) -> Any:
     try:
         value = orjson.loads(data)
         if data.count(b"[") + data.count(b"{") > SHALLOW:
-            orjson.dumps(value)  # refuses what is nested deeper than 254 levels, as anyone would who wrote it again
+            orjson.dumps(value)  # fails on more than 254 levels, which could not be serialized again later
         return value
     except orjson.JSONEncodeError as error:
         del value  # the traceback keeps this frame
@@ -140,14 +140,14 @@ def _parse(data: bytes) -> Any:
         raise malformed
     try:
         value = json.loads(data)
-        orjson.dumps(value)  # refuses lone surrogates, which no tokenizer or socket takes
+        orjson.dumps(value)  # fails on lone surrogates, which tokenizers and sockets do not accept
     except (ValueError, RecursionError, TypeError) as error:
         raise malformed from error
     return value
 
 
 def convert(value: Any, kind: type[T], *, prefix: str = "") -> T:
-    """`value` as the msgspec struct `kind`.
+    """Convert `value` to the msgspec struct `kind`.
 
     Raises:
         RequestError: 400 naming the field (as a path, e.g. `sampling_params.top_k`) that has the wrong type.
@@ -165,10 +165,10 @@ def convert(value: Any, kind: type[T], *, prefix: str = "") -> T:
 
 
 def refuse_unsupported(body: dict[str, Any], names: Iterable[str], *, prefix: str = "") -> dict[str, Any]:
-    """`body` without the fields `names`, which pdserve does not honour.
+    """Return `body` without the fields `names`, which pdserve does not support.
 
     Raises:
-        RequestError: 400 naming the field, when one of them asks for something (is not null, false, 0 or empty).
+        RequestError: 400 naming the field, if one of them is set (not null, false, 0 or empty).
     """
     refused = set(names)
     for name in sorted(refused & body.keys()):
@@ -179,7 +179,7 @@ def refuse_unsupported(body: dict[str, Any], names: Iterable[str], *, prefix: st
 
 
 def scalar_or_list(value: Any, count: int, field: str, kinds: type | tuple[type, ...]) -> list[Any]:
-    """A field that may be given once for all prompts, or as a list with one entry for each.
+    """Expand a field that is given once for all prompts, or as a list with one entry per prompt.
 
     Raises:
         RequestError: 400 naming `field`, for a wrong type or a list of another length than `count`.

@@ -1,7 +1,7 @@
-"""Which HTTP call the running task works for, and when it arrived. Set by a middleware, read by the engine client.
+"""The HTTP call that the running task serves. A middleware sets it; the engine client and `GrammarCheck` read it.
 
-A request's sequences are submitted deep inside its endpoint; who tells of them wants to know when the call came, on
-which path, and as part of which trace. A context variable says so without passing through every endpoint.
+A request's sequences are submitted deep inside its endpoint. Statistics and tracing need the call's arrival time, path
+and trace. A context variable carries them without a parameter in every endpoint.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pdserve.observe.tracing import CallSpan
 
 GENERATING = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses"})
-"""Paths whose calls are told of."""
+"""Paths that generate tokens: only their calls are recorded."""
 REQUEST_ID_HEADER = b"x-request-id"
 CLIENT_OF_SCOPE = "pdserve.client"
-"""Where `access` leaves who asks."""
+"""Key in the ASGI scope of the client's name; set by `access`."""
 MAX_REQUEST_ID_BYTES = 256
-"""What is told of a longer one."""
+"""Longer request ids are cut to this length."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HttpCall:
-    """One HTTP call: its path, when it arrived (wall time, monotonic), its `X-Request-Id` (which routers send), and its
-    span where it is traced.
+    """One HTTP call. `arrived_at` is Unix time in seconds, `arrived_s` is monotonic time in seconds.
+
+    `request_id` is the `X-Request-Id` header (routers send it), None without one. `span` is None if the call is not
+    traced.
     """
 
     path: str
@@ -37,27 +39,27 @@ class HttpCall:
     request_id: str | None
     span: CallSpan | None
     client: str = ""
-    """Who asks, as `access` knows clients."""
+    """The client, as `access` names clients."""
 
     @property
     def traceparent(self) -> str | None:
-        """Of its span."""
+        """W3C `traceparent` of the call's span; None if the call is not traced."""
         return None if self.span is None else self.span.traceparent
 
 
 _CURRENT: contextvars.ContextVar[HttpCall | None] = contextvars.ContextVar("http_call", default=None)
 
 OpenSpan = Callable[[str, dict[str, str]], AbstractContextManager[CallSpan]]
-"""From path and headers (lower case) to a span that lasts as long as the block."""
+"""Maps path and headers (lower case) to a span that lasts as long as the `with` block."""
 
 
 def current_call() -> HttpCall | None:
-    """The call that this task works for; None outside of one, as for health probes."""
+    """Return the call that this task serves; None outside of a generating call, as for health probes."""
     return _CURRENT.get()
 
 
 class CallMiddleware:
-    """ASGI: notes each generating call; `open_span` where calls are traced."""
+    """ASGI middleware: records each generating call. `open_span`: opens a span per call; None: no tracing."""
 
     def __init__(self, app: ASGIApp, open_span: OpenSpan | None) -> None:
         self._app = app

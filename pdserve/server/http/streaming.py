@@ -1,7 +1,7 @@
-"""Answers that take a while: server-sent events, and waiting with an eye on the client.
+"""Long-running responses: server-sent events, and cancellation when the client disconnects.
 
-A stream's status is sent with its first event, so that a request refused by the scheduler still gets its true status.
-A client that goes away ends the work at once, even while nothing is being sent.
+A stream's status is sent with its first event, so a request that the scheduler refuses still gets its own status. A
+disconnect cancels the work at once, even while nothing is being sent.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection before the answer was ready; nobody will read what is answered now."""
+    """The client closed its connection before the response was ready."""
 
 
 def event(value: Any) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
@@ -41,10 +41,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client of `request` (whose body has been read) goes away.
+    """Return the result of `work`; cancel it when the client of `request` disconnects. The body must have been read.
 
     Raises:
-        ClientGoneError: the client went away.
+        ClientGoneError: the client disconnected.
     """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request.receive))
@@ -60,7 +60,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def collect(generation: Generation, count: int) -> list[GenerationUpdate]:
-    """All of a generation's `count` sequences, each merged into one update."""
+    """Read a generation to its end and merge each of its `count` sequences into one update."""
     whole = [GenerationUpdate(index) for index in range(count)]
     async with generation:
         async for update in generation:
@@ -69,12 +69,12 @@ async def collect(generation: Generation, count: int) -> list[GenerationUpdate]:
 
 
 async def first_event(events: AsyncGenerator[bytes, None]) -> bytes:
-    """The first of `events`, or the error that came instead."""
+    """Return the first of `events`, or raise its error."""
     return await anext(events)
 
 
 async def stream_response(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
-    """A stream of `events`, begun once the first of them is there; errors before that are raised.
+    """Build the response that streams `events`, started once the first event is available; earlier errors are raised.
 
     `events` owns its generation and closes it when it ends or is closed.
     """
@@ -82,7 +82,7 @@ async def stream_response(request: Request, events: AsyncGenerator[bytes, None])
 
 
 class EventStream(Response):
-    """Server-sent events; stops and closes their source when the client goes away. `done` ends the stream."""
+    """Server-sent events; closes their source when the client disconnects. `done` is the last event."""
 
     media_type = "text/event-stream"
 
@@ -117,7 +117,7 @@ class EventStream(Response):
         except PdserveError as error:
             await body(error_event(error))
         except OSError:
-            return  # the client is gone
+            return  # the client has disconnected
         except Exception:
             log.exception("a stream failed")
             await body(error_event(PdserveError("internal error")))

@@ -1,4 +1,4 @@
-"""Certificates to the `ssl` context of a server. Called at start-up, before anything is loaded, and by `run`."""
+"""Builds the `ssl` context of a server from its certificates. Called by `launch_server` first of all, and by `run`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pdserve.errors import ConfigError
 
 
 def server_tls(config: AccessConfig) -> ssl.SSLContext | None:
-    """For the HTTP port; None: plain HTTP.
+    """Return the TLS context of the HTTP port; None for plain HTTP.
 
     Raises:
-        ConfigError: a file is no certificate or key, they do not belong together, or the password is wrong.
+        ConfigError: a file is not a certificate or key, the two do not match, or the password is wrong.
     """
     if config.ssl_certfile is None:
         return None
