@@ -30,7 +30,9 @@ REQUIRED = (
 
 
 class ControlProof:
-    """Verifies the proofs of one application. `token` empty: no control token. `required`: every request needs a proof."""
+    """Verifies the proofs of one application. `token` empty: no control token. `required`: requests without a proof
+    fail.
+    """
 
     def __init__(self, token: str, *, required: bool, now: Callable[[], float] = time.monotonic) -> None:
         self._verifier = SessionVerifier(worker_key(token)) if token else None

@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizer, chat templates, parsers of what models write, detokenizer, stop strings."""
+"""Text processing: tokenizer, chat templates, parsers for reasoning and tool calls, detokenizer, stop strings."""

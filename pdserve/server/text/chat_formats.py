@@ -1,4 +1,4 @@
-"""Which formats the answers of this server's model come in. Made once by `create_app`, from flags and chat template."""
+"""Selects the reasoning and tool-call formats of this server's model, from flags and chat template, in `create_app`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ChatFormats:
-    """`tools`: how calls are written, None: the server cannot tell, and answers stay text.
+    """Formats of a model's output.
 
-    `thinking`: how thoughts are, None: they are content. `harmony`: one format for both.
+    `tools`: the tool-call format; None: unknown, so calls remain content. `thinking`: the reasoning format; None:
+    reasoning remains content. `harmony`: the gpt-oss format, which covers both.
     """
 
     tools: type[ToolFormat] | None = None
@@ -27,16 +28,16 @@ class ChatFormats:
 
     @classmethod
     def of(cls, serving: ServingConfig, tokenizer: Tokenizer | None) -> ChatFormats:
-        """What the flags name; `auto` is looked up in the chat template."""
+        """Select the formats that the flags name; `auto` detects them from the chat template."""
         template = (tokenizer.chat.text(tools=True) if tokenizer is not None else None) or ""
         tools: str | None = serving.tool_call_parser
         reasoning: str | None = serving.reasoning_parser
         if tools == "auto":
             tools = detect_tools(template)
-            log.info("tool calls are read as %s, by the chat template (--tool-call-parser)", tools or "text")
+            log.info("tool-call parser from the chat template: %s (--tool-call-parser)", tools or "none")
         if reasoning == "auto":
             reasoning = detect_reasoning(template)
-            log.info("reasoning is read as %s, by the chat template (--reasoning-parser)", reasoning or "content")
+            log.info("reasoning parser from the chat template: %s (--reasoning-parser)", reasoning or "none")
         return cls(
             TOOL_FORMATS[tools] if tools is not None and tools != "none" else None,
             THINKING.get(reasoning) if reasoning is not None else None,

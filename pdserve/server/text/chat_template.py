@@ -1,7 +1,7 @@
-"""Chat templates: which one a request uses, what it takes, and the prompt it makes. Owned by the tokenizer.
+"""Chat templates: selects the template of a request, detects its features, renders the prompt. Owned by the tokenizer.
 
-Templates run in transformers' immutable sandbox, with JSON values only. Whatever a template raises is a refusal of the
-messages: it is a program of the model's author, who checks roles and their order in it.
+Templates run in transformers' immutable sandbox, with JSON values only. Any exception of a template counts as a refusal
+of the messages: templates check roles and their order.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PROBE = "pdserve-probe"
 
 @dataclasses.dataclass(frozen=True)
 class TemplateFacts:
-    """What a template wants, found out by trying.
+    """Features of a template, detected by rendering test conversations.
 
-    `parts`: a message's content as a list of parts, not as a string. `text_arguments`: the arguments of a past tool
-    call as JSON text, not as an object. `developer`: it knows the role of that name.
+    `parts`: message content must be a list of parts, not a string. `text_arguments`: the arguments of a past tool call
+    must be JSON text, not an object. `developer`: the template handles the role `developer`.
     """
 
     parts: bool = False
@@ -34,15 +34,15 @@ class TemplateFacts:
 
 
 def built_in_names() -> list[str]:
-    """Names that `--chat-template` takes beside files."""
+    """Return the built-in template names that `--chat-template` accepts beside files."""
     return sorted(path.stem for path in BUILT_IN.glob("*.jinja"))
 
 
 def read_template(name: str) -> str:
-    """The text of a built-in template or of a file.
+    """Read a built-in template or a template file.
 
     Raises:
-        ConfigError: there is neither, or it is no text.
+        ConfigError: neither exists, or the file is not UTF-8 text.
     """
     known = BUILT_IN / f"{name}.jinja"
     path = known if name in built_in_names() else Path(name)
@@ -51,18 +51,19 @@ def read_template(name: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(built_in_names())
         raise ConfigError(
-            f"cannot read the chat template {name}: {error}; built in are {names}", field="chat_template"
+            f"cannot read the chat template {name}: {error}; built-in templates: {names}", field="chat_template"
         ) from error
 
 
 class ChatTemplates:
-    """The templates of one model. Safe in all threads."""
+    """The templates of one model. Thread-safe."""
 
     def __init__(self, hf_tokenizer: Any, override: str | None) -> None:
-        """`hf_tokenizer`: of transformers, with its own template or several. `override`: one that replaces them.
+        """`hf_tokenizer`: a tokenizer of transformers with its template or templates. `override`: a template that
+        replaces them.
 
         Raises:
-            ConfigError: `override` is no Jinja.
+            ConfigError: `override` is not valid Jinja.
         """
         self._hf = hf_tokenizer
         self._override = override
@@ -71,7 +72,7 @@ class ChatTemplates:
             self._check_syntax(override)
 
     def text(self, *, tools: bool = False) -> str | None:
-        """The template for a request, which some models have two of: with and without tools."""
+        """Return the template for a request with or without tools; None if the model has none."""
         own = self._hf.chat_template if self._override is None else self._override
         if not isinstance(own, dict):
             return None if own is None else str(own)
@@ -80,7 +81,7 @@ class ChatTemplates:
         return None if found is None else str(found)
 
     def facts(self, template: str) -> TemplateFacts:
-        """What `template` wants; found out once."""
+        """Return the features of `template`; detected once and cached."""
         facts = self._facts.get(template)
         if facts is None:
             if len(self._facts) >= NUM_REMEMBERED:
@@ -89,7 +90,7 @@ class ChatTemplates:
         return facts
 
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """The prompt of a conversation. `options`: tools, documents, and variables for the template.
+        """Render a conversation to a prompt. `options`: tools, documents, and variables for the template.
 
         Raises:
             RequestError: 400 naming `messages`, when the template refuses them.
@@ -106,9 +107,9 @@ class ChatTemplates:
         try:
             self._render(template, [{"role": "user", "content": _PROBE}], {})
         except TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template is no Jinja: {error}", field="chat_template") from error
+            raise ConfigError(f"the chat template is not valid Jinja: {error}", field="chat_template") from error
         except Exception:
-            return  # it may refuse this conversation, and take others
+            return  # the template may refuse this conversation and accept real ones
 
     def _try_out(self, template: str) -> TemplateFacts:
         text = self._attempt(template, [{"role": "user", "content": _PROBE}])
@@ -122,7 +123,7 @@ class ChatTemplates:
         return TemplateFacts(parts, wants_text and text_works, developer)
 
     def _with_call(self, template: str, arguments: Any, *, parts: bool) -> str:
-        """A conversation with a past call of a tool, as text."""
+        """Render a conversation with a past tool call."""
         user: Any = [{"type": "text", "text": "u"}] if parts else "u"
         call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
         messages: list[dict[str, Any]] = [

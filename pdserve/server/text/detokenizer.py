@@ -1,11 +1,11 @@
-"""Token ids to text, one token at a time, in constant time per token.
+"""Incremental detokenization: token ids to text, in constant time per token.
 
-One `Detokenizer` per sequence, owned by the engine client. It is two small machines in a row:
+The engine client owns one `Detokenizer` per sequence. It has two stages:
 
-    token ids ─> TextDecoder ─> text ─> StopMatcher, RegexMatcher ─> text that is safe to show
+    token ids ─> TextDecoder ─> text ─> StopMatcher, RegexMatcher ─> text that may be sent
 
-`TextDecoder` never lets half a character out: bytes of an unfinished UTF-8 character wait for the rest, and are dropped
-if the sequence ends first. `StopMatcher` holds back text that may be the beginning of a stop string.
+`TextDecoder` emits whole characters only: bytes of an incomplete UTF-8 character wait for the rest, and are dropped if
+the sequence ends first. `StopMatcher` holds back text that may be the beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from pdserve.server.generation import GenerationUpdate
 from pdserve.server.text.stop_regex import SLOW_LOOKS, RegexMatcher
 
 REPLAYED_AT_ONCE = 256
-"""Tokens of a broken stream that are detokenized without a turn for other tasks: a few milliseconds."""
+"""Tokens of a resumed stream that are detokenized before the event loop serves other tasks: a few milliseconds."""
 
 
 class TextDecoder(Protocol):
-    """Text of one growing token sequence."""
+    """Decodes one growing token sequence."""
 
     def push(self, token_id: int) -> str:
-        """The whole characters that `token_id` completes; often one token's text, sometimes empty."""
+        """Return the whole characters that `token_id` completes; often one token's text, sometimes empty."""
         ...
 
 
 class BytesOfToken(Protocol):
-    """The raw bytes of a token; empty for special tokens that are skipped, and for ids without a token."""
+    """Returns the raw bytes of a token; empty for skipped special tokens and for ids without a token."""
 
     def __call__(self, token_id: int, *, skip_special: bool) -> bytes: ...
 
@@ -62,13 +62,13 @@ class ByteDecoder:
 
 
 class StepDecoder(Protocol):
-    """What `tokenizers.decoders.DecodeStream` offers, bound to its tokenizer."""
+    """The `step` method of `tokenizers.decoders.DecodeStream`, bound to its tokenizer."""
 
     def __call__(self, token_id: int) -> str | None: ...
 
 
 class StreamDecoder:
-    """`TextDecoder` for any other vocabulary, over the tokenizer library's own decode stream."""
+    """`TextDecoder` for all other vocabularies, over the tokenizer library's `DecodeStream`."""
 
     def __init__(self, step: StepDecoder) -> None:
         self._step = step
@@ -79,7 +79,7 @@ class StreamDecoder:
 
 
 class NoText:
-    """`TextDecoder` of a server without a tokenizer: there is no text."""
+    """`TextDecoder` of a server without a tokenizer: all text is empty."""
 
     def push(self, token_id: int) -> str:
         """See `TextDecoder.push`."""
@@ -89,7 +89,7 @@ class NoText:
 class StopMatcher:
     """Finds stop strings in text that arrives in pieces of any size.
 
-    The match is the one that ends first, and of those the longest; so it does not depend on how the text was cut.
+    The match is the one that ends first, and the longest of those. So it does not depend on how the text was split.
     """
 
     def __init__(self, stops: Sequence[str], *, keep_match: bool) -> None:
@@ -99,7 +99,10 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, piece: str) -> str:
-        """Text that may be shown now; after a match it is what stands before it (and the match, if kept)."""
+        """Append `piece`; return the text that may be sent now.
+
+        After a match that is the text before the match (and the match itself with `keep_match`).
+        """
         if not self._stops or not piece:
             return piece
         text = self._held + piece
@@ -113,7 +116,7 @@ class StopMatcher:
         return text[: len(text) - hold]
 
     def flush(self) -> str:
-        """Text that was held back; the sequence has ended, so that it can be no stop string any more."""
+        """Return the text that was held back; the sequence has ended, so that text is no stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -135,7 +138,7 @@ class StopMatcher:
 
 
 class Detokenizer:
-    """One sequence's text. `push` each token in order, then `finish` unless `stopped` is set."""
+    """Detokenizes one sequence. Call `push` for each token in order, then `finish` unless `stopped` is set."""
 
     def __init__(self, decoder: TextDecoder, sampling: CoreSamplingParams) -> None:
         self._decoder = decoder
@@ -146,11 +149,13 @@ class Detokenizer:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string or pattern that ended the text."""
+        """The stop string or pattern that ended the text; None so far."""
         return self._stops.matched or self._patterns.matched
 
     def push(self, token_id: int) -> str:
-        """New text that is safe to show. Text of the first `min_new_tokens` tokens is not searched for stop strings."""
+        """Append a token; return the new text that may be sent. Stop strings are ignored in the first `min_new_tokens`
+        tokens.
+        """
         self._num_tokens += 1
         piece = self._decoder.push(token_id)
         if self._num_tokens < self._min_tokens:
@@ -159,10 +164,10 @@ class Detokenizer:
         return text if self._stops.matched is None else text + self._patterns.flush()
 
     async def replay(self, token_ids: Sequence[int]) -> str:
-        """The text that another server has shown of these tokens, before it broke off. Others have turns meanwhile.
+        """Return the text of tokens that another server has already sent. The event loop serves other tasks in between.
 
         Raises:
-            RequestError: 400, the text ends in them.
+            RequestError: 400, a stop string ends the text within these tokens.
         """
         pieces = []
         for number, token_id in enumerate(token_ids, start=1):
@@ -173,22 +178,22 @@ class Detokenizer:
                 await asyncio.sleep(0)
         text = "".join(pieces)
         if self.stopped is not None:
-            raise RequestError(f"{RESUME_FIELD} has tokens behind a stop string", field=RESUME_FIELD)
+            raise RequestError(f"{RESUME_FIELD} has tokens after a stop string", field=RESUME_FIELD)
         return text
 
     def finish(self) -> str:
-        """What was held back as a possible stop string. Bytes of an unfinished character are dropped."""
+        """Return the text that was held back as a possible stop string. Bytes of an incomplete character are lost."""
         return self._patterns.push(self._stops.flush()) + self._patterns.flush()
 
 
 ABORTED_STATUS = 499
-"""Status of an abort that somebody asked for."""
+"""HTTP status of a requested abort."""
 
 
 def refusal(finish: FinishReason | None) -> RequestError | None:
-    """The error that a sequence ended with, None where it ended well or not yet.
+    """Return the error that a sequence ended with; None if it succeeded or still runs.
 
-    An abort that was asked for ends well: its client gets the text so far. As an error, routers would try it again.
+    A requested abort is no error: its client gets the text so far. Routers would retry an error.
     """
     if finish is None or finish.type != "abort" or finish.status_code in (None, ABORTED_STATUS):
         return None
@@ -207,9 +212,7 @@ def refusal(finish: FinishReason | None) -> RequestError | None:
 def detokenize_output(
     index: int, detokenizer: Detokenizer, output: EngineCoreOutput, *, keep_stop: bool
 ) -> GenerationUpdate:
-    """The update that `output` makes; cut at a stop string, and without the text of a stop token unless it is
-    wanted.
-    """
+    """Convert `output` to an update. The text is cut at a stop string, and omits a stop token unless `keep_stop`."""
     update = GenerationUpdate(index, prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens)
     update.finish, update.timing = output.finish, output.timing
     if output.prompt_logprobs is not None:

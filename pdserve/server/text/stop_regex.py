@@ -1,9 +1,9 @@
 """Stop patterns: regular expressions of clients, searched in text that arrives in pieces.
 
-Made by `Detokenizer` for sequences that ask for it. A pattern is a program of a stranger's: `grammar_check` has had it
-compiled elsewhere before a thread compiles it here, each look has a time limit, and so have all slow looks of a
-sequence together. The looks of all sequences share one more budget, `SlowLooks`, because they all run on the event
-loop. A look sees no further back than `CONTEXT_CHARS`, so that a long answer costs no more per token than a short one.
+`Detokenizer` makes a `RegexMatcher` for each sequence. Patterns are untrusted: `grammar_check` compiles a pattern in
+the compile worker before a thread compiles it here. Each search has a time limit, and so have all slow searches of a
+sequence together. The searches of all sequences run on the event loop, so they share one more budget, `SlowLooks`. A
+search looks back at most `CONTEXT_CHARS` characters, so its cost per token does not grow with the output.
 """
 
 from __future__ import annotations
@@ -24,37 +24,41 @@ from pdserve.grammar.bounds import MAX_STOP_REPEATED, check_pattern_size, expand
 MAX_STOP_PATTERNS = 8
 MAX_STOP_CHARS = 1024
 CONTEXT_CHARS = 4096
-"""So much text before the newest piece a pattern can match in, or look back at."""
+"""Characters before the newest piece that a pattern can match or look back at."""
 LOOK_S = 0.05
-"""A pattern that needs longer for one look ends its request. See `FLOOR_S` for when all have less."""
+"""Time limit of one search in seconds of processor time; a slower search fails its request. See `FLOOR_S` for less."""
 SLOW_S = 0.1
-"""Processor time that the patterns of a sequence may take in all, quick looks not counted."""
+"""Processor seconds that the slow searches of one sequence may take in all. Quick searches are not counted."""
 QUICK_S = 0.001
-"""A look that is over by then is not slow."""
+"""Searches of at most this many seconds are quick."""
 SHARED_S = 0.1
-"""Processor time of slow looks that all sequences of the process together may take at once."""
+"""Processor seconds of slow searches that all sequences of the process may take at once: the shared budget."""
 SHARED_RATE = 0.1
-"""Of that budget, seconds that come back in each second."""
+"""Seconds by which the shared budget refills each second."""
 FLOOR_S = 0.005
-"""What a look gets while the shared budget is used up. One of an innocent pattern takes some 0.05 ms."""
+"""Time limit in seconds of a search while the shared budget is used up. A search with a cheap pattern takes some 0.05
+ms.
+"""
 TURN_S = 0.01
-"""After looks of so much processor time the event loop has a turn for others, of `BREATH_S`."""
+"""After searches of this many processor seconds the event loop serves other tasks for `BREATH_S` seconds."""
 BREATH_S = 0.005
 MAX_COMPILING = 1024
 MAX_COMPILING_OF_CLIENT = 256
-"""Different patterns that wait for the thread that compiles them: of all clients, and of one."""
+"""Maximum number of distinct patterns that wait to be compiled: of all clients, and of one client."""
 NEARLY = 0.8
-"""The share of its time that a look has had when the library's clock and ours differ."""
+"""A search that used this share of its time limit counts as timed out, because the library's clock and ours differ."""
 SUSPECT_S = 10.0
-"""After a pattern was too slow for a sequence, looks of others get `FLOOR_S` each and `SUSPECT_SLOW_S` in all."""
+"""Seconds for which a pattern is suspect after it was too slow for one sequence. Searches of other sequences with a
+suspect pattern get `FLOOR_S` each and `SUSPECT_SLOW_S` in all.
+"""
 SUSPECT_SLOW_S = 0.01
-"""Of `SLOW_S`, what sequences with such a pattern get. A sequence whose own looks are quick goes on."""
+"""Replaces `SLOW_S` for sequences with a suspect pattern. A sequence whose own searches are quick continues."""
 MAX_KEPT = 100_000
-"""Expanded size of all compiled patterns that are kept for the next request: about 40 MB."""
+"""Total expanded size of the compiled patterns that are cached: about 40 MB."""
 
 
 def check_stop_regex(patterns: str | Sequence[str] | None, field: str = "stop_regex") -> tuple[str, ...]:
-    """`patterns` as a tuple, if they are not too many, too long, or too large by the look of them. Compiles nothing.
+    """Check the number, length and apparent size of `patterns`; return them as a tuple. Compiles nothing.
 
     Raises:
         RequestError: 400 naming `field`.
@@ -72,10 +76,10 @@ def check_stop_regex(patterns: str | Sequence[str] | None, field: str = "stop_re
 
 
 def compile_own(patterns: str | Sequence[str] | None) -> None:
-    """Compile patterns that the caller's own program has, at once: `SamplingParams` of the Python API.
+    """Compile trusted patterns at once: those of `SamplingParams` of the Python API.
 
     Raises:
-        RequestError: naming `stop_regex`: one is no regular expression, is too large, or matches the empty text.
+        RequestError: naming `stop_regex`: a pattern is no regular expression, is too large, or matches the empty text.
     """
     for pattern in check_stop_regex(patterns):
         try:
@@ -88,21 +92,21 @@ def compile_own(patterns: str | Sequence[str] | None) -> None:
 
 
 class _Compiled:
-    """The newest compiled patterns, as many as `MAX_KEPT` allows. The library's own cache has no bound in bytes."""
+    """LRU cache of compiled patterns, bounded by `MAX_KEPT`. The library's own cache has no bound in bytes."""
 
     def __init__(self) -> None:
         self._suspect_until: dict[str, float] = {}
-        """By pattern that was too slow."""
+        """By suspect pattern: when the suspicion ends, in monotonic seconds."""
         self._kept: collections.OrderedDict[str, tuple[regex.Pattern[str], int]] = collections.OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
 
     def has(self, pattern: str) -> bool:
-        """Whether `get` need not compile it. Any thread."""
+        """Whether the pattern is cached. Any thread."""
         return pattern in self._kept
 
     def get(self, pattern: str) -> regex.Pattern[str]:
-        """`pattern`, compiled. Any thread: the lock is not held while a pattern is compiled."""
+        """Return the compiled pattern. Any thread: the lock is not held while a pattern is compiled."""
         kept = self._kept.get(pattern) or (regex.compile(pattern, cache_pattern=False), expanded_size(pattern))
         with self._lock:
             if pattern not in self._kept:
@@ -114,7 +118,9 @@ class _Compiled:
         return kept[0]
 
     def too_slow(self, pattern: str, *, remember: bool = True) -> RequestError:
-        """The error of a sequence. `remember`: other sequences with the pattern get less time, for `SUSPECT_S`."""
+        """Build the error of a sequence whose pattern timed out. `remember`: mark the pattern as suspect for
+        `SUSPECT_S`.
+        """
         now = time.monotonic()
         self._suspect_until = {text: until for text, until in self._suspect_until.items() if until > now}
         if remember:
@@ -123,24 +129,24 @@ class _Compiled:
         return RequestError(text, field="stop_regex", code="stop_regex_too_slow")
 
     def is_suspect(self, pattern: str) -> bool:
-        """Whether it was too slow for some sequence a short while ago."""
+        """Whether the pattern was too slow for some sequence within the last `SUSPECT_S`."""
         return bool(self._suspect_until) and self._suspect_until.get(pattern, 0.0) > time.monotonic()
 
 
 _COMPILED = _Compiled()
-"""Of this process: requests often bring the same patterns."""
+"""The cache of this process: requests often bring the same patterns."""
 
 
 class PatternThread:
-    """Compiles patterns in a thread of its own, each once: that takes up to 0.1 s. Used on the event loop."""
+    """Compiles each pattern once, in a thread of its own: a pattern takes up to 0.1 s. Used on the event loop."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stop-regex")
         self._compiling: dict[str, tuple[str, asyncio.Future[regex.Pattern[str]]]] = {}
-        """By pattern, the client that asked for it first."""
+        """By pattern: the client that requested it first, and the pending result."""
 
     async def compile(self, patterns: Iterable[str], client: str) -> None:
-        """Return once `RegexMatcher` can have all `patterns` without compiling any. `client` "" is our own program.
+        """Compile `patterns`; afterwards `RegexMatcher` takes them from the cache. An empty `client` is the Python API.
 
         Raises:
             RequestError: 503, `MAX_COMPILING` patterns wait for the thread, or `MAX_COMPILING_OF_CLIENT` of `client`.
@@ -153,7 +159,7 @@ class PatternThread:
             self._compiling[pattern] = client, future
             future.add_done_callback(functools.partial(self._compiled, pattern))
         for future in [self._compiling[pattern][1] for pattern in wanted]:
-            await asyncio.shield(future)  # others wait for it, too
+            await asyncio.shield(future)  # other requests may wait for the same future
 
     def _compiled(self, pattern: str, _: asyncio.Future[regex.Pattern[str]]) -> None:
         del self._compiling[pattern]
@@ -168,30 +174,31 @@ class PatternThread:
 
 
 class SlowLooks:
-    """The slow time that all sequences of a process share. A bucket of `SHARED_S` that refills with `SHARED_RATE`.
+    """The time budget for slow searches that all sequences of a process share: a token bucket.
 
-    An empty bucket refuses no request. It shortens the looks, so that only a look of more than `FLOOR_S` fails.
-    Looks of up to `QUICK_S` take nothing. Used on the event loop.
+    The bucket holds `SHARED_S` seconds and refills with `SHARED_RATE`. An empty bucket refuses no request. It shortens
+    the time limit of searches to `FLOOR_S`, so only slower searches fail. Searches of up to `QUICK_S` take nothing from
+    the bucket. Used on the event loop.
 
-    The library measures a time-out by the processor time of all threads of the process, and would give the
-    interpreter's lock away meanwhile. So a look keeps the lock, and one that had less time of its own than it may have
+    The `regex` library measures a timeout by the processor time of all threads of the process, and with `concurrent`
+    would release the GIL meanwhile. So a search keeps the GIL. A search that timed out before it had used its own limit
     is repeated once.
     """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, worked: Callable[[], float] = time.thread_time
     ) -> None:
-        """`worked`: seconds of processor time that this thread has taken so far."""
+        """`clock`: monotonic seconds. `worked`: processor seconds that this thread has taken so far."""
         self._clock = clock
         self._worked = worked
         self._left_s = SHARED_S
         self._as_of = clock()
         self._since_turn_s = 0.0
         self.last_s = 0.0
-        """Processor time that the newest look took."""
+        """Processor seconds that the newest search took."""
 
     def timeout_s(self) -> float:
-        """How long the next look may take."""
+        """Return the time limit in seconds of the next search."""
         now = self._clock()
         self._left_s = min(SHARED_S, self._left_s + SHARED_RATE * (now - self._as_of))
         self._as_of = now
@@ -200,10 +207,13 @@ class SlowLooks:
     def search(
         self, pattern: regex.Pattern[str], text: str, start: int, *, partial: bool, most_s: float = LOOK_S
     ) -> tuple[regex.Match[str] | None, float]:
-        """The first match at or behind `start`, and the seconds that count as slow. `most_s`: at most so long.
+        """Find the first match at or behind `start`; return it and the seconds that count as slow.
+
+        `most_s`: upper bound of the time limit in seconds. `partial`: also match a prefix of a match at the end of the
+        text.
 
         Raises:
-            TimeoutError: it takes longer than it may.
+            TimeoutError: the search exceeded its time limit.
         """
         timeout_s, begun_s = min(self.timeout_s(), most_s), self._worked()
         slow_s = 0.0
@@ -228,25 +238,25 @@ class SlowLooks:
 
     @property
     def must_yield(self) -> bool:
-        """Whether looks, slow and quick ones, have held up other tasks for `TURN_S` since the last turn."""
+        """Whether searches, slow and quick, have taken `TURN_S` of the event loop since its last yield."""
         return self._since_turn_s >= TURN_S
 
     async def yield_to_loop(self) -> None:
-        """Let other tasks run for `BREATH_S`."""
+        """Let other tasks run for `BREATH_S` seconds."""
         self._since_turn_s = 0.0
         await asyncio.sleep(BREATH_S)
 
 
 SLOW_LOOKS = SlowLooks()
-"""Of this process."""
+"""The shared budget of this process."""
 
 
 class RegexMatcher:
     """Finds the first match of any of `patterns`; of several, the one that begins first.
 
-    `patterns` have passed `GrammarCheck.take_patterns`. Making a matcher compiles those that `PatternThread` has not
-    compiled. Text that may be the beginning of a match is held back.
-    `matched` is the pattern that stopped the text.
+    `patterns` must have passed `GrammarCheck.take_patterns`. The constructor compiles those that `PatternThread` has
+    not compiled. Text that may be the beginning of a match is held back. `matched` is the pattern that stopped the
+    text; None so far.
     """
 
     def __init__(self, patterns: Sequence[str], *, keep_match: bool, looks: SlowLooks = SLOW_LOOKS) -> None:
@@ -259,7 +269,9 @@ class RegexMatcher:
         self.matched: str | None = None
 
     def push(self, piece: str) -> str:
-        """Text that may be shown now; after a match it is what stands before it (and the match, if kept).
+        """Append `piece`; return the text that may be sent now.
+
+        After a match that is the text before the match (and the match itself with `keep_match`).
 
         Raises:
             RequestError: 400 naming `stop_regex`: the patterns take too long on this text.
@@ -276,7 +288,7 @@ class RegexMatcher:
         return self._show(min(starts, default=len(self._text)))
 
     def flush(self) -> str:
-        """Text that was held back; the sequence has ended."""
+        """Return the text that was held back; the sequence has ended."""
         return "" if self.matched is not None else self._show(len(self._text))
 
     def _search(self, pattern: regex.Pattern[str], *, partial: bool) -> regex.Match[str] | None:
@@ -293,7 +305,7 @@ class RegexMatcher:
         return found
 
     def _show(self, end: int) -> str:
-        """The text up to `end` that was not shown; forgets what is too far back."""
+        """Return the unsent text up to `end`; drop text beyond `CONTEXT_CHARS` before it."""
         end = max(end, self._num_shown, len(self._text) - CONTEXT_CHARS)
         text = self._text[self._num_shown : end]
         cut = max(0, end - CONTEXT_CHARS)

@@ -1,8 +1,8 @@
-"""Where text is turned into tokens and chats into text: threads for it, and how much they do at a time.
+"""Threads that tokenize texts and render chat templates, with bounds on concurrent work.
 
-Owned by the tokenizer. The Rust tokenizer takes 50 to 160 bytes of memory for a byte of text, and some microseconds; a
-chat template holds Python's lock while it runs. So long texts are worked at one after the other, short ones do not
-wait for them, and a text that cannot fit is refused before, or after a part of it was counted.
+The tokenizer owns a `TextWorkers`. The Rust tokenizer takes 50 to 160 bytes of memory per byte of text, and some
+microseconds. A chat template holds the GIL while it runs. So long texts run one at a time, and short texts do not wait
+for them. A text that cannot fit is refused before it is tokenized, or after a part of it was counted.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SHORT_CHARS = 8192
-"""Texts up to this length are worked at on the event loop: some milliseconds."""
+"""Texts up to this length are processed on the event loop: some milliseconds."""
 LONG_CHARS = 1 << 18
-"""Longer ones wait for each other."""
+"""Longer texts run one at a time."""
 PIECE_CHARS = 1 << 16
 """Long texts are counted in pieces of this size, each some 50 ms."""
 LOST_CHARS = 4
-"""Of so many characters a tokenizer may make one: NFC composes up to four. A text that mostly consists of what its
-tokenizer drops altogether is refused with the longer ones."""
+"""At most this many characters become one: NFC composes up to four. A text that mostly consists of characters that its
+tokenizer drops is refused like a text that is too long.
+"""
 MAX_LONG = 32
-"""Maximum number of long texts that wait or run. Further ones get a 503."""
+"""Maximum number of long texts that wait or run. Further long texts get a 503."""
 MAX_MIDDLE_CHARS = 1 << 27
-"""Characters of the texts between the two that wait or run. Further ones get a 503."""
+"""Maximum characters of the medium texts (between the two limits) that wait or run. Further medium texts get a 503."""
 NUM_THREADS = 2
-"""For texts between the two; one more is for the longest."""
+"""Threads for medium texts; long texts have one more thread."""
 
 
 class TextWorkers:
-    """Runs work on text where its length says. Used on the event loop."""
+    """Runs work on a text on the event loop or in a thread, by the text's length. Call it on the event loop."""
 
     def __init__(self) -> None:
         self._some = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
@@ -52,7 +53,7 @@ class TextWorkers:
         """Run `work` on a text of `num_chars` characters. Returns its result, or raises its exception.
 
         Raises:
-            RequestError: 503, too many texts wait.
+            RequestError: 503, too many texts wait or run.
         """
         if num_chars <= SHORT_CHARS:
             return work()
@@ -86,24 +87,24 @@ def _then_trimmed(work: Callable[[], T]) -> T:
 
 
 class TextBound:
-    """Tells which texts have too many tokens without tokenizing all of them. `backend`: a tokenizer of `tokenizers`."""
+    """Detects texts with too many tokens without tokenizing all of them. `backend`: a tokenizer of `tokenizers`."""
 
     def __init__(self, backend: RustTokenizer) -> None:
         self._backend = backend
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token of the vocabulary."""
+        """Length in characters of the longest token of the vocabulary."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
     @cached_property
     def chars_per_token(self) -> int:
-        """Most characters of a text that one token stands for, on average."""
+        """Upper bound of the characters of a text per token, on average."""
         spec = json.loads(self._backend.to_str())
         return self.longest_token * (LOST_CHARS if _loses_characters(spec) else 1)
 
     def exceeds(self, text: str, most_tokens: int) -> bool:
-        """True only for texts of more than `most_tokens` tokens. A text that is not far too long may pass.
+        """Return True only for texts of more than `most_tokens` tokens; False does not mean that the text fits.
 
         Takes time in proportion to `most_tokens`, not to the text.
         """
@@ -112,7 +113,7 @@ class TextBound:
         return len(text) > most_tokens * self.chars_per_token or self._counts_more(text, most_tokens)
 
     def _counts_more(self, text: str, most_tokens: int) -> bool:
-        """Count piece by piece. A cut splits the tokens around it into no more than `longest_token` further ones."""
+        """Count tokens piece by piece. A cut adds at most `longest_token` tokens."""
         counted = 0
         for first in range(0, len(text), PIECE_CHARS):
             piece = text[first : first + PIECE_CHARS]
@@ -135,14 +136,14 @@ _STEADY = {
     "Split",
     "UnicodeScripts",
 }
-"""Normalizers and pre-tokenizers that leave at least as many characters as they get."""
+"""Normalizers and pre-tokenizers whose output has at least as many characters as their input."""
 
 
 def _loses_characters(spec: dict[str, Any]) -> bool:
-    """Whether some text has fewer characters when the vocabulary is looked at than it had before.
+    """Whether normalization or pre-tokenization can shorten a text before the vocabulary lookup.
 
-    `spec` is a tokenizer.json. Added tokens may take the blanks around them, normalizers compose or replace, and a
-    model that lacks a byte leaves it out.
+    `spec` is a tokenizer.json. Added tokens may absorb the blanks around them. Normalizers may compose or replace
+    characters. A model whose vocabulary lacks a byte drops that byte.
     """
     if any(token.get("lstrip") or token.get("rstrip") for token in spec.get("added_tokens") or []):
         return True
@@ -151,7 +152,7 @@ def _loses_characters(spec: dict[str, Any]) -> bool:
 
 
 def _steps(spec: Any, parts: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer in order."""
+    """Return the steps of a normalizer or pre-tokenizer in order."""
     if not spec:
         return []
     if spec["type"] == "Sequence":
@@ -166,7 +167,7 @@ def _is_steady(step: dict[str, Any]) -> bool:
 
 
 def _has_all_bytes(model: dict[str, Any]) -> bool:
-    """Whether every text has tokens: by byte fallback, or as a byte-level vocabulary with all 256."""
+    """Whether every byte has a token: by byte fallback, or as a byte-level vocabulary with all 256 bytes."""
     vocabulary = model.get("vocab") or {}
     if model.get("byte_fallback"):
         words = vocabulary if isinstance(vocabulary, dict) else {word for word, _ in vocabulary}
@@ -175,7 +176,10 @@ def _has_all_bytes(model: dict[str, Any]) -> bool:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte, inverted: bytes that print stand for themselves, others follow 255."""
+    """Return GPT-2's byte alphabet, inverted: printable character to byte.
+
+    Printable bytes stand for themselves; the remaining bytes follow from code point 256.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))

@@ -1,7 +1,7 @@
-"""Text to token ids and chat messages to prompts; makes the decoders for the way back.
+"""The tokenizer of a model: text to token ids, chat messages to prompts, and decoders for token ids.
 
-Owned by the API process; wraps the Hugging Face tokenizer of a model directory. Long texts are worked at in threads of
-`TextWorkers`, so that one large prompt does not stop the streams of all others.
+The API process owns it; it wraps the Hugging Face tokenizer of a model directory. `TextWorkers` processes long texts in
+threads, so one long prompt does not stall the streams of other requests.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
 CHARS_OF_TOKEN = 4
-"""In most texts; a token takes about as long to decode as its characters to encode."""
+"""Characters per token in most texts. Decoding a token takes about as long as encoding its characters."""
 MESSAGE_CHARS = 256
-"""A message of a chat takes a template about as long as so many characters take the tokenizer."""
+"""Cost of a chat message in characters: a template takes as long for it as the tokenizer for that many characters."""
 
 
 def _decoder_kinds(spec: Any) -> list[str]:
-    """Names of the decoding steps in a tokenizer.json, in order."""
+    """Return the names of the decoding steps in a tokenizer.json, in order."""
     if not isinstance(spec, dict):
         return []
     if spec.get("type") == "Sequence":
@@ -36,9 +36,10 @@ def _decoder_kinds(spec: Any) -> list[str]:
 
 
 class TokenBytes:
-    """Raw bytes of every token; `exact` says whether this vocabulary is one of fixed byte strings.
+    """Maps token ids to raw bytes. `exact`: every token of the vocabulary is a fixed byte string.
 
-    Two kinds are: byte-level BPE (GPT-2's alphabet), and SentencePiece with byte fallback (`▁` and `<0xNN>`).
+    Two kinds of vocabulary are exact: byte-level BPE (GPT-2's alphabet), and SentencePiece with byte fallback (`▁` and
+    `<0xNN>`).
     """
 
     def __init__(self, backend: RustTokenizer) -> None:
@@ -79,7 +80,9 @@ class Tokenizer:
     """The tokenizer of one model. Safe to use from the event loop and from worker threads."""
 
     def __init__(self, hf_tokenizer: Any, chat_template: str | None = None) -> None:
-        """`hf_tokenizer`: a fast tokenizer of transformers. `chat_template`: Jinja text that replaces its own."""
+        """`hf_tokenizer`: a fast tokenizer of transformers. `chat_template`: Jinja text that replaces the tokenizer's
+        own.
+        """
         self._hf = hf_tokenizer
         self._backend: RustTokenizer = hf_tokenizer.backend_tokenizer
         self._backend.no_truncation()
@@ -90,13 +93,13 @@ class Tokenizer:
         self._workers = TextWorkers()
 
     def as_json(self) -> str:
-        """Everything about the tokens as text, in the form of a tokenizer.json."""
+        """Serialize the tokenizer in the form of a tokenizer.json."""
         return str(self._backend.to_str())
 
     async def encode(
         self, text: str, *, field: str, add_special_tokens: bool = True, most_tokens: int | None = None
     ) -> list[int]:
-        """Token ids of `text`; see `encode_all`.
+        """Tokenize `text`; see `encode_all`.
 
         Raises:
             RequestError: 400 naming `field`.
@@ -115,10 +118,10 @@ class Tokenizer:
         most_tokens: int | None = None,
         most_in_all: int | None = None,
     ) -> list[list[int]]:
-        """Token ids of `texts`, of which errors call number i `field(i)`.
+        """Tokenize `texts`; errors name text i as `field(i)`.
 
-        `most_tokens`: a text that is known to have more may be refused before it is tokenized. `most_in_all`: all have
-        no more together; None: no bound.
+        `most_tokens`: limit per text; a text that is known to exceed it may be refused before it is tokenized.
+        `most_in_all`: limit for all texts together. None: no limit.
 
         Raises:
             RequestError: 400 naming the field of a text that cannot be encoded, or is too long.
@@ -148,7 +151,7 @@ class Tokenizer:
     async def render_chat(
         self, messages: Sequence[Mapping[str, Any]], template: str, options: Mapping[str, Any]
     ) -> str:
-        """The prompt that `template` makes of a conversation; `options` are variables for it.
+        """Render a conversation to a prompt with `template`; `options` are variables for the template.
 
         Raises:
             RequestError: 400 naming `messages`, when the template refuses them.
@@ -158,20 +161,20 @@ class Tokenizer:
         return await self._workers.run(size, lambda: self.chat.render(template, messages, options))
 
     async def decode_all(self, lists: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
-        """Text of each list of token ids, which this tokenizer need not have."""
+        """Decode each list of token ids. Ids that are not in the vocabulary are accepted."""
         size = CHARS_OF_TOKEN * sum(map(len, lists))
         return await self._workers.run(size, lambda: [self.decode(ids, skip_special=skip_special) for ids in lists])
 
     async def texts_of_tokens(self, lists: Sequence[Sequence[int]]) -> list[list[str]]:
-        """`token_text` of each token of each list."""
+        """Return `token_text` of each token of each list."""
         size = CHARS_OF_TOKEN * sum(map(len, lists))
         return await self._workers.run(size, lambda: [[self.token_text(token) for token in ids] for ids in lists])
 
     def require_template(self, *, tools: bool = False) -> str:
-        """The chat template, for a request with or without tools.
+        """Return the chat template, for a request with or without tools.
 
         Raises:
-            RequestError: 400 naming `messages`: there is none.
+            RequestError: 400 naming `messages`: the model has no chat template.
         """
         template = self.chat.text(tools=tools)
         if template is None:
@@ -183,7 +186,7 @@ class Tokenizer:
         return template
 
     def text_decoder(self, *, skip_special: bool) -> TextDecoder:
-        """A decoder for one new sequence."""
+        """Create a decoder for one new sequence."""
         if self._bytes.exact:
             return ByteDecoder(self._bytes, skip_special=skip_special, strip_first_space=self._bytes.strips_first_space)
         from tokenizers.decoders import DecodeStream
@@ -192,15 +195,15 @@ class Tokenizer:
         return StreamDecoder(lambda token_id: stream.step(self._backend, token_id))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Raw bytes of one token, special ones included; not always whole characters."""
+        """Return the raw bytes of one token, special tokens included; the bytes need not be whole characters."""
         return self._bytes(token_id, skip_special=False)
 
     def token_text(self, token_id: int) -> str:
-        """Readable text of one token; U+FFFD where its bytes are no whole character."""
+        """Return the text of one token; bytes that are no whole character become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of a whole sequence, as a stream of it would give."""
+        """Decode a whole sequence to the same text as its stream."""
         decoder = self.text_decoder(skip_special=skip_special)
         return "".join(decoder.push(token_id) for token_id in token_ids)
 
@@ -211,9 +214,9 @@ def _too_long(what: str, field: str, most_tokens: int) -> RequestError:
 
 
 def load_tokenizer(directory: str | Path, chat_template: str | None = None) -> Tokenizer | None:
-    """The tokenizer in `directory`, or None when it holds none (then only `/generate` with token ids works).
+    """Load the tokenizer in `directory`; None if there is none (then only `/generate` with token ids works).
 
-    `chat_template`: the name of a built-in one, or a file.
+    `chat_template`: the name of a built-in template, or a file.
 
     Raises:
         ConfigError: the tokenizer or the chat template cannot be read.

@@ -47,9 +47,9 @@ def test_a_template_from_a_file_or_none(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text("{{ messages[0].content }}!")
     assert read_template(str(file)) == "{{ messages[0].content }}!"
-    with pytest.raises(ConfigError, match="built in are chatml"):
+    with pytest.raises(ConfigError, match="built-in templates: chatml"):
         read_template("no-such-template")
-    with pytest.raises(ConfigError, match="no Jinja"):
+    with pytest.raises(ConfigError, match="not valid Jinja"):
         templates("{% if %}")
 
 
