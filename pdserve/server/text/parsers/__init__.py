@@ -1,1 +1,1 @@
-"""Reads what chat models write: reasoning, tool calls and plain text, out of text that arrives in pieces."""
+"""Streaming parsers of chat model output: reasoning, tool calls and content, from text that arrives in pieces."""

@@ -1,14 +1,12 @@
-"""Reads text that arrives in pieces as if it were complete. One `IncrementalParser` per sequence.
+"""Incremental parser for text that arrives in pieces. One `IncrementalParser` per sequence; formats are generators.
 
-Formats are generators over it.
+A generator reads with `yield from feed....()` and is suspended while the feed needs more text. Its decisions depend on
+the text alone, never on how the text was split. So a stream and a complete response give the same pieces.
 
-A generator reads with `yield from feed....()` and is suspended while the feed needs more text. What it decides depends
-on the text alone, never on where the text was cut, so a stream and a whole answer give the same.
+    feed.text    [ attempt: read, not decided | not read yet ]
+                                              feed.pos
 
-    feed.text    [ attempt, read but not decided |  not read yet ]
-                                             feed.pos
-
-`commit` makes the attempt final; `give_up` turns its beginning into content, and what follows is read anew.
+`commit` accepts the attempt. `give_up` turns the beginning of the attempt into content; the rest is read again.
 """
 
 from __future__ import annotations
@@ -27,20 +25,20 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class CutOffError(Exception):
-    """The text ended in the middle of something."""
+    """The text ended in the middle of a construct."""
 
 
 class NotACallError(Exception):
-    """What looked like markup is ordinary text."""
+    """Text that looked like markup is content."""
 
 
 def drop_surrogates(text: str) -> str:
-    """`text` without lone surrogates, which JSON escapes can write and no encoder takes."""
+    """Replace lone surrogates in `text` by U+FFFD: JSON escapes can write them, and no encoder accepts them."""
     return _SURROGATE.sub("\ufffd", text)
 
 
 def beginning_at_end(text: str, markers: tuple[str, ...]) -> int:
-    """How many characters at the end of `text` may be the beginning of a marker."""
+    """Return how many characters at the end of `text` may be the beginning of a marker."""
     for size in range(min(len(text), max(len(marker) for marker in markers) - 1), 0, -1):
         tail = text[-size:]
         if any(marker.startswith(tail) for marker in markers if len(marker) > size):
@@ -49,7 +47,7 @@ def beginning_at_end(text: str, markers: tuple[str, ...]) -> int:
 
 
 def first_marker(text: str, markers: tuple[str, ...], start: int = 0) -> tuple[int, str] | None:
-    """Where the first marker is, and which; of several at one place the longest."""
+    """Find the first marker; return its index and the marker. At one index the longest marker wins."""
     found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker, start)) >= 0]
     if not found:
         return None
@@ -58,7 +56,9 @@ def first_marker(text: str, markers: tuple[str, ...], start: int = 0) -> tuple[i
 
 
 class IncrementalParser:
-    """See the file's docstring. `pieces` is what has been made out so far; its owner takes them away."""
+    """Incremental parser of one sequence; see the module docstring. `pieces` holds the parsed pieces until they are
+    taken.
+    """
 
     def __init__(self) -> None:
         self.text = ""
@@ -75,7 +75,9 @@ class IncrementalParser:
     # decisions -------------------------------------------------------------------------------------------------------
 
     def content(self, text: str) -> None:
-        """Show `text`. White space waits for text after it: none is shown between a call and the end of the text."""
+        """Emit `text` as content. White space waits for text after it: none is emitted between a call and the end of
+        the text.
+        """
         shown = text.rstrip(SPACE)
         if shown:
             lead = self._space if self._said or not self.num_calls else ""
@@ -87,13 +89,15 @@ class IncrementalParser:
         self._space += text[len(text.rstrip(SPACE)) :]
 
     def plain(self, size: int) -> None:
-        """The first `size` characters are content as they are, white space too: another format reads them next."""
+        """Emit the first `size` characters as content unchanged, white space included: another format parses them
+        next.
+        """
         if size:
             self.pieces.append(Content(self.text[:size]))
             self.text, self.pos = self.text[size:], 0
 
     def reasoning(self, text: str) -> None:
-        """Show `text` as reasoning, without white space at its beginning and end."""
+        """Emit `text` as reasoning, without white space at its beginning and end."""
         body = text.rstrip(SPACE)
         if body:
             shown = self._thought_space + body if self._thought else body.lstrip(SPACE)
@@ -102,13 +106,13 @@ class IncrementalParser:
         self._thought_space += text[len(body) :]
 
     def end_content(self) -> None:
-        """The text has ended: white space at its end is shown unless there were calls."""
+        """End the content: emit the white space at the end of the text unless there were calls."""
         if self._space and not self.num_calls:
             self.pieces.append(Content(self._space))
         self._space = ""
 
     def open_call(self, name: str, call_id: str | None = None) -> Sink:
-        """Begin a call, and decide the attempt; returns where its arguments go.
+        """Emit the start of a call and commit the attempt; return the sink for the call's arguments.
 
         Raises:
             NotACallError: the name is empty.
@@ -127,12 +131,12 @@ class IncrementalParser:
         return more
 
     def commit(self) -> None:
-        """What was read is done with."""
+        """Accept the attempt: drop the text that was read."""
         self.text = self.text[self.pos :]
         self.pos = 0
 
     def give_up(self, size: int) -> None:
-        """The first `size` characters of the attempt are content after all; the rest is read again."""
+        """Emit the first `size` characters of the attempt as content; the rest is read again."""
         self.pos = size
         self.content(self.text[:size])
         self.commit()
@@ -140,7 +144,7 @@ class IncrementalParser:
     # reading ---------------------------------------------------------------------------------------------------------
 
     def more(self) -> Steps[bool]:
-        """Wait for more text; False when there is none."""
+        """Wait for more text; False at the end of the text."""
         size = len(self.text)
         while len(self.text) == size and not self.ended:
             yield
@@ -151,9 +155,9 @@ class IncrementalParser:
             raise CutOffError
 
     def content_until(self, markers: tuple[str, ...]) -> Steps[str | None]:
-        """Show text up to a marker, which becomes the attempt; None at the end of the text.
+        """Emit content up to a marker, which becomes the attempt; return the marker, None at the end of the text.
 
-        The beginning of a marker at the very end of the text is shown only if no marker came before.
+        The beginning of a marker at the very end of the text is emitted only if no marker came before.
         """
         while True:
             found = first_marker(self.text, markers)
@@ -170,17 +174,17 @@ class IncrementalParser:
             yield from self.more()
 
     def content_to_end(self) -> Steps[None]:
-        """Show all text that is not read yet."""
+        """Emit all text that is not read yet as content."""
         while True:
             self.give_up(len(self.text))
             if not (yield from self.more()):
                 return
 
     def forward_until(self, markers: tuple[str, ...], sink: Sink) -> Steps[str]:
-        """Hand text on as it comes, up to a marker, which is skipped and returned.
+        """Pass text to `sink` as it arrives, up to a marker; skip and return the marker.
 
         Raises:
-            CutOffError: at the end of the text, after all of it was handed on.
+            CutOffError: at the end of the text, after all of it was passed to `sink`.
         """
         while True:
             found = first_marker(self.text, markers, self.pos)
@@ -197,11 +201,11 @@ class IncrementalParser:
             yield from self._need_more()
 
     def take_until(self, markers: tuple[str, ...], limit: int | None = None) -> Steps[tuple[str, str]]:
-        """Read text up to a marker; both are returned, and read.
+        """Read text up to and including a marker; return the text and the marker.
 
         Raises:
-            NotACallError: there is none within `limit` characters.
-            CutOffError: there is none.
+            NotACallError: no marker within `limit` characters.
+            CutOffError: no marker before the end of the text.
         """
         longest = max(len(marker) for marker in markers)
         start = self.pos
@@ -218,7 +222,7 @@ class IncrementalParser:
         return taken, marker
 
     def peek(self) -> Steps[str]:
-        """The next character; stays unread.
+        """Return the next character without reading it.
 
         Raises:
             CutOffError: at the end of the text.
@@ -228,7 +232,7 @@ class IncrementalParser:
         return self.text[self.pos]
 
     def skip_space(self) -> Steps[None]:
-        """Read white space, at least one other character follows.
+        """Read white space, until another character follows.
 
         Raises:
             CutOffError: at the end of the text.
@@ -237,7 +241,7 @@ class IncrementalParser:
             self.pos += 1
 
     def skip(self, word: str) -> Steps[bool]:
-        """Read `word` if it is next.
+        """Read `word` if it is next; return whether it was.
 
         Raises:
             CutOffError: at the end of the text, in the middle of the word.
@@ -252,7 +256,9 @@ class IncrementalParser:
             yield from self._need_more()
 
     def skip_spaced(self, word: str) -> Steps[bool]:
-        """Read `word` if it is next after white space; the white space stays unread if not."""
+        """Read `word` if it is next after white space; otherwise the white space stays unread. Return whether `word`
+        was next.
+        """
         start = self.pos
         yield from self.skip_space()
         if (yield from self.skip(word)):
@@ -261,17 +267,17 @@ class IncrementalParser:
         return False
 
     def expect(self, word: str) -> Steps[None]:
-        """Read `word`, after white space.
+        """Read `word`, after optional white space.
 
         Raises:
-            NotACallError: something else is next.
+            NotACallError: another text is next.
         """
         if not (yield from self.skip_spaced(word)):
             raise NotACallError
 
 
 class PiecesReader:
-    """Drives a format over a feed: text in, pieces out."""
+    """Runs a format over a feed: text in, pieces out."""
 
     def __init__(self, feed: IncrementalParser, steps: Steps[None]) -> None:
         self._feed = feed
@@ -280,14 +286,14 @@ class PiecesReader:
         self._advance()
 
     def push(self, text: str) -> list[Piece]:
-        """What `text`, which follows all earlier text, lets us know."""
+        """Append `text`; return the pieces that are decided now."""
         self._feed.text += text
         if text:
             self._advance()
         return self._taken()
 
     def finish(self) -> list[Piece]:
-        """What remains now that the text has ended. The beginning of a call that was cut off is dropped."""
+        """End the text; return the remaining pieces. The beginning of a call that was cut off is dropped."""
         self._feed.ended = True
         self._advance()
         assert not self._running, "a format must come to an end with the text"

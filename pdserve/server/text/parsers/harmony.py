@@ -1,7 +1,7 @@
-"""The message format of gpt-oss ("harmony"): channels for reasoning, calls and the answer.
+"""The message format of gpt-oss ("harmony"): channels for reasoning, calls and the final answer.
 
-<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
-<|message|>{...}<|call|>             <|start|>assistant<|channel|>final<|message|>...<|return|>
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+    <|message|>{...}<|call|>             <|start|>assistant<|channel|>final<|message|>...<|return|>
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 
 
 class Harmony(ToolFormat):
-    """Reads reasoning and calls at once."""
+    """Parses reasoning and calls together."""
 
     template_marks = ("<|channel|>",)
     special_tokens = True
@@ -47,4 +47,4 @@ class Harmony(ToolFormat):
 
 
 def _ignore(_: str) -> None:
-    """Between two messages stands nothing."""
+    """Drop text between two messages."""

@@ -1,4 +1,4 @@
-"""Formats in which a call's arguments are JSON between markers of the model's own."""
+"""Formats that write a call's arguments as JSON between model-specific markers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Hermes(MarkedFormat):
 
 
 class Llama3(ToolFormat):
-    """Llama 3.x: `{"name": ..., "parameters": {...}}` as the whole answer or behind `<|python_tag|>`, several separated
-    by `;`.
+    """Llama 3.x: `{"name": ..., "parameters": {...}}` as the whole output or after `<|python_tag|>`; `;` separates
+    calls.
     """
 
     template_marks = ("<|python_tag|>",)
@@ -57,8 +57,10 @@ class Llama3(ToolFormat):
 
 
 class Mistral(MarkedFormat):
-    """Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, and since its eleventh tokenizer
-    `[TOOL_CALLS]name[ARGS]{...}` for each call, with `[CALL_ID]id` before the arguments in some.
+    """Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`.
+
+    Since tokenizer version 11 each call is `[TOOL_CALLS]name[ARGS]{...}`; some models write `[CALL_ID]id` before the
+    arguments.
     """
 
     template_marks = ("[TOOL_CALLS]",)
@@ -67,7 +69,7 @@ class Mistral(MarkedFormat):
 
     @classmethod
     def new_id(cls, index: int, name: str, random: str) -> str:
-        """See `ToolFormat.new_id`: nine letters and digits, as Mistral's templates demand."""
+        """See `ToolFormat.new_id`: nine letters and digits, as Mistral's templates require."""
         return random[:9]
 
     def call(self, feed: IncrementalParser, marker: str) -> Steps[None]:
@@ -106,7 +108,7 @@ class Mistral(MarkedFormat):
 
 
 class DeepSeek(MarkedFormat):
-    """DeepSeek V3 and R1, `function<sep>name` and the arguments in a fenced block; V3.1, `name<sep>{...}`."""
+    """DeepSeek V3 and R1: `function<sep>name` and the arguments in a fenced block. V3.1: `name<sep>{...}`."""
 
     template_marks = ("<｜tool▁call▁begin｜>",)
     special_tokens = True
@@ -131,7 +133,7 @@ class DeepSeek(MarkedFormat):
 class KimiK2(MarkedFormat):
     """Kimi K2: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`.
 
-    The id is kept, because the model wants to see its own in the next turn.
+    The model's own id is kept, because the model expects it in the next turn.
     """
 
     template_marks = ("<|tool_call_argument_begin|>",)
@@ -141,7 +143,7 @@ class KimiK2(MarkedFormat):
 
     @classmethod
     def new_id(cls, index: int, name: str, random: str) -> str:
-        """See `ToolFormat.new_id`: what the model itself would write."""
+        """See `ToolFormat.new_id`: the id that the model itself would write."""
         return f"functions.{name}:{index}"
 
     def call(self, feed: IncrementalParser, marker: str) -> Steps[None]:
@@ -154,7 +156,7 @@ class KimiK2(MarkedFormat):
 
 
 class JsonList(ToolFormat):
-    """The whole answer is a list of calls: what the grammar of `tool_choice: required` makes models write."""
+    """The whole output is a list of calls, as the grammar of `tool_choice: required` enforces."""
 
     def read(self, feed: IncrementalParser) -> Steps[None]:
         """See `ToolFormat.read`."""
@@ -170,7 +172,7 @@ class JsonList(ToolFormat):
 
 
 class JsonArguments(ToolFormat):
-    """The whole answer is the arguments of the only tool in `tools`: what the grammar of a named tool makes of it."""
+    """The whole output is the arguments of the only tool in `tools`, as the grammar of a named tool enforces."""
 
     def read(self, feed: IncrementalParser) -> Steps[None]:
         """See `ToolFormat.read`."""
@@ -181,7 +183,7 @@ class JsonArguments(ToolFormat):
 
 
 def _arguments(feed: IncrementalParser, sink: Sink) -> Steps[None]:
-    """Arguments of an opened call; what is no JSON value is left to be read as text."""
+    """Read the arguments of an opened call; text that is no JSON value is read again as content."""
     try:
         yield from forward_value(feed, sink)
     except NotACallError:

@@ -1,6 +1,6 @@
-"""Reads JSON out of a feed: values whole or as they come, and the objects in which most formats write a call.
+"""Reads JSON from a feed: values whole or as they arrive, and the objects in which most formats write a call.
 
-It is lenient where models are careless: what is inside a value is not checked, only where the value ends.
+Models write sloppy JSON, so the reader is lenient: it finds the end of a value and does not check its inside.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _AFTER_SCALAR = re.compile(r"[,}\]\s<;]")
 
 
 class _Extent:
-    """Finds the end of an object, array or string that begins with the first character it is given."""
+    """Finds the end of an object, array or string, starting at its first character."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -27,8 +27,9 @@ class _Extent:
         self._escaped = False
 
     def end(self, text: str, start: int) -> int | None:
-        """The index behind the value, or None if all of `text[start:]` belongs to it. `<` outside a string is none of
-        JSON's: a value that was left open ends before it.
+        """Return the index after the value, or None if all of `text[start:]` belongs to the value.
+
+        JSON has no `<` outside a string, so an unclosed value ends before it.
         """
         at = start
         while at < len(text):
@@ -57,7 +58,9 @@ class _Extent:
 
 
 def forward_value(feed: IncrementalParser, sink: Sink) -> Steps[None]:
-    """Hand the next value's text on as it comes; of a string, what it says: arguments that were encoded twice."""
+    """Pass the next value's text to `sink` as it arrives. A string is decoded first: its arguments were encoded
+    twice.
+    """
     if (yield from feed.peek()) not in "{[":
         sink(_arguments((yield from take_value(feed))))
         feed.commit()
@@ -74,10 +77,10 @@ def forward_value(feed: IncrementalParser, sink: Sink) -> Steps[None]:
 
 
 def take_value(feed: IncrementalParser) -> Steps[str]:
-    """The next value's text, read.
+    """Read the next value; return its text.
 
     Raises:
-        NotACallError: there is none.
+        NotACallError: no value is next.
     """
     start = feed.pos
     if (yield from feed.peek()) in '{["':
@@ -95,10 +98,10 @@ def take_value(feed: IncrementalParser) -> Steps[str]:
 
 
 def _string(text: str) -> str:
-    """What a string literal says.
+    """Decode a JSON string literal.
 
     Raises:
-        NotACallError: it is none.
+        NotACallError: the text is no string literal.
     """
     try:
         value = json.loads(text, strict=False)
@@ -110,13 +113,13 @@ def _string(text: str) -> str:
 
 
 def call_object(feed: IncrementalParser, known: Container[str] | None = None) -> Steps[None]:
-    """Read an object with `name` and `arguments` (or `parameters`) as a call.
+    """Parse an object with `name` and `arguments` (or `parameters`) as a call.
 
-    `known`: there is no other sign of a call, so that the object must look like one from its first key on and name one
-    of these.
+    `known`: the known tools, if only the object's shape marks it as a call. It must then look like a call from its
+    first key on and name a known tool. None: any object is a call.
 
     Raises:
-        NotACallError: it is no call; nothing is decided then.
+        NotACallError: the object is no call; the attempt is not decided then.
     """
     yield from feed.expect("{")
     name: str | None = None
@@ -155,7 +158,7 @@ def _arguments(text: str) -> str:
 
 
 def _rest_of_call(feed: IncrementalParser, sink: Sink) -> Steps[None]:
-    """Read the arguments of a call that was opened, and what follows if the object goes on as objects do."""
+    """Read the arguments of an opened call, and the rest of the object if it is well formed."""
     try:
         yield from forward_value(feed, sink)
         while not (yield from feed.skip_spaced("}")):

@@ -1,4 +1,4 @@
-"""What a chat model's text is made of, as values. Made by the formats, turned into JSON by the endpoints."""
+"""Pieces of a chat model's output. The formats emit them; the endpoints convert them to JSON."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Content:
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning:
-    """Text that the model wrote for itself."""
+    """Reasoning text."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class CallOpened:
-    """The tool call `index` (from 0) begins. `id` is the model's own name for it, where its format has one."""
+    """Start of tool call `index` (from 0). `id` is the model's own id of the call; None if its format has none."""
 
     index: int
     name: str
@@ -31,7 +31,7 @@ class CallOpened:
 
 @dataclasses.dataclass(frozen=True)
 class CallArguments:
-    """More of the JSON text of the arguments of call `index`."""
+    """The next part of the JSON text of the arguments of call `index`."""
 
     index: int
     text: str
@@ -42,7 +42,7 @@ Piece = Content | Reasoning | CallOpened | CallArguments
 
 @dataclasses.dataclass
 class ParsedToolCall:
-    """A whole tool call; `arguments` is JSON text as the model wrote it."""
+    """A complete tool call; `arguments` is JSON text as the model wrote it."""
 
     name: str
     id: str | None = None
@@ -51,7 +51,7 @@ class ParsedToolCall:
 
 @dataclasses.dataclass
 class ParsedAnswer:
-    """All pieces of an answer put together; None where there was none of a kind."""
+    """All pieces of a response joined; None for a kind without pieces."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -59,7 +59,7 @@ class ParsedAnswer:
 
 
 def put_together(pieces: Sequence[Piece]) -> ParsedAnswer:
-    """The answer that `pieces`, in order, make."""
+    """Join `pieces`, in order, to a response."""
     whole = ParsedAnswer()
     for piece in pieces:
         match piece:

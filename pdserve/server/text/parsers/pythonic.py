@@ -1,4 +1,4 @@
-"""Calls written as Python: `[get_weather(city="Paris"), now()]`, as Llama 4 and some Llama 3.2 do."""
+"""Calls written as Python: `[get_weather(city="Paris"), now()]`, as Llama 4 and some Llama 3.2 models write them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 class Pythonic(ToolFormat):
-    """A list of calls, anywhere in the text, that begins with a known tool. Each call is handed on when it is whole."""
+    """A list of calls anywhere in the text that begins with a known tool. Each call is emitted when it is complete."""
 
     template_marks = ("<|python_start|>",)
     markers = ("[", "<|python_start|>", "<|python_end|>")
@@ -49,7 +49,7 @@ class Pythonic(ToolFormat):
         return name
 
     def _calls(self, feed: IncrementalParser) -> Steps[None]:
-        """Read calls; the first one's name and `(` are read."""
+        """Parse the calls of a list; the first call's name and `(` were checked already."""
         opened = 1
         feed.pos = 1
         try:
@@ -68,7 +68,7 @@ class Pythonic(ToolFormat):
             feed.commit()
 
     def _arguments(self, name: str, source: str) -> str:
-        """JSON of the arguments in `source`, which stand between brackets."""
+        """Convert the arguments in `source`, the text between the parentheses, to JSON."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -97,7 +97,7 @@ def _value(node: ast.expr) -> Any:
 
 
 def _to_closing(feed: IncrementalParser) -> Steps[str]:
-    """Read to the `)` that closes what is open, and return the text before it."""
+    """Read up to the `)` that closes the call; return the text before it."""
     start, depth = feed.pos, 1
     while True:
         found = _STRUCTURE.search(feed.text, feed.pos)

@@ -1,6 +1,6 @@
-"""The formats by name, and which of them a chat template makes models write. Called when the server starts.
+"""Reasoning and tool-call formats by name, and their detection from a chat template. Called at server startup.
 
-To add one, write its class (or its line in `THINKING`) and name it here.
+To add a format, write its class (or its entry in `THINKING`) and register it here.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ TOOL_FORMATS: dict[str, type[ToolFormat]] = {
     "qwen3_coder": Qwen3Coder,
     "step3p5": Qwen3Coder,
 }
-"""By SGLang's names."""
+"""Tool-call formats by SGLang's names."""
 
 _DETECTED = ("gpt-oss", "kimi_k2", "deepseekv3", "glm45", "qwen3_coder", "pythonic", "mistral", "hermes", "llama3")
-"""In this order: markup that only one format has comes first."""
+"""Detection order: formats with unique markup come first."""
 
 TOOL_NAMES = tuple(sorted(TOOL_FORMATS))
 REASONING_NAMES = tuple(sorted([*THINKING, HARMONY]))
 
 
 def detect_tools(template: str) -> str | None:
-    """The name of the tool format that `template` makes models write; None where it shows none."""
+    """Return the name of the tool-call format that `template` makes models write; None if `template` shows none."""
     for name in _DETECTED:
         if all(mark in template for mark in TOOL_FORMATS[name].template_marks):
             return name
@@ -50,7 +50,7 @@ def detect_tools(template: str) -> str | None:
 
 
 def detect_reasoning(template: str) -> str | None:
-    """The name of the reasoning format that `template` makes models write; None where it shows none."""
+    """Return the name of the reasoning format that `template` makes models write; None if `template` shows none."""
     if "<|channel|>analysis" in template:
         return HARMONY
     for name in ("kimi", "mistral", "qwen3"):

@@ -1,4 +1,4 @@
-"""Formats in which every argument stands between tags of its own."""
+"""Formats that enclose every argument in its own tags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.server.text.parsers.tool_format import MAX_NAME_CHARS, MarkedFormat
 
 
 def _types(schema: Any) -> frozenset[str]:
-    """The JSON types that `schema` names; empty where it leaves them open."""
+    """Return the JSON types that `schema` allows; empty if it does not restrict them."""
     if not isinstance(schema, Mapping):
         return frozenset()
     kind = schema.get("type")
@@ -39,7 +39,7 @@ def _dump(value: Any) -> str:
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """The JSON text of a value that the model wrote as `text`; a string where it is nothing else of these types."""
+    """Convert a value that the model wrote as `text` to JSON; a string if it has none of the other types."""
     bare = text.strip()
     if "string" in types:
         return "null" if "null" in types and bare == "null" else _dump(text)
@@ -58,7 +58,7 @@ def to_json(text: str, types: frozenset[str]) -> str:
 
 
 class ArgumentWriter:
-    """Writes one call's arguments as a JSON object, field by field, strings while they come."""
+    """Writes one call's arguments as a JSON object, field by field; strings are streamed."""
 
     def __init__(self, sink: Sink, schema: Mapping[str, Any]) -> None:
         properties = schema.get("properties")
@@ -68,9 +68,9 @@ class ArgumentWriter:
         sink("{")
 
     def field(self, feed: IncrementalParser, key: str, ends: tuple[str, ...], *, trim: bool) -> Steps[str]:
-        """Write the field `key` with the text up to one of `ends`, which is returned.
+        """Write the field `key` with the text up to one of `ends`; return that end.
 
-        `trim`: a newline at both ends of the text is not the value's.
+        `trim`: drop a newline at each end of the text.
         """
         self._sink(("" if self._first else ", ") + _dump(key) + ": ")
         self._first = False
@@ -90,12 +90,12 @@ class ArgumentWriter:
         return end
 
     def close(self) -> None:
-        """No more fields."""
+        """Close the JSON object."""
         self._sink("}")
 
 
 class _String:
-    """The inside of a JSON string; with `trim` a newline at the end is left out."""
+    """Writes the inside of a JSON string; `trim` drops a newline at the end."""
 
     def __init__(self, sink: Sink, *, trim: bool) -> None:
         self._sink = sink
@@ -103,17 +103,17 @@ class _String:
         self._held = ""
 
     def push(self, text: str) -> None:
-        """Write more of it."""
+        """Write the next part of the string."""
         text = self._held + text
         self._held = "\n" if self._trim and text.endswith("\n") else ""
         self._sink(_dump(text[: len(text) - len(self._held)])[1:-1])
 
 
 def _checked(name: str) -> str:
-    """A tool's name.
+    """Strip and check a tool's name.
 
     Raises:
-        NotACallError: it cannot be one.
+        NotACallError: it is no valid name.
     """
     name = name.strip()
     if not name or any(char.isspace() or char in "<>{}" for char in name):

@@ -1,4 +1,4 @@
-"""Reasoning formats: where a model's thoughts end and its answer begins. Looked up by name for `--reasoning-parser`."""
+"""Reasoning formats: where a model's reasoning ends and its answer begins. `--reasoning-parser` selects one by name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pdserve.server.text.parsers.feed import SPACE, CutOffError, IncrementalPars
 
 @dataclasses.dataclass(frozen=True)
 class ReasoningFormat:
-    """Thoughts stand between `opening` and `closing`.
+    """Format of a model whose reasoning stands between `opening` and `closing`.
 
-    `from_start`: the text begins with thoughts even without `opening`, unless the prompt says otherwise.
-    `calls`: what begins a tool call, which some models write without closing their thoughts.
-    `special_tokens`: the tags are special tokens, which must not be skipped when tokens become text.
+    `from_start`: the text begins with reasoning even without `opening`, unless the prompt closes the tag. `calls`:
+    markers of a tool call, which some models write without closing their reasoning. `special_tokens`: the tags are
+    special tokens, which the detokenizer must not skip.
     """
 
     opening: str = "<think>"
@@ -23,10 +23,10 @@ class ReasoningFormat:
     special_tokens: bool = False
 
     def begins_inside(self, prompt: str, continued: str | None = None) -> bool | None:
-        """Whether the answer to `prompt` begins with thoughts; None: if it begins with `opening`.
+        """Whether the output for `prompt` begins inside the reasoning; None: it does if it begins with `opening`.
 
-        Chat templates open or close the tag where the request asks for thoughts or for none. `continued` is the final
-        message that the model goes on with.
+        Chat templates open or close the tag if the request enables or disables reasoning. `continued` is the final
+        message that the model continues; None: a new message.
         """
         if continued is not None and (self.opening in continued or self.closing in continued):
             return continued.rfind(self.opening) > continued.rfind(self.closing)
@@ -38,7 +38,9 @@ class ReasoningFormat:
         return None
 
     def read(self, feed: IncrementalParser, inside: bool | None) -> Steps[None]:
-        """Read all of `feed`: thoughts first, if there are any; the rest is content, as it is."""
+        """Parse all of `feed`: first the reasoning, if any; the rest is content, unchanged. `inside`: see
+        `begins_inside`.
+        """
         try:
             opened = inside is not False and (yield from feed.skip_spaced(self.opening))
         except CutOffError:
@@ -54,7 +56,7 @@ class ReasoningFormat:
                 return
 
     def _thoughts(self, feed: IncrementalParser) -> Steps[None]:
-        """Read thoughts and the white space behind them."""
+        """Read the reasoning and the white space after it."""
         end = yield from feed.forward_until((self.closing, *self.calls), feed.reasoning)
         if end != self.closing:
             feed.text = end + feed.text
@@ -83,4 +85,4 @@ THINKING: dict[str, ReasoningFormat] = {
     "step3": _FROM_START,
     "step3p5": _FROM_START,
 }
-"""By SGLang's names; `gpt-oss` is `harmony`'s."""
+"""Formats by SGLang's names; `harmony.py` parses `gpt-oss`."""

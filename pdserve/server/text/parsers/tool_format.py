@@ -1,4 +1,4 @@
-"""What a tool-call format is: how one family of models writes its calls. Subclasses register themselves by name."""
+"""Base classes of tool-call formats: how one family of models writes its calls. `registry` maps names to subclasses."""
 
 from __future__ import annotations
 
@@ -9,51 +9,53 @@ from typing import Any, ClassVar
 from pdserve.server.text.parsers.feed import IncrementalParser, NotACallError, Steps
 
 MAX_NAME_CHARS = 256
-"""Markup that has no name within so many characters is none."""
+"""A marker without a tool name within this many characters opens no call."""
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the parameters of each tool, by the tool's name."""
 
 
 class ToolFormat(abc.ABC):
-    """Reads the calls out of one sequence's text. One object per sequence.
+    """Parses the calls in one sequence's text. One object per sequence.
 
-    A call of an unknown tool is handed on where markup says that it is a call: the client can tell the model. Where
-    nothing but its looks makes text a call, it must name a known tool.
+    If markup identifies a call, a call of an unknown tool is emitted too: the client can tell the model. If only the
+    shape of the text suggests a call, it must name a known tool.
     """
 
     template_marks: ClassVar[tuple[str, ...]] = ()
-    """A chat template that holds all of these makes models write this format. Empty: it cannot be told."""
+    """A chat template that contains all of these makes models write this format. Empty: detection is impossible."""
     special_tokens: ClassVar[bool] = False
-    """The markup is special tokens, which must not be skipped when tokens become text."""
+    """The markup consists of special tokens, which the detokenizer must not skip."""
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
 
     @classmethod
     def new_id(cls, index: int, name: str, random: str) -> str:
-        """An id for call number `index`, of the tool `name`, as the model knows ids. `random`: 32 hex digits."""
+        """Create an id for call `index` of the tool `name`, in the form that the model knows. `random`: 32 hex
+        digits.
+        """
         return f"call_{random[:24]}"
 
     @abc.abstractmethod
     def read(self, feed: IncrementalParser) -> Steps[None]:
-        """Read all of `feed`, to its end."""
+        """Parse all of `feed`, to its end."""
 
 
 class MarkedFormat(ToolFormat):
-    """Formats in which a marker opens a call."""
+    """Base class of formats in which a marker opens a call."""
 
     opening: ClassVar[tuple[str, ...]]
-    """Markers that a call follows."""
+    """Markers that precede a call."""
     swallowed: ClassVar[tuple[str, ...]] = ()
-    """Markers between and around calls, which say nothing."""
+    """Markers between and around calls, which are dropped."""
 
     @abc.abstractmethod
     def call(self, feed: IncrementalParser, marker: str) -> Steps[None]:
-        """Read the call behind `marker`, which was read.
+        """Parse the call after `marker`, which was read.
 
         Raises:
-            NotACallError: it is none, and none was opened: the marker is text.
+            NotACallError: no call follows, and no call was opened: the marker is content.
         """
 
     def read(self, feed: IncrementalParser) -> Steps[None]:
