@@ -1,1 +1,1 @@
-"""Request fields: schemas, sampling parameters, grammars and their checks."""
+"""Request fields: schemas, sampling parameters, grammars, and their validation."""

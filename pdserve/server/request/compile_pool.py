@@ -1,11 +1,11 @@
-"""Has grammars and stop patterns checked by the compile worker, fairly among clients. Used by `GrammarCheck`.
+"""Runs checks of grammars and stop patterns in the compile worker, fairly among clients. Used by `GrammarCheck`.
 
-    check ──> FairQueue ──> worker process, a fork for each ──> Verdict          (grammar/compile_worker)
+    check ──> FairQueue ──> worker process, a fork per check ──> CompileResult      (grammar/compile_worker)
                   │
-                  └─ at most NUM_AT_ONCE run, of these NUM_LARGE large ones; a client has one of each kind
+                  └─ at most NUM_AT_ONCE checks run, at most NUM_LARGE large ones; a client runs one of each kind
 
-The worker starts with the first check and is kept. When it dies, or does not answer, it is killed with all that runs
-in it, and the next check starts another. Event loop only; `close` leaves no process.
+The worker starts with the first check and stays. When the worker dies or times out, it is killed with all checks that
+run in it, and the next check starts another worker. Event loop only; `close` leaves no process.
 """
 
 from __future__ import annotations
@@ -43,35 +43,39 @@ log = logging.getLogger(__name__)
 
 NUM_AT_ONCE = 3
 NUM_LARGE = 2
-"""So there is always a place for small ones."""
+"""Fewer than `NUM_AT_ONCE`, so that a slot for small checks always remains."""
 MAX_WAITING_OF_CLIENT = 64
 MAX_WAITING = 1024
 MEMORY_BYTES = 128 << 20
 WALL_FACTOR = 30.0
-"""A check may take so many times its processor time, on a busy machine."""
+"""Wall-clock limit of a check as a multiple of its processor time limit, for a busy machine."""
 GRACE_S = 5.0
-"""Beyond that the worker itself is taken to be stuck."""
+"""Seconds after the wall-clock limit until the worker itself counts as stuck."""
 LOAD_S = 120.0
 WORKER_COMMAND = (sys.executable, "-m", "pdserve.grammar.compile_worker")
 _SECRETS = "PDSERVE_"
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-BUSY = "the grammar compiler has too much to do; try again"
-GONE = "the grammar compiler has ended while it checked this; try again"
+BUSY = "the grammar compiler is overloaded; try again"
+GONE = "the grammar compiler exited during the check; try again"
 
 
 class Compiler(Protocol):
-    """What `GrammarCheck` needs of a `CompilePool`."""
+    """The interface of `CompilePool` that `GrammarCheck` uses."""
 
     async def load(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> CompileResult:
-        """Make the vocabulary that grammars are checked with; once."""
+        """Load the vocabulary that grammars are checked against; called once."""
         ...
 
     async def check(self, text: Check, client: str) -> CompileResult:
-        """Whether it compiles. RequestError, 503: there is no time for it now."""
+        """Check whether `text` compiles.
+
+        Raises:
+            RequestError: 503, too many checks wait.
+        """
         ...
 
     async def close(self) -> None:
-        """End what runs."""
+        """End the running checks."""
         ...
 
 
@@ -84,7 +88,7 @@ class _Waiting:
 
 
 class FairQueue:
-    """Checks that wait. The next is of the client that has waited longest since its last turn."""
+    """Queue of waiting checks. The next check is of the client that has waited longest since its last turn."""
 
     def __init__(self) -> None:
         self._waiting: dict[bool, collections.OrderedDict[str, collections.deque[_Waiting]]] = {
@@ -100,10 +104,10 @@ class FairQueue:
         return sum(len(queue) for clients in self._waiting.values() for queue in clients.values())
 
     def add(self, entry: _Waiting) -> None:
-        """`entry` waits.
+        """Add a waiting check.
 
         Raises:
-            RequestError: 503, too many wait.
+            RequestError: 503, too many checks wait.
         """
         clients = self._waiting[entry.small]
         if len(clients.get(entry.client, ())) >= MAX_WAITING_OF_CLIENT or len(self) >= MAX_WAITING:
@@ -111,7 +115,7 @@ class FairQueue:
         clients.setdefault(entry.client, collections.deque()).append(entry)
 
     def take(self) -> _Waiting | None:
-        """One that may run now, counted as running; None: none may. Small ones come first."""
+        """Return a check that may run now, and count it as running; None: none may. Small checks come first."""
         num_large = sum(not small for _, small in self._running)
         for small in (True, False):
             if len(self._running) >= NUM_AT_ONCE or (not small and num_large >= NUM_LARGE):
@@ -128,12 +132,12 @@ class FairQueue:
         return None
 
     def ended(self, entry: _Waiting) -> None:
-        """`entry` runs no more."""
+        """Count `entry` as ended."""
         self._running.discard((entry.client, entry.small))
 
 
 class WorkerProcess:
-    """One worker and the pipes to it. Every question is answered: by the worker, or because it has ended."""
+    """One worker process and its pipes. Every question gets a result: from the worker, or because the worker exited."""
 
     def __init__(self, command: Sequence[str], setup: Setup, on_end: Callable[[WorkerProcess], None]) -> None:
         self._command = command
@@ -147,14 +151,14 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, which is the group's, once started."""
+        """Process id, which is also the process group id; None before `start`."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Spawn it.
+        """Spawn the worker process.
 
         Raises:
-            OSError: the system has no room for it.
+            OSError: the system cannot create the process.
         """
         self._process = await asyncio.to_thread(self._spawn)
         loop = asyncio.get_running_loop()
@@ -171,7 +175,7 @@ class WorkerProcess:
         return subprocess.Popen(self._command, env=env, stdin=pipe, stdout=pipe, process_group=0)
 
     async def ask(self, question: Question, job: int, timeout_s: float) -> CompileResult:
-        """The answer; `busy` when there is none in time, and then the worker is killed."""
+        """Send a question and return the result; `busy` on a timeout, after which the worker is killed."""
         if self.ended or self._writer is None:
             return CompileResult(job=job, reason="busy", message=GONE)
         answer = self._asked[job] = asyncio.get_running_loop().create_future()
@@ -179,21 +183,21 @@ class WorkerProcess:
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
-            log.error("the compile worker (pid %s) has not answered for %g s and is killed", self.pid, timeout_s)
+            log.error("the compile worker (pid %s) did not answer within %g s; killing it", self.pid, timeout_s)
             self.kill()
             return CompileResult(job=job, reason="busy", message=GONE)
         finally:
             self._asked.pop(job, None)
 
     def kill(self) -> None:
-        """End it, and all checks that run in it."""
+        """Kill the worker, and all checks that run in it."""
         self.ended = True
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Kill it and wait until it is gone."""
+        """Kill the worker and wait until it has exited."""
         self.kill()
         if self._reading is not None:
             await self._reading
@@ -220,7 +224,9 @@ class WorkerProcess:
 
 
 class CompilePool:
-    """See the file's docstring. `cpu_s`: the processor time that a check may take."""
+    """Pool of checks in one compile worker; see the module docstring. `cpu_s`: processor seconds that a check may
+    take.
+    """
 
     def __init__(self, rules: JsonRules, cpu_s: float, *, command: Sequence[str] = WORKER_COMMAND) -> None:
         self._wall_s = WALL_FACTOR * cpu_s
@@ -236,11 +242,11 @@ class CompilePool:
 
     @property
     def pid(self) -> int | None:
-        """Of the worker; None: there is none now."""
+        """Process id of the worker; None: no worker yet."""
         return None if self._worker is None else self._worker.pid
 
     async def load(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> CompileResult:
-        """See `Compiler.load`. A worker that comes later is given it as well."""
+        """See `Compiler.load`. Later workers load the same vocabulary."""
         job = next(self._jobs)
         vocabulary = LoadVocabulary(
             job=job, tokenizer_json=tokenizer_json, vocab_size=vocab_size, eos_token_ids=tuple(eos_token_ids)
@@ -263,7 +269,7 @@ class CompilePool:
         return await entry.verdict
 
     async def close(self) -> None:
-        """See `Compiler.close`. What waits is told that it was not checked; nothing may be asked after."""
+        """See `Compiler.close`. Waiting checks get a `busy` result. No check may be added afterwards."""
         self._closed = True
         for entry in self._queue:
             if not entry.verdict.done():
@@ -276,7 +282,7 @@ class CompilePool:
 
     def _begin(self) -> None:
         while (entry := self._queue.take()) is not None:
-            if entry.verdict.done():  # its client is gone
+            if entry.verdict.done():  # the request was cancelled
                 self._queue.ended(entry)
                 continue
             task = asyncio.create_task(self._ask(entry.check))
@@ -284,12 +290,12 @@ class CompilePool:
             task.add_done_callback(functools.partial(self._ended, entry))
 
     def _ended(self, entry: _Waiting, task: asyncio.Task[CompileResult]) -> None:
-        """A check has its verdict, or was cancelled, perhaps before its first step."""
+        """Handle the end of a check: it has a result, or was cancelled, perhaps before its first step."""
         self._tasks.discard(task)
         self._queue.ended(entry)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("a check has failed", exc_info=error)
+            log.error("a grammar or stop pattern check failed", exc_info=error)
         if not entry.verdict.done():
             lost = task.cancelled() or error is not None
             entry.verdict.set_result(CompileResult(job=0, reason="busy", message=GONE) if lost else task.result())
@@ -311,7 +317,7 @@ class CompilePool:
         return await worker.ask(numbered, job, self._wall_s + GRACE_S)
 
     async def _open(self) -> WorkerProcess:
-        """The worker, a new one if need be."""
+        """Return the worker; start one if none runs."""
         async with self._starting:
             if self._worker is not None and not self._worker.ended:
                 return self._worker
@@ -324,4 +330,4 @@ class CompilePool:
 
     def _on_end(self, worker: WorkerProcess) -> None:
         if not self._closed:
-            log.error("the compile worker (pid %s) has ended; the next check starts another", worker.pid)
+            log.error("the compile worker (pid %s) exited; the next check starts another", worker.pid)

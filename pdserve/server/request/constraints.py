@@ -1,6 +1,6 @@
-"""From the fields of a body to the grammar that its answers must follow. Pure.
+"""Converts the grammar fields of a body to one constraint on its outputs. Pure.
 
-Called by the endpoints; `grammar_check` finds out whether the grammar is one.
+The endpoints call it; `grammar_check` compiles the grammar to check it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SPACE_AFTER_THOUGHTS = r"[ \n]{0,4}"
 
 
 def after_thoughts(constraint: Constraint, thinking: ReasoningFormat, inside: bool | None) -> Constraint:
-    """`constraint` for the text behind the thoughts. `inside`: see `ReasoningFormat.begins_inside`; where
-    the model may begin to think by itself, it may also answer at once.
+    """Return `constraint` for the text after the reasoning. `inside`: see `ReasoningFormat.begins_inside`.
 
-    A grammar that the client wrote by hand (`ebnf`, `structural_tag`) is for the whole text, and stays as it is.
+    With `inside` None the model may begin with reasoning, or answer at once. A grammar that the client wrote by hand
+    (`ebnf`, `structural_tag`) covers the whole output and stays unchanged.
     """
     answer = _node(constraint.grammar)
     if answer is None or inside is False:
@@ -61,18 +61,19 @@ _META = re.compile(r"[\\.+*?()|\[\]{}^$/&~#-]")
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-    """A grammar, and the field of the body that it came in."""
+    """A grammar, and the body field that it came from."""
 
     grammar: Grammar
     field: str
 
 
 def native_constraint(fields: NativeSampling, prefix: str) -> Constraint | None:
-    """What `sampling_params` of `/generate` ask for in `json_schema`, `regex`, `ebnf` or `structural_tag`; errors call
-    them `prefix`.
+    """Return the constraint in `sampling_params` of `/generate`: `json_schema`, `regex`, `ebnf` or `structural_tag`.
+
+    `prefix` is the name of `sampling_params` in errors. None: the output is not constrained.
 
     Raises:
-        RequestError: 400 naming the field: of the wrong type, or the second one.
+        RequestError: 400 naming the field: it has the wrong type, or is the second constraint.
     """
     return _only(
         _text_constraint("json_schema", fields.json_schema, f"{prefix}.json_schema"),
@@ -83,10 +84,10 @@ def native_constraint(fields: NativeSampling, prefix: str) -> Constraint | None:
 
 
 def openai_constraint(fields: ConstraintFields) -> Constraint | None:
-    """What a chat or completion body asks for, by any of its fields; None for free text.
+    """Return the constraint of a chat or completion body, from any of its fields; None: the output is not constrained.
 
     Raises:
-        RequestError: 400 naming the field: of the wrong type, or the second one.
+        RequestError: 400 naming the field: it has the wrong type, or is the second constraint.
     """
     return _only(
         _response_format(fields.response_format),
@@ -103,8 +104,9 @@ def openai_constraint(fields: ConstraintFields) -> Constraint | None:
 
 
 def schema_constraint(schema: Any, field: str, *, lenient: bool = False) -> Constraint:
-    """An answer that is JSON after `schema`, an object or a boolean. `lenient`: keywords that the engine does not know
-    are passed over, not refused.
+    """Return the constraint to JSON that matches `schema`, an object or a boolean.
+
+    `lenient`: keywords that the grammar engine does not know are ignored; otherwise they are refused.
 
     Raises:
         RequestError: 400 naming `field`.
@@ -118,16 +120,16 @@ def schema_constraint(schema: Any, field: str, *, lenient: bool = False) -> Cons
 
 
 def _only(*asked: Constraint | None) -> Constraint | None:
-    """The one that there is."""
+    """Return the only constraint of `asked`; None if there is none."""
     constraints = [constraint for constraint in asked if constraint is not None]
     if len(constraints) > 1:
         names = " and ".join(constraint.field for constraint in constraints)
-        raise RequestError(f"{names} exclude each other: an answer follows one grammar", field=constraints[1].field)
+        raise RequestError(f"{names} exclude each other: an output follows one grammar", field=constraints[1].field)
     return constraints[0] if constraints else None
 
 
 def _text_constraint(kind: GrammarKind, value: Any, field: str) -> Constraint | None:
-    """A grammar as text; schemas and structural tags may come as JSON values, too."""
+    """Return the constraint of one field. Grammars are text; schemas and structural tags may also be JSON values."""
     if value is None or value == "":
         return None
     if not isinstance(value, str):
@@ -160,7 +162,7 @@ def _response_format(value: Any) -> Constraint | None:
 
 
 def _named_schema(value: Any, field: str) -> Constraint:
-    """OpenAI's `{name, schema, strict, description}`. Answers follow the schema whatever `strict` says; false allows
+    """OpenAI's `{name, schema, strict, description}`. The schema is enforced whatever `strict` is; false also allows
     keywords that cannot be enforced.
     """
     if not isinstance(value, dict):
@@ -176,7 +178,7 @@ def _named_schema(value: Any, field: str) -> Constraint:
 
 
 def _choice(options: Any, field: str) -> Constraint | None:
-    """One of several texts."""
+    """Return the constraint to one of several texts."""
     if options is None:
         return None
     if not isinstance(options, list) or not options or not all(isinstance(text, str) and text for text in options):
@@ -186,7 +188,7 @@ def _choice(options: Any, field: str) -> Constraint | None:
 
 
 def _structured_outputs(value: dict[str, Any] | None) -> Constraint | None:
-    """vLLM's newer form."""
+    """Return the constraint of vLLM's newer field `structured_outputs`."""
     field = "structured_outputs"
     given = {name: entry for name, entry in (value or {}).items() if entry is not None and entry is not False}
     found: list[Constraint | None] = []
@@ -211,11 +213,11 @@ def _structured_outputs(value: dict[str, Any] | None) -> Constraint | None:
 
 
 def _dump(value: Any, field: str) -> str:
-    """JSON text, the order of keys kept: it is the order of an answer's."""
+    """Serialize `value` to JSON. The order of keys is kept: it is the order of keys in the output."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{field} is not valid JSON: {error}", field=field) from error
     if len(text) > MAX_CHARS:
-        raise RequestError(f"{field} has {len(text)} characters, at most {MAX_CHARS} are taken", field=field)
+        raise RequestError(f"{field} has {len(text)} characters; the maximum is {MAX_CHARS}", field=field)
     return text

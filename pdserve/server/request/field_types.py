@@ -1,5 +1,7 @@
-"""Types of body fields that take several shapes: `Any` to the parser, for their endpoints check them with messages of
-their own, and in the OpenAPI document what they are. Used by `schemas` and `responses.schemas`.
+"""Types of body fields that accept several shapes. Used by `schemas` and `responses.schemas`.
+
+The parser sees `Any`: endpoints check these fields with their own error messages. The OpenAPI document shows the
+shapes.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def _or_list(schema: Schema) -> msgspec.Meta:
 
 
 def _tagged(kind: str, properties: Schema) -> Schema:
-    """An object with this `type`."""
+    """Schema of an object with this `type`."""
     return {
         "type": "object",
         "properties": {"type": {"const": kind}, **properties},
@@ -46,11 +48,11 @@ _NAMED: Schema = {"type": "object", "properties": {"name": _TEXT}, "required": [
 _CHOICE: Schema = {"enum": ["none", "auto", "required"]}
 
 Texts = Annotated[Any, _any_of(_SOME_TEXT, _list(_SOME_TEXT, minItems=1))]
-"""A text or several."""
+"""One text, or a list of texts."""
 TokenIds = Annotated[Any, _any_of(_SOME_IDS, _list(_SOME_IDS, minItems=1))]
-"""Token ids, or a list for each prompt."""
+"""Token ids of one prompt, or a list of token id lists."""
 Prompts = Annotated[Any, _any_of(_SOME_TEXT, _list(_SOME_TEXT, minItems=1), _SOME_IDS, _list(_SOME_IDS, minItems=1))]
-"""Text or token ids, or a list of either."""
+"""A text or token ids, or a list of either."""
 DecodedIds = Annotated[Any, _any_of(_IDS, _list(_IDS))]
 SamplingFields = Annotated[
     Any,
@@ -61,12 +63,12 @@ Counts = Annotated[Any, _or_list(_COUNT)]
 Starts = Annotated[Any, _or_list({"type": "integer", "minimum": -1})]
 PickedIds = Annotated[Any, _any_of(_IDS, _list({"anyOf": [_IDS, {"type": "null"}]}))]
 Names = Annotated[Any, _or_list(_TEXT)]
-"""The client's id of a request, or one for each."""
+"""The client's id of a request, or one id per prompt."""
 Hosts = Annotated[Any, _or_list(_TEXT)]
 Ports = Annotated[Any, _or_list({"type": "integer", "minimum": 1, "maximum": 65535})]
 Rooms = Annotated[Any, _or_list({"type": "integer", "minimum": 0, "maximum": MAX_ROOM})]
 JsonSchema = Annotated[Any, _any_of(_OBJECT, _TEXT)]
-"""A JSON schema, as itself or as text."""
+"""A JSON schema, as a JSON object or as text."""
 StructuralTag = Annotated[Any, _any_of(_OBJECT, _TEXT)]
 ResponseFormat = Annotated[
     Any,
@@ -88,4 +90,4 @@ ResponseFormat = Annotated[
 ToolChoice = Annotated[Any, _any_of(_CHOICE, _tagged("function", {"function": _NAMED}))]
 ResponsesToolChoice = Annotated[Any, _any_of(_CHOICE, _tagged("function", {"name": _TEXT}))]
 Input = Annotated[Any, _any_of(_SOME_TEXT, _list(_OBJECT, minItems=1))]
-"""What a response answers: a text, or messages, calls and what came of them."""
+"""Input of `/v1/responses`: a text, or messages, calls and call outputs."""

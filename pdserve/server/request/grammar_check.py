@@ -1,8 +1,8 @@
-"""Whether the grammar or the stop patterns of a request compile, before anything is submitted. One for each server.
+"""Checks that the grammar and stop patterns of a request compile, before submission. One per server.
 
-    take, take_patterns ──> known from before? ──> CompilePool ──> 400 or 503, or the grammar
+    take, take_patterns ──> cached result? ──> CompilePool ──> 400 or 503, or the grammar
 
-Endpoints call it through `ServerContext`; it is the only place where text of clients is compiled to be checked.
+Endpoints call it through `ServerContext`. Only this module compiles untrusted text in order to check it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pdserve.server.text.stop_regex import check_stop_regex
 from pdserve.server.text.tokenizer import Tokenizer
 
 NUM_REMEMBERED = 1024
-"""Texts that need no second check, good or bad, the newest; of each a hash is kept."""
+"""Number of recent results, good and bad, that are cached, by a hash of the text."""
 
 
 class GrammarCheck:
-    """Tells good grammars and stop patterns from bad ones, once each. Used on the event loop; `pool` does the work."""
+    """Checks grammars and stop patterns and caches the results. Used on the event loop; `pool` compiles."""
 
     def __init__(self, config: GrammarConfig, tokenizer: Tokenizer | None, pool: Compiler | None = None) -> None:
         self._config = config
@@ -40,11 +40,12 @@ class GrammarCheck:
         self._known: collections.OrderedDict[bytes, asyncio.Future[CompileResult]] = collections.OrderedDict()
 
     async def take(self, constraint: Constraint | None, ready: EngineReady) -> Grammar | None:
-        """The grammar of `constraint`, once it is known to be good; None for None. The first takes a second longer.
+        """Check the grammar of `constraint` and return it; None for None. The first check takes a second longer.
 
         Raises:
-            RequestError: 400 naming the field: a bad grammar, one that is too large or takes too long to compile, or a
-                server without grammars. 503: too much is being compiled.
+            RequestError: 400 naming the field: the grammar is invalid, too large or too slow to compile, or this server
+                has no
+                grammars. 503: too many checks wait.
         """
         if constraint is None:
             return None
@@ -58,10 +59,12 @@ class GrammarCheck:
         return constraint.grammar
 
     async def take_patterns(self, patterns: str | Sequence[str] | None, field: str) -> None:
-        """Find out whether `patterns` are regular expressions that may stop a text.
+        """Check that `patterns` are valid stop patterns.
 
         Raises:
-            RequestError: 400 naming `field`: one is none, is too large, or matches the empty text. 503: as `take`.
+            RequestError: 400 naming `field`: a pattern is no regular expression, too large, or matches the empty text.
+                503: as
+                `take`.
         """
         for pattern in check_stop_regex(patterns, field):
             _raise(
@@ -69,19 +72,19 @@ class GrammarCheck:
             )
 
     async def warm_up(self, ready: EngineReady) -> None:
-        """Start the worker, so that the first grammar does not wait for it."""
+        """Start the compile worker and load the vocabulary, so that the first grammar does not wait for them."""
         with contextlib.suppress(GrammarError):
             await self._open_vocabulary(ready)
 
     async def close(self) -> None:
-        """End the worker."""
+        """Stop the compile worker."""
         if self._vocabulary is not None:
             self._vocabulary.cancel()
             await asyncio.gather(self._vocabulary, return_exceptions=True)
         await self._pool.close()
 
     async def _verdict(self, check: Check, kind: str) -> CompileResult:
-        """Known from before, or from the pool. Requests for the same text wait for one check."""
+        """Return the cached result or check with the pool. Concurrent requests for one text share a check."""
         text = check.pattern if isinstance(check, CheckPattern) else check.grammar.text
         key = hashlib.sha256(f"{kind}\0{text}".encode(errors="surrogatepass")).digest()
         known = self._known.get(key)
@@ -97,7 +100,7 @@ class GrammarCheck:
         return await asyncio.shield(known)
 
     def _forget_unclear(self, key: bytes, known: asyncio.Future[CompileResult]) -> None:
-        """What says nothing of the text, but of the moment, is asked again."""
+        """Remove a result from the cache if it depends on load or failures, so that the text is checked again."""
         failed = known.cancelled() or known.exception() is not None
         if (failed or known.result().reason == "busy") and self._known.get(key) is known:
             del self._known[key]
@@ -106,7 +109,7 @@ class GrammarCheck:
         if self._config.grammar_backend == "none":
             raise GrammarError("this server was started with --grammar-backend none")
         if self._tokenizer is None:
-            raise GrammarError("this server has no tokenizer, so that no output can follow a grammar")
+            raise GrammarError("this server has no tokenizer, which grammars need")
         if self._vocabulary is None:
             self._vocabulary = asyncio.create_task(self._load(self._tokenizer, ready))
         verdict = await asyncio.shield(self._vocabulary)
@@ -120,7 +123,11 @@ class GrammarCheck:
 
 
 def _raise(verdict: CompileResult, field: str, *, code: str) -> None:
-    """Refuse what the verdict is against. Raises RequestError."""
+    """Raise the error of a failed check.
+
+    Raises:
+        RequestError: 503 for a `busy` result, 400 for an invalid text.
+    """
     if verdict.reason == "busy":
         raise RequestError(
             f"{field}: {verdict.message}", field=field, status=503, code="grammar_compiler_busy", retry_after_s=1

@@ -1,8 +1,8 @@
-"""From a parsed body to scheduler requests: prompts, rooms, ids.
+"""Converts a parsed body to scheduler requests: prompts, bootstrap rooms, request ids.
 
 Pure; the endpoints call it before anything is submitted.
 
-A body asks for `num_prompts * n` sequences; sequence `p * n + j` is the j-th answer to prompt p.
+A body makes `num_prompts * n` sequences; sequence `p * n + j` is the j-th output of prompt p.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from pdserve.server.http.json_http import scalar_or_list
 
 MAX_PROMPTS = 4096
 MAX_SEQUENCES = 8192
-"""Of one body: prompts times `n`."""
+"""Maximum sequences of one body: prompts times `n`."""
 MAX_PATTERN_SEQUENCES = 256
-"""Of one body: stop patterns times sequences. Each may cost `stop_regex.SLOW_S` of everybody's time."""
+"""Maximum of stop patterns times sequences of one body. Each may take `stop_regex.SLOW_S` of the event loop."""
 MAX_SENT_CHARS = 1 << 26
-"""Of one body: characters of grammars, each counted for every sequence that it is sent along with."""
+"""Maximum characters of grammars of one body; each grammar counts once for every sequence that carries it."""
 MAX_RID_CHARS = 256
 MAX_TOP_LOGPROBS = 20
 
 
 class TransferAddress(Protocol):
-    """A body with the bootstrap trio and an id, each a scalar, a list, or None; and one priority for all it asks."""
+    """A body with `bootstrap_host`, `bootstrap_port`, `bootstrap_room` and `rid`: each a scalar, a list, or None.
+
+    `priority` applies to all sequences of the body.
+    """
 
     rid: Any
     priority: int | None
@@ -48,7 +51,7 @@ class TransferAddress(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PromptSpec:
-    """One prompt of a body, checked: its tokens, how to sample, how many answers."""
+    """One checked prompt of a body: its token ids, sampling parameters and requested logprobs (None: none)."""
 
     input_ids: list[int]
     sampling: CoreSamplingParams
@@ -57,8 +60,10 @@ class PromptSpec:
 
 @dataclasses.dataclass(frozen=True)
 class PreparedRequests:
-    """Everything one body asks for, ready to be submitted. `names[i]` is the client's id of sequence i, `batch` that of
-    all, where one was given to several prompts.
+    """The requests of one body, ready to be submitted.
+
+    `names[i]` is the client's id of sequence i. `batch` is the client's id of the whole batch; None unless one id was
+    given for several prompts.
     """
 
     requests: list[GenerateRequest]
@@ -68,15 +73,17 @@ class PreparedRequests:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens, each prompt counted once however many answers it has."""
+        """Prompt tokens; each prompt counts once, for any `n`."""
         return sum(len(request.input_ids) for request in self.requests[:: self.n])
 
 
 def as_prompts(value: Any, field: str, *, allow_text: bool, allow_ids: bool) -> tuple[list[str | list[int]], bool]:
-    """The prompts in `value`, and whether they came as a batch. Text, token ids, or a list of either, of one kind.
+    """Return the prompts in `value`, and whether they came as a batch.
+
+    `value` is text, token ids, or a list of either; all prompts of a list have the same kind.
 
     Raises:
-        RequestError: 400 naming `field`, or of a batch the prompt that is empty or of another kind than the first.
+        RequestError: 400 naming `field`, or the prompt of a batch that is empty or of another kind than the first.
     """
     kinds: list[type] = [kind for kind, allowed in ((str, allow_text), (list, allow_ids)) if allowed]
     wanted = " or ".join(_KINDS[kind] for kind in kinds)
@@ -86,15 +93,15 @@ def as_prompts(value: Any, field: str, *, allow_text: bool, allow_ids: bool) -> 
         prompts, batch = value, True
     else:
         prompts, batch = [value], False
-        wanted += ", or a list of such"
+        wanted += ", or a list of these"
     if len(prompts) > MAX_PROMPTS:
-        raise RequestError(f"{field} holds {len(prompts)} prompts, at most {MAX_PROMPTS} are taken", field=field)
+        raise RequestError(f"{field} has {len(prompts)} prompts; the maximum is {MAX_PROMPTS}", field=field)
     for i, prompt in enumerate(prompts):
         where = prompt_field(field, i, batch=batch)
         if type(prompt) not in kinds:
             raise RequestError(f"{where} must be {wanted}, got {_kind(prompt)}", field=where)
         if type(prompt) is not type(prompts[0]):
-            message = f"{where} is {_kind(prompt)} and {field}[0] is {_kind(prompts[0])}: a batch is of one kind"
+            message = f"{where} is {_kind(prompt)} and {field}[0] is {_kind(prompts[0])}: a batch must have one kind"
             raise RequestError(message, field=where)
         if not prompt:
             raise RequestError(f"{where} must not be empty", field=where)
@@ -105,7 +112,7 @@ _KINDS: dict[type, str] = {str: "a string", list: "a list of token ids"}
 
 
 def _is_id(value: Any) -> bool:
-    """Whether a list that begins with `value` means one prompt; numbers that are no ids are refused as such."""
+    """Whether a list that begins with `value` is one prompt. Other numbers count as ids here and are refused later."""
     return isinstance(value, int | float)
 
 
@@ -114,12 +121,12 @@ def _kind(value: Any) -> str:
 
 
 def prompt_field(field: str, index: int, *, batch: bool) -> str:
-    """What an error calls prompt number `index` of `field`."""
+    """Return the name of prompt `index` of `field` in errors."""
     return f"{field}[{index}]" if batch else field
 
 
 def check_token_ids(token_ids: Sequence[Any], vocab_size: int, field: str) -> None:
-    """Refuse anything but ids in `[0, vocab_size)`.
+    """Check that all token ids are integers in `[0, vocab_size)`.
 
     Raises:
         RequestError: 400 naming `field`.
@@ -131,7 +138,7 @@ def check_token_ids(token_ids: Sequence[Any], vocab_size: int, field: str) -> No
 
 
 def check_top_logprobs(value: int | None, field: str) -> int | None:
-    """Refuse counts that the engine does not deliver.
+    """Check that `value` is in `[0, MAX_TOP_LOGPROBS]` or None.
 
     Raises:
         RequestError: 400 naming `field`.
@@ -142,9 +149,9 @@ def check_top_logprobs(value: int | None, field: str) -> int | None:
 
 
 def openai_logprobs(top: int | None, prompt_top: int | None = None) -> Logprobs | None:
-    """What a request to an OpenAI endpoint wants of its output and of its prompt; None: nothing.
+    """Return the logprobs that an OpenAI request wants of its output and of its prompt; None: none.
 
-    A decode server is asked for both, so prefill hands the prompt's over.
+    The client reads both from the decode server, so prefill sends the prompt's logprobs to decode.
     """
     if top is None and prompt_top is None:
         return None
@@ -157,8 +164,10 @@ def openai_logprobs(top: int | None, prompt_top: int | None = None) -> Logprobs 
 
 
 def _expand_rooms(room: Any, num_prompts: int, n: int) -> list[int]:
-    """One room per sequence. A scalar counts up; a list has one per sequence, or one per prompt, which counts up
-    over n.
+    """Return one bootstrap room per sequence.
+
+    A scalar is the first room of consecutive ones. A list has one room per sequence, or one per prompt; the latter is
+    the first of n consecutive rooms.
     """
     field = "bootstrap_room"
     rooms = room if isinstance(room, list) else None
@@ -193,11 +202,11 @@ def rooms_of(
     *,
     fake_rooms: bool = False,
 ) -> list[RoomAddress] | list[None]:
-    """Where each sequence meets its other half; Nones on a server that does both halves itself.
+    """Return the room address of each sequence; all None on a unified server.
 
-    `body` has `bootstrap_host`, `bootstrap_port`, `bootstrap_room`: scalars or lists. `allowed`: the only addresses
-    that a request to a decode server may name. `fake_rooms`: a client may name `FAKE_BOOTSTRAP_HOST`, as this server
-    moves no bytes for anyone.
+    `body` has `bootstrap_host`, `bootstrap_port`, `bootstrap_room`: scalars or lists. `allowed`: the only prefill
+    addresses that a request to a decode server may name; None: any. `fake_rooms`: clients may name
+    `FAKE_BOOTSTRAP_HOST`, because this server moves no KV cache.
 
     Raises:
         RequestError: 400 naming the field that is missing or wrong.
@@ -214,7 +223,8 @@ def rooms_of(
     hosts = [host and canonical_host(host) for host in hosts]
     ports = _spread(body.bootstrap_port, "bootstrap_port", num_prompts, n, int)
     if mode == "decode" and any(not host for host in hosts):
-        raise RequestError("bootstrap_host is missing: decode must know its prefill server", field="bootstrap_host")
+        message = "bootstrap_host is missing: a decode server needs the address of the prefill server"
+        raise RequestError(message, field="bootstrap_host")
     if FAKE_BOOTSTRAP_HOST in hosts and not fake_rooms:
         message = f"bootstrap_host {FAKE_BOOTSTRAP_HOST} needs --disaggregation-transfer-backend fake on this server"
         raise RequestError(message, field="bootstrap_host")
@@ -228,17 +238,21 @@ def rooms_of(
 
 
 def _check_prefill_addresses(addresses: Iterable[tuple[str, int | None]], allowed: HostPatterns | None) -> None:
-    """Refuse what cannot be a host, or is not `allowed`. Raises RequestError: 400 naming `bootstrap_host`."""
+    """Check that each address has a valid host that `allowed` permits.
+
+    Raises:
+        RequestError: 400 naming `bootstrap_host`.
+    """
     for host, port in addresses:
         if not is_host(host):
-            raise RequestError(f"bootstrap_host is no host: {host[:100]!r}", field="bootstrap_host")
+            raise RequestError(f"bootstrap_host is not a valid host: {host[:100]!r}", field="bootstrap_host")
         if allowed is not None and not allowed.allow(host, port or 0):
             message = f"bootstrap_host {host}:{port} is not listed by --disaggregation-allowed-prefill of this server"
             raise RequestError(message, field="bootstrap_host")
 
 
 def _names(rid: Any, num_prompts: int) -> list[str]:
-    """One name per prompt: the client's, or a new one."""
+    """Return one request id per prompt: the client's, or a new one."""
     names = scalar_or_list(rid, num_prompts, "rid", str)
     if isinstance(rid, str) and num_prompts > 1:
         names = [f"{rid}_{i}" for i in range(num_prompts)]
@@ -251,14 +265,14 @@ def _names(rid: Any, num_prompts: int) -> list[str]:
 
 
 def _seeded(sampling: CoreSamplingParams, j: int) -> CoreSamplingParams:
-    """The j-th answer to one prompt has its own seed, so that the answers differ."""
+    """Give the j-th output of a prompt its own seed, so that the outputs differ."""
     if sampling.seed is None or j == 0:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + j) & MAX_ROOM)
 
 
 def check_num_sequences(prompts: Sequence[PromptSpec], n: int) -> None:
-    """Refuse bodies that are too much work before anything of them is queued.
+    """Check the number of sequences and of stop patterns of a body, before anything is queued.
 
     Raises:
         RequestError: 400 naming `n` or `stop_regex`.
@@ -273,9 +287,10 @@ def check_num_sequences(prompts: Sequence[PromptSpec], n: int) -> None:
 
 
 def check_size(prompts: Sequence[PromptSpec], n: int, most_tokens: int, field: str) -> None:
-    """Refuse bodies of more than `most_tokens` prompt tokens, or with too much to send along with each sequence.
+    """Check that a body has at most `most_tokens` prompt tokens and `MAX_SENT_CHARS` grammar characters over all
+    sequences.
 
-    `field`: what the client calls its prompts.
+    `field`: the client's name of its prompts.
 
     Raises:
         RequestError: 400 naming `field` or `n`.
@@ -301,12 +316,10 @@ def make_intake(
     allowed_prefill: HostPatterns | None = None,
     fake_rooms: bool = False,
 ) -> PreparedRequests:
-    """All requests of a body whose prompts are checked; `body` has the bootstrap trio, `rid`, priority.
+    """Build all requests of a body whose prompts are checked; `body` has the bootstrap fields, `rid` and `priority`.
 
-    `fake_rooms`: see `rooms_of`.
-
-    Each request has an id of its own on the wire, which is never used again, so that late outputs of an aborted request
-    cannot reach another one that the client gave the same `rid`.
+    `fake_rooms`: see `rooms_of`. Each request has a unique internal `rid` that is never reused. So late outputs of an
+    aborted request cannot reach another request to which the client gave the same `rid`.
 
     Raises:
         RequestError: 400 naming the field.

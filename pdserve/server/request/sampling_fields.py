@@ -1,4 +1,4 @@
-"""Sampling fields of the two APIs, turned into `CoreSamplingParams` with their final `max_new_tokens`."""
+"""Converts sampling fields of the native and OpenAI APIs to `CoreSamplingParams` with their final `max_new_tokens`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
 MAX_LISTED = 1 << 18
-"""Entries of `logit_bias`, and of `stop_token_ids`, over all sequences of a body."""
+"""Maximum entries of `logit_bias`, and of `stop_token_ids`, over all sequences of a body."""
 MAX_BODY_TOKENS = 1 << 20
 BODY_PROMPTS = 8
-"""A body may have `MAX_BODY_TOKENS` of prompts, and in any case so many of the longest ones."""
+"""A body may have `MAX_BODY_TOKENS` prompt tokens, and always this many prompts of maximum length."""
 MAX_CHAT_TOKENS = 2048
-"""A chat that names no limit gets this many tokens, or what fits into the context if that is less."""
+"""Default `max_tokens` of a chat; less if the context has less room."""
 NATIVE_TOKENS = 128
 COMPLETION_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestLimits:
-    """What bounds a request on this server."""
+    """Limits of a request on this server. `context_length` and `max_total_tokens` (the KV pool's size) are in
+    tokens.
+    """
 
     mode: DisaggMode
     vocab_size: int
@@ -42,30 +44,30 @@ class RequestLimits:
 
     @classmethod
     def of(cls, ready: EngineReady, mode: DisaggMode) -> RequestLimits:
-        """The limits that the scheduler announced."""
+        """Return the limits that the scheduler announced."""
         return cls(mode, ready.vocab_size, ready.context_length, ready.max_total_tokens)
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a sequence, prompt and output together."""
+        """Maximum tokens of a sequence, prompt and output together."""
         return min(self.context_length, self.max_total_tokens)
 
     @property
     def most_prompt_tokens(self) -> int:
-        """Most tokens of a prompt, which leaves room for one more."""
+        """Maximum tokens of a prompt, which leaves room for one output token."""
         return self.capacity - 1
 
     @property
     def most_body_tokens(self) -> int:
-        """Most prompt tokens that one body asks to be computed: of all its prompts, each as often as it is answered."""
+        """Maximum prompt tokens of one body: each prompt counts once per sequence generated from it."""
         return max(MAX_BODY_TOKENS, BODY_PROMPTS * self.capacity)
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestedSampling:
-    """How many tokens the client wants: None for `default`, at least `least`; 0 asks for the prompt to be read alone.
+    """The client's limit of output tokens. `tokens` None: use `default`. 0: compute the prompt only, if `least` is 0.
 
-    `field` is the client's name for it.
+    `least` is the minimum that is accepted. `field` is the client's name of the limit.
     """
 
     tokens: int | None
@@ -76,14 +78,14 @@ class RequestedSampling:
 
 @dataclasses.dataclass(frozen=True)
 class NativeNames:
-    """What errors call a prompt of `/generate` and its parameters: `text[1]`, `sampling_params[1]`."""
+    """Names of a `/generate` prompt and its parameters in errors: `text[1]`, `sampling_params[1]`."""
 
     prompt: str
     sampling: str
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Errors of the block that name a parameter say where it is.
+        """Prefix the parameter names in errors of the block with `sampling`.
 
         Raises:
             RequestError: the block's, with the longer name.
@@ -99,7 +101,7 @@ class NativeNames:
 
 
 def check_prompt_fits(num_prompt: int, limits: RequestLimits, prompt_field: str) -> None:
-    """Refuse a prompt that leaves no room for a token.
+    """Check that a prompt leaves room for one output token.
 
     Raises:
         RequestError: 400 naming the prompt.
@@ -116,9 +118,10 @@ def check_prompt_fits(num_prompt: int, limits: RequestLimits, prompt_field: str)
 def fit_max_tokens(
     num_prompt: int, ask: RequestedSampling, min_tokens: int, limits: RequestLimits, prompt_field: str
 ) -> int:
-    """Tokens to generate for a prompt of `num_prompt` tokens; a default shrinks to what fits, a wish does not.
+    """Return the number of tokens to generate for a prompt of `num_prompt` tokens.
 
-    A prefill server holds the prompt and one token, so that only the context bounds the rest there.
+    A default shrinks to what fits; an explicit limit is refused if it does not fit. A prefill server holds the prompt
+    and one token, so only the context length limits the output there.
 
     Raises:
         RequestError: 400 naming the prompt or the client's limit.
@@ -140,7 +143,7 @@ def fit_max_tokens(
 
 
 def count_n(n: int | None) -> int:
-    """Sequences per prompt.
+    """Return the number of sequences per prompt; 1 for None.
 
     Raises:
         RequestError: 400 naming `n`.
@@ -153,9 +156,9 @@ def count_n(n: int | None) -> int:
 
 
 def check_listed(fields: Sequence[SharedSampling], num_sequences: int) -> None:
-    """Refuse lists that are too long together: every sequence takes along its `logit_bias` and `stop_token_ids`.
+    """Check the total length of `logit_bias` and `stop_token_ids`: every sequence carries its own copy.
 
-    `fields` has one entry for all sequences, or one for each of equally large groups of them.
+    `fields` has one entry for all sequences, or one for each of equally large groups of sequences.
 
     Raises:
         RequestError: 400 naming the field.
@@ -163,7 +166,7 @@ def check_listed(fields: Sequence[SharedSampling], num_sequences: int) -> None:
     for name in ("logit_bias", "stop_token_ids"):
         num_entries = sum(len(getattr(each, name) or ()) for each in fields) * num_sequences // len(fields)
         if num_entries > MAX_LISTED:
-            message = f"{name} of {num_sequences} sequences has {num_entries} entries, at most {MAX_LISTED} are taken"
+            message = f"{name} of {num_sequences} sequences has {num_entries} entries; the maximum is {MAX_LISTED}"
             raise RequestError(message, field=name)
 
 
@@ -180,11 +183,11 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     if not bias:
         return None
     if len(bias) > MAX_LOGIT_BIAS:
-        message = f"logit_bias has {len(bias)} tokens, at most {MAX_LOGIT_BIAS} are taken"
+        message = f"logit_bias has {len(bias)} tokens; the maximum is {MAX_LOGIT_BIAS}"
         raise RequestError(message, field="logit_bias")
     try:
         return {int(token): value for token, value in bias.items()}
-    except ValueError as error:  # of digits, there may be too many to read
+    except ValueError as error:  # not an integer, or more digits than int() reads
         raise RequestError(f"logit_bias keys must be token ids: {error}", field="logit_bias") from error
 
 
@@ -231,7 +234,7 @@ def _build(
 def native_sampling(
     body: NativeSampling, num_prompt: int, limits: RequestLimits, fields: NativeNames, grammar: Grammar | None = None
 ) -> CoreSamplingParams:
-    """Checked parameters of a `/generate` prompt of `num_prompt` tokens.
+    """Build and check the parameters of a `/generate` prompt of `num_prompt` tokens.
 
     Raises:
         RequestError: 400 naming the field.
@@ -252,7 +255,7 @@ def openai_sampling(
     prompt_field: str,
     grammar: Grammar | None = None,
 ) -> CoreSamplingParams:
-    """Checked parameters of an OpenAI prompt of `num_prompt` tokens.
+    """Build and check the parameters of an OpenAI prompt of `num_prompt` tokens.
 
     Raises:
         RequestError: 400 naming the field by its OpenAI name.

@@ -1,4 +1,4 @@
-"""Request bodies as typed structs. A wrong type is refused by name; `Any` fields are checked where they are used."""
+"""Request bodies as typed structs. A wrong type is an error that names the field; endpoints check `Any` fields."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from pdserve.server.request.stream_states import Resume
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_MESSAGES = 4096
-"""A template takes some 80 us for each, and holds Python's lock."""
+"""Maximum messages of a chat. A template takes some 80 us for each, and holds the GIL."""
 
 Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
-"""Higher runs first; the same for all prompts of a body."""
+"""Scheduling priority: higher runs first; the same for all prompts of a body."""
 
 UNSUPPORTED_NATIVE = (
     "audio_data", "custom_logit_processor", "image_data", "input_embeds", "lora_path",
@@ -50,7 +50,7 @@ UNSUPPORTED_COMPLETION = (*UNSUPPORTED_OPENAI, "suffix")
 
 
 class SharedSampling(msgspec.Struct):
-    """How tokens are chosen and where answers end: what the native and the OpenAI bodies call the same."""
+    """Sampling and stop fields that have the same name in native and OpenAI bodies. None: the default."""
 
     n: int | None = None
     temperature: float | None = None
@@ -113,7 +113,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class ConstraintFields(SharedSampling):
-    """What else constrains the answers of an OpenAI body: OpenAI's field, and vLLM's old and new ones."""
+    """Further constraint fields of an OpenAI body: OpenAI's field, and vLLM's old and new ones."""
 
     response_format: ResponseFormat = None
     guided_json: JsonSchema = None
@@ -124,7 +124,7 @@ class ConstraintFields(SharedSampling):
 
 
 class OpenAIBody(ConstraintFields):
-    """What chat and text completions share, extras of SGLang and vLLM among it."""
+    """Fields shared by chat and text completions, with extensions of SGLang and vLLM."""
 
     model: str | None = None
     stream: bool | None = None
@@ -153,7 +153,7 @@ class CompletionBody(OpenAIBody):
 
 
 class ContentPart(msgspec.Struct):
-    """One piece of a message's content; only text, and a refusal's, is supported."""
+    """One part of a message's content; only `text` and `refusal` parts are supported."""
 
     type: str
     text: str | None = None
@@ -161,14 +161,14 @@ class ContentPart(msgspec.Struct):
 
 
 class FunctionCall(msgspec.Struct):
-    """What a past tool call called; `arguments` is JSON text, an object is taken too."""
+    """Function and arguments of a past tool call; `arguments` is JSON text, or an object."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(msgspec.Struct):
-    """A tool call of an earlier answer."""
+    """A tool call of an earlier assistant message."""
 
     function: FunctionCall
     id: str | None = None
@@ -176,7 +176,7 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """One message of a conversation. `reasoning_content` is called `reasoning` by some clients."""
+    """One message of a conversation. Some clients call `reasoning_content` `reasoning`."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -225,7 +225,7 @@ class ChatBody(OpenAIBody):
 
 
 class TokenizeBody(msgspec.Struct):
-    """`POST /tokenize`: `prompt`, a text or several, or `messages` and the other fields of a chat."""
+    """`POST /tokenize`: `prompt`, one or several texts, or `messages` and the other fields of a chat."""
 
     prompt: Texts = None
     messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES)] | None = None
@@ -266,7 +266,7 @@ class ProfileBody(msgspec.Struct):
 
 
 class RoleSwitchBody(msgspec.Struct):
-    """`POST /pd_role_switch`. `wait`: answer when it is done, not when it has begun."""
+    """`POST /pd_role_switch`. `wait`: respond when the switch is complete; false: when it has started."""
 
     new_role: Literal["prefill", "decode", "null"] | None = None
     drain_timeout_secs: float | None = None
@@ -274,11 +274,11 @@ class RoleSwitchBody(msgspec.Struct):
 
 
 class CommandBody(msgspec.Struct):
-    """`POST /continue_generation`, `/stop_profile`: an object whose fields mean nothing here."""
+    """`POST /continue_generation`, `/stop_profile`: an object whose fields are ignored."""
 
 
 class PairProbeBody(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /health_pair`: where the two halves of the probe meet, and how long it may take in seconds."""
+    """`POST /health_pair`: room address of the probe, and its timeout in seconds."""
 
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None

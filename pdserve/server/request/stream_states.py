@@ -1,6 +1,6 @@
-"""Streams that can go on at another server: what is told of their events, and how one goes on.
+"""Resumable streams: state lines that a router needs to resume a stream at another server, and the resumed request.
 
-Used by the endpoints that stream. `base/stream_state.py` says what goes between server and router.
+Used by the endpoints that stream. `base/stream_state.py` documents the protocol between server and router.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pdserve.server.request.intake import PreparedRequests, check_token_ids
 
 
 class StreamHead(msgspec.Struct):
-    """What all events of a stream have in common; `created`, `model` and `system_fingerprint` of OpenAI's endpoints."""
+    """Fields that all events of a stream share; only OpenAI endpoints set `created`, `model` and
+    `system_fingerprint`.
+    """
 
     id: Annotated[str, ShortText]
     created: int | None = None
@@ -29,12 +31,12 @@ class StreamHead(msgspec.Struct):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Those that are there."""
+        """The fields that are not None."""
         return {name: value for name, value in msgspec.to_builtins(self).items() if value is not None}
 
 
 class Resume(msgspec.Struct):
-    """`pdserve_resume` of a body: the stream so far. `logprobs` of its tokens where `EventState` has them."""
+    """`pdserve_resume` of a body: the stream so far. `logprobs` are those of its tokens, if `EventState` has them."""
 
     head: StreamHead
     token_ids: list[int]
@@ -42,7 +44,7 @@ class Resume(msgspec.Struct):
     logprobs: list[TokenLogprob] | None = None
 
     def update(self, text: str) -> GenerationUpdate:
-        """The stream so far as one update. `text` is what its tokens show."""
+        """Return the stream so far as one update. `text` is the text of its tokens."""
         logprobs = list(self.logprobs or ())
         return GenerationUpdate(0, text, list(self.token_ids), logprobs, cached_tokens=self.cached_tokens)
 
@@ -50,21 +52,21 @@ class Resume(msgspec.Struct):
 def resumed(
     intake: PreparedRequests, resume: Resume | None, vocab_size: int, *, stream: bool, logprobs: bool = False
 ) -> PreparedRequests:
-    """`intake` with the output that an earlier try made, if there was one.
+    """Return `intake` with the output of an earlier attempt on another server; unchanged if `resume` is None.
 
-    `logprobs`: each event has those of all tokens so far, if the request wants any.
+    `logprobs`: each event repeats the logprobs of all tokens so far, if the request wants any.
 
     Raises:
-        RequestError: 400, where that does not fit the request.
+        RequestError: 400, `resume` does not fit the request.
     """
     if resume is None:
         return intake
     if not stream or len(intake.requests) != 1:
-        raise RequestError(f"{RESUME_FIELD} is for a stream of one sequence", field=RESUME_FIELD)
+        raise RequestError(f"{RESUME_FIELD} needs a stream of one sequence", field=RESUME_FIELD)
     (request,) = intake.requests
     check_token_ids(resume.token_ids, vocab_size, RESUME_FIELD)
     if len(resume.token_ids) >= max(1, request.sampling.max_new_tokens):
-        raise RequestError(f"{RESUME_FIELD} has all tokens that the request may get", field=RESUME_FIELD)
+        raise RequestError(f"{RESUME_FIELD} has as many tokens as the request may generate", field=RESUME_FIELD)
     needed = len(resume.token_ids) if logprobs and request.logprobs is not None else 0
     if len(resume.logprobs or ()) != needed:
         raise RequestError(f"{RESUME_FIELD}.logprobs must have {needed} entries", field=RESUME_FIELD)
@@ -76,10 +78,10 @@ def resumed(
 
 
 class StreamStates:
-    """Tells of the events of one stream what a router needs, if it wants to know."""
+    """Adds a state line to each event of a stream, if the router requested state lines."""
 
     def __init__(self, request: Request, head: dict[str, Any], *, num_sequences: int, logprobs: bool = False) -> None:
-        """`logprobs`: events repeat those of earlier tokens."""
+        """`head`: the fields that all events share. `logprobs`: events repeat the logprobs of earlier tokens."""
         self._wanted = STATE_HEADER in request.headers and num_sequences == 1
         self._head: dict[str, Any] | None = head
         self._logprobs = logprobs
@@ -88,7 +90,10 @@ class StreamStates:
         self._cached_tokens = 0
 
     def told(self, update: GenerationUpdate | None, events: list[bytes]) -> Iterator[bytes]:
-        """`events` as they are sent. They show `update`, None: no tokens. The last update has all that follows."""
+        """Yield `events` with their state lines. They show the tokens of `update`; None: no tokens.
+
+        The state line of each event of the last update contains all events after it.
+        """
         if not self._wanted:
             yield from events
             return

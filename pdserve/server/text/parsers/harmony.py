@@ -1,7 +1,7 @@
 """The message format of gpt-oss ("harmony"): channels for reasoning, calls and the final answer.
 
-    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
-    <|message|>{...}<|call|>             <|start|>assistant<|channel|>final<|message|>...<|return|>
+<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+<|message|>{...}<|call|>             <|start|>assistant<|channel|>final<|message|>...<|return|>
 """
 
 from __future__ import annotations
