@@ -1,4 +1,4 @@
-"""Grammars that outputs must follow: what requests bring becomes masks over the vocabulary. Wraps llguidance.
+"""Constrained decoding: compiles the grammars of requests to token masks over the vocabulary. Wraps llguidance.
 
-That is imported where it is used: where it is not installed, every grammar fails, and nothing else.
+llguidance is imported at its first use. Without llguidance every grammar fails, and all other requests work.
 """

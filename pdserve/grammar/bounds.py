@@ -1,8 +1,8 @@
-"""Bounds on regular expressions, schemas and grammars, looked at before any engine compiles them. Pure.
+"""Size limits of regular expressions, schemas and grammars, checked before an engine compiles them. Pure.
 
-`compile` applies them to grammars, the server to `stop_regex`. Each check costs time in proportion to the text, and
-errs on the safe side: what it cannot read it counts as larger than it is. What passes may still be costly, so the
-compile worker has limits of processor time and memory as well.
+`compile` applies them to grammars, the server to `stop_regex`. Each check costs time in proportion to the text. A check
+counts text that it cannot parse as larger than it is. A text within the limits may still be costly, so the compile
+worker also limits processor time and memory.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ from typing import Any
 from pdserve.errors import GrammarError
 
 MAX_NESTING = 64
-"""Brackets within brackets: the engines' parsers recurse."""
+"""Maximum depth of nested brackets: the engines' parsers recurse."""
 MAX_REPEATED = 1_000_000
-"""Expanded size of a regular expression of a grammar: its repeats are counted, not written out."""
+"""Maximum expanded size of a regular expression of a grammar: the engine counts repeats and does not write them out."""
 MAX_STOP_REPEATED = 10_000
-"""Expanded size of a `stop_regex`, whose repeats may be written out: 400 bytes and 0.8 us for each part."""
+"""Maximum expanded size of a `stop_regex`, whose repeats may be written out: 400 bytes and 0.8 us for each part."""
 MAX_SCHEMA_DEPTH = 100
 MAX_SCHEMA_NODES = 50_000
 MAX_PROPERTIES = 5_000
-"""In all objects of a schema; opening takes time with the square of those of one object."""
+"""Maximum properties in all objects of a schema; opening takes time with the square of the properties of one object."""
 MAX_ENUM = 20_000
 MAX_COUNT = (1 << 31) - 1
-"""Of `maxItems`, `minLength` and the like, and of a repeat in a grammar."""
+"""Maximum of `maxItems`, `minLength` and similar keywords, and of a repeat in a grammar."""
 MAX_MULTIPLE = 50_000
-"""Digits of `multipleOf` without their point: the engine makes an automaton of as many states."""
+"""Maximum of the digits of `multipleOf` without the decimal point: the engine builds an automaton of that many
+states.
+"""
 MAX_RULES = 4_096
 
 _BRACKETS = re.compile(r"\\.|[()\[\]{}]", re.DOTALL)
 _COUNTS = re.compile(r"\{\s*([0-9]*)\s*(?:,\s*([0-9]*)\s*)?\}")
 _COMMENTS = re.compile(r"\(\?(?:#|[A-Za-z0-9]*x)")
-"""A comment, or the flag of patterns with comments: brackets in them mean nothing."""
+"""A comment, or the flag of patterns with comments: brackets in comments have no meaning."""
 _BRACES = re.compile(r"\{[^{}()\[\]\\|]*\}")
-"""Such as the limits of a fuzzy match."""
+"""Braces such as the limits of a fuzzy match."""
 _ESCAPE = re.compile(r"\\(?:[pPNxg]\{[^}]*\}|[Lg]<[^>]*>|.)", re.DOTALL)
 _RULE = re.compile(r"^[ \t]*[?!]?[\w.-]+[^\n\"'/:]*(?:::=|:)", re.MULTILINE)
 _SIZES = frozenset(
@@ -44,9 +46,9 @@ _SIZES = frozenset(
 
 
 def check_nesting(text: str) -> None:
-    """Refuse regular expressions and grammars whose brackets are nested too deeply.
+    """Check that the brackets of a regular expression or grammar are not nested too deeply.
 
-    Brackets in strings and character classes are counted, too; so many of them are never needed.
+    Brackets in strings and character classes count too; useful ones do not reach the limit.
 
     Raises:
         GrammarError: they are nested deeper than `MAX_NESTING`.
@@ -60,23 +62,23 @@ def check_nesting(text: str) -> None:
 
 
 def check_pattern_size(pattern: str, most: int = MAX_REPEATED) -> None:
-    """Refuse regular expressions that are too large once their repeats are written out, or nested too deeply.
+    """Check the nesting and the expanded size of a regular expression.
 
     Raises:
-        GrammarError: the expanded size is above `most`, with the size.
+        GrammarError: the expanded size is above `most`, or brackets are nested too deeply.
     """
     check_nesting(pattern)
     size = expanded_size(pattern)
     if size > most:
         told = f"{size:,}" if size < 10**15 else "more than 10^15"
-        raise GrammarError(f"its repeats expand to {told} parts, at most {most:,} are taken")
+        raise GrammarError(f"its repeats expand to {told} parts; the maximum is {most:,}")
 
 
 def expanded_size(pattern: str) -> int:
-    """An upper bound of the parts of `pattern` when each `{m,n}` is written out n times (m times without an n).
+    """Return an upper bound of the parts of `pattern` when each `{m,n}` is written out n times (m times without an n).
 
-    A part is a character, a class, a bracket or an operator. Where the structure cannot be told without the flags of
-    an engine, the bound is the length times all counts.
+    A part is a character, a class, a bracket or an operator. If the structure depends on an engine's flags, the bound
+    is the length times all counts.
     """
     crude = len(pattern) * math.prod(_largest_counts(pattern))
     if crude == len(pattern) or _COMMENTS.search(pattern):
@@ -86,7 +88,7 @@ def expanded_size(pattern: str) -> int:
 
 
 def _largest_counts(text: str) -> list[int]:
-    """The larger number of each `{m,n}`; capped, so that products stay small numbers."""
+    """Return the larger number of each `{m,n}`, capped so that products stay small."""
     return [max(1, *(_count(digits) for digits in pair)) for pair in _COUNTS.findall(text)]
 
 
@@ -95,7 +97,7 @@ def _count(digits: str) -> int:
 
 
 class _Parser:
-    """Adds up the parts of a pattern, bracket by bracket. `size` is None where it lost its way."""
+    """Counts the parts of a pattern, bracket by bracket. `size` is None if the structure is unclear."""
 
     def __init__(self, pattern: str) -> None:
         self._text = pattern
@@ -103,9 +105,9 @@ class _Parser:
 
     def size(self) -> int | None:
         groups = [0]
-        """Size of each open bracket, the outermost first."""
+        """Size of each open bracket, outermost first."""
         last = 0
-        """Size of what a quantifier here would repeat."""
+        """Size of the part that a quantifier here would repeat."""
         while self._at < len(self._text):
             char = self._text[self._at]
             if char == "(":
@@ -134,7 +136,7 @@ class _Parser:
         return groups[0] if len(groups) == 1 else None
 
     def _atom(self) -> int | None:
-        """The size of the character, escape or class that begins here, which is passed; None: a class within one."""
+        """Consume the character, escape or class here and return its size; None: a class nested in a class."""
         char = self._text[self._at]
         if char == "\\":
             found = _ESCAPE.match(self._text, self._at)
@@ -160,7 +162,7 @@ class _Parser:
 
 
 def check_grammar_text(text: str) -> None:
-    """Refuse EBNF grammars with too many rules, too large counts, or brackets nested too deeply.
+    """Check the number of rules, the counts and the nesting of an EBNF grammar.
 
     Raises:
         GrammarError: naming the limit.
@@ -168,16 +170,16 @@ def check_grammar_text(text: str) -> None:
     check_nesting(text)
     num_rules = len(_RULE.findall(text))
     if num_rules > MAX_RULES:
-        raise GrammarError(f"it has {num_rules} rules, at most {MAX_RULES} are taken")
+        raise GrammarError(f"it has {num_rules} rules; the maximum is {MAX_RULES}")
     worst = max(_largest_counts(text), default=1)
     if worst >= MAX_COUNT:
-        raise GrammarError(f"it repeats something {worst} times or more, at most {MAX_COUNT - 1} are taken")
+        raise GrammarError(f"it has a repeat count of {worst} or more; the maximum is {MAX_COUNT - 1}")
 
 
 def check_schema(schema: Any) -> None:
-    """Refuse JSON schemas that are too large for the engine: depth, properties, options, counts, patterns.
+    """Check the depth, properties, enum values, counts and patterns of a JSON schema.
 
-    `schema` is any JSON value; what is no schema is for the engine to refuse.
+    `schema` is any JSON value; the engine refuses values that are no schema.
 
     Raises:
         GrammarError: naming the keyword and the limit.
@@ -200,9 +202,9 @@ def check_schema(schema: Any) -> None:
         num_properties += len(properties) if isinstance(properties, dict) else 0
         num_options += len(options) if isinstance(options, list) else 0
         if num_properties > MAX_PROPERTIES:
-            raise GrammarError(f"the schema has {num_properties} properties, at most {MAX_PROPERTIES} are taken")
+            raise GrammarError(f"the schema has {num_properties} properties; the maximum is {MAX_PROPERTIES}")
         if num_options > MAX_ENUM:
-            raise GrammarError(f"the schema has {num_options} values in enum, at most {MAX_ENUM} are taken")
+            raise GrammarError(f"the schema has {num_options} values in enum; the maximum is {MAX_ENUM}")
         for keyword, value in node.items():
             _check_keyword(keyword, value)
             if isinstance(value, dict | list):
@@ -210,7 +212,7 @@ def check_schema(schema: Any) -> None:
 
 
 def _check_keyword(keyword: str, value: Any) -> None:
-    """A property may have a keyword's name; then its value is an object, and nothing is found here."""
+    """Check one keyword of a schema. A property named like a keyword has an object as value, which passes here."""
     if keyword == "pattern" and isinstance(value, str):
         try:
             check_pattern_size(value)
@@ -219,13 +221,13 @@ def _check_keyword(keyword: str, value: Any) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
     if keyword in _SIZES and value > MAX_COUNT:
-        raise GrammarError(f"{keyword} is {value}, at most {MAX_COUNT} is taken")
+        raise GrammarError(f"{keyword} is {value}; the maximum is {MAX_COUNT}")
     if keyword == "multipleOf" and _coefficient(value) > MAX_MULTIPLE:
-        raise GrammarError(f"multipleOf is {value}: its digits may be a number up to {MAX_MULTIPLE}")
+        raise GrammarError(f"multipleOf is {value}: its digits without the point may be at most {MAX_MULTIPLE}")
 
 
 def _coefficient(value: float) -> int:
-    """The digits of `value` without its point and its last zeros after it: 25 for 0.25, 9973 for 9973."""
+    """Return the digits of `value` without the decimal point and trailing decimal zeros: 25 for 0.25, 9973 for 9973."""
     if not math.isfinite(value):
         return MAX_COUNT
     if float(value).is_integer():

@@ -1,4 +1,6 @@
-"""From a request's grammar to the engine's form. Pure; the compile worker calls it to check, the executor to obey."""
+"""Compiles a request's grammar to llguidance's form. Pure; called by the compile worker to check, by the executor to
+use.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,24 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_CHARS = 1 << 18
-"""Longest text of a grammar."""
+"""Longest text of a grammar in characters."""
 SOME_WHITESPACE = r"\x20|\r?\n(\x20{0,40}|\t{0,10})"
-"""Between the tokens of JSON: a blank, or a line break and indentation. More would let a model write it for ever."""
+"""Default white space between JSON tokens: a blank, or a line break and indentation. With an unbounded pattern a model
+could generate white space forever.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class JsonRules:
-    """How JSON may be laid out. `whitespace`: a pattern of what may stand between its tokens; None: nothing may."""
+    """Layout of generated JSON. `whitespace`: a pattern of the text allowed between JSON tokens; None: no white
+    space.
+    """
 
     whitespace: str | None = SOME_WHITESPACE
 
     @classmethod
     def of(cls, config: GrammarConfig) -> JsonRules:
-        """What the flags say; they exclude each other."""
+        """Read the rules from the flags, which are mutually exclusive."""
         if config.constrained_json_disable_any_whitespace:
             return cls(None)
         if config.constrained_json_max_whitespace_cnt is not None:
@@ -39,27 +45,27 @@ class JsonRules:
         return cls(config.constrained_json_whitespace_pattern or SOME_WHITESPACE)
 
     def options(self) -> JsonCompileOptions:
-        """The engine's names for them."""
+        """Return the rules as llguidance options."""
         if self.whitespace is None:
             return {"whitespace_flexible": False}
         return {"whitespace_pattern": self.whitespace}
 
 
 def compile_grammar(grammar: Grammar, rules: JsonRules, vocabulary: Vocabulary) -> str:
-    """What `Matcher` takes. Quick: most of what may be wrong with a grammar is found by opening a matcher.
+    """Compile `grammar` to the source that `Matcher` takes. Quick: opening a matcher finds most errors of a grammar.
 
     Raises:
-        GrammarError: the grammar is too large, or is not of its kind.
+        GrammarError: the grammar is too large, or is not valid for its kind.
     """
     if len(grammar.text) > MAX_CHARS:
-        raise GrammarError(f"it has {len(grammar.text)} characters, at most {MAX_CHARS} are taken")
+        raise GrammarError(f"it has {len(grammar.text)} characters; the maximum is {MAX_CHARS}")
     try:
         return _compile(grammar, rules, vocabulary)
     except GrammarError:
         raise
     except RecursionError as error:
         raise GrammarError("it is nested too deeply") from error
-    except Exception as error:  # the engine's converters raise plain exceptions of many kinds
+    except Exception as error:  # llguidance's converters raise exceptions of many kinds
         raise GrammarError(str(error)) from error
 
 
@@ -73,7 +79,7 @@ def _compile(grammar: Grammar, rules: JsonRules, vocabulary: Vocabulary) -> str:
             check_schema(schema)
             schema = {} if schema is True else schema
             if not isinstance(schema, dict):
-                raise GrammarError(f"a JSON schema that something follows is an object, got {json.dumps(schema)[:40]}")
+                raise GrammarError(f"a JSON schema must be an object or true, got {json.dumps(schema)[:40]}")
             return LLMatcher.grammar_from_json_schema(schema, rules.options())
         case "regex":
             check_pattern_size(grammar.text)

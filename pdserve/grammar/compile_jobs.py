@@ -1,9 +1,9 @@
-"""What the compile worker is asked and what it answers, and what it does for one question. Pure but for the limits.
+"""Messages between compile pool and compile worker, and the check of one text. Pure except for the limits.
 
-    server/compile_pool ── Setup, LoadVocabulary, CheckGrammar, CheckPattern ──> compile_worker
-                        <── Verdict, one for each but Setup ───────────────────
+    server/request/compile_pool ── Setup, LoadVocabulary, CheckGrammar, CheckPattern ──> compile_worker
+                                <── CompileResult, one for each except Setup ───────────
 
-Frames are a length of 4 bytes, little endian, and a msgpack value.
+A frame is a length of 4 bytes, little endian, and a msgpack value.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.protocol.failure import Grammar
 
 SMALL_CHARS = 4096
-"""A grammar with more text is large: small ones do not wait for those."""
+"""Longest small grammar in characters. Small grammars do not wait for larger ones."""
 MAX_ERROR_CHARS = 500
-"""A frame with a verdict stays below `PIPE_BUF`, so that processes may share the pipe."""
+"""Maximum length of an error. A frame with a result stays below `PIPE_BUF`, so that processes may share the pipe."""
 PATTERN_CPU_S = 0.1
 PATTERN_BYTES = 16 << 20
-"""Of one stop pattern, compiled: the API process compiles it again and keeps it."""
+"""Maximum memory of one compiled stop pattern: the API process compiles it again and caches it."""
 EMPTY_S = 0.1
 _LENGTH = struct.Struct("<I")
 
 Reason: TypeAlias = Literal["ok", "refused", "slow", "memory", "crashed", "busy"]
-"""`busy` says nothing of the text: there was no time for it, or its worker has ended."""
+"""Outcome of a check. `busy` does not judge the text: the check had no time to run, or its worker exited."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first message. `cpu_s`, `memory_bytes`: what one check may take; `wall_s`: when it is given up at last."""
+    """The first message. `cpu_s`, `memory_bytes`: limits of one check; `wall_s`: its limit of wall-clock seconds."""
 
     rules: JsonRules
     cpu_s: float
@@ -48,7 +48,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LoadVocabulary(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Grammars that follow are for this vocabulary; see `Vocabulary`."""
+    """Load the vocabulary for all later grammars; see `Vocabulary`."""
 
     job: int
     tokenizer_json: str
@@ -57,21 +57,21 @@ class LoadVocabulary(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CheckGrammar(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Can an output follow it?"""
+    """Check whether an output can follow this grammar."""
 
     job: int
     grammar: Grammar
 
 
 class CheckPattern(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Is it a regular expression for `stop_regex`?"""
+    """Check whether this is a valid regular expression for `stop_regex`."""
 
     job: int
     pattern: str
 
 
 class CompileResult(msgspec.Struct, frozen=True, kw_only=True):
-    """`message` says why not, None where all is well."""
+    """Result of a question. `message`: why the check failed; None: it passed."""
 
     job: int
     reason: Reason = "ok"
@@ -86,19 +86,19 @@ _VERDICTS = msgspec.msgpack.Decoder(CompileResult)
 
 
 def frame(message: Question | CompileResult) -> bytes:
-    """`message` with its length."""
+    """Encode `message` as a frame."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 def take_questions(buffer: bytearray) -> Iterator[Question]:
-    """The whole messages at the beginning of `buffer`, which they leave."""
+    """Remove the complete frames at the beginning of `buffer` and yield their questions."""
     for body in _take(buffer):
         yield _QUESTIONS.decode(body)
 
 
 def receive_results(buffer: bytearray) -> Iterator[CompileResult]:
-    """The same of what the worker answers."""
+    """Remove the complete frames at the beginning of `buffer` and yield their results."""
     for body in _take(buffer):
         yield _VERDICTS.decode(body)
 
@@ -114,7 +114,9 @@ def _take(buffer: bytearray) -> Iterator[bytes]:
 
 
 def compile_one(check: Check, rules: JsonRules, vocabulary: Vocabulary | None) -> CompileResult:
-    """Compile it and say how that went. In a process of its own: it may take any time and memory, or crash."""
+    """Compile one text and return the result. Runs in a process of its own: it may take any time and memory, or
+    crash.
+    """
     try:
         if isinstance(check, CheckPattern):
             _check_pattern(check.pattern)
@@ -123,20 +125,20 @@ def compile_one(check: Check, rules: JsonRules, vocabulary: Vocabulary | None) -
     except GrammarError as error:
         return CompileResult(job=check.job, reason="refused", message=str(error)[:MAX_ERROR_CHARS])
     except MemoryError:
-        return CompileResult(job=check.job, reason="memory", message="it takes too much memory to compile")
-    except BaseException as error:  # a panic of the engine is no Exception
+        return CompileResult(job=check.job, reason="memory", message="it needs too much memory to compile")
+    except BaseException as error:  # a panic of llguidance is not an Exception
         text = f"it cannot be compiled: {error}"[:MAX_ERROR_CHARS]
         return CompileResult(job=check.job, reason="refused", message=text)
     return CompileResult(job=check.job)
 
 
 def _check_grammar(grammar: Grammar, rules: JsonRules, vocabulary: Vocabulary | None) -> None:
-    """Open the grammar and ask for the first tokens."""
+    """Open the grammar and compute the mask of the first token."""
     if vocabulary is None:
-        raise GrammarError("there is no vocabulary")
+        raise GrammarError("no vocabulary is loaded")
     matcher = Matcher(vocabulary, compile_grammar(grammar, rules, vocabulary))
     if not matcher.mask().any():
-        raise GrammarError("no output follows this grammar")
+        raise GrammarError("no output can follow this grammar")
 
 
 def _check_pattern(pattern: str) -> None:
@@ -154,18 +156,18 @@ def _check_pattern(pattern: str) -> None:
     if found is not None:
         raise GrammarError("it matches the empty text")
     if spent_s > PATTERN_CPU_S:
-        raise GrammarError(f"it takes {spent_s:.2f} s to compile, at most {PATTERN_CPU_S:g} s are spent on it")
+        raise GrammarError(f"it takes {spent_s:.2f} s to compile; the maximum is {PATTERN_CPU_S:g} s")
     if grown > PATTERN_BYTES:
-        raise GrammarError(f"it takes {grown >> 20} MiB when compiled, at most {PATTERN_BYTES >> 20} MiB are given")
+        raise GrammarError(f"it takes {grown >> 20} MiB when compiled; the maximum is {PATTERN_BYTES >> 20} MiB")
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in use."""
+    """Return the resident memory of this process in bytes."""
     return _statm(1)
 
 
 def limit_memory(extra_bytes: int) -> None:
-    """Let this process take `extra_bytes` of address space beyond what it has."""
+    """Limit the address space of this process to its present size plus `extra_bytes`."""
     most = _statm(0) + extra_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 

@@ -1,13 +1,13 @@
-"""The compile worker: `python -m pdserve.grammar.compile_worker`, spawned by `server/compile_pool`.
+"""The compile worker: `python -m pdserve.grammar.compile_worker`, spawned by `server/request/compile_pool`.
 
-It keeps engine and vocabulary loaded and forks a child for each check. What a hostile grammar takes is the child's:
-processor time (a timer kills it), memory (`RLIMIT_AS`), stack, or its life. The worker itself runs nothing of a
-client's.
+The worker keeps llguidance and the vocabulary loaded and forks a child for each check. A hostile grammar can only use
+up the child's processor time (a timer kills the child), memory (`RLIMIT_AS`) and stack, or crash the child. The worker
+itself compiles no client text.
 
-    read a check ──> fork ──> child: limits, compile, write the verdict, exit
-                      └─ child died ──> the worker writes the verdict
+    read a check ──> fork ──> child: set limits, compile, write the result, exit
+                      └─ child died ──> the worker writes the result
 
-It ends when its standard input does. One thread, because it forks.
+The worker exits when its standard input ends. It has one thread, because it forks.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ from pdserve.grammar.compile_jobs import (
 from pdserve.grammar.vocabulary import Vocabulary
 
 STACK_BYTES = 4 << 20
-"""Of a child. The executor's threads have more, so that what passes here does not run out of stack there."""
+"""Stack of a child. The executor's threads have more, so a grammar that compiles here does not overflow their stack."""
 NICENESS = 5
-"""Requests that run come before large grammars that are checked."""
+"""Niceness of checks of large grammars: running requests have priority."""
 _READ_BYTES = 1 << 20
 _CAUSES: Mapping[int, Reason] = {
     signal.SIGPROF: "slow", signal.SIGALRM: "busy", signal.SIGXCPU: "slow", signal.SIGKILL: "memory",
     signal.SIGABRT: "memory", signal.SIGSEGV: "crashed", signal.SIGBUS: "crashed",
 }  # fmt: skip
-"""A failed allocation aborts in the engine; SIGKILL is the system's answer to a lack of memory."""
+"""Cause of a child's death, by signal. llguidance aborts on a failed allocation; the kernel sends SIGKILL when out of
+memory.
+"""
 
 
 class CompileWorker:
-    """See the file's docstring. Reads `source`, writes `sink`: file descriptors of pipes."""
+    """Serves checks; see the module docstring. Reads `source` and writes `sink`, file descriptors of pipes."""
 
     def __init__(self, source: int, sink: int) -> None:
         self._source = source
@@ -60,10 +62,10 @@ class CompileWorker:
         self._setup: Setup | None = None
         self._vocabulary: Vocabulary | None = None
         self._children: dict[int, tuple[int, int]] = {}
-        """By file descriptor of a child: its pid, its job."""
+        """By pidfd of a child: its pid and its job."""
 
     def run(self) -> None:
-        """Until the source ends; then no child is left."""
+        """Serve until the source ends, then kill the remaining children."""
         buffer = bytearray()
         try:
             while True:
@@ -101,7 +103,7 @@ class CompileWorker:
         try:
             pid = os.fork()
         except OSError as error:
-            self._write(CompileResult(job=check.job, reason="busy", message=f"no process can be made for it: {error}"))
+            self._write(CompileResult(job=check.job, reason="busy", message=f"cannot fork a process for it: {error}"))
             return
         if pid == 0:
             self._be_child(check)
@@ -110,14 +112,14 @@ class CompileWorker:
         self._poller.register(child, select.POLLIN)
 
     def _be_child(self, check: Check) -> None:
-        """Never returns."""
+        """Run one check in the child. Never returns."""
         status = 1
         try:
             setup = self._setup
-            assert setup is not None, "Setup comes first"
+            assert setup is not None, "Setup is the first message"
             if isinstance(check, CheckGrammar) and len(check.grammar.text) > SMALL_CHARS:
                 os.nice(NICENESS)
-            os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # panics of the engine are told by verdicts
+            os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # the result reports panics of llguidance
             limit_memory(setup.memory_bytes)
             resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
             signal.setitimer(signal.ITIMER_REAL, setup.wall_s)
@@ -137,7 +139,7 @@ class CompileWorker:
             self._write(CompileResult(job=job, reason=reason, message=self._told(reason)))
 
     def _told(self, reason: Reason) -> str:
-        assert self._setup is not None, "it has had a child"
+        assert self._setup is not None, "a child needs a Setup"
         match reason:
             case "slow":
                 return f"it takes more than {self._setup.cpu_s:g} s of a processor to compile"
@@ -146,19 +148,19 @@ class CompileWorker:
             case "busy":
                 return f"it was not compiled within {self._setup.wall_s:g} s, because this machine is busy; try again"
             case _:
-                return "it is too deep for the grammar engine"
+                return "it is nested too deeply for the grammar engine"
 
     def _write(self, verdict: CompileResult) -> None:
-        os.write(self._sink, frame(verdict))  # less than PIPE_BUF: whole, or not at all
+        os.write(self._sink, frame(verdict))  # shorter than PIPE_BUF, so the write is atomic
 
 
 def main() -> None:
-    """Serve standard input and output."""
+    """Run the worker on standard input and output."""
     sink = os.dup(1)
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import numpy  # noqa: F401  children shall find them loaded
+    import numpy  # noqa: F401  loaded before the forks
     import regex  # noqa: F401
 
     with contextlib.suppress(ImportError):

@@ -1,4 +1,4 @@
-"""Where one output stands in its grammar. Typed door to llguidance's matcher; used by one thread at a time."""
+"""State of one output in its grammar. Typed wrapper of llguidance's matcher; used by one thread at a time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MaskWords = npt.NDArray[np.uint32]
 
 
 class Matcher:
-    """A grammar and the tokens accepted so far. Opening it takes about a millisecond, more for large grammars."""
+    """A grammar and the tokens accepted so far. Opening takes about a millisecond, more for large grammars."""
 
     def __init__(self, vocabulary: Vocabulary, source: str) -> None:
-        """`source` is what `compile_grammar` gave.
+        """`source` is the result of `compile_grammar`.
 
         Raises:
             GrammarError: the engine refuses the grammar, or it is larger than `_limits` allows.
@@ -34,13 +34,13 @@ class Matcher:
         self._check()
 
     def copy(self) -> Matcher:
-        """Another one at the same place, which goes its own way from here; takes 0.03 to 3 ms. Any thread."""
+        """Return an independent copy in the same state; takes 0.03 to 3 ms. Any thread."""
         other = copy.copy(self)
         other._matcher = self._matcher.deep_copy()
         return other
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """The output goes on with these.
+        """Advance by the tokens `token_ids` of the output.
 
         Raises:
             GrammarError: the grammar does not allow them, or it has become too complex to follow.
@@ -51,11 +51,12 @@ class Matcher:
 
     @property
     def ended(self) -> bool:
-        """True when nothing may follow but EOS, or EOS has come."""
+        """True if only EOS may follow, or EOS was accepted."""
         return bool(self._matcher.is_stopped())
 
     def mask(self) -> MaskWords:
-        """The tokens that may come next: bit i of the words is token i. EOS is among them where the grammar may end.
+        """Compute the mask of allowed next tokens: uint32 words, bit i is token i. EOS is allowed where the grammar may
+        end.
 
         Raises:
             GrammarError: the grammar has become too complex to follow.
@@ -71,7 +72,7 @@ class Matcher:
 
 
 def _limits() -> LLParserLimits:
-    """What bounds time and memory of a grammar, beside the engine's defaults; a lexer state takes 1 to 2 KB."""
+    """Return the time and memory limits that differ from the engine's defaults; a lexer state takes 1 to 2 KB."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

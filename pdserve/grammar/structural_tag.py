@@ -1,7 +1,7 @@
-"""Structural tags: free text in which certain words begin a piece that must follow a schema, such as a tool call.
+"""Structural tags: free text in which trigger words begin a part that must follow a schema, such as a tool call.
 
-Turned into the engine's Lark dialect. Pure; called by `compile` only. Two forms are read: SGLang's `structures` and
-`triggers`, and the `format` tree of xgrammar, which vLLM and SGLang take as well.
+Converts a structural tag to llguidance's Lark dialect. Pure; called by `compile` only. Two forms are accepted: SGLang's
+`structures` and `triggers`, and the `format` tree of xgrammar, which vLLM and SGLang accept too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ MAX_TAGS = 512
 
 
 def structural_tag_lark(tag: Any, json_options: Mapping[str, object], vocabulary: Vocabulary) -> str:
-    """The grammar of one structural tag. `json_options` are the engine's for JSON; `vocabulary` knows special tokens.
+    """Convert one structural tag to a Lark grammar.
+
+    `json_options` are the engine's options for JSON; `vocabulary` looks up special tokens.
 
     Raises:
-        GrammarError: it is not a structural tag, says where.
+        GrammarError: `tag` is no structural tag; the message names the place.
     """
     fields = _object(tag, "the structural tag")
     if fields.get("type", "structural_tag") != "structural_tag":
@@ -33,7 +35,7 @@ def structural_tag_lark(tag: Any, json_options: Mapping[str, object], vocabulary
 
 
 class _Writer:
-    """Collects rules. Each method returns an expression; `where` names the place for messages."""
+    """Collects rules. Each method returns an expression; `where` is the place for error messages."""
 
     def __init__(self, json_options: Mapping[str, object], vocabulary: Vocabulary) -> None:
         self._json_options = json_options
@@ -52,7 +54,7 @@ class _Writer:
         }
 
     def structures(self, fields: dict[str, Any]) -> str:
-        """SGLang's form."""
+        """Convert SGLang's form: `structures` and `triggers`."""
         triggers = _strings(fields.get("triggers"), "triggers")
         tags = []
         for i, entry in enumerate(_list(fields.get("structures"), "structures")):
@@ -63,7 +65,7 @@ class _Writer:
         return self._triggered(triggers, tags, "structures")
 
     def format(self, value: Any, where: str, depth: int) -> str:
-        """One node of xgrammar's tree."""
+        """Convert one node of xgrammar's `format` tree."""
         if depth > MAX_DEPTH:
             raise GrammarError(f"{where} is nested deeper than {MAX_DEPTH}")
         fields = _object(value, where)
@@ -113,7 +115,7 @@ class _Writer:
         many = one if fields.get("stop_after_first") else f"{one} ({separator} {one})*"
         return many if fields.get("at_least_one") else f"({many})?"
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ helpers
 
     def _triggered(
         self,
@@ -124,7 +126,7 @@ class _Writer:
         at_least_one: bool = False,
         only_one: bool = False,
     ) -> str:
-        """Text, and whenever it comes to a trigger, the rest of one of the tags that begin with it."""
+        """Return an expression for text in which each trigger begins one of the tags that start with it."""
         options = []
         for trigger in triggers:
             rests = [
@@ -144,7 +146,7 @@ class _Writer:
         return f"{one} {one}* {self._text()}" if at_least_one else f"{one}* {self._text()}"
 
     def _trigger(self, trigger: str) -> str:
-        """Text up to and with the trigger: a lazy lexeme, which ends as soon as it can."""
+        """Return a lazy lexeme for text up to and including the trigger; it ends as soon as it can."""
         if self._vocabulary.special_token(trigger) is not None:
             return f"{self._text()} {self._literal(trigger)}"
         name = self._name()
@@ -182,14 +184,14 @@ class _Writer:
         return self._rule("%json " + json.dumps(fields))
 
     def _literal(self, text: str) -> str:
-        """A string, or the special token that is written so."""
+        """Return a string literal, or the special token that is written so."""
         if not text:
             return '""'
         special = self._vocabulary.special_token(text)
         return json.dumps(text) if special is None else f"<[{special}]>"
 
     def _text(self) -> str:
-        """Any text."""
+        """Return the terminal for any text."""
         if not any(rule.startswith("TEXT:") for rule in self.rules):
             self.rules.append(r"TEXT: /(.|\n)*/")
         return "TEXT"
@@ -205,7 +207,7 @@ class _Writer:
 
     def _name(self) -> str:
         if len(self.rules) > 16 * MAX_TAGS:
-            raise GrammarError(f"it has more than {MAX_TAGS} tags")
+            raise GrammarError(f"the structural tag has more than {MAX_TAGS} tags")
         return f"part_{len(self.rules)}"
 
 
@@ -219,7 +221,7 @@ def _list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise GrammarError(f"{where} must be a list that is not empty")
     if len(value) > MAX_TAGS:
-        raise GrammarError(f"{where} has {len(value)} entries, at most {MAX_TAGS} are taken")
+        raise GrammarError(f"{where} has {len(value)} entries; the maximum is {MAX_TAGS}")
     return value
 
 

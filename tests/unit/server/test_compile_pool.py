@@ -246,8 +246,8 @@ async def test_a_stop_pattern_has_limits_of_its_own(monkeypatch: pytest.MonkeyPa
     check = CheckPattern(job=0, pattern="a{9000}b")
     assert compile_one(check, JsonRules(), None).reason == "ok"
     for limit, value, said in (
-        ("PATTERN_CPU_S", -1.0, "s to compile, at most -1 s are spent on it"),
-        ("PATTERN_BYTES", -(1 << 40), "MiB when compiled, at most"),
+        ("PATTERN_CPU_S", -1.0, "s to compile; the maximum is -1 s"),
+        ("PATTERN_BYTES", -(1 << 40), "MiB when compiled; the maximum"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(compile_jobs, limit, value)
