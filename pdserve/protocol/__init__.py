@@ -1,1 +1,1 @@
-"""What crosses processes: requests, outputs, sampling, failures, and the codec and channel that carry them."""
+"""Messages between processes: requests, outputs, sampling parameters, failures; and their codec and channel."""

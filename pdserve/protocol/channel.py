@@ -1,17 +1,17 @@
 """The message channel between the API process and its scheduler process.
 
-Two one-way streams of framed messages: requests go down, outputs come up. Over processes it is a pair of zmq PUSH/PULL
-sockets on `ipc://` paths in a private directory (mode 0700: nobody else can connect); in tests it is a pair of queues.
-The server owns the API end, on its event loop. The scheduler owns the other end: `recv` belongs to its ingress thread,
-`send` to the scheduler thread, and no third thread may use either.
+Two one-way streams of framed messages: requests to the scheduler, outputs to the API process. Between processes it is a
+pair of zmq PUSH/PULL sockets on `ipc://` paths in a private directory (mode 0700, so other users cannot connect). In
+tests it is a pair of queues. The server owns the API end, on its event loop. The scheduler owns the other end: its
+ingress thread calls `recv` and `beat`, the scheduler thread calls `send`, and no third thread may use that end.
 
     API process                                      scheduler process
     ZmqApiChannel.send   PUSH ── to_scheduler ──> PULL   ZmqSchedulerChannel.recv   (ingress thread)
     ZmqApiChannel.recv   PULL <──── to_api ────── PUSH   ZmqSchedulerChannel.send   (scheduler thread)
                               <──── to_api ────── PUSH   ZmqSchedulerChannel.beat   (ingress thread)
 
-Sends never block: queues are unbounded here. The API process bounds what it sends (`server/waiting`), and the scheduler
-what it admits.
+Sends never block: the queues are unbounded. The API process bounds the requests it sends
+(`server/engine_client/waiting.py`), and the scheduler bounds the requests it admits.
 """
 
 from __future__ import annotations
@@ -32,57 +32,57 @@ from pdserve.protocol.codec import Codec
 from pdserve.protocol.messages import SchedulerBeat, ToApi, ToScheduler
 
 MAX_IPC_PATH = 100
-"""Unix socket paths end at 107 bytes on Linux; a little room is left."""
+"""Bytes. Linux limits Unix socket paths to 107 bytes; this leaves a margin."""
 
 
 class ApiChannel(Protocol):
-    """The API process's end; used on its event loop only."""
+    """The API process's end of the channel; event loop only."""
 
     async def send(self, message: ToScheduler) -> None:
-        """Hand `message` to the scheduler, in order; does not wait for it to be read."""
+        """Send `message` to the scheduler, in order; does not wait until the scheduler reads it."""
         ...
 
     async def recv(self) -> ToApi:
-        """The next message from the scheduler.
+        """Wait for the next message from the scheduler.
 
         Raises:
-            ProtocolError: the frame was no message; the channel stays usable.
+            ProtocolError: the frame is not a valid message; the channel stays usable.
             EngineDeadError: the channel is closed.
         """
         ...
 
     def close(self) -> None:
-        """Release the sockets."""
+        """Close the sockets."""
         ...
 
 
 class SchedulerChannel(Protocol):
-    """The scheduler process's end."""
+    """The scheduler process's end of the channel."""
 
     def recv(self, timeout_s: float) -> ToScheduler | None:
-        """The next message, or None after `timeout_s`; called by the ingress thread only.
+        """Return the next message, or None after `timeout_s` seconds; ingress thread only.
 
         Raises:
-            ProtocolError: the frame was no message; the channel stays usable.
+            ProtocolError: the frame is not a valid message; the channel stays usable.
         """
         ...
 
     def send(self, message: ToApi) -> None:
-        """Hand `message` to the API process, in order; called by the scheduler thread only."""
+        """Send `message` to the API process, in order; scheduler thread only."""
         ...
 
     def beat(self, message: SchedulerBeat) -> None:
-        """Hand a sign of life to the API process, in no order with the rest; called by the ingress thread only."""
+        """Send a heartbeat to the API process, unordered with the messages of `send`; ingress thread only."""
         ...
 
     def close(self) -> None:
-        """Release the sockets; called when both threads have ended."""
+        """Close the sockets; called when both threads have ended."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ChannelAddress:
-    """Where the two sockets are; plain data, so that it can be handed to a spawned process."""
+    """Directory of the two sockets; plain data, so that it can be passed to a spawned process."""
 
     directory: str
 
@@ -98,7 +98,7 @@ class ChannelAddress:
 
 
 def create_channel_address() -> ChannelAddress:
-    """Make the private directory. Called by the process that starts the others, which also removes it."""
+    """Create the private directory. Called by the process that starts API and scheduler, which also removes it."""
     return ChannelAddress(make_run_folder(MAX_IPC_PATH - len("/to_scheduler")))
 
 
@@ -114,10 +114,10 @@ def _without_limits(socket: zmq.Socket[bytes]) -> None:
 
 
 class ZmqApiChannel:
-    """`ApiChannel` over zmq; make it inside a running event loop.
+    """`ApiChannel` over zmq; construct it inside a running event loop.
 
-    The loop watches the socket's file descriptor. That is readable when zmq has news, which need not be a message, and
-    stays so until the socket has been asked; the loop looks away when it fires and nobody waits in `recv`.
+    The loop watches the socket's file descriptor, which is readable after any zmq event, not only a message. It stays
+    readable until the socket is polled. The loop stops watching when the descriptor fires and no `recv` is waiting.
     """
 
     def __init__(self, address: ChannelAddress) -> None:
@@ -153,7 +153,7 @@ class ZmqApiChannel:
         raise _closed()
 
     def close(self) -> None:
-        """See `ApiChannel.close`. A message sent just before is given a moment to leave."""
+        """See `ApiChannel.close`. Messages already sent have 200 ms to leave the socket."""
         self._look_away()
         self._push.close(linger=200)
         self._pull.close(linger=0)
@@ -185,7 +185,7 @@ def _closed() -> EngineDeadError:
 
 
 class ZmqSchedulerChannel:
-    """`SchedulerChannel` over zmq. The sockets are separate, so that each thread has its own."""
+    """`SchedulerChannel` over zmq. Each method has its own socket, so that no two threads share one."""
 
     def __init__(self, address: ChannelAddress) -> None:
         self._down: Codec[ToScheduler] = Codec(ToScheduler)
@@ -215,7 +215,7 @@ class ZmqSchedulerChannel:
         self._beats.send(self._up.encode(message))
 
     def close(self) -> None:
-        """See `SchedulerChannel.close`. A message sent just before is given a moment to leave."""
+        """See `SchedulerChannel.close`. Messages of `send` have 200 ms to leave the socket."""
         self._push.close(linger=200)
         self._beats.close(linger=0)
         self._pull.close(linger=0)
@@ -223,7 +223,7 @@ class ZmqSchedulerChannel:
 
 
 class MemoryApiChannel:
-    """`ApiChannel` of an in-memory pair. Messages pass through the codec, as they would between processes."""
+    """`ApiChannel` of an in-memory pair. Messages pass through the codec, as between processes."""
 
     def __init__(self, frames_down: queue.SimpleQueue[bytes]) -> None:
         self._down: Codec[ToScheduler] = Codec(ToScheduler)
@@ -255,7 +255,7 @@ class MemoryApiChannel:
             await arrived.wait()
 
     def deliver(self, message: ToApi) -> None:
-        """Called by the other end, from any thread."""
+        """Put `message` into the queue of `recv`. Called by the scheduler end, from any thread."""
         frame = self._up.encode(message)
         with self._lock:
             self._frames_up.append(frame)
@@ -301,7 +301,7 @@ class MemorySchedulerChannel:
 
 
 def memory_channel_pair() -> tuple[MemoryApiChannel, MemorySchedulerChannel]:
-    """Both ends of a channel inside one process, for tests and simulated worlds."""
+    """Create both ends of a channel inside one process, for tests and the simulator."""
     frames_down: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     api = MemoryApiChannel(frames_down)
     return api, MemorySchedulerChannel(frames_down, api)

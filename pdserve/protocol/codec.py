@@ -1,4 +1,4 @@
-"""Bytes to messages and back: msgpack, versioned, bounded. Nothing crosses a socket as pickle."""
+"""Encodes and decodes messages: msgpack, versioned, bounded in size. No message crosses a socket as pickle."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ SEAL_BYTES = 16
 
 
 class Seal:
-    """A keyed digest in front of each frame. An empty secret still catches damage. Any thread."""
+    """Keyed BLAKE2b digest of `SEAL_BYTES` in front of each frame. An empty secret still detects corruption.
+
+    Any thread may call it.
+    """
 
     def __init__(self, secret: str) -> None:
         self._key = hashlib.blake2b(secret.encode(), digest_size=32).digest()
 
     def close(self, frame: bytes) -> bytes:
-        """`frame` with its seal in front."""
+        """Return `frame` with its seal in front."""
         return self._digest(frame) + frame
 
     def open(self, sealed: bytes, *, max_bytes: int) -> bytes:
-        """The frame behind the seal.
+        """Check the seal and return the frame behind it.
 
         Raises:
-            ProtocolError: there is none, it is larger than `max_bytes` with its seal, or not sealed with our secret.
+            ProtocolError: the frame is empty, is larger than `max_bytes` with its seal, or has another secret's seal.
         """
         if not SEAL_BYTES < len(sealed) <= max_bytes:
             raise ProtocolError(f"control frame of {len(sealed)} bytes")
@@ -45,7 +48,7 @@ T = TypeVar("T")
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_RANK_BYTES = 512 << 20
-"""Between the ranks of a server. What a step gave may be large: log probabilities of a chunk for many tokens each."""
+"""Size limit of messages between ranks. A step result holds log probabilities of a whole prefill chunk."""
 
 
 class Codec(Generic[T]):
@@ -61,11 +64,11 @@ class Codec(Generic[T]):
         self._max_bytes = max_bytes
 
     def encode(self, message: T) -> bytes:
-        """One frame."""
+        """Encode `message` as one frame."""
         return bytes([PROTOCOL_VERSION]) + self._encoder.encode(message)
 
     def decode(self, frame: bytes) -> T:
-        """The message in `frame`."""
+        """Decode the message in `frame`."""
         if not frame or len(frame) > self._max_bytes:
             raise ProtocolError(f"frame of {len(frame)} bytes, expected 1 to {self._max_bytes}")
         if frame[0] != PROTOCOL_VERSION:

@@ -1,4 +1,4 @@
-"""Why something failed, as a value: it crosses threads, processes and hosts where an exception cannot."""
+"""`Failure`: an error as a serializable value, for threads, processes and hosts. Also `Grammar`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pdserve.errors import TransferError
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """`code` for machines, `message` for people, `origin` says who saw it first, `retryable` whether a new try may
-    help.
+    """The reason for which a request or transfer failed.
 
-    `status` is the HTTP status a client gets when its request ends with this.
+    `code` is machine-readable, `message` is for people. `origin` names the process that detected the failure.
+    `retryable`: a retry may succeed. `status` is the HTTP status that the client of the failed request receives.
     """
 
     code: str
@@ -24,7 +24,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_error(cls, error: TransferError, origin: str = "local") -> Failure:
-        """The value of an exception."""
+        """Convert an exception: status 502 if it is retryable, else 500."""
         status = 502 if error.retryable else 500
         return cls(code=error.code, message=str(error), origin=origin, retryable=error.retryable, status=status)
 
@@ -33,10 +33,9 @@ GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """`text` is a JSON schema or structural tag as JSON, a regular expression, or a grammar (GBNF or Lark).
+    """Grammar of structured output. `text`: a JSON schema, structural tag, regular expression, GBNF or Lark grammar.
 
-    Its state is never sent: it is a function of the grammar and the output ids, and each side that samples works it out
-    from the ids that it knows.
+    The matcher state is never sent. Each server that samples rebuilds it from the grammar and the output ids.
     """
 
     kind: GrammarKind

@@ -1,7 +1,7 @@
-"""Log probabilities as they cross processes and hosts: what a request wants, and what was computed of its prompt.
+"""Log probabilities between processes and hosts: a request's parameters, and the results for its prompt.
 
-Made by the API process (`Logprobs`) and by executors (`PromptLogprobs`); carried by the channel and, from prefill to
-decode, by the control plane. Numbers by the thousand travel as little-endian bytes.
+The API process creates `Logprobs`, executors create `PromptLogprobs`. The channel carries both. The control plane
+carries `PromptLogprobs` from prefill to decode. Arrays are sent as little-endian bytes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pdserve.errors import ProtocolError
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 PART_BYTES = 1 << 18
-"""Most bytes of numbers in one message: log probabilities of a longer stretch of a prompt are cut into parts."""
+"""Maximum bytes of arrays in one message. Log probabilities of a longer prompt range are split into parts."""
 
 FloatArray = npt.NDArray[np.float32]
 IdArray = npt.NDArray[np.int32]
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request wants to know. All are natural logs of the model's own distribution, before any sampling field.
+    """Log probabilities that a request wants: natural logs of the model's distribution, before sampling parameters.
 
-    With `output`, of every output token: its own, of the `top` most likely tokens at its place, and of `token_ids`
-    there. With `prompt_from` the same of the prompt's tokens at positions `prompt_from + 1` and later.
+    `output`: for every output token, those of the token itself, of the `top` most likely tokens at its position, and of
+    `token_ids` there. `prompt_from`: the same for prompt tokens at positions `prompt_from + 1` and later; None: none.
     """
 
     output: bool = True
@@ -36,19 +36,20 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
     prompt_from: int | None = None
     to_decode: bool = False
-    """Whether prefill hands the prompt's to decode as well, whose client wants them from there."""
+    """True: prefill also sends the prompt's log probabilities to decode, whose response includes them."""
 
     @property
     def needs_transfer(self) -> bool:
-        """Whether anything goes from prefill to decode beside the aux record."""
+        """Whether prefill sends log probabilities to decode beside the aux record."""
         return (self.prompt_from is not None and self.to_decode) or (self.output and bool(self.token_ids))
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the T tokens from position `start` on, which follow each other: `T`, `[T, n]` and `[T, k]` numbers, packed.
+    """Packed log probabilities of T consecutive tokens from position `start` on.
 
-    `own` float32 `[T]`. `ranks` int32 `[T]`: 1 for the most likely token. `top_ids` int32 and `top` float32 `[T, n]`:
-    the most likely ones, best first. `picked` float32 `[T, k]`: of the `token_ids` that were asked for, in their order.
+    `own` float32 `[T]`: of the token itself. `ranks` int32 `[T]`: its rank, 1 for the most likely token. `top_ids`
+    int32 and `top` float32 `[T, n]`: the most likely tokens, best first. `picked` float32 `[T, k]`: of the requested
+    `token_ids`, in their order.
     """
 
     start: Count
@@ -62,7 +63,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     def pack(
         start: int, own: FloatArray, ranks: IdArray, top_ids: IdArray | FloatArray, top: FloatArray, picked: FloatArray
     ) -> PromptLogprobs:
-        """The arrays as one value."""
+        """Pack the arrays into one value."""
         assert len(own) == len(ranks) == len(top_ids) == len(top) == len(picked), "one line per token"
         return PromptLogprobs(
             start=start,
@@ -75,7 +76,10 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of_token(position: int, picked: Sequence[float]) -> PromptLogprobs:
-        """What prefill tells decode of the first output token, at `position`, beside the aux record."""
+        """Pack the `picked` of the first output token, at `position`, which prefill sends to decode.
+
+        The aux record carries its other log probabilities.
+        """
         values = np.asarray([picked], dtype=np.float32)
         nothing = np.zeros((1, 0), dtype=np.float32)
         return PromptLogprobs.pack(position, values[:, 0], np.ones(1, dtype=np.int32), nothing, nothing, values)
@@ -86,10 +90,10 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.own) // 4
 
     def check(self) -> None:
-        """Whether the lengths fit each other.
+        """Check that the field lengths match. Called for values that a peer sent.
 
         Raises:
-            ProtocolError: they do not; a peer sent it.
+            ProtocolError: the lengths do not match.
         """
         fields = (self.own, self.ranks, self.top_ids, self.top, self.picked)
         line = 4 * self.num_tokens
@@ -98,7 +102,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
             raise ProtocolError(f"log probabilities of {[len(field) for field in fields]} bytes do not fit each other")
 
     def arrays(self) -> tuple[FloatArray, IdArray, IdArray, FloatArray, FloatArray]:
-        """`own`, `ranks`, `top_ids`, `top`, `picked` again."""
+        """Unpack `own`, `ranks`, `top_ids`, `top`, `picked`."""
         count = self.num_tokens
         return (
             np.frombuffer(self.own, "<f4"),
@@ -109,7 +113,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def parts(self, max_bytes: int = PART_BYTES) -> Iterator[PromptLogprobs]:
-        """The same, in pieces of at most `max_bytes` of numbers (or one token, if that has more)."""
+        """Split into parts of at most `max_bytes` of arrays (or one token, if one token has more)."""
         count = self.num_tokens
         num_bytes = sum(map(len, (self.own, self.ranks, self.top_ids, self.top, self.picked)))
         step = max(1, max_bytes * count // max(num_bytes, 1))
@@ -123,9 +127,9 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def join(parts: Sequence[PromptLogprobs], start: int, end: int) -> PromptLogprobs | None:
-    """One value for the tokens at positions `[start, end)`, out of parts in any order, some of them repeated.
+    """Join parts into one value for the tokens at positions `[start, end)`. Parts may be unordered and repeated.
 
-    None when a token is missing: whoever should have computed it did not (a request that ended early).
+    Returns None when a token is missing, as for a request that ended early.
     """
     by_start = {part.start: part for part in parts}
     pieces, at = [], start

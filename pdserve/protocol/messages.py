@@ -1,4 +1,4 @@
-"""What the API process and the scheduler process say to each other.
+"""Messages between the API process and the scheduler process.
 
 All messages are tagged msgspec structs; `codec` turns them into bytes. Token ids are non-negative ints,
 durations are seconds, wall times are `time.time()` seconds.
@@ -15,11 +15,14 @@ from pdserve.protocol.sampling import CoreSamplingParams
 
 MAX_ROOM = (1 << 63) - 1
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
-"""A request whose bootstrap host is this moves no bytes: warm-up and health probes (SGLang's convention)."""
+"""Bootstrap host of requests that transfer no KV: warm-up and health probes (SGLang's convention)."""
 
 
 class RoomAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the two halves of a request meet: the prefill server's bootstrap address, and the room."""
+    """Address at which prefill and decode meet: the prefill server's bootstrap host and port, and the bootstrap room.
+
+    `port` None: the request names no port.
+    """
 
     host: str
     port: int | None
@@ -27,42 +30,45 @@ class RoomAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One sequence to generate. `n` > 1 and batches arrive as several of these, each with its own rid and room."""
+    """One sequence to generate. `n` > 1 and batches are sent as several requests, each with its own rid and room."""
 
     rid: str
     input_ids: list[int]
     sampling: CoreSamplingParams
     stream: bool = False
     logprobs: Logprobs | None = None
-    """None: nothing is wanted."""
+    """None: the request wants no log probabilities."""
     room: RoomAddress | None = None
     arrival_s: float = 0.0
     priority: int = 0
-    """Higher runs first under `--schedule-policy priority`, and its prefix stays longer with priority eviction."""
+    """Higher runs first under `--schedule-policy priority`. Priority eviction keeps its prefix longer."""
     replica: int | None = None
-    """Which replica must take it, for probes. None: the one that the room names, or that has the least to do."""
+    """Data-parallel rank that must take the request, for probes. None: the room's rank, or the least loaded one."""
     traced: bool = False
-    """Somebody wants to see each chunk of the prompt: `RequestTiming.chunks` is filled in."""
+    """True: the scheduler fills in `RequestTiming.chunks`, for a recorded trace span."""
     probe: bool = False
-    """Nobody's request but a look whether tokens come: counted as such, and in no count of requests and tokens."""
+    """True for a health probe. Probes have their own counter and are in no count of requests and tokens."""
     prior_output_ids: list[int] = msgspec.field(default_factory=list)
-    """Output tokens of an earlier try on another server. They are computed with the prompt and never sent again."""
+    """Output tokens of an earlier attempt on another server. They are prefilled with the prompt and not sent again."""
 
     @property
     def given_ids(self) -> list[int]:
-        """All tokens that the request comes with: its prompt, then `prior_output_ids`."""
+        """All tokens to prefill: the prompt, then `prior_output_ids`."""
         return self.input_ids + self.prior_output_ids if self.prior_output_ids else self.input_ids
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End a request early; `rid` None means all. `reason` "stop" when a stop string was seen in its text."""
+    """Ends a request early; `rid` None means all. `reason` "stop": the text matched a stop string or pattern."""
 
     rid: str | None
     reason: Literal["abort", "stop"] = "abort"
 
 
 class Divert(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the prefill replica that `room` names: another one, `replica`, has the request. Decode will ask you for it."""
+    """Notifies the prefill replica that `room` names: data-parallel rank `replica` has the request instead.
+
+    The decode server requests the room from the named replica, which redirects it.
+    """
 
     room: int
     input_ids: list[int]
@@ -70,13 +76,13 @@ class Divert(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Forget cached prefixes; refused while requests are running."""
+    """Empties the prefix cache; refused while requests are running."""
 
     query_id: str
 
 
 class StateQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask for an `EngineState`. `audit`: check the books first, which takes time in proportion to the pool."""
+    """Requests an `EngineState`. `audit`: run the self-audit first, which takes time in proportion to the KV pool."""
 
     query_id: str
     audit: bool = False
@@ -86,10 +92,10 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class PauseGeneration(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Compute nothing until `ContinueGeneration`; what comes meanwhile waits.
+    """Stops computation until `ContinueGeneration`; new requests are queued.
 
-    What is there: `abort` ends it, `retract` takes its memory away (a prefill server's prompts keep theirs, which peers
-    may be reading), `in_place` leaves it as it stands.
+    Live requests: `abort` ends them, `retract` frees their KV pages, `in_place` leaves them unchanged.
+    On a prefill server `retract` frees no pages, because peers may be reading them.
     """
 
     query_id: str
@@ -97,13 +103,16 @@ class PauseGeneration(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ContinueGeneration(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Go on."""
+    """Resumes computation after `PauseGeneration`."""
 
     query_id: str
 
 
 class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Record what is computed, for `num_steps` steps or until `StopProfile`, into a file in `output_dir`."""
+    """Starts torch's profiler, which writes a file into `output_dir`.
+
+    `num_steps`: scheduler steps to record; None: until `StopProfile`.
+    """
 
     query_id: str
     output_dir: str
@@ -115,20 +124,20 @@ class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StopProfile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Write the record."""
+    """Stops the profiler and writes its file."""
 
     query_id: str
 
 
 class DeclarePeerDead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An operator says that the process `instance` of a peer is dead: it writes no more, so its pages are free."""
+    """An operator's statement that the peer process `instance` is dead. Pages that it could write to are released."""
 
     query_id: str
     instance: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Stop the scheduler."""
+    """Stops the scheduler."""
 
 
 Command = FlushCache | PauseGeneration | ContinueGeneration | StartProfile | StopProfile | DeclarePeerDead
@@ -137,8 +146,10 @@ ToScheduler = GenerateRequest | AbortRequest | Divert | Command | StateQuery | S
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Natural-log probability of one chosen token, `(token id, logprob)` of the most likely ones, and the
-    probabilities of the `token_ids` that were asked for, in their order.
+    """Natural-log probabilities at one output position.
+
+    `logprob`: of the sampled token. `top`: `(token id, logprob)` of the most likely tokens.
+    `picked`: log probabilities of the requested `token_ids`, in their order.
     """
 
     logprob: float
@@ -147,10 +158,10 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request ended; one terminal state per request.
+    """The reason for which a request ended; one per request.
 
     `stop`: `matched` is the token id or the stop string. `length`: `length` tokens were generated.
-    `abort`: `message`, the HTTP `status_code` the client gets, `err_type`, and for a 503 when to come back.
+    `abort`: `message`, the client's HTTP `status_code`, `err_type`, and for a 503 `retry_after_s` in seconds.
     """
 
     type: Literal["stop", "length", "abort"]
@@ -163,7 +174,7 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time to the first token went, and what was moved. All seconds; None where it does not apply."""
+    """Parts of a request's TTFT, and its KV transfer volume. Durations are in seconds; None: does not apply."""
 
     queue_s: float | None = None
     bootstrap_s: float | None = None
@@ -173,17 +184,17 @@ class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int | None = None
     kv_pages: int | None = None
     kv_transfer_s: float | None = None
-    """Time the transport spent writing, for GB/s; parts of it overlap with prefill when chunked."""
+    """Seconds the transport spent writing, for GB/s. With chunked prefill a part of it overlaps with prefill."""
     chunks: list[tuple[float, int]] | None = None
-    """Of a traced request, where the prompt was computed: when each chunk ended, in seconds after the first was
-    planned, and how many tokens were computed by then."""
+    """One `(end, tokens)` per prefill chunk of a traced request: seconds since the first chunk was planned, and prompt
+    tokens computed by then. Set by the server that prefilled."""
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one request; the last one carries `finish`.
+    """New tokens of one request; the last output carries `finish`.
 
-    `timing` comes whenever a part of it has become known. `prompt_logprobs` come in parts, before the first token; a
-    stretch may come again after the request was computed anew.
+    `timing` is set whenever a part of it has become known. `prompt_logprobs` are sent in parts, before the first token.
+    A part may be sent again when a retracted request is computed again.
     """
 
     rid: str
@@ -203,29 +214,30 @@ class OutputBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
-    """What went to a peer, or came from it: totals since the session began, and what is under way."""
+    """KV transfers in one direction of a session: totals since it began, and those in flight."""
 
     bytes: int = 0
     transfers: int = 0
     failures: int = 0
     write_s: float = 0.0
-    """Time that the sender's transport spent writing; `bytes / write_s` is the speed while it wrote."""
+    """Seconds that the sender's transport spent writing; `bytes / write_s` is its bandwidth."""
     in_flight: int = 0
-    """Keys whose bytes are on their way now."""
+    """Transfer keys whose bytes are in flight now."""
     recent_bytes_s: float = 0.0
-    """Bytes a second over the newest few seconds."""
+    """Bytes per second over the last few seconds."""
 
 
 class PeerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One server at the other end, as this one sees it. `state`: connecting, ready, silent or refused."""
+    """One peer server's session. `state`: connecting, ready, silent or refused."""
 
     endpoint: str
     instance: str
     state: str
     heartbeat_age_s: float
-    """Since anything was heard of it."""
+    """Seconds since the last message of the peer."""
     silent_s: float | None = None
-    """Since it is taken for silent, which takes longer while somebody listens there; None while it is not."""
+    """Seconds since the session became silent, which takes longer while the peer's port accepts connections. None: it
+    is not silent."""
     sent: Flow = Flow()
     received: Flow = Flow()
 
@@ -238,8 +250,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 
     `queues`: length by queue name. `memory`: counts by name, e.g. pages_total, pages_free, pages_leased,
     pages_held_remote, rows_total, rows_free, aux_total, aux_free, rooms_live.
-    `counters`: ever-growing totals by name. `facts`: static strings and numbers (layout, transport, dtype).
-    `audit`: what the newest self-audit found, a sentence each: a page, row, slot or room with no owner or two.
+    `counters`: monotonic totals by name. `facts`: static strings and numbers (layout, transport, dtype).
+    `audit`: findings of the last self-audit, a sentence each: a page, row, aux slot or room with no owner or two.
     """
 
     queues: dict[str, int]
@@ -252,25 +264,25 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     max_total_tokens: int
     audit: list[str] = msgspec.field(default_factory=list)
     failures: dict[str, int] = msgspec.field(default_factory=dict)
-    """Requests that failed here, by the code of the failure."""
+    """Requests that failed on this server, by `Failure.code`."""
     peers: list[PeerLoad] = msgspec.field(default_factory=list)
     oldest_orphan_s: float = 0.0
-    """For how many seconds the oldest KV pages are kept that no request has and a peer may still write into."""
+    """Seconds in quarantine of the oldest KV pages that no request owns and a peer may still write to; 0.0: none."""
     probes: dict[str, WaitsFor] = msgspec.field(default_factory=dict)
-    """Of each live probe, by rid, what it waits for: see `WorkerRole.waits_for`."""
+    """By rid, the resource that each live probe waits for; see `SchedulerRole.waits_for`."""
     replicas: list[EngineState] = msgspec.field(default_factory=list)
-    """The states that this one is the sum of, by data-parallel rank; none when there is one replica."""
+    """States of the data-parallel ranks, of which this state is the sum; empty for one replica."""
 
 
 class StateReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to `StateQuery`."""
+    """Answers a `StateQuery`."""
 
     query_id: str
     state: EngineState
 
 
 class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to a `Command`."""
+    """Answers a `Command`."""
 
     query_id: str
     ok: bool
@@ -280,7 +292,7 @@ class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sent once, when the scheduler can take requests.
 
-    `vocab_size`, `context_length` and `max_total_tokens` bound them.
+    `vocab_size`, `context_length` and `max_total_tokens` bound the requests it accepts.
     """
 
     model_type: str
@@ -293,10 +305,10 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SchedulerBeat(msgspec.Struct, frozen=True, kw_only=True, tag="Beat"):
-    """The scheduler process of a replica runs. Sent about once a second, also while a step takes long.
+    """Heartbeat of one replica's scheduler process. Sent about once a second, also during a long step.
 
-    `turn_s` is how long the loop has been at its present turn, None while it sleeps; `num_turns` those that computed
-    something and have ended.
+    `turn_s`: seconds since the current loop iteration began; None while the loop sleeps.
+    `num_turns`: iterations that computed a step and have ended.
     """
 
     dp_rank: int

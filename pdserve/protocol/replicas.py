@@ -1,9 +1,10 @@
-"""Several schedulers, the replicas of one model, as one channel. Owned by the API process when `dp_size` is above 1.
+"""One channel over the schedulers of all data-parallel replicas. Owned by the API process when `dp_size` is above 1.
 
-Requests go to the replica with the fewest. A prefill server's rooms name one (room % dp_size), where decode looks for
-them; where that one has far more in hand than another, the other gets the request, and the named one is told to send
-decode there. A room that is live stays where it is, so that its second use is refused. Questions go to all, and have
-one answer when all have answered.
+A request is sent to the replica with the fewest live requests. On a prefill server the room names the replica (room %
+dp_size), to which decode connects. If that replica holds over `DIVERT_TOKENS` more prompt tokens than the least loaded
+one, the latter gets the request. The named replica then receives a `Divert` and redirects decode. A request for a live
+room is sent to that room's replica, which refuses it. Queries are sent to all replicas and answered when all have
+replied.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from pdserve.protocol.messages import (
 
 Answer = StateReply | CommandReply
 PROBE_HOST = "2.2.2.2"
-"""Bootstrap host of requests that move no bytes: nobody looks for them."""
+"""Bootstrap host of requests that transfer no KV; no decode server connects for them."""
 DIVERT_TOKENS = 2048
-"""So many more prompt tokens in hand than another are too many: computing them takes longer than asking twice."""
+"""Prompt tokens by which the named replica's load may exceed the least one: prefilling more takes longer than the
+redirect."""
 MAX_OPEN_QUERIES = 64
-"""Questions that some replica has not answered: the oldest is forgotten beyond these, whoever asked has gone."""
+"""Queries that some replica has not answered. Beyond this number the oldest is dropped; its caller has timed out."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Live:
-    """A request that has not ended: who has it, its room, and how long its prompt is."""
+    """A live request: the index of its replica, its bootstrap room, and the length of its prompt in tokens."""
 
     replica: int
     room: int | None
@@ -51,9 +53,9 @@ class _Live:
 
 
 class ReplicatedChannel:
-    """`ApiChannel` over one channel per replica; make it inside the event loop. Closes them.
+    """`ApiChannel` over one channel per replica, which it closes. Construct it inside the event loop.
 
-    `named`: rooms name their replica, as they do on a prefill server.
+    `named`: bootstrap rooms name their replica, as on a prefill server.
     """
 
     def __init__(self, channels: Sequence[ApiChannel], *, named: bool) -> None:
@@ -62,10 +64,10 @@ class ReplicatedChannel:
         self._named = named
         self._live: dict[str, _Live] = {}
         self._rooms: dict[int, str] = {}
-        """Of each live room the request that had it first."""
+        """rid of the first request of each live room."""
         self._num_live = [0] * len(channels)
         self._num_tokens = [0] * len(channels)
-        """Prompt tokens of live requests."""
+        """Prompt tokens of live requests, by replica."""
         self._ready: dict[int, EngineReady] = {}
         self._answers: dict[str, dict[int, Answer]] = {}
         self._arrived: asyncio.Queue[ToApi | ProtocolError | EngineDeadError] = asyncio.Queue()
@@ -183,12 +185,15 @@ class ReplicatedChannel:
 
 
 def is_probe(request: GenerateRequest) -> bool:
-    """Whether no decode server will look for the request."""
+    """Whether `request` has the fake bootstrap host, so that no decode server connects for it."""
     return request.room is not None and request.room.host == PROBE_HOST
 
 
 def merge_states(states: Sequence[EngineState]) -> EngineState:
-    """The sums of the replicas, which are kept as `replicas`; facts that differ are those of the first that has one."""
+    """Sum the states of all replicas and keep them as `replicas`.
+
+    A fact is that of the first replica whose value is not None. `oldest_orphan_s` is the maximum.
+    """
     queues, memory = Counter[str](), Counter[str]()
     totals: dict[str, float] = {}
     failures = Counter[str]()
@@ -220,7 +225,7 @@ def merge_states(states: Sequence[EngineState]) -> EngineState:
 
 
 def _all_ready(ready: dict[int, EngineReady]) -> EngineReady:
-    """What all can do: a request may come to any of them."""
+    """Limits that hold on every replica: the smallest context and KV pool."""
     first = ready[0]
     return msgspec.structs.replace(
         first,

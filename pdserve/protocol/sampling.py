@@ -14,13 +14,13 @@ TOP_K_ALL = 1 << 30
 
 
 class CoreSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to choose tokens, and when to stop.
+    """Sampling and stop parameters of one request, in the form that the scheduler takes.
 
-    `temperature` 0 means greedy. `seed` makes the request's tokens reproducible whatever else runs.
-    `stop` strings and `stop_regex` are matched by the API process on text, `stop_token_ids` by the scheduler.
-    `max_new_tokens` 0: the prompt is computed, and the token behind it is told to nobody.
-    With a `grammar` an EOS token comes only where the grammar may end, and ends the request whatever `ignore_eos` and
-    `min_new_tokens` say; these keep it away for as long as the grammar can go on.
+    `temperature` 0 means greedy. `seed` makes the request's tokens reproducible in any batch; None: no fixed seed.
+    The API process matches `stop` strings and `stop_regex` on text. The scheduler matches `stop_token_ids`.
+    `max_new_tokens` 0: the prompt is computed, and no output token is sent.
+    With a `grammar`, an EOS token is sampled only where the grammar may end, and then always ends the request.
+    `ignore_eos` and `min_new_tokens` suppress EOS only while the grammar can continue.
     """
 
     max_new_tokens: int = 128
@@ -45,12 +45,12 @@ class CoreSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        """True when the most likely token is always taken."""
+        """True when sampling always takes the most likely token."""
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
     def needs_history(self) -> bool:
-        """True when logits depend on the tokens seen so far."""
+        """True when a penalty makes the logits depend on earlier tokens."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
