@@ -1,1 +1,1 @@
-"""The API process's side of the engine channel, and the state of its live requests."""
+"""The API process's end of the engine channel, and the state of its live requests."""

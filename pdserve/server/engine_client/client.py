@@ -1,11 +1,11 @@
-"""The API process's view of its scheduler: streams of outputs by request id.
+"""The API process's client of its scheduler: submits requests and routes their outputs by request id.
 
 Owned by the application, used on its event loop only. It is the only reader and writer of the API end of the channel.
 
     submit ──> GenerateRequest per sequence          OutputBatch ──> detokenize ──> Generation of that sequence
     a stop string in the text ──> AbortRequest(reason="stop"), the sequence ends as finished
     a Generation that is closed early ──> AbortRequest for each unfinished sequence
-    the channel or the process is gone ──> every Generation fails with EngineDeadError
+    the channel has closed or the process has exited ──> every Generation fails with EngineDeadError
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineClient:
-    """See the file's docstring. `start` it inside the event loop, `stop` it at the end."""
+    """See the file's docstring. Call `start` inside the event loop and `stop` at shutdown."""
 
     def __init__(
         self,
@@ -64,9 +64,11 @@ class EngineClient:
         new_prefill: NewPrefill | None = None,
         waiting: WaitingRequests | None = None,
     ) -> None:
-        """`match_stops` False leaves stop strings alone: a prefill server's first token is decode's to judge.
-        `new_prefill` None: requests may name any number of new bootstrap addresses. `waiting` None: no bound of what
-        waits.
+        """Create a client of `channel`, which the caller owns.
+
+        `tokenizer` None: outputs have no text. `match_stops` False: stop strings are not matched, as on a prefill
+        server, whose first token the decode server matches. `new_prefill` None: requests may name any number of new
+        bootstrap addresses. `waiting` None: the number of waiting requests is not bounded.
         """
         self._channel = channel
         self._new_prefill = new_prefill
@@ -86,12 +88,12 @@ class EngineClient:
         self._reader: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to read the channel."""
+        """Start the task that reads the channel."""
         if self._reader is None:
             self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def stop(self, reason: str = "the server is shutting down") -> None:
-        """Stop reading; every stream fails. The channel stays open and belongs to the caller."""
+        """Stop reading and fail every stream with `EngineDeadError(reason)`. The caller closes the channel."""
         self._stopping = self._stopping or self._dead is None
         self.fail(EngineDeadError(reason))
         tasks = [*self._tasks, *([self._reader] if self._reader is not None else [])]
@@ -100,7 +102,7 @@ class EngineClient:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def fail(self, error: EngineDeadError) -> None:
-        """The engine is gone: every stream and query ends with `error`, and nothing more is taken."""
+        """Mark the engine as dead: fail every stream and query with `error`, and refuse new requests."""
         if self._dead is not None:
             return
         self._dead = error
@@ -111,44 +113,46 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """False once the engine is known to be gone."""
+        """False once the engine is dead or this client was stopped."""
         return self._dead is None
 
     @property
     def engine_lost(self) -> bool:
-        """True when the engine went away by itself, not because this client was stopped."""
+        """True when the engine died; False when this client was stopped first."""
         return self._dead is not None and not self._stopping
 
     @property
     def ready(self) -> EngineReady | None:
-        """What the scheduler announced, once it can take requests and as long as it is there."""
+        """The scheduler's `EngineReady`; None before it can take requests and after the engine died."""
         return self._ready if self._dead is None else None
 
     def tell(self, listener: RequestListener) -> None:
-        """`listener` hears of every sequence from now on."""
+        """Notify `listener` of the start and end of every sequence from now on."""
         self._watch.listeners.append(listener)
 
     @property
     def num_live(self) -> int:
-        """Sequences in progress."""
+        """Number of live sequences."""
         return len(self._live)
 
     async def wait_ready(self, timeout_s: float | None = None) -> EngineReady:
         """Wait until the scheduler can take requests.
 
+        `timeout_s` None: wait without a limit.
+
         Raises:
-            EngineDeadError: the engine is gone.
-            TimeoutError: it was not ready in time.
+            EngineDeadError: the engine is dead.
+            TimeoutError: the scheduler was not ready within `timeout_s` seconds.
         """
         await asyncio.wait_for(self._became_ready.wait(), timeout_s)
         return self.require_ready()
 
     def require_ready(self) -> EngineReady:
-        """What the scheduler announced.
+        """Return the scheduler's `EngineReady`.
 
         Raises:
-            EngineDeadError: the engine is gone.
-            RequestError: 503 while it is starting.
+            EngineDeadError: the engine is dead.
+            RequestError: 503 while the engine is starting.
         """
         if self._dead is not None:
             raise self._dead
@@ -165,13 +169,15 @@ class EngineClient:
         batch: str | None = None,
         client: str | None = None,
     ) -> Generation:
-        """Send the sequences of one body; `names[i]` is the id the client knows sequence i by, `batch` the one it knows
-        all by; `rid`s are unique. `client` None: the client of the current call.
+        """Send the sequences of one body to the scheduler and return their stream of updates.
+
+        `names[i]` is the client's id of sequence i, `batch` the client's id of the whole body; None: it has none. The
+        `rid`s are unique. `client` None: the client of the current HTTP call.
 
         Raises:
-            RequestError: 400 when a name belongs to a live request, 503 while the engine is starting, when too much
-                waits already, or when the client names too many bootstrap addresses that have never served.
-            EngineDeadError: the engine is gone.
+            RequestError: 400 when a name belongs to a live request, 503 while the engine is starting, when too many
+                requests wait, or when the client names too many bootstrap addresses that have never served.
+            EngineDeadError: the engine is dead.
         """
         call = current_call()
         if client is None:
@@ -214,11 +220,11 @@ class EngineClient:
         try:
             await self._channel.send(request)
         except BaseException:
-            self._waiting.heard(request.rid)  # the scheduler will say nothing of it
+            self._waiting.heard(request.rid)  # the scheduler never received it
             raise
 
     def abort(self, name: str | None) -> int:
-        """Abort the sequences the client knows as `name`, their own or that of their batch, all for None; how many.
+        """Abort the sequences whose client id, or whose batch's id, is `name`; None: all. Return their number.
 
         Their streams end as aborted.
         """
@@ -228,13 +234,13 @@ class EngineClient:
         return len(rids)
 
     def cut(self, error: PdserveError) -> None:
-        """End every sequence with `error`, here and at the scheduler."""
+        """Fail every stream with `error` and abort every sequence at the scheduler."""
         for rid in self._live.called(None):
             self._drop(rid, "abort").generation.fail(error)
             self._send_soon(AbortRequest(rid=rid))
 
     async def _detokenizers(self, samplings: Sequence[CoreSamplingParams], client: str) -> list[Detokenizer]:
-        """One for each sequence. Stop patterns are compiled in a thread."""
+        """Create a detokenizer for each sequence. A thread compiles the stop patterns."""
         if self._match_stops and (patterns := {text for sampling in samplings for text in sampling.stop_regex}):
             await self._pattern_thread.compile(patterns, client)
         return [self._detokenizer(sampling) for sampling in samplings]
@@ -262,32 +268,36 @@ class EngineClient:
 
     @property
     def paused(self) -> bool:
-        """Nothing is computed until it is told to go on."""
+        """True from `/pause_generation` until `/continue_generation`."""
         return self._queries.paused
 
     @property
     def last_state(self) -> EngineState | None:
-        """The newest state seen."""
+        """The newest state received; None before the first."""
         return self._queries.last_state
 
     @property
     def state_age_s(self) -> float | None:
-        """How old the newest state is."""
+        """Age of the newest state in seconds; None before the first."""
         at = self._queries.last_state_at
         return None if at is None else time.monotonic() - at
 
     async def state(self, timeout_s: float, *, audit: bool = False) -> EngineState | None:
-        """The scheduler's state now; the last one seen when it does not answer in time (a long step), or is gone."""
+        """Query the scheduler's state. `audit`: after a self-audit.
+
+        Returns the last state received when no reply arrives within `timeout_s` seconds (a long step), or the engine is
+        dead; None if there is none.
+        """
         if self.ready is None:
             return self.last_state
         return await self._queries.state(timeout_s, audit=audit)
 
     async def command(self, make: Callable[[str], Command], timeout_s: float) -> CommandReply:
-        """Have the scheduler obey what `make` makes of a query id.
+        """Send the command that `make` builds from a query id, and return the scheduler's reply.
 
         Raises:
-            RequestError: 503 when it does not answer in time.
-            EngineDeadError: the engine is gone.
+            RequestError: 503 when no reply arrives within `timeout_s` seconds, or the engine is starting.
+            EngineDeadError: the engine is dead.
         """
         self.require_ready()
         return await self._queries.command(make, timeout_s)
@@ -325,7 +335,7 @@ class EngineClient:
             self._waiting.heard(output.rid)
         sequence = self._live.get(output.rid)
         if sequence is None:
-            return  # it was aborted or stopped here, and this was under way
+            return  # the sequence was aborted or stopped here while this output was in flight
         if self._new_prefill is not None and sequence.new_address is not None:
             self._new_prefill.heard(sequence.new_address, output)
         finish = output.finish
@@ -339,7 +349,7 @@ class EngineClient:
             update = detokenize_output(
                 sequence.index, sequence.detokenizer, output, keep_stop=sequence.sampling.no_stop_trim
             )
-        except RequestError as error:  # its stop patterns take too long
+        except RequestError as error:  # its stop patterns took too long
             sequence.progress.refused = error
             self._drop(output.rid, "abort").generation.fail(error)
             if finish is None:

@@ -1,6 +1,6 @@
-"""Questions to the scheduler that have one answer: its state, and whether it obeyed a command.
+"""Queries and commands to the scheduler, each with one reply, and the watchdogs of the scheduler processes.
 
-Owned by the engine client.
+Owned by the engine client, on its event loop.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ from pdserve.protocol.messages import (
 )
 
 SILENT_S = 10.0
-"""A scheduler that was not heard for so long does not run."""
+"""Seconds without a heartbeat after which a scheduler process counts as dead."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaVitals:
-    """One replica's scheduler now. `age_s` since it was heard, `turn_s` of the loop's turn under way, if any."""
+    """Health of one replica's scheduler.
+
+    `age_s`: seconds since its last heartbeat. `turn_s`: duration of the current loop iteration in seconds; None: the
+    loop sleeps. `num_turns`: iterations that computed a step and have ended.
+    """
 
     dp_rank: int
     age_s: float
@@ -39,11 +43,14 @@ class ReplicaVitals:
 
     @property
     def silent(self) -> bool:
-        """Its process does not run."""
+        """True when the last heartbeat is older than `SILENT_S`: the process does not run."""
         return self.age_s > SILENT_S
 
     def trouble(self, max_turn_s: float) -> str | None:
-        """Why it cannot be alive, as a sentence; None when it may be."""
+        """The reason for which the scheduler counts as dead or stuck, as a sentence; None when it is healthy.
+
+        `max_turn_s`: seconds after which an iteration counts as stuck.
+        """
         if self.silent:
             return f"the scheduler of replica {self.dp_rank} is silent for {self.age_s:.0f} s"
         if self.turn_s is not None and self.turn_s > max_turn_s:
@@ -52,22 +59,22 @@ class ReplicaVitals:
 
 
 class Watchdogs:
-    """The newest beat of each replica. Event loop only."""
+    """The newest heartbeat of each replica. Event loop only."""
 
     def __init__(self) -> None:
         self._began_s: float | None = None
         self._newest: dict[int, tuple[float, SchedulerBeat]] = {}
 
     def begin(self) -> None:
-        """All schedulers run from now on."""
+        """Start the watchdogs: all schedulers run from now on."""
         self._began_s = time.monotonic()
 
     def heard(self, beat: SchedulerBeat) -> None:
-        """One beat."""
+        """Record a heartbeat."""
         self._newest[beat.dp_rank] = (time.monotonic(), beat)
 
     def heartbeats(self, dp_size: int) -> list[ReplicaVitals]:
-        """Of each of `dp_size` replicas; none before `begin`."""
+        """Return the health of each of `dp_size` replicas; an empty list before `begin`."""
         if self._began_s is None:
             return []
         now = time.monotonic()
@@ -81,7 +88,7 @@ class Watchdogs:
 
 
 class EngineQueries:
-    """Pairs replies with the questions that wait for them."""
+    """Matches replies to the queries that wait for them."""
 
     def __init__(self, channel: ApiChannel) -> None:
         self._channel = channel
@@ -89,14 +96,14 @@ class EngineQueries:
         self._commands: dict[str, asyncio.Future[CommandReply]] = {}
         self.last_state: EngineState | None = None
         self.last_state_at: float | None = None
-        """When it came (monotonic)."""
+        """Monotonic seconds at which `last_state` arrived; None before the first state."""
         self.paused = False
-        """Whether the last command of these two that was obeyed was to pause, not to go on."""
+        """Whether the last successful pause or continue command was a pause."""
 
     async def state(self, timeout_s: float, *, audit: bool = False) -> EngineState | None:
-        """The state now, or the last one seen when no answer comes in `timeout_s` or the engine goes.
+        """Query the scheduler's state. `audit`: after a self-audit.
 
-        `audit`: after a self-audit.
+        Returns the last state received when no reply arrives within `timeout_s` seconds or the engine dies.
         """
         query_id = uuid.uuid4().hex
         answer = self._states[query_id] = asyncio.get_running_loop().create_future()
@@ -109,11 +116,11 @@ class EngineQueries:
             del self._states[query_id]
 
     async def command(self, make: Callable[[str], Command], timeout_s: float) -> CommandReply:
-        """The scheduler's answer to the command that `make` makes of a query id.
+        """Send the command that `make` builds from a query id, and return the scheduler's reply.
 
         Raises:
-            RequestError: 503 when it does not answer in `timeout_s`.
-            EngineDeadError: the engine is gone.
+            RequestError: 503 when no reply arrives within `timeout_s` seconds.
+            EngineDeadError: the engine is dead.
         """
         query_id = uuid.uuid4().hex
         answer = self._commands[query_id] = asyncio.get_running_loop().create_future()
@@ -130,7 +137,7 @@ class EngineQueries:
         return reply
 
     def on_reply(self, reply: StateReply | CommandReply) -> None:
-        """Called by the engine client's reader; a reply that nobody waits for any more is dropped."""
+        """Resolve the waiting query. Called by the engine client's reader; a reply without a waiter is dropped."""
         if isinstance(reply, StateReply):
             self.last_state, self.last_state_at = reply.state, time.monotonic()
             state = self._states.get(reply.query_id)
@@ -142,7 +149,7 @@ class EngineQueries:
                 flush.set_result(reply)
 
     def fail(self, error: EngineDeadError) -> None:
-        """End all that wait."""
+        """Fail all waiting queries and commands with `error`."""
         for state in self._states.values():
             if not state.done():
                 state.set_exception(error)

@@ -1,9 +1,10 @@
-"""Bootstrap addresses that requests name and that have never served this decode server, counted by client.
+"""Limits the new bootstrap addresses that each client may name on a decode server.
 
-The transfer manager looks up 64 such addresses at a time, for all clients together. A client that names many of them
-would push the look-ups of others out, so each client may have `MAX_NEW_OF_CLIENT` in its running requests. An address
-is new until KV has come from its server. The client's health probes of pairs may have as many again, so a router finds
-its prefill servers through them while requests use up the others. Owned by the engine client, on its event loop.
+An address is new until KV has arrived from its server. The transfer manager looks up 64 new addresses at a time, for
+all clients together. A client that names many new addresses would delay the look-ups of other clients, so each client
+may have `MAX_NEW_OF_CLIENT` in its running requests. A client's pair probes have a separate limit of the same size. A
+router's probes therefore find its prefill servers while its requests exhaust their limit. Owned by the engine client,
+on its event loop.
 """
 
 from __future__ import annotations
@@ -17,25 +18,26 @@ from pdserve.errors import RequestError
 from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, EngineCoreOutput, GenerateRequest, RoomAddress
 
 MAX_NEW_OF_CLIENT = 16
-"""New addresses in the running requests of one client, and as many in its probes. 64 look-ups run at a time."""
+"""Maximum new addresses in the running requests of one client, and separately in its probes. 64 look-ups run at a
+time."""
 MAX_SERVED = 1024
-"""Addresses that have served, the newest."""
+"""Number of addresses that have served which are remembered; the least recently used is dropped."""
 
 TOO_MANY = "bootstrap_busy"
-"""Code of the refusal."""
+"""Error code of the refusal."""
 Address = tuple[str, int | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewAddress:
-    """The address of one running sequence that was new when the sequence was submitted."""
+    """The bootstrap address of a running sequence that was new when the sequence was submitted."""
 
     client: str
     address: Address
 
 
 class NewPrefill:
-    """See the file's docstring. `take` each body, `heard` each output, `release` each sequence that ends."""
+    """See the file's docstring. Call `take` for each body, `heard` for each output, `release` at a sequence's end."""
 
     def __init__(self) -> None:
         self._served: OrderedDict[Address, None] = OrderedDict()
@@ -43,16 +45,16 @@ class NewPrefill:
 
     @classmethod
     def of(cls, config: ServerConfig) -> NewPrefill | None:
-        """None where clients name no address, or only those that the operator has listed."""
+        """Create the limit for a decode server without an allow list of prefill addresses; else return None."""
         if config.disagg.disaggregation_mode != "decode" or config.disagg.allowed_prefill is not None:
             return None
         return cls()
 
     def take(self, client: str, requests: Sequence[GenerateRequest]) -> list[NewAddress | None]:
-        """Count the sequences of one body; None for a sequence whose address is not new.
+        """Count the new addresses of one body; the entry of a sequence is None if its address is not new.
 
         Raises:
-            RequestError: 503 when `client` would have more than `MAX_NEW_OF_CLIENT` new addresses; nothing is counted.
+            RequestError: 503 when `client` would have more than `MAX_NEW_OF_CLIENT` new addresses; no count changes.
         """
         addresses = [self._new(request.room) for request in requests]
         new = {address for address in addresses if address is not None}
@@ -75,7 +77,7 @@ class NewPrefill:
         return [None if address is None else NewAddress(client, address) for address in addresses]
 
     def heard(self, new: NewAddress, output: EngineCoreOutput) -> None:
-        """Its sequence has an output: the address has served if KV came from there."""
+        """Record an output of the sequence: the address has served if `output` reports transferred KV pages."""
         if output.timing is None or output.timing.kv_pages is None or new.address in self._served:
             return
         self._served[new.address] = None
@@ -85,7 +87,7 @@ class NewPrefill:
             self._forget(client, new.address)
 
     def release(self, new: NewAddress) -> None:
-        """Its sequence has ended."""
+        """Release the address of a sequence that has ended."""
         named = self._named.get(new.client, Counter())
         if named[new.address] > 1:
             named[new.address] -= 1

@@ -1,4 +1,4 @@
-"""The sequences of a server that have not ended, by id and by what clients call them. Owned by the engine client."""
+"""The live sequences of a server, by rid and by their clients' ids. Owned by the engine client."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from pdserve.server.text.detokenizer import Detokenizer
 
 @dataclasses.dataclass
 class RequestState:
-    """One live sequence; `progress` is what is told of it.
+    """One live sequence; `progress` is its request statistics.
 
-    `names` are what the client knows it by: its own, and that of its batch.
-    `timing` is the newest that the scheduler sent: a stop string ends the sequence before the scheduler's last output.
+    `names`: the client's id of the sequence, and that of its batch if it has one.
+    `timing`: the newest one that the scheduler sent. It is kept because a stop string ends the sequence before the
+    scheduler's last output.
     """
 
     index: int
@@ -30,11 +31,11 @@ class RequestState:
     progress: SequenceProgress
     timing: RequestTiming | None = None
     new_address: NewAddress | None = None
-    """The bootstrap address, where it had never served when the sequence was submitted."""
+    """The bootstrap address, if it was new when the sequence was submitted; else None."""
 
 
 class RequestStates:
-    """By `rid`, which no other request ever has."""
+    """Live sequences by `rid`, which is never reused."""
 
     def __init__(self) -> None:
         self._sequences: dict[str, RequestState] = {}
@@ -44,16 +45,16 @@ class RequestStates:
         return len(self._sequences)
 
     def add(self, rid: str, sequence: RequestState) -> None:
-        """It is submitted."""
+        """Add a submitted sequence."""
         self._sequences[rid] = sequence
         self._names.update(sequence.names)
 
     def get(self, rid: str) -> RequestState | None:
-        """None where it has ended."""
+        """Return the sequence; None if it has ended."""
         return self._sequences.get(rid)
 
     def pop(self, rid: str) -> RequestState:
-        """It has ended."""
+        """Remove and return a sequence that has ended."""
         sequence = self._sequences.pop(rid)
         for name in sequence.names:
             self._names[name] -= 1
@@ -62,13 +63,13 @@ class RequestStates:
         return sequence
 
     def taken(self, names: Iterable[str]) -> str | None:
-        """The first of `names` that belongs to one of them."""
+        """Return the first of `names` that belongs to a live sequence; None: all are free."""
         return next((name for name in names if name in self._names), None)
 
     def called(self, name: str | None) -> list[str]:
-        """Those that the client knows as `name`, their own or that of their batch; all for None."""
+        """Return the rids whose client id, or whose batch's id, is `name`; all for None."""
         return [rid for rid, one in self._sequences.items() if name is None or name in one.names]
 
     def of(self, generation: Generation) -> list[str]:
-        """Those whose updates go there."""
+        """Return the rids of the sequences of `generation`."""
         return [rid for rid, one in self._sequences.items() if one.generation is generation]

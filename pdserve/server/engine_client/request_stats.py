@@ -1,6 +1,6 @@
-"""What is told of sequences while they live: to the metrics at each token, to listeners at begin and end.
+"""Reports sequences: to the metrics at each token, to listeners at start and end.
 
-Owned by the engine client, which calls it on the event loop. Of health probes nothing is told: they are nobody's.
+Owned by the engine client, which calls it on the event loop. Health probes are excluded from request statistics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdserve.server.http.request_context import HttpCall
 
 @dataclasses.dataclass(slots=True)
 class SequenceProgress:
-    """How far one sequence has come. Times are monotonic; `seen_s` is that of its newest token."""
+    """Progress of one sequence. Times are monotonic seconds; `seen_s` is the time of its newest token."""
 
     start: RequestStart
     arrived_s: float
@@ -37,20 +37,20 @@ class SequenceProgress:
 
 
 class RequestStatsRecorder:
-    """Tells `metrics`, and whoever is in `listeners`."""
+    """Reports to `metrics` and to all `listeners`."""
 
     def __init__(self, metrics: RequestMetrics) -> None:
         self._metrics = metrics
         self.listeners: list[RequestListener] = []
 
     def traced(self, call: HttpCall | None) -> Callable[[GenerateRequest], GenerateRequest]:
-        """How a request of `call` goes to the scheduler: asked for its chunks where somebody records them."""
+        """Return a function that sets `traced` on requests when the trace span of `call` is recorded."""
         if call is None or call.span is None or not call.span.recorded:
             return lambda request: request
         return lambda request: msgspec.structs.replace(request, traced=True)
 
     def started(self, request: GenerateRequest, name: str, call: HttpCall | None) -> SequenceProgress:
-        """A sequence is submitted, which its client knows as `name`."""
+        """Record the submission of a sequence. `name` is the client's id of it."""
         now = time.monotonic()
         intake_s = 0.0 if call is None else now - call.arrived_s
         start = RequestStart(
@@ -73,7 +73,10 @@ class RequestStatsRecorder:
         return SequenceProgress(start, now - intake_s, request.probe)
 
     def tokens(self, progress: SequenceProgress, output: EngineCoreOutput, update: GenerationUpdate) -> None:
-        """Tokens came, perhaps, and perhaps its end. Where the prompt alone is asked for, its end is all that comes."""
+        """Record an output, which may hold tokens and the finish.
+
+        A request with `max_new_tokens` 0 has no tokens: its finish marks the end of prefill.
+        """
         progress.finish = update.finish
         if progress.probe:
             return
@@ -103,7 +106,7 @@ class RequestStatsRecorder:
         self._metrics.prompt_done(output.prompt_tokens, output.cached_tokens)
 
     def ended(self, progress: SequenceProgress, outcome: str, timing: RequestTiming | None) -> None:
-        """It has ended, and will never be heard of again."""
+        """Record the end of a sequence; the last call for it. `outcome` is its finish reason."""
         if progress.probe:
             return
         finish, refused = progress.finish, progress.refused

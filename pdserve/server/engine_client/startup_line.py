@@ -1,6 +1,7 @@
-"""The line in the log that ends a start-up: how long each part took, and what memory each process has now.
+"""Logs the end of start-up: the duration of each part, and the memory of each process.
 
-Called by the engine client when the scheduler has announced itself; `/get_server_info` and `/metrics` have the same.
+The engine client calls it when the scheduler has sent `EngineReady`. `/get_server_info` and `/metrics` report the same
+numbers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,6 @@ log = logging.getLogger(__name__)
 
 
 def log_startup(ready: EngineReady) -> None:
-    """Of replicas, the times are the first one's."""
+    """Log one line. With several replicas the times are those of the first replica."""
     times = startup_times.describe(startup_times.read_facts(ready.facts))
     log.info("the engine is ready%s; memory: %s", times, process_use.describe(process_use.own_processes()))

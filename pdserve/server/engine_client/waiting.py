@@ -1,10 +1,10 @@
-"""Sequences that were sent to the scheduler and have had no output yet: how many, and how many prompt tokens.
+"""Bounds the sequences that were sent to the scheduler and have no output yet, by number and by prompt tokens.
 
-Counted here, not only in the scheduler: this covers all places where they wait. Those are the channel, the scheduler's
-mailbox during a long step, the grammar gate, and the queues of the roles. Owned by the engine client, on its event
+The API process counts them, because the scheduler's own bound covers only its queues. This count also covers the
+channel, the scheduler's mailbox during a long step, and the grammar gate. Owned by the engine client, on its event
 loop.
 
-A sequence that is aborted counts until the scheduler has ended it. Its message may lie in the channel until then.
+An aborted sequence counts until the scheduler has ended it, because its message may be in the channel until then.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from pdserve.errors import RequestError
 from pdserve.protocol.messages import GenerateRequest
 
 QUEUE_FULL = "queue_full"
-"""Code of the refusal, here and in the scheduler."""
+"""Error code of the refusal, here and in the scheduler."""
 MAX_WAITING_TOKENS = 1 << 24
-"""Prompt tokens for each replica: about 1.2 GB, as a token takes some 36 bytes here and as many in the scheduler."""
+"""Prompt tokens per replica: about 1.2 GB, as a token takes about 36 bytes here and as many in the scheduler."""
 WAITING_CONTEXTS = 16
-"""Full contexts that may wait in any case, for each replica."""
+"""Full contexts per replica that may always wait."""
 ROWS_AHEAD = 4
-"""Sequences without an output that each row of a replica may have beside the queue: those that are being computed or
-transferred, and those whose end has not been reported yet."""
+"""Sequences without an output per row of a replica, in addition to the queue: those that are being computed or
+transferred, and those whose end is not reported yet."""
 MIN_AHEAD = 1024
-"""The least number of these: a prefill server gives a row away before the transfer of its prompt has ended."""
+"""Minimum of `ROWS_AHEAD` times rows: a prefill server reuses a row before the transfer of its prompt has ended."""
 
 
 class WaitingRequests:
-    """See the file's docstring. `most`: sequences."""
+    """See the file's docstring. `most`: maximum number of waiting sequences."""
 
     def __init__(self, most: int, num_replicas: int, clock: Clock) -> None:
         self._most = most
         self._num_replicas = num_replicas
         self._pace = RetryAfterEstimator(clock)
         self._tokens: dict[str, int] = {}
-        """Of each sequence, by rid."""
+        """Prompt tokens of each waiting sequence, by rid."""
         self._num_tokens = 0
         self._num_begun = 0
         self._num_refused = 0
 
     @classmethod
     def of(cls, config: ServerConfig) -> WaitingRequests | None:
-        """None: `--max-queued-requests` lifts the bounds."""
+        """Create the bounds for a server; None when `--max-queued-requests` disables them."""
         most_queued = config.schedule.most_queued
         if most_queued is None:
             return None
@@ -55,10 +55,12 @@ class WaitingRequests:
         return cls(num_replicas * (most_queued + ahead), num_replicas, MonotonicClock())
 
     def check(self, requests: Sequence[GenerateRequest], capacity: int) -> None:
-        """Refuse `requests`, the sequences of one body, where too much waits already. `capacity`: tokens of a context.
+        """Check that the sequences of one body may wait. `capacity`: tokens of a full context.
+
+        A server with no waiting sequence takes any body.
 
         Raises:
-            RequestError: 503 with a time to come back.
+            RequestError: 503 with `retry_after_s` when too many sequences or prompt tokens wait.
         """
         if not self._tokens:
             return
@@ -74,17 +76,17 @@ class WaitingRequests:
         raise RequestError(message, status=503, code=QUEUE_FULL, retry_after_s=retry_after_s)
 
     def counters(self) -> dict[str, float]:
-        """Totals for `/metrics`."""
+        """Return the counters for `/metrics`."""
         return {"requests_refused_by_api": float(self._num_refused)}
 
     def add(self, request: GenerateRequest) -> None:
-        """It is sent."""
+        """Count a sequence that is sent to the scheduler."""
         self._pace.sample(self._num_begun)
         num_tokens = self._tokens[request.rid] = len(request.given_ids)
         self._num_tokens += num_tokens
 
     def heard(self, rid: str) -> None:
-        """The scheduler has sent an output of it, or its end."""
+        """Stop counting a sequence: the scheduler has sent its first output, or its end."""
         num_tokens = self._tokens.pop(rid, None)
         if num_tokens is not None:
             self._num_tokens -= num_tokens
