@@ -1,1 +1,1 @@
-"""Start, drain and end of a server, and the change of its role."""
+"""Start, drain and shutdown of a server, and the switch of its role."""

@@ -1,8 +1,8 @@
-"""A server in one of its roles, as the API process has it: an engine client and an application over one engine.
+"""The API process's objects for one role of a server: an engine client and an application over one engine.
 
-    Life ──> open ──> ready ──> (drain) ──> close          the engine may go away at any time: `watch` returns
+    EngineInstance ──> open ──> ready ──> (drain) ──> close          the engine may die at any time: `watch` returns
 
-Owned by `host`, which has one at a time. Event loop only.
+Owned by `role_switch_app`, which has one at a time. Event loop only.
 """
 
 from __future__ import annotations
@@ -29,36 +29,37 @@ log = logging.getLogger(__name__)
 
 ENGINE_WATCH_S = 0.2
 CUT_S = 5.0
-"""How long the answers of requests that are cut may take to be written."""
+"""Seconds that the responses of cut requests may take to be written."""
 QUIET_S = 5.0
-"""How long peers may take to hear of requests that have ended, and to let go of each other's pages."""
+"""Seconds that peers may take to be notified of ended requests and to release each other's pages."""
 LINGER_S = 0.5
-"""So long, at least, partners are answered whose halves of requests were on their way when ours were refused."""
+"""Minimum seconds of a drain during which peers still get replies. Their halves of requests that this server refused
+may be in flight."""
 POLL_S = 0.02
 HELD = (
     *("reqs_live", "pages_held_remote", "pages_held_send", "control_unacked"),
     *("keys_published", "keys_early", "keys_writing"),
 )
-"""Counts of an engine that are 0 when it owes its peers nothing."""
+"""Counts in `EngineState.memory` that are 0 when no request, page hold or control message of a peer is open."""
 
 
 def nothing() -> None:
-    """There is nothing to do."""
+    """Default hook of `EngineBackend`; does nothing."""
 
 
 def ignore_readiness(port: int) -> None:
-    """Nobody wants to know."""
+    """Default hook for readiness; does nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineBackend:
-    """What stands behind the HTTP server in one role, made by the launcher.
+    """The engine behind the HTTP server in one role, and the hooks of its processes. Created by the launcher.
 
-    `open_channel` is called inside the event loop, where the sockets must be made, and `start` on the main thread,
-    before it. `engine_died` says in a sentence which process has ended. `on_ready` gets the HTTP port once requests
-    are taken. `own_counters` are shown in `/metrics`, `registered` in `/ready`. `end` blocks until the engine, which
-    was told to stop through its channel, has ended; any thread may call it, any number of times. `control_token` is
-    what requests may prove; empty: there is none.
+    `open_channel` is called inside the event loop, where the sockets must be created. `start` is called on the main
+    thread, before `open_channel`. `engine_died` returns a sentence that names the ended process; None: all run.
+    `on_ready` gets the HTTP port when the engine takes requests. `own_counters` are added to `/metrics`. `registered`
+    is a condition of `/ready`. `end` blocks until the engine, which received `Shutdown`, has ended; any thread may call
+    it, repeatedly. `control_token`: secret that requests may prove; empty: none.
     """
 
     config: ServerConfig
@@ -74,15 +75,15 @@ class EngineBackend:
 
     @property
     def role(self) -> DisaggMode:
-        """Which halves it does."""
+        """The disaggregation mode: prefill, decode or null."""
         return self.config.disagg.disaggregation_mode
 
 
 class EngineInstance:
-    """See the file's docstring. `on_trial`: whoever made it sees to it if the engine does not come up.
+    """See the file's docstring. `on_trial`: the caller handles an engine that does not start.
 
     Raises:
-        ConfigError: a log or tracing, which the configuration wants, cannot be had.
+        ConfigError: a configured request log or tracing cannot be opened.
     """
 
     def __init__(
@@ -123,11 +124,11 @@ class EngineInstance:
         self._closed = False
 
     async def open(self) -> None:
-        """Begin to listen to the engine."""
+        """Start to read the engine's channel."""
         await self._lifespan.__aenter__()
 
     async def watch(self) -> None:
-        """Until the engine is gone by itself; its streams have been told by then."""
+        """Return when the engine has died or the client was stopped; all streams have failed by then."""
         while self.client.alive:
             sentence = self.backend.engine_died()
             if sentence is not None:
@@ -137,9 +138,9 @@ class EngineInstance:
             await asyncio.sleep(ENGINE_WATCH_S)
 
     async def drain(self, why: RequestError, timeout_s: float, *, for_good: bool = False) -> None:
-        """Take nothing new, let what runs end, and after `timeout_s` end the rest with `why`.
+        """Refuse new requests, wait for running ones, and after `timeout_s` seconds cut the rest with `why`.
 
-        `for_good`: the server ends, and an idle one at once.
+        `for_good`: the server shuts down; an idle server then does not wait `LINGER_S`.
         """
         begun_s = time.monotonic()
         self.drain_gate.close(why, for_good=for_good)
@@ -162,13 +163,13 @@ class EngineInstance:
         )
 
     async def _held(self) -> dict[str, int]:
-        """What requests the engine has, and what it owes its peers."""
+        """The `HELD` counts that are not 0."""
         state = await self.client.state(QUIET_S)
         counts = {} if state is None or not self.client.alive else state.memory
         return {name: counts[name] for name in HELD if counts.get(name, 0)}
 
     async def close(self, reason: str) -> None:
-        """End what is left with an error that says `reason`, and tell the engine to stop if it is there."""
+        """Fail all live requests with `reason` and send `Shutdown` to the engine if it is alive."""
         if self._closed:
             return
         self._closed = True

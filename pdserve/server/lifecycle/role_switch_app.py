@@ -1,11 +1,11 @@
-"""The application that uvicorn runs: hands each call to that of the present role, and changes the role.
+"""The ASGI application that uvicorn runs: forwards each call to the present role's application, and switches the role.
 
     prepare (may refuse) ──> drain ──> the old engine ends ──> the new one starts ──> ready
-                                                                  └─ does not come up ──> the old role again
+                                                                  └─ does not start ──> the old role again
 
-All the while the port is open and somebody answers: the old application until its engine has ended, then the new one,
-which says that its engine starts. There is one engine at a time, for two would need the memory twice. Made by `run`;
-event loop only.
+The port stays open during a switch. The old application answers until its engine has ended. Then the new application
+answers, with 503 `engine_starting` until its engine is ready. The engines never run together, because two would need
+twice the memory. Created by `run`; event loop only.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ SHUTTING_DOWN = RequestError(
 )
 
 OtherRole = Callable[[DisaggMode], EngineBackend]
-"""From a role to what would stand behind the server in it, checked but not started; any thread. ConfigError: it cannot
-have this role."""
+"""Creates the backend of a role, checked but not started; any thread. Raises ConfigError if the server cannot have the
+role."""
 
 
 class RoleSwitchApp:
-    """See the file's docstring. `other` None: the role is fixed. `leave` ends the HTTP server; `port` is its own."""
+    """See the file's docstring.
+
+    `other` None: the role is fixed. `port`: of the HTTP server. `leave` shuts the HTTP server down.
+    """
 
     def __init__(
         self,
@@ -55,27 +58,30 @@ class RoleSwitchApp:
         self._life = EngineInstance(first, tokenizer, self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Forward the ASGI call to the present role's application."""
         await self._life.app(scope, receive, send)
 
     async def open(self) -> None:
-        """Begin with the first role, whose engine has been started."""
+        """Open the first role, whose engine has been started."""
         await self._life.open()
         self._keep(asyncio.create_task(self._guard(self._life)))
         self._keep(asyncio.create_task(self._announce_first()))
 
     async def drain(self, timeout_s: float) -> None:
-        """The server ends: refuse what comes, and let what runs end. After `timeout_s` the rest ends with an error."""
+        """Refuse new requests because the server shuts down; after `timeout_s` seconds cut the running ones.
+
+        Returns at once during a role switch.
+        """
         self._closing = True
         if self._changing is None:
             await self._life.drain(SHUTTING_DOWN, timeout_s, for_good=True)
 
     def cut(self) -> None:
-        """End what runs with the error that it would end with after the grace time."""
+        """Cut all running requests now, with the error of the drain timeout."""
         self._life.client.cut(SHUTTING_DOWN)
 
     async def close(self) -> int:
-        """End the present role; returns the exit status: 0, or 1 without an engine."""
+        """Close the present role; returns the exit status: 0, or 1 if the engine has died."""
         self._closing = True
         tasks = [*self._tasks, *([] if self._changing is None else [self._changing])]
         for task in tasks:
@@ -87,7 +93,7 @@ class RoleSwitchApp:
     async def begin(self, role: DisaggMode, drain_s: float) -> asyncio.Future[RoleChanged]:
         """See `RoleChanger`."""
         if self._preparing or self._closing or self._changing is not None:
-            text = "the role of this server is being changed already, or it ends"
+            text = "the role of this server is being changed already, or the server is shutting down"
             raise RequestError(text, field="new_role", status=409, code="role_switch_under_way")
         if self._other is None:
             raise RequestError("new_role: the role of this server cannot be changed", field="new_role")
@@ -106,7 +112,7 @@ class RoleSwitchApp:
     async def _change(self, backend: EngineBackend, drain_s: float) -> RoleChanged:
         before = self._life.backend.role
         text = f"this server changes its role from {before!r} to {backend.role!r}"
-        log.warning("%s; what runs has %g s to end", text, drain_s)
+        log.warning("%s; running requests have %g s to end", text, drain_s)
         await self._life.drain(RequestError(text, status=503, code="role_switching", retry_after_s=1), drain_s)
         await self._end(self._life.backend, text)
         try:
@@ -121,17 +127,17 @@ class RoleSwitchApp:
         return RoleChanged(before, backend.role, "ok", backend.bootstrap_port)
 
     async def _go_back(self, role: DisaggMode) -> None:
-        """Start the old role again, which has worked."""
+        """Start the old role again; shut the server down if its engine does not start either."""
         assert self._other is not None
         try:
             await self._begin(await asyncio.to_thread(self._other, role))
         except PdserveError:
-            log.critical("the old role does not start any more either; the server ends")
+            log.critical("the engine of the old role did not start either; the server shuts down")
             self._leave()
             raise
 
     async def _begin(self, backend: EngineBackend) -> None:
-        """Start an engine and hand calls to it from now on; returns when it is ready."""
+        """Start an engine and forward calls to it from now on; returns when it is ready."""
         backend.start()
         life = self._life = EngineInstance(backend, self._tokenizer, self, on_trial=True)
         await life.open()
@@ -141,7 +147,7 @@ class RoleSwitchApp:
         backend.on_ready(self._port)
 
     async def _end(self, backend: EngineBackend, reason: str) -> None:
-        """The end of the present life, and of the engine behind it, as at the end of a server."""
+        """Close the present instance and wait until the engine of `backend` has ended."""
         await self._life.close(reason)
         await asyncio.to_thread(backend.end)
 
@@ -154,16 +160,16 @@ class RoleSwitchApp:
         life.backend.on_ready(self._port)
 
     async def _guard(self, life: EngineInstance) -> None:
-        """End the server when its engine is gone."""
+        """Shut the server down when the engine of `life` dies, unless it is on trial."""
         await life.watch()
         if life.client.engine_lost and not life.on_trial:
-            log.error("the engine is gone; the server ends")
+            log.error("the engine has died; the server shuts down")
             self._leave()
 
     def _changed(self, task: asyncio.Task[RoleChanged]) -> None:
         self._changing = None
         if not task.cancelled() and task.exception() is not None:
-            log.error("the change of the role has failed: %s", task.exception())
+            log.error("the role switch has failed: %s", task.exception())
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)

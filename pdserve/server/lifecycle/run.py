@@ -1,7 +1,7 @@
-"""Runs the API process: uvicorn around the applications of `host`, signals, an orderly end.
+"""Runs the API process: uvicorn around `RoleSwitchApp`, signals, graceful shutdown.
 
-    first signal ──> not ready, new requests are refused ── all have ended, or time is up ──> the port closes ──> end
-    second signal ── what runs ends with an error ──────────────────────────────────────────────────────────────> end
+    first signal ──> not ready, new requests are refused ── all ended, or the grace time is over ──> port closes ──> end
+    second signal ── running requests are cut with an error ───────────────────────────────────────────────────────> end
 
 Called by `launch_server` in the main process, with an engine that it has started.
 """
@@ -27,15 +27,15 @@ from pdserve.server.lifecycle.role_switch_app import OtherRole, RoleSwitchApp
 from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 
 OTHERS_S = 2
-"""How long calls that generate nothing may go on when all that do have ended."""
+"""Seconds that calls other than generation may continue after all generation calls have ended."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers; `run` has its own."""
+    """uvicorn without its signal handlers; `_on_signals` installs others."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Overrides uvicorn's."""
+        """Install no handlers; overrides uvicorn's method."""
         yield
 
 
@@ -49,7 +49,7 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 
 def _settings(app: RoleSwitchApp, config: ServerConfig) -> uvicorn.Config:
-    """uvicorn's; it is not to believe `X-Forwarded-For`, which it does of loopback unless told otherwise."""
+    """uvicorn's settings. `proxy_headers` is off, because uvicorn trusts `X-Forwarded-For` from loopback by default."""
     settings = uvicorn.Config(
         app,
         interface="asgi3",
@@ -86,7 +86,7 @@ def _on_signals(server: uvicorn.Server, host: RoleSwitchApp, grace_s: float) -> 
     loop = asyncio.get_running_loop()
     for number in ENDING:
         loop.add_signal_handler(number, stop)
-    raise_if_signalled()  # by one that came before
+    raise_if_signalled()  # a signal that arrived before the handlers were installed
 
 
 async def _drain(server: uvicorn.Server, host: RoleSwitchApp, grace_s: float) -> None:
@@ -103,13 +103,14 @@ async def serve(
     other: OtherRole | None = None,
     on_listening: Callable[[int], None] = ignore_readiness,
 ) -> int:
-    """Serve until a signal, or until the engine dies; returns the exit status: 0, or 1 without an engine.
+    """Serve until a signal, or until the engine dies; returns the exit status: 0, or 1 if the engine has died.
 
-    It listens at once; `/health` turns 200 when the scheduler has announced itself. `on_listening` gets the bound port.
-    `other` makes what the server is to become when its role is changed.
+    The port listens at once; `/health` returns 200 when the scheduler has sent `EngineReady`. `on_listening` gets the
+    bound port. `tokenizer` None: the server takes token ids only. `other` creates the backend of another role; None:
+    the role is fixed.
 
     Raises:
-        ConfigError: the port cannot be bound, or a log or tracing cannot be had.
+        ConfigError: the port cannot be bound, or a request log or tracing cannot be opened.
     """
     listener = _listen(first.config)
     try:
@@ -148,11 +149,12 @@ def run_api(
 ) -> int:
     """Load the tokenizer of `tokenizer_dir` and serve; returns the exit status. Blocks the calling thread.
 
-    `first` is what stands behind the server at the beginning, its engine already started, `other` makes what may
-    stand there later. `on_listening` gets the bound port when it listens.
+    `tokenizer_dir` None: no tokenizer. `first` is the backend of the first role, its engine already started. `other`
+    creates the backend of another role; None: the role is fixed. `on_listening` gets the bound port.
 
     Raises:
-        ConfigError: the tokenizer cannot be read, the port cannot be bound, or a log or tracing cannot be had.
+        ConfigError: the tokenizer cannot be read, the port cannot be bound, or a request log or tracing cannot be
+            opened.
     """
     tokenizer = None
     if tokenizer_dir is not None:
