@@ -156,7 +156,7 @@ class EngineInstance:
             await asyncio.sleep(POLL_S)
         quiet_s = time.monotonic() - ended_s
         log.info(
-            "all requests have ended after %.2f s; %.2f s later %s is held",
+            "all requests have ended after %.2f s; %.2f s later still held for peers: %s",
             ended_s - begun_s,
             quiet_s,
             held or "nothing",

@@ -1,1 +1,1 @@
-"""SGLang's endpoints: generate, worker API, health, tokenize, role switch."""
+"""SGLang's native endpoints: generate, worker API, health, tokenize, role switch."""

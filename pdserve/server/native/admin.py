@@ -1,4 +1,4 @@
-"""Facts, load, metrics, and the few commands: everything that is neither generation nor health."""
+"""Server and model info, load, metrics, `/flush_cache`, `/abort_request`, `/v1/models`."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ MAX_FLUSH_WAIT_S = 600.0
 
 
 async def model_info(context: ServerContext) -> Response:
-    """Facts of the model."""
+    """Return the model info."""
     return json_response(_model_facts(context))
 
 
 async def weight_version(context: ServerContext) -> Response:
-    """Which weights are served; there is one version, the one that was loaded."""
+    """Return the weight version. There is one version, the loaded weights."""
     context.client.require_ready()
     return json_response({"weight_version": WEIGHT_VERSION})
 
@@ -61,7 +61,7 @@ def _model_facts(context: ServerContext) -> dict[str, Any]:
 
 
 def _flags(context: ServerContext) -> dict[str, Any]:
-    """Every flag by its name but secrets; groups have no name in common."""
+    """All flags by name, without secrets. No two groups share a name."""
     config = context.config
     groups = (getattr(config, field.name) for field in dataclasses.fields(config))
     return {name: value for group in groups for name, value in shown(group).items()}
@@ -77,7 +77,7 @@ def _state_fields(state: EngineState | None) -> dict[str, Any]:
 
 
 async def server_info(context: ServerContext) -> Response:
-    """All flags, the facts of model and engine, and the scheduler's counts now."""
+    """Return all flags, model info, engine facts, and the scheduler's present counts after a self-audit."""
     ready = context.client.ready
     state = await context.client.state(STATE_TIMEOUT_S, audit=True)
     body = {
@@ -95,7 +95,7 @@ async def server_info(context: ServerContext) -> Response:
 
 
 async def get_load(context: ServerContext) -> Response:
-    """A list, one entry per data-parallel rank."""
+    """Return the load: a list with one entry per data-parallel rank."""
     context.client.require_ready()
     state = await context.client.state(STATE_TIMEOUT_S)
     if state is None:
@@ -104,7 +104,7 @@ async def get_load(context: ServerContext) -> Response:
 
 
 def _load(dp_rank: int, state: EngineState | None, num_live: int) -> dict[str, int]:
-    """The load of one replica; `num_live` requests are known when it has never said anything."""
+    """The load of one replica. `state` None: no state was received yet, and the load is `num_live` requests."""
     return {
         "dp_rank": dp_rank,
         "num_tokens": state.num_used_tokens if state else 0,
@@ -115,7 +115,10 @@ def _load(dp_rank: int, state: EngineState | None, num_live: int) -> dict[str, i
 
 
 async def metrics(context: ServerContext) -> Response:
-    """Prometheus text; the scheduler's part is the last known one when it does not answer within a second."""
+    """Return the metrics as Prometheus text.
+
+    The scheduler's part is its last known state when it does not answer within a second.
+    """
     if not context.config.observe.enable_metrics:
         raise RequestError("metrics are off (--no-enable-metrics)", status=404, code="metrics_off")
     state = await context.client.state(STATE_TIMEOUT_S)
@@ -124,9 +127,9 @@ async def metrics(context: ServerContext) -> Response:
 
 
 async def flush_cache(context: ServerContext, request: Request) -> Response:
-    """Forget cached prefixes; 400 while requests are running, after the `timeout` in seconds that the query may give.
+    """Empty the prefix cache; 400 if requests still run after `timeout` seconds, a query parameter with default 0.
 
-    Nothing is dropped from under a running request: a scheduler that is not idle refuses.
+    A scheduler with running requests refuses, so that no request loses its pages.
     """
     reply = await until_disconnect(request, flush_when_idle(context, _flush_wait_s(request)))
     if not reply.ok:
@@ -146,7 +149,7 @@ def _flush_wait_s(request: Request) -> float:
 
 
 async def flush_when_idle(context: ServerContext, wait_s: float) -> CommandReply:
-    """Forget cached prefixes: the first reply that says ok, or the last one before `wait_s` is over."""
+    """Empty the prefix cache, with retries for `wait_s` seconds. Returns the first ok reply, or the last reply."""
     deadline_s = time.monotonic() + wait_s
     while True:
         reply = await context.client.command(lambda i: FlushCache(query_id=i), FLUSH_TIMEOUT_S)
@@ -156,7 +159,7 @@ async def flush_when_idle(context: ServerContext, wait_s: float) -> CommandReply
 
 
 async def abort_request(context: ServerContext, request: Request) -> Response:
-    """Abort one request by its id, or all; an unknown id is no error, as it may just have ended."""
+    """Abort one request by its id, or all. An unknown id is not an error, because the request may just have ended."""
     body = convert(await read_json_object(request, context.max_body_bytes), AbortBody)
     if body.rid is None and not body.abort_all:
         raise RequestError("rid is missing; give it, or abort_all: true", field="rid")
@@ -177,15 +180,15 @@ def _model_card(context: ServerContext) -> dict[str, Any]:
 
 
 async def list_models(context: ServerContext) -> Response:
-    """The one model."""
+    """Return the list of models, which has one entry."""
     return json_response({"object": "list", "data": [_model_card(context)]})
 
 
 async def get_model(context: ServerContext, name: str) -> Response:
-    """The one model by its name.
+    """Return the model card.
 
     Raises:
-        RequestError: 404 for another name.
+        RequestError: 404 when `name` is not the served model.
     """
     context.check_model(name)
     return json_response(_model_card(context))

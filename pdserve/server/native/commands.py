@@ -1,4 +1,4 @@
-"""Commands to a running engine: pause and go on, take a profile; and the load of every replica."""
+"""Commands to a running engine: pause, continue, profile, `/declare_peer_dead`; and the load of every replica."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from pdserve.server.native.health import STATE_TIMEOUT_S
 from pdserve.server.request.schemas import PauseBody, PeerBody, ProfileBody
 
 COMMAND_TIMEOUT_S = 60.0
-"""A command waits for the step under way, and writing a profile takes a while."""
+"""Seconds. A command waits for the current step, and writing a profile takes time."""
 MAX_PROFILE_STEPS = 1_000_000
 MAX_PROFILE_ID_BYTES = 200
 PROFILE_DIR_VARIABLE = "SGLANG_TORCH_PROFILER_DIR"
 
 
 async def pause_generation(context: ServerContext, request: Request) -> Response:
-    """Compute nothing until told to go on; what comes meanwhile waits."""
+    """Stop computation until `/continue_generation`; new requests are queued."""
     body = convert(await _body(context, request), PauseBody)
     mode = body.mode or "abort"
     reply = await context.client.command(lambda i: PauseGeneration(query_id=i, mode=mode), COMMAND_TIMEOUT_S)
@@ -45,14 +45,17 @@ async def pause_generation(context: ServerContext, request: Request) -> Response
 
 
 async def continue_generation(context: ServerContext, request: Request) -> Response:
-    """Go on."""
+    """Resume computation."""
     await _body(context, request)
     reply = await context.client.command(lambda i: ContinueGeneration(query_id=i), COMMAND_TIMEOUT_S)
     return json_response({"status": "ok", "message": reply.message})
 
 
 async def declare_peer_dead(context: ServerContext, request: Request) -> Response:
-    """End the session with a peer, and free what it could write to. Only true words are safe: see docs/security.md."""
+    """End the session with a peer and free the pages it could write to.
+
+    Unsafe if the peer still runs: its writes then corrupt pages of other requests.
+    """
     body = convert(await read_json_object(request, context.max_body_bytes), PeerBody)
     order = DeclarePeerDead(query_id="", instance=body.instance)
     reply = await context.client.command(lambda i: msgspec.structs.replace(order, query_id=i), COMMAND_TIMEOUT_S)
@@ -62,7 +65,7 @@ async def declare_peer_dead(context: ServerContext, request: Request) -> Respons
 
 
 async def start_profile(context: ServerContext, request: Request) -> Response:
-    """Record what the engine computes, with torch's profiler, one file for each replica."""
+    """Start torch's profiler, which writes one file per replica."""
     body = convert(await _body(context, request), ProfileBody)
     if body.num_steps is not None and not 1 <= body.num_steps <= MAX_PROFILE_STEPS:
         raise RequestError(f"num_steps must be in [1, {MAX_PROFILE_STEPS}], got {body.num_steps}", field="num_steps")
@@ -88,7 +91,7 @@ async def start_profile(context: ServerContext, request: Request) -> Response:
 
 
 async def stop_profile(context: ServerContext, request: Request) -> Response:
-    """Write the record."""
+    """Stop the profiler and write its file."""
     await _body(context, request)
     reply = await context.client.command(lambda i: StopProfile(query_id=i), COMMAND_TIMEOUT_S)
     return _profile_answer(reply, "Stop profiling.\n")
@@ -111,14 +114,14 @@ def _activities(names: list[str] | None) -> tuple[Literal["CPU", "GPU"], ...]:
 
 
 async def _body(context: ServerContext, request: Request) -> dict[str, Any]:
-    """The body, which may be left out."""
+    """The JSON body; an empty dict if the request has no body."""
     if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         return {}
     return await read_json_object(request, context.max_body_bytes)
 
 
 async def loads(context: ServerContext, request: Request) -> Response:
-    """The load of every replica, or of the `dp_rank` that the query names, and the sums over them."""
+    """Return the load of every replica, or of the query's `dp_rank`, and the aggregate over these replicas."""
     context.client.require_ready()
     state = await context.client.state(STATE_TIMEOUT_S)
     states = [] if state is None else (state.replicas or [state])

@@ -1,5 +1,6 @@
-"""`POST /generate`, SGLang's native API: text or token ids, single or batch, whole or as a stream whose events have all
-text so far, or with `--incremental-streaming-output` what is new.
+"""`POST /generate`, SGLang's native API: text or token ids, single or batch, whole or streamed.
+
+Each event of a stream has all text so far, or with `--incremental-streaming-output` only the new text.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from pdserve.server.request.schemas import UNSUPPORTED_NATIVE, UNSUPPORTED_NATIV
 from pdserve.server.request.stream_states import Resume, StreamStates, resumed
 
 MAX_TOKEN_IDS = 1024
-"""Token ids that a request may ask for at every position."""
+"""Maximum number of ids in `token_ids_logprob` of a prompt."""
 
 
 def native_logprob_params(
     body: GenerateBody, prompts: Sequence[Sequence[int]], vocab_size: int, *, listed: bool
 ) -> list[Logprobs | None]:
-    """The wish of every prompt. `listed`: the answer is a list.
+    """Return the log probability parameters of every prompt; None: it wants none. `listed`: the response is a list.
 
-    The prompt's log probabilities are in prefill's answer, of which routers take `input_token_logprobs` if the answer
-    is no list; what they do not take is handed over to decode.
+    Prefill's response has the prompt's log probabilities. Routers merge `input_token_logprobs` from it, unless the
+    response is a list. Prefill sends all other prompt log probabilities to decode.
 
     Raises:
         RequestError: 400 naming the field.
@@ -77,7 +78,7 @@ def _logprob_params(top: int, start: int, token_ids: tuple[int, ...], num_prompt
 
 
 def _token_ids(value: Any, count: int, vocab_size: int) -> list[tuple[int, ...]]:
-    """`token_ids_logprob` of every prompt: a list of ids for all, or one (or null) for each."""
+    """Parse `token_ids_logprob` of every prompt: a list of ids for all, or one list (or null) for each."""
     field = "token_ids_logprob"
     if value is None:
         return [()] * count
@@ -101,7 +102,10 @@ WEIGHT_VERSION = "default"
 
 @dataclasses.dataclass(frozen=True)
 class GenerateCall:
-    """One call of `/generate`, checked and ready to be submitted. `listed`: the answer is a list."""
+    """One call of `/generate`, validated and ready to be submitted. `listed`: the response is a list.
+
+    `logprob_text`: log probabilities come with the tokens' text. `started_s`: monotonic seconds.
+    """
 
     context: ServerContext
     intake: PreparedRequests
@@ -112,7 +116,10 @@ class GenerateCall:
     resume: Resume | None = None
 
     async def answer(self, request: Request) -> Response:
-        """Submit, and answer at once or as a stream. Prefill answers whole: its half is over with the first token."""
+        """Submit, and return the response, whole or streamed.
+
+        A prefill server never streams, because its part ends with the first token.
+        """
         generation = await self.context.client.submit(self.intake.requests, self.intake.names, self.intake.batch)
         with generation.closed_on_error():
             if self.stream and self.context.mode != "prefill":
@@ -145,7 +152,7 @@ class GenerateCall:
                     update.cached_tokens = self.resume.cached_tokens
                 total.absorb(update)
                 if not update.token_ids and update.finish is None:
-                    continue  # nothing but a part of the prompt's log probabilities
+                    continue  # only a part of the prompt's log probabilities
                 if update.index not in inputs:
                     inputs[update.index] = await asyncio.to_thread(self._input_logprobs, total)
                 result = self._result(total, update if incremental else total, inputs[update.index])
@@ -158,7 +165,10 @@ class GenerateCall:
         )
 
     def _input_logprobs(self, update: GenerationUpdate) -> dict[str, Any]:
-        """Of the prompt: all lists, but for the one that a router takes from prefill's answer and puts in front."""
+        """The prompt's log probability fields. Decode leaves `input_token_logprobs` empty, as routers fill it in.
+
+        Routers do so only if the response is not a list.
+        """
         request = self.intake.requests[update.index]
         if request.logprobs is None:
             return {}
@@ -170,7 +180,7 @@ class GenerateCall:
     def _result(
         self, total: GenerationUpdate, shown: GenerationUpdate, input_logprobs: dict[str, Any]
     ) -> dict[str, Any]:
-        """`total` is all there is of a sequence, `shown` the tokens and text that this answer or event has of it."""
+        """Build the result. `total`: the sequence so far. `shown`: tokens and text of this response or event."""
         request = self.intake.requests[total.index]
         meta: dict[str, Any] = {
             "id": self.intake.names[total.index],
@@ -206,7 +216,7 @@ def _finish(update: GenerationUpdate) -> dict[str, Any] | None:
 
 
 async def _prompts(context: ServerContext, body: GenerateBody) -> tuple[list[list[int]], str, bool]:
-    """Token ids of every prompt, the name of the field they came in, and whether they came as a batch."""
+    """Return the token ids of every prompt, the name of their field, and whether the field is a batch."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("exactly one of text and input_ids must be given", field="text")
     field = "text" if body.text is not None else "input_ids"
@@ -216,7 +226,7 @@ async def _prompts(context: ServerContext, body: GenerateBody) -> tuple[list[lis
 
 
 def _samplings(value: Any, names: list[NativeNames]) -> list[NativeSampling]:
-    """`sampling_params` of every prompt: one object for all, or a list."""
+    """Parse `sampling_params` of every prompt: one object for all, or a list."""
     given = scalar_or_list({} if value is None else value, len(names), "sampling_params", dict)
     if not isinstance(value, list):
         return [_sampling(given[0], names[0])] * len(names)
@@ -260,10 +270,10 @@ async def _grammar(context: ServerContext, sampling: NativeSampling, name: Nativ
 
 
 async def generate(context: ServerContext, request: Request) -> Response:
-    """Check everything, then submit; nothing is allocated for a bad request.
+    """Serve `POST /generate`: validate the whole body, then submit. An invalid request allocates nothing.
 
     Raises:
-        RequestError: what was wrong with the body.
+        RequestError: the body is invalid; the error names the field.
     """
     started_s = time.monotonic()
     raw = await read_json_object(request, context.max_body_bytes)

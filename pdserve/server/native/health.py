@@ -1,15 +1,15 @@
-"""Health that does not lie: is the process alive, can it take requests, does a token come out. Routes in `app`.
+"""Health endpoints: liveness, readiness, and generation of a token. Routes in `app`.
 
     /health            the engine has started, its schedulers run, no step is stuck, and
-                       the server was not told to end                                       liveness, routers' checks
-    /ready             that; prefill is in its bootstrap server, a partner answers, and
-                       the role is not being changed                                        readiness
-    /health_generate   that of /health, and a token comes through scheduler and device      start-up, deep checks
+                       the server is not shutting down                                      liveness, routers' checks
+    /ready             as /health; prefill is registered at its bootstrap server, a peer
+                       answers, and the role is not being changed                           readiness
+    /health_generate   as /health, and scheduler and device generate a token                start-up, deep checks
 
-A long step is no reason to be ill: schedulers beat from a thread beside the loop. A server that no partner has ever
-spoken to is ready: decode looks for a prefill server only when a request names one, so a router that waited for the
-two to meet would wait for ever. For the same reason partners that are all silent count for a minute only: by then they
-are dead or replaced, and whoever replaced them is met by the next request.
+A long step does not fail `/health`, because schedulers send heartbeats from a thread beside the loop. A server that has
+never had a peer is ready: decode connects to a prefill server only when a request names one, so a router that waited
+for the connection would wait forever. For the same reason silent peers fail `/ready` for a minute only. By then a
+silent peer is dead or replaced, and the next request connects to its replacement.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from pdserve.server.http.streaming import collect, until_disconnect
 STATE_TIMEOUT_S = 1.0
 PROBE_TIMEOUT_S = 20.0
 SECOND_LOOK_S = 1.5
-"""So long we wait for a beat before we call a scheduler silent: perhaps it is we who were held up."""
+"""Seconds to wait for a heartbeat before a scheduler counts as dead, because this process may have been delayed."""
 PARTNER_MEMORY_S = 60.0
-"""A partner that is silent for longer is no reason not to be ready."""
+"""Seconds after which a silent peer no longer fails `/ready`."""
 
 
 async def health(context: ServerContext, drain_gate: DrainGate) -> Response:
-    """200 while the server lives; 503 as the engine starts, when it is gone, silent or stuck, and as the server ends.
+    """200 while the server is alive; 503 while the engine starts or the server shuts down, or if the engine is dead or
+    stuck.
 
-    A header says in which role new requests are taken.
+    The header `ROLE_HEADER` names the role in which the server takes new requests.
     """
     drain_gate.require_staying()
     await require_alive(context)
@@ -54,7 +55,7 @@ async def health(context: ServerContext, drain_gate: DrainGate) -> Response:
 
 
 async def ready(context: ServerContext, drain_gate: DrainGate) -> Response:
-    """200 when requests can be taken and will find their partner; see the file's docstring."""
+    """200 when the server can take requests and its peer answers; see the file's docstring."""
     await require_alive(context)
     drain_gate.require_open()
     if not context.registered():
@@ -68,7 +69,7 @@ async def ready(context: ServerContext, drain_gate: DrainGate) -> Response:
 
 
 def partners_missing(peers: Sequence[PeerLoad]) -> str | None:
-    """Why a server with these partners is not ready; None when it is."""
+    """Return the reason for which a server with these peers is not ready; None when it is ready."""
     if any(peer.state == "ready" for peer in peers):
         return None
     silent = [peer for peer in peers if peer.silent_s is not None and peer.silent_s < PARTNER_MEMORY_S]
@@ -80,9 +81,9 @@ def partners_missing(peers: Sequence[PeerLoad]) -> str | None:
 
 
 async def health_generate(context: ServerContext, request: Request) -> Response:
-    """200 when every replica gave a token, or computes others' too busily to come to ours; else 503.
+    """200 when every replica generated a token for its probe, or is busy with other requests; else 503.
 
-    Probes the engine, not the partner of a pair.
+    Probes the engine, not the peer of a pair.
     """
     heartbeats = await require_alive(context)
     _require_going(context)
@@ -98,7 +99,7 @@ async def health_generate(context: ServerContext, request: Request) -> Response:
         raise RequestError(message, status=503, code="engine_busy") from error
     except RequestError as error:
         if error.code == QUEUE_FULL:
-            await asyncio.sleep(SECOND_LOOK_S)  # the refusal came at once: the next beat says more
+            await asyncio.sleep(SECOND_LOOK_S)  # the refusal is immediate, so wait for the next heartbeat
             if _all_busy(heartbeats, await require_alive(context)):
                 return json_response({"status": "busy"})
         message = f"the probe failed: {error.message}"
@@ -110,11 +111,11 @@ async def health_generate(context: ServerContext, request: Request) -> Response:
 async def _probed(
     context: ServerContext, request: Request, probes: Sequence[GenerateRequest]
 ) -> Sequence[GenerationUpdate]:
-    """What came of the probes.
+    """Submit the probes and return their outputs.
 
     Raises:
-        TimeoutError: not all have ended within `PROBE_TIMEOUT_S`.
-        RequestError: one was refused.
+        TimeoutError: not all probes have ended within `PROBE_TIMEOUT_S`.
+        RequestError: a probe was refused.
     """
     generation = await context.client.submit(probes, [probe.rid for probe in probes])
     with generation.closed_on_error():
@@ -123,7 +124,7 @@ async def _probed(
 
 
 def _require_going(context: ServerContext) -> None:
-    """Where generation is paused no token would come, and that is known without waiting for one."""
+    """Raise 503 while generation is paused, because no probe would get a token."""
     if context.client.paused:
         raise RequestError("generation is paused until /continue_generation", status=503, code="paused")
 
@@ -151,16 +152,16 @@ def _check(updates: Sequence[GenerationUpdate]) -> None:
 
 
 def _all_busy(before: Sequence[ReplicaVitals], now: Sequence[ReplicaVitals]) -> bool:
-    """Every replica has computed since, or does so now."""
+    """Whether every replica has computed a step since `before`, or computes one now."""
     return all(new.num_turns > old.num_turns or new.turn_s is not None for old, new in zip(before, now, strict=True))
 
 
 async def require_alive(context: ServerContext) -> list[ReplicaVitals]:
-    """What is known of all schedulers.
+    """Check the heartbeats of all schedulers and return them, by data-parallel rank.
 
     Raises:
-        EngineDeadError: the engine is gone.
-        RequestError: 503 while it starts, or naming the replica that is silent or stuck.
+        EngineDeadError: the engine is dead.
+        RequestError: 503 while the engine starts, or naming the replica that is silent or stuck.
     """
     context.client.require_ready()
     deadline_s = time.monotonic() + SECOND_LOOK_S
@@ -175,7 +176,7 @@ async def require_alive(context: ServerContext) -> list[ReplicaVitals]:
 
 
 def replica_health(context: ServerContext) -> list[dict[str, object]]:
-    """For `/get_server_info` and `/observe`: of each replica whether it runs."""
+    """Return the health of each replica, for `/get_server_info`, `/observe` and `/metrics`."""
     limit_s = context.config.observe.watchdog_timeout
     return [
         {

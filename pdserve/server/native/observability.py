@@ -1,6 +1,6 @@
-"""All that tells of a server's requests beside `/metrics`, put together: `GET /observe`, the request log, traces.
+"""Observability of a server beside `/metrics`: `GET /observe`, the request log, traces.
 
-`install` is called by `create_app`.
+`create_app` calls `install`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ KINDS = {"null": "unified", "prefill": "prefill", "decode": "decode"}
 
 
 class ServerObservability:
-    """Listens to the engine client of `context`.
+    """Registers the request listeners with the engine client of `context`.
 
     Raises:
-        ConfigError: traces are wanted and OpenTelemetry is not there, or the log cannot be written.
+        ConfigError: traces are enabled and OpenTelemetry is not installed, or the log cannot be written.
     """
 
     def __init__(self, context: ServerContext) -> None:
@@ -52,7 +52,7 @@ class ServerObservability:
             context.client.tell(self._log)
 
     async def observe(self) -> Response:
-        """The live picture of this server, from one question to the scheduler; docs/observability.md has the fields."""
+        """Return a snapshot of this server, from one state query; docs/observability.md lists the fields."""
         context = self._context
         state = await context.client.state(STATE_TIMEOUT_S)
         states = [] if state is None else state.replicas or [state]
@@ -72,7 +72,7 @@ class ServerObservability:
         return json_response(body)
 
     def close(self) -> None:
-        """Write and export what waits."""
+        """Write the buffered log lines and export the buffered spans."""
         if self._log is not None:
             self._log.close()
         if self.tracing is not None:
@@ -120,7 +120,10 @@ def _replica(state: EngineState | None) -> dict[str, Any]:
 
 
 def _edges(state: EngineState) -> list[dict[str, Any]]:
-    """A line for each peer and direction in which something has ever gone, or may: KV goes from prefill to decode."""
+    """Build an entry per peer and direction. KV is sent from prefill to decode.
+
+    The other direction has an entry only if it has transferred bytes or failed.
+    """
     here = state.facts.get("control_endpoint")
     prefills = state.facts.get("disaggregation_mode") == "prefill"
     found = []
@@ -145,7 +148,7 @@ def _flow(flow: Flow) -> dict[str, Any]:
 
 
 def install(app: FastAPI, context: ServerContext) -> ServerObservability:
-    """Routes and middleware; the application closes what is returned."""
+    """Add routes and middleware to `app`, which closes the returned object."""
     observing = ServerObservability(context)
     tracing = observing.tracing
     app.add_middleware(CallMiddleware, open_span=None if tracing is None else tracing.call)

@@ -1,14 +1,14 @@
-"""`POST /health_pair`: does a token come through this server and its partner? Routers ask both halves at once.
+"""`POST /health_pair`: probes a prefill/decode pair with one token. Routers call it on both servers at once.
 
-    {"bootstrap_host", "bootstrap_port", "bootstrap_room", "timeout"}       as in a request; nothing of it on a monolith
+    {"bootstrap_host", "bootstrap_port", "bootstrap_room", "timeout"}       as in a request; a monolith needs none
 
-    200 {"status": "ok"}      the token came: HTTP, handshake, KV transfer and scheduler work for this pair
-    200 {"status": "busy"}    it has not come yet and waits for something that other requests use; no news
-    503 code no_token         it waits for the partner or for KV that does not come
-    503 another code          it was refused, or has failed
+    200 {"status": "ok"}      the token was generated: HTTP, handshake, KV transfer and scheduler work for this pair
+    200 {"status": "busy"}    no token yet: the probe waits for a resource that other requests use; no verdict
+    503 code no_token         the probe waits for the peer, or for KV that does not arrive
+    503 another code          the probe was refused, or has failed
 
-The token is no client's: probes are in no statistics, no log and no prefix cache, and take no place of a client's.
-What a probe may cost is bounded: one token of prompt, one of answer, `MAX_PROBES` at a time.
+Probes are excluded from request statistics, request log and prefix cache, and take no slot of a client's request.
+Their cost is bounded: one prompt token, one output token, `MAX_PROBES` at a time.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from pdserve.server.request.intake import rooms_of
 from pdserve.server.request.schemas import PairProbeBody
 
 MAX_PROBES = 64
-"""At a time; what comes beside them is told that the server is busy."""
+"""Maximum number of concurrent probes; further probes are answered with the status busy."""
 STATE_S = 1.0
-"""So much of a probe's time is kept for the question what it waits for."""
+"""Seconds of a probe's timeout that are reserved for the state query."""
 BUSY: dict[WaitsFor, str] = {"memory": "waits for KV memory", "compute": "waits for its turn to be computed"}
-"""What a probe may wait for, however long, on a server that is well."""
+"""Resources for which a probe may wait on a healthy server, without a time limit."""
 
 
 class _Addressed(msgspec.Struct):
@@ -58,7 +58,7 @@ class _Addressed(msgspec.Struct):
 
 
 class PairProbes:
-    """The endpoint, and how many probes run. One per application; event loop only."""
+    """The endpoint and its count of running probes. One per application; event loop only."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -112,7 +112,11 @@ class PairProbes:
         return json_response({"status": "ok"})
 
     async def _late(self, rid: str, timeout_s: float) -> Response:
-        """No token came in time: why, as far as the scheduler knows."""
+        """Respond to a probe without a token within its timeout, by what it waits for in the scheduler.
+
+        Raises:
+            RequestError: 503 `no_token`, unless the probe waits for a busy resource.
+        """
         client = self._context.client
         asked_s = time.monotonic()
         state = await client.state(timeout_s)
@@ -122,15 +126,15 @@ class PairProbes:
         waits_for = state.probes.get(rid)
         if waits_for in BUSY:
             return _busy(f"the probe {BUSY[waits_for]}")
-        what = {"peer": "the other half has not come", "transfer": "its KV has not come through"}
-        why = what.get(waits_for or "", "it has just ended")
+        what = {"peer": "the peer has not sent its half", "transfer": "its KV has not arrived"}
+        why = what.get(waits_for or "", "the probe has just ended")
         raise RequestError(f"no token came in time: {why}", status=503, code="no_token")
 
 
 def make_probe(
     body: PairProbeBody, mode: DisaggMode, vocab_size: int, allowed_prefill: HostPatterns | None = None
 ) -> GenerateRequest:
-    """The request of a probe. Both halves make the same prompt of the same room.
+    """Create the request of a probe. Prefill and decode derive the same prompt from the same room.
 
     Raises:
         RequestError: 400 naming the field of the address that is missing or wrong.

@@ -1,12 +1,12 @@
-"""`POST /pd_role_switch`: a prefill server becomes a decode server, and so on. Path and fields are SGLang's.
+"""`POST /pd_role_switch`: changes the prefill/decode role of a running server. Path and fields are SGLang's.
 
     {"new_role": "prefill" | "decode" | "null", "drain_timeout_secs": 300, "wait": true}
-    200 {"success": true, ...}     it is done; also when nothing was to be done
-    202 {"success": true, ...}     with `wait` false: it has begun
-    400, 409                       it cannot be; all stays as it is
-    500                            the engine of the new role did not start; the old one is back
+    200 {"success": true, ...}     the server has the new role; also when it had it before
+    202 {"success": true, ...}     with `wait` false: the switch has begun
+    400, 409                       the switch is impossible; the server is unchanged
+    500                            the engine of the new role did not start; the old role runs again
 
-What is done is `host`'s; this file checks what is asked.
+This file validates the request; `lifecycle/role_switch_app.py` performs the switch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_DRAIN_S = 86_400.0
 
 @dataclasses.dataclass(frozen=True)
 class RoleChanged:
-    """What a change has come to. `bootstrap_port` is that of a new prefill server."""
+    """Result of a role switch. `bootstrap_port`: of a new prefill server, else None."""
 
     old_role: DisaggMode
     new_role: DisaggMode
@@ -43,12 +43,12 @@ class RoleChanger(Protocol):
     """Changes the role of the running server."""
 
     async def begin(self, role: DisaggMode, drain_s: float) -> asyncio.Future[RoleChanged]:
-        """Begin to change to `role`, which is another than the present one; the result is there when it is done.
+        """Begin the switch to `role`, which differs from the present role; the future resolves when it has ended.
 
-        Requests that run have `drain_s` to end. What can be checked is checked before anything is changed.
+        Running requests have `drain_s` seconds to end. The configuration is validated before the drain begins.
 
         Raises:
-            RequestError: 400, the server cannot have this role; 409, its role is being changed.
+            RequestError: 400, the server cannot have this role; 409, a switch is in progress or the server shuts down.
         """
         ...
 
@@ -56,7 +56,7 @@ class RoleChanger(Protocol):
 async def pd_role_switch(
     context: ServerContext, drain_gate: DrainGate, changer: RoleChanger | None, request: Request
 ) -> Response:
-    """Change the role of this server; answers when that is done, or with `wait` false when it has begun."""
+    """Change the role of this server; responds when the switch has ended, or with `wait` false when it has begun."""
     body = convert(await read_json_object(request, context.max_body_bytes), RoleSwitchBody)
     drain_s = DRAIN_S if body.drain_timeout_secs is None else body.drain_timeout_secs
     if not 0 <= drain_s <= MAX_DRAIN_S:

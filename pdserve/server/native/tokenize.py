@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`, as SGLang and vLLM have them: text, texts or messages to ids, and back."""
+"""`POST /tokenize` and `/detokenize`, as in SGLang and vLLM: text, texts or messages to token ids, and back."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from pdserve.server.request.intake import MAX_PROMPTS, check_token_ids, prompt_f
 from pdserve.server.request.schemas import ChatBody, DetokenizeBody, TokenizeBody
 
 MAX_TOKENS = 1 << 18
-"""Of one answer of `/tokenize`, or as many as the context has if these are more."""
+"""Maximum tokens of one response of `/tokenize`; the capacity of a context if that is larger."""
 
 
 async def tokenize(context: ServerContext, request: Request) -> Response:
-    """`{tokens, count, max_model_len}`; lists of them for a list of texts, `token_strs` too where wanted.
+    """Return `{tokens, count, max_model_len}`, and `token_strs` with `return_token_strs`.
+
+    For a list of texts, all but `max_model_len` are lists.
 
     Raises:
-        RequestError: what was wrong with the body.
+        RequestError: the body is invalid; the error names the field.
     """
     raw = await read_json_object(request, context.max_body_bytes)
     body = convert(raw, TokenizeBody)
@@ -51,10 +53,10 @@ async def tokenize(context: ServerContext, request: Request) -> Response:
 
 
 async def detokenize(context: ServerContext, request: Request) -> Response:
-    """`{text, prompt}`, which are equal: SGLang's name and vLLM's; lists for a list of lists.
+    """Return `{text, prompt}`, which are equal: SGLang's name and vLLM's. Both are lists for a list of lists.
 
     Raises:
-        RequestError: what was wrong with the body.
+        RequestError: the body is invalid; the error names the field.
     """
     body = convert(await read_json_object(request, context.max_body_bytes), DetokenizeBody)
     context.check_model(body.model)
@@ -86,7 +88,7 @@ def _texts(prompt: Any) -> list[str]:
 
 def _check_count(given: Sequence[Any], field: str) -> None:
     if len(given) > MAX_PROMPTS:
-        raise RequestError(f"{field} holds {len(given)} of them, at most {MAX_PROMPTS} are taken", field=field)
+        raise RequestError(f"{field} has {len(given)} entries, the maximum is {MAX_PROMPTS}", field=field)
 
 
 async def _encode_all(context: ServerContext, prompt: Any, add_special_tokens: bool) -> list[list[int]]:
