@@ -21,7 +21,7 @@ from pdserve.server.request.schemas import UNSUPPORTED_CHAT, ChatBody
 from pdserve.server.text.parsers.pieces import CallArguments, CallOpened, Content, Piece, Reasoning, put_together
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "verbosity": ("medium",)}
-"""Values of unsupported fields that ask for nothing."""
+"""Values of unsupported fields that are accepted because they equal the default."""
 
 
 class ChatCall(OpenAICall):
@@ -67,12 +67,12 @@ class ChatCall(OpenAICall):
         return {"delta": delta_fields(pieces), "logprobs": self._logprobs(update)}
 
     def news(self, update: GenerationUpdate) -> dict[str, Any] | None:
-        """See `OpenAICall`: a token may say nothing yet, and the last one brings out what was held back."""
+        """See `OpenAICall`: None while the parser holds the text back. The last update releases held text."""
         fields = self.delta(update)
         return fields if fields["delta"] or fields["logprobs"] else None
 
     def finish_fields(self, index: int, finish: FinishReason | None) -> dict[str, Any]:
-        """See `OpenAICall`: an answer with tool calls that is whole ends with them."""
+        """See `OpenAICall`: `tool_calls` instead of `stop` when the output has tool calls."""
         fields = super().finish_fields(index, finish)
         if finish is not None and finish.type == "stop" and self._reader(index).called:
             fields["finish_reason"] = "tool_calls"
@@ -98,7 +98,7 @@ class ChatCall(OpenAICall):
 
 
 def delta_fields(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """`delta` of a chunk: what `pieces` say, each kind in one field, an entry for each call."""
+    """Build `delta` of a chunk from `pieces`: one field per kind of piece, one `tool_calls` entry per call."""
     fields: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
     for piece in pieces:
@@ -117,17 +117,17 @@ def delta_fields(pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def chat_ask(body: ChatBody) -> RequestedSampling:
-    """How many tokens the client wants, by the name it used."""
+    """Return the requested number of tokens, with the name of the client's field."""
     if body.max_completion_tokens is not None:
         return RequestedSampling(body.max_completion_tokens, MAX_CHAT_TOKENS, "max_completion_tokens")
     return RequestedSampling(body.max_tokens, MAX_CHAT_TOKENS, "max_tokens")
 
 
 async def chat_completions(context: ServerContext, request: Request) -> Response:
-    """Check everything, then submit; nothing is allocated for a bad request.
+    """Serve `POST /v1/chat/completions`: validate the whole body, then submit. An invalid request allocates nothing.
 
     Raises:
-        RequestError: what was wrong with the body.
+        RequestError: the body is invalid; the error names the field.
     """
     raw = await read_json_object(request, context.max_body_bytes)
     context.limits()

@@ -1,10 +1,10 @@
-"""Reads one answer of a chat model: text in, as it comes; reasoning, content and tool calls out.
+"""Parses the output of a chat model: incremental text to reasoning, content and tool calls.
 
-    text ─> Thinking ─┬─> reasoning                  one reader, `Harmony`, where the model has one format for all
-                      └─> ToolFormat ─┬─> content
-                                      └─> calls
+    text ─> ReasoningFormat ─┬─> reasoning           models with one format for all three have one reader, `Harmony`
+                             └─> ToolFormat ─┬─> content
+                                             └─> calls
 
-Made by the chat endpoints, one per sequence.
+Created by the chat endpoints, one per sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdserve.server.text.tokenizer import Tokenizer
 
 
 class ReasoningCounter:
-    """Counts the tokens up to the end of the thoughts, tags included, each once however often it is asked."""
+    """Counts the reasoning tokens of one sequence, tags included. Repeated calls read each token once."""
 
     def __init__(self, tokenizer: Tokenizer | None, plan: ReadPlan) -> None:
         self._thinking = plan.thinking if plan.inside is not False else None
@@ -33,7 +33,7 @@ class ReasoningCounter:
         self._num_thoughts = 0
 
     def count(self, token_ids: Sequence[int]) -> int:
-        """Of the answer so far, `token_ids`, which begins with what it was at the last call."""
+        """Return the number of reasoning tokens. `token_ids`: the output so far, an extension of the last call's."""
         while self._thinking is not None and self._num_seen < len(token_ids):
             self._num_seen += 1
             self._step(self._thinking, token_ids[self._num_seen - 1])
@@ -58,12 +58,13 @@ class ReasoningCounter:
 
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
-    """How the answers of one request are read.
+    """Parser settings for the outputs of one request.
 
-    `tools` are read in the format `reading`, None: there are no calls. `native` is the model's own format, which says
-    what ids look like. `thinking`: how thoughts are told apart, None: they are content; `inside`: see
-    `ReasoningFormat.begins_inside`. `stream_reasoning` False: thoughts are sent in one piece, when they have ended.
-    `show_reasoning` False: thoughts that were told apart are content. `one_call`: calls after the first are dropped.
+    `tools`: schemas by name. `reading`: the format that tool calls are parsed in; None: no calls are parsed. `native`:
+    the model's own tool format, which defines the form of call ids; None: unknown. `thinking`: the reasoning format;
+    None: reasoning stays in the content. `inside`: see `ReasoningFormat.begins_inside`. `harmony`: one `Harmony` reader
+    parses all. `show_reasoning` False: parsed reasoning is returned as content. `stream_reasoning` False: reasoning is
+    sent in one piece, at its end. `one_call`: calls after the first are dropped.
     """
 
     tools: Tools = dataclasses.field(default_factory=dict)
@@ -78,13 +79,13 @@ class ReadPlan:
 
     @property
     def special_tokens(self) -> bool:
-        """Some markup is special tokens, which must be in the text."""
+        """True when a format's markup is special tokens, which detokenization must keep."""
         formats = (self.reading is not None and self.reading.special_tokens, self.harmony)
         return any(formats) or (self.thinking is not None and self.thinking.special_tokens)
 
 
 class ChatReader:
-    """See the file's docstring."""
+    """See the file's docstring. `called`: a tool call has begun."""
 
     def __init__(self, plan: ReadPlan) -> None:
         self._plan = plan
@@ -101,20 +102,20 @@ class ChatReader:
             self._thinking = PiecesReader(feed, plan.thinking.read(feed, plan.inside))
 
     def push(self, text: str) -> list[Piece]:
-        """What `text`, which follows all earlier text, lets us know."""
+        """Parse `text`, the continuation of all earlier text, and return the completed pieces."""
         if not text:
             return []
         return self._shown(self._behind_thoughts(self._thinking.push(text) if self._thinking else [Content(text)]))
 
     def finish(self) -> list[Piece]:
-        """What remains now that the text has ended."""
+        """Return the remaining pieces at the end of the text."""
         pieces = self._behind_thoughts(self._thinking.finish() if self._thinking else [])
         pieces += self._calls.finish() if self._calls else []
         shown = self._shown(pieces)
         return [*shown, *self._held_thoughts()]
 
     def _behind_thoughts(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """`pieces` with the calls read out of their content."""
+        """Parse the tool calls in the content of `pieces`."""
         if self._calls is None:
             return list(pieces)
         read: list[Piece] = []
@@ -123,7 +124,7 @@ class ChatReader:
         return read
 
     def _shown(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """What the client wants to see of `pieces`, with ids for calls."""
+        """Filter `pieces` by the plan's options and give each call an id."""
         shown: list[Piece] = []
         for piece in pieces:
             match piece:

@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice` of a body: what the template shows, what the grammar demands, how answers are read."""
+"""`tools` and `tool_choice` of a chat body: the template's tools, the grammar constraint, and the parser of calls."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 @dataclasses.dataclass(frozen=True)
 class ToolPlan:
-    """What becomes of a body's tools.
+    """Result of a body's `tools` and `tool_choice`.
 
-    `shown`: for the template, None without any. `schemas`: of the parameters, by name. `reading`: the format that calls
-    are read in, None where there can be none. `constraint`: what `tool_choice` demands.
+    `shown`: tools for the template, None without tools. `schemas`: of the parameters, by function name. `reading`: the
+    format that calls are parsed in; None: no calls are parsed. `constraint`: the grammar that `tool_choice` requires;
+    None: none.
     """
 
     shown: list[dict[str, Any]] | None = None
@@ -33,8 +34,10 @@ class ToolPlan:
 
 
 def plan_tools(body: ChatBody, native: type[ToolFormat] | None) -> ToolPlan:
-    """The plan for `body`; `native` is the format that the model was taught, None if the server does not know it: then
-    it reads calls only where the grammar makes them JSON, and else the client gets text.
+    """Plan the tools of `body`.
+
+    `native`: the model's own tool format; None: unknown. Without it calls are parsed only if the grammar makes them
+    JSON; otherwise they stay in the text.
 
     Raises:
         RequestError: 400 naming the field.
@@ -85,7 +88,7 @@ def _functions(body: ChatBody) -> list[FunctionSpec]:
 
 
 def _choice(body: ChatBody, functions: Sequence[FunctionSpec]) -> str | tuple[str, tuple[str, ...]]:
-    """`none`, `auto`, `required`; or a mode, which may also be `named`, with the names it is about."""
+    """Parse `tool_choice`: `none`, `auto` or `required`; or a pair of mode (also `named`) and function names."""
     choice, field = body.tool_choice, "tool_choice"
     if choice is None or (not functions and choice in ("none", "auto")):
         return "auto"
@@ -129,7 +132,7 @@ def _where(functions: Sequence[FunctionSpec], function: FunctionSpec) -> str:
 
 
 def _shown(function: FunctionSpec) -> dict[str, Any]:
-    """A tool as templates take it."""
+    """A tool in the form of chat templates."""
     fields: dict[str, Any] = {"name": function.name}
     if function.description is not None:
         fields["description"] = function.description
@@ -138,12 +141,12 @@ def _shown(function: FunctionSpec) -> dict[str, Any]:
 
 
 def _parameters(function: FunctionSpec) -> dict[str, Any]:
-    """The schema of the arguments, which are an object whatever it says."""
+    """The schema of the arguments. Its type is always object."""
     return {**_NO_PARAMETERS, **(function.parameters or {}), "type": "object"}
 
 
 def _list_schema(functions: Sequence[FunctionSpec], *, parallel: bool) -> dict[str, Any]:
-    """A list of calls. The definitions of each tool's schema move to the root, under names of their own."""
+    """The schema of a list of calls. The definitions of each tool's schema move to the root, under unique names."""
     definitions: dict[str, Any] = {}
     options = []
     for i, function in enumerate(functions):
@@ -165,7 +168,7 @@ def _list_schema(functions: Sequence[FunctionSpec], *, parallel: bool) -> dict[s
 
 
 def _moved(value: Any, tool: int, depth: int = 0) -> Any:
-    """`value` with its references pointing to where the definitions of tool number `tool` are now."""
+    """Rewrite the references in `value` to the moved definitions of tool number `tool`."""
     if depth > 64:
         raise RequestError("tools: a schema is nested too deeply", field="tools")
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What chat and text completions share: choices, usage, and the way from an intake to an answer or a stream."""
+"""Base class of chat and text completions: choices, usage, and the response to prepared requests, whole or streamed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from pdserve.server.request.stream_states import Resume, StreamStates, resumed
 
 
 def finish_fields(finish: FinishReason | None) -> dict[str, Any]:
-    """`finish_reason` and SGLang's `matched_stop` of a choice."""
+    """Build `finish_reason` and SGLang's `matched_stop` of a choice."""
     if finish is None:
         return {"finish_reason": None, "matched_stop": None}
     return {"finish_reason": finish.type, "matched_stop": finish.matched}
 
 
 def timing_fields(updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
-    """The `pdserve` extension: timing of the first sequence that has one."""
+    """Build the `pdserve` extension: the timing of the first sequence that has one."""
     for update in updates:
         if update.timing is not None:
             fields = msgspec.to_builtins(update.timing)
@@ -44,7 +44,7 @@ def timing_fields(updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
 
 
 def check_prompt_logprobs(body: OpenAIBody) -> int | None:
-    """How many of the most likely tokens the body wants at each place of the prompt; None: nothing.
+    """Return the validated `prompt_logprobs`: top tokens per prompt position; None: no prompt log probabilities.
 
     Raises:
         RequestError: 400 naming `prompt_logprobs`.
@@ -55,13 +55,13 @@ def check_prompt_logprobs(body: OpenAIBody) -> int | None:
 
 
 class OpenAICall(abc.ABC):
-    """One call of an OpenAI endpoint; subclasses say how a choice looks."""
+    """One call of an OpenAI endpoint; subclasses format the choices. Event loop only."""
 
     id_prefix: str
     object_name: str
     chunk_name: str
     prompt_logprobs_of_body = True
-    """Whether the prompt's log probabilities are a field of the answer, not of its choices."""
+    """Whether the prompt's log probabilities are a field of the response, not of its choices."""
 
     def __init__(self, context: ServerContext, body: OpenAIBody, intake: PreparedRequests) -> None:
         self.context = context
@@ -78,34 +78,37 @@ class OpenAICall(abc.ABC):
 
     @abc.abstractmethod
     def choice(self, update: GenerationUpdate) -> dict[str, Any]:
-        """A whole choice, without its index and finish."""
+        """Build a whole choice, without its index and finish."""
 
     @abc.abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The first chunk of a choice that carries no text, if there is one."""
+        """Build the fields of a choice's first chunk, before any output token; None: there is no such chunk."""
 
     @abc.abstractmethod
     def delta(self, update: GenerationUpdate) -> dict[str, Any]:
-        """What a chunk's choice says of `update`; with an empty one, of nothing."""
+        """Build the fields of a chunk's choice for `update`. An empty `update` gives empty fields."""
 
     def news(self, update: GenerationUpdate) -> dict[str, Any] | None:
-        """What a chunk's choice says of the next `update` of a stream; None where there is nothing to say."""
+        """Build the fields of a chunk's choice for the next `update` of a stream; None: no chunk is sent."""
         return self.delta(update) if update.text or update.logprobs else None
 
     def finish_fields(self, index: int, finish: FinishReason | None) -> dict[str, Any]:
-        """How choice `index` says that it has finished; called after its text was seen."""
+        """Build the finish fields of choice `index`. Called after `choice` or `delta` has read its text."""
         return finish_fields(finish)
 
     def usage_details(self, updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
-        """More of `usage`, beside the counts that all endpoints have."""
+        """Build fields of `usage` beyond the counts of all endpoints."""
         return {}
 
     def replay(self, update: GenerationUpdate) -> None:
-        """The client has seen `update`, sent by another server, of the one sequence."""
+        """Restore the state of a resumed stream: another server has sent `update` of its one sequence."""
         self.delta(update)
 
     async def answer(self, request: Request) -> Response:
-        """Submit, and answer at once or as a stream. Prefill answers whole: its half is over with the first token."""
+        """Submit, and return the response, whole or streamed.
+
+        A prefill server never streams, because its part ends with the first token.
+        """
         stream = bool(self.body.stream) and self.context.mode != "prefill"
         generation = await self.context.client.submit(self.intake.requests, self.intake.names, self.intake.batch)
         with generation.closed_on_error():
@@ -119,11 +122,11 @@ class OpenAICall(abc.ABC):
             return json_response(self._whole(updates))
 
     def chosen(self, updates: list[GenerationUpdate]) -> list[GenerationUpdate]:
-        """The sequences that the client gets, in the order of their choices."""
+        """Select the sequences that become choices, in order."""
         return updates
 
     def prompt_logprobs(self, index: int) -> dict[str, Any]:
-        """vLLM's `prompt_logprobs` of the prompt of sequence `index`, where the body asks for it."""
+        """Build vLLM's `prompt_logprobs` for the prompt of sequence `index`, if the body requests it."""
         if self.body.prompt_logprobs is None:
             return {}
         tokens = prompt_tokens(self.intake.requests[index], self.prompt_parts.get(index, []))
@@ -158,7 +161,7 @@ class OpenAICall(abc.ABC):
             async for update in generation:
                 self.prompt_parts.setdefault(update.index, []).extend(update.prompt_parts)
                 if update.prompt_parts and not update.token_ids and update.finish is None:
-                    continue  # the rest of the prompt's log probabilities is on its way
+                    continue  # more parts of the prompt's log probabilities follow
                 if update.index not in seen:
                     seen[update.index] = GenerationUpdate(update.index)
                     opening = self.opening(update.index)
@@ -172,7 +175,7 @@ class OpenAICall(abc.ABC):
                     yield data
 
     def _seen_elsewhere(self, generation: Generation) -> dict[int, GenerationUpdate]:
-        """What the client has seen of each sequence before this server had the request."""
+        """The output of a resumed stream that another server has sent, by sequence; empty for a new stream."""
         if self._resume is None:
             return {}
         before = self._resume.update(generation.prior_text.get(0, ""))
@@ -180,7 +183,7 @@ class OpenAICall(abc.ABC):
         return {0: before}
 
     def _chunks(self, update: GenerationUpdate, seen: dict[int, GenerationUpdate]) -> Iterator[bytes]:
-        """The events that `update` makes; behind the last one of all sequences what ends the stream."""
+        """Build the events of `update`. The last one of all sequences is followed by the usage chunk, if requested."""
         news = self.news(update)
         if news is not None:
             yield self._chunk(update.index, news, self._running(seen))
@@ -206,7 +209,7 @@ class OpenAICall(abc.ABC):
         return event({**self._head, "object": self.chunk_name, "choices": [choice], **extra})
 
     def _running(self, seen: dict[int, GenerationUpdate]) -> dict[str, Any]:
-        """`usage` of a chunk: null, or what was used so far where the client wants that in every chunk."""
+        """Build `usage` of a chunk: null, or the usage so far with `continuous_usage_stats`."""
         if not self._wants_usage:
             return {}
         options = self.body.stream_options
@@ -227,7 +230,7 @@ class OpenAICall(abc.ABC):
 
 
 def _count(total: GenerationUpdate, update: GenerationUpdate) -> None:
-    """Keep what `usage` needs of a stream, but not its text."""
+    """Add to `total` the fields of `update` that `usage` needs, without its text."""
     total.token_ids += update.token_ids
     total.cached_tokens = update.cached_tokens
     total.finish = update.finish

@@ -42,16 +42,16 @@ from pdserve.server.request.schemas import UNSUPPORTED_COMPLETION, CompletionBod
 
 @dataclasses.dataclass(frozen=True)
 class CompletionPrompt:
-    """A prompt as token ids, and its text if it is to be echoed."""
+    """A prompt as token ids, and its text if `echo` is set, else an empty string."""
 
     input_ids: list[int]
     text: str
     field: str
-    """What errors call it."""
+    """Name of the prompt in error messages."""
 
 
 class CompletionCall(OpenAICall):
-    """A text completion: of each prompt the `num_choices` best of the sequences that were made."""
+    """A text completion. The choices of each prompt are its `num_choices` best sequences."""
 
     id_prefix = "cmpl"
     object_name = "text_completion"
@@ -74,7 +74,7 @@ class CompletionCall(OpenAICall):
         self._offsets: dict[int, int] = {}
 
     def chosen(self, updates: list[GenerationUpdate]) -> list[GenerationUpdate]:
-        """See `OpenAICall`: of each prompt those with the highest log probability per token, the best first."""
+        """See `OpenAICall`: for each prompt, those with the highest log probability per token, best first."""
         made, wanted = self.intake.n, self._num_choices
         if made == wanted:
             return updates
@@ -93,7 +93,7 @@ class CompletionCall(OpenAICall):
         return {**fields, **self.prompt_logprobs(update.index)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """See `OpenAICall`: the prompt, if it is echoed."""
+        """See `OpenAICall`: the prompt, if `echo` is set."""
         if not self._echo:
             return None
         text = self._prompts[index // self.intake.n].text
@@ -126,14 +126,14 @@ def _mean_logprob(update: GenerationUpdate) -> float:
 
 
 def _text(context: ServerContext, prompt: str | list[int]) -> str:
-    """The text of `prompt`, to be echoed."""
+    """The text of `prompt` for `echo`; empty for token ids on a server without tokenizer."""
     if isinstance(prompt, str):
         return prompt
     return "" if context.tokenizer is None else context.tokenizer.decode(prompt, skip_special=False)
 
 
 def _count_made(body: CompletionBody, num_choices: int) -> int:
-    """How many sequences are made of each prompt: `best_of`, or as many as are answered."""
+    """Number of sequences to generate per prompt: `best_of`, or else `num_choices`."""
     if body.best_of is None or body.best_of == num_choices:
         return num_choices
     if not num_choices <= body.best_of <= MAX_N:
@@ -153,10 +153,10 @@ def _logprob_params(body: CompletionBody, *, ranked: bool) -> Logprobs | None:
 
 
 async def completions(context: ServerContext, request: Request) -> Response:
-    """Check everything, then submit; nothing is allocated for a bad request.
+    """Serve `POST /v1/completions`: validate the whole body, then submit. An invalid request allocates nothing.
 
     Raises:
-        RequestError: what was wrong with the body.
+        RequestError: the body is invalid; the error names the field.
     """
     raw = await read_json_object(request, context.max_body_bytes)
     limits = context.limits()
