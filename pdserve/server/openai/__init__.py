@@ -1,1 +1,1 @@
-"""OpenAI's endpoints: chat completions, completions, responses."""
+"""OpenAI-compatible endpoints: chat completions, completions, responses."""

@@ -1,4 +1,4 @@
-"""Messages of a body as chat templates take them. Pure."""
+"""Converts messages of a body to the form of chat templates. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from pdserve.server.text.chat_template import TemplateFacts
 
 MAX_PARTS = 16384
 MAX_VARIABLES = 1024
-"""Names in `chat_template_kwargs`."""
+"""Maximum number of names in `chat_template_kwargs`."""
 MAX_SHOWN_BYTES = 1 << 20
-"""Of tools, documents, and variables: what templates write into the prompt as JSON."""
+"""Maximum bytes of each of tools, documents and variables, which templates write into the prompt as JSON."""
 
 
 def check_chat_size(body: ChatBody, field: str) -> None:
-    """Refuse what takes a template too long to render. Called before anything else is made of the messages.
+    """Refuse a body that takes too long to render. Called before the messages are converted.
+
+    `field`: name of the messages in the client's body.
 
     Raises:
-        RequestError: 400 naming `field`, which the messages came in, or `tools`, `documents`, `chat_template_kwargs`.
+        RequestError: 400 naming `field`, `tools`, `documents` or `chat_template_kwargs`.
     """
     check_num_messages(body.messages, field)
     num_parts = sum(
@@ -46,7 +48,7 @@ def check_chat_size(body: ChatBody, field: str) -> None:
 
 
 def check_num_messages(messages: Sequence[Any], field: str) -> None:
-    """Refuse too many messages, or what is to become messages.
+    """Refuse too many messages, or items that become messages.
 
     Raises:
         RequestError: 400 naming `field`.
@@ -57,7 +59,7 @@ def check_num_messages(messages: Sequence[Any], field: str) -> None:
 
 
 def template_messages(messages: Sequence[ChatMessage], facts: TemplateFacts, field: str) -> list[dict[str, Any]]:
-    """`messages`, which came in `field`, in the form that a template with these `facts` wants.
+    """Convert `messages` of the body's `field` to the form of a template with these `facts`.
 
     Raises:
         RequestError: 400 naming the message and its field.
@@ -88,7 +90,7 @@ def template_messages(messages: Sequence[ChatMessage], facts: TemplateFacts, fie
 
 
 def final_text(message: ChatMessage) -> str:
-    """The text of a message that the model is to go on with."""
+    """The text of a message that the model continues (`continue_final_message`)."""
     if isinstance(message.content, str):
         return message.content
     return "\n".join(part.text or "" for part in message.content or [])
@@ -134,8 +136,9 @@ def _tool_call(call: ToolCall, facts: TemplateFacts, where: str) -> dict[str, An
 
 
 def _arguments(function: FunctionCall, facts: TemplateFacts) -> str | dict[str, Any]:
-    """Text or an object, as the template wants it. Text that is no object stays text: models make such mistakes, and
-    the client shows them theirs.
+    """Convert call arguments to text or an object, as the template expects.
+
+    Text that is not a JSON object stays text: models generate such arguments, and clients send them back.
     """
     arguments = {} if function.arguments in (None, "") else function.arguments
     if facts.text_arguments:

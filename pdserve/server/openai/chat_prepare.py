@@ -1,4 +1,4 @@
-"""A chat body to scheduler requests, and to how their answers are read. Called by chat completions and responses."""
+"""Converts a chat body to scheduler requests and a parser plan. Called by chat completions and responses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _RESERVED_TEMPLATE_NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class PreparedChat:
-    """Ready to be submitted and read."""
+    """Requests that are ready to be submitted, and the parser plan of their outputs."""
 
     intake: PreparedRequests
     plan: ReadPlan
@@ -48,10 +48,12 @@ class PreparedChat:
 async def prepare_chat(
     context: ServerContext, body: ChatBody, ask: RequestedSampling, field: str = "messages"
 ) -> PreparedChat:
-    """Check everything; nothing is allocated for a bad request. `field`: what the client calls its messages.
+    """Validate `body` and prepare its requests. An invalid request allocates nothing.
+
+    `ask`: the requested number of tokens. `field`: name of the messages in the client's body.
 
     Raises:
-        RequestError: what is wrong with the body.
+        RequestError: the body is invalid; the error names the field.
     """
     limits = context.limits()
     context.check_model(body.model)
@@ -80,10 +82,10 @@ async def prepare_chat(
 
 
 async def chat_prompt(context: ServerContext, body: ChatBody, tools: ToolPlan, field: str) -> str:
-    """The messages as the text that the model goes on from.
+    """Render the messages of `body` with the chat template.
 
     Raises:
-        RequestError: 400, where they do not fit the template.
+        RequestError: 400, the template cannot render the messages.
     """
     tokenizer = context.require_tokenizer(field)
     template = _template(context, body, tokenizer, tools)
@@ -112,7 +114,7 @@ def _template(context: ServerContext, body: ChatBody, tokenizer: Tokenizer, tool
 
 
 def _template_options(body: ChatBody, tools: ToolPlan) -> dict[str, Any]:
-    """Variables for the template; the body's `chat_template_kwargs` win over what other fields mean for it."""
+    """Variables for the template. The body's `chat_template_kwargs` override the variables of other fields."""
     extra = body.chat_template_kwargs or {}
     reserved = sorted(_RESERVED_TEMPLATE_NAMES & extra.keys())
     if reserved:
@@ -132,7 +134,7 @@ def _template_options(body: ChatBody, tools: ToolPlan) -> dict[str, Any]:
 
 
 def _effort_options(body: ChatBody) -> dict[str, Any]:
-    """`reasoning_effort` as templates know it: by its name, and `none` as the switch that most have."""
+    """Template variables of `reasoning_effort`: its value, or for `none` the off switches of most templates."""
     effort = body.reasoning_effort
     if effort is None:
         return {}
@@ -146,7 +148,7 @@ def _effort_options(body: ChatBody) -> dict[str, Any]:
 
 
 def _begins_inside(context: ServerContext, body: ChatBody, prompt: str) -> bool | None:
-    """See `ReasoningFormat.begins_inside`; False for a model without a known format."""
+    """See `ReasoningFormat.begins_inside`; False for a model without a known reasoning format."""
     thinking = context.formats.thinking
     if thinking is None:
         return False
@@ -155,7 +157,10 @@ def _begins_inside(context: ServerContext, body: ChatBody, prompt: str) -> bool 
 
 
 def _read_plan(context: ServerContext, body: ChatBody, tools: ToolPlan, prompt: str) -> ReadPlan:
-    """Thoughts stay in the content where the client wants it so, but they are told apart from calls made by grammar."""
+    """Plan the parser. With `separate_reasoning` false, reasoning stays in the content.
+
+    It is still parsed if a grammar constrains the tool calls, because it precedes them.
+    """
     formats = context.formats
     separate = body.separate_reasoning is not False
     own_reading = tools.constraint is None
@@ -173,7 +178,7 @@ def _read_plan(context: ServerContext, body: ChatBody, tools: ToolPlan, prompt: 
 
 
 def _constraint(context: ServerContext, body: ChatBody, tools: ToolPlan, plan: ReadPlan) -> Constraint | None:
-    """The one grammar that answers follow, behind their thoughts."""
+    """The grammar constraint of the output, which applies after the reasoning; None: none."""
     asked = openai_constraint(body)
     if asked is not None and tools.constraint is not None:
         raise RequestError(

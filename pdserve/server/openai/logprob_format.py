@@ -1,4 +1,4 @@
-"""Log probabilities in the forms that clients know: chat, completions, native, vLLM's of prompts. All natural logs."""
+"""Log probabilities in response formats: chat, completions, native, vLLM's `prompt_logprobs`. All are natural logs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.server.generation import GenerationUpdate
 from pdserve.server.text.tokenizer import Tokenizer
 
 LARGE = 5000
-"""Tokens whose log probabilities take so long to write that the event loop should not do it."""
+"""Number of tokens above which log probabilities are formatted in a thread, not on the event loop."""
 
 Pair = tuple[int, float]
 """Token id and its log probability."""
@@ -31,7 +31,7 @@ def _chat_token(tokenizer: Tokenizer | None, token_id: int, logprob: float) -> d
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, update: GenerationUpdate) -> dict[str, Any]:
-    """`choices[].logprobs` of chat completions, for the tokens of `update`."""
+    """Build `choices[].logprobs` of chat completions, for the tokens of `update`."""
     content = []
     for token_id, logprob in zip(update.token_ids, update.logprobs, strict=True):
         top = [_chat_token(tokenizer, other, value) for other, value in logprob.top]
@@ -44,7 +44,7 @@ def chat_logprobs(tokenizer: Tokenizer | None, update: GenerationUpdate) -> dict
 
 @dataclasses.dataclass(frozen=True)
 class PromptToken:
-    """One token of a prompt. The first of those that are told of has nothing but its id."""
+    """One prompt token. The first token of the requested range has no log probability, only its id."""
 
     token_id: int
     logprob: float | None = None
@@ -54,9 +54,9 @@ class PromptToken:
 
 
 def prompt_tokens(request: GenerateRequest, parts: Sequence[PromptLogprobs]) -> list[PromptToken]:
-    """What `parts` say of the prompt of `request`, a token each from the first that was asked for.
+    """Build one entry per prompt token of `request` from position `prompt_from` on, from `parts`.
 
-    Without log probabilities where they did not come: the request ended early, or nothing was computed (a probe).
+    The entries have no log probabilities if parts are missing: the request ended early, or it is a probe.
     """
     logprob_params = request.logprobs
     if logprob_params is None or logprob_params.prompt_from is None:
@@ -82,7 +82,7 @@ def prompt_tokens(request: GenerateRequest, parts: Sequence[PromptLogprobs]) -> 
 def vllm_prompt_logprobs(
     tokenizer: Tokenizer | None, tokens: Sequence[PromptToken], num_top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's `prompt_logprobs`: for each token its own and the `num_top` most likely ones, by token id."""
+    """Build vLLM's `prompt_logprobs`: for each token, itself and the `num_top` most likely tokens, by token id."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": logprob, "rank": rank, "decoded_token": _readable(tokenizer, token_id)}
@@ -103,7 +103,7 @@ def vllm_prompt_logprobs(
 
 
 def _completion_token(tokenizer: Tokenizer | None, token_id: int) -> str:
-    """Text of a token; `bytes:\\x..` where its bytes are no whole character, so that no two tokens look the same."""
+    """Text of a token; `bytes:\\x..` if its bytes are not valid UTF-8, so that no two tokens have the same text."""
     raw = _raw(tokenizer, token_id)
     try:
         return raw.decode()
@@ -134,7 +134,7 @@ def _completion_lines(
 def completion_logprobs(
     tokenizer: Tokenizer | None, update: GenerationUpdate, offset: int, num_top: int
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of completions; `offset` is the number of characters of the choice's earlier tokens."""
+    """Build `choices[].logprobs` of completions. `offset`: number of characters of the choice's earlier tokens."""
     pairs = zip(update.token_ids, update.logprobs, strict=True)
     return _completion_lines(tokenizer, ((i, line.logprob, line.top[:num_top]) for i, line in pairs), offset)
 
@@ -142,13 +142,13 @@ def completion_logprobs(
 def completion_prompt_logprobs(
     tokenizer: Tokenizer | None, tokens: Sequence[PromptToken], num_top: int
 ) -> dict[str, Any]:
-    """The same of a prompt that is echoed, with the `num_top` most likely ones."""
+    """Build `choices[].logprobs` of an echoed prompt, with the `num_top` most likely tokens."""
     lines = ((token.token_id, token.logprob, (token.top or [])[:num_top]) for token in tokens)
     return _completion_lines(tokenizer, lines, 0)
 
 
 def tokens_length(tokenizer: Tokenizer | None, token_ids: Sequence[int]) -> int:
-    """Characters that these tokens add to `text_offset`."""
+    """Number of characters that `token_ids` add to `text_offset`."""
     return sum(len(_completion_token(tokenizer, token_id)) for token_id in token_ids)
 
 
@@ -157,7 +157,10 @@ def tokens_length(tokenizer: Tokenizer | None, token_ids: Sequence[int]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class NativeFormat:
-    """SGLang's `meta_info` keys: `[logprob, token id, text or null]` per token, as this request asked for them."""
+    """SGLang's `meta_info` keys: `[logprob, token id, text or null]` per token.
+
+    `top`, `picked`, `text`: the request wants top tokens, `token_ids_logprob`, and token text.
+    """
 
     tokenizer: Tokenizer | None
     top: bool
@@ -165,7 +168,7 @@ class NativeFormat:
     text: bool
 
     def output(self, update: GenerationUpdate, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Those of the output; `token_ids` are the ones that the request picked."""
+        """Build the keys of the output. `token_ids`: the request's `token_ids_logprob`."""
         pairs = list(zip(update.token_ids, update.logprobs, strict=True))
         fields: dict[str, Any] = {"output_token_logprobs": [self._row(i, line.logprob) for i, line in pairs]}
         if self.top:
@@ -176,7 +179,7 @@ class NativeFormat:
         return fields
 
     def input(self, tokens: Sequence[PromptToken]) -> dict[str, Any]:
-        """Those of the prompt."""
+        """Build the keys of the prompt."""
         fields: dict[str, Any] = {"input_token_logprobs": [self._row(one.token_id, one.logprob) for one in tokens]}
         if self.top:
             fields["input_top_logprobs"] = [None if token.top is None else self._rows(token.top) for token in tokens]

@@ -1,1 +1,1 @@
-"""OpenAI's responses API, `/v1/responses`, without memory: every request brings its whole conversation."""
+"""OpenAI's responses API, `/v1/responses`, stateless: every request carries its whole conversation."""

@@ -27,7 +27,7 @@ from pdserve.server.request.sampling_fields import MAX_CHAT_TOKENS, RequestedSam
 
 
 class ResponsesCall:
-    """One response."""
+    """One call of `/v1/responses`. Event loop only."""
 
     def __init__(self, context: ServerContext, body: ResponsesBody, prepared: PreparedChat) -> None:
         self._context = context
@@ -40,7 +40,10 @@ class ResponsesCall:
         self._sequence = 0
 
     async def answer(self, request: Request) -> Response:
-        """Submit, and answer at once or as a stream. Prefill answers whole: its half is over with the first token."""
+        """Submit, and return the response, whole or streamed.
+
+        A prefill server never streams, because its part ends with the first token.
+        """
         stream = bool(self._body.stream) and self._context.mode != "prefill"
         generation = await self._context.client.submit(self._intake.requests, self._intake.names)
         with generation.closed_on_error():
@@ -54,7 +57,7 @@ class ResponsesCall:
         return json_response(self._response(status, update))
 
     async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
-        """The stream; it begins with the first token, so that a request that is refused gets its true status."""
+        """Generate the stream. It begins with the first token, so that a refused request gets its own HTTP status."""
         total = GenerationUpdate(0)
         begun = False
         try:
@@ -96,7 +99,7 @@ class ResponsesCall:
         return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(numbered) + b"\n\n"
 
     def _response(self, status: str, update: GenerationUpdate | None) -> dict[str, Any]:
-        """The response object; `update` is the whole answer, once it is there."""
+        """Build the response object. `update`: the whole output; None: it has not ended."""
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             **self._fields,
@@ -123,7 +126,7 @@ class ResponsesCall:
 
 
 _ENDINGS = {"completed": "completed", "incomplete": "incomplete", "cancelled": "incomplete"}
-"""Name of the last event by the status of the response."""
+"""Name of the last event, by the response's status."""
 
 
 def _status(finish: FinishReason | None) -> str:
@@ -140,7 +143,7 @@ def _given(value: Any, default: Any) -> Any:
 
 
 def _echo(context: ServerContext, body: ResponsesBody) -> dict[str, Any]:
-    """What a response says again of its request. Nothing is stored, whatever `store` says."""
+    """Fields of a response that repeat its request. `store` is always false: responses are never stored."""
     reasoning = body.reasoning
     text_format = body.text.format if body.text is not None else None
     return {
@@ -173,10 +176,10 @@ def _echo(context: ServerContext, body: ResponsesBody) -> dict[str, Any]:
 
 
 async def responses(context: ServerContext, request: Request) -> Response:
-    """Check everything, then submit; nothing is allocated for a bad request.
+    """Serve `POST /v1/responses`: validate the whole body, then submit. An invalid request allocates nothing.
 
     Raises:
-        RequestError: what was wrong with the body.
+        RequestError: the body is invalid; the error names the field.
     """
     raw = await read_json_object(request, context.max_body_bytes)
     context.limits()

@@ -1,4 +1,4 @@
-"""Output items of a response, and the events that tell of them as they come. One writer per response."""
+"""Output items of a response and their stream events. One writer per response."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Event = dict[str, Any]
 
 
 class OutputWriter:
-    """Pieces in, events out; `items` holds the items so far, the last of them open until `finish`."""
+    """Converts pieces to events. `items` has the items so far; the last one is open until `finish`."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
@@ -21,7 +21,7 @@ class OutputWriter:
         self._logprobs: list[dict[str, Any]] = []
 
     def push(self, pieces: Sequence[Piece], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
-        """What `pieces` add. `logprobs` of tokens go with the next text of a message."""
+        """Append `pieces` and return their events. `logprobs` are added to the next text of a message."""
         self._logprobs += logprobs
         events: list[Event] = []
         for piece in pieces:
@@ -43,7 +43,7 @@ class OutputWriter:
         return events
 
     def finish(self, status: str) -> list[Event]:
-        """The text has ended; `status` is the last item's."""
+        """Close the last item with `status` at the end of the text, and return the events."""
         events = [] if self.items else self._in("message")
         return [*events, *self._close(status)]
 
@@ -55,7 +55,7 @@ class OutputWriter:
         return self._event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
     def _in(self, kind: str) -> list[Event]:
-        """Be in an item of this kind that has one part."""
+        """Open an item of this kind with one part, unless one is open; return the events."""
         if self._open and self.items[-1]["type"] == kind:
             return []
         events = self._close("completed")
@@ -104,5 +104,5 @@ class OutputWriter:
 
 
 def _copy(part: dict[str, Any]) -> dict[str, Any]:
-    """A part as it is now."""
+    """Copy a part, which later pieces extend."""
     return {name: list(value) if isinstance(value, list) else value for name, value in part.items()}

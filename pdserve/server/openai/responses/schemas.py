@@ -10,12 +10,12 @@ from pdserve.server.request.field_types import Input, ResponsesToolChoice
 from pdserve.server.request.schemas import UNSUPPORTED_OPENAI, OpenAIBody
 
 STATEFUL = ("background", "conversation", "previous_response_id", "prompt")
-"""Fields that ask a server to remember."""
+"""Fields that need server-side state."""
 UNSUPPORTED_RESPONSES = (*STATEFUL, *UNSUPPORTED_OPENAI, "prompt_logprobs")
 
 
 class ReasoningFields(msgspec.Struct):
-    """`reasoning`: how much the model shall think. Thoughts come in full; there are no summaries."""
+    """`reasoning`: the reasoning effort. Reasoning is returned in full, never as a summary."""
 
     effort: str | None = None
     summary: str | None = None
@@ -23,14 +23,14 @@ class ReasoningFields(msgspec.Struct):
 
 
 class TextFields(msgspec.Struct):
-    """`text`: what the answer shall look like."""
+    """`text`: the format of the output."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
 class ResponsesBody(OpenAIBody):
-    """`POST /v1/responses`."""
+    """Body of `POST /v1/responses`."""
 
     input: Input = None
     instructions: str | None = None
@@ -61,7 +61,7 @@ class Part(msgspec.Struct):
 
 
 class MessageItem(msgspec.Struct):
-    """Something that was said."""
+    """A message of the conversation."""
 
     role: str
     content: str | list[Part]
@@ -69,7 +69,7 @@ class MessageItem(msgspec.Struct):
 
 
 class CallItem(msgspec.Struct):
-    """A call that the model made."""
+    """A function call by the model."""
 
     call_id: str
     name: str
@@ -77,21 +77,21 @@ class CallItem(msgspec.Struct):
 
 
 class CallOutputItem(msgspec.Struct):
-    """What a call gave."""
+    """The output of a function call."""
 
     call_id: str
     output: str | list[Part]
 
 
 class ReasoningItem(msgspec.Struct):
-    """What the model thought. Encrypted thoughts are another server's, and are passed over."""
+    """Reasoning of an earlier turn. Encrypted reasoning is another server's and is ignored."""
 
     content: list[Part] | None = None
     summary: list[Part] | None = None
 
 
 class FunctionTool(msgspec.Struct):
-    """A function that the model may call."""
+    """A function tool."""
 
     name: str
     description: str | None = None

@@ -1,7 +1,4 @@
-"""A responses body as the chat body that asks for the same; what is wrong with that one is said in words of this.
-
-Pure.
-"""
+"""Converts a responses body to the equivalent chat body, and field names in its errors back. Pure functions."""
 
 from __future__ import annotations
 
@@ -40,12 +37,12 @@ _RENAMED = (
     (re.compile(r"\btool_choice\.allowed_tools\.tools\b"), "tool_choice.tools"),
     (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
 )
-"""What a field is called in chat completions, and here."""
+"""Pairs of a field's name in chat completions and its name in responses."""
 _RESPONSE_FORMAT = (re.compile(r"\bresponse_format(\.json_schema|\.schema)?(?=\W|$)"), "text.format")
 
 
 def to_chat(body: ResponsesBody) -> ChatBody:
-    """The chat body.
+    """Convert `body` to a chat body.
 
     Raises:
         RequestError: 400 naming the field.
@@ -80,10 +77,10 @@ def to_chat(body: ResponsesBody) -> ChatBody:
 
 @contextlib.contextmanager
 def with_fields_of(body: ResponsesBody) -> Iterator[None]:
-    """Errors of the chat body that `body` became name the fields of `body`.
+    """Rename the chat fields in errors of the block to the fields of `body`.
 
     Raises:
-        RequestError: the block's, with other names.
+        RequestError: the block's error, with the renamed fields.
     """
     try:
         yield
@@ -112,7 +109,7 @@ def _messages(body: ResponsesBody) -> list[ChatMessage]:
 
 
 def _from_items(items: Sequence[Any]) -> list[ChatMessage]:
-    """Items as messages: thoughts, words and calls of one turn of the model become one message."""
+    """Convert items to messages. Reasoning, text and calls of one assistant turn become one message."""
     made: list[ChatMessage] = []
     turn: ChatMessage | None = None
     for position, item in enumerate(items):
@@ -187,7 +184,7 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[ToolSpec] | None:
 
 
 def _tool_choice(choice: Any) -> Any:
-    """In the form of chat completions. Whether the names are those of tools is found out there."""
+    """Convert `tool_choice` to the form of chat completions. `plan_tools` validates the names."""
     match choice:
         case None | str():
             return choice
@@ -203,7 +200,7 @@ def _tool_choice(choice: Any) -> Any:
 
 
 def _response_format(body: ResponsesBody) -> dict[str, Any] | None:
-    """`text.format` in the form of chat completions."""
+    """Convert `text.format` to the form of chat completions; None: plain text."""
     given = body.text.format if body.text is not None else None
     if given is None or given.get("type") == "text":
         return None
