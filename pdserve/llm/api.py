@@ -1,4 +1,4 @@
-"""`LLM`: the offline API. Everything that a user calls; the parts it is made of do the work."""
+"""`LLM`: the public class of the offline API."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ UseTqdm = bool | Callable[..., Bar]
 _Outcome = tuple[Job, list[GenerationUpdate] | PdserveError]
 SEED_BITS = 63
 FLUSH_WAIT_S = 5.0
-"""Sequences that have just ended may take their servers a moment more."""
+"""Seconds to wait for idle servers, which may still release sequences that have just ended."""
 
 
 class LLM:
-    """A model in processes of its own on this machine, for offline batches. No HTTP, no ports.
+    """Runs a model in child processes on this machine, for offline batches. It opens no HTTP port.
 
         with LLM("smollm2") as llm:
             for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
                 print(output.outputs[0].text)
 
-    Names are vLLM's: `model` (SGLang's `model_path` is the same), `tokenizer`, `tensor_parallel_size`, `dtype`,
-    `max_model_len`, `gpu_memory_utilization`; and every flag of a server by its Python name (`page_size=64`,
-    `tp_size=2`, ...). `seed`: of random weights, and of requests that bring none, so that a program draws the same
-    tokens each time; None: others each time.
+    Argument names are vLLM's: `model` (or SGLang's `model_path`), `tokenizer`, `tensor_parallel_size`, `dtype`,
+    `max_model_len`, `gpu_memory_utilization`. Every server flag is an argument by its Python name (`page_size=64`,
+    `tp_size=2`, ...). `seed`: of random weights, and of requests without a seed, so that each run samples the same
+    tokens; None: sampled tokens differ from run to run.
 
-    `disaggregation=True` runs prefill and decode as servers of their own, `num_prefill` and `num_decode` of them, that
-    share the cores; flags of one side only go into `prefill_flags` and `decode_flags`. The same tokens come out.
+    `disaggregation=True` runs `num_prefill` prefill servers and `num_decode` decode servers, which share the CPU cores.
+    `prefill_flags` and `decode_flags` are flags of one role only. The output tokens are the same as without it.
 
-    Safe to use from several threads. The processes end with `shutdown`, with the `with` block, with the object, with
-    this process however it ends.
+    Thread-safe. The processes end with `shutdown`, at the end of the `with` block, when the object is collected, or
+    when this process ends in any way.
 
     Raises:
-        ConfigError: an argument is wrong; `field` names it.
-        ModelError: there is no such model.
+        ConfigError: an argument is invalid; `field` names it.
+        ModelError: the model does not exist.
         EngineDeadError: a server died while it started.
     """
 
@@ -126,17 +126,19 @@ class LLM:
         use_tqdm: UseTqdm = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one prompt or many, in their order.
+        """Generate outputs for one or several prompts, in their order. Blocks the calling thread.
 
-        A prompt is text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. `sampling_params`: for all, or
-        one for each; as `SamplingParams`, or as a dict with its names or SGLang's. `priority`: one for each, higher
-        first under `schedule_policy="priority"`.
+        A prompt is text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. `sampling_params`: one for all
+        prompts, or one per prompt; `SamplingParams`, or a dict with its names or SGLang's; None: the defaults.
+        `use_tqdm`: show a progress bar, or a function to call in place of `tqdm`. `priority`: one per prompt, higher
+        first under `schedule_policy="priority"`; None: 0 for all.
 
-        Everything is checked before anything runs. A Ctrl-C aborts what runs, and leaves the LLM usable.
+        All arguments are validated before the first request is sent. Ctrl-C aborts the running requests; the LLM stays
+        usable.
 
         Raises:
-            InvalidRequestError: an argument is wrong (also a ValueError); `field` names it, and nothing has run.
-            BatchError: requests failed; raised after the others have ended, with their answers.
+            InvalidRequestError: an argument is invalid (also a ValueError); `field` names it. No request was sent.
+            BatchError: requests failed; raised after all requests have ended, with the other outputs.
             EngineDeadError: the LLM was shut down, or a server died before the call.
         """
         given = as_prompts(prompts)
@@ -158,10 +160,11 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or many, in their order; `prompt` of an output is what the template made of it.
+        """Generate outputs for one or several conversations, in order. `prompt` of an output is the rendered chat.
 
-        `add_generation_prompt` None: yes, unless `continue_final_message`. `tools` are for the template: calls and
-        thoughts stay in the text as the model writes them. The rest is as in `generate`.
+        `chat_template` None: the model's own. `add_generation_prompt` None: True unless `continue_final_message`.
+        `tools` are for the template only: tool calls and reasoning stay in the output text. The other arguments and
+        errors are those of `generate`.
         """
         given = as_conversations(messages)
         params = _one_each(sampling_params, len(given))
@@ -179,7 +182,7 @@ class LLM:
     def _run(
         self, prompts: list[ReadyPrompt], params: list[SamplingParams], priorities: list[int], use_tqdm: UseTqdm
     ) -> list[RequestOutput]:
-        """The loop thread delivers what has ended; outputs are made here, and the bar belongs to this thread."""
+        """Run prepared prompts. The loop thread delivers ended jobs; the calling thread builds outputs and the bar."""
         ready = self._servers.loop.call(self._preparer.jobs(prompts, params, priorities))
         outputs: list[RequestOutput | None] = [None] * len(ready)
         errors: dict[int, PdserveError] = {}
@@ -197,7 +200,7 @@ class LLM:
                         outputs[job.number] = self._output(ready[job.number], result)
                     progress.ended(outputs[job.number])
             finally:
-                future.cancel()  # for interrupts; changes nothing where it has ended
+                future.cancel()  # after an interrupt; has no effect if the future has ended
         future.result()
         if errors:
             raise BatchError(outputs, errors)
@@ -212,17 +215,18 @@ class LLM:
     # the rest --------------------------------------------------------------------------------------------------------
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of transformers; None for a model without one."""
+        """Return the tokenizer of transformers; None for a model without one."""
         return open_hf_tokenizer(self._tokenizer_dir)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What holds where a call brings none, to be changed for the next one."""
+        """Return the parameters of calls without `sampling_params`."""
         return SamplingParams()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes on all servers, once nothing runs there; SGLang's name is `flush_cache`.
+        """Empty the prefix cache of all servers once they are idle; SGLang's name is `flush_cache`.
 
-        False where requests of other threads still ran after `FLUSH_WAIT_S`: those servers keep theirs.
+        Returns False if requests of other threads still ran after `FLUSH_WAIT_S` seconds. Those servers keep their
+        prefix caches.
 
         Raises:
             EngineDeadError: the LLM was shut down, or a server has died.
@@ -233,7 +237,7 @@ class LLM:
     flush_cache = reset_prefix_cache
 
     def shutdown(self) -> None:
-        """End all processes. May be called again; nothing else may be called then."""
+        """End all processes. Idempotent; no other method may be called afterwards."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -257,15 +261,15 @@ async def _flush(contexts: Sequence[ServerContext]) -> bool:
 
 
 def _close(servers: Servers) -> None:
-    """For the garbage collector, which may run in any thread, and for the end of the interpreter."""
-    if servers.loop.is_current:  # which cannot wait for itself
+    """Close `servers`. Called by the garbage collector in any thread, and at interpreter exit."""
+    if servers.loop.is_current:  # the loop thread cannot wait for itself
         threading.Thread(target=servers.close, name="pdserve-llm-close").start()
     else:
         servers.close()
 
 
 def _trusting(deployment: Deployment) -> Deployment:
-    """Chat templates come from the program that asks, so that they are as much to be trusted as it is."""
+    """Allow chat templates in requests, because requests come from this program."""
 
     def trusting(config: ServerConfig) -> ServerConfig:
         serving = dataclasses.replace(config.serving, trust_request_chat_template=True)

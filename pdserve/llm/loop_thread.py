@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own, so that callers may have one running already, as notebooks do.
+"""An event loop in its own thread, so that the caller may run another event loop, as notebooks do.
 
-Owned by `Servers`. It also starts the child processes: the kernel ends them with the thread that started them, and this
-one lives as long as they are wanted.
+Owned by `Servers`. The loop thread also starts the child processes. The kernel ends them with the thread that started
+them, and the loop thread lives until `close`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start `work`; for other threads. Cancelling the future cancels the work."""
+        """Start `work`; any thread except the loop thread. Cancelling the future cancels the work."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` and wait for it. Interrupted, it is cancelled, and the interrupt goes on when it has ended."""
+        """Run `work` and wait for its result; any thread except the loop thread.
+
+        An interrupt of the wait requests cancellation of `work` and is raised again.
+        """
         future = self.submit(work)
         try:
             return future.result()
@@ -40,17 +43,17 @@ class LoopThread:
             raise
 
     def post(self, call: Callable[[], None]) -> None:
-        """Run `call` soon; from any thread. Nothing once it is closed."""
+        """Schedule `call` on the loop; any thread. Does nothing after `close`."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call)
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in this thread."""
+        """Whether the caller runs in the loop thread."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Stop; what still runs is cancelled."""
+        """Stop the loop and cancel running work. Waits for the thread unless called in it."""
         self.post(self._loop.stop)
         if not self.is_current:
             self._thread.join()

@@ -1,7 +1,7 @@
-"""Keyword arguments of `LLM` as the command lines of the servers behind it. Pure; called once, by `LLM`.
+"""Converts the keyword arguments of `LLM` to the command lines of its servers. Called once, by `LLM`.
 
-Every flag of a server is taken by its Python name, and what other offline engines call it by their names. What nobody
-could honour here is refused by name, as on the command line.
+Every server flag is accepted by its Python name, and some also by vLLM's name. Flags that the offline API cannot
+support are refused by name.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ VLLM_NAMES = {
     "tokenizer": "tokenizer_path",
 }
 CACHING = "enable_prefix_caching"
-"""vLLM's, the opposite of our `disable_radix_cache`."""
+"""vLLM's argument, the opposite of `disable_radix_cache`."""
 OWNED = (
     "host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "nnodes", "node_rank", "dist_init_addr",
 )  # fmt: skip
-"""There is no HTTP server, and all is on this machine."""
+"""Flags that are refused: the offline API has no HTTP server, and all its processes run on this machine."""
 PATIENT = ("disaggregation_bootstrap_timeout_s", "disaggregation_waiting_timeout_s")
 PATIENCE_S = 86400.0
-"""Nobody waits for one answer of a batch: a request may wait for memory until those before it are done. A server that
-dies is noticed by its process.
+"""Seconds, the default of the `PATIENT` timeouts. A request of a batch may wait for KV memory until earlier requests
+have ended. A dead server is detected by its process, not by a timeout.
 """
 ROLES: tuple[DisaggMode, ...] = ("prefill", "decode")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerCommand:
-    """One server to start: its name for messages, its command line, and the same parsed.
+    """One server to start: its name for messages, its command line, and the parsed configuration.
 
-    `devices`: the CUDA devices that it may use; None: those that this process may.
+    `devices`: the CUDA devices that the server may use; None: all that this process may use.
     """
 
     name: str
@@ -58,18 +58,18 @@ class ServerCommand:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that compute, each with a device of its own."""
+        """Number of rank processes, each with its own device."""
         parallel = self.config.parallel
         return parallel.shape.num_ranks * parallel.dp_size
 
     @property
     def mode(self) -> DisaggMode:
-        """Which halves it does."""
+        """The disaggregation mode: prefill, decode or null."""
         return self.config.disagg.disaggregation_mode
 
     @property
     def most_requests(self) -> int:
-        """Sequences to give it at once: as many again as run, so that none of its rows waits for us."""
+        """Maximum sequences to submit at once: all rows and as many queued ones, so that no row is idle."""
         schedule = self.config.schedule
         rows = (schedule.max_running_requests or MAX_RUNNING_REQUESTS) * self.config.parallel.dp_size
         waiting = rows if schedule.most_queued is None else min(rows, schedule.most_queued)
@@ -78,7 +78,7 @@ class ServerCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """The servers of one LLM. `threads`: CPU threads of each, None: as many as there are cores."""
+    """The servers of one LLM. `threads`: CPU threads of each server; None: as many as cores."""
 
     servers: tuple[ServerCommand, ...]
     threads: int | None
@@ -90,10 +90,12 @@ def plan(
     prefill_flags: Mapping[str, Value],
     decode_flags: Mapping[str, Value],
 ) -> Deployment:
-    """What to start for the arguments `given`; `pairs` is (prefill, decode) servers, None for one that does both.
+    """Plan the servers for the arguments `given`.
+
+    `pairs`: numbers of prefill and decode servers; None: one server without disaggregation.
 
     Raises:
-        ConfigError: an argument is unknown or wrong; `field` names it.
+        ConfigError: an argument is unknown or invalid; `field` names it.
     """
     values = {"log_level": "warning", **_by_field(given)}
     own = {"null": {}, "prefill": _by_field(prefill_flags), "decode": _by_field(decode_flags)}
@@ -122,7 +124,7 @@ def plan(
 
 
 def visible_devices() -> list[str]:
-    """The CUDA devices that this process may use, as `CUDA_VISIBLE_DEVICES` names them; torch is not asked."""
+    """Return the CUDA devices that this process may use, as named in `CUDA_VISIBLE_DEVICES`. Does not import torch."""
     given = os.environ.get(CUDA_DEVICES)
     if given is not None:
         return [name.strip() for name in given.split(",") if name.strip()]
@@ -130,7 +132,7 @@ def visible_devices() -> list[str]:
 
 
 def deal_devices(servers: Sequence[ServerCommand], devices: Sequence[str]) -> list[ServerCommand]:
-    """Each server gets devices of its own where there are enough; else all share what there is."""
+    """Assign each server its own devices if there are enough; otherwise all servers share all devices."""
     if sum(server.num_ranks for server in servers) > len(devices):
         return list(servers)
     left = iter(devices)
@@ -138,10 +140,10 @@ def deal_devices(servers: Sequence[ServerCommand], devices: Sequence[str]) -> li
 
 
 def _by_field(given: Mapping[str, Value]) -> dict[str, Value]:
-    """Arguments by the names of our fields. Unknown ones stay as they are: the command line knows what to say of them.
+    """Rename arguments to the fields of the flags. Unknown arguments stay: the command line parser refuses them.
 
     Raises:
-        ConfigError: one is not for this API, or comes under two names.
+        ConfigError: an argument is not for the offline API, or is given under two names.
     """
     known = {name.lstrip("-").replace("-", "_"): flag.field for flag in flags() for name in flag.names}
     refused = {*OWNED, *(flag.field for flag in flags() if flag.group == "access")}
@@ -161,7 +163,7 @@ def _by_field(given: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _words(values: Mapping[str, Value]) -> list[str]:
-    """As flags."""
+    """Convert fields and values to command line flags."""
     words = []
     for field, value in values.items():
         name = field.replace("_", "-")

@@ -1,4 +1,4 @@
-"""What `LLM.generate` and `LLM.chat` return, with vLLM's names; made from the updates of a request's sequences."""
+"""Outputs of `LLM.generate` and `LLM.chat`, with vLLM's names; built from the updates of a request's sequences."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from pdserve.server.text.tokenizer import Tokenizer
 
 
 class InvalidRequestError(RequestError, ValueError):
-    """An argument is wrong; `field` names it. Nothing was generated."""
+    """An argument is invalid; `field` names it. No token was generated."""
 
     @classmethod
     def of(cls, error: RequestError, where: str | None = None) -> InvalidRequestError:
-        """The same as `error`. `where`: which of several it is, unless the message says so."""
+        """Convert `error`. `where`: name of the prompt, put in front of the message unless the message has it."""
         message = error.message if where is None or where in error.message else f"{where}: {error.message}"
         return cls(message, field=error.field, status=error.status, code=error.code)
 
 
 class BatchError(PdserveError):
-    """Requests of a call failed, raised after all others had ended.
+    """Some requests of a call failed. Raised after all requests have ended.
 
-    `outputs`: one per prompt in their order, None where it failed. `errors`: why, by the number of the prompt; the
-    first of them is also `__cause__`.
+    `outputs`: one per prompt, in order; None for a failed prompt. `errors`: the error of each failed prompt, by its
+    number from 0. The first error is also `__cause__`.
     """
 
     def __init__(self, outputs: Sequence[RequestOutput | None], errors: Mapping[int, PdserveError]) -> None:
         first = min(errors)
         super().__init__(
             f"{len(errors)} of {len(outputs)} requests failed, first number {first}: {errors[first]} "
-            "(the answers of the others are in `outputs` of this error)"
+            "(the outputs of the other requests are in `outputs` of this error)"
         )
         self.outputs = list(outputs)
         self.errors = dict(sorted(errors.items()))
@@ -43,7 +43,10 @@ class BatchError(PdserveError):
 
 @dataclasses.dataclass(frozen=True)
 class Logprob:
-    """Natural log of a token's probability; its rank (1: the most likely) where that is known, and its text."""
+    """Natural log of a token's probability, its rank and its text.
+
+    `rank`: 1 for the most likely token; None: unknown. `decoded_token` None: the model has no tokenizer.
+    """
 
     logprob: float
     rank: int | None = None
@@ -51,15 +54,16 @@ class Logprob:
 
 
 TokenLogprobs = dict[int, Logprob]
-"""At one place: of the token that stands there, and of the most likely ones; by token id."""
+"""Log probabilities at one position, by token id: of the token itself, and of the most likely tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionOutput:
-    """One answer to a prompt.
+    """One output sequence of a prompt.
 
-    `logprobs` has an entry per token, and `cumulative_logprob` is the sum over the answer's own tokens; both None
-    unless asked for. `stop_reason`: the stop string or stop token that ended it; None for the model's own end.
+    `logprobs` has an entry per token. `cumulative_logprob` is the sum over the output tokens. Both are None unless
+    requested. `stop_reason`: the stop string or stop token id that ended the sequence; None for the model's EOS token,
+    and for other finish reasons.
     """
 
     index: int
@@ -73,9 +77,9 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """The answers to one prompt. `prompt` is None where it was given as token ids.
+    """The output sequences of one prompt. `prompt` is None if the prompt was given as token ids.
 
-    `prompt_logprobs` has an entry per token of the prompt, None for the first; None as a whole unless asked for.
+    `prompt_logprobs` has an entry per prompt token, None for the first one. The field is None unless requested.
     """
 
     request_id: str
@@ -89,7 +93,7 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True)
 class OutputMaker:
-    """Makes outputs for one model. `eos_token_ids` are its ends."""
+    """Builds outputs for one model with the EOS tokens `eos_token_ids`."""
 
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
@@ -103,9 +107,10 @@ class OutputMaker:
         top: int | None,
         prompt_top: int | None,
     ) -> RequestOutput:
-        """The output of a prompt whose sequences are `requests` and have become `updates`.
+        """Build the output of a prompt from its sequences `requests` and their merged `updates`.
 
-        `top` and `prompt_top`: most likely tokens that were asked for, of answers and prompt; None: nothing was.
+        `prompt` None: the prompt was given as token ids. `top` and `prompt_top`: requested number of most likely tokens
+        for output and prompt; None: no log probabilities.
         """
         prompt_logprobs = None
         if prompt_top is not None:
@@ -150,7 +155,7 @@ class OutputMaker:
         return self._line(token.token_id, token.logprob, (token.top or [])[:top], token.rank)
 
     def _line(self, token_id: int, logprob: float, top: Sequence[Pair], rank: int | None = None) -> TokenLogprobs:
-        """The token's own comes first. Its rank is that among the `top`, unless it is known otherwise."""
+        """Build the entry of one position; the token itself is first. `rank` None: its rank among `top`, if any."""
         ranks = {other: place for place, (other, _) in enumerate(top, start=1)}
         line = {token_id: Logprob(logprob, rank or ranks.get(token_id), self._text(token_id))}
         for other, value in top:

@@ -1,6 +1,6 @@
-"""From what the user gave to jobs, every one of them checked before the first is sent. Loop thread only.
+"""Converts the arguments of a call to jobs, all validated before the first is sent. Loop thread only.
 
-Prompts and conversations go through the same code as those of HTTP bodies.
+Prompts and conversations are processed by the code of the HTTP endpoints.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ Conversation = Sequence[Message]
 
 @dataclasses.dataclass(frozen=True)
 class GivenPrompt:
-    """Text or token ids, and what to call it in a refusal."""
+    """Text or token ids of a prompt, and its name `where` in error messages."""
 
     where: str
     content: str | list[int]
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[GivenPrompt]:
-    """The prompts in `prompts`, which is one or several.
+    """Split `prompts`, which is one prompt or a sequence of prompts.
 
     Raises:
         InvalidRequestError: naming `prompts`, for another shape or an empty prompt.
@@ -70,7 +70,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[GivenPrompt]:
 
 
 def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[list[dict[str, Any]]]:
-    """The conversations in `messages`, which is one or several.
+    """Split `messages`, which is one conversation or a sequence of conversations.
 
     Raises:
         InvalidRequestError: naming `messages`, for another shape.
@@ -113,12 +113,15 @@ def _wrong(where: str, value: Any) -> InvalidRequestError:
 
 
 BREATH = 64
-"""Prompts that are prepared before what else happens in the loop gets a turn."""
+"""Number of prompts to prepare before yielding to the event loop."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadyPrompt:
-    """A prompt as token ids, its text unless it came as ids, and whether it begins inside thoughts (chats only)."""
+    """A tokenized prompt. `text` None: the prompt was given as token ids.
+
+    `begins_inside`: see `ReasoningFormat.begins_inside`; for chats only.
+    """
 
     where: str
     text: str | None
@@ -129,7 +132,7 @@ class ReadyPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class ReadyJob:
-    """A job, and what its output needs beside."""
+    """A job, with the prompt and parameters that its output needs."""
 
     job: Job
     prompt: ReadyPrompt
@@ -138,7 +141,7 @@ class ReadyJob:
 
 @dataclasses.dataclass(kw_only=True)
 class _Nowhere:
-    """`intake.Addressed` of a request that has no room yet, or needs none."""
+    """`intake.TransferAddress` of a request without a bootstrap room."""
 
     rid: Any
     priority: int | None
@@ -149,7 +152,7 @@ class _Nowhere:
 
 
 class Preparer:
-    """Numbers all requests of one LLM. `seed` None: what is drawn at random differs from run to run."""
+    """Prepares and numbers all requests of one LLM. `seed` None: requests without a seed differ from run to run."""
 
     def __init__(self, servers: Sequence[RunningServer], seed: int | None) -> None:
         self._servers = servers
@@ -158,11 +161,11 @@ class Preparer:
 
     @property
     def _context(self) -> ServerContext:
-        """Of a server whose answers the user sees."""
+        """The context of a server whose output is returned: the first one that is not a prefill server."""
         return next(running.context for running in self._servers if running.server.mode != "prefill")
 
     async def prompts(self, given: Sequence[GivenPrompt]) -> list[ReadyPrompt]:
-        """Tokenized and checked.
+        """Tokenize and validate prompts.
 
         Raises:
             InvalidRequestError: naming `prompts`.
@@ -192,7 +195,7 @@ class Preparer:
     async def conversations(
         self, given: Sequence[Sequence[Mapping[str, Any]]], fields: Mapping[str, Any]
     ) -> list[ReadyPrompt]:
-        """Conversations as prompts; `fields` are those of a chat body beside its messages.
+        """Render and tokenize conversations. `fields`: the fields of a chat body other than its messages.
 
         Raises:
             InvalidRequestError: naming `messages` or one of `fields`.
@@ -227,7 +230,7 @@ class Preparer:
     async def jobs(
         self, prompts: Sequence[ReadyPrompt], params: Sequence[SamplingParams], priorities: Sequence[int]
     ) -> list[ReadyJob]:
-        """A job for each prompt.
+        """Create a job for each prompt.
 
         Raises:
             InvalidRequestError: parameters do not fit the model or a prompt.
@@ -246,7 +249,7 @@ class Preparer:
         grammar = await self._grammar(prompt, params)
         context, count = self._context, len(prompt.input_ids)
         sampling = params.for_engine(count, context.limits(), prompt.where, grammar)
-        for running in self._servers:  # a prefill server may have less memory for the prompt
+        for running in self._servers:  # a prefill server may have a smaller KV pool for the prompt
             limits = running.context.limits()
             fit_max_tokens(count, RequestedSampling(None, 1, "max_tokens"), 0, limits, prompt.where)
         own = next(self._numbers)
@@ -257,7 +260,7 @@ class Preparer:
         return Job(number, str(own), make_intake([spec], params.n, body, "null", stream=False).requests)
 
     async def _grammar(self, prompt: ReadyPrompt, params: SamplingParams) -> Grammar | None:
-        """What the answer follows; in chats with a model that thinks, behind its thoughts."""
+        """The grammar of the output. In chats with a reasoning model it applies after the reasoning."""
         constraint: Constraint | None = params.constraint()
         thinking = self._context.formats.thinking
         if constraint is not None and thinking is not None and prompt.is_chat:
@@ -266,6 +269,6 @@ class Preparer:
 
 
 def _derived(seed: int, number: int) -> int:
-    """The seed of request `number`: the same in every run, and on every kind of deployment."""
+    """Derive the seed of request `number`, the same in every run and for every deployment."""
     digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

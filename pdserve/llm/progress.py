@@ -1,4 +1,4 @@
-"""The progress bar of one call: prompts that have ended, and tokens a second. Used by `LLM` in the caller's thread."""
+"""The progress bar of one call: ended prompts, and tokens per second. Used by `LLM` in the caller's thread."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pdserve.llm.outputs import RequestOutput
 
 
 class Bar(Protocol):
-    """What is used of tqdm."""
+    """The methods of tqdm that `Progress` calls."""
 
     def update(self, n: float = 1) -> Any:
-        """So many more have ended."""
+        """Advance the bar by `n` ended prompts."""
         ...
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> Any:
@@ -21,12 +21,12 @@ class Bar(Protocol):
         ...
 
     def close(self) -> Any:
-        """Leave it as it is."""
+        """Finish the bar."""
         ...
 
 
 class Progress:
-    """`use_tqdm` False shows nothing; True shows tqdm's bar; a function is called in tqdm's place."""
+    """`use_tqdm` False: no bar. True: tqdm's bar. A function: called in place of `tqdm`."""
 
     def __init__(self, use_tqdm: bool | Callable[..., Bar], total: int) -> None:
         self._bar: Bar | None = None
@@ -39,7 +39,7 @@ class Progress:
         self._num_input = self._num_output = 0
 
     def ended(self, output: RequestOutput | None) -> None:
-        """A prompt has ended; None: it failed."""
+        """Advance the bar by one prompt. `output` None: the prompt failed."""
         if self._bar is None:
             return
         if output is not None:
@@ -51,6 +51,6 @@ class Progress:
         self._bar.update(1)
 
     def close(self) -> None:
-        """The call has ended, in whatever way."""
+        """Finish the bar at the end of the call, successful or not."""
         if self._bar is not None:
             self._bar.close()

@@ -1,9 +1,9 @@
-"""Sends requests through the servers, many at once but not more than keep them busy. Loop thread only; owned by `LLM`.
+"""Runs the requests of a call on the servers, with bounded concurrency. Loop thread only; owned by `LLM`.
 
-With pairs it is the router: it picks the servers with the least to do, makes the room, gives both the same request, and
-takes decode's answer.
+With prefill/decode pairs it acts as the router: it picks the least loaded servers, creates the bootstrap room, sends
+both the same request, and returns decode's output.
 
-    job ──> wait for places at a server (or pair) ──> submit ──> updates of all its sequences ──> deliver
+    job ──> wait for capacity at a server (or pair) ──> submit ──> updates of all its sequences ──> deliver
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from pdserve.protocol.messages import GenerateRequest
 from pdserve.server.generation import GenerationUpdate
 
 TRIES = 3
-"""How often a request is tried that failed for a cause that may pass: a transfer that broke, a server that was full."""
+"""Maximum attempts of a request with a retryable failure, such as a broken transfer or a full server."""
 PASSING = frozenset({502, 503})
+"""HTTP statuses of retryable failures."""
 LINGER_S = 5.0
-"""How long prefill may take to see that decode is done."""
+"""Seconds to wait for prefill's half after decode has ended; then the half is cancelled."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One prompt: its number in the call, its id, and a request per answer, with no room yet."""
+    """One prompt: its number in the call, its id, and a request per output sequence, without a bootstrap room."""
 
     number: int
     request_id: str
@@ -38,23 +39,23 @@ class Job:
 
 
 Deliver = Callable[[Job, list[GenerationUpdate] | PdserveError], None]
-"""Called once per job, in the order in which they end."""
+"""Called once per job, in the order in which the jobs end."""
 
 
 class OfflineRunner:
-    """See the file's docstring. `prefills` is empty where servers do both halves."""
+    """See the file's docstring. `prefills` is empty without disaggregation."""
 
     def __init__(
         self, prefills: Sequence[RunningServer], others: Sequence[RunningServer], *, pause_s: float = 1.0
     ) -> None:
-        """`pause_s`: seconds before a second try, twice as long before the third."""
+        """`pause_s`: seconds of backoff before the second attempt, doubled before the third."""
         self._pause_s = pause_s
         self._prefills = prefills
         self._others = others
         self._freed = asyncio.Event()
 
     async def run(self, jobs: Iterable[Job], deliver: Deliver) -> None:
-        """Run all jobs. A failed one is delivered as its error, and the others go on; cancelled, all are aborted."""
+        """Run all jobs. A failed job is delivered as its error and stops no other job. Cancellation aborts all jobs."""
         async with asyncio.TaskGroup() as group:
             for job in jobs:
                 chosen = await self._take(len(job.requests))
@@ -71,7 +72,7 @@ class OfflineRunner:
         deliver(job, result)
 
     async def _take(self, count: int) -> list[RunningServer]:
-        """Places for `count` sequences at the servers with the least to do, once they have them."""
+        """Wait for capacity for `count` sequences at the least loaded servers, and reserve it."""
         while True:
             groups = [group for group in (self._prefills, self._others) if group]
             chosen = [min(group, key=lambda running: running.num_live) for group in groups]
@@ -84,14 +85,14 @@ class OfflineRunner:
         return chosen
 
     def _release(self, chosen: Sequence[RunningServer], count: int, _: asyncio.Task[None]) -> None:
-        """Also called for a task that was cancelled before it began."""
+        """Release the capacity of a job. Also called for a task that was cancelled before it began."""
         for running in chosen:
             running.num_live -= count
         self._freed.set()
 
 
 def _again(job: Job, attempt: int) -> Job:
-    """`job` under other ids, so that what is still under way for the try before reaches nobody."""
+    """Copy `job` with new rids, so that late outputs of the previous attempt are dropped."""
     if attempt == 0:
         return job
     requests = [msgspec.structs.replace(request, rid=f"{request.rid}.{attempt}") for request in job.requests]
@@ -114,7 +115,7 @@ def _has_room(running: RunningServer, count: int) -> bool:
 async def _sequences(
     running: RunningServer, job: Job, requests: Sequence[GenerateRequest], begun: asyncio.Event | None = None
 ) -> list[GenerationUpdate]:
-    """Submit to one server, and all that came of each sequence; `begun` is set with the first news."""
+    """Submit to one server and return the merged updates of each sequence; the first update sets `begun`."""
     generation = await running.context.client.submit(requests, [job.request_id] * len(requests))
     whole = [GenerationUpdate(index) for index in range(len(requests))]
     async with generation:
@@ -126,14 +127,17 @@ async def _sequences(
 
 
 async def _through_pair(prefill: RunningServer, decode: RunningServer, job: Job) -> list[GenerationUpdate]:
-    """Both halves at once. Prefill's failure counts until decode has begun; then its KV cache has arrived."""
+    """Run prefill and decode at once. Prefill's failure fails the job only before decode's first update.
+
+    With that update the KV cache has arrived.
+    """
     requests = [msgspec.structs.replace(request, room=prefill.room()) for request in job.requests]
     begun = asyncio.Event()
     async with _task(_sequences(prefill, job, requests)) as first:
         async with _task(_sequences(decode, job, requests, begun)) as second:
             await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
             if first.done() and not begun.is_set():
-                await first  # raises what went wrong, if anything did
+                await first  # raises prefill's error, if it failed
             updates = await second
         await asyncio.wait({first}, timeout=LINGER_S)
         return updates
@@ -143,7 +147,7 @@ async def _through_pair(prefill: RunningServer, decode: RunningServer, job: Job)
 async def _task(
     work: Coroutine[None, None, list[GenerationUpdate]],
 ) -> AsyncIterator[asyncio.Task[list[GenerationUpdate]]]:
-    """`work` beside the block; what has not ended with the block is cancelled."""
+    """Run `work` as a task during the block, and cancel it at the end of the block."""
     task = asyncio.create_task(work)
     try:
         yield task

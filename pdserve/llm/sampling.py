@@ -1,6 +1,6 @@
-"""`SamplingParams` of the offline API: vLLM's names, checked as soon as they are made. SGLang's names in dicts.
+"""`SamplingParams` of the offline API: vLLM's field names, validated on construction. Dicts may use SGLang's names.
 
-The fields go the same way as those of `/v1/completions`, so that both refuse the same values in the same words.
+The fields are validated by the code of `/v1/completions`, so that both refuse the same values with the same messages.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ OTHER_NAMES = {
     "sampling_seed": "seed",
     "no_stop_trim": "include_stop_str_in_output",
 }
-"""SGLang's names of fields, for dicts."""
+"""Field names that dicts may use instead: SGLang's name to vLLM's name."""
 _ENDLESS = 1 << 40
 _ANY_MODEL = RequestLimits("null", vocab_size=1 << 31, context_length=_ENDLESS, max_total_tokens=_ENDLESS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens, and when to stop. The names and defaults are vLLM's.
+    """Sampling and stop parameters of a request. The names and defaults are vLLM's.
 
-    `max_tokens` None: as many as fit into the context. `top_k` 0 or -1: the whole vocabulary. `logprobs`: how many of
-    the most likely tokens to tell of beside each chosen one, 0 for that alone; `prompt_logprobs`: the same of the
-    prompt.
-    `seed`: this request's own; None: one that follows from the LLM's. At most one of `structured_outputs` (a dict with
-    `json`, `regex`, `choice`, `grammar`, `json_object` or `structural_tag`), `response_format`, `json_schema`, `regex`,
-    `ebnf` and `structural_tag` constrains the answer.
+    `max_tokens` None: as many tokens as fit into the context. `top_k` 0 or -1: the whole vocabulary. `logprobs`: number
+    of most likely tokens to return beside each sampled token; 0: the sampled token only; None: no log probabilities.
+    `prompt_logprobs`: the same for prompt tokens. `seed` None: derived from the LLM's seed, if it has one.
+    At most one of these fields constrains the output: `structured_outputs` (a dict with `json`, `regex`, `choice`,
+    `grammar`, `json_object` or `structural_tag`), `response_format`, `json_schema`, `regex`, `ebnf` and
+    `structural_tag`.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of range; `field` names it.
@@ -83,7 +83,7 @@ class SamplingParams:
     structural_tag: Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no model takes; see `Raises` of the class."""
+        """Refuse values that are invalid for every model; see `Raises` of the class."""
         try:
             count_n(self._body.n)
             self.logprob_params()
@@ -95,10 +95,10 @@ class SamplingParams:
 
     @classmethod
     def of(cls, given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-        """`given` itself, or made of a dict with vLLM's or SGLang's names; the defaults for None.
+        """Convert `given`: a dict with vLLM's or SGLang's names, or None for the defaults.
 
         Raises:
-            InvalidRequestError: a field is unknown, given twice, or wrong.
+            InvalidRequestError: a field is unknown, given twice, or invalid.
         """
         if isinstance(given, SamplingParams):
             return given
@@ -117,37 +117,37 @@ class SamplingParams:
         return cls(**values)
 
     def logprob_params(self) -> Logprobs | None:
-        """The log probabilities that are wanted.
+        """Build the log probability parameters; None: no log probabilities.
 
         Raises:
-            RequestError: too many.
+            RequestError: `logprobs` or `prompt_logprobs` is out of range.
         """
         body = self._body
         top = check_top_logprobs(body.logprobs, "logprobs")
         return openai_logprobs(top, check_top_logprobs(body.prompt_logprobs, "prompt_logprobs"))
 
     def constraint(self) -> Constraint | None:
-        """The grammar that is wanted, not yet compiled.
+        """Return the grammar constraint, not yet compiled; None: the output is not constrained.
 
         Raises:
-            RequestError: a field has the wrong type, or is the second one.
+            RequestError: a field has the wrong type, or two fields constrain the output.
         """
         return openai_constraint(self._body)
 
     def for_engine(
         self, num_prompt: int, limits: RequestLimits, prompt_field: str, grammar: Grammar | None
     ) -> EngineSampling:
-        """As the scheduler takes them, for a prompt of `num_prompt` tokens.
+        """Convert to the scheduler's parameters, for a prompt of `num_prompt` tokens.
 
         Raises:
-            RequestError: they do not fit this model or this prompt.
+            RequestError: the parameters do not fit this model or this prompt.
         """
         ask = RequestedSampling(self._body.max_tokens, _ENDLESS, "max_tokens", least=0)
         return openai_sampling(self._body, ask, num_prompt, limits, prompt_field, grammar)
 
     @functools.cached_property
     def _body(self) -> CompletionBody:
-        """The same in the words of `/v1/completions`. Raises RequestError for a wrong type."""
+        """The parameters as a body of `/v1/completions`. Raises RequestError for a wrong type."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["no_stop_trim"] = values.pop("include_stop_str_in_output")
         if self.top_k == 0:
@@ -158,7 +158,7 @@ class SamplingParams:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings and sequences as JSON has them."""
+    """Convert mappings, tuples and sets to dicts and lists, as in JSON."""
     if isinstance(value, Mapping):
         return dict(value)
     return list(value) if isinstance(value, tuple | set | frozenset) else value

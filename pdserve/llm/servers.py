@@ -1,10 +1,10 @@
-"""The servers behind one `LLM`: their processes, and the ends of their channels in this one. Owned by `LLM`.
+"""The servers behind one `LLM`: their host processes, and this process's ends of their channels. Owned by `LLM`.
 
-any thread:   start, close, and what `LLM` submits to `loop`
-loop thread:  spawns the hosts, owns the channels, reads them
-host's watch: a thread per host tells the loop of its death; then every request fails, here and later
+any thread:   start, close, and work that `LLM` submits to `loop`
+loop thread:  spawns the hosts, owns and reads the channels
+host's watch: a thread per host notifies the loop of its death; then all present and later requests fail
 
-open ── start ──> ready ── close ──> closed          the death of any server fails all, as with `launch_local`
+open ── start ──> ready ── close ──> closed          the death of one server fails all, as with `launch_local`
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ from pdserve.server.text.tokenizer import Tokenizer
 HOST_COMMAND = (sys.executable, "-m", "pdserve.launch_offline")
 GRACE_S = 15.0
 ABANDON_S = 2.0
-"""Seconds for servers that never became ready: they have nothing to put in order."""
+"""Grace time in seconds of servers that never became ready, which need no orderly shutdown."""
 TAIL_LINES = 5
 
 
 class RunningServer:
-    """One started server. All but `child`'s threads run in the loop thread. `num_live`: sequences that it has."""
+    """One started server. Loop thread only, except that the host's reader thread sets `tail` and `refusal`.
+
+    `num_live`: live sequences.
+    """
 
     def __init__(self, server: ServerCommand, tokenizer: Tokenizer | None) -> None:
         self.server = server
@@ -57,18 +60,18 @@ class RunningServer:
 
     @property
     def context(self) -> ServerContext:
-        """What the endpoints of such a server have; once connected."""
+        """The `ServerContext`, as HTTP endpoints have it. Only after `connect`."""
         assert self._context is not None, "connected"
         return self._context
 
     def room(self) -> RoomAddress:
-        """A new room at this prefill server."""
+        """Create a bootstrap room at this prefill server."""
         assert self._announcement is not None, "connected"
         room = secrets.randbelow(MAX_ROOM)
         return RoomAddress(host=LOOPBACK, port=self._announcement.bootstrap_port, room=room)
 
     def connect(self, announcement: Announcement) -> None:
-        """Open the channels and read them."""
+        """Open the channels and start to read them."""
         config, mode = self.server.config, self.server.mode
         self._announcement = announcement
         channels = [ZmqApiChannel(ChannelAddress(directory)) for directory in announcement.directories]
@@ -83,12 +86,12 @@ class RunningServer:
         client.start()
 
     def lost(self, error: EngineDeadError) -> None:
-        """It, or another that it needs, is gone."""
+        """Fail all requests: this server, or another server of the deployment, has died."""
         if self._context is not None:
             self._context.client.fail(error)
 
     async def disconnect(self) -> None:
-        """Tell the engine to stop, and let go of it."""
+        """Send `Shutdown` to the engine and close the channel."""
         if self._context is not None and self._channel is not None:
             await self._context.client.stop()
             await self._context.grammars.close()
@@ -96,7 +99,7 @@ class RunningServer:
             self._channel.close()
 
     def clean(self) -> None:
-        """Remove what a host that was killed has left."""
+        """Remove the channel directories that a killed host has left."""
         for directory in [] if self._announcement is None else self._announcement.directories:
             remove_channel_address(ChannelAddress(directory))
 
@@ -115,11 +118,11 @@ class Servers:
         self._closing = threading.Event()
 
     def of(self, *modes: str) -> list[RunningServer]:
-        """The servers that do these halves."""
+        """Return the servers with one of these disaggregation modes."""
         return [running for running in self.all if running.server.mode in modes]
 
     def start(self) -> None:
-        """Start all and wait until they can take requests, however long loading takes.
+        """Start all servers and wait until they can take requests, without a timeout.
 
         Raises:
             ConfigError: a server refused its configuration.
@@ -136,9 +139,9 @@ class Servers:
         self._ready = True
 
     def close(self) -> None:
-        """End all processes; requests that still run fail. May be called again, from any thread but the loop's.
+        """End all processes and fail running requests. Idempotent; any thread except the loop thread.
 
-        Does nothing in a fork of the process that started them: they are not its own.
+        Does nothing in a fork of the process that started them, because they are not the fork's children.
         """
         if self._closing.is_set() or os.getpid() != self._owner:
             return
@@ -155,7 +158,10 @@ class Servers:
         return self._closing.is_set()
 
     def _why(self, error: EngineDeadError) -> ConfigError | EngineDeadError:
-        """What a server said last, once all have ended; ranks say what they refuse in their logs."""
+        """Build the error of a failed start from the servers' refusals and last log lines. All have ended by then.
+
+        Ranks report a refused configuration in their logs only.
+        """
         for running in self.all:
             if running.refusal is not None:
                 return running.refusal
@@ -174,7 +180,7 @@ class Servers:
             raise EngineDeadError(self._died)
 
     def _spawn(self, running: RunningServer) -> asyncio.Future[Announcement]:
-        """Start a host; the future is where it says it is."""
+        """Start a host process; the future resolves to its `Announcement`."""
         announced: asyncio.Future[Announcement] = asyncio.get_running_loop().create_future()
         name = running.server.name
 
@@ -212,6 +218,9 @@ class Servers:
 
 
 def _environment(threads: int | None) -> dict[str, str]:
-    """Of the hosts: a secret that they share, and their number of threads where they share the cores."""
+    """Environment of the hosts: a shared control token, and the number of threads.
+
+    `threads` None: not set, as one server uses all cores.
+    """
     variables = {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
     return {CONTROL_TOKEN: secrets.token_hex(32)} | dict(os.environ) | variables
