@@ -86,7 +86,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens T."""
         return len(self.own) // 4
 
     def check(self) -> None:

@@ -175,8 +175,8 @@ class EngineClient:
         `rid`s are unique. `client` None: the client of the current HTTP call.
 
         Raises:
-            RequestError: 400 when a name belongs to a live request, 503 while the engine is starting, when too many
-                requests wait, or when the client names too many bootstrap addresses that have never served.
+            RequestError: 400 when a name belongs to a live request. 503 while the engine is starting, or when too many
+                requests wait. 503 also when the client names too many bootstrap addresses that have never served.
             EngineDeadError: the engine is dead.
         """
         call = current_call()
