@@ -1,1 +1,1 @@
-"""Models: checkpoints and tokenizer files on disk, decoder families, layers, attention over pages."""
+"""Model code: checkpoint and tokenizer files, decoder families, layers, and paged attention."""

@@ -1,6 +1,7 @@
-"""What a checkpoint is: `ModelSpec`, read from an HF `config.json`. Everything above the loader reads only this.
+"""`ModelSpec`: the model's configuration, read from an HF `config.json`.
 
-Called by the executor factory (and by the gguf reader, which builds the same HF-named dictionary from metadata).
+Code above the loader reads only `ModelSpec`. Called by the executor factory and by the gguf reader. The gguf reader
+builds the same HF-named dictionary from the file's metadata.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ _DEFAULT_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "qwen3_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoeSpec:
-    """Feed-forward of `layers` (indices in the model, ascending) as a mixture of experts; the others are dense.
+    """Mixture-of-experts feed-forward layers. All other layers are dense.
 
-    Each token goes to its `top_k` experts, weighted by their probabilities, which add up to 1 with `norm_top_k`.
+    `layers` are indices in the model, ascending. Each token is routed to `top_k` experts, weighted by router
+    probability. With `norm_top_k` the weights of a token add up to 1.
     """
 
     num_experts: int
@@ -53,9 +55,10 @@ class MoeSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A grouped-query decoder. Sizes count elements; `dtype` is the checkpoint's, None when it says none.
+    """Configuration of a grouped-query decoder. Sizes are element counts.
 
-    `intermediate_size` is that of dense feed-forward layers; `moe` None: all of them are.
+    `dtype` is the checkpoint's dtype; None when the config names none. `intermediate_size` is that of dense
+    feed-forward layers. `moe` is None when all feed-forward layers are dense.
     """
 
     model_type: str
@@ -81,11 +84,11 @@ class ModelSpec:
 
     @property
     def num_dense(self) -> int:
-        """Layers whose feed-forward is dense."""
+        """Number of layers with a dense feed-forward."""
         return self.num_layers - (0 if self.moe is None else len(self.moe.layers))
 
     def digest(self) -> str:
-        """Short hash of the facts that two peers must share. The number format is in the KV layout, not here."""
+        """Return a short hash of the fields that two peers must share. The KV layout carries the dtype instead."""
         facts = dataclasses.asdict(self)
         del facts["dtype"], facts["architectures"]
         facts["eos_token_ids"] = sorted(self.eos_token_ids)
@@ -93,10 +96,10 @@ class ModelSpec:
 
 
 def read_model_spec(directory: Path) -> ModelSpec:
-    """The spec of the HF checkpoint in `directory`.
+    """Read the spec of the HF checkpoint in `directory`.
 
     Raises:
-        ModelError: no or damaged `config.json`, or an architecture or feature that pdserve does not run.
+        ModelError: `config.json` is missing or damaged, or pdserve does not support the architecture or a feature.
     """
     config = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
@@ -104,7 +107,7 @@ def read_model_spec(directory: Path) -> ModelSpec:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises ModelError when it is missing or is not one."""
+    """Read the JSON object in `path`. Raises ModelError when the file is missing or holds no JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -117,7 +120,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any], *, where: str) -> ModelSpec:
-    """The spec that HF-named `config` and `generation` dictionaries describe; `where` is named in errors."""
+    """Build a spec from HF-named `config` and `generation` dictionaries; errors name `where`. Raises ModelError."""
     model_type, architectures = _architecture(config, where)
     _refuse_unsupported(config, where)
     hidden = read_count(config, "hidden_size", where, most=MAX_WIDTH)
@@ -154,7 +157,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any], *
 
 
 def _moe(config: Mapping[str, Any], where: str) -> MoeSpec | None:
-    """The experts, None when no layer has any. Newer configs call their number `num_local_experts`."""
+    """Read the expert configuration; None when no layer has experts. Newer configs use `num_local_experts`."""
     name = "num_local_experts" if "num_experts" not in config else "num_experts"
     num_experts, top_k = (
         read_count(config, name, where, most=MAX_HEADS),
@@ -180,7 +183,7 @@ def _moe(config: Mapping[str, Any], where: str) -> MoeSpec | None:
 
 
 def _architecture(config: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]:
-    """`(model_type, architectures)`; the first architecture decides."""
+    """Return `(model_type, architectures)`. The first architecture decides the model type."""
     names = read_texts(config, "architectures", where)
     if not names:
         names = tuple(name for name, kind in ARCHITECTURES.items() if kind == config.get("model_type"))
@@ -191,7 +194,7 @@ def _architecture(config: Mapping[str, Any], where: str) -> tuple[str, tuple[str
 
 
 def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
-    """Raise for features that would silently give other tokens."""
+    """Raise ModelError for features that would silently change the generated tokens."""
     layers = read_count(config, "num_hidden_layers", where, most=MAX_LAYERS)
     other = sorted({kind for kind in read_texts(config, "layer_types", where) if kind != "full_attention"})
     if other:
@@ -211,7 +214,7 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
 
 
 def _dtype(config: Mapping[str, Any], where: str) -> str | None:
-    """The checkpoint's number format, from the new name `dtype` or the old `torch_dtype`."""
+    """Return the checkpoint's dtype from `dtype` (new name) or `torch_dtype` (old name); None when absent."""
     name = config.get("dtype") or config.get("torch_dtype")
     if name is None:
         return None

@@ -1,10 +1,11 @@
-"""The ranks that feed-forward layers are split over: a stage's tensor ranks; with DP attention those of all replicas.
+"""Interface to the ranks that feed-forward layers are split over.
 
-`Parallel` has one, and feed-forward layers call it. Each of these ranks *has in hand* some tokens of the batch: its
-share of its replica's, which are dealt out in order among the replica's tensor ranks.
+Without DP attention these are the tensor ranks of a stage; with DP attention, the ranks of all replicas. `Parallel`
+holds one group, and feed-forward layers call it. A replica's tokens are divided in order among its tensor ranks. The
+part of one rank is its token share.
 
-    `StageRanks` in `parallel`            all ranks have all tokens of the batch: nothing to gather, sums stay
-    `AllReplicas` in `wide_replicas`      each replica has a batch of its own; a layer computes all of them together
+    `StageRanks` in `parallel`                 all ranks have all tokens of the batch: no gather, sums stay in place
+    `AllReplicas` in `dp_attention_experts`    each replica has its own batch; a layer computes all batches together
 """
 
 from __future__ import annotations
@@ -19,59 +20,60 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class TokenShare:
-    """What each rank has in hand: `sizes[i]` tokens at rank i; ours are those at `mine` among our replica's."""
+    """Token share of each rank: `sizes[i]` tokens at rank i. `mine` is this rank's slice of its replica's batch."""
 
     sizes: Sequence[int]
     mine: slice
 
 
 class DPAttentionGroup(Protocol):
-    """One rank among them. Raises RankError where another rank is gone or too late.
+    """One rank's view of the group. Methods raise RankError when another rank is gone or times out.
 
-    N are the tokens of this rank's replica, T those of all replicas: one replica's behind the other's.
+    N is the number of tokens of this rank's replica. T is the number of tokens of all replicas, concatenated in
+    replica order.
     """
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks in the group."""
         ...
 
     @property
     def rank(self) -> int:
-        """Number of this one."""
+        """Index of this rank in the group."""
         ...
 
     @property
     def spans_replicas(self) -> bool:
-        """Whether a rank whose replica has nothing to compute must take part nevertheless."""
+        """Whether a rank must take part in a step even when its replica has no tokens."""
         ...
 
     def begin(self, step: int, num_tokens: int) -> None:
-        """All ranks begin `step`, in which this one's replica computes `num_tokens` tokens."""
+        """Begin `step` on all ranks. This rank's replica computes `num_tokens` tokens."""
         ...
 
     def hand(self, num_tokens: int) -> TokenShare:
-        """What the ranks have in hand of the batch, of which `num_tokens` are this replica's."""
+        """Return the token shares of all ranks. The replica's batch has `num_tokens` tokens."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """`[N, ...]`, equal on all ranks of a replica: `[T, ...]`, equal on all ranks. Not always a copy."""
+        """Gather `[N, ...]`, equal on a replica's ranks, to `[T, ...]`, equal on all ranks. May return `x` itself."""
         ...
 
     def reduce_sum(self, x: Tensor) -> Tensor:
-        """`[N, ...]` of the sum of `x` `[T, ...]` over all ranks. `x` may be overwritten."""
+        """Sum `x` `[T, ...]` over all ranks and return this replica's `[N, ...]`. May overwrite `x`."""
         ...
 
     def all_gather_rows(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """`part` of each rank, which has `sizes[i]` rows at rank i, one behind the other: on all ranks."""
+        """Concatenate the `part` of every rank on all ranks. Rank i's part has `sizes[i]` rows."""
         ...
 
     def rejoin(self, part: Tensor, num_tokens: int) -> Tensor:
-        """What this replica's ranks have in hand, one behind the other: `[num_tokens, ...]` on all of them."""
+        """Concatenate the token shares of this replica: `[num_tokens, ...]` on all its ranks."""
         ...
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Deal rows out: the first `send[0]` of `x` go to rank 0, and so on.
+        """Exchange rows: rank 0 receives the first `send[0]` rows of `x`, rank 1 the next `send[1]`, and so on.
 
         Returns the `receive[0]` rows of rank 0, then those of rank 1, and so on: `[sum(receive), ...]`.
         """
@@ -79,13 +81,13 @@ class DPAttentionGroup(Protocol):
 
 
 def own_slice(sizes: Sequence[int], rank: int) -> slice:
-    """Where the `sizes[rank]` things of `rank` lie among all, one rank's behind the other's."""
+    """Return the slice of `rank` in the concatenation of all ranks' parts; rank i's part has `sizes[i]` items."""
     start = sum(sizes[:rank])
     return slice(start, start + sizes[rank])
 
 
 def padded(part: Tensor, num_rows: int) -> Tensor:
-    """`part` with zeros behind it, if need be: `[num_rows, ...]`."""
+    """Pad `part` with zero rows to `[num_rows, ...]`."""
     if len(part) == num_rows:
         return part
     whole = part.new_zeros(num_rows, *part.shape[1:])
@@ -94,7 +96,7 @@ def padded(part: Tensor, num_rows: int) -> Tensor:
 
 
 def stripped(whole: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The first `sizes[i]` rows of each of the equal parts of `whole`, one behind the other."""
+    """Split `whole` into equal parts and concatenate the first `sizes[i]` rows of part i."""
     share = len(whole) // len(sizes)
     if all(size == share for size in sizes):
         return whole

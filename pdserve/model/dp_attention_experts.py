@@ -1,13 +1,13 @@
-"""DP attention: feed-forward layers that are split over the ranks of all replicas, each of which has its own batch.
+"""DP attention: feed-forward layers split over the ranks of all replicas. Each replica has its own batch.
 
-Made by `TorchParallel`, whose default group these ranks are. All of them compute every step together, a *round*; a
-replica that has nothing to compute takes part with no tokens.
+Made by `TorchParallel`, whose default process group has these ranks. All ranks compute every step together: a *round*.
+A replica without work takes part with zero tokens.
 
-    begin     how many tokens each replica has        all_gather of two numbers, on the host
-    gather    each replica's tokens to all ranks      each rank gives what it has in hand
-    add_up    the ranks' summands of a token to those of its replica
-              each rank is sent the summands of what it has in hand, adds them up in the order of the ranks,
-              and shares the sums with its replica's others
+    begin         number of tokens of each replica    all_gather of two integers, on the host
+    gather        each replica's tokens to all ranks  each rank contributes its token share
+    reduce_sum    partial sums to the token's replica
+                  each rank receives the partial sums of its token share, adds them in rank order,
+                  and shares the sums with the other ranks of its replica
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pdserve.errors import RankError
 from pdserve.model.dp_attention import TokenShare, own_slice, padded, stripped
 
 WithOthers = Callable[[str], AbstractContextManager[object]]
-"""Turns torch's errors into ours; the argument says what the ranks were about."""
+"""Turns torch errors into RankError; the argument names the operation."""
 
 
 class AllReplicas:
-    """Implements `DPAttentionGroup`. `gather_own` is `Parallel.all_gather`, over the replica's own tensor ranks.
+    """Implements `DPAttentionGroup`. `gather_own` is `Parallel.all_gather` over the replica's own tensor ranks.
 
-    `numbers` is a group of all these ranks on the host, None where the default one is.
+    `numbers` is a host (gloo) group of all these ranks; None when the default group is on the host.
     """
 
     spans_replicas = True
@@ -42,7 +42,7 @@ class AllReplicas:
         with_others: WithOthers,
         numbers: dist.ProcessGroup | None,
     ) -> None:
-        assert place.place.shape.pp_size == 1, "stages with DP attention"
+        assert place.place.shape.pp_size == 1, "DP attention supports one pipeline stage"
         self.size, self.rank = place.num_ranks, place.rank
         self._place = place
         self._gather_own = gather_own
@@ -51,9 +51,9 @@ class AllReplicas:
         self._hand = TokenShare([0] * self.size, slice(0, 0))
 
     def begin(self, step: int, num_tokens: int) -> None:
-        """See `DPAttentionGroup.begin`. Waits until all ranks have begun `step`."""
+        """See `DPAttentionGroup.begin`. Blocks until all ranks have begun `step`."""
         every = torch.empty(self.size, 2, dtype=torch.int64)
-        with self._with_others("beginning a round"):
+        with self._with_others("begin of a round"):
             dist.all_gather(list(every.unbind()), torch.tensor([step, num_tokens]), group=self._numbers)
         tp_size = self._place.place.shape.tp_size
         facts: list[list[int]] = every.tolist()
@@ -64,7 +64,7 @@ class AllReplicas:
         self._hand = TokenShare(sizes, own_slice(dealt(num_tokens, tp_size), self._place.place.tp_rank))
 
     def hand(self, num_tokens: int) -> TokenShare:
-        """See `DPAttentionGroup.hand`: as `begin` was told."""
+        """See `DPAttentionGroup.hand`. Returns the shares that `begin` computed."""
         return self._hand
 
     def gather(self, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class AllReplicas:
         return self.all_gather_rows(x[self._hand.mine], self._hand.sizes)
 
     def reduce_sum(self, x: Tensor) -> Tensor:
-        """See `DPAttentionGroup.reduce_sum`. In float32 and in the order of the ranks: equal bits in any batch."""
+        """See `DPAttentionGroup.reduce_sum`. Adds in float32 and in rank order: the same bits in any batch."""
         if not len(x):
             return x
         sizes, num_mine = self._hand.sizes, self._hand.sizes[self.rank]
@@ -85,12 +85,12 @@ class AllReplicas:
         return self.rejoin(total.to(x.dtype), sum(sizes[first : first + tp_size]))
 
     def all_gather_rows(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """See `DPAttentionGroup.all_gather_rows`. Where few ranks have most rows, ranks send in turn, without padding."""
+        """See `DPAttentionGroup.all_gather_rows`. Uses broadcasts without padding when few ranks have most rows."""
         share, total = max(sizes), sum(sizes)
         if 2 * total <= share * self.size:
             return self._in_turns(part, sizes)
         whole = part.new_empty(self.size * share, *part.shape[1:])
-        with self._with_others("gathering of all replicas"):
+        with self._with_others("all_gather over all replicas"):
             dist.all_gather(list(whole.chunk(self.size)), padded(part, share).contiguous())
         return stripped(whole, sizes)
 
@@ -102,15 +102,15 @@ class AllReplicas:
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """See `DPAttentionGroup.all_to_all`."""
         received = x.new_empty(sum(receive), *x.shape[1:])
-        with self._with_others("dealing rows out to all replicas"):
+        with self._with_others("all_to_all over all replicas"):
             dist.all_to_all_single(received, x.contiguous(), list(receive), list(send))
         return received
 
     def _in_turns(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """`all_gather_rows` as one broadcast from each rank that has rows."""
+        """Run `all_gather_rows` as one broadcast from each rank that has rows."""
         whole = part.new_empty(sum(sizes), *part.shape[1:])
         whole[own_slice(sizes, self.rank)] = part
-        with self._with_others("gathering of all replicas"):
+        with self._with_others("all_gather over all replicas"):
             works = [
                 dist.broadcast(rows, source, async_op=True)
                 for source, rows in enumerate(torch.split(whole, list(sizes)))

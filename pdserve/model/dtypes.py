@@ -1,4 +1,4 @@
-"""Names of number formats, as configs and layouts use them, to torch's."""
+"""Maps dtype names of configs and KV layouts to torch dtypes."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype called `name` (bfloat16, float16 or float32)."""
+    """Return the torch dtype called `name` (bfloat16, float16 or float32)."""
     return _DTYPES[name]

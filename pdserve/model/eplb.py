@@ -1,10 +1,9 @@
-"""Where experts should lie so that all ranks have as much to do: from the tokens each was given to a placement.
+"""Expert-parallel load balancing: computes a placement of experts on ranks from token counts per expert.
 
-Pure, and equal on all ranks that are given equal counts. Called when a server starts from counts (`placement`), and by
-the thread that plans while others compute (`executor/expert_balance`).
-
-Greedy: copies go to the experts with most tokens a copy; then, the heaviest first, each copy goes to the rank with the
-least to do. Ranks are then named so that most experts stay where they are.
+Pure and deterministic: all ranks compute the same placement from the same counts. Called by `placement` when a server
+starts from counts, and by the planning thread of `executor/expert_balance` while steps run.
+The algorithm is greedy. Extra copies go to the experts with the most tokens per copy. Then each copy, heaviest first,
+goes to the rank with the least load. Finally, rank numbers are assigned so that most experts stay in place.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 Row = tuple[int, ...]
-"""One layer: the expert in each slot, rank after rank; all ranks have as many slots."""
+"""One layer: the expert in each slot, rank after rank. All ranks have the same number of slots."""
 
 
 def balanced(counts: Sequence[int], num_ranks: int, before: Row) -> Row:
-    """The layer's new row: `counts[e]` tokens went to expert e, `before` is how experts lie now.
+    """Compute a layer's new placement. `counts[e]` tokens were routed to expert e; `before` is the present row.
 
-    It is `before` itself unless the new one balances better.
+    Returns `before` itself unless the new row is better balanced.
     """
     num_slots = len(before) // num_ranks
     copies = num_copies(counts, num_ranks, len(before))
@@ -30,7 +29,7 @@ def balanced(counts: Sequence[int], num_ranks: int, before: Row) -> Row:
 
 
 def balancedness(counts: Sequence[int], num_ranks: int, row: Row) -> float:
-    """The mean load of the ranks over the highest, in (0, 1]; 1 is best. Copies of an expert share its tokens."""
+    """Return mean rank load divided by the highest, in (0, 1]; 1 is best. Copies of an expert share its tokens."""
     num_slots = len(row) // num_ranks
     copies = Counter(row)
     loads = [0.0] * num_ranks
@@ -40,7 +39,7 @@ def balancedness(counts: Sequence[int], num_ranks: int, row: Row) -> float:
 
 
 def num_copies(counts: Sequence[int], num_ranks: int, num_places: int) -> list[int]:
-    """How often each expert shall be there, `num_places` in all: 1 to `num_ranks` times."""
+    """Return the number of copies of each expert, 1 to `num_ranks`; the copies fill `num_places` slots."""
     copies = [1] * len(counts)
     for _ in range(num_places - len(counts)):
         open_to = [expert for expert in range(len(counts)) if copies[expert] < num_ranks]
@@ -49,7 +48,7 @@ def num_copies(counts: Sequence[int], num_ranks: int, num_places: int) -> list[i
 
 
 def _pack(counts: Sequence[int], copies: Sequence[int], num_ranks: int, num_slots: int) -> list[list[int]]:
-    """The experts of each rank, no two alike."""
+    """Assign experts to ranks. A rank holds no expert twice."""
     items = [expert for expert, count in enumerate(copies) for _ in range(count)]
     weight = [count / number for count, number in zip(counts, copies, strict=True)]
     items.sort(key=lambda expert: (-weight[expert], expert))
@@ -68,9 +67,10 @@ def _pack(counts: Sequence[int], copies: Sequence[int], num_ranks: int, num_slot
 
 
 def _make_room(expert: int, free: int, ranks: list[list[int]], loads: list[float], weight: Sequence[float]) -> int:
-    """All ranks with a free slot have `expert` already: a full one without it gives its lightest to `free`.
+    """Free a slot for `expert` when every rank with a free slot already holds it.
 
-    There is one that `free` does not have, for it has fewer experts than the full one, and this one besides.
+    A full rank without `expert` moves its lightest expert to rank `free`. Such an expert exists: `free` holds fewer
+    experts than the full rank, and `expert` besides. Returns the full rank.
     """
     giver = next(rank for rank in range(len(ranks)) if expert not in ranks[rank])
     moved = min((other for other in ranks[giver] if other not in ranks[free]), key=lambda other: weight[other])
@@ -82,7 +82,7 @@ def _make_room(expert: int, free: int, ranks: list[list[int]], loads: list[float
 
 
 def _stay(ranks: list[list[int]], before: Sequence[Row]) -> Row:
-    """As one row; ranks are alike, so each old one takes the new set that has most of its experts, in their slots."""
+    """Flatten `ranks` into one row. Each old rank takes the new set with the most of its experts, in their slots."""
     left = list(ranks)
     row: list[int] = []
     for old in before:
@@ -95,7 +95,7 @@ def _stay(ranks: list[list[int]], before: Sequence[Row]) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMove:
-    """An expert goes from a slot of one rank to a slot of another."""
+    """Copy of an expert from a slot of one rank to a slot of another."""
 
     source: int
     source_slot: int
@@ -104,9 +104,10 @@ class ExpertMove:
 
 
 def moves_between(before: Row, after: Row, num_ranks: int) -> list[ExpertMove]:
-    """What makes `before` `after`: each slot whose expert changes gets it from the first slot that had it.
+    """Return the moves that turn `before` into `after`. A changed slot receives its expert from the first slot in
+    `before` that has it.
 
-    In the order of sources and then of targets, as senders and receivers alike read it.
+    Moves are sorted by source, then target: senders and receivers read the same order.
     """
     num_slots = len(before) // num_ranks
     moves = []

@@ -1,6 +1,6 @@
-"""Fields of a checkpoint's config, each checked as it is read: a file of a stranger names no size that is none.
+"""Reads fields of a checkpoint's config and validates each one, because checkpoint files are untrusted.
 
-Called by `config` and `rope`. Every function raises ModelError, which names the file, the field and what it holds.
+Called by `config` and `rope`. Every function raises ModelError, which names the file, the field and its value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pdserve.errors import ModelError
 
 MAX_COUNT = (1 << 31) - 1
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_WIDTH = 4096, 1 << 16, 1 << 13, 1 << 22
-"""Far above any model, and so low that tables made of them before the first weight is looked for stay small."""
+"""Far above any model, yet low enough that tables sized by them stay small before the first weight is read."""
 MAX_TOKEN_IDS = 1024
 
 
@@ -26,7 +26,7 @@ def read_count(
     least: int = 1,
     most: int = MAX_COUNT,
 ) -> int:
-    """A whole number from `least` to `most`; `default` where there is none."""
+    """Read an integer from `least` to `most`; `default` when the field is absent."""
     value = config.get(key)
     if value is None:
         value = default
@@ -36,7 +36,7 @@ def read_count(
 
 
 def read_number(config: Mapping[str, Any], key: str, where: str, *, default: float) -> float:
-    """A finite number above 0; `default` where there is none, or 0."""
+    """Read a finite number above 0; `default` when the field is absent or 0."""
     value = config.get(key) or default
     if (
         not isinstance(value, int | float)
@@ -49,7 +49,7 @@ def read_number(config: Mapping[str, Any], key: str, where: str, *, default: flo
 
 
 def read_mapping(config: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
-    """An object; an empty one where there is none."""
+    """Read an object; an empty one when the field is absent."""
     value = config.get(key) or {}
     if not isinstance(value, dict):
         raise ModelError(f"{where}: {key} is {_shown(value)}, expected an object")
@@ -57,7 +57,7 @@ def read_mapping(config: Mapping[str, Any], key: str, where: str) -> dict[str, A
 
 
 def read_texts(config: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-    """A list of texts; an empty one where there is none."""
+    """Read a list of strings; an empty one when the field is absent."""
     value = config.get(key) or ()
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
         raise ModelError(f"{where}: {key} is {_shown(value)}, expected a list of texts")
@@ -65,12 +65,12 @@ def read_texts(config: Mapping[str, Any], key: str, where: str) -> tuple[str, ..
 
 
 def read_counts(config: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
-    """A list of whole numbers from 0; an empty one where there is none."""
+    """Read a list of non-negative integers; an empty one when the field is absent."""
     return _whole(config.get(key) or (), key, where)
 
 
 def read_token_ids(values: Iterable[Any], where: str) -> tuple[int, ...]:
-    """All ids in `values` (ints, lists of ints, or None), each once, in order."""
+    """Collect all ids in `values` (ints, lists of ints, or None) without duplicates, in order."""
     ids: dict[int, None] = {}
     for value in values:
         alone = isinstance(value, int) and not isinstance(value, bool)
@@ -86,7 +86,7 @@ def _whole(value: Any, key: str, where: str) -> tuple[int, ...]:
 
 
 def _shown(value: Any) -> str:
-    """A value as errors quote it: not all of a long one."""
+    """Format a value for an error message; long values are truncated."""
     if isinstance(value, int) and abs(value) > 1 << 64:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)

@@ -1,4 +1,4 @@
-"""One step's tokens as tensors. Built by `executor/batch_builder.py`, read by families and attention backends."""
+"""`ForwardBatch`: one step's tokens as tensors. Built by `executor/batch_builder.py`; read by families and backends."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True)
 class HostRows:
-    """The batch's rows on the host, in flat order. All int64 `[num_rows]`, but `pages`.
+    """The batch's rows on the host, in flat order. All arrays are int64 `[num_rows]`, except `pages`.
 
-    Row r computes positions `[starts[r], ends[r])`; its first token lies at `offsets[r]` of the flat batch.
-    `prompts[r]` tokens of it are its prompt; kernels whose bits are not those of decode there go by it.
-    `pages[r]` is its line of the page table, `[max_pages]` int32; entries beyond its length mean nothing.
+    Row r computes positions `[starts[r], ends[r])`; its first token has index `offsets[r]` in the flat batch.
+    `prompts[r]` is its number of prompt tokens; kernels whose bits differ between prefill and decode read it.
+    `pages[r]` is the row's page-table line, int32 `[max_pages]`; entries beyond the row's length are undefined.
     """
 
     starts: IntArray
@@ -32,10 +32,10 @@ class HostRows:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardBatch:
-    """A flattened batch of N tokens, no padding. Tensors are int64 on the model's device.
+    """A flattened batch of N tokens without padding. Tensors are int64 on the model's device.
 
-    `columns` `[4, N]`, contiguous: each token, its position, and page and slot where its KV goes. `sample_index` `[S]`:
-    flat indices of the tokens whose logits are wanted. `host`: the same rows on the host.
+    `columns` `[4, N]`, contiguous: token id, position, and the page and slot that the token's KV is written to.
+    `sample_index` `[S]`: flat indices of the tokens that need logits. `host`: the rows on the host.
     """
 
     columns: Tensor
@@ -44,27 +44,27 @@ class ForwardBatch:
 
     @property
     def num_tokens(self) -> int:
-        """N."""
+        """N, the number of tokens."""
         return self.columns.shape[1]
 
     @property
     def input_ids(self) -> Tensor:
-        """`[N]`."""
+        """Token ids, `[N]`."""
         return self.columns[0]
 
     @property
     def positions(self) -> Tensor:
-        """`[N]`."""
+        """Positions, `[N]`."""
         return self.columns[1]
 
     @property
     def write_pages(self) -> Tensor:
-        """`[N]`."""
+        """Page of each token's KV, `[N]`."""
         return self.columns[2]
 
     @property
     def write_slots(self) -> Tensor:
-        """`[N]`."""
+        """Slot in the page of each token's KV, `[N]`."""
         return self.columns[3]
 
 
@@ -72,7 +72,7 @@ def to_device(
     array: npt.NDArray[np.int32 | np.int64 | np.float32 | np.float64 | np.bool_ | np.uint8],
     device: torch.device,
 ) -> Tensor:
-    """`array` on `device`. The copy does not wait for it: torch keeps the pinned memory until it has been read."""
+    """Copy `array` to `device` without blocking: torch keeps the pinned memory until the copy is done."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -80,13 +80,13 @@ def to_device(
 
 
 Filling = tuple[Tensor, npt.NDArray[np.int32] | npt.NDArray[np.int64]]
-"""A tensor that stays, and what it becomes: an array of its shape and dtype."""
+"""A tensor at a fixed address, and its new contents: an array of its shape and dtype."""
 
 
 def fill(fillings: Sequence[Filling]) -> None:
-    """Overwrite tensors of one device, in its current stream. Nothing waits; see `to_device`.
+    """Overwrite tensors of one device on its current stream. Does not block the host; see `to_device`.
 
-    All that they become travels there in one copy, in a stream of its own: while what is in the current one still runs.
+    All contents travel in one host-to-device copy on a separate stream, which overlaps kernels of the current stream.
     """
     device = fillings[0][0].device
     if device.type != "cuda":
@@ -103,10 +103,10 @@ def fill(fillings: Sequence[Filling]) -> None:
     at = 0
     for (target, _), part in zip(fillings, parts, strict=True):
         target.copy_(packed[at : at + len(part)].view(target.dtype).view(target.shape))
-        at += len(part) + -len(part) % 8  # each begins where a wide number may
+        at += len(part) + -len(part) % 8  # each part begins 8-byte aligned
 
 
 @functools.cache
 def _copying(device: torch.device) -> torch.cuda.Stream:
-    """The stream of `fill`."""
+    """The copy stream of `fill`."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""GGUF files (llama.cpp's format) as HF-named configs and tensors, through the `gguf` package.
+"""Reads GGUF files (llama.cpp's format) as HF-named configs and tensors, through the `gguf` package.
 
-Called by `loader` to run such a file, and by `hf_export` to write it as an HF directory.
+Called by `loader` to run such a file, and by `paths.export_hf` to write it as an HF directory.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ ROPE_DIVISORS = "rope_freqs.weight"
 
 
 def open_gguf(path: Path) -> GGUFReader:
-    """Map the file and read its metadata, which takes seconds where the vocabulary is large.
+    """Map the file and read its metadata, which takes seconds for a large vocabulary.
 
-    Raises ModelError when it is missing or is not a gguf file.
+    Raises ModelError when the file is missing or is not a gguf file.
     """
     from gguf import GGUFReader
 
     try:
         reader = GGUFReader(path)
-        metadata(reader)  # its texts are decoded only now
+        metadata(reader)  # decodes the strings, which raises for damaged ones
         return reader
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist") from None
@@ -76,18 +76,18 @@ def open_gguf(path: Path) -> GGUFReader:
 
 
 def metadata(reader: GGUFReader) -> dict[str, Any]:
-    """All key-value pairs but the long lists of the tokenizer."""
+    """Return all key-value pairs except the tokenizer's long lists."""
     return {key: field.contents() for key, field in reader.fields.items() if key not in _TOKEN_LISTS}
 
 
 def text_field(reader: GGUFReader, key: str) -> str | None:
-    """A metadata text, None when the file has none."""
+    """Return a metadata string; None when the file lacks it."""
     field = reader.fields.get(key)
     return None if field is None else str(field.contents())
 
 
 def hf_config(reader: GGUFReader, path: Path) -> dict[str, Any]:
-    """The file's facts under their names in an HF `config.json`. Raises ModelError for an unsupported architecture."""
+    """Return the metadata under HF `config.json` names. Raises ModelError for an unsupported architecture."""
     facts = metadata(reader)
     arch = facts.get("general.architecture")
     if arch not in _ARCHITECTURES:
@@ -112,7 +112,7 @@ def hf_config(reader: GGUFReader, path: Path) -> dict[str, Any]:
 
 
 def read_spec(path: Path, reader: GGUFReader | None = None) -> ModelSpec:
-    """The spec of a gguf file; `reader` is the file where it is open already. Raises ModelError."""
+    """Read the spec of a gguf file. `reader` is the open file, or None to open it. Raises ModelError."""
     reader = reader or open_gguf(path)
     config = hf_config(reader, path)
     facts = metadata(reader)
@@ -130,9 +130,9 @@ def read_spec(path: Path, reader: GGUFReader | None = None) -> ModelSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GgufSource:
-    """One tensor of a gguf file by its HF name, dequantised when it is read. Implements `params.Source`.
+    """One tensor of a gguf file by its HF name, dequantised on read. Implements `params.TensorSource`.
 
-    `num_heads` is what llama.cpp's reordering of rows is undone by; None where there is none.
+    `num_heads` is the head count used to undo llama.cpp's row reordering; None when the tensor is not reordered.
     """
 
     path: Path
@@ -142,11 +142,11 @@ class GgufSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `TensorSource.shape`; gguf has the fastest dimension first."""
+        """See `TensorSource.shape`. gguf stores the fastest dimension first."""
         return tuple(int(size) for size in reversed(self.tensor.shape))
 
     def read(self, part: tuple[slice, ...] | None) -> Tensor:
-        """See `TensorSource.read`: float32. Dequantises the whole tensor. Raises ModelError for unknown types."""
+        """See `TensorSource.read`. Dequantises the whole tensor to float32. Raises ModelError for unknown types."""
         from gguf import dequantize
 
         try:
@@ -161,7 +161,7 @@ class GgufSource:
 
 
 def sources(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> Iterator[GgufSource]:
-    """Every parameter, not read yet. `reader` as in `read_spec`. Raises ModelError for unknown ones."""
+    """Yield every parameter unread. `reader` as in `read_spec`. Raises ModelError for unknown tensors."""
     for tensor in (reader or open_gguf(path)).tensors:
         if tensor.name == ROPE_DIVISORS:
             continue
@@ -173,16 +173,16 @@ def sources(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> It
 
 
 def tensors(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> Iterator[tuple[str, Tensor]]:
-    """`(HF name, float32 tensor)` of every parameter, dequantised one at a time. `reader` as in `read_spec`.
+    """Yield `(HF name, float32 tensor)` of every parameter, dequantised one at a time. `reader` as in `read_spec`.
 
-    Raises ModelError for unknown ones.
+    Raises ModelError for unknown tensors.
     """
     for source in sources(path, spec, reader):
         yield source.name, source.read(None)
 
 
 def hf_name(name: str, path: Path) -> str:
-    """The HF name of a gguf tensor."""
+    """Return the HF name of a gguf tensor. Raises ModelError for an unknown tensor."""
     layer = _LAYER.fullmatch(name)
     if layer is not None and layer[2] in _LAYER_NAMES:
         return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
@@ -192,19 +192,19 @@ def hf_name(name: str, path: Path) -> str:
 
 
 def _unpermute(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """Undo the reordering of rows by which llama.cpp turns HF's half-split rotation into a pairwise one."""
+    """Undo llama.cpp's row reordering, which turns HF's half-split rotation into a pairwise one."""
     half = values.shape[0] // num_heads // 2
     return values.reshape(num_heads, half, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def _dtype(reader: GGUFReader) -> str:
-    """The narrowest format that loses little: float32 or float16 where all matrices are that, else bfloat16."""
+    """Choose the export dtype: float32 or float16 when all matrices have that type, else bfloat16."""
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
 
 
 def _rope_parameters(facts: dict[str, Any], arch: str, where: str) -> dict[str, Any]:
-    """HF's `rope_parameters`."""
+    """Build HF's `rope_parameters`."""
 
     def number(key: str, default: float) -> float:
         return read_number(facts, f"{arch}.rope.{key}", where, default=default)

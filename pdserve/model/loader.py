@@ -1,8 +1,8 @@
-"""From a resolved model path to a model with weights: HF safetensors, a gguf file, or random values.
+"""Loads a model from a resolved path: HF safetensors, a gguf file, or random weights.
 
-Called by the executor factory. Files are mapped, not read: what a rank holds of each tensor goes straight to its place
-in the target dtype, or on to whoever packs it (`ParamSlots.when_given`). A file is mapped anew after `WINDOW_BYTES` of
-it, so that no more than that of its pages counts as ours beside the weights.
+Called by the executor factory. Files are memory-mapped. A rank copies its part of each tensor straight to its
+destination in the target dtype; `ParamSlots.when_given` then triggers packing. A file is mapped anew after every
+`WINDOW_BYTES`, which bounds the file pages that count towards resident memory.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from pdserve.model.placement import ExpertMap
 
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _ITEM_BYTES = 4
-"""The most that an item of a supported tensor has."""
+"""Largest element size of a supported dtype, in bytes."""
 WINDOW_BYTES = 64 << 20
-"""How much of a checkpoint's file may lie in memory beside the weights made of it; a larger tensor may on its own."""
+"""Bytes of a checkpoint file that may be resident beside the weights. A larger tensor may exceed it on its own."""
 
 
 def read_spec(path: Path) -> ModelSpec:
-    """The spec of the checkpoint at `path` (a directory or a .gguf file). Raises ModelError."""
+    """Read the spec of the checkpoint at `path` (a directory or a .gguf file). Raises ModelError."""
     return gguf_file.read_spec(path) if path.suffix == ".gguf" else read_model_spec(path)
 
 
 def resolve_dtype(path: Path, spec: ModelSpec, asked: str, *, load_format: Literal["auto", "dummy"]) -> str:
-    """The number format to run in: `asked`, or for "auto" the checkpoint's (config first, then its first tensor)."""
+    """Resolve the dtype to run in: `asked`, or for "auto" the checkpoint's (config first, then its first tensor)."""
     if asked != "auto":
         return asked
     if spec.dtype is not None:
@@ -67,13 +67,13 @@ def load_model(
     parallel: Parallel | None = None,
     placement: ExpertMap | None = None,
 ) -> Decoder:
-    """The model of `spec` with the weights at `path`, or with random ones.
+    """Build the model of `spec` with the weights at `path`, or with random weights.
 
     `kernels`, `parallel`, `placement`: see `Decoder`.
 
     Raises:
-        ConfigError: `kernels` cannot do what they promise on this device.
-        ModelError: a file or a tensor is missing, damaged, of another shape, or not one of this architecture.
+        ConfigError: `kernels` cannot provide their guarantee on this device.
+        ModelError: a file or tensor is missing, damaged, of another shape, or not of this architecture.
     """
     model = empty_model(spec, dtype, device, kernels=kernels, parallel=parallel, placement=placement)
     fill_model(model, path, load_format=load_format, seed=seed)
@@ -89,13 +89,13 @@ def empty_model(
     parallel: Parallel | None = None,
     placement: ExpertMap | None = None,
 ) -> Decoder:
-    """The model of `spec` before it has weights; on CPU they take no memory yet. See `Decoder`. Raises ConfigError."""
+    """Build the model of `spec` without weights; on CPU they take no memory yet. See `Decoder`. Raises ConfigError."""
     with torch.inference_mode():
         return Decoder(spec, torch_dtype(dtype), device, kernels, parallel, placement)
 
 
 def fill_model(model: Decoder, path: Path, *, load_format: Literal["auto", "dummy"], seed: int) -> None:
-    """Give `model` the weights at `path`, or random ones. Raises ModelError, as `load_model`."""
+    """Fill `model` with the weights at `path`, or with random ones. Raises ModelError, as `load_model`."""
     with torch.inference_mode():
         if load_format == "dummy":
             model.params.fill_random(seed)
@@ -107,7 +107,7 @@ def fill_model(model: Decoder, path: Path, *, load_format: Literal["auto", "dumm
 
 @dataclasses.dataclass(frozen=True)
 class _MappedSource:
-    """One tensor of a mapped safetensors file. Implements `TensorSource`; only what is asked for is touched."""
+    """One tensor of a mapped safetensors file. Implements `TensorSource`; a read touches only the requested part."""
 
     file: safe_open
     name: str
@@ -119,7 +119,7 @@ class _MappedSource:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of it in the file, or more."""
+        """Upper bound of the tensor's size in the file, in bytes."""
         return math.prod(self.shape) * _ITEM_BYTES
 
     def read(self, part: tuple[slice, ...] | None) -> Tensor:
@@ -129,7 +129,7 @@ class _MappedSource:
 
 
 def _safetensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
-    """All tensors of a directory, by name; to be read before the next one is asked for."""
+    """Yield all tensors of a directory, by name. Read each one before advancing the iterator."""
     for path in _weight_files(directory):
         with _open(path) as file:
             names = list(file.keys())
@@ -146,13 +146,13 @@ def _safetensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
 
 
 def _gguf(path: Path, spec: ModelSpec) -> Iterator[tuple[str, TensorSource]]:
-    """All tensors of a gguf file, by HF name."""
+    """Yield all tensors of a gguf file, by HF name."""
     for source in gguf_file.sources(path, spec):
         yield source.name, source
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of `directory`: those its index names, else model.safetensors, else all there are."""
+    """Return the safetensors files: those that the index names, else model.safetensors, else all."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))

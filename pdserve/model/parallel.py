@@ -1,7 +1,7 @@
-"""What a model needs of its replica: its place, and the few ways in which ranks exchange tensors.
+"""`Parallel`: the rank's coordinates in its replica, and the collectives that models use.
 
-Made once by each rank at start-up (`open_parallel` in `torch_parallel`, or `SingleRank` where nothing is split); called
-by families and by the executor, by all ranks of a group in the same order.
+Each rank makes one at start-up: `open_parallel` in `torch_parallel`, or `SingleRank` for an unsplit model. Called by
+families and the executor, by all ranks of a group in the same order.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from pdserve.model.dp_attention import DPAttentionGroup, TokenShare, own_slice, 
 
 
 class Arrival(Protocol):
-    """Tensors that are under way to this rank."""
+    """Tensors in transit to this rank."""
 
     def wait(self) -> None:
-        """Until they are there, on the CPU; on CUDA the current stream waits. Any thread, any number of times.
+        """Block until the tensors have arrived; on CUDA, make the current stream wait instead.
+
+        May be called on any thread, any number of times.
 
         Raises:
-            RankError: another rank is gone or too late.
+            RankError: another rank is gone or timed out.
         """
         ...
 
 
 class Parallel(Protocol):
-    """One rank among those of its replica. Raises RankError where another rank is gone or too late."""
+    """One rank of a replica. Methods raise RankError when another rank is gone or times out."""
 
     @property
     def place(self) -> RankCoord:
-        """Where this rank stands."""
+        """Coordinates of this rank in its replica."""
         ...
 
     @property
@@ -42,41 +44,41 @@ class Parallel(Protocol):
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the tensor ranks of this stage; `x` itself is overwritten with it."""
+        """Sum `x` over the tensor ranks of this stage, in place."""
         ...
 
     def all_gather(self, part: Tensor) -> Tensor:
-        """`[n, ...]` of each tensor rank, one behind the other: `[tp_size * n, ...]` on all of them."""
+        """Concatenate `[n, ...]` of each tensor rank: `[tp_size * n, ...]` on all of them."""
         ...
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Deal rows out: the first `send[0]` of `x` go to tensor rank 0, and so on.
+        """Exchange rows: tensor rank 0 receives the first `send[0]` rows of `x`, rank 1 the next, and so on.
 
         Returns the `receive[0]` rows of tensor rank 0, then those of rank 1, and so on: `[sum(receive), ...]`.
         """
         ...
 
     def gather_logits(self, part: Tensor, vocab_size: int) -> Tensor | None:
-        """`[S, share]` of each tensor rank, side by side: `[S, vocab_size]` on tensor rank 0, None on the others."""
+        """Concatenate `[S, share]` of each tensor rank to `[S, vocab_size]` on tensor rank 0; None on other ranks."""
         ...
 
     def send(self, x: Tensor) -> None:
-        """Begin to send `x`, which must not change any more, to the same tensor rank of the next stage."""
+        """Start sending `x` to the same tensor rank of the next stage. `x` must not change any more."""
         ...
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What the same tensor rank of the stage before has sent."""
+        """Receive a tensor from the same tensor rank of the previous stage."""
         ...
 
     def share_tokens(self, tensors: Sequence[Tensor]) -> Arrival:
-        """Begin to overwrite `tensors` on every rank of the replica with those of the sampling rank."""
+        """Start overwriting `tensors` on every rank of the replica with those of the sampling rank."""
         ...
 
     def begin_least(self, values: Tensor, then: Callable[[], None]) -> Arrival:
-        """Begin to overwrite `values`, on the host, with the least that any rank of the replica has there.
+        """Start overwriting `values`, on the host, with the element-wise minimum over all ranks of the replica.
 
-        `then` is called when that is done, or has failed, on any thread. One at a time; it may be late on other ranks
-        while this one goes on.
+        `then` is called on any thread when the operation completes or fails. At most one may be in flight. Other ranks
+        may still be waiting when this rank goes on.
         """
         ...
 
@@ -86,7 +88,7 @@ class Parallel(Protocol):
 
 
 class StageRanks:
-    """Implements `DPAttentionGroup` for the tensor ranks of one stage of one replica: N is T."""
+    """Implements `DPAttentionGroup` for the tensor ranks of one stage of one replica: N equals T."""
 
     spans_replicas = False
 
@@ -95,7 +97,7 @@ class StageRanks:
         self.size, self.rank = parallel.place.shape.tp_size, parallel.place.tp_rank
 
     def begin(self, step: int, num_tokens: int) -> None:
-        """See `DPAttentionGroup.begin`; nothing to do."""
+        """See `DPAttentionGroup.begin`. Does nothing."""
 
     def hand(self, num_tokens: int) -> TokenShare:
         """See `DPAttentionGroup.hand`."""
@@ -103,7 +105,7 @@ class StageRanks:
         return TokenShare(sizes, own_slice(sizes, self.rank))
 
     def gather(self, x: Tensor) -> Tensor:
-        """See `DPAttentionGroup.gather`: `x` itself."""
+        """See `DPAttentionGroup.gather`. Returns `x` itself."""
         return x
 
     def reduce_sum(self, x: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ class StageRanks:
 
 
 class _There:
-    """Implements `Arrival` where nothing is awaited."""
+    """Implements `Arrival` for tensors that are already present."""
 
     def wait(self) -> None:
         """See `Arrival.wait`."""
@@ -134,7 +136,7 @@ _THERE = _There()
 
 
 def is_sampler(place: RankCoord) -> bool:
-    """Whether this is the one rank that has all logits: tensor rank 0 of the last stage."""
+    """Whether `place` is the rank that has all logits: tensor rank 0 of the last stage."""
     return place.is_last_stage and place.tp_rank == 0
 
 
@@ -167,12 +169,12 @@ class SingleRank:
         return part
 
     def send(self, x: Tensor) -> None:
-        """See `Parallel.send`; there is no next stage."""
-        raise AssertionError("one rank has nobody to send to")
+        """See `Parallel.send`. There is no next stage."""
+        raise AssertionError("a single-rank replica has no next stage")
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Parallel.receive`; there is no stage before."""
-        raise AssertionError("one rank has nobody to receive from")
+        """See `Parallel.receive`. There is no previous stage."""
+        raise AssertionError("a single-rank replica has no previous stage")
 
     def share_tokens(self, tensors: Sequence[Tensor]) -> Arrival:
         """See `Parallel.share_tokens`."""

@@ -1,6 +1,6 @@
-"""Where each tensor of a checkpoint goes. A family declares its parameters, the loader fills them in place.
+"""Destinations of checkpoint tensors. A family declares its parameters; the loader fills them in place.
 
-A rank of a split model declares which part of each tensor it holds; no more than that is read.
+A rank of a split model declares the part of each tensor that it holds. The loader reads only that part.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from pdserve.errors import ModelError
 
 _NUM_SAMPLES = 32
 _STRIDE = 2654435761
-"""A prime near 2^32 / golden ratio: multiples of it, modulo a size, lie all over its rows and columns."""
+"""A prime near 2^32 / golden ratio: its multiples, modulo a tensor's size, spread over all rows and columns."""
 
 WeightSamples = dict[str, dict[int, float]]
-"""By checkpoint name, values at fixed positions of the whole tensor, as far as a rank holds them."""
+"""Maps a checkpoint name to values at fixed flat positions of the whole tensor, limited to the part this rank holds."""
 
 
 class TensorSource(Protocol):
-    """A tensor of a checkpoint that has not been read yet."""
+    """An unread tensor of a checkpoint."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape in the checkpoint."""
+        """Shape in the checkpoint."""
         ...
 
     def read(self, part: tuple[slice, ...] | None) -> Tensor:
-        """That part of it, a slice for each dimension; all of it for None."""
+        """Read `part`, one slice per dimension; the whole tensor for None."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """A tensor by its name and `shape` in the checkpoint, and which indices of dimension `dim` this rank holds.
+    """A checkpoint tensor: its name, its `shape`, and the indices of dimension `dim` that this rank holds.
 
-    `held` None: all of them. `num_samples` of its values are compared with other ranks' and peers'.
+    `held` is None when the rank holds all. `num_samples` values are compared with other ranks and peers.
     """
 
     name: str
@@ -53,14 +53,14 @@ class Param:
 
     @property
     def held_shape(self) -> tuple[int, ...]:
-        """The shape of what this rank holds."""
+        """Shape of the part that this rank holds."""
         if self.held is None:
             return self.shape
         return (*self.shape[: self.dim], len(self.held), *self.shape[self.dim + 1 :])
 
     @property
     def part(self) -> tuple[slice, ...] | None:
-        """What this rank holds, a slice for each dimension; None: everything."""
+        """The part that this rank holds, one slice per dimension; None for the whole tensor."""
         if self.held is None or len(self.held) == self.shape[self.dim]:
             return None
         whole = [slice(0, size) for size in self.shape]
@@ -70,16 +70,16 @@ class Param:
 
 @dataclasses.dataclass
 class _Waiting:
-    """What shall be done once the parameters `missing` have been given."""
+    """An action to run once all parameters in `missing` are filled."""
 
     missing: set[str]
     action: Callable[[], None]
 
 
 class ParamSlots:
-    """Destination tensors by checkpoint name; several names may be rows of one stacked tensor.
+    """Destination tensors by checkpoint name. Several names may be row ranges of one stacked tensor.
 
-    On CPU a tensor takes memory when it is given (`when_given`), until it has been repacked (`release_weights`).
+    On CPU a tensor takes memory from when it is filled (`when_given`) until it is repacked (`release_weights`).
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -96,18 +96,18 @@ class ParamSlots:
 
     @property
     def device(self) -> torch.device:
-        """Where all of them are."""
+        """Device of all parameters."""
         return self._device
 
     def new(self, name: str, *shape: int) -> Tensor:
-        """Allocate the parameter `name`, of which this rank holds everything."""
+        """Allocate the parameter `name`, which this rank holds whole."""
         return self.stacked(Param(name, shape))
 
     def stacked(self, *params: Param, num_rows: int | None = None) -> Tensor:
-        """Allocate one tensor whose row ranges are what is held of `params`, in order.
+        """Allocate one tensor whose row ranges are the held parts of `params`, in order.
 
-        With `num_rows` it has that many rows, and those behind the last parameter are zero. Raises ModelError when
-        there is not the memory for it.
+        With `num_rows` it has that many rows, and the rows after the last parameter are zero. Raises ModelError when
+        memory runs out.
         """
         shapes = [param.held_shape for param in params]
         used = sum(shape[0] for shape in shapes)
@@ -117,7 +117,7 @@ class ParamSlots:
             whole = torch.empty(shape_of_all, dtype=self._dtype, device=self._device)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise ModelError(f"there is no memory for {params[0].name}, {list(shape_of_all)}: {reason}") from error
+            raise ModelError(f"out of memory for {params[0].name}, {list(shape_of_all)}: {reason}") from error
         whole[used:].zero_()
         first = 0
         for param, shape in zip(params, shapes, strict=True):
@@ -131,11 +131,11 @@ class ParamSlots:
         self._ignored.add(name)
 
     def ignore_under(self, prefixes: Iterable[str]) -> None:
-        """Accept whatever begins with one of `prefixes`: it is for other ranks to check."""
+        """Accept and skip names that begin with one of `prefixes`; other ranks check them."""
         self._ignored_prefixes += tuple(prefixes)
 
     def fill(self, name: str, source: TensorSource) -> None:
-        """Copy what is held of the parameter `name`, converting its dtype. Raises ModelError when it does not fit."""
+        """Copy the held part of parameter `name`, converting its dtype. Raises ModelError when it does not fit."""
         slot = self._slots.get(name)
         if slot is None:
             if self._is_ignored(name):
@@ -151,9 +151,9 @@ class ParamSlots:
         self._given(name)
 
     def when_given(self, wholes: Iterable[Tensor], action: Callable[[], None]) -> None:
-        """Do `action` once all parameters of `wholes`, which `stacked` gave, have their values; now where they have."""
+        """Run `action` once all parameters in `wholes`, from `stacked`, are filled; at once if they already are."""
         names = {name for whole in wholes for name in self._names_in(whole)}
-        assert names, "there are parameters in them"
+        assert names, "the tensors hold parameters"
         waiting = _Waiting(names - self._filled, action)
         if waiting.missing:
             self._waiting.append(waiting)
@@ -161,15 +161,16 @@ class ParamSlots:
             action()
 
     def check_filled(self, where: str) -> None:
-        """Raise ModelError when a parameter has not been given."""
+        """Raise ModelError when a parameter is not filled."""
         missing = sorted(self._slots.keys() - self._filled)
         if missing:
             raise ModelError(f"{where}: {len(missing)} tensors are missing, the first is {missing[0]}")
 
     def fill_random(self, seed: int) -> None:
-        """Seeded random values: norms are 1, all else normal with deviation 0.02, whatever the order of tensors.
+        """Fill with seeded random values: norms are 1, all others normal with standard deviation 0.02.
 
-        The whole tensor is made of the seed, so that a rank holds a part of the very model that is not split.
+        Values depend on the seed and the name, not on the order of tensors. The whole tensor is generated, so that
+        each rank holds a part of the same model as an unsplit server.
         """
         generator = torch.Generator(self._device)
         for name in list(self._slots):
@@ -186,12 +187,12 @@ class ParamSlots:
             self._given(name)
 
     def samples(self) -> WeightSamples:
-        """Some values of every parameter; all ranks' together say which weights were loaded, however they are split."""
+        """Return sample values of every parameter. All ranks' samples together identify the weights in any split."""
         held = {name: _samples(self._params[name], slot) for name, slot in self._slots.items()}
         return {name: self._samples[name] if name in self._samples else held[name] for name in self._params}
 
     def release_weights(self, whole: Tensor, num_bytes: int) -> None:
-        """Let go of the parameters that `stacked` gave as `whole`: they have been repacked into `num_bytes` elsewhere.
+        """Drop the parameters in `whole`, from `stacked`, which were repacked into `num_bytes` elsewhere.
 
         Their samples are kept.
         """
@@ -200,21 +201,21 @@ class ParamSlots:
         self._repacked_bytes += num_bytes
 
     def add_bytes(self, num_bytes: int) -> None:
-        """So many are taken by a copy of parameters in another form, beside them."""
+        """Count `num_bytes` for a second copy of parameters in another format."""
         self._repacked_bytes += num_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parameters, as far as they are held, in whatever form."""
+        """Bytes of all held parameters, in any format."""
         return self._repacked_bytes + sum(slot.numel() * slot.element_size() for slot in self._slots.values())
 
     def _names_in(self, whole: Tensor) -> list[str]:
-        """The parameters that have their place in `whole`."""
+        """Names of the parameters that are stored in `whole`."""
         memory = whole.untyped_storage().data_ptr()
         return [name for name, slot in self._slots.items() if slot.untyped_storage().data_ptr() == memory]
 
     def _given(self, name: str) -> None:
-        """A parameter has its values."""
+        """Mark a parameter as filled and run the actions that waited for it."""
         self._filled.add(name)
         for waiting in [waiting for waiting in self._waiting if name in waiting.missing]:
             waiting.missing.remove(name)
@@ -228,10 +229,10 @@ class ParamSlots:
 
 
 def fingerprint_of(samples: Iterable[WeightSamples]) -> str:
-    """Short hash of all ranks' samples: equal for two servers that loaded the same weights, in whatever split.
+    """Hash all ranks' samples: equal for two servers that loaded the same weights, in any split.
 
     Raises:
-        ModelError: two ranks hold other values for the same position, so they did not load the same weights.
+        ModelError: two ranks hold different values for the same position, so their weights differ.
     """
     merged: dict[str, dict[int, bytes]] = {}
     for of_rank in samples:
@@ -240,7 +241,7 @@ def fingerprint_of(samples: Iterable[WeightSamples]) -> str:
             for position, value in values.items():
                 packed = struct.pack("<f", value)
                 if known.setdefault(position, packed) != packed:
-                    raise ModelError(f"the ranks of this server have loaded other values of {name}")
+                    raise ModelError(f"the ranks of this server have loaded different values of {name}")
     digest = hashlib.blake2b(digest_size=8)
     for name, packed_values in sorted(merged.items()):
         digest.update(name.encode())
@@ -250,7 +251,7 @@ def fingerprint_of(samples: Iterable[WeightSamples]) -> str:
 
 
 def _samples(param: Param, slot: Tensor) -> dict[int, float]:
-    """The values of one tensor at the positions that are held, by flat position in the whole tensor."""
+    """Return the held sample values of one tensor, by flat position in the whole tensor."""
     size = int(np.prod(param.shape))
     positions = np.unique(np.arange(param.num_samples, dtype=np.int64) * _STRIDE % size)
     index = np.stack(np.unravel_index(positions, param.shape))

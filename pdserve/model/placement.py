@@ -1,6 +1,7 @@
-"""Which rank holds which experts: a table for each layer, and the one that a server starts with.
+"""Expert placement: a table of expert slots per layer, and the placement at server start.
 
-Pure. Made by the executor factory, on every rank alike; read by `layers/expert_parallel`; `eplb` makes better ones.
+Pure. Made by the executor factory, identically on every rank. Read by `layers/expert_parallel`. `eplb` computes better
+placements at run time.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ _FIELD = "init_expert_location"
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMap:
-    """`rows[layer]` has the experts of rank 0's slots, then those of rank 1's, and so on; every expert is in it.
+    """Placement of experts on ranks. `rows[layer]` lists rank 0's slots, then rank 1's, and so on.
 
-    There is a row for every layer of the model that has experts, by its index there. All ranks have as many slots. An
-    expert that is there more than once is so on different ranks, which share its tokens.
+    Every expert occurs in every row. `rows` has an entry for each layer with experts, by index in the model. All ranks
+    have the same number of slots. Copies of an expert are on different ranks and share its tokens.
     """
 
     rows: dict[int, Row]
     num_ranks: int
 
     def digest(self) -> int:
-        """A number of 63 bits: equal for equal placements."""
+        """Return a 63-bit hash that is equal for equal placements."""
         text = json.dumps(sorted(self.rows.items())).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def slots_of(row: Sequence[int], num_ranks: int, rank: int) -> Row:
-    """Rank `rank`'s part of a row."""
+    """Return rank `rank`'s part of a row."""
     num_slots = len(row) // num_ranks
     return tuple(row[rank * num_slots : (rank + 1) * num_slots])
 
 
 def num_slots_for(moe: MoeSpec, num_ranks: int, num_redundant: int) -> int:
-    """Slots of each rank for all experts and `num_redundant` copies; what is left over has copies as well.
+    """Return the slots per rank for all experts and `num_redundant` copies. Slots left over also hold copies.
 
     Raises:
         ConfigError: a rank would hold an expert twice.
@@ -63,13 +64,13 @@ def num_slots_for(moe: MoeSpec, num_ranks: int, num_redundant: int) -> int:
 
 
 def first_placement(moe: MoeSpec, num_ranks: int, num_redundant: int, location: str) -> ExpertMap:
-    """The placement at start. `location` is "trivial" (experts in order, then again from the first), or a JSON file.
+    """Build the placement at start. `location` is "trivial" (experts in order, repeated) or the path of a JSON file.
 
-    The file has SGLang's `physical_to_logical_map`, `[layers][slots of all ranks]`, or `logical_count`,
-    `[layers][experts]` or a list of such: how many tokens each expert was given, to be balanced.
+    The file holds SGLang's `physical_to_logical_map`, `[layers][slots of all ranks]`, or `logical_count`,
+    `[layers][experts]` or a list of such tables. `logical_count` is tokens routed to each expert; it is balanced.
 
     Raises:
-        ConfigError: naming the flag; the file cannot be read, or does not fit the model.
+        ConfigError: the file cannot be read, or does not fit the model. The error names the flag.
     """
     num_slots = num_slots_for(moe, num_ranks, num_redundant)
     trivial: Row = tuple(index % moe.num_experts for index in range(num_ranks * num_slots))
@@ -95,12 +96,12 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--init-expert-location {path} cannot be read: {error}", field=_FIELD) from error
     if not isinstance(facts, dict):
-        raise ConfigError(f"--init-expert-location {path} is no JSON object", field=_FIELD)
+        raise ConfigError(f"--init-expert-location {path} is not a JSON object", field=_FIELD)
     return facts
 
 
 def _table(value: object, where: str, name: str) -> npt.NDArray[np.int64]:
-    """`value` as `[layers, n]`; a list of tables is added up."""
+    """Convert `value` to an array `[layers, n]`; a list of `logical_count` tables is summed."""
     try:
         table = np.array(value, dtype=np.int64)
     except (TypeError, ValueError, OverflowError):
@@ -108,12 +109,12 @@ def _table(value: object, where: str, name: str) -> npt.NDArray[np.int64]:
     if table.ndim == 3 and name == "logical_count":
         table = table.sum(0)
     if table.ndim != 2 or table.min(initial=0) < 0:
-        raise ConfigError(f"{where}: {name} is no table of numbers, one row for each layer", field=_FIELD)
+        raise ConfigError(f"{where}: {name} is not a table of numbers, one row per layer", field=_FIELD)
     return table
 
 
 def _rows(table: npt.NDArray[np.int64], moe: MoeSpec, where: str, width: int) -> dict[int, Row]:
-    """By layer of the model; the table's first row is layer 0's, also where that is dense."""
+    """Return rows by layer of the model. The table's first row is layer 0's, even when layer 0 is dense."""
     if table.shape[0] <= max(moe.layers) or table.shape[1] != width:
         raise ConfigError(
             f"{where} has {table.shape[0]} rows of {table.shape[1]}, expected {max(moe.layers) + 1} of {width}",

@@ -1,4 +1,4 @@
-"""Rotary position embeddings as facts: which variant, with which numbers.
+"""`RopeSpec`: the rotary position embedding variant of a model and its parameters.
 
 Read from a config by `config.py`; turned into angles by `layers/rotary.py`.
 """
@@ -19,9 +19,9 @@ _ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """One RoPE variant. `attention_factor` multiplies cos and sin.
+    """Parameters of one RoPE variant. `attention_factor` multiplies cos and sin.
 
-    `freq_divisors` (one per pair of dimensions) is how gguf files carry llama3 scaling.
+    `freq_divisors` has one divisor per pair of dimensions; gguf files store llama3 scaling this way. None otherwise.
     """
 
     type: RopeType = "default"
@@ -38,10 +38,10 @@ class RopeSpec:
 
 
 def read_rope(config: Mapping[str, Any], max_positions: int, where: str) -> RopeSpec:
-    """The variant in an HF config, by its new (`rope_parameters`) or old (`rope_theta`, `rope_scaling`) names.
+    """Read the variant of an HF config from new (`rope_parameters`) or old (`rope_theta`, `rope_scaling`) fields.
 
     Raises:
-        ModelError: a variant or a partial rotation that is not supported, or a missing number.
+        ModelError: the variant or a partial rotation is not supported, or a number is missing.
     """
     old, new = read_mapping(config, "rope_scaling", where), read_mapping(config, "rope_parameters", where)
     params: dict[str, Any] = {**new, **old}
@@ -74,7 +74,7 @@ def read_rope(config: Mapping[str, Any], max_positions: int, where: str) -> Rope
 
 
 def _rope_type(params: Mapping[str, Any], where: str) -> RopeType:
-    """The variant's name. Raises ModelError for one that is not supported."""
+    """Return the variant's name. Raises ModelError for an unsupported one."""
     name = params.get("rope_type") or params.get("type") or "default"
     for kind in _ROPE_TYPES:
         if kind == name:
@@ -83,7 +83,7 @@ def _rope_type(params: Mapping[str, Any], where: str) -> RopeType:
 
 
 def yarn_attention_factor(factor: float, params: Mapping[str, Any], where: str) -> float:
-    """The factor on cos and sin that YaRN (arXiv:2309.00071, eq. 22) asks for, with DeepSeek's two mscales."""
+    """Return YaRN's factor on cos and sin (arXiv:2309.00071, eq. 22), with DeepSeek's two mscales."""
     if params.get("attention_factor") is not None:
         return read_number(params, "attention_factor", where, default=1.0)
     if params.get("mscale") and params.get("mscale_all_dim"):
@@ -93,5 +93,5 @@ def yarn_attention_factor(factor: float, params: Mapping[str, Any], where: str) 
 
 
 def _mscale(scale: float, mscale: float) -> float:
-    """0.1 * mscale * ln(scale) + 1 for scales above 1."""
+    """Return 0.1 * mscale * ln(scale) + 1 for scales above 1, else 1."""
     return 1.0 if scale <= 1.0 else 0.1 * mscale * math.log(scale) + 1.0

@@ -1,6 +1,6 @@
-"""Whether a model can be split as the flags say. Called by launchers, before anything is loaded, and by the factory.
+"""Checks that a model can be split by the parallelism flags. Called by launchers and the executor factory.
 
-Needs no torch, so that a wrong flag is refused in a moment.
+Imports no torch, so that launchers reject a wrong flag at once, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pdserve.model.config import ModelSpec
 
 
 def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing: int = 1) -> None:
-    """Raise ConfigError, naming `tp_size`, `pp_size` or `ep_size`, when the model cannot be split that way.
+    """Raise ConfigError, which names `tp_size`, `pp_size` or `ep_size`, when the model cannot be split that way.
 
-    `num_sharing` replicas share the feed-forward layers.
+    `num_sharing` is the number of replicas that share the feed-forward layers (DP attention).
     """
     if ep_size > 1 and spec.moe is None:
         raise ConfigError(f"--ep-size {ep_size} is for models with experts, and this one has none", field="ep_size")

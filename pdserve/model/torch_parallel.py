@@ -1,5 +1,7 @@
-"""`Parallel` over `torch.distributed`: gloo on CPU, NCCL on CUDA. A process has one replica's rank, as torch has one
-default group: that of the replica, or with DP attention that of all replicas, which share their feed-forward layers.
+"""`Parallel` over `torch.distributed`: gloo on CPU, NCCL on CUDA.
+
+A process is a rank of one replica, because torch has one default process group. That group is the replica's. With DP
+attention it has the ranks of all replicas, which share their feed-forward layers.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from pdserve.model.parallel import Arrival, Parallel, SingleRank, StageRanks
 
 _LOG = logging.getLogger(__name__)
 TIMEOUT_S = 300.0
-"""Longer than any step: a rank that computes is no rank that is gone."""
+"""Default timeout of a collective, in seconds. Longer than any step, so that a computing rank is not taken for lost."""
 
 _LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
-"""Torch's variable: gloo connects ranks when they first exchange something."""
+"""Torch's variable: gloo connects two ranks at their first exchange instead of at start."""
 
 Backend = Literal["gloo", "nccl"]
-_SHARING = "sharing tokens"
+_SHARING = "broadcast of tokens"
 
 
 class TorchParallel:
-    """Implements `Parallel` over `torch.distributed`. Made by `open_parallel`, which says what `fixed_order` is."""
+    """Implements `Parallel` over `torch.distributed`. Made by `open_parallel`, which documents `fixed_order`."""
 
     def __init__(self, place: WidePlace, timeout: datetime.timedelta, fixed_order: bool) -> None:
         self.place = own = place.place
@@ -60,7 +62,7 @@ class TorchParallel:
         self._schedulers = None if own.shape.num_ranks == 1 else _group(replicas, place, timeout, "gloo")
         self._sampler = _stages(replicas[place.dp_rank], own.shape)[-1][0]
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
-        self._max_sending = own.shape.pp_size**2  # so many micro-batches are under way
+        self._max_sending = own.shape.pp_size**2  # upper bound of the micro-batches in flight
         self._wide: DPAttentionGroup = StageRanks(self)
         if place.dp_size > 1:
             on_host = dist.get_backend() == "gloo"
@@ -81,7 +83,7 @@ class TorchParallel:
                 total += part
             return x.copy_(total)
         if self.place.shape.tp_size > 1:
-            with _with_others("adding up"):
+            with _with_others("all_reduce"):
                 dist.all_reduce(x, group=self._tensor_ranks)
         return x
 
@@ -91,14 +93,14 @@ class TorchParallel:
         if tp_size == 1:
             return part
         whole = part.new_empty(tp_size * part.shape[0], *part.shape[1:])
-        with _with_others("gathering"):
+        with _with_others("all_gather"):
             dist.all_gather(list(whole.chunk(tp_size)), part.contiguous(), group=self._tensor_ranks)
         return whole
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """See `Parallel.all_to_all`."""
         received = x.new_empty(sum(receive), *x.shape[1:])
-        with _with_others("dealing rows out"):
+        with _with_others("all_to_all"):
             dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=self._tensor_ranks)
         return received
 
@@ -109,26 +111,26 @@ class TorchParallel:
             return part[:, :vocab_size]
         part, root = part.contiguous(), self._first + self.place.rank - self.place.tp_rank
         parts = None if self.place.tp_rank else [torch.empty_like(part) for _ in range(tp_size)]
-        with _with_others("gathering logits"):
+        with _with_others("gather of logits"):
             dist.gather(part, parts, dst=root, group=self._tensor_ranks)
         return None if parts is None else torch.cat(parts, 1)[:, :vocab_size].contiguous()
 
     def send(self, x: Tensor) -> None:
         """See `Parallel.send`."""
-        assert not self.place.is_last_stage, "the last stage has nobody to send to"
+        assert not self.place.is_last_stage, "the last stage has no next stage"
         x = x.contiguous()
-        with _with_others("sending hidden states"):
+        with _with_others("send of hidden states"):
             work = dist.isend(x, self._first + self.place.rank + self.place.shape.tp_size, group=self._next)
             while len(self._sending) >= self._max_sending:
                 self._sending.popleft()[0].wait()
-        assert work is not None, "this rank is of its edge"
+        assert work is not None, "this rank belongs to its edge's group"
         self._sending.append((work, x))
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Parallel.receive`."""
-        assert not self.place.is_first_stage, "the first stage has nobody to receive from"
+        assert not self.place.is_first_stage, "the first stage has no previous stage"
         x = torch.empty(shape, dtype=dtype, device=device)
-        with _with_others("receiving hidden states"):
+        with _with_others("receive of hidden states"):
             dist.recv(x, self._first + self.place.rank - self.place.shape.tp_size, group=self._previous)
         return x
 
@@ -142,11 +144,11 @@ class TorchParallel:
 
     def begin_least(self, values: Tensor, then: Callable[[], None]) -> Arrival:
         """See `Parallel.begin_least`."""
-        with _with_others("agreeing"):
+        with _with_others("consensus"):
             work = dist.all_reduce(values, dist.ReduceOp.MIN, group=self._schedulers, async_op=True)
-        assert work is not None, "this rank is of its replica"
+        assert work is not None, "this rank belongs to its replica's group"
         work.get_future().add_done_callback(lambda _: then())
-        return _Works((work,), "agreeing")
+        return _Works((work,), "consensus")
 
     def close(self) -> None:
         """See `Parallel.close`."""
@@ -156,7 +158,7 @@ class TorchParallel:
 
 @dataclasses.dataclass(frozen=True)
 class _Works:
-    """Implements `Arrival`; `what` the ranks are about."""
+    """Implements `Arrival`; `what` names the operation in errors."""
 
     works: tuple[dist.Work, ...]
     what: str
@@ -177,27 +179,30 @@ def open_parallel(
     timeout_s: float = TIMEOUT_S,
     fixed_order: bool = False,
 ) -> Parallel:
-    """Meet the other ranks over `store`, those of the replica or of all that share layers; returns when all are there.
+    """Join the other ranks over `store` and return once all have joined.
 
-    `host` is the address of this host that the other ranks reach, 127.0.0.1 when all are on one. The device says the
-    backend: NCCL on CUDA, gloo elsewhere. With `fixed_order` a sum over ranks has the same bits wherever it stands in a
-    tensor: backends add each part of one in another order, which shows from three ranks on. When all are there, gloo's
-    ports are closed to everyone else.
+    The group has the replica's ranks, or with DP attention the ranks of all replicas. `host` is this host's address as
+    the other ranks reach it; 127.0.0.1 when all ranks are on one host. The device decides the backend: NCCL on CUDA,
+    gloo elsewhere. `timeout_s` is in seconds.
+
+    With `fixed_order` a sum over ranks has the same bits at every position of a tensor. Backends add each part of a
+    tensor in a different order, which changes bits from three ranks on. Once all ranks have joined, gloo's ports are
+    closed to other processes.
 
     Raises:
         ConfigError: no network interface has the address `host`.
-        RankError: a rank did not come in time, or left.
+        RankError: a rank timed out or left.
     """
     place = WidePlace(place) if isinstance(place, RankCoord) else place
     if place.num_ranks == 1:
         return SingleRank()
     backend: Backend = "nccl" if device.type == "cuda" else "gloo"
     interface = _interface_of(host)
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # gloo carries numbers beside NCCL, too
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # with NCCL, gloo still carries host tensors
         os.environ.setdefault(variable, interface)
     timeout = datetime.timedelta(seconds=timeout_s)
-    makes_all_now = backend == "gloo" and _LAZY_GLOO not in os.environ  # NCCL makes connections later
-    with _with_others("meeting"), ports_closed_afterwards() if makes_all_now else contextlib.nullcontext():
+    makes_all_now = backend == "gloo" and _LAZY_GLOO not in os.environ  # NCCL connects later
+    with _with_others("rendezvous"), ports_closed_afterwards() if makes_all_now else contextlib.nullcontext():
         dist.init_process_group(
             backend,
             store=PrefixStore("parallel", store),
@@ -207,53 +212,54 @@ def open_parallel(
             device_id=device if device.type == "cuda" else None,
         )
         joined = TorchParallel(place, timeout, fixed_order)
-    _LOG.info("rank %d of %d is one of %s's", place.rank, place.num_ranks, backend)
+    _LOG.info("rank %d of %d joined the %s process group", place.rank, place.num_ranks, backend)
     return joined
 
 
 @contextlib.contextmanager
 def _with_others(what: str) -> Iterator[None]:
-    """Torch's errors as ours; `what` says what the ranks were about."""
+    """Convert torch's RuntimeError to RankError; `what` names the operation."""
     try:
         yield
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
-        raise RankError(f"{what}: another rank of this server is gone, or too late: {reason}") from error
+        raise RankError(f"{what}: another rank of this server is gone or timed out: {reason}") from error
 
 
 def _ranks_of_replica(place: WidePlace, dp_rank: int) -> list[int]:
-    """All ranks of replica `dp_rank`."""
+    """Return all ranks of replica `dp_rank`."""
     num_ranks = place.place.shape.num_ranks
     return list(range(dp_rank * num_ranks, (dp_rank + 1) * num_ranks))
 
 
 def _stages(replica: list[int], shape: ParallelShape) -> list[list[int]]:
-    """The tensor ranks of each pipeline stage."""
+    """Return the tensor ranks of each pipeline stage."""
     tp_size = shape.tp_size
     return [replica[tp_size * stage : tp_size * (stage + 1)] for stage in range(shape.pp_size)]
 
 
 def _edges(replica: list[int], shape: ParallelShape) -> list[tuple[int, int]]:
-    """Ranks of which the first one sends hidden states to the second."""
+    """Return pairs of ranks; the first of a pair sends hidden states to the second."""
     return list(zip(replica, replica[shape.tp_size :], strict=False))
 
 
 def _group(
     members: list[list[int]], place: WidePlace, timeout: datetime.timedelta, backend: Backend | None = None
 ) -> dist.ProcessGroup:
-    """This rank's group among `members`, all of which every rank makes in the same order. By default the backend is
-    that of the device.
+    """Create all groups of `members`, in the same order on every rank, and return this rank's group.
+
+    `backend` None selects the device's default backend.
     """
     groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in members]
     return next(group for ranks, group in zip(members, groups, strict=True) if place.rank in ranks)
 
 
 def _interface_of(host: str) -> str:
-    """The name of the network interface with an address of `host`. Raises ConfigError."""
+    """Return the name of the network interface with an address of `host`. Raises ConfigError."""
     try:
         wanted = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError as error:
-        raise ConfigError(f"{host} is no address of this host: {error}", field="disaggregation_host") from error
+        raise ConfigError(f"{host} is not an address of this host: {error}", field="disaggregation_host") from error
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address.partition("%")[0] in wanted for address in addresses):
             return name

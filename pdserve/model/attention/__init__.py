@@ -1,1 +1,1 @@
-"""Attention over the paged KV pool: one interface, several implementations."""
+"""Attention over the paged KV pool: one interface and several backends."""

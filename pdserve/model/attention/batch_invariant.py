@@ -1,11 +1,12 @@
-"""Attention of the deterministic mode by torch: the result at position p depends on q[p] and k, v[0..p] alone.
+"""Batch-invariant attention in torch: the result at position p depends on q[p] and k, v[0..p] alone.
 
-Keys are cut into blocks of BLOCK at absolute positions, whatever the page size. All products are of `size` query rows
-with one block, with a `size` that was found to leave no trace (`layers/tiles.py`); more rows, blocks and heads are more
-products of the same shape. The maximum over all keys is exact in any order. The blocks' sums are added in order, and
-a block or key that a query does not see adds exactly zero, so it does not matter that its neighbours see it.
+Used with --enable-deterministic-inference. Keys are split into blocks of BLOCK at absolute positions, independent of
+the page size. Every matrix product multiplies `size` query rows with one block. `layers/tiles.py` finds sizes for
+which a row's bits do not depend on the other rows. More rows, blocks and heads are more products of the same shape.
+The maximum over all keys is exact in any order. The blocks' sums are added in order. A masked block or key adds exactly
+zero, so blocks that only other queries of the batch see do not change a result.
 
-All arithmetic is in float32. Made by the executor factory; CPU and CUDA.
+All arithmetic is in float32. Made by the executor factory. Runs on CPU and CUDA.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.layers.tiles import PROBE_ROWS, cut, safe_sizes, telling
 
 BLOCK = 128
-"""Keys per block: the most that a page may have, so that pages of a power of two tokens fill blocks exactly."""
+"""Keys per block: the largest page size, so that pages of a power of two of tokens fill blocks exactly."""
 _SCORE_BYTES = 16 << 20
-"""Scores of one product at most, where the sizes allow it; about what the caches hold."""
+"""Upper bound of the scores of one product in bytes, where the sizes allow it; about the size of the caches."""
 _PROBE_COUNTS = (1, 2, 5, 56)
-"""Products at once, as tried: one alone must have the bits of one among many."""
+"""Batch sizes of the probe's bmm calls: a product alone must have the bits of one product among many."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """`T` new tokens of each of `B` requests, attended together in products of `size` query rows.
 
-    A query row is one query head of one token; those that share a KV head lie together, token by token. `tokens`
-    `[B * T]` are flat indices. Keys behind block `num_blocks` are not seen at all, those before block `first` by
-    all; between, `hidden` `[B, 1, num_blocks - first, size, BLOCK]` is true where a query row does not see a key.
+    A query row is one query head of one token. Rows that share a KV head are adjacent, token by token. `tokens`
+    `[B * T]` are flat indices. Blocks from `num_blocks` on are masked for all queries, and blocks before `first` for
+    none. Between them, `hidden` `[B, 1, num_blocks - first, size, BLOCK]` is true where a query row's key is masked.
     """
 
     tokens: Tensor
@@ -52,8 +53,8 @@ class Piece:
 class Gathered:
     """Requests whose keys are gathered together, and the pieces that attend to them.
 
-    `blocks` are rows of `KVPool.blocks` for `num_pages` pages a request, which hold `num_blocks` blocks or a little
-    more; `junk` are the slots among them that no token of the request has been written to.
+    `blocks` are rows of `KVPool.blocks` for `num_pages` pages per request, which cover at least `num_blocks` blocks.
+    `junk` are gathered slots that hold no token of the request; None when there are none.
     """
 
     num_rows: int
@@ -65,10 +66,10 @@ class Gathered:
 
 
 class BatchInvariantAttention:
-    """The deterministic backend over one KV pool.
+    """The deterministic attention backend over one KV pool.
 
     Raises:
-        ConfigError: this device gives no size of product that leaves no trace.
+        ConfigError: no product size is batch-invariant on this device.
     """
 
     def __init__(self, pool: KVPool, num_heads: int, device: torch.device) -> None:
@@ -78,10 +79,10 @@ class BatchInvariantAttention:
         self._sizes = _common_sizes(pool.group.head_dim, device)
 
     def capturing(self) -> None:
-        """See `AttentionBackend.capturing`: lengths are the shapes of what it gathers."""
+        """See `AttentionBackend.capturing`. Returns None: tensor shapes depend on the rows' lengths."""
 
     def begin(self, batch: ForwardBatch) -> BatchInvariantStep:
-        """Gather indices and masks for one step."""
+        """Compute gather indices and masks for one step."""
         host = batch.host
         is_decode = (host.ends - host.starts) == 1
         decode, extend = np.flatnonzero(is_decode), np.flatnonzero(~is_decode)
@@ -91,7 +92,7 @@ class BatchInvariantAttention:
         return BatchInvariantStep(self._pool, self._group, writes, together + alone)
 
     def _together(self, batch: ForwardBatch, rows: IntArray) -> Gathered:
-        """One gather: rows with one new token each, or one row with several. `rows` are sorted by length."""
+        """Plan one gather: rows with one new token each, or one row with several. `rows` are sorted by length."""
         page_tokens, host = self._pool.group.page_tokens, batch.host
         lengths = host.ends[rows]
         num_blocks = -(-int(lengths[-1]) // BLOCK)
@@ -112,7 +113,7 @@ class BatchInvariantAttention:
         )
 
     def _pieces(self, offsets: IntArray, starts: IntArray, ends: IntArray) -> tuple[Piece, ...]:
-        """The new tokens of one gather, cut into pieces."""
+        """Cut the new tokens of one gather into pieces."""
         num_blocks = -(-int(ends.max()) // BLOCK)
         row_bytes = len(offsets) * self._pool.group.num_kv_heads * num_blocks * BLOCK * 4
         widths = {size // self._group: size for size in reversed(self._sizes) if size >= self._group}
@@ -124,7 +125,7 @@ class BatchInvariantAttention:
         return tuple(pieces)
 
     def _piece(self, tokens: IntArray, positions: IntArray, size: int) -> Piece:
-        """The tokens at flat indices `tokens` and `positions`, `[B, T]`."""
+        """Build the piece of the tokens at flat indices `tokens` and `positions`, `[B, T]` each."""
         num_blocks, first = int(positions.max()) // BLOCK + 1, (int(positions.min()) + 1) // BLOCK
         keys = np.arange(first * BLOCK, num_blocks * BLOCK).reshape(-1, 1, BLOCK)
         hidden = np.zeros((len(tokens), num_blocks - first, size, BLOCK), dtype=np.bool_)
@@ -141,7 +142,7 @@ class BatchInvariantAttention:
 
 
 class BatchInvariantStep:
-    """Attention of one step in fixed blocks."""
+    """Attention of one step in blocks of a fixed size."""
 
     def __init__(self, pool: KVPool, group: int, writes: Tensor, gathered: list[Gathered]) -> None:
         self._pool = pool
@@ -166,7 +167,7 @@ class BatchInvariantStep:
         return out.flatten(1)
 
     def _blocks(self, layer: int, gathered: Gathered) -> tuple[Tensor, Tensor]:
-        """Keys and values, float32 `[B, kv_heads, num_blocks, BLOCK, D]` each; unwritten slots are zero."""
+        """Gather keys and values, float32 `[B, kv_heads, num_blocks, BLOCK, D]` each; unwritten slots are zero."""
         spec = self._pool.group
         pages = self._pool.blocks(layer).index_select(0, gathered.blocks)
         if gathered.junk is not None:
@@ -177,7 +178,7 @@ class BatchInvariantStep:
         return keys, values
 
     def _query_rows(self, q: Tensor, num_rows: int, piece: Piece) -> Tensor:
-        """The piece's queries, scaled, float32 `[B, kv_heads, size, D]`; rows beyond its tokens are zero."""
+        """Return the piece's scaled queries, float32 `[B, kv_heads, size, D]`; rows beyond its tokens are zero."""
         spec, used = self._pool.group, piece.num_tokens * self._group
         picked = q.index_select(0, piece.tokens).float() * self._scale
         heads = picked.view(num_rows, piece.num_tokens, spec.num_kv_heads, self._group, spec.head_dim).transpose(1, 2)
@@ -186,14 +187,14 @@ class BatchInvariantStep:
         return rows
 
     def _tokens(self, mixed: Tensor, piece: Piece) -> Tensor:
-        """`_query_rows` undone: `[B * T, num_heads, D]`."""
+        """Invert `_query_rows`: `[B * T, num_heads, D]`."""
         used = mixed[:, :, : piece.num_tokens * self._group]
         heads = used.reshape(*mixed.shape[:2], piece.num_tokens, self._group, mixed.shape[-1]).transpose(1, 2)
         return heads.reshape(len(piece.tokens), -1, mixed.shape[-1])
 
 
 def _attend(rows: Tensor, keys: Tensor, values: Tensor, piece: Piece) -> Tensor:
-    """Softmax of `rows` `[B, H, size, D]` with `keys`, times `values` (`[B, H, num_blocks, BLOCK, D]`)."""
+    """Compute softmax of `rows` `[B, H, size, D]` with `keys`, times `values` (`[B, H, num_blocks, BLOCK, D]`)."""
     batch = keys.shape[:3]
     shared = rows[:, :, None].expand(*batch, -1, -1).reshape(-1, *rows.shape[2:])
     scores = torch.bmm(shared, keys.reshape(-1, *keys.shape[3:]).transpose(1, 2)).view(*batch, piece.size, BLOCK)
@@ -205,7 +206,7 @@ def _attend(rows: Tensor, keys: Tensor, values: Tensor, piece: Piece) -> Tensor:
 
 
 def _in_order(parts: Tensor) -> Tensor:
-    """The sum over dimension 2, first to last: zeros at its end change nothing."""
+    """Sum over dimension 2, first to last: zeros at its end change nothing."""
     total = parts[:, :, 0]
     for index in range(1, parts.shape[2]):
         total = total + parts[:, :, index]
@@ -213,7 +214,7 @@ def _in_order(parts: Tensor) -> Tensor:
 
 
 def _common_sizes(head_dim: int, device: torch.device) -> tuple[int, ...]:
-    """Numbers of query rows that leave no trace in either product. Raises ConfigError."""
+    """Return the numbers of query rows that are batch-invariant in both products. Raises ConfigError."""
     queries, keys = telling(PROBE_ROWS, BLOCK, head_dim, torch.float32, device)
     weights, values = telling(PROBE_ROWS, head_dim, BLOCK, torch.float32, device)
     count = sum(_PROBE_COUNTS)
@@ -230,7 +231,7 @@ def _common_sizes(head_dim: int, device: torch.device) -> tuple[int, ...]:
 
 
 def _sizes_of(x: Tensor, others: Tensor, what: str) -> tuple[int, ...]:
-    """Numbers of rows of `x` that leave no trace in `x @ others[i]`, alone or among many such products at once."""
+    """Return the batch-invariant row counts of `x @ others[i]`, whether computed alone or among many products."""
     bounds = list(itertools.accumulate(_PROBE_COUNTS, initial=0))
 
     def together(rows: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
 """Attention by flashinfer, whose kernels read pages in place. For CUDA, where installed; made by `attention_choice`.
 
-Steps of decode rows alone go to its decode wrapper, all others, rows of both kinds together, to its prefill wrapper.
-`plan` prepares a step on the host and copies what it found through pinned memory that the wrapper has once: the next
-plan waits until that copy has been made, which it has when no more than one step is in flight.
-
-Its page table is one list: `indices` are all rows' pages one behind the other, those of row r from `indptr[r]` on.
+A step of decode rows alone uses flashinfer's decode wrapper. All other steps use its prefill wrapper, for rows of both
+kinds together. `plan` prepares a step on the host and copies the result through one pinned buffer of the wrapper. The
+next plan waits until that copy is done. With at most one step in flight, it already is.
+flashinfer's page table is one list: `indices` concatenates all rows' pages; row r's pages begin at `indptr[r]`.
 """
 
 from __future__ import annotations
@@ -26,13 +25,15 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 _WORKSPACE_BYTES = 128 << 20
 _LAYOUT, _KERNELS = "HND", "fa2"
-"""Our pages have the heads outside, and lie apart: of its kernels, fa2 takes any stride."""
+"""pdserve's page layout has heads outside tokens, with strides between pages; of flashinfer's kernels, fa2 accepts any
+stride.
+"""
 _TENSOR_CORES_FROM = 4
-"""Query heads of a KV head from which on decode is faster by the products of prefill."""
+"""Query heads per KV head from which decode is faster with the prefill kernels' tensor-core products."""
 
 
 def cannot_run(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why flashinfer cannot attend to such heads; None when it can."""
+    """Return why flashinfer cannot attend to such heads; None when it can."""
     if dtype not in DTYPES:
         return f"flashinfer computes in bfloat16 and float16, and the model is in {str(dtype).removeprefix('torch.')}"
     if head_dim not in HEAD_DIMS:
@@ -50,7 +51,7 @@ class PageList:
 
     @staticmethod
     def of(rows: HostRows, page_tokens: int) -> PageList:
-        """The pages that the rows have tokens in."""
+        """List the pages that hold the rows' tokens."""
         counts = -(-rows.ends // page_tokens)
         indptr = np.concatenate(([0], np.cumsum(counts)))
         used = np.arange(rows.pages.shape[1]) < counts[:, None]
@@ -61,7 +62,7 @@ class PageList:
 class FlashInferAttention:
     """The `flashinfer` backend over one KV pool. Implements `CapturableBackend`.
 
-    `library` is the module; a test gives another. Raises whatever importing it does.
+    `library` replaces the flashinfer module in tests. Importing the module may raise any exception.
     """
 
     def __init__(self, pool: KVPool, num_heads: int, device: torch.device, library: Any = None) -> None:
@@ -103,7 +104,7 @@ class FlashInferAttention:
         return FlashInferCaptured(self, self._layers, planned, write_pages, write_slots, self._pool.group.page_tokens)
 
     def try_out(self) -> None:
-        """Attend to the null page by both kinds of kernels. Raises whatever building them does."""
+        """Attend to the null page with both kinds of kernels. Compiling them may raise any exception."""
         pages = np.full((1, 1), self._pool.null_page, dtype=np.int32)
         start, end = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
         rows = HostRows(starts=start, ends=end, offsets=start, prompts=start, pages=pages)
@@ -115,7 +116,7 @@ class FlashInferAttention:
         self._prefill.run(q, self._layers[0])
 
     def plan_decode(self, planned: Planned, pages: PageList) -> None:
-        """Prepare rows of one new token each."""
+        """Plan rows of one new token each."""
         group = self._pool.group
         planned.plan(
             _pinned(pages.indptr, self._device), to_device(pages.indices, self._device),
@@ -124,7 +125,7 @@ class FlashInferAttention:
         )  # fmt: skip
 
     def _plan_prefill(self, host: HostRows, pages: PageList) -> None:
-        """Prepare rows of any lengths: causal, the last query of each at its last key."""
+        """Plan rows of any lengths: causal, with each row's last query at its last key."""
         group = self._pool.group
         queries = _int32(np.append(host.offsets, host.offsets[-1] + host.ends[-1] - host.starts[-1]))
         self._prefill.plan(
@@ -140,14 +141,14 @@ class FlashInferAttention:
 
 
 class Planned:
-    """A wrapper, and whether the copies of its last plan have been made."""
+    """A wrapper, and an event that marks its last plan's copies as done."""
 
     def __init__(self, wrapper: Any, device: torch.device) -> None:
         self._wrapper = wrapper
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def plan(self, *args: Any, **options: Any) -> None:
-        """Call the wrapper's `plan`, once its pinned memory is free."""
+        """Call the wrapper's `plan` once its pinned memory is free."""
         if self._copied is None:
             self._wrapper.plan(*args, **options)
             return
@@ -156,13 +157,13 @@ class Planned:
         self._copied.record()
 
     def run(self, q: Tensor, kv: Tensor) -> Tensor:
-        """Attention of the rows planned last."""
+        """Compute attention of the rows planned last."""
         out: Tensor = self._wrapper.run(q, kv)
         return out
 
 
 class FlashInferStep:
-    """Attention of one step, which was planned with `planned`."""
+    """Attention of one step, planned with `planned`."""
 
     def __init__(self, layers: list[Tensor], planned: Planned, write_pages: Tensor, write_slots: Tensor) -> None:
         from pdserve.model.attention.triton_pages import placed
@@ -179,7 +180,7 @@ class FlashInferStep:
 
 
 class FlashInferCaptured(FlashInferStep):
-    """Implements `CapturedAttention`: a wrapper with buffers of its own."""
+    """Implements `CapturedAttention` with a wrapper that has its own buffers."""
 
     def __init__(
         self, backend: FlashInferAttention, layers: list[Tensor], planned: Planned, write_pages: Tensor,
@@ -189,16 +190,16 @@ class FlashInferCaptured(FlashInferStep):
         self._backend, self._page_tokens = backend, page_tokens
 
     def filling(self, rows: HostRows) -> list[Filling]:
-        """See `CapturedAttention.filling`; flashinfer does it itself."""
+        """See `CapturedAttention.filling`. flashinfer's plan fills the buffers, so the list is empty."""
         self._backend.plan_decode(self._planned, PageList.of(rows, self._page_tokens))
         return []
 
 
 def _int32(array: npt.NDArray[np.int64]) -> Tensor:
-    """A host tensor."""
+    """Convert to an int32 host tensor."""
     return torch.from_numpy(array.astype(np.int32))
 
 
 def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor that a copy to `device` need not wait for."""
+    """Pin a host tensor, so that a copy to `device` does not block."""
     return tensor.pin_memory() if device.type == "cuda" else tensor

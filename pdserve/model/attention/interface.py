@@ -1,4 +1,4 @@
-"""The seam between a model family and the way attention over pages is computed."""
+"""Interface between model families and attention backends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pdserve.model.layers.rotary import rotate
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heads:
-    """What the q/k/v product of a layer gave, and what is still to be done before attention.
+    """Output of a layer's q/k/v projection, and the inputs of the norm and rotation that precede attention.
 
-    `qkv` `[N, num_heads + 2 * num_kv_heads, head_dim]`, contiguous; norms of every query and every key head, both or
-    none; `cos`, `sin` as `Rotary.tables` gives them. A backend may do all of it in one pass, with the write into pages.
+    `qkv` is `[N, num_heads + 2 * num_kv_heads, head_dim]`, contiguous. `q_norm` and `k_norm` are per-head norms, both
+    or neither None. `cos` and `sin` come from `Rotary.tables`. A backend may fuse norm, rotation and the KV write.
     """
 
     qkv: Tensor
@@ -30,7 +30,10 @@ class Heads:
     sin: Tensor
 
     def finished(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[N, num_heads, head_dim]`, keys and values `[N, num_kv_heads, head_dim]`, by torch."""
+        """Apply norms and rotation in torch.
+
+        Returns queries `[N, num_heads, head_dim]`, keys and values `[N, num_kv_heads, head_dim]`.
+        """
         num_rotated = self.num_heads + self.num_kv_heads
         q_and_k, v = self.qkv[:, :num_rotated], self.qkv[:, num_rotated:]
         if self.q_norm is not None and self.k_norm is not None:
@@ -46,31 +49,34 @@ class StepAttention(Protocol):
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """Write the keys and values of `heads` into the pool, then attend with its queries.
 
-        Every token sees its own row's positions up to and with itself. Returns `[N, num_heads * head_dim]`.
+        Every token sees its own row's positions up to and including itself. Returns `[N, num_heads * head_dim]`.
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """One implementation, bound to one KV pool."""
+    """An attention implementation bound to one KV pool."""
 
     def begin(self, batch: ForwardBatch) -> StepAttention:
         """Compute once what all layers of a step share."""
         ...
 
     def capturing(self) -> CapturableBackend | None:
-        """Itself, where its decode steps can be captured in a CUDA graph."""
+        """Return the backend itself when a CUDA graph can capture its decode steps, else None."""
         ...
 
 
 class CapturedAttention(StepAttention, Protocol):
-    """Attention of decode steps of one size, to be captured in a CUDA graph: it reads tensors that stay in place.
+    """Attention of decode steps of one size, for capture in a CUDA graph. It reads tensors at fixed addresses.
 
-    A token whose page is negative is not written.
+    A token with a negative page is not written.
     """
 
     def filling(self, rows: HostRows) -> list[Filling]:
-        """What the next replay computes, as many rows as the size: for `fill`, behind the replays before."""
+        """Return the fillings for `fill` that set up the next replay. `rows` has as many rows as the captured size.
+
+        The fillings are enqueued after earlier replays.
+        """
         ...
 
 
@@ -78,8 +84,8 @@ class CapturableBackend(AttentionBackend, Protocol):
     """A backend whose decode steps can be captured."""
 
     def capturable(self, num_rows: int, max_pages: int, write_pages: Tensor, write_slots: Tensor) -> CapturedAttention:
-        """Attention of `num_rows` rows, one new token each, of up to `max_pages` pages. Called once for each size.
+        """Return attention of `num_rows` rows with one new token and up to `max_pages` pages each.
 
-        `write_pages`, `write_slots` as in `ForwardBatch`, tensors that stay in place, too.
+        Called once for each size. `write_pages` and `write_slots` are as in `ForwardBatch`, at fixed addresses.
         """
         ...

@@ -1,4 +1,4 @@
-"""Index arithmetic that brings the pages of rows together in one piece. Used by the attention backends."""
+"""`KVPool`, and index arithmetic that gathers rows' pages into one tensor. Used by the attention backends."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pdserve.model.dtypes import torch_dtype
 from pdserve.model.forward_batch import IntArray, to_device
 
 _SLACK_PAGES = 4
-"""Rows join a gather while its longest has at most twice their pages plus this."""
+"""Rows join a gather while the longest row has at most twice the pages of the shortest, plus this many."""
 
 
 class PageGather:
-    """Indices into one KV pool, for one device."""
+    """Computes indices into one KV pool, for one device."""
 
     def __init__(self, pool: KVPool, device: torch.device) -> None:
         self._pool = pool
         self._device = device
 
     def buckets(self, ends: IntArray, rows: IntArray) -> list[IntArray]:
-        """`rows` sorted by length and cut so that padding at most about doubles what is gathered."""
+        """Sort `rows` by length and cut them so that padding at most about doubles the gathered bytes."""
         order = rows[np.argsort(ends[rows], kind="stable")]
         num_pages = -(-ends[order] // self._pool.group.page_tokens)
         buckets: list[IntArray] = []
@@ -36,7 +36,7 @@ class PageGather:
         return buckets
 
     def block_index(self, pages: IntArray) -> IntArray:
-        """Rows of `KVPool.blocks` for pages `[B, P]`, in the order `[k/v, B, kv_head, P]`, flat."""
+        """Return rows of `KVPool.blocks` for pages `[B, P]`, in the order `[k/v, B, kv_head, P]`, flat."""
         heads = self._pool.group.num_kv_heads
         base = pages[None, :, None, :] * self._pool.page_blocks
         inner = np.arange(2)[:, None, None, None] * heads + np.arange(heads)[None, None, :, None]
@@ -44,7 +44,7 @@ class PageGather:
         return index
 
     def junk_slots(self, lengths: IntArray, row_pages: IntArray, num_pages: int) -> IntArray:
-        """Slots behind each row's last token, in the gathered piece seen as `[k/v, B, kv_head, slot]`, flat."""
+        """Return slots after each row's last token, as flat indices of the gathered `[k/v, B, kv_head, slot]`."""
         heads, page_tokens = self._pool.group.num_kv_heads, self._pool.group.page_tokens
         counts = row_pages * page_tokens - lengths
         row = np.repeat(np.arange(len(lengths)), counts)
@@ -55,7 +55,7 @@ class PageGather:
         return junk
 
     def tensor(self, array: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Tensor:
-        """`array` on the device; the copy does not wait for it."""
+        """Copy `array` to the device without blocking."""
         return to_device(array, self._device)
 
 
@@ -63,13 +63,13 @@ _CUDA_ALIGN_BYTES = 2 << 20
 
 
 class KVPool:
-    """`pages` is `[num_pages, layer, 2, kv_head, page_tokens, head_dim]`.
+    """The KV pool of a rank. `pages` is `[num_pages, layer, 2, kv_head, page_tokens, head_dim]`.
 
-    Behind the last page lies one more, the null page, always zero: padding of a gather points there. It is not
-    part of `buffer`, so no peer can write it.
+    After the last page lies one more, the null page, which is always zero: padding of a gather reads it. The null page
+    is outside `buffer`, so no peer can write it.
 
-    `shareable`, on CPU: other processes can map it, as transfer backend shm asks. Where they need not, it lies in huge
-    pages, which most systems give to private memory only.
+    With `shareable`, on CPU, other processes can map the pool, as transfer backend shm requires. Without it the pool
+    uses huge pages, which most systems give to private memory only.
     """
 
     def __init__(self, group: KVGroup, num_pages: int, device: torch.device, *, shareable: bool = True) -> None:
@@ -85,19 +85,19 @@ class KVPool:
 
     @property
     def buffer(self) -> tuple[int, int]:
-        """`(address, bytes)` of the pages."""
+        """`(address, size in bytes)` of the pages, without the null page."""
         return self.pages.data_ptr(), self.num_pages * self.group.page_bytes
 
     def blocks(self, layer: int) -> Tensor:
-        """`[_, page_tokens * head_dim]` from `layer` on: a block is row `page * page_blocks + kv * heads + head`."""
+        """View `[_, page_tokens * head_dim]` from `layer` on. A block is row `page * page_blocks + kv * heads + head`."""
         return self._block_rows[layer * 2 * self.group.num_kv_heads :]
 
     def slots(self, layer: int, kv: int) -> Tensor:
-        """`[_, head_dim]` from the first slot of `layer`'s K (`kv` 0) or V (1) on; rows as `slot_index` says."""
+        """View `[_, head_dim]` from the first slot of `layer`'s K (`kv` 0) or V (1); rows are those of `slot_index`."""
         return self._slot_rows[(layer * 2 + kv) * self.group.num_kv_heads * self.group.page_tokens :]
 
     def layer(self, layer: int) -> Tensor:
-        """`[num_pages + 1, 2, kv_head, page_tokens, head_dim]`: K and V of one layer, the null page with them."""
+        """View `[num_pages + 1, 2, kv_head, page_tokens, head_dim]`: K and V of one layer, null page included."""
         return self._all[:, layer]
 
     @property
@@ -106,14 +106,14 @@ class KVPool:
         return self.group.num_layers * 2 * self.group.num_kv_heads
 
     def slot_index(self, pages: Tensor, slots: Tensor) -> Tensor:
-        """Rows of `slots()` for tokens at `(pages, slots)` `[N]`: int64 `[N * num_kv_heads]`, head fastest."""
+        """Return rows of `slots()` for tokens at `(pages, slots)` `[N]`: int64 `[N * num_kv_heads]`, head fastest."""
         heads = torch.arange(self.group.num_kv_heads, device=pages.device)
         blocks = pages[:, None] * self.page_blocks + heads
         return (blocks * self.group.page_tokens + slots[:, None]).flatten()
 
 
 def _allocate(num_bytes: int, device: torch.device, shareable: bool) -> Tensor:
-    """Zeroed uint8 memory at a page-aligned address; on CPU it is committed as it is touched."""
+    """Allocate zeroed uint8 memory at an aligned address; on CPU, memory is committed on first touch."""
     if device.type == "cpu":
         memory = shared.allocate(num_bytes) if shareable else shared.allocate_private(num_bytes)
         return torch.frombuffer(memory, dtype=torch.uint8)

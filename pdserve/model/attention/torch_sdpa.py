@@ -1,7 +1,7 @@
-"""Attention through torch's scaled_dot_product_attention, on CPU and CUDA.
+"""Attention through torch's scaled_dot_product_attention (SDPA), on CPU and CUDA.
 
-Rows of few new tokens are gathered together, longest with longest, padded and masked. Rows of many are attended one by
-one. What lies in slots that no token of a row has been written to never reaches a result, not even as NaN.
+Rows with few new tokens are gathered into groups of similar length, padded and masked. Rows with many new tokens are
+attended one by one. Contents of unwritten slots never reach a result, not even as NaN.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from pdserve.model.attention.page_gather import KVPool, PageGather
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
 
 _QUERY_BLOCK = 512
-"""Masked queries are attended this many at a time: each block reads no key behind its last query."""
+"""Query tokens per SDPA call under a mask: each block skips the keys after its last query."""
 _ALONE = 1 << 14
-"""A row with more new tokens than one is attended by itself when new tokens times tokens are so many: it gains nothing
-from company, and loses by padding.
+"""Product of new tokens and total tokens from which a row with several new tokens is attended alone. Grouping gains
+such a row nothing, and padding costs time.
 """
 _TOGETHER = 1 << 18
-"""And a group of the others has at most so many of these, padding included."""
+"""Upper bound of the same product, summed over a group of other rows, padding included."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowGroup:
-    """B = `num_rows` rows gathered: T new tokens and `num_pages` pages each, of which `length` tokens are used.
+    """B = `num_rows` gathered rows: T new tokens and `num_pages` pages each, of which `length` tokens are used.
 
-    `tokens` `[B * T]` flat indices; a row with fewer repeats its last. `kept` `[N]` are the places that repeat
-    none, None when none does, and `into` `[N]` their flat indices.
-    `blocks` `[2 * B * kv_heads * num_pages]` rows of `KVPool.blocks`.
-    `mask` `[B, 1, T * query heads of a KV head, length]` is true where a query sees a token, with a 1 in third place
-    where T is 1; None when each sees all.
-    `junk` are slots of the gathered piece that hold no token but are not null pages; None when there are none.
+    `tokens` `[B * T]` are flat indices; a row with fewer tokens repeats its last. `kept` `[N]` are the positions in
+    `tokens` that are no repeats; None when all are kept. `into` `[N]` are their flat indices.
+    `blocks` `[2 * B * kv_heads * num_pages]` are rows of `KVPool.blocks`.
+    `mask` `[B, 1, T * query heads of a KV head, length]` is true where a query sees a token; its third dimension is 1
+    when T is 1. None when each query sees all tokens.
+    `junk` are gathered slots that hold no token and lie outside null pages; None when there are none.
     """
 
     tokens: Tensor
@@ -54,9 +54,9 @@ class RowGroup:
 
 @dataclasses.dataclass(frozen=True)
 class ExtendRow:
-    """One row with many, `num_tokens`, new tokens at flat index `offset`, ending at position `end`.
+    """One row with many (`num_tokens`) new tokens at flat index `offset`, ending at position `end`.
 
-    `blocks` and `mask` (`[num_tokens, end]`) are None when the row starts at position 0: its K and V are at hand.
+    `blocks` and `mask` (`[num_tokens, end]`) are None when the row starts at position 0: the new K and V are all.
     """
 
     offset: int
@@ -68,7 +68,7 @@ class ExtendRow:
 
 
 class TorchAttention:
-    """The `torch` backend over one KV pool."""
+    """The `torch` attention backend over one KV pool."""
 
     def __init__(self, pool: KVPool, num_heads: int, device: torch.device) -> None:
         self._pool = pool
@@ -78,10 +78,10 @@ class TorchAttention:
         self._gather = PageGather(pool, device)
 
     def capturing(self) -> None:
-        """See `AttentionBackend.capturing`: lengths are the shapes of what it gathers."""
+        """See `AttentionBackend.capturing`. Returns None: tensor shapes depend on the rows' lengths."""
 
     def begin(self, batch: ForwardBatch) -> TorchStep:
-        """Gather indices and masks for one step."""
+        """Compute gather indices and masks for one step."""
         host = batch.host
         widths = host.ends - host.starts
         alone = (widths > 1) & (widths * host.ends >= _ALONE)
@@ -96,14 +96,14 @@ class TorchAttention:
         return TorchStep(self._pool, self._num_heads, writes, groups, rows)
 
     def _together(self, host: HostRows, rows: IntArray) -> Iterator[IntArray]:
-        """`rows`, with about as many new tokens each, in groups. Those of one token are as many as there are."""
+        """Group `rows`, which have similar numbers of new tokens. Groups of decode rows have no size limit."""
         for bucket in self._gather.buckets(host.ends, rows):
             width = int((host.ends - host.starts)[bucket].max())
             most = len(bucket) if width == 1 else max(1, _TOGETHER // (width * int(host.ends[bucket[-1]])))
             yield from (bucket[i : i + most] for i in range(0, len(bucket), most))
 
     def _group(self, batch: ForwardBatch, rows: IntArray) -> RowGroup:
-        """Indices for one gather of `rows`, which are sorted by length."""
+        """Compute indices for one gather of `rows`, sorted by length."""
         page_tokens, host = self._pool.group.page_tokens, batch.host
         lengths = host.ends[rows]
         length = int(lengths[-1])
@@ -134,7 +134,7 @@ class TorchAttention:
         )
 
     def _extend_row(self, batch: ForwardBatch, row: int) -> ExtendRow:
-        """Indices for one row with several new tokens."""
+        """Compute indices for one row with several new tokens."""
         host = batch.host
         start, end = int(host.starts[row]), int(host.ends[row])
         num_pages = pages_for(end, self._pool.group.page_tokens)
@@ -174,7 +174,7 @@ class TorchStep:
         return out.flatten(1)
 
     def _together(self, layer: int, q: Tensor, group: RowGroup) -> Tensor:
-        """`[N, num_heads, head_dim]`: the query heads of a KV head are treated as its query positions."""
+        """Attend one group: `[N, num_heads, head_dim]`. Query heads of a KV head are treated as query positions."""
         spec = self._pool.group
         gathered = self._pool.blocks(layer).index_select(0, group.blocks)
         if group.junk is not None:
@@ -188,7 +188,7 @@ class TorchStep:
         return out if group.kept is None else out.index_select(0, group.kept)
 
     def _extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, row: ExtendRow) -> Tensor:
-        """`[T, num_heads, head_dim]`: the query heads of a KV head are batches, which share K and V unexpanded."""
+        """Attend one row: `[T, num_heads, head_dim]`. Query heads of a KV head are batches that share K and V."""
         spec = self._pool.group
         if row.blocks is None:
             keys, values = k.transpose(0, 1), v.transpose(0, 1)
@@ -203,7 +203,7 @@ class TorchStep:
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of the last T positions `q` `[_, _, T, D]` over all; `mask` `[T, num keys]`, None when T is all."""
+    """Attend the last T positions `q` `[_, _, T, D]` to all keys. `mask` `[T, num keys]`; None when T is all keys."""
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     num_queries, num_keys = mask.shape

@@ -1,6 +1,6 @@
-"""Attention by Triton's kernels, which read pages in place: nothing is gathered. For CUDA; made by `attention_choice`.
+"""Attention by Triton kernels, which read pages in place without a gather. For CUDA; made by `attention_choice`.
 
-A step's rows are put in the order decode, extend; all that the kernels read of them travels to the device in one copy.
+A step's rows are ordered decode first, then extend. All kernel inputs travel to the device in one copy.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pdserve.model.gpu.fused_qk_norm_rope_cache import place_heads
 
 @dataclasses.dataclass(frozen=True)
 class PagedRows:
-    """Rows on the device, int32: the first `num_decode` have one new token each, `tiles` cut up the others.
+    """Rows on the device, int32. The first `num_decode` rows have one new token each; `tiles` cover the other rows.
 
-    `table` `[R, P]`; `starts`, `ends`, `offsets` `[R]`; `tiles` `[T, 2]`. `parts`: programs that share a decode row,
-    which count in `through` who is done.
+    `table` `[R, P]`; `starts`, `ends`, `offsets` `[R]`; `tiles` `[T, 2]`. `parts` is the number of programs that share
+    a decode row. `through` counts the programs that have finished.
     """
 
     table: Tensor
@@ -40,7 +40,7 @@ class PagedRows:
 
 
 class TritonAttention:
-    """The `triton` backend over one KV pool. Implements `CapturableBackend`."""
+    """The `triton` attention backend over one KV pool. Implements `CapturableBackend`."""
 
     def __init__(self, pool: KVPool, num_heads: int, device: torch.device) -> None:
         self._pool = pool
@@ -48,7 +48,7 @@ class TritonAttention:
         self._layers = [pool.layer(layer) for layer in range(pool.group.num_layers)]
         self._through = counters(1, pool.group.num_kv_heads, device)
         self._captured: Tensor | None = None
-        """The page table of captured steps, of which the smaller sizes have the first lines."""
+        """Page table of captured steps; smaller sizes use its first lines. None before the first capture."""
         self._tile_tokens = tile_tokens(num_heads // pool.group.num_kv_heads, pool.group.head_dim, pool.pages.dtype)
 
     def begin(self, batch: ForwardBatch) -> TritonStep:
@@ -77,7 +77,7 @@ class TritonAttention:
         return TritonCaptured(self._layers, rows, write_pages, write_slots)
 
     def _rows(self, host: HostRows) -> PagedRows:
-        """A step's rows, sent to the device together."""
+        """Send a step's rows to the device in one copy."""
         is_decode = (host.ends - host.starts) == 1
         order = np.argsort(~is_decode, kind="stable")
         num_rows, num_decode = len(order), int(is_decode.sum())
@@ -98,7 +98,7 @@ class TritonAttention:
         )
 
     def _tiles(self, starts: IntArray, ends: IntArray, first: int) -> IntArray:
-        """`(row, new token)` of every tile of the rows from `first` on; those with most keys to read come first."""
+        """Return `(row, new token)` of every tile of the rows from `first` on; tiles with the most keys come first."""
         counts = -(-(ends - starts)[first:] // self._tile_tokens)
         rows = np.repeat(np.arange(first, len(starts)), counts)
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -107,19 +107,19 @@ class TritonAttention:
         return np.stack((rows, new), 1)[longest_first]
 
     def _counters(self, num_rows: int) -> Tensor:
-        """Of so many rows, or more. Steps come one behind the other, so that all can have the same."""
+        """Return counters for at least `num_rows` rows. Steps run one after the other and share one tensor."""
         num_kv_heads = self._pool.group.num_kv_heads
         if len(self._through) < num_rows * num_kv_heads:
             self._through = counters(num_rows, num_kv_heads, self._device)
         return self._through
 
     def _parts(self, num_rows: int, max_tokens: int) -> int:
-        """Programs that share a decode row."""
+        """Return the number of programs that share a decode row."""
         return num_parts(num_rows, self._pool.group.num_kv_heads, max_tokens, self._device)
 
 
 class TritonStep:
-    """Attention of one step by Triton's kernels."""
+    """Attention of one step by Triton kernels."""
 
     def __init__(self, layers: list[Tensor], rows: PagedRows, write_pages: Tensor, write_slots: Tensor) -> None:
         self._layers = layers
@@ -147,7 +147,7 @@ class TritonStep:
 
 
 class TritonCaptured(TritonStep):
-    """Implements `CapturedAttention`: rows whose tensors stay in place."""
+    """Implements `CapturedAttention`: rows whose tensors stay at fixed addresses."""
 
     def filling(self, rows: HostRows) -> list[Filling]:
         """See `CapturedAttention.filling`."""
@@ -156,8 +156,9 @@ class TritonCaptured(TritonStep):
 
 
 def pack_to_device(pieces: Sequence[npt.NDArray[np.int32 | np.int64]], device: torch.device) -> list[Tensor]:
-    """Flat `pieces` as int32 on `device`, by one copy. Each begins at 16 bytes, however long those before it are: a
-    kernel is compiled anew for pointers that do not where others did.
+    """Copy flat `pieces` to `device` as int32, in one copy. Each piece begins 16-byte aligned.
+
+    Triton compiles a kernel again when the alignment of a pointer changes.
     """
     begins = np.cumsum([0, *(len(piece) + -len(piece) % 4 for piece in pieces)]).tolist()
     packed = np.zeros(begins.pop(), dtype=np.int32)
@@ -168,7 +169,7 @@ def pack_to_device(pieces: Sequence[npt.NDArray[np.int32 | np.int64]], device: t
 
 
 def fresh(heads: Heads, write_pages: Tensor, write_slots: Tensor) -> FreshKV:
-    """The same left to attention."""
+    """Bundle `heads` and write targets as `FreshKV`: the attention kernel finishes the heads."""
     q_norm, k_norm = heads.q_norm, heads.k_norm
     return FreshKV(
         heads.qkv, write_pages, write_slots, heads.cos, heads.sin,
@@ -178,7 +179,7 @@ def fresh(heads: Heads, write_pages: Tensor, write_slots: Tensor) -> FreshKV:
 
 
 def placed(heads: Heads, kv: Tensor, write_pages: Tensor, write_slots: Tensor) -> Tensor:
-    """The queries of `heads`, finished; its keys and values are in the pages `kv` of their layer."""
+    """Finish `heads`: write keys and values to the pages `kv` of their layer, and return the queries."""
     q_norm, k_norm = heads.q_norm, heads.k_norm
     return place_heads(
         heads.qkv, heads.num_heads, kv, write_pages, write_slots, heads.cos, heads.sin,

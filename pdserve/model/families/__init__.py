@@ -1,1 +1,1 @@
-"""Model families. Today one: the generic grouped-query decoder with options, dense or with experts."""
+"""Model families. Today one: the generic grouped-query decoder, dense or with experts."""

@@ -1,4 +1,4 @@
-"""The grouped-query decoder: Llama, Qwen2, Qwen3 and Qwen3-MoE, told apart by options of `ModelSpec`.
+"""The grouped-query decoder: Llama, Qwen2, Qwen3 and Qwen3-MoE, distinguished by options of `ModelSpec`.
 
 Built by the loader, which fills `params`; run by the executor. A rank of a split model (`Parallel`) builds and runs
 its stage's layers, its share of their heads and feed-forward columns, and its share of the vocabulary.
@@ -39,7 +39,7 @@ from pdserve.model.placement import ExpertMap
 
 
 def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
-    """What this family caches: one FULL group of all layers."""
+    """Return the KV layout of this family: one FULL group of all layers."""
     group = KVGroup(
         name="full",
         kind=GroupKind.FULL,
@@ -56,8 +56,8 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
 class Decoder:
     """Implements `Model` with torch. Weights are allocated here, uninitialised, and filled through `params`.
 
-    `kernels` are the library's fastest when absent; without `parallel` the rank has the whole model. With `placement`
-    the ranks have whole experts, without it parts of all.
+    `kernels` None selects `FastKernels`. `parallel` None means the rank has the whole model. With `placement` each
+    rank has whole experts; with None it has a part of every expert.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Decoder:
         self.moe_layers = {
             index: layer.mlp for index, layer in zip(mine, self.layers, strict=True) if isinstance(layer.mlp, Mixture)
         }
-        """By index in the model, this rank's feed-forward layers that have experts."""
+        """This rank's feed-forward layers with experts, by index in the model."""
         self.params.ignore_under(f"model.layers.{index}." for index in range(spec.num_layers) if index not in mine)
         self.embedding: VocabEmbedding | None = None
         self.norm: RMSNorm | None = None
@@ -102,12 +102,12 @@ class Decoder:
 
     @property
     def num_layers(self) -> int:
-        """Layers that this rank has."""
+        """Number of layers on this rank."""
         return len(self.layers)
 
     @property
     def best(self) -> None:
-        """See `Model.best`: not known."""
+        """See `Model.best`. Always None."""
 
     def idle(self) -> None:
         """See `Model.idle`."""
@@ -125,10 +125,10 @@ class Decoder:
     ) -> Tensor:
         """See `Model.forward`."""
         if self.embedding is not None:
-            assert hidden is None, "the first stage begins with the tokens"
+            assert hidden is None, "the first stage takes tokens, not hidden states"
             x = self.embedding(batch.input_ids)
         else:
-            assert hidden is not None, "this stage begins with hidden states"
+            assert hidden is not None, "this stage takes hidden states"
             x = hidden
         rotary = self.rotary
         cos, sin = self._kernels.angles(batch.positions, rotary.inverse, rotary.factor, rotary.dtype)
@@ -151,7 +151,7 @@ class Decoder:
         return self.head(self.norm(hidden)).float()
 
     def _embedding_rows(self) -> Tensor | None:
-        """Rows of the embedding: the first stage looks tokens up in them, the last has them as head when tied."""
+        """Allocate embedding rows on the first stage, and on the last when the head is tied; None elsewhere."""
         name, place = "model.embed_tokens.weight", self._place
         if place.is_first_stage or (place.is_last_stage and self.spec.tied_embeddings):
             return vocab_rows(self.params, name, self.spec.vocab_size, self.spec.hidden_size, place)
@@ -159,7 +159,7 @@ class Decoder:
         return None
 
     def _head_rows(self, embedding: Tensor | None) -> Tensor | None:
-        """Rows of the head on the last stage; None elsewhere."""
+        """Return rows of the head on the last stage; None elsewhere."""
         name, place = "lm_head.weight", self._place
         if self.spec.tied_embeddings or not place.is_last_stage:
             self.params.ignore(name)
@@ -168,9 +168,9 @@ class Decoder:
 
 
 class DecoderLayer:
-    """Attention and feed-forward, each normalised before and added to what came in.
+    """A transformer layer: attention and feed-forward, each with a norm before it and a residual sum after it.
 
-    `index` is the layer's in the model, `local` its number among this rank's.
+    `index` is the layer's index in the model, `local` its index on this rank.
     """
 
     def __init__(
@@ -205,23 +205,24 @@ class DecoderLayer:
             self.k_norm = RMSNorm(params.new(attn + "k_norm.weight", spec.head_dim), eps, kernels)
 
     def __call__(self, x: Tensor, rest: Tensor | None, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
-        """One layer over `x + rest`, `[N, hidden]` each, of which `x` becomes the sum but for what is returned.
+        """Run one layer over `x + rest`, `[N, hidden]` each; `rest` None means zero.
 
-        Sums wait for the norm behind them, which reads what they write.
+        Returns the feed-forward output without adding it to `x`; `x` holds all earlier terms. The next norm adds the
+        two, which fuses the sum with the norm.
         """
         normed = self.input_norm(x) if rest is None else self.input_norm.of_sum(x, rest)
         mixed = self._parallel.all_reduce(self._attention(normed, cos, sin, attention))
         return self.mlp(self.post_norm.of_sum(x, mixed))
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
-        """The attention half, `[N, hidden]`, of this rank's heads."""
+        """Run the attention half for this rank's heads: `[N, hidden]`."""
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
         found = Heads(heads, self.num_heads, self.num_kv_heads, self.q_norm, self.k_norm, cos, sin)
         return self.out(attention.attend(self._local, found))
 
 
 def shares(spec: ModelSpec, place: RankCoord) -> tuple[range, range]:
-    """Query heads and KV heads of a tensor rank; its queries belong to its KV heads."""
+    """Return query heads and KV heads of a tensor rank; its query heads belong to its KV heads."""
     tp_size, rank = place.shape.tp_size, place.tp_rank
     return part_of(spec.num_heads, tp_size, rank), kv_heads_of(spec.num_kv_heads, tp_size, rank)
 
@@ -235,7 +236,7 @@ def _feed_forward(
     wide: DPAttentionGroup,
     placement: ExpertMap | None,
 ) -> FeedForward:
-    """That of layer `index`."""
+    """Build the feed-forward of layer `index`."""
     hidden_size, moe = spec.hidden_size, spec.moe
     if moe is None or index not in moe.layers:
         return DenseMLP(kernels, params, prefix, hidden_size, spec.intermediate_size, spec.mlp_bias, wide)
@@ -245,5 +246,5 @@ def _feed_forward(
 
 
 def _by_head(name: str, num_heads: int, held: range, head_dim: int) -> Outputs:
-    """The outputs of a projection to heads."""
+    """Return the outputs of a projection to heads, of which the rank holds heads `held`."""
     return Outputs(name, num_heads * head_dim, range(held.start * head_dim, held.stop * head_dim))

@@ -1,4 +1,4 @@
-"""What the executor asks of a model, whichever way it is computed."""
+"""`Model`: the interface between the executor and a model implementation."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ Mixture = TPMoE | ExpertParallelMoe
 
 
 class Model(Protocol):
-    """What one rank has of a model: a `Decoder`, or a `NativeDecoder` made of one."""
+    """One rank's part of a model: a `Decoder`, or a `NativeDecoder` made from one."""
 
     @property
     def spec(self) -> ModelSpec:
-        """What it is."""
+        """Configuration of the model."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format of hidden states between stages."""
+        """The dtype of hidden states between pipeline stages."""
         ...
 
     @property
     def params(self) -> ParamSlots:
-        """Its weights."""
+        """The weights."""
         ...
 
     @property
     def parallel(self) -> Parallel:
-        """The other ranks."""
+        """The ranks of the replica."""
         ...
 
     @property
     def moe_layers(self) -> Mapping[int, Mixture]:
-        """By index in the model, this rank's feed-forward layers that have experts."""
+        """This rank's feed-forward layers with experts, by index in the model."""
         ...
 
     @property
     def num_layers(self) -> int:
-        """Layers that this rank has."""
+        """Number of layers on this rank."""
         ...
 
     @property
     def best(self) -> Tensor | None:
-        """The likeliest tokens by the logits of the last `forward`, where it has found them on its way: int64 `[S]`."""
+        """Argmax of the last `forward`'s logits, int64 `[S]`; None when `forward` did not compute it."""
         ...
 
     def idle(self) -> None:
-        """Take part in a step that only other replicas have tokens in; see `DPAttentionGroup.spans_replicas`."""
+        """Take part in a step in which only other replicas have tokens; see `DPAttentionGroup.spans_replicas`."""
         ...
 
     def forward(
@@ -72,18 +72,19 @@ class Model(Protocol):
     ) -> Tensor:
         """Run this stage's layers.
 
-        The first stage begins with the tokens, the others with `hidden` `[N, hidden_size]` of the stage before, which
-        is overwritten. All but the last return `[N, hidden_size]` for the next. The last returns this rank's part of
-        the logits of the tokens at `batch.sample_index`: `[S, share]`, in float32 or `dtype`. They are
-        good until the next call.
+        The first stage takes the tokens. Other stages take `hidden` `[N, hidden_size]` of the previous stage, and
+        overwrite it. All stages but the last return `[N, hidden_size]` for the next stage. The last stage returns this
+        rank's part of the logits of the tokens at `batch.sample_index`: `[S, share]`, in float32 or `dtype`. The
+        logits are valid until the next call.
 
-        `on_layer(i)` is called once its layer i's KV is written, or its writing enqueued on a device that has a queue.
-        `on_hidden` is given what the last layer of the last stage says of all tokens, `[N, hidden_size]`, for `logits`.
+        `on_layer(i)` is called once this stage's layer i has written its KV, or enqueued the write on the device.
+        `on_hidden` receives the last layer's output of all tokens, `[N, hidden_size]`, as input of `logits`.
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """This rank's part of the logits behind hidden states of the last layer: `[n, hidden_size]` to float32
-        `[n, share]`, good until the next call. On the last stage only.
+        """Compute this rank's part of the logits of last-layer hidden states, on the last stage only.
+
+        Maps `[n, hidden_size]` to float32 `[n, share]`, valid until the next call.
         """
         ...

@@ -115,14 +115,14 @@ def test_a_file_says_where_experts_start_or_what_they_had_to_do(tmp_path: Path) 
     ("text", "named"),
     [
         ("{", "cannot be read"),
-        ("[]", "no JSON object"),
+        ("[]", "not a JSON object"),
         ("{}", "neither"),
         ('{"physical_to_logical_map": [[0, 1, 2, 3]]}', "1 rows of 4, expected 3 of 4"),
         ('{"physical_to_logical_map": [[0, 1], [0, 1], [0, 1]]}', "3 rows of 2"),
-        ('{"physical_to_logical_map": [[0, 1, 2, 4], [0], [0]]}', "no table"),
+        ('{"physical_to_logical_map": [[0, 1, 2, 4], [0], [0]]}', "not a table"),
         ('{"physical_to_logical_map": [[0, 1, 2, 2], [0, 1, 2, 3], [0, 1, 2, 3]]}', "layer 0 must have each of 4"),
-        ('{"physical_to_logical_map": "x"}', "no table"),
-        ('{"logical_count": [[1, -1, 2, 2], [0, 1, 2, 3], [0, 1, 2, 3]]}', "no table"),
+        ('{"physical_to_logical_map": "x"}', "not a table"),
+        ('{"logical_count": [[1, -1, 2, 2], [0, 1, 2, 3], [0, 1, 2, 3]]}', "not a table"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_by_name(text: str, named: str, tmp_path: Path) -> None:

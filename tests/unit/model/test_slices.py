@@ -261,5 +261,5 @@ def test_an_address_that_is_not_of_this_host_is_refused(host: str) -> None:
 
 
 def test_a_rank_that_never_comes_is_an_error_in_time() -> None:
-    with pytest.raises(RankError, match="meeting"):
+    with pytest.raises(RankError, match="rendezvous"):
         open_parallel(ParallelShape(tp_size=2).place(0), HashStore(), CPU, timeout_s=1.0)
