@@ -89,7 +89,7 @@ class KVPool:
         return self.pages.data_ptr(), self.num_pages * self.group.page_bytes
 
     def blocks(self, layer: int) -> Tensor:
-        """View `[_, page_tokens * head_dim]` from `layer` on. A block is row `page * page_blocks + kv * heads + head`."""
+        """View `[_, page_tokens * head_dim]` from `layer` on; block row: `page * page_blocks + kv * heads + head`."""
         return self._block_rows[layer * 2 * self.group.num_kv_heads :]
 
     def slots(self, layer: int, kv: int) -> Tensor:

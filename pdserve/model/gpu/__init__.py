@@ -1,1 +1,1 @@
-"""Kernels in Triton: what the CUDA path computes itself. A file has kernels and the functions that launch them."""
+"""Triton kernels of the CUDA path. A file holds kernels and the functions that launch them."""

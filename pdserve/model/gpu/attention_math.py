@@ -1,7 +1,7 @@
-"""Pieces that both attention kernels are made of: loading keys and values out of pages, and softmax as it goes.
+"""Building blocks of both attention kernels: loading keys and values from pages, and online softmax.
 
-Scores are in units of log2, for the device has exp2. A pointer to `kv` points at the first K of a layer; V lies
-`value_offset` elements behind. Slots that no visible position was written to are never read.
+Scores are in units of log2, because the device has exp2. A `kv` pointer points at the first K of a layer; V lies
+`value_offset` elements after K. The kernels never read slots that no visible position was written to.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def page_rows(kv, table, positions, is_read, page_stride, PAGE: tl.constexpr, DIM: tl.constexpr):
-    """Pointers to the K rows of `positions` of one request and one head; `table` is its line of the page table."""
+    """Return pointers to the K rows of `positions` of one request and head; `table` is its page-table line."""
     pages = tl.load(table + positions // PAGE, mask=is_read, other=0).to(tl.int64)
     return kv + pages * page_stride + (positions % PAGE) * DIM
 
@@ -21,9 +21,9 @@ def page_rows(kv, table, positions, is_read, page_stride, PAGE: tl.constexpr, DI
 def ask_ahead(
     kv, table, start, end, page_stride, value_offset, BLOCK_KEYS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """Bring keys and values from `start` on into the second-level cache; nothing waits for them.
+    """Prefetch keys and values from `start` on into the L2 cache, without waiting.
 
-    Where a row of them is no multiple of 16 bytes, the device has no way to ask for it.
+    Does nothing when a row is not a multiple of 16 bytes, which the prefetch instruction requires.
     """
     ROW_BYTES: tl.constexpr = DIM * kv.dtype.element_ty.primitive_bitwidth // 8
     if ROW_BYTES % 16 == 0:
@@ -40,18 +40,18 @@ def ask_ahead(
 
 @triton.jit
 def scores_of(q, keys, scale, softcap, HAS_CAP: tl.constexpr):
-    """`q` `[M, D]` with `keys` `[N, D]`: float32 `[M, N]`, in log2. `scale` has 1 / ln 2 in it unless HAS_CAP."""
+    """Scores of `q` `[M, D]` with `keys` `[N, D]`: float32 `[M, N]`, in log2. Without HAS_CAP, `scale` has 1 / ln 2."""
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-    if HAS_CAP:  # cap * tanh(x / cap), by the sigmoid, which every backend has
+    if HAS_CAP:  # cap * tanh(x / cap), through the sigmoid, which every Triton backend has
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * 1.4426950408889634
     return scores
 
 
 @triton.jit
 def online_softmax_update(total, top, weight, scores, values):
-    """One more block of keys: `total` `[M, D]`, the highest score `top` `[M]` and the sum of weights `weight` `[M]`.
+    """Add one block of keys to the output sum `total` `[M, D]`, the maximum score `top` `[M]`, and `weight` `[M]`.
 
-    A row that has seen no key yet has a `top` of -inf and stays zero.
+    `weight` is the sum of softmax weights. A row without a visible key yet has a `top` of -inf and stays zero.
     """
     higher = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -67,9 +67,10 @@ def online_softmax_update(total, top, weight, scores, values):
 def finished(
     head_at, norm, angle, cos, sin, eps, mask, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_NORM: tl.constexpr
 ):  # fmt: skip
-    """Heads at `head_at` `[M, 1]`, normalised and rotated as `heads._place` does it: `[M, BLOCK_DIM]`.
+    """Load heads at `head_at` `[M, 1]`, normalise and rotate them: `[M, BLOCK_DIM]`.
 
-    `angle`: where the token's line of `cos` and `sin` begins, whose first half has its sign turned. `norm`: weights.
+    Computes the same as `fused_qk_norm_rope_cache._place`. `angle` is the offset of the token's line of `cos` and
+    `sin`; the first half of `sin` is negated. `norm` is the norm's weights.
     """
     HALF: tl.constexpr = DIM // 2
     dims = tl.arange(0, BLOCK_DIM)

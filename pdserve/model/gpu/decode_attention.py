@@ -1,11 +1,10 @@
-"""Attention of rows with one new token each over pages, read in place; keys split over programs (Flash-Decoding).
+"""Paged attention of rows with one new token each, with keys split over programs (Flash-Decoding).
 
-Called by `attention/triton_pages.py`. How many parts the keys have is fixed by the shape of a launch, never by the
-lengths of its rows, so that a launch can be captured in a CUDA graph. Who is through last with a part adds them up, in
-their order.
+Called by `attention/triton_pages.py`. The shape of a launch fixes the number of parts, independent of the rows'
+lengths, so that a CUDA graph can capture the launch. The last program of a row to finish adds the parts up, in order.
 
-In a step of such rows alone the kernel begins with what the q/k/v product gave (`FreshKV`): it finishes the query heads
-and the new key itself, and writes key and value into their page.
+In a step of decode rows alone the kernel takes the q/k/v projection's output (`FreshKV`). It finishes the query heads
+and the new key itself, and writes key and value to their page.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2
 
 LOG2_E = 1.4426950408889634
 _WAVES = 4
-"""Programs for each multiprocessor: they wait for memory most of the time."""
+"""Programs per multiprocessor: programs wait for memory most of the time."""
 _MAX_PARTS = 64
 _PART_TOKENS = 128
-"""A part has at least so many keys: below, adding up costs more than it saves."""
+"""Minimum keys per part: below this, the reduction costs more than the split saves."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMask:
-    """What a query sees, and how scores are bent.
+    """Sliding window and logit cap.
 
-    `window`: so many positions up to its own, all when 0. `softcap`: scores become `softcap * tanh(score / softcap)`,
-    unless 0.
+    `window`: number of visible positions, including the query's own; 0 for all. `softcap`: scores become
+    `softcap * tanh(score / softcap)`; 0 disables it.
     """
 
     window: int = 0
@@ -42,7 +41,7 @@ class AttentionMask:
 
 @dataclasses.dataclass(frozen=True)
 class FreshKV:
-    """What a layer knows of the new tokens before attention; all as for `place_heads`."""
+    """Unfinished heads and write targets of the new tokens; arguments as for `place_heads`."""
 
     qkv: Tensor
     write_pages: Tensor
@@ -55,13 +54,13 @@ class FreshKV:
 
 
 def num_parts(num_rows: int, num_kv_heads: int, max_tokens: int, device: torch.device) -> int:
-    """How many programs share a row's keys: a power of two, for each number is a kernel of its own."""
+    """Return the number of programs that share a row's keys: a power of two, to limit the kernels compiled."""
     filled = max(1, _WAVES * num_cores(device) // max(1, num_rows * num_kv_heads))
     return min(_MAX_PARTS, power_of_2(filled), power_of_2(-(-max_tokens // _PART_TOKENS)))
 
 
 def counters(num_rows: int, num_kv_heads: int, device: torch.device) -> Tensor:
-    """For `attend_decode` of up to `num_rows` rows, which leaves them as they were: launches of a stream share them."""
+    """Make counters for `attend_decode` of up to `num_rows` rows. Launches of one stream share and reset them."""
     return torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device)
 
 
@@ -81,11 +80,11 @@ def attend_decode(
 ) -> None:
     """Write the attention of rows into `out`.
 
-    `q`, `out` `[N, num_heads, D]`, the last two dimensions contiguous; `kv` `[num_pages, 2, num_kv_heads, page_tokens,
-    D]`, contiguous but for the pages; `table` int32 `[R, P]`, pages of each row; `ends` int32 `[R]`, positions it has;
-    `tokens` int32 `[R]`, its index in `q` and `out`; `through`: `counters`. `sinks` float32 `[num_heads]`: a logit that
-    takes weight and gives nothing. `parts` is a power of two. A row with an end of 0 gets zeros; with `FreshKV` each
-    row has its new token at least.
+    `q`, `out` `[N, num_heads, D]`, the last two dimensions contiguous. `kv` `[num_pages, 2, num_kv_heads, page_tokens,
+    D]`, contiguous within a page. `table` int32 `[R, P]`: pages of each row. `ends` int32 `[R]`: number of positions.
+    `tokens` int32 `[R]`: the row's index in `q` and `out`. `through`: `counters`. `sinks` float32 `[num_heads]`: logits
+    that take softmax weight and add no value. `parts` is a power of two. A row with an end of 0 gets zeros; with
+    `FreshKV` each row has at least its new token.
     """
     num_rows, (num_heads, dim) = len(ends), out.shape[1:]
     num_kv_heads, page_tokens = kv.shape[2:4]
@@ -114,14 +113,14 @@ def attend_decode(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionTiling:
-    """Keys of one block, and warps of a program."""
+    """Block of keys, and warps per program."""
 
     keys: int
     warps: int
 
     @staticmethod
     def of(num_pairs: int, dim: int, dtype: torch.dtype, device: torch.device) -> AttentionTiling:
-        """For so many pairs of a row and a KV head. Where they are few, it is the time of one program that counts."""
+        """Choose a tiling for `num_pairs` pairs of row and KV head. With few pairs, one program's latency counts."""
         if dim > 128:
             return AttentionTiling(keys=32, warps=4)
         if 4 * num_pairs <= num_cores(device):
@@ -130,7 +129,7 @@ class AttentionTiling:
 
 
 def _fresh_arguments(fresh: FreshKV | None, nothing: Tensor) -> tuple[Tensor | float | int, ...]:
-    """Pages and slots, angles, norms and their epsilon, and the stride of angles."""
+    """Return pages and slots, angles, norms and their epsilon, and the stride of angles."""
     if fresh is None:
         return (nothing,) * 6 + (0.0, 0)
     q_norm, k_norm = (nothing if norm is None else norm for norm in (fresh.q_norm, fresh.k_norm))
@@ -140,7 +139,7 @@ def _fresh_arguments(fresh: FreshKV | None, nothing: Tensor) -> tuple[Tensor | f
 
 @triton.jit(
     do_not_specialize=["table_stride", "softcap", "window"],
-    do_not_specialize_on_alignment=["write_pages", "write_slots"],  # see `heads._place`
+    do_not_specialize_on_alignment=["write_pages", "write_slots"],  # see `fused_qk_norm_rope_cache._place`
 )
 def _decode(
     q, out, kv, table, ends, tokens, partial_out, lse, through, sinks,
@@ -151,7 +150,7 @@ def _decode(
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_FRESH: tl.constexpr,
     HAS_NORM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One row, one KV head with all query heads that share it, one part of its keys."""
+    """One row, one KV head with all query heads that share it, and one part of the keys."""
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     most_parts = tl.num_programs(2)
     end = tl.load(ends + row)
@@ -163,7 +162,7 @@ def _decode(
     if not IS_WHOLE:
         share = tl.maximum(share, PART)
     first = begin + part * share
-    if CHAINED:  # ends and pages were there before the kernel whose heads are awaited, and so were most keys
+    if CHAINED:  # ends, pages and most keys were written before the awaited kernel began
         if first < end:
             ask_ahead(
                 kv + kv_head * PAGE * DIM, table + row.to(tl.int64) * table_stride, first, end, page_stride,
@@ -179,7 +178,7 @@ def _decode(
         is_head = within < GROUP
         cells = is_head[:, None] & is_dim[None, :]
         of_token = q + token * q_stride
-        stored = last  # keys that lie in pages
+        stored = last  # end of the keys that lie in pages
         of_head = kv + kv_head * PAGE * DIM
         line = table + row.to(tl.int64) * table_stride
         if IS_FRESH:
@@ -193,7 +192,7 @@ def _decode(
         total = tl.zeros((BLOCK_HEADS, BLOCK_DIM), tl.float32)
         top = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
         weight = tl.zeros((BLOCK_HEADS,), tl.float32)
-        if IS_FRESH and stored < last:  # the new token comes first, for nobody has to wait for it
+        if IS_FRESH and stored < last:  # the new token comes first, because its key needs no load from a page
             one = tl.arange(0, 1)[:, None]
             key_at = of_token + (tl.num_programs(1) * GROUP + kv_head) * DIM + one
             is_one = (one == 0) & is_dim[None, :]
@@ -218,7 +217,7 @@ def _decode(
             scores = scores_of(queries, keys, scale, softcap, HAS_CAP)
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
             total, top, weight = online_softmax_update(total, top, weight, scores, values)
-        if CHAINED:  # not before: the product behind is to find all places free
+        if CHAINED:  # only now: the next kernel's programs must find all multiprocessors equally free
             tl.extra.cuda.gdc_launch_dependents()
 
         is_last = True
@@ -229,7 +228,7 @@ def _decode(
             lines = (pair.to(tl.int64) * most_parts + part) * GROUP + within
             tl.store(partial_out + lines[:, None] * DIM + dims[None, :], total / known[:, None], mask=cells)
             tl.store(lse + lines, top + tl.log2(known), mask=is_head)
-            tl.debug_barrier()  # what all threads have written is there when one of them says so
+            tl.debug_barrier()  # all threads' stores are done before one thread increments the counter
             is_last = tl.atomic_add(through + pair, 1) == parts - 1
             if is_last:
                 tl.store(through + pair, 0)
@@ -254,7 +253,7 @@ def _reduced_sum(
     partial_out, lse, lines, is_head, cells, parts, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, MOST_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a row and KV head, as `online_softmax_update` leaves them. Read past the L1 cache."""
+    """Combine the parts of a row and KV head in the form of `online_softmax_update`. Loads bypass the L1 cache."""
     each = tl.arange(0, MOST_PARTS)
     is_part = is_head[:, None] & (each < parts)[None, :]
     at = lse + lines[:, None] + each[None, :] * GROUP

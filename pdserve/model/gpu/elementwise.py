@@ -1,4 +1,4 @@
-"""RMS norm, alone or of a sum, and SiLU times a gate: one pass over memory each. For `layers/triton_kernels.py`."""
+"""RMS norm, fused add and RMS norm, and SwiGLU, one pass over memory each. For `layers/triton_kernels.py`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _BLOCK_GATE = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` `[N, width]`, normalised in float32 and scaled by `weight` `[width]`; rows may lie apart."""
+    """Normalise `x` `[N, width]` in float32 and scale by `weight` `[width]`; rows may have a stride."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, x, out, weight, eps, adds=False)
     return out
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same of `x + delta`, which replaces `x`."""
+    """Compute `rms_norm` of `x + delta`, and overwrite `x` with the sum."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, delta, out, weight, eps, adds=True)
     return out
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, `[N, width]` each, whose rows may lie apart."""
+    """Compute `silu(gate) * up`, `[N, width]` each; rows may have a stride."""
     num_rows, width = gate.shape
     out: Tensor = torch.empty(num_rows, width, dtype=gate.dtype, device=gate.device)
     if num_rows:
@@ -46,7 +46,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _launch_norm(x: Tensor, delta: Tensor, out: Tensor, weight: Tensor, eps: float, *, adds: bool) -> None:
-    """One program a row; nothing for no rows."""
+    """Launch one program per row; nothing for zero rows."""
     num_rows, width = x.shape
     if num_rows:
         block = power_of_2(width)
@@ -84,7 +84,7 @@ def _rms_norm(
 
 @triton.jit
 def _swiglu(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    """A piece of one row."""
+    """One block of one row."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

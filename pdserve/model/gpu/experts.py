@@ -1,10 +1,10 @@
-"""The products of a mixture of experts without a word to the host: rows sorted by expert, each weight read once a tile.
+"""Grouped GEMMs of a mixture of experts without host synchronisation. Rows are sorted by expert; a tile has one expert.
 
-Called by `layers/triton_kernels.py`. How many tiles there are follows from the number of rows alone, some for nothing,
-so that a launch can be captured in a CUDA graph; a program finds its expert by the tiles before it.
+Called by `layers/triton_kernels.py`. The number of rows alone fixes the number of tiles, and surplus tiles do nothing,
+so that a CUDA graph can capture a launch. A program finds its expert from the tile counts.
 
     gate and up, with SiLU between     [R, hidden] -> [R, inner], in sorted order
-    down                               [R, inner] -> [R, hidden], back in the rows' own order
+    down                               [R, inner] -> [R, hidden], in the rows' original order
     weighted sum                       [N, top_k, hidden] -> [N, hidden]
 """
 
@@ -21,7 +21,7 @@ from pdserve.model.gpu.routes import MAX_ROWS, order_rows
 from pdserve.model.gpu.runtime import chaining, power_of_2
 
 _FEW_ROWS = 16
-"""Rows of an expert on average, up to which the weights' bytes are what counts."""
+"""Average rows per expert up to which reading the weights dominates."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ExpertTiling:
 
     @staticmethod
     def of(num_rows: int, num_experts: int, dtype: torch.dtype) -> ExpertTiling:
-        """For so many rows over so many experts."""
+        """Choose block sizes for `num_rows` rows over `num_experts` experts."""
         if dtype.itemsize > 2:
             return ExpertTiling(rows=16, outs=32, depth=32, warps=4, stages=2)
         if num_rows <= _FEW_ROWS * num_experts:
@@ -46,8 +46,10 @@ class ExpertTiling:
 
 @dataclasses.dataclass(frozen=True)
 class Sorted:
-    """Rows by expert, all on the device: `order` int64 `[R]`, and of each expert the end of its rows and of its tiles,
-    int64 `[E]` each. `num_tiles` is the most that there can be.
+    """Rows sorted by expert, all on the device.
+
+    `order` int64 `[R]` are row indices. `row_ends` and `tile_ends`, int64 `[E]`, are where each expert's rows and tiles
+    end. `num_tiles` is an upper bound.
     """
 
     order: Tensor
@@ -57,7 +59,7 @@ class Sorted:
 
 
 def sort_rows(slots: Tensor, num_experts: int, tile_rows: int) -> Sorted:
-    """`slots` int64 `[R]`: the expert of each row."""
+    """Sort rows by expert. `slots` int64 `[R]`: the expert of each row."""
     num_tiles = min(len(slots), num_experts) + len(slots) // tile_rows
     if len(slots) <= MAX_ROWS:
         return Sorted(*order_rows(slots, num_experts, tile_rows), num_tiles)
@@ -70,7 +72,7 @@ def sort_rows(slots: Tensor, num_experts: int, tile_rows: int) -> Sorted:
 
 
 def expert_rows(x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Row r of `slots` `[R]` through its expert: `[R, hidden]`. It is row `r // (R / N)` of `x` `[N, hidden]`.
+    """Run row r through expert `slots[r]`, `[R]`: `[R, hidden]`. Row r is row `r // (R / N)` of `x` `[N, hidden]`.
 
     `gate_up` `[E, 2 * inner, hidden]`, `down` `[E, hidden, inner]`, contiguous.
     """
@@ -98,7 +100,7 @@ def expert_rows(x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tens
 
 
 def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
-    """`[N, top_k, hidden]` and float32 `[N, top_k]` to `[N, hidden]`, added up in float32."""
+    """Sum `[N, top_k, hidden]` with weights float32 `[N, top_k]` to `[N, hidden]`, in float32."""
     num_tokens, top_k, hidden = outputs.shape
     out = torch.empty(num_tokens, hidden, dtype=outputs.dtype, device=outputs.device)
     block = min(1024, power_of_2(hidden))
@@ -112,7 +114,7 @@ def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
 
 @triton.jit
 def _find(row_ends, tile_ends, tile, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """The expert of a tile, and the tile's first row in sorted order."""
+    """Return the expert of a tile, and the tile's first row in sorted order."""
     experts = tl.arange(0, BLOCK_EXPERTS)
     ends = tl.load(tile_ends + experts, mask=experts < EXPERTS, other=1 << 40)
     expert = tl.sum((ends <= tile).to(tl.int32), 0)
@@ -129,7 +131,7 @@ def _gate_up(
     EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One tile, and some outputs of both halves."""
+    """One tile, and a block of outputs of both halves."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -164,7 +166,7 @@ def _down(
     EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One tile, and some outputs."""
+    """One tile, and a block of outputs."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -191,7 +193,7 @@ def _down(
 
 @triton.jit
 def _weigh(outputs, weights, out, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    """A piece of one token."""
+    """One block of one token."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,7 +1,7 @@
-"""Attention of rows with several new tokens over pages, read in place: causal behind a prefix (FlashAttention-2).
+"""Paged attention of rows with several new tokens: causal after a prefix (FlashAttention-2).
 
-Called by `attention/triton_pages.py`, once the new tokens' K and V are in the pages. A tile is some new tokens of one
-row with all query heads that share a KV head: its rows lie token by token, so that keys are loaded once for all.
+Called by `attention/triton_pages.py` once the new tokens' K and V are in the pages. A tile is some new tokens of one
+row with all query heads that share a KV head. Its query rows are ordered token by token and share the loaded keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdserve.model.gpu.runtime import chaining, power_of_2
 
 
 def tile_rows(group: int, dim: int, dtype: torch.dtype) -> int:
-    """Query rows of a tile."""
+    """Return the query rows of a tile."""
     least = max(32, power_of_2(group))
     if triton_is_interpreted() or dtype.itemsize > 2:
         return least
@@ -26,7 +26,7 @@ def tile_rows(group: int, dim: int, dtype: torch.dtype) -> int:
 
 
 def tile_tokens(group: int, dim: int, dtype: torch.dtype) -> int:
-    """New tokens of a tile."""
+    """Return the new tokens of a tile."""
     return tile_rows(group, dim, dtype) // group
 
 
@@ -46,8 +46,8 @@ def attend_extend(
 ) -> None:
     """Write the attention of rows into `out`.
 
-    `q`, `out`, `kv`, `table`, `sinks` as for `attend_decode`. Row r computes positions `[starts[r], ends[r])`, its
-    first token lies at `offsets[r]` of `q`: int32 `[R]` each. `tiles` int32 `[T, 2]`: a row and the first of the up to
+    `q`, `out`, `kv`, `table`, `sinks` as for `attend_decode`. Row r computes positions `[starts[r], ends[r])`, and its
+    first token has index `offsets[r]` in `q`: int32 `[R]` each. `tiles` int32 `[T, 2]`: a row, and the first of up to
     `tile_tokens` of its new tokens.
     """
     num_heads, dim = q.shape[1:]
@@ -67,7 +67,7 @@ def attend_extend(
 
 
 def _block_keys(block_dim: int, dtype: torch.dtype) -> int:
-    """Keys at a time, so that two stages of K and V fit shared memory."""
+    """Return the keys per block, so that two stages of K and V fit shared memory."""
     return 64 if block_dim <= 128 and dtype.itemsize == 2 and not triton_is_interpreted() else 32
 
 
@@ -103,7 +103,7 @@ def _extend(
     total = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
     top = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_ROWS,), tl.float32)
-    if HAS_SINKS:  # a key that is there from the beginning, with a value of zero
+    if HAS_SINKS:  # the sink acts as a first key with a value of zero
         top = tl.load(sinks + head, mask=is_line, other=0.0) * 1.4426950408889634
         weight = tl.full((BLOCK_ROWS,), 1.0, tl.float32)
 

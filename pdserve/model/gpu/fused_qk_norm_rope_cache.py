@@ -1,7 +1,7 @@
-"""What stands between the q/k/v product and attention, as one kernel: norms of q and k, rotation, KV into pages.
+"""Fused kernel between the q/k/v projection and attention: q and k norms, rotation, and the KV write to pages.
 
-Called by the attention backends for CUDA. Queries come out rotated; keys and values go straight where attention reads
-them. The angles of a step's tokens are made once for all layers.
+Called by the attention backends for CUDA. Queries are returned rotated; keys and values are written to the KV pool.
+`angle_tables` computes a step's angles once for all layers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def place_heads(
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """The queries, rotated: `[N, num_heads, D]`; K and V of `qkv` `[N, num_heads + 2 * num_kv_heads, D]` go into `kv`.
+    """Return the rotated queries, `[N, num_heads, D]`, and write K and V to the pool `kv`.
 
-    `kv` as for `attend_decode`; token n goes to slot `write_slots[n]` of page `write_pages[n]`, and nowhere when that
-    is negative: int64 `[N]` each. `cos`, `sin` `[N, 1, D]` as `Rotary.tables` gives them. `q_norm`, `k_norm` `[D]`:
-    weights of RMS norms with `eps`, both or none.
+    `qkv` is `[N, num_heads + 2 * num_kv_heads, D]`; `kv` as for `attend_decode`. Token n goes to slot `write_slots[n]`
+    of page `write_pages[n]`; a negative page skips the write: int64 `[N]` each. `cos`, `sin` `[N, 1, D]` come from
+    `Rotary.tables`. `q_norm`, `k_norm` `[D]` are weights of RMS norms with `eps`, both or neither None.
     """
     num_tokens, all_heads, dim = qkv.shape
     num_kv_heads, page_tokens = kv.shape[2:4]
@@ -50,7 +50,7 @@ def place_heads(
 
 
 def angle_tables(positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As `layers.rotary.angle_tables`, in one launch."""
+    """Compute `layers.rotary.angle_tables` in one launch."""
     num_tokens, half = len(positions), len(inverse)
     cos, sin = torch.empty(2, num_tokens, 1, 2 * half, dtype=dtype, device=positions.device)
     if num_tokens:
@@ -80,7 +80,7 @@ def _angles(positions, inverse, cos, sin, factor, HALF: tl.constexpr, BLOCK: tl.
     tl.store(sin + line + HALF, s.to(dtype), mask=mask)
 
 
-# Pages and slots are lines of `ForwardBatch.columns`: how many tokens there are decides whether they begin at 16 bytes.
+# Pages and slots are rows of `ForwardBatch.columns`, so the number of tokens decides whether they are 16-byte aligned.
 @triton.jit(do_not_specialize_on_alignment=["write_pages", "write_slots"])
 def _place(
     qkv, q, kv, write_pages, write_slots, cos, sin, q_norm, k_norm, eps,
@@ -89,7 +89,7 @@ def _place(
     BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token, as two halves that are rotated into each other."""
+    """Some heads of one token, each as two halves that are rotated into each other."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -114,7 +114,7 @@ def _place(
         x = (x * rsqrt[:, None]).to(dtype).to(tl.float32) * weight_x
         y = (y * rsqrt[:, None]).to(dtype).to(tl.float32) * weight_y
         x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
-    angle = token * angle_stride + half + HALF  # the first half of sin has its sign turned
+    angle = token * angle_stride + half + HALF  # the first half of sin is negated
     c = tl.load(cos + angle, mask=is_half, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + angle, mask=is_half, other=0.0).to(tl.float32)[None, :]
     turned_low = tl.where(is_value[:, None], low, (x * c - y * s).to(dtype))
@@ -136,7 +136,7 @@ def _place(
 
 @triton.jit
 def _either(q_norm, k_norm, is_query, half, is_half):
-    """The weights of each head's norm, `[BLOCK_HEADS, BLOCK_HALF]`."""
+    """Return the weights of each head's norm, `[BLOCK_HEADS, BLOCK_HALF]`."""
     of_q = tl.load(q_norm + half, mask=is_half, other=0.0).to(tl.float32)
     of_k = tl.load(k_norm + half, mask=is_half, other=0.0).to(tl.float32)
     return tl.where(is_query[:, None], of_q[None, :], of_k[None, :])

@@ -1,6 +1,6 @@
-"""Where tokens of a mixture of experts go, in two small kernels: the choice of experts, and rows in order of experts.
+"""MoE routing in two small kernels: top-k expert choice, and sorting of rows by expert.
 
-Called by `layers/triton_kernels.py` and `experts.py`. Torch needs a dozen launches for the same, in every layer.
+Called by `layers/triton_kernels.py` and `experts.py`. Torch needs a dozen launches per layer for the same.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 from pdserve.model.gpu.runtime import chaining, power_of_2
 
 MAX_ROWS = 8192
-"""Every row is compared with every other: beyond, sorting is faster."""
+"""Upper bound for `order_rows`, which compares every row with every other; above it, sorting is faster."""
 _BLOCK_ROWS = 32
 _CHUNK = 128
 
 
 def route(logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """The `top_k` likeliest experts of `[N, E]`, best first: int64 `[N, top_k]`, and their probabilities, float32.
+    """Return the `top_k` likeliest experts of `[N, E]`, best first, int64 `[N, top_k]`, and float32 probabilities.
 
-    With `normalise` these add up to 1. Of equals the first is taken.
+    With `normalise` the probabilities of a token add up to 1. Ties go to the lower expert index.
     """
     num_tokens, num_experts = logits.shape
     experts = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
@@ -37,7 +37,7 @@ def route(logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tenso
 
 
 def order_rows(slots: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Sorted`: `order`, `row_ends` and `tile_ends` of `slots` int64 `[R]`, at most MAX_ROWS of them."""
+    """Return `order`, `row_ends` and `tile_ends` of `Sorted` for `slots` int64 `[R]`, R at most MAX_ROWS."""
     num_rows, device = len(slots), slots.device
     order = torch.empty(num_rows, dtype=torch.int64, device=device)
     row_ends, tile_ends = torch.empty(2, num_experts, dtype=torch.int64, device=device)
@@ -72,7 +72,7 @@ def _route(
     taken = tl.zeros((BLOCK_K,), tl.float32)
     for choice in range(TOP_K):
         most = tl.max(left, 0)
-        best = tl.min(tl.where(left == most, at, EXPERTS - 1), 0)  # the last, where all are NaN
+        best = tl.min(tl.where(left == most, at, EXPERTS - 1), 0)  # the last expert when all are NaN
         chosen = tl.where(places == choice, best, chosen)
         taken = tl.where(places == choice, most, taken)
         left = tl.where(at == best, -1.0, left)
@@ -88,7 +88,7 @@ def _order(
     EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHUNK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program 0: how many rows each expert has. The others: where some rows stand among all."""
+    """Program 0 counts each expert's rows. The other programs compute the sorted position of some rows."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

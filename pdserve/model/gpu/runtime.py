@@ -1,6 +1,6 @@
-"""Whether Triton's kernels can run here, and what they ask of the device. For this package and the factory.
+"""Whether Triton kernels can run here, and properties of the device. For this package and the executor factory.
 
-Nothing here imports Triton before it is asked for: a server on a CPU never does.
+Triton is imported only when a CUDA device needs it; a CPU server never imports it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _FALLBACK_SHARED = 99 << 10
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether there is a Triton to import."""
+    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 def cannot_run(device: torch.device) -> str | None:
-    """Why Triton's kernels cannot run on tensors of `device`; None when they can."""
+    """Return why Triton kernels cannot run on tensors of `device`; None when they can."""
     if not is_installed():
         return "triton is not installed"
     if device.type != "cuda" and not triton_is_interpreted():
@@ -34,7 +34,7 @@ def cannot_run(device: torch.device) -> str | None:
 
 @functools.cache
 def num_cores(device: torch.device) -> int:
-    """Multiprocessors of `device`; a small number where kernels are interpreted."""
+    """Return the number of multiprocessors of `device`; a small number when kernels are interpreted."""
     if device.type != "cuda":
         return _FALLBACK_CORES
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -42,7 +42,7 @@ def num_cores(device: torch.device) -> int:
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may have; a small device's where kernels are interpreted."""
+    """Return shared memory per program in bytes; a small device's value when kernels are interpreted."""
     if device.type != "cuda":
         return _FALLBACK_SHARED
     from triton.runtime import driver
@@ -53,12 +53,12 @@ def shared_bytes(device: torch.device) -> int:
 
 @functools.cache
 def chaining(device: torch.device) -> dict[str, Any]:
-    """What a launch is given besides its arguments, of which kernels see `CHAINED`.
+    """Return launch options for programmatic dependent launch; kernels see `CHAINED`.
 
-    On devices that can (compute capability 9.0), a chained kernel comes up while the one before it still runs
-    (programmatic dependent launch). Its `gdc_wait` waits until all kernels before it are done. Every kernel has one and
-    lets none up before it: so whoever waits for the last waits for all, and what was there before the last one may be
-    read without waiting.
+    On devices of compute capability 9.0 or higher, a chained kernel starts while the previous kernel still runs. Its
+    `gdc_wait` blocks until the previous kernel has ended. Every kernel waits before it lets the next one start. So
+    waiting for the previous kernel waits for all earlier kernels, and data from before the previous kernel may be read
+    without waiting.
     """
     if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) < (9, 0):
         return {"CHAINED": False}
@@ -66,5 +66,5 @@ def chaining(device: torch.device) -> dict[str, Any]:
 
 
 def power_of_2(number: int) -> int:
-    """The smallest power of two that is not below `number`."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()

@@ -1,6 +1,6 @@
-"""The likeliest token of every row, in one pass over the logits that also copies them to where they stay.
+"""Argmax of every row in one pass that also copies the logits to a fixed tensor, and the threshold of top-p sampling.
 
-Called by captured decode steps, which have nothing else to do between head and next step.
+`keep_best` is called by captured decode steps between the head and the next step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ _BLOCK = 4096
 
 
 def keep_best(logits: Tensor, kept: Tensor, best: Tensor, tokens: Tensor, lines: Tensor, positions: Tensor) -> None:
-    """`logits` `[N, vocab]` go into `kept`, the index of each row's highest into `best`, the first of equals.
+    """Copy `logits` `[N, vocab]` to `kept` and write each row's argmax to `best`; ties go to the lower index.
 
-    And into `tokens` int32 `[rows, width]`, behind `positions[n]` of its row `lines[n]`: int64 `[N]` each, as `best`.
+    Also writes the argmax to `tokens` int32 `[rows, width]`, in row `lines[n]` after position `positions[n]`. `best`,
+    `lines` and `positions` are int64 `[N]`.
     """
     num_rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, _BLOCK)
@@ -39,7 +40,7 @@ def keep_best(logits: Tensor, kept: Tensor, best: Tensor, tokens: Tensor, lines:
 def _peaks(
     logits, kept, peaks, places, stride, kept_stride, vocab, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):  # fmt: skip
-    """A block of one row."""
+    """One block of one row."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -50,12 +51,12 @@ def _peaks(
     tl.store(kept + row * kept_stride + at, values, mask=mask)
     wide = values.to(tl.float32)
     peak = tl.max(wide, 0)
-    place = tl.min(tl.where((wide == peak) & mask, at, vocab - 1), 0)  # the last, where all are NaN
+    place = tl.min(tl.where((wide == peak) & mask, at, vocab - 1), 0)  # the last index when all are NaN
     tl.store(peaks + row * tl.num_programs(1) + block, peak)
     tl.store(places + row * tl.num_programs(1) + block, place)
 
 
-@triton.jit(do_not_specialize_on_alignment=["lines", "positions"])  # see `heads._place`
+@triton.jit(do_not_specialize_on_alignment=["lines", "positions"])  # see `fused_qk_norm_rope_cache._place`
 def _best(
     peaks, places, best, tokens, lines, positions, token_stride, blocks, vocab, BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -75,9 +76,10 @@ def _best(
 
 
 def least_of_nucleus(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Of `probs` float32 `[R, vocab]`, whose rows add up to 1, and `top_p` float32 `[R]`: float32 `[R]`.
+    """Return the smallest probability in each row's top-p nucleus: float32 `[R]`.
 
-    0 where the whole row has less than `top_p`.
+    `probs` is float32 `[R, vocab]`, with rows that add up to 1; `top_p` is float32 `[R]`. The result is the largest
+    value v such that the probabilities of at least v sum to `top_p`; 0 when the whole row sums to less.
     """
     num_rows, vocab = probs.shape
     least = torch.empty(num_rows, dtype=torch.float32, device=probs.device)
@@ -89,7 +91,7 @@ def least_of_nucleus(probs: Tensor, top_p: Tensor) -> Tensor:
 
 @triton.jit
 def _search(probs, top_p, least, stride, vocab, BLOCK: tl.constexpr):
-    """One row: 30 bits, for probabilities are below 2."""
+    """One row. A search over 30 bits is enough, because probabilities are below 2."""
     row = tl.program_id(0).to(tl.int64)
     wanted = tl.load(top_p + row)
     found = tl.full((), 0, tl.int32)

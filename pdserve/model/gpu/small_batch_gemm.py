@@ -1,8 +1,8 @@
-"""Products of few rows, whose time is that of reading the weights: `x @ weight.T`, and both halves of a gate in one.
+"""GEMMs of few rows, which are bound by reading the weights: `x @ weight.T`, and both halves of a gate in one kernel.
 
-Called by `layers/triton_kernels.py`. Programs share the outputs, as many as the device has room for at once, so that
-all of its memory's channels are busy to the end. The kernel behind comes up when all of them are through: earlier, it
-would take places of which the one that comes then needs its even share.
+Called by `layers/triton_kernels.py`. Programs divide the outputs so that all memory channels are busy to the end.
+`linear` lets the next kernel start as soon as its own wait is over. `gated` does so after its loads: an earlier start
+would spread the next kernel's programs unevenly, and a memory-bound kernel is as slow as its fullest multiprocessor.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pdserve.base.env import triton_is_interpreted
 from pdserve.model.gpu.runtime import chaining, num_cores, shared_bytes
 
 MAX_ROWS = 64
-"""Beyond, the rows are read from the cache more often than the weights from memory, and cuBLAS does better."""
+"""Above this, the rows are read from cache more often than the weights from memory, and cuBLAS is faster."""
 _FEWEST_ROWS = 16
-"""Rows that the tensor cores take at least."""
+"""Minimum rows of a tensor-core product."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SmallBatchTiling:
-    """Outputs of a program, inputs of a step, and how a program runs."""
+    """Outputs per program, inputs per iteration, warps, and pipeline stages."""
 
     outs: int
     depth: int
@@ -34,17 +34,17 @@ class SmallBatchTiling:
 
     @staticmethod
     def of(num_rows: int, num_outs: int, device: torch.device, *, is_gate: bool) -> SmallBatchTiling:
-        """For so many rows and outputs; a gate has two halves of them. `benchmarks/gpu/products.py` times others."""
+        """Choose a tiling; a gate has two halves of `num_outs`. `benchmarks/gpu/products.py` times alternatives."""
         if triton_is_interpreted():
             return SmallBatchTiling(outs=64, depth=64, warps=4, stages=1)
         cores = num_cores(device)
         if is_gate:
             few, many = SmallBatchTiling(32, 128, 4, 4), SmallBatchTiling(32, 64, 4, 4)
-        elif num_outs > 48 * cores:  # the more outputs, the less often the rows are read
+        elif num_outs > 48 * cores:  # more outputs per program read the rows less often
             few, many = SmallBatchTiling(32, 256, 4, 6), SmallBatchTiling(128, 128, 8, 3)
         elif num_outs > 32 * cores:
             few, many = SmallBatchTiling(32, 128, 4, 5), SmallBatchTiling(64, 128, 4, 5)
-        elif num_outs >= 16 * cores:  # one program each, with much under way
+        elif num_outs >= 16 * cores:  # one program per multiprocessor, with many loads in flight
             few, many = SmallBatchTiling(32, 128, 4, 7), SmallBatchTiling(32, 128, 4, 7)
         else:
             few, many = SmallBatchTiling(16, 256, 4, 6), SmallBatchTiling(16, 256, 4, 4)
@@ -55,27 +55,27 @@ class SmallBatchTiling:
 
 
 def padded(num_rows: int) -> int:
-    """Rows as they are computed: two kernels are enough, for it is the weights that take the time."""
+    """Return the rows as computed. Two kernels are enough, because reading the weights takes the time."""
     return _FEWEST_ROWS if num_rows <= _FEWEST_ROWS else MAX_ROWS
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear`, or `gated`, is made for this product."""
+    """Whether `linear` or `gated` supports this product."""
     return 0 < len(x) <= MAX_ROWS and x.dtype.itemsize == 2 and x.stride(1) == 1 and weight.shape[1] % 16 == 0
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias`: `[N, in]`, `[out, in]` and `[out]` to `[N, out]`; see `fits`."""
+    """Compute `x @ weight.T + bias`: `[N, in]`, `[out, in]` and `[out]` to `[N, out]`. Requires `fits`."""
     return _launch(x, weight, bias, len(weight), is_gate=False)
 
 
 def gated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`silu(gate) * up`, where both are halves of `linear`: `[N, out / 2]`."""
+    """Compute `silu(gate) * up`, the halves of `linear`: `[N, out / 2]`. Requires `fits`."""
     return _launch(x, weight, bias, len(weight) // 2, is_gate=True)
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outs: int, *, is_gate: bool) -> Tensor:
-    """One product."""
+    """Launch one product."""
     num_rows, num_in = x.shape
     out: Tensor = torch.empty(num_rows, num_outs, dtype=x.dtype, device=x.device)
     tiling = SmallBatchTiling.of(num_rows, num_outs, x.device, is_gate=is_gate)
@@ -94,7 +94,7 @@ def _product(
     ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, IS_WHOLE: tl.constexpr, IS_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of all rows."""
+    """A block of outputs of all rows."""
     outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     is_out = outs < num_outs
     held = tl.minimum(outs, num_outs - 1).to(tl.int64)

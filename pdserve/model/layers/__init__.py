@@ -1,1 +1,1 @@
-"""Building blocks of model families: plain objects over tensors, no autograd, no registry."""
+"""Layers of model families: plain objects over tensors, without autograd or a registry."""

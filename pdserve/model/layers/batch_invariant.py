@@ -1,4 +1,4 @@
-"""Arithmetic of the deterministic mode by torch: a row's result has the same bits whatever else is in the batch.
+"""Batch-invariant kernels in torch: a row's result has the same bits in any batch.
 
 Made by the executor factory when `enable_deterministic_inference` is set and torch computes; called by the layers.
 """
@@ -18,13 +18,13 @@ Shape = tuple[int, int, bool]
 
 
 class BatchInvariantKernels(TorchKernels):
-    """Products in tiles whose numbers of rows were found, at start-up and on this machine, to leave no trace."""
+    """Computes products in tiles of batch-invariant sizes, which `safe_sizes` finds at start-up on this machine."""
 
     def __init__(self) -> None:
         self._sizes: dict[Shape, tuple[int, ...]] = {}
 
     def prepare_linear(self, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device, bias: bool) -> None:
-        """See `Kernels.prepare_linear`: tries the tiles of this shape, once."""
+        """See `Kernels.prepare_linear`. Probes the tile sizes of this shape once."""
         shape = (num_out, num_in, bias)
         if shape in self._sizes:
             return
@@ -45,16 +45,16 @@ class BatchInvariantKernels(TorchKernels):
         return out
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """See `Kernels.swiglu`. Torch's silu rounds differently where a vector register is not full; exp does not."""
+        """See `Kernels.swiglu`. Torch's silu rounds differently in a partly filled vector register; exp does not."""
         wide = gate.float()
         return (wide / (1.0 + torch.exp(-wide))).to(gate.dtype) * up
 
 
 def _one(x: Tensor, tile: Tile, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of one tile, `[size, out]`."""
+    """Compute the product of one tile, `[size, out]`."""
     return _product(padded(x, tile), weight, bias)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias`, exactly as it was tried."""
+    """Compute `x @ weight.T + bias` with the same call as in the probe."""
     return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())

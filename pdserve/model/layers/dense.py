@@ -1,7 +1,7 @@
-"""Linear layers; several checkpoint matrices may be stacked into one, so that one product computes them all.
+"""Linear layers. Several checkpoint matrices may be stacked into one, so that one product computes them all.
 
-`column_linear` and `row_linear` make those of a split model (arXiv:1909.08053): the first has its outputs split over
-the tensor ranks, the second takes such outputs as its inputs, and what the ranks compute adds up to the result.
+`column_linear` and `row_linear` build the layers of a tensor-parallel model (arXiv:1909.08053). A column layer splits
+its outputs over the tensor ranks. A row layer takes such outputs as inputs; the sum over ranks is the result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdserve.model.params import Param, ParamSlots
 
 
 class Linear:
-    """`x @ weight.T + bias`; `weight` is `[out, in]`, `bias` `[out]` or absent."""
+    """`x @ weight.T + bias`; `weight` is `[out, in]`, `bias` `[out]` or None."""
 
     def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
@@ -31,17 +31,17 @@ class Linear:
         kernels.prepare_linear(num_out, num_in, weight.dtype, weight.device, bias is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[N, in]` to `[N, out]`."""
+        """Map `[N, in]` to `[N, out]`."""
         return self._kernels.linear(x, self.weight, self.bias)
 
     def release_weights(self) -> None:
-        """Let go of the weights, which others have made something else of. There are no calls after this."""
+        """Drop the weights, which were repacked elsewhere. The layer must not be called afterwards."""
         self.weight = self.weight.new_empty(0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """The checkpoint's linear layer `name` has `total` outputs, of which a rank computes `held`."""
+    """Outputs of the checkpoint's linear layer `name`: `total` in all, of which a rank computes `held`."""
 
     name: str
     total: int
@@ -49,7 +49,7 @@ class Outputs:
 
 
 def column_linear(kernels: Kernels, params: ParamSlots, parts: tuple[Outputs, ...], num_in: int, bias: bool) -> Linear:
-    """One layer that stacks what is held of `parts`: `[N, num_in]` to `[N, sum of held]`."""
+    """Build one layer that stacks the held parts of `parts`: `[N, num_in]` to `[N, sum of held]`."""
     weight = params.stacked(*(Param(f"{part.name}.weight", (part.total, num_in), 0, part.held) for part in parts))
     biases = None
     if bias:
@@ -60,7 +60,7 @@ def column_linear(kernels: Kernels, params: ParamSlots, parts: tuple[Outputs, ..
 def row_linear(
     kernels: Kernels, params: ParamSlots, name: str, num_out: int, inputs: Outputs, *, bias: bool, adds_bias: bool
 ) -> Linear:
-    """`[N, held of inputs]` to a summand of `[N, num_out]`, which takes `inputs` in; one rank `adds_bias` to it."""
+    """Build a layer from the held part of `inputs` to a partial sum of `[N, num_out]`. One rank sets `adds_bias`."""
     weight = params.stacked(Param(f"{name}.weight", (num_out, inputs.total), 1, inputs.held))
     biases = None
     if bias and adds_bias:
@@ -79,11 +79,11 @@ class RMSNorm:
         self._kernels = kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The normalised `x`, same shape and dtype."""
+        """Normalise `x`; keeps shape and dtype."""
         return self._kernels.norm(x, self.weight, self.eps)
 
     def of_sum(self, x: Tensor, more: Tensor) -> Tensor:
-        """The normalised `x + more`, which replaces `x`."""
+        """Normalise `x + more`, and overwrite `x` with the sum."""
         return self._kernels.add_norm(x, more, self.weight, self.eps)
 
 
@@ -96,7 +96,7 @@ def vocab_rows(params: ParamSlots, name: str, vocab_size: int, hidden_size: int,
 
 
 class VocabEmbedding:
-    """Looks token ids up where they are: one rank has the row, the others add zero, so that the sum is exact."""
+    """Vocab-parallel embedding. One rank has a token's row, and the other ranks add zero: the sum is exact."""
 
     def __init__(self, weight: Tensor, vocab_size: int, parallel: Parallel) -> None:
         self.weight = weight
@@ -104,7 +104,7 @@ class VocabEmbedding:
         self._held = vocab_of(vocab_size, parallel.place.shape.tp_size, parallel.place.tp_rank)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """`[N]` int64 to `[N, hidden]`, equal on all ranks."""
+        """Map int64 `[N]` to `[N, hidden]`, equal on all ranks."""
         if self._parallel.place.shape.tp_size == 1:
             return F.embedding(ids, self.weight)
         local = ids - self._held.start
@@ -114,18 +114,18 @@ class VocabEmbedding:
 
 
 class FeedForward(Protocol):
-    """One layer's feed-forward, on one rank."""
+    """One layer's feed-forward on one rank."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[N, hidden]`, equal on all tensor ranks, to `[N, hidden]`, equal on all tensor ranks.
+        """Map `[N, hidden]` to `[N, hidden]`; both are equal on all tensor ranks.
 
-        All ranks of `Parallel.wide` call it together; N may be 0.
+        All ranks of `Parallel.wide` call it together. N may be 0.
         """
         ...
 
 
 class DenseMLP:
-    """Gated by SiLU; the ranks of `wide` split its columns."""
+    """SiLU-gated MLP; the ranks of `wide` split its columns."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class DenseMLP:
     ) -> None:
         self._kernels, self.wide = kernels, wide
         self.product: Callable[[Tensor], Tensor] | None = None
-        """What computes this rank's columns in our place: `[N, hidden]` to a summand of `[N, hidden]`."""
+        """Replacement for this rank's columns, `[N, hidden]` to a partial sum of `[N, hidden]`; None: use `kernels`."""
         inner = part_of(intermediate_size, wide.size, wide.rank)
         gate, up = (Outputs(prefix + name, intermediate_size, inner) for name in ("gate_proj", "up_proj"))
         self.gate_up = column_linear(kernels, params, (gate, up), hidden_size, bias)

@@ -1,9 +1,9 @@
-"""A mixture of experts whose experts lie whole on the ranks of `DPAttentionGroup`: tokens travel to them and back.
+"""Expert-parallel MoE: each expert is whole on a rank of `DPAttentionGroup`; tokens travel to experts and back.
 
-Built by the decoder where a `ExpertMap` is given. All tensor ranks of a replica have all its tokens. Each takes its
-slice of them in hand:
+Built by the decoder when an `ExpertMap` is given. All tensor ranks of a replica have all its tokens. Each rank handles
+its token share:
 
-    route the slice ── gather: all routes ──> every rank knows who sends how much to whom, and counts the load alike
+    route the share ── gather: all routes ──> every rank computes all send and receive counts, and the expert load
     all_to_all: rows to their experts ──> products ──> all_to_all: back ──> weighted sum ── gather: the replica's tokens
 """
 
@@ -25,7 +25,7 @@ from pdserve.model.placement import slots_of
 
 
 class ExpertTable:
-    """Where the copies of each expert are, on the device. `row` is one layer's of a `ExpertMap`."""
+    """Slots of each expert's copies, on the device. `row` is one layer's row of an `ExpertMap`."""
 
     def __init__(self, row: Row, num_ranks: int, num_experts: int, device: torch.device) -> None:
         self.num_ranks = num_ranks
@@ -37,7 +37,7 @@ class ExpertTable:
         self._num_copies = torch.tensor([len(places) for places in copies], device=device)
 
     def places(self, experts: Tensor) -> Tensor:
-        """A slot of all ranks' for each of `[N, top_k]`: the copies of an expert take the tokens in turns."""
+        """Return a global slot for each expert in `[N, top_k]`; copies of an expert take tokens in turn."""
         turn = torch.arange(len(experts), device=experts.device)[:, None] % self._num_copies[experts]
         return self._places[experts, turn]
 
@@ -46,8 +46,8 @@ class ExpertTable:
 class Dispatch:
     """One rank's part of an exchange.
 
-    `rows` int64 `[S]`: which of its slice's `token * top_k + choice` it sends, in this order; `send[i]` of them go to
-    rank i and `receive[i]` come from there, for the experts in `slots`, int64 `[R]`.
+    `rows` int64 `[S]`: indices `token * top_k + choice` in the rank's token share, in the order sent. `send[i]` rows go
+    to rank i, and `receive[i]` rows come from rank i, for the experts in `slots`, int64 `[R]`.
     """
 
     rows: Tensor
@@ -57,14 +57,17 @@ class Dispatch:
 
 
 def plan_dispatch(places: Tensor, sizes: Sequence[int], rank: int, table: ExpertTable) -> Dispatch:
-    """What `rank` sends and receives. `places` `[T, top_k]` are all tokens': `sizes[i]` of rank i, in turn."""
+    """Compute the rows that `rank` sends and receives. `places` `[T, top_k]` has `sizes[i]` tokens of rank i, in order.
+
+    Blocks until the device has counted the rows.
+    """
     top_k = places.shape[1]
     num_ranks, num_slots = table.num_ranks, table.num_slots
     source = torch.cat([torch.full((size * top_k,), i, device=places.device) for i, size in enumerate(sizes)])
     place = places.flatten()
     order = (source * (num_ranks * num_slots) + place).argsort(stable=True)
     pairs = torch.bincount(source * num_ranks + place // num_slots, minlength=num_ranks * num_ranks)
-    counts = pairs.view(num_ranks, num_ranks).tolist()  # the one wait for the device
+    counts = pairs.view(num_ranks, num_ranks).tolist()  # the only host synchronisation
     begin = sum(sum(row) for row in counts[:rank])
     sent = order[begin : begin + sum(counts[rank])]
     sorted_places = place[order]
@@ -73,8 +76,9 @@ def plan_dispatch(places: Tensor, sizes: Sequence[int], rank: int, table: Expert
 
 
 class ExpertParallelMoe:
-    """Implements `FeedForward`. `row` says where the layer's experts are; `counts` int64 `[num_experts]` the tokens
-    that each was given since the start, equal on all ranks of `wide`.
+    """Implements `FeedForward` with whole experts on each rank. `row` is the layer's placement.
+
+    `counts` int64 `[num_experts]` are the tokens routed to each expert since the start, equal on all ranks of `wide`.
     """
 
     def __init__(
@@ -114,9 +118,9 @@ class ExpertParallelMoe:
         return self._wide.rejoin(mixed, len(x))
 
     def move(self, row: Row) -> int:
-        """Take the experts of `row` in place of those held: all ranks, between steps. Returns how many came.
+        """Replace the held experts by those of `row`, on all ranks, between steps. Returns the number received.
 
-        Every expert that a rank lacks comes from the first one that has it.
+        A rank receives a missing expert from the first slot that has it.
         """
         moves = moves_between(self.row, row, self._wide.size)
         device, ranks = self.counts.device, range(self._wide.size)

@@ -1,7 +1,7 @@
-"""The arithmetic of decoder layers as one object: chosen once per model, called by `Linear` and `DecoderLayer`.
+"""`Kernels`: the arithmetic of decoder layers, chosen once per model. Called by `Linear` and `DecoderLayer`.
 
-`FastKernels` lets the library pick by shape. `BatchInvariantKernels` (`batch_invariant.py`) gives a row the same bits
-in any batch.
+`FastKernels` lets torch pick an algorithm by shape. `BatchInvariantKernels` (`batch_invariant.py`) gives a row the same
+bits in any batch.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from pdserve.model.layers.rotary import angle_tables
 
 
 class Kernels(Protocol):
-    """What depends on how many rows a batch has, unless care is taken."""
+    """Operations whose bits may depend on the number of rows in the batch."""
 
     def prepare_linear(self, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device, bias: bool) -> None:
-        """Said once for each shape that `linear` will be called with, when the model is built. Raises ConfigError."""
+        """Prepare `linear` for a shape. Called once per shape when the model is built. Raises ConfigError."""
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`x @ weight.T + bias`: `[N, in]`, `[out, in]` and `[out]` to `[N, out]`."""
+        """Compute `x @ weight.T + bias`: `[N, in]`, `[out, in]` and `[out]` to `[N, out]`."""
         ...
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`swiglu` of the halves of `linear`: `[N, out / 2]`."""
+        """Compute `swiglu` of the halves of `linear`: `[N, out / 2]`."""
         ...
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """`silu(gate) * up`, all of one shape and dtype."""
+        """Compute `silu(gate) * up`, all of one shape and dtype."""
         ...
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMS norm of the last dimension, in float32, scaled by `weight` in the dtype of `x`."""
+        """Compute RMS norm of the last dimension in float32, scaled by `weight` in the dtype of `x`."""
         ...
 
     def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`norm` of `x + more`, which replaces `x`: `[N, width]` each."""
+        """Compute `norm` of `x + more`, `[N, width]` each, and overwrite `x` with the sum."""
         ...
 
     def angles(self, positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -48,26 +48,26 @@ class Kernels(Protocol):
         ...
 
     def route(self, logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-        """The `top_k` likeliest of `[N, E]`, best first, int64 `[N, top_k]`, and their probabilities, float32.
+        """Return the `top_k` likeliest experts of `[N, E]`, best first, int64 `[N, top_k]`, and float32 probabilities.
 
-        With `normalise` these add up to 1.
+        With `normalise` the probabilities of a token add up to 1.
         """
         ...
 
     def experts(self, x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Row r through expert `slots[r]`: int64 `[R]` to `[R, hidden]`. It is row `r // (R / N)` of `x` `[N, hidden]`.
+        """Run row r through expert `slots[r]`: int64 `[R]` to `[R, hidden]`. Row r is row `r // (R / N)` of `x`.
 
-        `gate_up` `[E, 2 * inner, hidden]` and `down` `[E, hidden, inner]` are the experts' weights.
+        `x` is `[N, hidden]`. `gate_up` `[E, 2 * inner, hidden]` and `down` `[E, hidden, inner]` are the weights.
         """
         ...
 
     def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:
-        """What a token's experts said: `[N, top_k, hidden]` and float32 `[N, top_k]` to `[N, hidden]`."""
+        """Sum the experts' outputs `[N, top_k, hidden]` with float32 weights `[N, top_k]` to `[N, hidden]`."""
         ...
 
 
 class TorchKernels(abc.ABC):
-    """What is the same for all kernels of torch: nothing here makes a row's bits depend on the batch."""
+    """Operations shared by all torch kernels. Their bits do not depend on the batch."""
 
     @abc.abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -104,9 +104,9 @@ class TorchKernels(abc.ABC):
         return best.indices, weights
 
     def experts(self, x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """See `Kernels.experts`. Rows of one expert are computed together; experts without rows cost nothing.
+        """See `Kernels.experts`. Computes rows of one expert together; experts without rows cost nothing.
 
-        The host must know how many they are: on a device this waits for it.
+        Blocks until the device has counted each expert's rows.
         """
         if not len(slots):
             return x.new_empty(0, x.shape[1])
@@ -120,7 +120,7 @@ class TorchKernels(abc.ABC):
         return torch.empty_like(rows).index_copy_(0, order, torch.cat(parts))
 
     def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:
-        """See `Kernels.weighted_sum`: added up in float32 in the order of the routes."""
+        """See `Kernels.weighted_sum`. Adds in float32, in the order of the routes."""
         total = outputs[:, 0].float() * weights[:, :1]
         for index in range(1, weights.shape[1]):
             total += outputs[:, index].float() * weights[:, index : index + 1]
@@ -128,10 +128,10 @@ class TorchKernels(abc.ABC):
 
 
 class FastKernels(TorchKernels):
-    """The library's own choice for every shape: fastest, and a row's bits may differ from batch to batch."""
+    """Torch's own choice for every shape: fastest; a row's bits may depend on the batch."""
 
     def prepare_linear(self, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device, bias: bool) -> None:
-        """See `Kernels.prepare_linear`; nothing to do."""
+        """See `Kernels.prepare_linear`. Does nothing."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.linear`."""

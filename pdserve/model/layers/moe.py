@@ -1,7 +1,7 @@
-"""A mixture of experts: the router, the experts' weights and products, and the layer whose experts are all split.
+"""Mixture of experts: the router, the experts' weights, and the tensor-parallel MoE layer.
 
-`TPMoE` is the layer without expert parallelism: each rank has some columns of every expert. `expert_parallel`
-has the other one.
+`TPMoE` is the layer without expert parallelism: each rank has some columns of every expert. `expert_parallel` has the
+layer with whole experts on each rank.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from pdserve.model.layers.kernels import Kernels
 from pdserve.model.params import Param, ParamSlots
 
 _NUM_SAMPLES = 2
-"""Of each tensor of an expert: there are thousands of them."""
+"""Weight samples per expert tensor. Small, because a model has thousands of these tensors."""
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclasses.dataclass(frozen=True)
 class Routes:
-    """Where tokens go: `experts` int64 `[N, top_k]`, best first, and their `weights`, float32 `[N, top_k]`."""
+    """Routing of tokens: `experts` int64 `[N, top_k]`, best first, and `weights` float32 `[N, top_k]`."""
 
     experts: Tensor
     weights: Tensor
 
 
 class Router:
-    """Softmax over all experts, and the best of them."""
+    """Softmax over all experts, and the top k of them."""
 
     def __init__(self, kernels: Kernels, params: ParamSlots, name: str, moe: MoeSpec, hidden_size: int) -> None:
         self._kernels = kernels
@@ -42,29 +42,29 @@ class Router:
         self.moe = moe
 
     def __call__(self, x: Tensor) -> Routes:
-        """The routes of `[N, hidden]`."""
+        """Return the routes of `[N, hidden]`."""
         return Routes(*self._kernels.route(self.linear(x), self.moe.top_k, normalise=self.moe.norm_top_k))
 
 
 class LocalExperts(Protocol):
-    """The experts that a rank holds, by slot: `Experts`, or what else has been made of them."""
+    """The experts that a rank holds, by slot: `Experts`, or a repacked form of it."""
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """All their weights, `[slots, ...]` each."""
+        """All weight tensors, `[slots, ...]` each."""
         ...
 
     def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
-        """Row r of `[R, hidden]` through the expert in slot `slots[r]`: int64 `[R]` to `[R, hidden]`."""
+        """Run row r of `[R, hidden]` through the expert in slot `slots[r]`: int64 `[R]` to `[R, hidden]`."""
         ...
 
     def mixed(self, x: Tensor, routes: Routes) -> Tensor:
-        """What the experts of each row of `[N, hidden]` make of it, weighted and added up: `[N, hidden]`."""
+        """Run each row of `[N, hidden]` through its experts and return their weighted sum: `[N, hidden]`."""
         ...
 
 
 class Experts:
-    """Implements `LocalExperts`: the experts `held`, as far as this rank has their columns `inner`.
+    """Implements `LocalExperts`: this rank's columns `inner` of the experts `held`.
 
     `gate_up` is `[slots, 2 * len(inner), hidden]`, `down` `[slots, hidden, len(inner)]`.
     """
@@ -109,17 +109,17 @@ class Experts:
         return self._kernels.weighted_sum(outputs.view(*routes.experts.shape, x.shape[1]), routes.weights)
 
     def release_weights(self) -> None:
-        """Let go of the weights, which others have made something else of. There are no calls after this."""
+        """Drop the weights, which were repacked elsewhere. The object must not be called afterwards."""
         self.gate_up, self.down = self.gate_up.new_empty(0), self.down.new_empty(0)
 
 
 def new_counts(moe: MoeSpec, device: torch.device) -> Tensor:
-    """A layer's counter of tokens for each expert."""
+    """Make a layer's counter of tokens per expert."""
     return torch.zeros(moe.num_experts, dtype=torch.int64, device=device)
 
 
 def count(counts: Tensor, experts: Tensor) -> None:
-    """Add a batch's routes; nothing waits for the device."""
+    """Add a batch's routes to `counts`, without waiting for the device."""
     chosen = experts.flatten()
     counts.index_add_(0, chosen, torch.ones_like(chosen))
 
@@ -127,7 +127,7 @@ def count(counts: Tensor, experts: Tensor) -> None:
 class TPMoE:
     """Implements `FeedForward`: every rank of `wide` computes its columns of all experts for all tokens.
 
-    `counts` int64 `[num_experts]` are the tokens that each was given since the start, equal on all these ranks.
+    `counts` int64 `[num_experts]` are the tokens routed to each expert since the start, equal on all these ranks.
     """
 
     def __init__(

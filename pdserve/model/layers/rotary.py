@@ -1,4 +1,4 @@
-"""Rotary position embedding over the halves of a head, as Llama and Qwen do it."""
+"""Rotary position embedding over the halves of a head, as in Llama and Qwen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdserve.model.rope import RopeSpec
 
 
 class Rotary:
-    """Angles for one model. Called once a step; the tables serve all layers."""
+    """Rotary angles of one model. Called once per step; the tables serve all layers."""
 
     def __init__(self, rope: RopeSpec, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.inverse = inverse_frequencies(rope, head_dim).to(device)
@@ -19,14 +19,14 @@ class Rotary:
         self.dtype = dtype
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`angle_tables` of this model, by torch."""
+        """Compute `angle_tables` of this model, in torch."""
         return angle_tables(positions, self.inverse, self.factor, self.dtype)
 
 
 def angle_tables(positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`(cos, sin)`, each `[N, 1, head_dim]`; the first half of sin is negated, so that `rotate` is two products.
+    """Compute `(cos, sin)`, `[N, 1, head_dim]` each. The first half of sin is negated; `rotate` is then two products.
 
-    `inverse` float32 `[head_dim / 2]` as `inverse_frequencies` gives it; `factor` is on both.
+    `inverse` float32 `[head_dim / 2]` comes from `inverse_frequencies`; `factor` multiplies both.
     """
     angles = positions.to(torch.float32)[:, None, None] * inverse
     cos, sin = angles.cos() * factor, angles.sin() * factor
@@ -39,7 +39,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Radians per position of each pair of dimensions: float32 `[head_dim / 2]` on CPU."""
+    """Return radians per position of each pair of dimensions: float32 `[head_dim / 2]` on CPU."""
     wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     inverse = 1.0 / wavelengths
     if rope.freq_divisors is not None:
@@ -54,7 +54,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeSpec, inverse: Tensor) -> Tensor:
-    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between blended."""
+    """Llama 3.1 scaling: frequencies of long wavelengths are divided by `factor`, short ones kept, others blended."""
     turns = rope.original_max_positions * inverse / (2.0 * math.pi)
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)

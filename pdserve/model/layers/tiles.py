@@ -1,9 +1,9 @@
-"""Which numbers of rows a product may be computed with so that a row's bits never depend on it, found by trying.
+"""Finds batch-invariant tile sizes: row counts of a product at which a row's bits do not depend on the other rows.
 
-A matrix product sums each element in an order that follows from its shape (and the number of threads), not from its
-data. So if one batch of telling data gives the bits of the reference at every position of a tile, all data will. The
-reference is a tile of REFERENCE_ROWS rows on one thread. `BatchInvariantKernels` and `BatchInvariantAttention` call
-this when a model is built.
+A matrix product sums each element in an order that depends on its shape and the number of threads, not on its data. So
+if one batch of probe data gives the bits of the reference at every position of a tile, all data will. The reference is
+a tile of REFERENCE_ROWS rows on one thread. Called by `BatchInvariantKernels` and `BatchInvariantAttention` when a
+model is built.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _PAD_FREELY = 32
 """Up to this many rows a product costs what reading its weights costs: padding is cheaper than a second product."""
 
 Product = Callable[[Tensor], Tensor]
-"""From `[M, in]` to `[M, out]`, always with the same other operand; or the same with leading batch dimensions."""
+"""Maps `[M, in]` to `[M, out]`, always with the same second operand; or the same with leading batch dimensions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Rows `[start, start + rows)` computed as a product of `size` rows, the missing ones being zeros."""
+    """Rows `[start, start + rows)` computed as a product of `size` rows, padded with zeros."""
 
     start: int
     rows: int
@@ -40,7 +40,7 @@ class Tile:
 
 
 def cut(num_rows: int, sizes: tuple[int, ...]) -> list[Tile]:
-    """Tiles that cover `num_rows` rows; `sizes` ascend."""
+    """Return tiles that cover `num_rows` rows. `sizes` are ascending."""
     tiles: list[Tile] = []
     start = 0
     while start < num_rows:
@@ -52,11 +52,11 @@ def cut(num_rows: int, sizes: tuple[int, ...]) -> list[Tile]:
 
 
 def _next_size(left: int, sizes: tuple[int, ...]) -> int:
-    """The smallest size that holds all that is left, unless that wastes too much; then the largest that is full."""
+    """Return the smallest size that holds all rows left, unless it wastes too much; then the largest full size."""
     above = next((size for size in sizes if size >= left), None)
     below = max((size for size in sizes if size <= left), default=None)
     if above is None:
-        assert below is not None, "there is at least one size"
+        assert below is not None, "sizes is empty"
         return below
     if below is None or above <= _PAD_FREELY or 4 * (above - left) <= above:
         return above
@@ -64,7 +64,7 @@ def _next_size(left: int, sizes: tuple[int, ...]) -> int:
 
 
 def padded(x: Tensor, tile: Tile) -> Tensor:
-    """The rows of `tile` out of `x` `[N, in]`: `[size, in]`, contiguous."""
+    """Return the rows of `tile` from `x` `[N, in]`, padded to `[size, in]`, contiguous."""
     rows = x[tile.start : tile.start + tile.rows]
     if tile.rows == tile.size:
         return rows
@@ -76,10 +76,10 @@ def padded(x: Tensor, tile: Tile) -> Tensor:
 def telling(
     num_rows: int, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """`x` `[num_rows, in]` and `w` `[num_out, in]` whose products would be 0 if sums did not round.
+    """Make probe operands `x` `[num_rows, in]` and `w` `[num_out, in]` whose exact products are 0.
 
-    What is left is rounding alone, so that another order of summation shows in nearly every element, in 16-bit formats
-    too. Rows of `w` repeat when it is large.
+    The results are rounding errors alone, so that a different summation order changes nearly every element, in 16-bit
+    formats too. Rows of `w` repeat when `num_out` is large.
     """
     generator = torch.Generator().manual_seed(num_out * 7919 + num_in)
     half, distinct = num_in // 2, min(num_out, 512)
@@ -94,14 +94,14 @@ def telling(
 
 
 def safe_sizes(product: Product, x: Tensor, what: str, *, reference: Product | None = None) -> tuple[int, ...]:
-    """The candidates, ascending, that give every row of `x` `[..., PROBE_ROWS, in]` the bits of the reference.
+    """Return the candidates, ascending, that give every row of `x` `[..., PROBE_ROWS, in]` the reference's bits.
 
-    `reference` is `product` in the way that counts, where there are several; else `product` itself. It is that of one
-    thread, so that servers with different numbers of threads agree; where the machine cannot give that with the
-    threads it has, they are used for the reference too, and a warning says so.
+    `reference` is the form of the product to compare with; None for `product` itself. It runs on one thread, so that
+    servers with different thread counts agree. When no size matches on one thread, the reference runs on all threads,
+    and a warning is logged.
 
     Raises:
-        ConfigError: there is no such size; `what` names the product.
+        ConfigError: no candidate qualifies; `what` names the product.
     """
     for alone in (True, False):
         with _threads(1) if alone else contextlib.nullcontext():
@@ -111,31 +111,31 @@ def safe_sizes(product: Product, x: Tensor, what: str, *, reference: Product | N
         if sizes:
             if not alone:
                 _LOG.warning(
-                    "%s gives other bits on %d threads than on one: answers are only the same between servers with "
-                    "as many threads (cpu_threads)", what, torch.get_num_threads(),
+                    "%s has different bits on %d threads than on one: answers are the same only between servers with "
+                    "the same number of threads (cpu_threads)", what, torch.get_num_threads(),
                 )  # fmt: skip
             return sizes
     raise ConfigError(
-        f"enable_deterministic_inference: {what} gives a row other bits at other places of a batch on this device, "
-        "whatever the size of the batch; try another dtype, or --cpu-threads 1",
+        f"enable_deterministic_inference: the bits of a row in {what} depend on its position in the batch on this "
+        "device, at every tile size; try another dtype, or --cpu-threads 1",
         field="enable_deterministic_inference",
     )
 
 
 def _by_tiles(product: Product, x: Tensor, size: int) -> Tensor:
-    """`product` of all of `x`, `size` rows at a time."""
+    """Run `product` over all of `x`, `size` rows at a time."""
     return torch.cat([product(part.contiguous()) for part in torch.split(x, size, -2)], -2)
 
 
 def _agrees(product: Product, x: Tensor, wanted: Tensor, size: int) -> bool:
-    """Whether the first few tiles of `size` rows have the bits that are wanted."""
+    """Whether the first few tiles of `size` rows have the bits in `wanted`."""
     num_rows = min(PROBE_ROWS, _TILES_TRIED * size)
     return torch.equal(_by_tiles(product, x[..., :num_rows, :], size), wanted[..., :num_rows, :])
 
 
 @contextlib.contextmanager
 def _threads(num_threads: int) -> Iterator[None]:
-    """Torch with `num_threads` threads on CPU for a while."""
+    """Run torch with `num_threads` CPU threads inside the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

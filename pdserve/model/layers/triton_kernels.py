@@ -1,6 +1,6 @@
-"""The arithmetic of decoder layers on CUDA: products of many rows by cuBLAS, all else by Triton, one pass each.
+"""The arithmetic of decoder layers on CUDA: cuBLAS for products of many rows, Triton kernels for all else.
 
-Made by the executor factory where attention is not torch's; called by the layers.
+Made by the executor factory when attention is not torch's; called by the layers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TritonKernels(FastKernels):
         return routes.route(logits, top_k, normalise=normalise)
 
     def experts(self, x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """See `Kernels.experts`; the host does not wait."""
+        """See `Kernels.experts`. Does not synchronise with the host."""
         return experts.expert_rows(x, slots, gate_up, down)
 
     def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:

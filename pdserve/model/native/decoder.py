@@ -1,8 +1,9 @@
-"""A decoder computed by a program of the CPU kernels: one call a step, without Python between its operations.
+"""A decoder computed by a program of the CPU kernels: one call per step, without Python between operations.
 
-Made by the executor factory of a `Decoder`, best before it has its weights: each layer's are packed when they come, and
-then let go of; `bind` puts the program together over the KV pool. What other ranks must take part in is a *stop*: the
-program runs up to there, Python does its part on the program's buffers, and it goes on.
+The executor factory makes it from a `Decoder`, preferably before the weights are loaded. Each layer's weights are then
+packed as they arrive, and the originals are released. `bind` builds the program over the KV pool. An operation that
+needs other ranks is a *stop* (`SyncPoint`): the program runs up to it, Python runs its part on the program's buffers,
+and the program continues.
 
     x = embedding                             float32, [tokens, hidden]
     each layer: qkv = norm(x) W   place: heads into q and pages   mixed = attention   x += mixed W   [stop: all_reduce]
@@ -36,20 +37,21 @@ from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots
 
 FEW_SAMPLES = 16
-"""Of so many the likeliest tokens are looked for within the program, whether they are wanted or not: the logits lie in
-the caches of the threads that have just written them."""
+"""Up to this many samples the program computes the argmax in every step, requested or not: the logits are still in the
+caches of the threads that wrote them.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class SyncPoint:
-    """Once operations before `at` have run, `action` does Python's part for so many tokens."""
+    """A stop of the program: after the operations before `at`, `action` runs in Python with the number of tokens."""
 
     at: int
     action: Callable[[int], None]
 
 
 def cannot_run(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernels cannot run this model; None when they can."""
+    """Return why the kernels cannot run this model; None when they can."""
     if device.type != "cpu":
         return f"the kernels are for the CPU, and the device is {device.type}"
     if dtype != torch.bfloat16:
@@ -62,8 +64,10 @@ def cannot_run(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str
 
 
 class NativeDecoder:
-    """Implements `Model`. `model` is taken over: nothing else may call it after. `bind` comes before `forward`, and
-    behind all weights. `packing` surrounds the packing of each layer.
+    """Implements `Model` by CPU kernels. Takes ownership of `model`: no other caller may use it afterwards.
+
+    `bind` must be called after all weights are loaded and before `forward`. `packing` is a context around the packing
+    of each layer.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class NativeDecoder:
     ) -> None:
         self._model, self._threads, self._level = model, threads, level
         self.best: Tensor | None = None
-        """See `Model.best`: known of few samples, where the program has all their logits."""
+        """See `Model.best`. Not None for at most FEW_SAMPLES samples when the program has all their logits."""
         self._stops: list[SyncPoint] = []
         self._marks: list[int] = []
         packer = Packer(Arena(), format, model.params, packing)
@@ -93,7 +97,7 @@ class NativeDecoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Model.dtype`: as they are within a stage, so that it does not matter where one ends."""
+        """See `Model.dtype`. float32, as inside a stage, so that results do not depend on where a stage ends."""
         return torch.float32
 
     @property
@@ -117,11 +121,11 @@ class NativeDecoder:
         return self._model.num_layers
 
     def chooser(self) -> NativeChooser:
-        """What chooses tokens with the same threads."""
+        """Make a token chooser that uses the same threads."""
         return NativeChooser(self._threads, self._level)
 
     def bind(self, pool: KVPool) -> None:
-        """Put the program together, over this rank's KV pool. Called once."""
+        """Build the program over this rank's KV pool. Called once."""
         model, spec = self._model, self._model.spec
         group = pool.group
         first = model.layers[0]
@@ -163,7 +167,7 @@ class NativeDecoder:
         hidden: Tensor | None = None,
         on_hidden: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """See `Model.forward`; `attention` is the program's own."""
+        """See `Model.forward`. `attention` is not used: the program computes it."""
         program, num_tokens = self._program, batch.num_tokens
         program.begin(batch)
         if not self._embeds_itself:
@@ -192,23 +196,23 @@ class NativeDecoder:
 
     @property
     def most_at_once(self) -> int:
-        """Of how many rows at most `decode` may be asked: none, where Python has a part in a step."""
+        """Maximum rows of `decode`; 0 when a step needs Python or other ranks."""
         is_whole = self._embeds_itself and self._head is not None and self.parallel.place.shape.num_ranks == 1
         return FEW_SAMPLES if is_whole and not self._stops else 0
 
     def decode(self, facts: IntArray, tokens: npt.NDArray[np.int32], pages: npt.NDArray[np.int32]) -> list[int]:
-        """A whole step of rows that decode and take their likeliest token, in one call.
+        """Run a whole greedy decode step in one call.
 
         Args:
-            facts: int64 `[2, rows]`: the table row of each, and the position of the token that it computes.
-            tokens: `[table rows, context]`, known tokens; the new ones are written there as well.
-            pages: `[table rows, pages of a row]`, the page table.
+            facts: int64 `[2, rows]`: each row's line in the tables, and the position of the token that it computes.
+            tokens: int32 `[table rows, context]`, known tokens; new tokens are written there as well.
+            pages: int32 `[table rows, pages of a row]`, the page table.
         """
         return self._program.decode(facts, tokens, pages, self._head_to + 1, self._chosen)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `Model.logits`; `hidden` is float32."""
+        """See `Model.logits`. `hidden` is float32."""
         assert self._head is not None, "only the last stage has a head"
         self._program.begin_samples(len(hidden))
         self._program.view(self._samples, len(hidden)).copy_(hidden)
@@ -217,23 +221,23 @@ class NativeDecoder:
 
     @property
     def _embeds_itself(self) -> bool:
-        """Whether looking tokens up is an operation: else the rows are at other ranks, or another stage did it."""
+        """Whether the program looks tokens up; otherwise other ranks hold rows, or an earlier stage did it."""
         return self._model.embedding is not None and self.parallel.place.shape.tp_size == 1
 
     def _begins_with(self, batch: ForwardBatch, hidden: Tensor | None) -> Tensor:
-        """Hidden states that this stage begins with."""
+        """Return the hidden states that this stage starts from."""
         if self._model.embedding is not None:
-            assert hidden is None, "the first stage begins with the tokens"
+            assert hidden is None, "the first stage takes tokens, not hidden states"
             return self._model.embedding(batch.input_ids)
-        assert hidden is not None, "this stage begins with hidden states"
+        assert hidden is not None, "this stage takes hidden states"
         return hidden
 
     def _mark_stops(self, on_layer: Callable[[int], None]) -> list[SyncPoint]:
-        """A stop where each layer's KV has been written."""
+        """Return a stop after each layer's KV write, which calls `on_layer`."""
         return [SyncPoint(at, partial(_mark, on_layer, layer)) for layer, at in enumerate(self._marks)]
 
     def _record_layer(self, local: int, layer: DecoderLayer, packed: PackedLayer, qkv: Buffer, mixed: Buffer) -> None:
-        """The operations of one layer."""
+        """Record the operations of one layer."""
         program, norm = self._program, layer.input_norm
         program.linear(self._x, packed.qkv, qkv, norm=norm.weight, eps=norm.eps)
         q_norm = None if layer.q_norm is None else layer.q_norm.weight
@@ -268,21 +272,21 @@ class NativeDecoder:
             self._stops.append(SyncPoint(program.num_ops, self._add_up_mlp))
 
     def _reduce_sum(self, num_tokens: int) -> None:
-        """The attention half of all tensor ranks."""
+        """Add the attention output, summed over the tensor ranks, to the hidden states."""
         part = self._program.view(self._part, num_tokens)
         self._program.view(self._x, num_tokens).add_(self.parallel.all_reduce(part))
 
     def _add_up_mlp(self, num_tokens: int) -> None:
-        """The feed-forward half of all tensor ranks."""
+        """Add the feed-forward output, summed over the ranks of `Parallel.wide`, to the hidden states."""
         part = self._program.view(self._part, num_tokens)
         self._program.view(self._x, num_tokens).add_(self.parallel.wide.reduce_sum(part))
 
     def _add_mlp(self, layer: DecoderLayer, num_tokens: int) -> None:
-        """A feed-forward half for which tokens travel between ranks."""
+        """Add a feed-forward output for which tokens travel between ranks."""
         normed = self._program.view(self._normed, num_tokens)
         self._program.view(self._x, num_tokens).add_(layer.mlp(normed))
 
 
 def _mark(on_layer: Callable[[int], None], layer: int, num_tokens: int) -> None:
-    """What `SyncPoint.action` does where a layer's KV has been written."""
+    """Call `on_layer`; a `SyncPoint.action` after a layer's KV write."""
     on_layer(layer)

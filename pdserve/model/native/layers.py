@@ -1,6 +1,6 @@
-"""Feed-forward layers for which tokens travel between ranks: what a rank computes of them, by the kernels.
+"""This rank's part of feed-forward layers whose tokens travel between ranks, computed by the CPU kernels.
 
-`Packer` puts these in the place of what torch would compute; the layers, and the travelling, stay as they are.
+`Packer` installs these in place of the torch computation. The layers and the exchange of tokens are unchanged.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from pdserve.model.native.weights import Packed
 
 
 class AttentionInProgram:
-    """Implements `AttentionBackend` and `StepAttention` as far as such a model asks for them."""
+    """Implements `AttentionBackend` and `StepAttention` for `NativeDecoder`, whose program computes attention."""
 
     def begin(self, batch: ForwardBatch) -> AttentionInProgram:
-        """See `AttentionBackend.begin`: the program reads the pages in place."""
+        """See `AttentionBackend.begin`. Does nothing: the program reads the pages in place."""
         return self
 
     def capturing(self) -> None:
-        """See `AttentionBackend.capturing`."""
+        """See `AttentionBackend.capturing`. Returns None."""
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
-        """Not called."""
+        """Must not be called."""
         raise AssertionError("attention is an operation of the program")
 
 
 @dataclasses.dataclass(frozen=True)
 class NativeFeedForward:
-    """A dense layer's columns that a rank has; see `DenseMLP.product`."""
+    """A rank's columns of a dense layer; see `DenseMLP.product`."""
 
     gate_up: Packed
     down: Packed
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[N, hidden]` to a summand of `[N, hidden]`."""
+        """Map `[N, hidden]` to a partial sum of `[N, hidden]`."""
         wide, deep = self.gate_up, self.down
         summand: Tensor = torch.ops.pdserve.feed_forward(
             x, wide.data, wide.scale, wide.bias, deep.data, deep.scale, deep.bias
@@ -51,13 +51,13 @@ class NativeFeedForward:
 
 @dataclasses.dataclass(frozen=True)
 class PackedRouter:
-    """The router of a mixture; see `Router`."""
+    """The router of a MoE layer with packed weights; see `Router`."""
 
     weight: Packed
     moe: MoeSpec
 
     def __call__(self, x: Tensor) -> Routes:
-        """The routes of `[N, hidden]`. Scores are not rounded to the dtype of `x`."""
+        """Return the routes of `[N, hidden]`. Scores are not rounded to the dtype of `x`."""
         packed = self.weight
         scores = torch.ops.pdserve.linear(x.float(), packed.data, packed.scale, packed.bias, packed.num_out)
         return Routes(*torch.ops.pdserve.route(scores, self.moe.top_k, self.moe.norm_top_k))

@@ -1,9 +1,10 @@
-"""The CPU kernels as operations of torch, `torch.ops.pdserve.*`: one call each, for models and tests in Python.
+"""The CPU kernels as torch operations, `torch.ops.pdserve.*`, one call each, for models and tests in Python.
 
-Each call is a program (`program.py`) of its own: inputs become float32 and results get the dtype of the inputs, which
-is what `NativeDecoder` saves. All check what they are given and raise ValueError; for meta tensors, so under
-torch.compile, they give empty ones of the right shape. They have no gradients. Weights are the tensors of `Packed`. All
-run on the threads that `use` was told, as long as somebody else keeps these, or else on as many as torch had at first.
+Each call is a program (`program.py`) of its own. Inputs are converted to float32, and results to the dtype of the
+inputs; `NativeDecoder` avoids this conversion. All operations check their arguments and raise ValueError. For meta
+tensors, and so under torch.compile, they return empty tensors of the right shape. They have no gradients. Weights are
+the tensors of `Packed`. Operations run on the threads passed to `use` while another owner keeps these alive. Otherwise
+they run on as many threads as torch had at the first call.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _DRAWN = [("greedy", "?"), ("temperature", "f4"), ("top_k", "i8"), ("top_p", "f4
 
 
 class _Machine:
-    """What operations run on."""
+    """The threads and instruction-set level that operations run on."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,11 +41,11 @@ class _Machine:
         self._used: tuple[weakref.ref[Threads], str] | None = None
 
     def use(self, threads: Threads, level: str) -> None:
-        """See the module's."""
+        """See the module's `use`."""
         self._used = weakref.ref(threads), level
 
     def parts(self) -> tuple[Threads, str]:
-        """Threads and level."""
+        """Return threads and level."""
         used = self._used
         threads = None if used is None else used[0]()
         if used is not None and threads is not None:
@@ -55,7 +56,7 @@ class _Machine:
             return self._own, best_level()
 
     def forget(self) -> None:
-        """In a forked process: threads have stayed behind."""
+        """Forget all threads in a forked process, which has none of them."""
         self._lock, self._used = threading.Lock(), None
         if self._own is not None:
             self._own.handle = None
@@ -67,12 +68,12 @@ os.register_at_fork(after_in_child=_machine.forget)
 
 
 def use(threads: Threads, level: str) -> None:
-    """Run all operations from now on with these threads, at this instruction-set level."""
+    """Run all later operations on these threads, at this instruction-set level. Keeps only a weak reference."""
     _machine.use(threads, level)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, real: bool) -> Tensor:
-    """`x` `[N, width]` over the root of its mean square, times `weight` `[width]`; rounded to bfloat16."""
+    """Divide `x` `[N, width]` by its root mean square and multiply by `weight` `[width]`; rounds to bfloat16."""
     _check_rows(x, "x")
     _require(weight.shape == (x.shape[1],), f"weight is {list(weight.shape)}, not [{x.shape[1]}]")
     if not real:
@@ -84,11 +85,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, real: bool) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, num_out: int, *, real: bool) -> Tensor:
-    """`[N, in]` to `[N, num_out]`."""
+    """Map `[N, in]` to `[N, num_out]`."""
     _check_rows(x, "x")
     _check_packed("weight", weight, scale, bias, x.shape[1])
     fits = weight.shape[0] == 1 and 0 < num_out <= weight.shape[1] * BLOCK
-    _require(fits, f"weight is no layer of {num_out} outputs")
+    _require(fits, f"weight is not a layer of {num_out} outputs")
     if not real:
         return x.new_empty(x.shape[0], num_out)
     program = _program()
@@ -101,7 +102,7 @@ def feed_forward(
     x: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_bias: Tensor | None, down: Tensor,
     down_scale: Tensor | None, down_bias: Tensor | None, *, real: bool,
 ) -> Tensor:  # fmt: skip
-    """`down(silu(gate) * up)` of `[N, width]`: each block of `gate_up` has 16 outputs of both."""
+    """Compute `down(silu(gate) * up)` of `[N, width]`; each block of `gate_up` has 16 outputs of gate and 16 of up."""
     width, inner = _check_gated(x, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
     _require(gate_up.shape[0] == 1, f"gate_up is {gate_up.shape[0]} layers")
     if not real:
@@ -114,7 +115,7 @@ def feed_forward(
 
 
 def route(logits: Tensor, top_k: int, normalise: bool, *, real: bool) -> tuple[Tensor, Tensor]:
-    """See `Kernels.route`; of equal ones the first."""
+    """See `Kernels.route`. Ties go to the lower expert index."""
     _check_rows(logits, "logits")
     _require(1 <= top_k <= logits.shape[1], f"top_k is {top_k}, of {logits.shape[1]} experts")
     if not real:
@@ -131,7 +132,7 @@ def experts(
     x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, down: Tensor,
     down_scale: Tensor | None, *, real: bool,
 ) -> Tensor:  # fmt: skip
-    """`feed_forward` of the layers `experts` int64 `[N, top_k]` of each row, times their `weights` `[N, top_k]`."""
+    """Compute `feed_forward` of each row's layers `experts` int64 `[N, top_k]`, weighted by `weights` `[N, top_k]`."""
     width, inner = _check_gated(x, gate_up, gate_up_scale, None, down, down_scale, None)
     fits = experts.ndim == 2 and experts.shape[0] == x.shape[0] and experts.dtype == torch.int64
     fits = fits and experts.shape[1] > 0
@@ -150,7 +151,7 @@ def experts(
 
 
 def argmax(logits: Tensor, *, real: bool) -> Tensor:
-    """The first of the largest of each row, int64 `[N]`."""
+    """Return the index of each row's maximum, int64 `[N]`; ties go to the lower index."""
     _check_rows(logits, "logits")
     if not real:
         return logits.new_empty(logits.shape[0], dtype=torch.int64)
@@ -164,10 +165,10 @@ def choose(
     logits: Tensor, points: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0,
     min_p: float = 0.0, *, real: bool,
 ) -> Tensor:  # fmt: skip
-    """A token drawn for each row, int64 `[N]`: its distribution inverted at `points` `[N]` in [0, 1).
+    """Sample a token for each row, int64 `[N]`, by inverting its distribution at `points` `[N]` in [0, 1).
 
-    Drawn from are the `top_k` likeliest, or the fewest that have `top_p` of all probability where these are fewer, as
-    far as they are at least `min_p` times as likely as the likeliest.
+    Candidates are the `top_k` likeliest tokens (None: all), limited to the fewest that sum to probability `top_p`.
+    Tokens less than `min_p` times as likely as the likeliest are dropped.
     """
     _check_rows(logits, "logits")
     fits = points.shape == logits.shape[:1] and points.is_floating_point()
@@ -190,11 +191,11 @@ def attend(
     factor: float = 1.0, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, window: int = 0,
     softcap: float = 0.0, sinks: Tensor | None = None, *, real: bool,
 ) -> Tensor:  # fmt: skip
-    """Heads normalised and rotated, K and V written to their pages, and attention: `[N, heads * dim]`.
+    """Normalise and rotate heads, write K and V to their pages, and attend: `[N, heads * dim]`.
 
-    `qkv` `[N, (heads + 2 * kv_heads) * dim]` are the tokens of rows that compute positions `[starts[r], ends[r])`, row
-    behind row; `table[r]` are a row's pages in `pages` bf16 `[pages, layers, 2, kv_heads, tokens, dim]`. A row of one
-    token decodes, and one of more is a piece of a prompt: their bits differ.
+    `qkv` `[N, (heads + 2 * kv_heads) * dim]` holds the tokens of rows that compute positions `[starts[r], ends[r])`,
+    row after row. `table[r]` are a row's pages in `pages` bf16 `[pages, layers, 2, kv_heads, tokens, dim]`. A row of
+    one token is a decode row, and a longer row is a chunk of a prompt: their bits differ.
     """
     shape = _check_heads(qkv, pages, layer)
     fits = starts.ndim == ends.ndim == 1 and table.ndim == 2 and starts.shape[0] == ends.shape[0] == table.shape[0]
@@ -219,26 +220,26 @@ def attend(
 
 
 def _require(condition: bool, what: str) -> None:
-    """Raise ValueError where it does not hold."""
+    """Raise ValueError with `what` unless `condition` holds."""
     if not condition:
         raise ValueError(what)
 
 
 def _check_rows(x: Tensor, name: str) -> None:
-    """Rows of numbers."""
+    """Raise ValueError unless `x` is a non-empty-width float matrix."""
     fits = x.ndim == 2 and x.is_floating_point() and x.shape[1] > 0
     _require(fits, f"{name} is {x.dtype} {list(x.shape)}, not rows of numbers")
 
 
 def _check_packed(name: str, data: Tensor, scale: Tensor | None, bias: Tensor | None, num_in: int) -> None:
-    """Packed weights of `num_in` inputs."""
+    """Raise ValueError unless the tensors are packed weights of `num_in` inputs."""
     deep = {torch.bfloat16: 2, torch.uint8: 4}.get(data.dtype)
     _require(deep is not None, f"{name} is {data.dtype}; packed weights are bfloat16 or uint8")
     layout = (-(-num_in // BLOCK) * BLOCK // (deep or 1), BLOCK, deep)
     fits = data.ndim == 5 and data.shape[1] > 0 and data.shape[2:] == layout and data.is_contiguous()
     _require(fits, f"{name} is {list(data.shape)}, not [layers, blocks, {', '.join(map(str, layout))}]")
     _require(
-        (scale is None) == (data.dtype == torch.bfloat16), f"{name} has a scale where it is of 8 bits, and only there"
+        (scale is None) == (data.dtype == torch.bfloat16), f"{name} has a scale where, and only where, it is 8-bit"
     )
     of_outputs = (data.shape[0], data.shape[1] * BLOCK)
     for what, vector in (("scale", scale), ("bias", bias)):
@@ -251,12 +252,12 @@ def _check_gated(
     x: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_bias: Tensor | None, down: Tensor,
     down_scale: Tensor | None, down_bias: Tensor | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """The width of `x` and the columns between, as far as these are filled up."""
+    """Check a gated feed-forward's tensors. Returns the width of `x` and the inner width, padded to whole blocks."""
     _check_rows(x, "x")
     width = x.shape[1]
     _check_packed("gate_up", gate_up, gate_up_scale, gate_up_bias, width)
     blocks = gate_up.shape[1]
-    _require(blocks % 2 == 0, f"gate_up has {blocks} blocks, so not one of up for each of gate")
+    _require(blocks % 2 == 0, f"gate_up has {blocks} blocks, which is not a whole number of gate and up pairs")
     inner = blocks // 2 * BLOCK
     _check_packed("down", down, down_scale, down_bias, inner)
     fits = down.shape[:2] == (gate_up.shape[0], -(-width // BLOCK)) and down.dtype == gate_up.dtype
@@ -265,7 +266,7 @@ def _check_gated(
 
 
 def _check_heads(qkv: Tensor, pages: Tensor, layer: int) -> HeadShape:
-    """What `qkv` and `pages` say of heads."""
+    """Derive the head shape from `qkv` and `pages`. Raises ValueError."""
     _check_rows(qkv, "qkv")
     fits = pages.ndim == 6 and pages.shape[2] == 2 and min(pages.shape) > 0
     fits = fits and pages.dtype == torch.bfloat16 and pages.is_contiguous()
@@ -280,7 +281,7 @@ def _check_heads(qkv: Tensor, pages: Tensor, layer: int) -> HeadShape:
 
 
 def _batch_of(num_tokens: int, pages: Tensor, starts: Tensor, ends: Tensor, table: Tensor) -> ForwardBatch:
-    """The rows as a batch. Raises ValueError where they are no rows of `num_tokens` on `pages`."""
+    """Build a batch from rows. Raises ValueError when the rows do not cover `num_tokens` tokens or leave `pages`."""
     page_tokens = pages.shape[4]
     first, last, lines = (tensor.numpy().astype(np.int64) for tensor in (starts, ends, table))
     lengths, used = last - first, -(-last // page_tokens)
@@ -299,17 +300,17 @@ def _batch_of(num_tokens: int, pages: Tensor, starts: Tensor, ends: Tensor, tabl
 
 
 def _program(heads: HeadShape = _NO_HEADS, pages: Tensor = _NO_PAGES) -> Program:
-    """A new one."""
+    """Make a new program."""
     return Program(*_machine.parts(), heads, pages)
 
 
 def _samples(program: Program, width: int, dtype: torch.dtype = torch.float32) -> Buffer:
-    """A buffer of a program without tokens."""
+    """Allocate a buffer with one row per sample, for a program without tokens."""
     return program.buffer(width, dtype, of_samples=True)
 
 
 def _run(program: Program, out: Buffer, *inputs: tuple[Buffer, Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Run all of it on the rows of `inputs`: a copy of `out`, in the dtype of the first of them."""
+    """Run the whole program on the rows of `inputs`. Returns a copy of `out`, by default in the first input's dtype."""
     num_rows = len(inputs[0][1])
     program.begin_samples(num_rows)
     for buffer, rows in inputs:
@@ -335,7 +336,7 @@ SCHEMAS: dict[Callable[..., Any], str] = {
 
 
 def _call(function: Callable[..., Any], real: bool, *args: Any, **kwargs: Any) -> Any:
-    """One operation, on tensors of one device, none of which wants a gradient."""
+    """Run one operation. Its tensors must be on one device, and none may require a gradient."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     _require(len({tensor.device for tensor in tensors}) == 1, "the tensors are not on one device")
     _require(not any(tensor.requires_grad for tensor in tensors), "these operations have no gradients")

@@ -1,4 +1,4 @@
-"""Packs a decoder's weights as they come, layer by layer, and lets go of the originals. Called by `NativeDecoder`."""
+"""Packs a decoder's weights layer by layer as they are loaded, and drops the originals. Called by `NativeDecoder`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from pdserve.model.params import ParamSlots
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayer:
-    """One layer's linear layers. `gate_up` and `down` are one layer, or one for each expert of `mixture`; they are None
-    where the feed-forward half is a stop as a whole.
+    """Packed linear layers of one decoder layer.
+
+    `gate_up` and `down` hold one layer, or one layer per expert of `mixture`. They are None when the whole feed-forward
+    runs in Python at a stop.
     """
 
     qkv: Packed
@@ -30,7 +32,7 @@ class PackedLayer:
 
 @dataclasses.dataclass(frozen=True)
 class PackedMoe:
-    """What a mixture has beside its experts."""
+    """The router and the layer object of a MoE layer, apart from its experts."""
 
     router: Packed
     layer: TPMoE
@@ -38,7 +40,7 @@ class PackedMoe:
 
 @dataclasses.dataclass(frozen=True)
 class Packer:
-    """Makes packed layers that get their weights when `params` have them."""
+    """Makes packed layers that receive their weights once `params` has them."""
 
     arena: Arena
     format: Format
@@ -46,7 +48,7 @@ class Packer:
     packing: Callable[[], AbstractContextManager[object]]
 
     def layer(self, layer: DecoderLayer) -> PackedLayer:
-        """One layer's weights, taken over."""
+        """Pack one layer. Takes ownership of its weights."""
         qkv, out = self.linear(layer.qkv), self.linear(layer.out)
         mlp = layer.mlp
         if isinstance(mlp, DenseMLP):
@@ -64,7 +66,7 @@ class Packer:
         return PackedLayer(qkv, out)
 
     def experts(self, experts: Experts) -> tuple[Packed, Packed]:
-        """Gate and up, and down of all experts; the originals are let go of."""
+        """Pack all experts' gate and up, and down. Drops the originals."""
         count, wide, hidden_size = experts.gate_up.shape
         gate_up = open_packed(self.arena, self.format, wide, hidden_size, num_parts=2, count=count)
         down = open_packed(self.arena, self.format, hidden_size, wide // 2, count=count)
@@ -83,7 +85,7 @@ class Packer:
     def linear(
         self, linear: Linear, *, num_parts: int = 1, keeps: bool = False, format: Format | None = None
     ) -> Packed:
-        """Packed; the original is let go of, unless it is needed elsewhere, too."""
+        """Pack a linear layer. Drops the original unless `keeps` is set, which means it is needed elsewhere too."""
         num_out, num_in = linear.weight.shape
         has_bias, kind = linear.bias is not None, format or self.format
         packed = open_packed(self.arena, kind, num_out, num_in, has_bias=has_bias, num_parts=num_parts)

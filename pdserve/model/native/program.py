@@ -1,6 +1,7 @@
-"""A program of the kernels, put together once and run once a step. Owned by `NativeDecoder`, or by one call in `ops`.
+"""`Program`: operations of the CPU kernels, recorded once and run once per step.
 
-`csrc/pdk.h` describes the operations. What they read must stay where it is: tensors are kept here.
+Owned by `NativeDecoder`, or by one call in `ops`. `csrc/pdk.h` describes the operations. Operations hold addresses, so
+the program keeps references to all tensors that they read.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ _NO_VIEW = (0, 0), torch.empty(0)
 
 
 def _address(array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> int:
-    """Where an array lies; `array.ctypes` takes several times as long to say it."""
+    """Return an array's address; `array.ctypes` takes several times as long."""
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 class Threads:
-    """The threads that run programs; the calling one is the first of `count`. They end when this object goes.
+    """The threads that run programs; the calling thread is the first of `count`. They end with this object.
 
-    With `cpus` the others stay on these cores, `count - 1` of them.
+    `cpus` lists `count - 1` cores to pin the other threads to; None leaves them unpinned.
     """
 
     def __init__(self, count: int, cpus: Sequence[int] | None = None) -> None:
@@ -53,7 +54,7 @@ class Threads:
 
 @dataclasses.dataclass(frozen=True)
 class HeadShape:
-    """The attention of all layers: `num_heads` query heads share `num_kv_heads` heads of `dim` in `layers` layers."""
+    """Attention shape of all layers: `num_heads` query heads share `num_kv_heads` heads of `dim` in `layers` layers."""
 
     layers: int
     num_heads: int
@@ -96,7 +97,7 @@ class Program:
         self._decoded: IntArray = np.empty(0, dtype=np.int64)
         self._arrays: dict[int, tuple[int, npt.NDArray[Any] | None]] = {}
         self._views: dict[int, tuple[tuple[int, int], Tensor]] = {}
-        """The last view of each buffer, with the address and the rows it is of."""
+        """The last view of each buffer, with its address and number of rows."""
 
     def __del__(self) -> None:
         if self._handle is not None:
@@ -104,12 +105,12 @@ class Program:
             self._handle = None
 
     def buffer(self, width: int, dtype: torch.dtype = torch.float32, *, of_samples: bool = False) -> Buffer:
-        """A new buffer."""
+        """Allocate a buffer."""
         number = self._number(self._library.pdk_buffer(self._handle, width, _ITEM_BYTES[dtype], of_samples))
         return Buffer(number, width, dtype, of_samples)
 
     def view(self, buffer: Buffer, num_rows: int) -> Tensor:
-        """The first rows of a buffer `[num_rows, width]`; valid until the next `begin` or `reserve`."""
+        """View the first rows of a buffer, `[num_rows, width]`; valid until the next `begin` or `reserve`."""
         if num_rows == 0:
             return torch.empty(0, buffer.width, dtype=buffer.dtype)
         address = self._library.pdk_buffer_data(self._handle, buffer.number)
@@ -121,7 +122,7 @@ class Program:
         return view
 
     def copied(self, buffer: Buffer, num_rows: int) -> Tensor:
-        """The items of the first rows of a buffer, one behind the other: `[num_rows * width]`."""
+        """Copy the items of the first rows of a buffer, flat: `[num_rows * width]`."""
         view = self.view(buffer, num_rows)
         where, array = self._arrays.get(buffer.number, (0, None))
         if array is None or where != view.data_ptr() or len(array) != view.numel():
@@ -130,16 +131,16 @@ class Program:
         return torch.from_numpy(array.copy())
 
     def reserve(self, num_tokens: int, num_samples: int) -> None:
-        """Make room for steps of so many; buffers that grow lose what they hold."""
+        """Size the buffers for steps of that many tokens and samples. Buffers that grow lose their contents."""
         self._number(self._library.pdk_reserve(self._handle, num_tokens, num_samples))
 
     def embed(self, out: Buffer, rows: Tensor) -> None:
-        """`out` = the rows of `rows` bf16 `[vocab, width]` of the step's tokens."""
+        """Record: `out` = the rows of `rows` bf16 `[vocab, width]` for the step's tokens."""
         assert rows.dtype == torch.bfloat16 and rows.is_contiguous() and rows.shape[1] == out.width
         self._op(self._library.pdk_op_embed(self._handle, out.number, self._keep(rows), out.width))
 
     def angles(self, inverse: Tensor, factor: float) -> None:
-        """What `place` rotates by: positions times `inverse` `[dim / 2]`, cosine and sine times `factor`."""
+        """Record: the angles of `place` = positions times `inverse` `[dim / 2]`; `factor` multiplies cos and sin."""
         assert inverse.shape == (self._heads.dim // 2,), inverse.shape
         self._op(self._library.pdk_op_angles(self._handle, self._keep(inverse.float().contiguous()), factor))
 
@@ -153,7 +154,7 @@ class Program:
         eps: float = 0.0,
         add: bool = False,
     ) -> None:
-        """`out` = (or with `add` +=) the product; `source` None: of what `gated` left. `norm` is applied before."""
+        """Record: `out` = (with `add` +=) the product, after `norm` if given. `source` None: the output of `gated`."""
         assert source is None or (source.width == weights.num_in and source.of_samples == out.of_samples)
         assert out.width == weights.num_out and out.dtype == torch.float32
         self._op(
@@ -164,7 +165,7 @@ class Program:
         )  # fmt: skip
 
     def gated(self, source: Buffer, weights: Packed, *, norm: Tensor | None, eps: float) -> None:
-        """silu(gate) * up of `pack_gated` weights, for the `linear` that follows."""
+        """Record: silu(gate) * up of `pack_gated` weights, as input of the `linear` that follows."""
         assert source.width == weights.num_in
         self._op(
             self._library.pdk_op_gated(
@@ -173,13 +174,13 @@ class Program:
         )
 
     def norm(self, source: Buffer, norm: Tensor, eps: float, out: Buffer) -> None:
-        """`out`, bf16, = `source` normalised."""
+        """Record: `out`, bf16, = `source` normalised."""
         assert out.dtype == torch.bfloat16 and out.width == source.width and out.of_samples == source.of_samples
         weight = self._norm(norm, source.width)
         self._op(self._library.pdk_op_norm(self._handle, source.number, weight, eps, out.number))
 
     def place(self, qkv: Buffer, layer: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> None:
-        """Heads of `qkv` `[heads + 2 * kv_heads] * dim` normalised and rotated; K and V are written to their pages."""
+        """Record: normalise and rotate the heads of `qkv` `[heads + 2 * kv_heads] * dim`; write K and V to pages."""
         heads = self._heads
         assert qkv.width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.dim and 0 <= layer < heads.layers
         norms = self._norm(q_norm, heads.dim), self._norm(k_norm, heads.dim)
@@ -188,16 +189,16 @@ class Program:
     def attend(
         self, layer: int, out: Buffer, *, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
     ) -> None:
-        """`out` `[heads * dim]` = attention of what `place` left. A query sees `window` positions, 0: all before it."""
+        """Record: `out` `[heads * dim]` = attention of `place`'s output. `window` positions are visible; 0 for all."""
         heads = self._heads
         assert out.width == heads.num_heads * heads.dim and 0 <= layer < heads.layers and window >= 0 and softcap >= 0
         where = None if sinks is None else self._norm(sinks, heads.num_heads)
         self._op(self._library.pdk_op_attend(self._handle, layer, out.number, window, softcap, where))
 
     def route(self, logits: Buffer, experts: Buffer, weights: Buffer, *, normalise: bool) -> None:
-        """The likeliest `experts`, int64, best first, and their probabilities `weights`, both of width top_k.
+        """Record: the likeliest `experts`, int64, best first, and their probabilities `weights`, both of width top_k.
 
-        With `normalise` these add up to 1.
+        With `normalise` the probabilities add up to 1.
         """
         assert experts.dtype == torch.int64 and experts.width == weights.width <= logits.width
         assert logits.of_samples == experts.of_samples == weights.of_samples
@@ -221,10 +222,10 @@ class Program:
         counts: Tensor | None = None,
         add: bool = False,
     ) -> None:
-        """`out` = (or with `add` +=) what a row's `experts` make of it, `down(silu(gate) * up)`, times their `weights`.
+        """Record: `out` = (or with `add` +=) the sum of a row's experts, `down(silu(gate) * up)`, times `weights`.
 
-        `gate_up` and `down` are as many layers as there are experts; `norm` is applied before. `counts` int64
-        `[experts]` are added to: the rows that each was given.
+        `gate_up` and `down` have one layer per expert; `norm` is applied before. The rows routed to each expert are
+        added to `counts` int64 `[experts]`; None counts nothing.
         """
         num_experts, inner = len(gate_up.data), down.num_in
         assert len(down.data) == num_experts and gate_up.num_parts == 2 and gate_up.num_out == 2 * inner
@@ -242,20 +243,20 @@ class Program:
         )  # fmt: skip
 
     def select(self, source: Buffer, out: Buffer) -> None:
-        """`out` = the rows of `source` at the step's samples."""
+        """Record: `out` = the rows of `source` at the step's samples."""
         assert out.of_samples and not source.of_samples and out.width == source.width
         self._op(self._library.pdk_op_select(self._handle, source.number, out.number))
 
     def best(self, source: Buffer, out: Buffer) -> None:
-        """`out`, int64 of width 1, = where the first of the largest items of each row of `source` is.
+        """Record: `out`, int64 of width 1, = the index of each row's maximum in `source`; ties go to the lower index.
 
-        A NaN is never it unless all are.
+        A NaN is skipped unless all items are NaN.
         """
         assert source.of_samples and out.of_samples and out.width == 1 and out.dtype == torch.int64
         self._op(self._library.pdk_op_best(self._handle, source.number, out.number))
 
     def begin(self, batch: ForwardBatch) -> None:
-        """Begin a step; the buffers are given room. Its arrays are kept until the next one."""
+        """Begin a step and size the buffers for it. Keeps the batch's arrays until the next step."""
         columns, samples, host = batch.columns, batch.sample_index, batch.host
         assert columns.is_contiguous() and samples.is_contiguous() and columns.dtype == samples.dtype == torch.int64
         num_tokens, num_samples, first = columns.shape[1], samples.shape[0], columns.data_ptr()
@@ -284,12 +285,12 @@ class Program:
     def decode(
         self, facts: IntArray, tokens: npt.NDArray[np.int32], pages: npt.NDArray[np.int32], last: int, chosen: Buffer
     ) -> list[int]:
-        """A step of rows that decode: begun, run up to operation `last`, and its tokens taken from `chosen`.
+        """Run a step of decode rows up to operation `last`, and return its tokens from `chosen`.
 
         Args:
-            facts: int64 `[2, rows]`: of each row its line, and the position of the token that it computes.
-            tokens: `[lines, ...]`, known tokens; the new ones are written behind those that were computed.
-            pages: `[lines, ...]`, the page table.
+            facts: int64 `[2, rows]`: each row's line in the tables, and the position of the token that it computes.
+            tokens: int32 `[lines, ...]`, known tokens; each new token is written after its row's computed token.
+            pages: int32 `[lines, ...]`, the page table.
         """
         num_rows = facts.shape[1]
         if num_rows > len(self._decoded):

@@ -1,6 +1,6 @@
-"""Choosing tokens by the CPU kernels: the same distributions as `executor/sampler.py` draws from, without sorting.
+"""Token sampling by the CPU kernels: the distributions of `executor/sampler.py`, without sorting.
 
-Called by the sampler with what a step's rows ask for.
+Called by the sampler with a step's sampling parameters.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pdserve.model.native.program import Threads
 _HOW = np.dtype(
     [("point", "f8"), ("top_k", "i8"), ("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("greedy", "i4")]
 )
-"""`pdk_choice`."""
+"""Layout of `pdk_choice`."""
 
 
 class NativeChooser:
-    """Chooses by `threads`; scratch memory is kept for the next call."""
+    """Samples on `threads`; keeps its scratch memory for the next call."""
 
     def __init__(self, threads: Threads, level: str) -> None:
         self._threads, self._level = threads, level.encode()
@@ -30,10 +30,10 @@ class NativeChooser:
     def __call__(
         self, logits: Tensor, columns: np.ndarray[tuple[int], np.dtype[np.void]], points: npt.NDArray[np.float64]
     ) -> Tensor:
-        """One token a row: int64 `[R]`.
+        """Sample one token per row: int64 `[R]`.
 
         `logits` float32 `[R, V]`; `columns` of `[R]` have `greedy`, `temperature`, `top_k`, `top_p` and `min_p`;
-        `points` `[R]` in [0, 1) are where distributions are inverted. A row without one takes its largest.
+        `points` `[R]` in [0, 1) are where distributions are inverted. Greedy rows take their maximum.
         """
         assert logits.dtype == torch.float32 and logits.ndim == 2 and len(columns) == len(points) == len(logits)
         logits = logits.contiguous()

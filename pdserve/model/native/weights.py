@@ -1,6 +1,6 @@
-"""Weights packed for the kernels. Made by `NativeDecoder`, and given their values while a model is loaded.
+"""Weights packed for the CPU kernels. Made by `NativeDecoder`, and filled while a model is loaded.
 
-Packed weights of one model lie in one `Arena`. See `csrc/kernels.h` for the layouts.
+Packed weights of one model are in one `Arena`. See `csrc/kernels.h` for the layouts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pdserve.base import native
 from pdserve.base.native import library
 
 BLOCK = 32
-"""Outputs that are computed together; fewer are filled up with zeros."""
+"""Outputs computed together; a partial block is padded with zeros."""
 Format = Literal["bf16", "int8"]
 _FORMATS: dict[torch.dtype, int] = {torch.bfloat16: 0, torch.uint8: 1}
 _ZERO = 128
-"""What a weight of 0 is in 8 bits."""
+"""The 8-bit encoding of a zero weight."""
 
 
 class Arena:
-    """Memory of packed weights in huge pages, where the system has them; given back with the last tensor in it."""
+    """Memory of packed weights, in huge pages when the system has them; freed with the last tensor in it."""
 
     def __init__(self) -> None:
         self._library = library()
@@ -34,11 +34,11 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes taken so far."""
+        """Bytes allocated so far."""
         return int(self._library.pdk_arena_bytes(self._handle))
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros, which take no memory until they are written. Raises MemoryError."""
+        """Allocate a tensor of zeros, which takes no memory until it is written. Raises MemoryError."""
         wanted = torch.empty(shape, dtype=dtype, device="meta")
         if not wanted.nbytes:
             return torch.empty(shape, dtype=dtype)
@@ -46,7 +46,7 @@ class Arena:
         if address is None:
             raise MemoryError(f"no memory for packed weights of {wanted.nbytes} bytes")
         raw: Any = (ctypes.c_char * wanted.nbytes).from_address(address)
-        raw.arena = self  # as long as the tensor lives
+        raw.arena = self  # keeps the arena alive as long as the tensor
         return torch.frombuffer(raw, dtype=dtype).view(shape)
 
     def __del__(self) -> None:
@@ -57,12 +57,13 @@ class Arena:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Linear layers of `num_out` outputs and `num_in` inputs each, packed one behind the other.
+    """Linear layers of `num_out` outputs and `num_in` inputs each, packed one after the other.
 
-    `data` is bf16 `[count, blocks, k / 2, 32, 2]` or, of 8 bits, uint8 `[count, blocks, k / 4, 32, 4]` with `scale`
-    float32 `[count, blocks * 32]`; `bias` is float32 of that shape. `k` are the inputs, filled up to a multiple of 32.
-    Of `num_parts` equal parts of a layer, which lie one behind the other in weights and biases, each block has as many
-    outputs, part by part.
+    `data` is bf16 `[count, blocks, k / 2, 32, 2]`, or for 8 bits uint8 `[count, blocks, k / 4, 32, 4]` with `scale`
+    float32 `[count, blocks * 32]`; `bias` is float32 of that shape. `scale` is None for bf16, and `bias` is None for
+    layers without one. `k` is the number of inputs, padded to a multiple of 32. A layer may consist of `num_parts`
+    equal parts (gate and up), which are consecutive in the unpacked weights. Each block holds the same number of
+    outputs of every part, part by part.
     """
 
     data: Tensor
@@ -74,7 +75,7 @@ class Packed:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it is made of, `[count, ...]` each."""
+        """All its tensors, `[count, ...]` each."""
         return [tensor for tensor in (self.data, self.scale, self.bias) if tensor is not None]
 
     @property
@@ -84,20 +85,20 @@ class Packed:
 
     @property
     def pointers(self) -> native.Weights:
-        """For the C interface; good for as long as this object lives."""
+        """Pointers for the C interface, valid as long as this object lives."""
         address = [None if tensor is None else tensor.data_ptr() for tensor in (self.data, self.scale, self.bias)]
         blocks = self.data.shape[0] * self.data.shape[1]
         return native.Weights(_FORMATS[self.data.dtype], blocks, self.num_in, *address)
 
     def put(self, weight: Tensor, bias: Tensor | None = None, *, index: int = 0) -> None:
-        """The weights bf16 `[out, in]` of layer `index` and, where it was opened with one, its bias `[out]`."""
+        """Pack the weights bf16 `[out, in]` of layer `index`, and its bias `[out]` or None."""
         assert weight.dtype == torch.bfloat16 and weight.shape == (self.num_out, self.num_in), (
             weight.dtype,
             weight.shape,
         )
         assert 0 <= index < len(self.data), (index, len(self.data))
         assert bias is None or (self.bias is not None and bias.shape == (self.num_out,)), (
-            "a bias has a place of its own"
+            "the packed layer was opened without a bias"
         )
         rows = weight.contiguous()
         wide = None if bias is None else bias.float().contiguous()
@@ -119,10 +120,10 @@ def open_packed(
     num_parts: int = 1,
     count: int = 1,
 ) -> Packed:
-    """Memory for `count` layers; the operating system gives that of bf16 when the weights are `put`.
+    """Allocate memory for `count` layers. The operating system commits bf16 memory on the first `put`.
 
     Raises:
-        MemoryError: there is none.
+        MemoryError: the allocation failed.
     """
     assert num_out % num_parts == 0, (num_out, num_parts)
     blocks = -(-(num_out // num_parts) // BLOCK) * num_parts
@@ -138,12 +139,12 @@ def open_packed(
 
 
 def pack(arena: Arena, format: Format, weight: Tensor, bias: Tensor | None = None, *, num_parts: int = 1) -> Packed:
-    """`weight` bf16 `[out, in]` and `bias` `[out]`, in equal parts, of which each block has as many outputs."""
+    """Pack `weight` bf16 `[out, in]` and `bias` `[out]` in `num_parts` equal parts; see `Packed`."""
     packed = open_packed(arena, format, *weight.shape, has_bias=bias is not None, num_parts=num_parts)
     packed.put(weight, bias)
     return packed
 
 
 def pack_gated(arena: Arena, format: Format, gate_up: Tensor, bias: Tensor | None = None) -> Packed:
-    """Gate and up of a feed-forward layer, which lie one behind the other in `gate_up` bf16 `[2 * inner, in]`."""
+    """Pack gate and up of a feed-forward layer, which are consecutive in `gate_up` bf16 `[2 * inner, in]`."""
     return pack(arena, format, gate_up, bias, num_parts=2)

@@ -101,4 +101,4 @@ def test_where_threads_matter_the_machine_s_own_are_the_reference(caplog: pytest
         sizes = safe_sizes(lambda rows: _halves(rows, w) if torch.get_num_threads() > 1 else rows @ w.t(), x, "a test")
     finally:
         torch.set_num_threads(1)
-    assert 16 in sizes and "a test gives other bits on 2 threads than on one" in caplog.text
+    assert 16 in sizes and "a test has different bits on 2 threads than on one" in caplog.text
