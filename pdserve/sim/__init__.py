@@ -1,1 +1,1 @@
-"""Whole deployments in one process, seeded, with faults: the real roles on a made-up network, clock and model."""
+"""Seeded simulations of whole deployments in one process: the real roles on a simulated network, clock and model."""

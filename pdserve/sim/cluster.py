@@ -1,10 +1,10 @@
-"""Several prefill and decode servers, their replicas and ranks, a router and its clients, in one process, seeded.
+"""Simulates prefill and decode servers, their replicas and ranks, a router and its clients, in one process, seeded.
 
-    clients ──> SimRouter ──> SimServer (one host): replicas, each a Node, perhaps with ranks
-                                   └── SimNet: control frames, copies, look-ups, probes     Mishaps: what goes wrong
+    clients ──> SimRouter ──> SimServer (one host): replicas, each a SimNode, perhaps with ranks
+                                   └── SimNet: control frames, copies, look-ups, probes     Mishaps: injected faults
 
-`run` plays a workload to its end. What it asserts on the way: no copy touches a page that is not its key's, no request
-ends twice at a server or at the client, and in the end nothing is left anywhere.
+`Cluster.run` plays a workload to its end and asserts three invariants. A copy touches only pages of its own key. A
+request ends once at a server and once at the client. At the end no page, row or aux slot is held.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pdserve.sim.server import SimServer
 
 TICK_S, IDLE_TICK_S = 0.25, 1.0
 RECOVERY_S = 100.0
-"""So long after the last fault that may fail a request, none fails any more."""
+"""Seconds after the last fault that may fail a request, from which no request may fail."""
 QUIET_S = 12.0
-"""So long nothing may be left: longer than any message is late."""
+"""Seconds for which the cluster must stay idle at the end; longer than any message delay."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How many servers of each role there are, how many replicas each has, and how these are split."""
+    """Numbers of servers per role and of replicas per server, and how replicas are split over ranks."""
 
     prefills: int = 2
     decodes: int = 2
@@ -41,19 +41,19 @@ class Layout:
     prefill_ranks: ParallelShape = ParallelShape()
     decode_ranks: ParallelShape = ParallelShape()
     divert: float = 0.0
-    """How often a request goes to another prefill replica than its room names."""
+    """Probability that a request goes to a prefill replica other than the one its bootstrap room names."""
 
     def dp_size(self, role: str) -> int:
-        """Replicas of a server."""
+        """Return the number of replicas of a server."""
         return self.prefill_dp if role == "prefill" else self.decode_dp
 
     def ranks(self, role: str) -> ParallelShape:
-        """How a replica is split."""
+        """Return how a replica is split."""
         return self.prefill_ranks if role == "prefill" else self.decode_ranks
 
 
 class Cluster:
-    """Servers, a workload, and faults."""
+    """A simulated deployment: servers, a workload, and faults."""
 
     def __init__(self, seed: int, shape: Shape, faults: Faults, layout: Layout = Layout()) -> None:
         self.clock = ManualClock()
@@ -72,11 +72,11 @@ class Cluster:
         self.router: SimRouter | None = None
 
     def of_role(self, role: str) -> list[SimServer]:
-        """Servers that live, draining or not."""
+        """Return the live servers of `role`, draining or not."""
         return [server for server in self.servers if server.role == role]
 
     def start(self, role: str, host: str, clock: MachineClock, endpoints: Sequence[str] = ()) -> SimServer:
-        """A new life on `host`; at `endpoints`, one for each replica, or at new ones."""
+        """Start a new server process on `host`. `endpoints` has one per replica; missing ones get new endpoints."""
         replicas = []
         dp_size, parallel = self.layout.dp_size(role), self.layout.ranks(role)
         for index in range(dp_size):
@@ -104,9 +104,10 @@ class Cluster:
     def run(
         self, prompts: Sequence[Prompt], num_rooms: int = 6, late: Sequence[Prompt] = (), max_steps: int = 24_000
     ) -> list[ClientAnswer]:
-        """Play the workload to its end; what each client got.
+        """Play the workload to its end and return each client's answer.
 
-        The `late` ones come when all else has ended, what may fail a request is over, and time has passed to recover.
+        The `late` prompts start once all others have ended, faults that may fail a request are off, and RECOVERY_S
+        seconds have passed.
         """
         router = self.router = SimRouter(
             self.of_role,
@@ -150,7 +151,7 @@ class Cluster:
         raise AssertionError(f"stuck after {max_steps} steps: {self._stuck(router, todo)}")
 
     def leaks(self) -> dict[str, dict[str, int]]:
-        """By instance what is not free although all is over; empty when all is well."""
+        """Return resources still held at the end, by instance; empty when there are none."""
         found = {node.instance: node.leaks() for server in self.servers for node in server.replicas}
         return {instance: leaks for instance, leaks in found.items() if leaks}
 

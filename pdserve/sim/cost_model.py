@@ -1,9 +1,9 @@
-"""An executor that computes nothing and says how long it would have taken.
+"""An executor that computes nothing and models step durations.
 
-For capacity planning, and for measuring what schedulers themselves cost.
+Used for capacity planning, and to measure the cost of schedulers themselves.
 
-Time is a `ManualClock`, which `resolve` moves to the end of the step. Steps queue up like on a device: one that is
-launched while another is under way begins when that one ends, so what overlap hides is hidden here too.
+Time is a `ManualClock`, which `resolve` advances to the end of the step. Steps queue as on a device: a step launched
+during another begins when the other ends. Overlap therefore hides the same host time as on a device.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 
 FIRST_TOKEN = 1000
-"""Tokens below are never sampled, so that one of them can be the end of sequence."""
+"""Lower token ids are never sampled, so that one of them can be the end-of-sequence token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Seconds of a step, as a sum. The defaults are round numbers in the range of an 8B model on one H100.
+    """Duration of a step in seconds, as a sum. The defaults are round numbers in the range of an 8B model on one H100.
 
-    step_s: of every step, such as reading the weights.
-    prefill_token_s: of every token of a row with more than one.
-    decode_row_s: of every row with one token.
-    kv_token_s: of every token of KV that a row's attention reads.
-    copy_byte_s: of every byte between pool and host memory.
+    step_s: per step, such as reading the weights.
+    prefill_token_s: per token of a row with more than one token.
+    decode_row_s: per row with one token.
+    kv_token_s: per token of KV that a row's attention reads.
+    copy_byte_s: per byte copied between pool and host memory.
     """
 
     step_s: float = 6e-3
@@ -42,29 +42,29 @@ class CostModel:
     copy_byte_s: float = 1 / 25e9
 
     def row_s(self, row: BatchRow) -> float:
-        """What `row` adds to its step."""
+        """Return the seconds that `row` adds to its step."""
         num_tokens = row.end - row.start
         own = self.decode_row_s if num_tokens == 1 else self.prefill_token_s * num_tokens
         return own + self.kv_token_s * row.end
 
     def plan_s(self, plan: BatchPlan) -> float:
-        """Seconds of the whole step."""
+        """Return the seconds of the whole step."""
         return self.step_s + sum(map(self.row_s, plan.rows))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Saved:
-    """Implements `HostPages`: nothing but a size."""
+    """Implements `HostPages` with a size only."""
 
     num_bytes: int
     num_pages: int
 
 
 class CostModelExecutor:
-    """Implements `Executor`. Its pool is real memory, so that transports may copy it, but nothing is written there.
+    """Implements `Executor`. The pool is real memory, so that transports may copy it, but steps write nothing there.
 
-    Tokens depend on row and position only; `vocab_size` must be above `FIRST_TOKEN`. `busy_s` is the time that the
-    device has worked so far, in seconds of `clock`.
+    Tokens depend on row and position only. `vocab_size` must be above `FIRST_TOKEN`. `busy_s` is the device's busy time
+    so far, in seconds of `clock`.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class CostModelExecutor:
         self._rows.remove(row)
 
     def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
-        """See `Executor`. The step begins when the device is free; marks are all open once it has been resolved."""
+        """See `Executor`. The step begins when the device is free. Layer marks open when the step is resolved."""
         ends_at = self._work(self._costs.plan_s(plan))
         step = _Step(self._clock, ends_at, plan, self._num_tokens)
         return StepHandle(plan, step if layer_marks else None, step.result)
 
     def resolve(self, handle: StepHandle) -> StepResult:
-        """See `Executor`. Moves the clock to the end of the step, if that is not past."""
+        """See `Executor`. Advances the clock to the end of the step, unless that is past."""
         return handle.finish()
 
     def offload(self, pages: Sequence[int]) -> HostPages:
@@ -130,16 +130,16 @@ class CostModelExecutor:
         self._copy(saved.num_bytes)
 
     def zero(self, pages: Sequence[int]) -> None:
-        """See `Executor`. There are no bytes, and a probe's few cost nothing that the model counts."""
+        """See `Executor`. Does nothing: no KV is stored, and the cost of the few pages is not modelled."""
 
     def _work(self, seconds: float) -> float:
-        """Occupy the device behind what it does already; when it will be free."""
+        """Queue `seconds` of device work and return the time at which the device will be free."""
         self._free_at = max(self._free_at, self._clock.now()) + seconds
         self.busy_s += seconds
         return self._free_at
 
     def _copy(self, num_bytes: int) -> None:
-        """Nothing is under way, so the caller waits for it."""
+        """Queue a copy and wait for it; no step is in flight."""
         _wait_until(self._clock, self._work(self._costs.copy_byte_s * num_bytes))
 
 
@@ -150,12 +150,12 @@ class _Step:
         self._clock, self._ends_at, self._plan, self._num_tokens = clock, ends_at, plan, num_tokens
 
     def result(self) -> StepResult:
-        """Wait, in the clock's time, and make up tokens."""
+        """Advance the clock to the step's end, and make up tokens."""
         _wait_until(self._clock, self._ends_at)
         return StepResult(self._plan.step, tuple(map(self._token, self._plan.rows)))
 
     def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerEvents`; never waits, since nothing else could run meanwhile."""
+        """See `LayerEvents`. Never blocks, because nothing else could run meanwhile."""
         return self._clock.now() >= self._ends_at
 
     def _token(self, row: BatchRow) -> SampledToken | None:

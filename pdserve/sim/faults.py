@@ -1,6 +1,6 @@
-"""What may go wrong in a simulated world, and how often; cut links; frames that are damaged, replayed or made up.
+"""Fault probabilities of a simulated world, cut links, and frames that are damaged, replayed or forged.
 
-`SimNet` asks for what happens to a message or a copy; `mishaps` begins what happens to servers and links.
+`SimNet` draws the faults of messages and copies; `mishaps` starts the faults of servers and links.
 """
 
 from __future__ import annotations
@@ -18,52 +18,52 @@ from pdserve.transfer.wire import Ack, Hello, MemoryKey, Meta, Packet, Ping, Pon
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Faults:
-    """Probabilities per message, copy, probe, look-up or step; `max_delay_s` bounds how late anything is."""
+    """Fault probabilities per message, copy, probe, look-up or step. `max_delay_s` bounds any delay, in seconds."""
 
     lost: float = 0.0
     repeated: float = 0.2
     copy_failed: float = 0.0
     note_lost: float = 0.0
     lands_late: bool = False
-    """Where the engine notifies: a copy that has ended well is seen some time later only, but before its note."""
+    """With a notifying engine: the bytes of a successful copy land later, but before its notification."""
     abort: float = 0.0
-    """A client goes away, or an operator ends a half."""
+    """A client disconnects, or an operator aborts a request at one server."""
     kill: float = 0.0
     max_delay_s: float = 2.0
     cut: float = 0.0
     """A link between two hosts is cut for a while, in one direction or both."""
     max_cut_s: float = 60.0
     probe_lies: float = 0.0
-    """A probe of a living process is refused, or one of a dead process is answered."""
+    """A probe of a live process is refused, or a probe of a dead process is answered."""
     usurper: float = 0.0
-    """A second instance says Hello from the endpoint of a living one."""
+    """A second instance sends Hello with the endpoint of a live one."""
     replayed: float = 0.0
-    """A frame that was recorded earlier comes again, perhaps to the successor of its receiver."""
+    """A recorded frame is delivered again, perhaps to the successor of its receiver."""
     stop: float = 0.0
-    """A server does not run for a while (SIGSTOP); copies that have begun land meanwhile."""
+    """A server is stopped for a while (SIGSTOP); copies already begun continue meanwhile."""
     max_stop_s: float = 90.0
     clock_leap: float = 0.0
     """The clock of one machine jumps ahead."""
     clocks_differ: bool = False
-    """Each machine counts from a moment of its own."""
+    """Each machine's clock has its own origin."""
     frame_damaged: float = 0.0
-    """One bit of a frame is wrong."""
+    """One bit of a frame is flipped."""
     odd_frame: float = 0.0
-    """A well-sealed frame that no peer would send."""
+    """A frame with a valid seal that no peer would send."""
     kv_damaged: float = 0.0
-    """One bit of a copied page is wrong; only a checksum notices."""
+    """One bit of a copied page is flipped; only a checksum detects it."""
     slow_directory: float = 0.0
-    """A look-up takes long, or ends in nothing."""
+    """A look-up takes long, or is never answered successfully."""
     stale_directory: float = 0.0
-    """A look-up gives what was true when it began."""
+    """A look-up returns the state at its begin."""
     max_look_up_s: float = 60.0
     switch: float = 0.0
-    """A server drains, ends, and comes back in the other role, or in its own."""
+    """A server drains, ends, and restarts in the other role or its own."""
     rank_death: float = 0.0
-    """One rank of a replica dies alone, and the others notice some time later."""
+    """One rank of a replica dies alone; the other ranks notice some time later."""
 
     def healed(self) -> Faults:
-        """What is left when what may fail a request is over."""
+        """Return the faults that remain once no fault may fail a request."""
         return dataclasses.replace(
             self,
             lost=min(self.lost, 0.2),
@@ -83,44 +83,44 @@ class Faults:
 
 
 class CutLinks:
-    """Links between hosts that are cut, each in one direction, until some time."""
+    """Links between hosts that are cut, each in one direction, until a given time."""
 
     def __init__(self) -> None:
         self._until: dict[tuple[str, str], float] = {}
 
     def cut(self, source: str, target: str, until: float) -> None:
-        """Nothing goes from `source` to `target` before `until`."""
+        """Drop all traffic from `source` to `target` before time `until`."""
         self._until[source, target] = max(until, self._until.get((source, target), until))
 
     def is_cut(self, source: str, target: str, now: float) -> bool:
-        """Whether what `source` sends to `target` is lost now."""
+        """Whether traffic from `source` to `target` is lost now."""
         return bool(self._until) and self._until.get((source, target), now) > now
 
     def heal(self) -> None:
-        """All links are whole."""
+        """Restore all links."""
         self._until.clear()
 
 
 class Recorder:
-    """The newest frames, and where they went; makes frames of them that nobody sent."""
+    """Records the newest frames with their destinations, and forges frames from them."""
 
     def __init__(self, rng: random.Random, size: int = 400) -> None:
         self._rng = rng
         self._frames: deque[tuple[str, bytes]] = deque(maxlen=size)
         self._hellos: deque[tuple[str, bytes]] = deque(maxlen=size // 10)
-        """Those that have a Hello: few of all, but the most worth to an attacker."""
+        """Frames with a Hello: few of all frames, but the most useful to an attacker."""
         self._wire = Wire("")
         self._num_strangers = 0
 
     def record(self, endpoint: str, frame: bytes) -> None:
-        """`frame` was sent to `endpoint`."""
+        """Record that `frame` was sent to `endpoint`."""
         if b"Hello" not in frame:
             self._frames.append((endpoint, frame))
-        elif (endpoint, frame) not in self._hellos:  # else it is said again until it is acknowledged
+        elif (endpoint, frame) not in self._hellos:  # a Hello is repeated until it is acknowledged
             self._hellos.append((endpoint, frame))
 
     def replay(self, senders: Container[str] | None = None) -> tuple[str, bytes] | None:
-        """One of them, as it was, where given of one of these `senders`; None where there is none."""
+        """Return a recorded frame unchanged, or None. With `senders`, the frame's sender must be among them."""
         frames = self._hellos if self._rng.random() < 0.3 else self._frames
         if not frames:
             return None
@@ -129,7 +129,7 @@ class Recorder:
         return (endpoint, frame) if known else None
 
     def usurp(self) -> tuple[str, bytes] | None:
-        """A Hello as it was said, endpoint and all, but by an instance that does not exist, or of another session."""
+        """Return a recorded Hello from a new, nonexistent instance or with another session; None without Hellos."""
         found = self._decoded(self._hellos, lambda packet: isinstance(packet.body, Hello) and not packet.body.answer)
         if found is None:
             return None
@@ -143,11 +143,14 @@ class Recorder:
             hello = msgspec.structs.replace(body, session=session)
             packet = msgspec.structs.replace(packet, session=session, body=hello)
         usurping = self._wire.encode(packet)
-        self.record(endpoint, usurping)  # it may say so again
+        self.record(endpoint, usurping)  # so that it may be replayed
         return endpoint, usurping
 
     def odd(self, senders: Container[str] | None = None) -> tuple[str, bytes] | None:
-        """A frame that is well sealed, and that no peer would send: it must change nothing. `senders`: see `replay`."""
+        """Return a frame with a valid seal that no peer would send, or None. It must have no effect.
+
+        `senders`: see `replay`.
+        """
         frames = self._hellos if self._rng.random() < 0.2 else self._frames
         found = self._decoded(frames, lambda packet: not isinstance(packet.body, Refusal))
         if found is None:
@@ -158,7 +161,7 @@ class Recorder:
         return endpoint, self._wire.encode(self._rng.choice(self._oddities(packet))(packet))
 
     def _oddities(self, packet: Packet) -> list[Callable[[Packet], Packet]]:
-        """Ways to make `packet` odd."""
+        """Return functions that make `packet` odd."""
         replace, key = msgspec.structs.replace, getattr(packet.body, "key", None)
         ways: list[Callable[[Packet], Packet]] = [
             lambda packet: replace(packet, receiver=self._stranger()),
@@ -168,14 +171,14 @@ class Recorder:
             ways.append(lambda packet: replace(packet, sender=self._stranger()))
         if isinstance(key, MemoryKey):
             others = [MemoryKey(key.room, key.attempt, "nobody-0")]
-            if not isinstance(packet.body, Meta):  # a later attempt is what a receiver may say
+            if not isinstance(packet.body, Meta):  # a receiver may send a Meta with a later attempt
                 others += [
                     MemoryKey(key.room, key.attempt + 1000, key.origin),
                     MemoryKey(key.room + 1000, key.attempt, key.origin),
                 ]
             seq = packet.seq and packet.seq + (
                 1 << 41
-            )  # with its own number it would stand for a message of the peer's
+            )  # its original number would acknowledge or replace a message of the real peer
             ways += [
                 lambda packet, key=other: replace(packet, seq=seq, body=replace(packet.body, key=key))  # type: ignore[misc]
                 for other in others
@@ -187,7 +190,7 @@ class Recorder:
     def _decoded(
         self, frames: Sequence[tuple[str, bytes]], fits: Callable[[Packet], bool]
     ) -> tuple[str, Packet] | None:
-        """A recorded frame for which `fits` holds, decoded; None where a few tries find none."""
+        """Return a decoded recorded frame for which `fits` holds; None when a few attempts find none."""
         for _ in range(8):
             if not frames:
                 break
@@ -206,7 +209,7 @@ class Recorder:
 
 
 def damaged(content: bytes, rng: random.Random) -> bytes:
-    """`content` with one bit wrong."""
+    """Return `content` with one bit flipped."""
     bit = rng.randrange(len(content) * 8)
     out = bytearray(content)
     out[bit // 8] ^= 1 << bit % 8

@@ -1,7 +1,7 @@
-"""A model for the simulated world: its next token is a hash of every KV byte that attention would read.
+"""A model for simulations: its next token is a hash of every KV byte that attention would read.
 
-One wrong, missing, stale or swapped byte anywhere changes the tokens, so "same tokens as the monolith" is an oracle
-for everything between the pools. Weights depend on the position, so order matters too.
+Any wrong, missing, stale or swapped byte changes the tokens. "The same tokens as the monolith" is therefore an oracle
+for all code between the pools. Hash weights depend on the position, so that order matters too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WEIGHTS: U64 = _rng.integers(1, 1 << 63, size=(2, _MAX_TOKENS), dtype=np.uint64
 
 
 def hash_layout(page_tokens: int, num_layers: int = 3, num_heads: int = 1) -> KVLayout:
-    """The pool geometry of the hash model: heads of one 64-bit number."""
+    """Return the KV layout of the hash model: heads of one 64-bit number."""
     return KVLayout(
         (
             KVGroup(
@@ -51,7 +51,7 @@ def hash_layout(page_tokens: int, num_layers: int = 3, num_heads: int = 1) -> KV
 
 
 def _mix(value: int) -> int:
-    """splitmix64's finalizer."""
+    """Apply splitmix64's finalizer."""
     value = (value + 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)
@@ -61,7 +61,7 @@ def _mix(value: int) -> int:
 class HashExecutor:
     """Implements `Executor` over a numpy pool `[page, layer, k/v, head, token, 1]` of uint64 for each rank.
 
-    `layout` is the whole model's. It computes for all ranks of a replica; `buffers` is the first one's.
+    `layout` is the whole model's. The executor computes for all ranks of a replica; `buffers` is the first rank's.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class HashExecutor:
         ]
         self.pool = self.pools[0]
         self._held: dict[tuple[int, int], list[tuple[U64, int, int]]] = {}
-        """By layer and head, in each pool that has it: the pool, and both numbers there."""
+        """By model layer and head: every pool that holds it, with the layer and head index in that pool."""
         for place, pool in zip(places, self.pools, strict=True):
             layers, heads = self._group.layers_of(place), self._group.heads_of(place)
             for layer, head in itertools.product(layers, heads):
@@ -85,10 +85,10 @@ class HashExecutor:
         self._table = page_table
         self._tokens: dict[int, list[int]] = {}
         self._wishes: dict[int, tuple[int, Logprobs]] = {}
-        """Prompt tokens and wish of rows that want log probabilities."""
+        """By row that requests log probabilities: number of prompt tokens, and the request's `Logprobs`."""
         self.late = False
         self.last_step = 0
-        """The newest step that is computed."""
+        """The newest computed step."""
 
     @property
     def layout(self) -> KVLayout:
@@ -101,7 +101,7 @@ class HashExecutor:
         return ((int(self.pool.ctypes.data), self.pool.nbytes),)
 
     def poison(self, pages: list[int]) -> None:
-        """Destroy pages that went back to the allocator, so that whoever reads them gets other tokens."""
+        """Overwrite freed pages, so that a read after free changes the tokens."""
         for pool in self.pools:
             pool[pages] = POISON
 
@@ -126,7 +126,7 @@ class HashExecutor:
     def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
         """See `Executor`.
 
-        A late executor computes when it is asked for the result, from the page table as it was at the launch.
+        A `late` executor computes in `resolve`, from a copy of the page table made at launch.
         """
         step = _Step(self, plan, {row.row: self._table.pages[row.row].copy() for row in plan.rows})
         if not self.late:
@@ -153,7 +153,7 @@ class HashExecutor:
             pool[list(pages)] = 0
 
     def compute(self, row: BatchRow, pages: npt.NDArray[np.int32]) -> tuple[SampledToken | None, PromptLogprobs | None]:
-        """One row of a step. `pages` are its page-table line at the launch."""
+        """Compute one row of a step. `pages` is the row's page-table line at launch."""
         tokens = self._tokens[row.row]
         told: dict[int, int] = {}
         num_prompt, logprob_params = self._wishes.get(row.row, (0, None))
@@ -174,7 +174,7 @@ class HashExecutor:
                         kv = pool[pages[:num_pages], own_layer, :, own_head, :, 0].swapaxes(0, 1)
                         kv = kv.reshape(2, -1)[:, : position + 1]
                         sums.add(int((kv * _WEIGHTS[:, : position + 1]).sum(dtype=np.uint64)))
-                    total = total * 3 + sum(sums)  # ranks that hold the same head count once, if they agree
+                    total = total * 3 + sum(sums)  # ranks that hold the same head count once if they agree
                 carry = _mix(total)
             last = carry
             if first is not None and first <= position < num_prompt - 1:
@@ -193,7 +193,7 @@ def _picks(logprob_params: Logprobs | None) -> tuple[int, ...]:
 
 
 def _told(hashes: dict[int, int], logprob_params: Logprobs) -> PromptLogprobs:
-    """Made-up log probabilities of the tokens at these positions, which follow each other."""
+    """Make up log probabilities of the tokens at consecutive positions, the keys of `hashes`."""
     own = np.array([-(value % 4096) / 64 for value in hashes.values()], dtype=np.float32)
     top = np.repeat(own[:, None], logprob_params.top, 1)
     picked = np.repeat(own[:, None], len(logprob_params.token_ids), 1)
@@ -202,14 +202,14 @@ def _told(hashes: dict[int, int], logprob_params: Logprobs) -> PromptLogprobs:
 
 
 class _Step:
-    """A launched step. Implements `LayerEvents`: all layers at once, for rows are computed token by token."""
+    """A launched step. Implements `LayerEvents` for all layers at once, because rows are computed token by token."""
 
     def __init__(self, executor: HashExecutor, plan: BatchPlan, tables: dict[int, npt.NDArray[np.int32]]) -> None:
         self._executor, self._plan, self._tables = executor, plan, tables
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
-        """Compute, unless that is done."""
+        """Compute the step once."""
         if self._result is None:
             found = [self._executor.compute(row, self._tables[row.row]) for row in self._plan.rows]
             self._executor.last_step = self._plan.step
@@ -218,7 +218,7 @@ class _Step:
         return self._result
 
     def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerEvents`; never waits, since nothing else could run meanwhile."""
+        """See `LayerEvents`. Never blocks, because nothing else could run meanwhile."""
         return self._result is not None
 
 

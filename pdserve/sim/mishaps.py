@@ -1,6 +1,6 @@
-"""What goes wrong with the servers, clocks and links of a `Cluster`, step by step: begun at random, and ended again.
+"""Injects faults into the servers, clocks and links of a `Cluster`: starts them at random and ends them.
 
-What goes wrong with single messages, copies, probes and look-ups is `SimNet`'s. All is counted in `SimNet.counts`.
+`SimNet` injects faults of single messages, copies, probes and look-ups. `SimNet.counts` counts all faults.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pdserve.sim.server import SimServer
 from pdserve.transfer.events import FrameArrived
 
 SOON_S, REPLACEMENT_S = 2.0, 20.0
-"""How long a server that has ended may take to come back: sometimes no probe sees that it was away."""
+"""Possible downtimes of a server in seconds. The short one may go unnoticed by probes."""
 MAX_LEAP_S = 25.0
 MAX_DRAIN_S = 60.0
 LINGER_S = 2.0
-"""A server that has drained answers its peers so long, for halves of requests that were on their way."""
+"""Seconds for which a drained server still answers its peers, for requests that are in transit."""
 QUIET_S = 20.0
-"""And so long at most it waits for peers to let go of each other's pages."""
+"""Upper bound of the seconds that it waits for peers to release pages."""
 OTHER = {"prefill": "decode", "decode": "prefill"}
 
 
 class ClusterView(Protocol):
-    """The cluster that things go wrong in."""
+    """The cluster, as seen by `Mishaps`."""
 
     net: SimNet
     servers: list[SimServer]
@@ -36,7 +36,7 @@ class ClusterView(Protocol):
     router: SimRouter | None
 
     def start(self, role: str, host: str, clock: MachineClock, endpoints: Sequence[str] = ()) -> SimServer:
-        """A new life on `host`."""
+        """Start a new server process on `host`; see `Cluster.start`."""
         ...
 
 
@@ -49,7 +49,7 @@ class _Drain:
 
 
 class Mishaps:
-    """The faults of one cluster. `pending` has what must still happen: servers that come back, or drain."""
+    """The faults of one cluster. `pending` counts servers that are draining or about to restart."""
 
     def __init__(self, cluster: ClusterView) -> None:
         self._cluster = cluster
@@ -58,17 +58,19 @@ class Mishaps:
         self._drains: list[_Drain] = []
         self._num_absent = 0
         self._has_healed = False
-        """From then on no frames of dead processes come, replayed or odd: they make their sessions seem alive."""
+        """Whether `heal` was called. From then on no frames of dead processes are replayed or forged, because such
+        frames would keep their sessions alive.
+        """
         self.aborted: set[int] = set()
-        """Clients that went away, or whose request was aborted at a server."""
+        """Clients that disconnected, or whose request was aborted at a server."""
 
     @property
     def pending(self) -> int:
-        """Servers that drain or are away."""
+        """Number of servers that are draining or down."""
         return len(self._drains) + self._num_absent
 
     def step(self) -> None:
-        """One step of the world, while there are clients."""
+        """Draw faults for one step of the world, while clients are waiting."""
         net, faults, cluster = self._net, self._net.faults, self._cluster
         happens = net.happens
         router = cluster.router
@@ -108,14 +110,14 @@ class Mishaps:
         self._go_on()
 
     def heal(self) -> None:
-        """What may fail a request is over. Servers that drain or are away come back."""
+        """Turn off faults that may fail a request, restore links, and resume stopped servers."""
         self._net.faults, self._has_healed = self._net.faults.healed(), True
         self._net.links.heal()
         for server in self._cluster.servers:
             server.stopped_until = 0.0
 
     def end(self) -> None:
-        """No client is left: what is wrong is put right, so that all may end."""
+        """Turn off all faults once no client is left, so that every server can become idle."""
         if not self._net.calm:
             self._net.calm = True
             self.heal()
@@ -124,7 +126,7 @@ class Mishaps:
     # ------------------------------------------------------------------ inside
 
     def _go_on(self) -> None:
-        """Servers that were stopped run again; those that drain may end."""
+        """Resume servers whose stop is over, and end servers that have drained."""
         now = self._net.clock.now()
         stopped = {s for server in self._cluster.servers if now < server.stopped_until for s in _processes(server)}
         self._net.stopped = stopped
@@ -136,17 +138,17 @@ class Mishaps:
             self._net.later(lambda: self._net.post(found[0], FrameArrived(found[1])))
 
     def _kill(self, server: SimServer) -> None:
-        """kill -9 of all its processes; it comes back in the same role, perhaps at the same endpoints."""
+        """Kill all processes of a server (kill -9). It restarts in the same role, perhaps at the same endpoints."""
         self._remove(server)
         self._come_back(server, server.role)
 
     def _kill_part(self, server: SimServer) -> None:
-        """One process dies alone: a replica, or one rank of it. The rest of the server follows some time later."""
+        """Kill one process: a replica, or one rank of it. The rest of the server dies some time later."""
         node = self._rng.choice(server.replicas)
         if not node.lives:
             return
         lasts_s = node.lose_a_process(self._rng)
-        server.draining = True  # its health says so
+        server.draining = True  # as the server's health reports
 
         def follow() -> None:
             self._arrive()
@@ -179,12 +181,15 @@ class Mishaps:
         self._net.later(begin, self._rng.choice((SOON_S, REPLACEMENT_S)), min_delay_s=0.1)
 
     def _stop(self, server: SimServer) -> None:
-        """SIGSTOP, and SIGCONT some time later."""
+        """Send SIGSTOP, and SIGCONT some time later."""
         for_s = self._rng.uniform(1.0, self._net.faults.max_stop_s)
         server.stopped_until = max(server.stopped_until, self._net.clock.now() + for_s)
 
     def _leap(self, server: SimServer) -> None:
-        """Where writes must settle, by less than they take: beyond that a monotonic clock must not be wrong."""
+        """Move the server's clock ahead.
+
+        Under faults that leave writes to settle, the leap is at most `max_delay_s`: settling is timed by this clock.
+        """
         faults = self._net.faults
         settles = faults.copy_failed or faults.note_lost or faults.cut
         server.clock.leap(self._rng.uniform(0.0, faults.max_delay_s if settles else MAX_LEAP_S))
@@ -211,7 +216,11 @@ class Mishaps:
         self._drains.append(_Drain(server, self._net.clock.now() + self._rng.uniform(1.0, MAX_DRAIN_S)))
 
     def _go_on_draining(self, drain: _Drain, now: float) -> None:
-        """As `server.life.Life.drain`: what runs may end, the rest is cut; peers let go; then the process ends."""
+        """Advance a drain as `EngineInstance.drain` does.
+
+        Running requests may end until the drain times out; then they are aborted. Peers release pages, and the process
+        ends.
+        """
         server = drain.server
         live = any(node.scheduler.role.live for node in server.replicas)
         if live and now >= drain.cut_at and not drain.is_cut:

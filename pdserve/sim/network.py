@@ -1,7 +1,4 @@
-"""A seeded network, transport and directory on a manual clock.
-
-Everything that may go wrong here goes wrong sometimes.
-"""
+"""A seeded network, transport and directory on a manual clock, with injected faults."""
 
 from __future__ import annotations
 
@@ -41,9 +38,9 @@ __all__ = ["Faults", "Pool", "SimCopyEngine", "SimDirectory", "SimNet", "SimSock
 
 Verb = Literal["reads", "writes"]
 Grants = Callable[[Verb, int, MemoryKey], bool]
-"""Whether a copy of a key may touch a page now: the key's source pages are held, or its target pages published."""
+"""Whether a copy of a key may touch a page now: the key holds the source page, or has published the target page."""
 MAX_LANDINGS = 8
-"""Moments at which bytes of one job land: many small copies take no longer than a few."""
+"""Number of moments at which bytes of one job land, so that many small copies take no longer than a few."""
 UNREACHABLE = Failure(code="bootstrap_unreachable", message="no bootstrap server answers")
 INJECTED = Failure(code="transfer_failed", message="injected")
 STALLED = Failure(code="transfer_failed", message="the link is cut")
@@ -51,7 +48,7 @@ STALLED = Failure(code="transfer_failed", message="the link is cut")
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Registered memory, by its address; who knows which of its pages are free, and whose the others are."""
+    """Registered memory at an address, with its page allocator and the `Grants` check; None checks nothing."""
 
     page_bytes: int
     allocator: PageAllocator
@@ -60,18 +57,18 @@ class Pool:
 
 
 class Inbox(Protocol):
-    """Where events of a process, or of an endpoint, go."""
+    """Destination of events of a process or endpoint."""
 
     def post(self, event: Event) -> None:
-        """Take it; any thread."""
+        """Deliver `event`. May be called on any thread."""
         ...
 
 
 class SimNet:
-    """Calls things later, in random order. `mailboxes` has what lives: control endpoints, and processes by their names.
+    """Schedules actions after random delays. `mailboxes` has the live control endpoints and processes, by name.
 
-    What has no mailbox hears nothing, and copies nothing. `counts` is how often each fault happened. Processes that are
-    `stopped` begin no copies; those under way may go on. When the net is `calm`, no new fault happens.
+    A name without a mailbox receives no events and copies nothing. `counts` is the number of faults by kind. `stopped`
+    processes begin no copies; their copies in flight may continue. While `calm` is set, no new fault happens.
     """
 
     def __init__(self, seed: int, clock: ManualClock, faults: Faults) -> None:
@@ -86,9 +83,9 @@ class SimNet:
         self.pools: dict[int, Pool] = {}
         self.engines: dict[str, SimCopyEngine] = {}
         self.processes: dict[str, list[str]] = {}
-        """By instance those of all its ranks, which copy."""
+        """Process names of all ranks, by instance."""
         self.hosts: dict[str, str] = {}
-        """By endpoint or process; what is not there is a host of its own."""
+        """Host by endpoint or process; a name that is missing is its own host."""
         self.stopped: set[str] = set()
         self.links = CutLinks()
         self.recorder: Recorder | None = None
@@ -96,7 +93,7 @@ class SimNet:
         self.calm = False
 
     def later(self, action: Callable[[], None], max_delay_s: float | None = None, *, min_delay_s: float = 0.0) -> None:
-        """Run `action` after a random delay."""
+        """Run `action` after a random delay, in seconds. `max_delay_s` None means the configured maximum."""
         delay_s = min_delay_s + self.rng.uniform(0, self.faults.max_delay_s if max_delay_s is None else max_delay_s)
         heapq.heappush(self._queue, (self.clock.now() + delay_s, next(self._count), action))
 
@@ -108,26 +105,26 @@ class SimNet:
         return True
 
     def is_cut(self, source: str, target: str) -> bool:
-        """Whether nothing gets from `source` to `target` now; endpoints or processes."""
+        """Whether traffic from `source` to `target`, endpoints or processes, is lost now."""
         return self.links.is_cut(self.hosts.get(source, source), self.hosts.get(target, target), self.clock.now())
 
     def deliver(self) -> None:
-        """Run what is due."""
+        """Run all actions that are due."""
         while self._queue and self._queue[0][0] <= self.clock.now():
             heapq.heappop(self._queue)[2]()
 
     @property
     def busy(self) -> bool:
-        """True while anything is on its way."""
+        """Whether any action is scheduled."""
         return bool(self._queue)
 
     @property
     def next_at(self) -> float | None:
-        """When the next thing is due; None when nothing is on its way."""
+        """Time of the next action; None when none is scheduled."""
         return self._queue[0][0] if self._queue else None
 
     def post(self, endpoint: str, event: Event) -> None:
-        """Post to the mailbox behind `endpoint`, if its process lives."""
+        """Post to the mailbox of `endpoint`, if its process is alive."""
         mailbox = self.mailboxes.get(endpoint)
         if mailbox is not None:
             mailbox.post(event)
@@ -135,7 +132,7 @@ class SimNet:
 
 @dataclasses.dataclass(frozen=True)
 class SimSocket:
-    """`ControlSocket` over a `SimNet`: late, reordered, repeated, lost."""
+    """`ControlSocket` over a `SimNet`: frames are delayed, reordered, repeated and lost."""
 
     net: SimNet
     endpoint: str
@@ -159,11 +156,11 @@ class SimSocket:
 
 
 class SimCopyEngine:
-    """`CopyEngine` of the process `endpoint`. Bytes move copy by copy at random moments, from what is there then.
+    """`CopyEngine` of the process `endpoint`. Bytes move copy by copy at random moments, read at that moment.
 
-    A job with a closed gate, or over a cut link, is looked at again after random delays. Notifications come some time
-    after their bytes. With `fences` a fence ends what a sender writes; else only the death of its process does, as with
-    `shm`.
+    A job with a closed gate, or over a cut link, is retried after random delays. Notifications arrive some time after
+    their bytes. With `fences` a fence ends a sender's writes. Without it only the death of the sender's process does,
+    as with transfer backend shm.
     """
 
     fence_drain_timeout_s = 0.0
@@ -190,11 +187,11 @@ class SimCopyEngine:
 
     @property
     def drain_timeout_s(self) -> float:
-        """See `CopyEngine`: longer than any delay."""
+        """See `CopyEngine`. Longer than any delay."""
         return self._net.faults.max_delay_s * 2
 
     def reach(self, rank: int, transport_address: str) -> bool:
-        """See `CopyEngine`: known some time later."""
+        """See `CopyEngine`. The result is reported later."""
         self._report(PeerConnected(transport_address, None if self._alive(transport_address) else PEER_GONE))
         return False
 
@@ -227,7 +224,7 @@ class SimCopyEngine:
         self._report(PeerFenced(peer, fenced))
 
     def _alive(self, address: str) -> bool:
-        """Whether bytes can land at the receiving engine behind `address`."""
+        """Whether bytes can land at the receiving engine of `address`."""
         process = self._process(address)
         engine = self._net.engines.get(process)
         return self._process_lives(process) and engine is not None and address in engine._receivers
@@ -257,7 +254,7 @@ class SimCopyEngine:
 
     def _start(self, job: CopyJob, expires_at: float) -> None:
         if not self._process_lives(self._endpoint):
-            return  # the process is dead, and so are its threads
+            return  # the process is dead, and its copy threads with it
         if job.cancelled or not self._alive(job.transport_address):
             failure = CANCELLED if job.cancelled else PEER_GONE
             self._report(CopyDone.of(job, failure, settled=True, write_s=0.0))
@@ -303,7 +300,7 @@ class SimCopyEngine:
         self._net.later(lambda: self._next(job, left))
 
     def _wait_for_link(self, job: CopyJob, left: list[tuple[int, PageCopy]]) -> None:
-        """The bytes are underway for as long as the link is cut, or until the engine gives up on them."""
+        """Hold the bytes in transit while the link is cut, or until the engine fails the copy."""
         if self._net.happens("copies given up over a cut link", 0.03):
             for piece, copy in left:
                 if self._net.rng.random() < 0.5:
@@ -313,11 +310,11 @@ class SimCopyEngine:
         self._soon(lambda: self._next(job, left))
 
     def _soon(self, action: Callable[[], None]) -> None:
-        """Look again, never at once: `deliver` would not end."""
+        """Retry later, never at the same time: `deliver` would not return."""
         self._net.later(action, max(self._net.faults.max_delay_s, 0.001), min_delay_s=0.001)
 
     def _process(self, transport_address: str) -> str:
-        """The process that receives there."""
+        """Return the receiving process of `transport_address`."""
         return transport_address.partition("/")[0]
 
     def _notify(self, job: CopyJob) -> None:
@@ -346,7 +343,7 @@ class SimCopyEngine:
         ctypes.memmove(base + offset, read, len(read))
 
     def _check(self, job: CopyJob, base: int, offset: int, num_bytes: int, verb: Verb) -> None:
-        """No copy may touch a page that is free, or has been given to another key since: its bytes would be at risk."""
+        """Assert that the copy touches no page that is free, or that another key has been given since."""
         pool = self._net.pools[base]
         for page in range(offset // pool.page_bytes, -(-(offset + num_bytes) // pool.page_bytes)):
             assert not pool.allocator.is_free(page), f"a copy {verb} free page {page} of {base:#x}"

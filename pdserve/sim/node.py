@@ -1,4 +1,4 @@
-"""One server of a simulated world: a scheduler with everything below it, on the world's network, clock and model.
+"""One server of a simulated world: a scheduler and everything below it, on the world's network, clock and model.
 
 The scheduler, role, leases and transfer manager are the real ones. Made by `world` and `cluster`, and by tests.
 """
@@ -48,7 +48,7 @@ from pdserve.transfer.wire import MemoryKey, RankMemory
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of every server in the world."""
+    """Sizes and options of every server in the world."""
 
     page_tokens: int = 4
     num_pages: int = 24
@@ -63,22 +63,22 @@ class Shape:
     policy: SchedulePolicy = "fcfs"
     overlap: bool = False
     late: bool = False
-    """The executor computes when a step is resolved, not when it is launched."""
+    """Whether the executor computes when a step is resolved instead of when it is launched."""
     offload_pages: int = 0
     """Pages of host memory for retracted requests."""
     reserved_decode_tokens: int = 4
     layer_groups: int = 0
     notifies: bool = False
-    """The transport tells the receiver of writes."""
+    """Whether the transport notifies the receiver of writes."""
     fences: bool = True
-    """The transport can end what a peer writes; else only the death of the peer's process does."""
+    """Whether the transport can fence a peer's writes; otherwise only the death of the peer's process ends them."""
     load_failure_policy: LoadFailurePolicy = "fail"
     num_stages: int = 1
-    """Steps under way at once, as where a model is split into so many stages."""
+    """Steps in flight at once; as with a model split into this many pipeline stages."""
     num_heads: int = 1
     """KV heads of the model, which tensor ranks split."""
     kv_checksum: bool = False
-    """What arrives is compared with what was sent."""
+    """Whether the receiver compares received KV with the sender's checksum."""
     max_queued: int | None = None
 
 
@@ -96,7 +96,7 @@ class Prompt:
 
 @dataclasses.dataclass(slots=True)
 class RequestHalf:
-    """What a client of one server has seen of one request."""
+    """Output of one server for one request, as its client has received it."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     finish: FinishReason | None = None
@@ -105,7 +105,7 @@ class RequestHalf:
 
 
 class MachineClock:
-    """The clock of one machine: it counts from a moment of its own, and leaps ahead when told."""
+    """The clock of one machine: it has its own origin, and `leap` moves it ahead."""
 
     def __init__(self, clock: Clock, offset_s: float = 0.0) -> None:
         self._clock = clock
@@ -116,14 +116,14 @@ class MachineClock:
         return self._clock.now() + self._offset_s
 
     def leap(self, seconds: float) -> None:
-        """Move ahead of all others."""
+        """Move the clock ahead by `seconds`."""
         self._offset_s += seconds
 
 
 class SimNode:
     """One server: a scheduler and everything below it. `mode` is null, prefill or decode.
 
-    Peers reach it at `endpoint`; `instance` names its process, which a successor at the same endpoint is not.
+    Peers reach it at `endpoint`. `instance` names its process; a successor at the same endpoint has another name.
     """
 
     def __init__(
@@ -185,49 +185,49 @@ class SimNode:
         )
 
     def step(self) -> None:
-        """One turn of the scheduler."""
+        """Run one turn of the scheduler."""
         self.scheduler.step()
 
     @property
     def processes(self) -> list[str]:
-        """Those of all ranks, by their names."""
+        """Process names of all ranks."""
         return self._net.processes[self.instance]
 
     @property
     def lives(self) -> bool:
-        """Whether its scheduler runs."""
+        """Whether the scheduler's process is alive."""
         return self.instance in self._net.mailboxes
 
     def die(self) -> None:
-        """All its processes end (kill -9): they hear and copy nothing any more."""
+        """Kill all processes (kill -9): they receive and copy nothing any more."""
         self._hang_up()
         for name in self.processes:
             self._net.mailboxes.pop(name, None)
 
     def _hang_up(self) -> None:
-        """The process with the scheduler hears nothing any more."""
+        """Remove the mailboxes of the scheduler's process."""
         if self._net.mailboxes.get(self.endpoint) is self.mailbox:
             del self._net.mailboxes[self.endpoint]
         self._net.mailboxes.pop(self.instance, None)
 
     def lose_a_process(self, rng: random.Random) -> float:
-        """One of its processes ends; the seconds after which the others do, at the latest."""
+        """Kill one process. Returns the seconds after which the other processes have ended, at the latest."""
         self.die()
         return 5.0
 
     @property
     def idle(self) -> bool:
-        """No request, no step under way, no transfer, nothing unsaid."""
+        """Whether no request, step, transfer or unacknowledged message is left."""
         settled = self.scheduler.core.settled and not self.scheduler.role.live
         return settled and (self.kv is None or self.kv.quiet)
 
     @property
     def num_unfenced(self) -> int:
-        """Ended sessions in which the peer may still write."""
+        """Number of ended sessions whose peer may still write."""
         return 0 if self.kv is None else self.kv.receivers.num_fencing
 
     def leaks(self) -> dict[str, int]:
-        """What is not free although the node is idle; empty when all is well."""
+        """Return resources that are still held although the node is idle; empty when there are none."""
         counts = self.memory.counts()
         counts["pages_free"] += counts["pages_evictable"]
         names = ("pages", "rows", "aux")
@@ -237,10 +237,10 @@ class SimNode:
             lost |= self.kv.counts()
         return {name: count for name, count in lost.items() if count}
 
-    # ------------------------------------------------------------------ what a rank of many has in another way
+    # ------------------------------------------------------------------ overridden by ranks of a split replica
 
     def _time(self) -> Clock:
-        """What the scheduler goes by."""
+        """Return the scheduler's clock."""
         return self.clock
 
     def _model(self, table: PageTable) -> HashExecutor:
@@ -249,11 +249,11 @@ class SimNode:
         return executor
 
     def _on_free(self, pages: list[int]) -> None:
-        """Pages have gone back to the allocator."""
+        """Poison pages that went back to the allocator."""
         self.executor.poison(pages)
 
     def _steps(self, table: PageTable) -> Executor:
-        """What the scheduler runs its steps with."""
+        """Return the executor that the scheduler runs its steps with."""
         return self.executor
 
     def _input_source(self) -> InputSource:
@@ -270,7 +270,7 @@ class SimNode:
         return SimCopyEngine(net, self.instance, lives, notifies=shape.notifies, fences=shape.fences)
 
     def _ranks(self) -> tuple[RankMemory, ...]:
-        """Where peers write to."""
+        """Return the memory that peers write to."""
         return (RankMemory.of(self.instance, self.executor.buffers),)
 
     # ------------------------------------------------------------------ inside
@@ -305,7 +305,7 @@ class SimNode:
         return SimSocket(self._net, self.endpoint), SimDirectory(self._net, self.instance)
 
     def _open_pools(self, aux: MetadataBuffers) -> None:
-        """Make what peers copy from and to known to the net."""
+        """Register the pools that peers copy from and to."""
         net = self._net
         for rank, pool in enumerate(self.executor.pools):
             page_bytes = self.executor.windows[rank].group.page_bytes
@@ -321,7 +321,7 @@ class SimNode:
         return KVChecksum(HashHasher(self.executor), self.layout.page_tokens, facts, None, verify=True)
 
     def _grants(self, *, is_aux: bool) -> Grants:
-        """See `Grants`; of the aux slots, or of the KV pages."""
+        """Return the `Grants` of the aux slots, or of the KV pages."""
 
         def grants(verb: Verb, page: int, key: MemoryKey) -> bool:
             assert self.kv is not None
@@ -358,12 +358,12 @@ class SimNode:
 
 
 def monolith_tokens(shape: Shape, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """The tokens that an aggregated server gives for each prompt."""
+    """Return the tokens that an aggregated server generates for each prompt."""
     return [half.tokens for half in monolith_halves(shape, prompts)]
 
 
 def monolith_halves(shape: Shape, prompts: Sequence[Prompt]) -> list[RequestHalf]:
-    """All that an aggregated server gives for each prompt."""
+    """Return all output of an aggregated server for each prompt."""
     net = SimNet(0, ManualClock(), Faults())
     roomy = Shape(
         page_tokens=shape.page_tokens, num_pages=512, num_rows=64, prefix_cache=False, num_heads=shape.num_heads
@@ -380,7 +380,7 @@ def monolith_halves(shape: Shape, prompts: Sequence[Prompt]) -> list[RequestHalf
 
 
 def request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateRequest:
-    """A greedy request for one server."""
+    """Make a greedy request for one server. `room` is None for an aggregated server."""
     sampling = CoreSamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=0.0)
     return GenerateRequest(
         rid=rid,

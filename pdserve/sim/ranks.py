@@ -1,9 +1,9 @@
-"""Replicas of a simulated world that are split over ranks: each rank copies from and to its own pool.
+"""Simulated replicas that are split over ranks: each rank copies from and to its own pool.
 
-    rank 0   schedules, computes for all ranks, and writes the log       ── frames, look-ups ──> the world
-    rank r   follows the log with a scheduler of its own, now or some turns later; copies out of its own pool
+    rank 0   schedules, computes for all ranks, and writes the input log    ── frames, look-ups ──> the world
+    rank r   follows the log with its own scheduler, now or some turns later; copies from and to its own pool
 
-What one rank alone knows (how its copies ended) all agree on, by a MIN over what each has brought (`Consensus`).
+Facts that one rank alone knows (how its copies ended) are agreed on by a MIN over all ranks' values (`Consensus`).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from pdserve.transfer.events import Address, ControlSocket, CopyEngine, Director
 from pdserve.transfer.wire import RankMemory
 
 LEADER_LASTS_S = 10.0
-"""By when a rank notices that another one is lost, and ends: it may copy until then."""
+"""Seconds until a rank notices the loss of another rank and ends. It may copy until then."""
 
 
 class RankedNode(SimNode):
-    """A replica of several ranks: the leader, with its followers."""
+    """A replica of several ranks: rank 0, which schedules, and its followers."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class RankedNode(SimNode):
     ) -> None:
         self._said: list[deque[Entry]] = [deque() for _ in range(parallel.num_ranks)]
         self.stalled = False
-        """A rank is lost: no step ends any more."""
+        """Whether a rank is lost, so that no step ends any more."""
         reduction = _Reduction(parallel.num_ranks)
         log = LeaderLog(clock, self._say)
         self._rank = _Rank(0, log, net, instance, reduction, self._wake)
@@ -75,7 +75,7 @@ class RankedNode(SimNode):
             self.followers.append(_Follower(self, rank, dp_size))
 
     def step(self) -> None:
-        """A turn of the leader, which computes for all; the others follow now, or some turns later."""
+        """Run one turn of rank 0, which computes for all ranks. Followers catch up now, or some turns later."""
         if self.stalled:
             return
         self.scheduler.step()
@@ -85,16 +85,16 @@ class RankedNode(SimNode):
 
     @property
     def idle(self) -> bool:
-        """See `SimNode.idle`; of all ranks."""
+        """See `SimNode.idle`; covers all ranks."""
         if not super().idle or self._rank.copies.num_pending:
             return False
         for follower in self.followers:
             follower.catch_up()
-            assert follower.memory.counts() == self.memory.counts(), "a follower's books are not its leader's"
+            assert follower.memory.counts() == self.memory.counts(), "a follower's memory counts differ from rank 0's"
         return True
 
     def lose_a_process(self, rng: random.Random) -> float:
-        """One rank is killed. No step ends without it; the others notice, and end as well."""
+        """Kill one rank. No step ends without it; the other ranks notice the loss and end as well."""
         self.stalled = True
         del self._net.mailboxes[rng.choice([name for name in self.processes if name in self._net.mailboxes])]
         if self.processes[0] not in self._net.mailboxes:
@@ -136,7 +136,7 @@ class RankedNode(SimNode):
 
 
 class _Rank:
-    """One rank's process, as the net knows it, and its part in what all ranks agree on."""
+    """One rank's process, as the net knows it, and its part in the consensus of all ranks."""
 
     def __init__(
         self,
@@ -159,11 +159,11 @@ class _Rank:
         self._tell = tell_leader or self.consensus.heard
 
     def process(self, rank: int) -> str:
-        """How the net names the process of a rank of this replica."""
+        """Return the net's name for the process of a rank of this replica."""
         return f"{self._instance}.{rank}"
 
     def open(self, shape: Shape) -> CopyEngine:
-        """Begin to copy."""
+        """Make the rank's copy engine and start it."""
         net, name = self._net, self.process(self.number)
         net.mailboxes[name] = self
         lives = net.mailboxes.__contains__
@@ -172,12 +172,12 @@ class _Rank:
         return self.copies
 
     def post(self, event: Event) -> None:
-        """What the rank's engine says."""
+        """Receive an event of the rank's copy engine."""
         self.copies.post(cast(TransferEvent, event))
 
 
 class _Follower(SimNode):
-    """A rank but the first: its scheduler decides what the leader's does, and its engine copies from its own pool."""
+    """A rank other than 0: its scheduler repeats rank 0's decisions, and its engine copies from its own pool."""
 
     def __init__(self, leader: RankedNode, rank: _Rank, dp_size: int) -> None:
         self._leader, self._rank = leader, rank
@@ -190,7 +190,7 @@ class _Follower(SimNode):
         self.name = name
 
     def catch_up(self) -> None:
-        """All that the leader has done."""
+        """Follow the log up to its end."""
         while self._leader.has_said(self._rank.number):
             self.scheduler.step()
 
@@ -201,7 +201,7 @@ class _Follower(SimNode):
         return self._leader.executor
 
     def _on_free(self, pages: list[int]) -> None:
-        """The leader has destroyed them in all pools."""
+        """Do nothing: rank 0 has poisoned the pages in all pools."""
 
     def _steps(self, table: PageTable) -> Executor:
         local = _ComputedElsewhere(self._leader.executor, self._rank.number)
@@ -226,11 +226,11 @@ class _Follower(SimNode):
         return self._leader.kv.args.ranks
 
     def _open_pools(self, aux: MetadataBuffers) -> None:
-        """The leader's are those of all ranks."""
+        """Do nothing: rank 0 has registered the pools of all ranks."""
 
 
 class _ComputedElsewhere:
-    """Implements `Executor` of a follower: the leader has computed each step for it when it gets there."""
+    """Implements `Executor` of a follower: rank 0 has computed each step before the follower reaches it."""
 
     def __init__(self, executor: HashExecutor, rank: int) -> None:
         self._executor = executor
@@ -265,7 +265,7 @@ class _ComputedElsewhere:
         return handle.finish()
 
     def offload(self, pages: Sequence[int]) -> HostPages:
-        """See `Executor`: the leader has saved those of all ranks."""
+        """See `Executor`. Rank 0 has saved the pages of all ranks."""
         return _NoPages()
 
     def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
@@ -283,12 +283,12 @@ class _LeadersMarks:
     step: int
 
     def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerEvents`; never waits, since nothing else could run meanwhile."""
+        """See `LayerEvents`. Never blocks, because nothing else could run meanwhile."""
         return self.executor.last_step >= self.step
 
 
 class _SilentSocket:
-    """Implements `ControlSocket`: the leader talks to peers."""
+    """Implements `ControlSocket` without sending: rank 0 talks to peers."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -301,7 +301,7 @@ class _SilentSocket:
 
 
 class _NoDirectory:
-    """Implements `Directory`: the leader looks, and all hear what it finds."""
+    """Implements `Directory` without look-ups: rank 0 looks up, and the log carries the result to all ranks."""
 
     def find(self, address: Address) -> None:
         """See `Directory`."""
@@ -317,7 +317,7 @@ class _NoPages:
 
 
 class _Alone:
-    """Implements `RankGroup` of a rank that none waits for."""
+    """Implements `RankGroup` for a rank that no other rank waits for."""
 
     def computed(self, step: int) -> None:
         """See `RankGroup`."""
@@ -335,18 +335,18 @@ class _Alone:
 
 
 class _Arrival:
-    """Implements `Arrival` of a reduction that must have ended when it is waited for."""
+    """Implements `Arrival` of a reduction that must be complete when `wait` is called."""
 
     def __init__(self, brought: list[tuple[Tensor, Callable[[], None]]], count: int) -> None:
         self._brought, self._count = brought, count
 
     def wait(self) -> None:
         """See `Arrival`."""
-        assert len(self._brought) == self._count, "a rank would wait for another"
+        assert len(self._brought) == self._count, "a rank would block on another rank"
 
 
 class _Reduction:
-    """MIN over what all ranks bring to a round, which ends with the last of them."""
+    """MIN over the values of all ranks in a round; the last rank completes the round."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -354,7 +354,7 @@ class _Reduction:
         self._counts = [0] * num_ranks
 
     def begin(self, rank: int, values: Tensor, then: Callable[[], None]) -> _Arrival:
-        """Bring `values`, which become the least of all; `then` is called when they have."""
+        """Contribute `values`, which become the minimum over all ranks; then `then` is called."""
         number = self._counts[rank]
         self._counts[rank] += 1
         if number == len(self._rounds):

@@ -1,10 +1,10 @@
-"""The router of a simulated world: pairs, rooms, retries, and one end for each client. Owned by `Cluster`.
+"""The router of a simulated world: pairs, bootstrap rooms, retries, and one answer per client. Owned by `Cluster`.
 
     client ── begin ──> try 1: pair, room, the same request to both ──> judge ──> decode answered: relay to its end
                              │ one half failed: both are closed           │
                              └──── retryable: another pair, a new room <──┘
 
-What an answer means is asked of the real router's `verdict`. A server that ends closes its connections.
+The real router's `outcome` module interprets the answers. A server that ends closes its connections.
 """
 
 from __future__ import annotations
@@ -27,52 +27,55 @@ from pdserve.sim.node import Prompt, RequestHalf, request
 
 MAX_TRIES = 4
 GRACE_S = 8.0
-"""How long prefill's half may take after decode's has ended, before the router closes it."""
+"""Seconds that prefill's half may take after decode's has ended, before the router closes it."""
 
 
 class ServerView(Protocol):
-    """What the router knows of a server."""
+    """A server, as seen by the router."""
 
     @property
     def host(self) -> str:
-        """The machine."""
+        """The machine's name."""
         ...
 
     @property
     def address(self) -> tuple[str, int]:
-        """Its bootstrap address, where it is a prefill server."""
+        """The bootstrap address, for a prefill server."""
         ...
 
     @property
     def dead(self) -> bool:
-        """Whether its connections are closed."""
+        """Whether the server's connections are closed."""
         ...
 
     @property
     def draining(self) -> bool:
-        """Whether it takes nothing new."""
+        """Whether the server refuses new requests."""
         ...
 
     def post(self, spec: GenerateRequest) -> None:
-        """Give it a request."""
+        """Send a request."""
         ...
 
     def abort(self, rid: str) -> None:
-        """The connection of a request is closed."""
+        """Close the connection of a request."""
         ...
 
     def half(self, rid: str) -> RequestHalf | None:
-        """What it has answered so far."""
+        """Return the output so far; None when the server has not sent any."""
         ...
 
     def status(self, rid: str) -> int:
-        """The HTTP status of an answer that has ended."""
+        """Return the HTTP status of an answer that has ended."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ClientAnswer:
-    """How a client's request ended: `error` is None when it got all `tokens`. `num_tries` were made in `took_s`."""
+    """How a client's request ended. `error` is None when the client received all `tokens`.
+
+    `num_tries` is the number of tries; `took_s` is the total time in seconds.
+    """
 
     tokens: list[int]
     error: str | None
@@ -82,7 +85,7 @@ class ClientAnswer:
 
 @dataclasses.dataclass(slots=True)
 class SimTry:
-    """One request at one pair, for client `index`. `sent` has the servers that it has reached."""
+    """One request at one pair of servers, for client `index`. `sent` has the roles that it has reached."""
 
     index: int
     rid: str
@@ -91,7 +94,7 @@ class SimTry:
     decode: ServerView
     sent: set[str] = dataclasses.field(default_factory=set)
     closed: bool = False
-    """The router has hung up on both."""
+    """Whether the router has closed both connections."""
     decoded_at: float | None = None
 
     def sides(self) -> tuple[tuple[str, ServerView], ...]:
@@ -100,7 +103,7 @@ class SimTry:
 
     @property
     def over(self) -> bool:
-        """Whether neither server has anything to do for it: the room may be used again."""
+        """Whether neither server works on the request any more, so that the room may be reused."""
         return all(map(self._over, self.sides()))
 
     def _over(self, side: tuple[str, ServerView]) -> bool:
@@ -113,7 +116,7 @@ class SimTry:
 
 @dataclasses.dataclass(slots=True)
 class Client:
-    """A request that a client waits for."""
+    """A client waiting for its request."""
 
     index: int
     prompt: Prompt
@@ -121,14 +124,14 @@ class Client:
     num_tries: int = 0
     current: SimTry | None = None
     servers: list[ServerView] = dataclasses.field(default_factory=list)
-    """Those of all its tries."""
+    """Servers of all its tries."""
     again_at: float = 0.0
     avoid: list[ServerView] = dataclasses.field(default_factory=list)
     answer: ClientAnswer | None = None
 
 
 class SimRouter:
-    """Sends requests to pairs of `servers`, by role. `later` delays what goes over HTTP. Rids begin with `prefix`."""
+    """Sends requests to pairs of `servers`, by role. `later` delays HTTP messages. Request ids begin with `prefix`."""
 
     def __init__(
         self,
@@ -150,21 +153,21 @@ class SimRouter:
         self.clients: list[Client] = []
         self.open: list[Client] = []
         self.tries: list[SimTry] = []
-        """Those whose rooms are in use."""
+        """Tries whose rooms are in use."""
 
     def begin(self, index: int, prompt: Prompt) -> Client:
-        """A client asks."""
+        """Accept a client's request."""
         client = Client(index, prompt, self._clock.now())
         self.clients.append(client)
         self.open.append(client)
         return client
 
     def leave(self, client: Client) -> None:
-        """A client goes away, and waits for no answer."""
+        """Disconnect a client, which then receives no answer."""
         self._end(client, "the client went away")
 
     def step(self) -> None:
-        """Look at what has been answered, close what is to be closed, and try what is to be tried."""
+        """Process answers, close tries that are over, and start new tries."""
         now = self._clock.now()
         for client in list(self.open):
             if client.current is not None:
@@ -184,7 +187,7 @@ class SimRouter:
 
     def _try(self, client: Client) -> None:
         taken = {each.room for each in self.tries}
-        favourite = sum(client.prompt.tokens) % self._num_rooms  # a prompt that comes again meets its late messages
+        favourite = sum(client.prompt.tokens) % self._num_rooms  # a repeated prompt meets late messages of its first use
         rooms = [room for room in range(self._num_rooms) if room not in taken]
         prefill, decode = self._choose("prefill", client), self._choose("decode", client)
         if not rooms or prefill is None or decode is None:
@@ -214,7 +217,7 @@ class SimRouter:
         server.post(spec)
 
     def _judge(self, client: Client, each: SimTry, now: float) -> None:
-        """What a try has come to."""
+        """Act on a try's outcome, if there is one."""
         outcome = verdict.resolve_outcome(_prefill_half(each), _decode_half(each))
         match outcome:
             case None:
@@ -246,7 +249,7 @@ class SimRouter:
             self._close(each)
 
     def _close(self, each: SimTry) -> None:
-        """Hang up on both halves."""
+        """Close the connections of both halves."""
         if each.closed:
             return
         each.closed = True

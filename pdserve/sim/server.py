@@ -1,4 +1,4 @@
-"""One life of a server of a `Cluster`: its replicas behind one address, as its API process and the router have them."""
+"""One process lifetime of a server of a `Cluster`: its replicas behind one address, as the router sees them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdserve.sim.node import MachineClock, RequestHalf, SimNode
 
 
 class SessionHistory:
-    """The control sessions of a replica, by instance and number. One that has ended must not begin again."""
+    """The control sessions of a replica, by instance and number. An ended session must not begin again."""
 
     def __init__(self, node: SimNode, net: SimNet) -> None:
         self._node, self._net = node, net
@@ -18,13 +18,13 @@ class SessionHistory:
         self._ended: set[tuple[str, int]] = set()
 
     def look(self) -> None:
-        """After each turn of the scheduler. Raises AssertionError."""
+        """Check the sessions; called after each turn of the scheduler. Raises AssertionError."""
         kv = self._node.kv
         living = {(peer.instance, peer.session) for peer in kv.sessions} if kv is not None else set()
         if living == self._living:
             return
         again = living & self._ended
-        assert not again, f"{self._node.instance}: sessions that had ended have begun again: {again}"
+        assert not again, f"{self._node.instance}: ended sessions have begun again: {again}"
         known = {instance for instance, _ in self._ended}
         returned = [instance for instance, _ in living - self._living if instance in known]
         self._net.counts["peers that came back after their session had ended"] += len(returned)
@@ -33,12 +33,12 @@ class SessionHistory:
 
 
 class SimServer:
-    """One life of a server on `host`: its replicas, and which of them has which request."""
+    """One process lifetime of a server on `host`: its replicas, and the replica of each request."""
 
     def __init__(
         self, role: str, host: str, clock: MachineClock, replicas: Sequence[SimNode], net: SimNet, divert: float
     ) -> None:
-        """`divert`: how often another prefill replica gets a request than the one that its room names."""
+        """`divert` is the probability that a prefill replica other than the one the room names gets a request."""
         self.role, self.host, self.clock = role, host, clock
         self.replicas = list(replicas)
         self.address = (host, 1)
@@ -52,7 +52,7 @@ class SimServer:
         self._whose: dict[str, SimNode] = {}
 
     def post(self, spec: GenerateRequest) -> None:
-        """See `ServerView`. As `ReplicatedChannel`: a prefill server's rooms name a replica, but another may get it."""
+        """See `ServerView`. As `ReplicatedChannel`: a room names a prefill replica, but another may get the request."""
         assert spec.room is not None
         net, number = self._net, len(self.replicas)
         named = spec.room.room % number
@@ -69,7 +69,7 @@ class SimServer:
         self._whose[rid].mailbox.post(AbortRequest(rid=rid))
 
     def abort_all(self) -> None:
-        """The time to drain is over: what runs is cut, and its clients are told to try elsewhere."""
+        """Abort all running requests after the drain timeout. Clients get status 503, which lets them retry."""
         self._cut |= {rid for node in self.replicas for rid in node.scheduler.role.live}
         for node in self.replicas:
             node.mailbox.post(AbortRequest(rid=None))
@@ -88,7 +88,7 @@ class SimServer:
         return 503 if rid in self._cut else half.finish.status_code or 500
 
     def step(self) -> None:
-        """Turns of the replicas' schedulers, at random; fewer of those that have nothing to do."""
+        """Run turns of the replicas' schedulers at random; fewer turns for idle replicas."""
         for node, history in zip(self.replicas, self._histories, strict=True):
             if node.lives and self._net.rng.random() < (0.25 if node.idle else 0.6):
                 node.step()
@@ -96,11 +96,11 @@ class SimServer:
 
     @property
     def idle(self) -> bool:
-        """Whether no replica has anything to do or to tell, nor pages that a former peer may still write to."""
+        """Whether every replica is idle, and no former peer may still write to its pages."""
         return all(node.idle and not node.num_unfenced for node in self.replicas)
 
     def die(self) -> None:
-        """All processes end at once."""
+        """Kill all processes at once."""
         self.dead = True
         for node in self.replicas:
             node.die()

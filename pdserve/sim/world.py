@@ -1,4 +1,4 @@
-"""A prefill and a decode server in one process, seeded, on a simulated network. `cluster` has more, and a router."""
+"""A prefill and a decode server in one process, seeded, on a simulated network. `cluster` adds servers and a router."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class World:
         self.num_kills = 0
 
     def run(self, prompts: Sequence[Prompt], num_rooms: int, max_steps: int = 60_000) -> list[RequestHalf | None]:
-        """Play the workload to its end; each prompt's decode half, None where its server was killed.
+        """Play the workload to its end. Returns each prompt's decode half; None when its server was killed.
 
-        Rooms are drawn from a few numbers and used again as soon as both halves have ended; a prompt that comes
-        again prefers the room it had, so that late messages of the first use meet the second.
+        Rooms are drawn from a few numbers and reused as soon as both halves have ended. A repeated prompt prefers its
+        first room, so that late messages of the first use meet the second.
         """
         todo = list(enumerate(prompts))
         rooms: dict[int, tuple[int, SimNode, SimNode]] = {}
@@ -75,7 +75,7 @@ class World:
         return node
 
     def _launch(self, index: int, prompt: Prompt, room: int) -> None:
-        """The router's part: the same request to both, at different moments."""
+        """Act as the router: send the same request to both servers, at different moments."""
         address = RoomAddress(host=self.ADDRESS[0], port=self.ADDRESS[1], room=room)
         for node in (self.prefill, self.decode):
             spec = request(f"r{index}", prompt, address)
