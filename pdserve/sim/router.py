@@ -187,7 +187,7 @@ class SimRouter:
 
     def _try(self, client: Client) -> None:
         taken = {each.room for each in self.tries}
-        favourite = sum(client.prompt.tokens) % self._num_rooms  # a repeated prompt meets late messages of its first use
+        favourite = sum(client.prompt.tokens) % self._num_rooms  # a repeated prompt meets late messages of its past
         rooms = [room for room in range(self._num_rooms) if room not in taken]
         prefill, decode = self._choose("prefill", client), self._choose("decode", client)
         if not rooms or prefill is None or decode is None:
