@@ -1,15 +1,15 @@
-// Products by AMX: tiles of up to 16 rows of 64 bytes, multiplied 16 x 16 x 32 bf16 at a time. Included by level.cpp only.
+// AMX products: tiles of up to 16 rows of 64 bytes, multiplied 16 x 16 x 32 bf16 at a time. Included by level.cpp only.
 //
-// Packed weights are such tiles already: every second 64 bytes of a block are pairs of inputs for 16 outputs. Whatever
-// rows a tile has, each output is summed up in an order that follows from k alone: a row's result has the same bits in
-// any company.
+// Packed weights have the tile layout already: alternate 64-byte lines of a block are pairs of inputs for 16 outputs.
+// The summation order of an output depends on k alone, not on a tile's number of rows. A row's result has the same bits
+// in any batch.
 #pragma once
 
 constexpr int64_t TILE = 16;            // rows of a tile, and its 32-bit columns
-constexpr int64_t DEEP = 32;            // inputs that a multiplication takes
-constexpr int64_t STEP = DEEP * BLOCK;  // weights of a block that it takes
+constexpr int64_t DEEP = 32;            // inputs per multiplication
+constexpr int64_t STEP = DEEP * BLOCK;  // weights of a block per multiplication
 
-// How large tiles are, while one lives: tiles 0 to 4, four of sums and one of inputs, have `rows` rows, the others 16.
+// Configures the tiles during its lifetime: tiles 0 to 4 (four sums, one input) have `rows` rows, tiles 5 to 7 have 16.
 class Tiles {
   public:
     explicit Tiles(int64_t rows) : used_(rows > 0) {
@@ -20,7 +20,7 @@ class Tiles {
             uint8_t rows[16] = {};
         } shapes;
         for (int i = 0; i < 8; i++) shapes.rows[i] = i < 5 ? (uint8_t)rows : TILE;
-        asm volatile("" ::"r"(&shapes) : "memory");  // the intrinsic reads all of it, but says so of its beginning only
+        asm volatile("" ::"r"(&shapes) : "memory");  // the intrinsic declares only its first bytes as read
         _tile_loadconfig(&shapes);
     }
     ~Tiles() {
@@ -32,21 +32,21 @@ class Tiles {
     const bool used_;
 };
 
-// Loads a tile, which is not needed soon again when it is `passing`: then it takes no place from what is. The intrinsics
-// are macros, which want the tile's number.
+// Loads a tile; `passing` data is loaded with a non-temporal hint, because it is not reused soon. This keeps reused
+// data in the cache. A macro, because the intrinsics require a literal tile number.
 #define LOAD_TILE(passing, index, from, stride)                 \
     do {                                                        \
         if (passing) _tile_stream_loadd(index, (from), stride); \
         else _tile_loadd(index, (from), stride);                \
     } while (0)
 
-// out[r] = sum over k of x[r][k] * w[k][0..32), of the rows that tiles were made for; x_stride in items, out_stride too.
-// BLOCKS: so many blocks of weights, `w_stride` items apart; their outputs are beside each other. PASSING: weights are. In
-// each step meanwhile() is called: what goes on while tiles are multiplied.
+// out[r] = sum over k of x[r][k] * w[k][0..32), for the configured number of rows. Strides are in items. BLOCKS: number
+// of weight blocks, `w_stride` items apart; their outputs are adjacent. PASSING: weights are loaded as passing.
+// `meanwhile` is called in each step, to overlap other work with the tile multiplications.
 template <int BLOCKS, bool PASSING, class Work>
 INLINE void one_tile(const bf16* w, int64_t w_stride, int64_t k, const bf16* x, int64_t x_stride, float* out,
                      int64_t out_stride, Work&& meanwhile) {
-    asm volatile("" ::: "memory");  // loads of tiles do not tell that they read memory
+    asm volatile("" ::: "memory");  // tile loads do not declare that they read memory
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -73,8 +73,8 @@ INLINE void one_tile(const bf16* w, int64_t w_stride, int64_t k, const bf16* x, 
     }
 }
 
-// The same of one block and of two tiles of 16 rows, which begin at x and `apart` rows further. PASSING: weights, or else
-// x.
+// The same for one block and two tiles of 16 rows, which begin at x and `apart` rows later. PASSING: weights are loaded
+// as passing, otherwise x is.
 template <bool PASSING, class Work>
 INLINE void two_tiles(const bf16* w, int64_t k, const bf16* x, int64_t apart, float* out, int64_t out_stride,
                       Work&& meanwhile) {
@@ -103,11 +103,11 @@ INLINE void two_tiles(const bf16* w, int64_t k, const bf16* x, int64_t apart, fl
 }
 
 constexpr int64_t ROW_BYTES = 1 << 20, ROOM_ROWS = 2 * TILE;  // see tile.h
-constexpr int64_t TILE_KEYS = 64, MAX_QUERY_ROWS = TILE;      // with more keys a tile's work falls out of the first cache
-constexpr int64_t NEAR_BYTES = 40 << 10;                      // of weights, which stay in the first cache beside passing rows
+constexpr int64_t TILE_KEYS = 64, MAX_QUERY_ROWS = TILE;      // more keys would overflow the first-level cache
+constexpr int64_t NEAR_BYTES = 40 << 10;                      // of weights that stay in the first-level cache
 
-// As in tile.h. The last tile ends with the last row, and may begin with some that the one before has, too. int8 is
-// multiplied without tiles: its inputs have a scale for each 32, and taking sums out of a tile takes as long as it saves.
+// As in tile.h. The last tile ends with the last row and may overlap the previous tile. int8 is multiplied without
+// tiles: its inputs have a scale per 32, and moving partial sums out of a tile costs the time that it saves.
 class Multiplier {
   public:
     const int64_t most;
@@ -126,7 +126,7 @@ class Multiplier {
             return;
         }
         const bf16 *half = (const bf16*)at, *from = x.half + row * w.k, *next = half + ask.bytes / 2;
-        const int64_t last = count - size_;  // where the last tile begins
+        const int64_t last = count - size_;  // first row of the last tile
         const auto meanwhile = [&] {
             beside.step();
             for (int i = 0; i < ask.lines; i++, next += 32) __builtin_prefetch(next, 0, NEAREST);
@@ -137,10 +137,10 @@ class Multiplier {
         else two_tiles<false>(half, w.k, from, last, out, stride, meanwhile);
     }
 
-    // As many bytes as a block has, from so many behind it on, evenly while all tiles of rows are multiplied with it.
+    // Prefetches one block of bytes, beginning `from` bytes after its start, spread evenly over all row tiles.
     Ask ask(const Weights& w, int64_t count, int64_t left, int64_t from) const {
         if (!tiles) return ask_by_last(w, count, left, from);
-        const int64_t lines = (DEEP - 1) / count + 1;  // a step's weights are as many lines as they are deep
+        const int64_t lines = (DEEP - 1) / count + 1;  // a step's weights are DEEP cache lines
         return {(int)lines, from + (count - left) * lines * (w.k / DEEP) * 64};
     }
 
@@ -149,7 +149,7 @@ class Multiplier {
     const Tiles shapes_;
 };
 
-// As in tile.h, of tiles of `rows` rows at most. Behind n rows one more may be read, and scores of it be written.
+// As in tile.h, for tiles of at most `rows` rows. One more row after the n rows may be read, and its scores written.
 class QueryMultiplier {
   public:
     explicit QueryMultiplier(int64_t rows) : tiles_(rows) {}
@@ -172,7 +172,8 @@ class QueryMultiplier {
     }
 
   private:
-    // Up to two blocks of k inputs each, the first `used` of which are multiplied, or one where no more `columns` are left.
+    // Multiplies up to two blocks of k inputs each, the first `used` of them; one block when no more `columns` are
+    // left.
     static void times(const bf16* w, int64_t columns, int64_t k, int64_t used, const bf16* x, int64_t x_stride, float* out,
                       int64_t out_stride) {
         const auto idle = [] {};

@@ -1,4 +1,4 @@
-// The C interface (pdk.h) over the classes, and the choice of kernels for this machine. No exception leaves it.
+// The C interface (pdk.h) over the classes, and kernel selection by CPU features. No exception crosses the interface.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -27,7 +27,7 @@ namespace {
 
 using namespace pdk;
 
-constexpr int64_t ALONE = 1 << 17;  // so few logits are chosen from sooner than other threads wake up
+constexpr int64_t ALONE = 1 << 17;  // fewer logits are sampled faster by one thread than other threads wake up
 
 bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -40,7 +40,7 @@ bool has_avx512_bf16() {
     return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
-// Tiles are registers that the system keeps for those only who ask; one that is too old knows of none.
+// Linux grants tile registers on request only; older kernels do not know the request.
 bool has_amx() {
     static const bool got = [] {
         constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM
@@ -63,7 +63,7 @@ Weights weights_of(const pdk_weights& w) {
     return {static_cast<Format>(w.format), w.blocks, padded(w.inputs), static_cast<uint8_t*>(w.data), w.scale, w.bias};
 }
 
-// What `make` gives, or null where memory or threads ran out.
+// Calls `make`; returns null when memory or threads run out.
 template <class Make>
 auto guarded(Make&& make) noexcept -> decltype(make()) {
     try {
@@ -92,7 +92,7 @@ void pdk_copy(const pdk_move* moves, int64_t count) {
 }
 void pdk_touch(void* data, int64_t bytes, int64_t page) {
     uint8_t* first = static_cast<uint8_t*>(data);
-    for (int64_t i = 0; i < bytes; i += page) asm volatile("lock orb $0, %0" : "+m"(first[i]));  // a write of nothing
+    for (int64_t i = 0; i < bytes; i += page) asm volatile("lock orb $0, %0" : "+m"(first[i]));  // changes nothing
 }
 int64_t pdk_supports(const char* level) { return kernels_of(level) != nullptr; }
 const char* pdk_best_level(void) {
@@ -141,7 +141,7 @@ int64_t pdk_choose(pdk_pool* pool, const char* level, const float* logits, int64
         for (int64_t r = a.next.fetch_add(1); r < a.rows; r = a.next.fetch_add(1))
             a.tokens[r] = choose(*a.kernels, a.logits + r * a.columns, a.columns, a.how[r], scratch);
     };
-    if (rows == 1 || rows * columns < ALONE) work(&all, 0);  // the others would be woken for nothing
+    if (rows == 1 || rows * columns < ALONE) work(&all, 0);  // not worth waking the other threads
     else pool->run(work, &all);
     return 0;
 }

@@ -1,7 +1,7 @@
 // See choose.h.
 //
-// Weights e^((x - largest) / temperature) are floats of at most 1, so their bits are ordered as they are:
-// what top-k and top-p keep is found digit by digit, without sorting.
+// Weights e^((x - largest) / temperature) are floats in [0, 1], whose bit patterns have the order of their values. The
+// thresholds of top-k and top-p are found by radix selection, digit by digit, without sorting.
 #include "choose.h"
 
 #include <algorithm>
@@ -15,8 +15,8 @@ constexpr int DIGIT_BITS = 10, DIGITS = 1 << DIGIT_BITS;
 
 int digit(float weight, int shift) { return std::bit_cast<uint32_t>(weight) >> shift & (DIGITS - 1); }
 
-// The smallest of the largest weights of which `most` are, or which sum up to `mass`, whichever are fewer; 0: all.
-// `left`: room for `count` floats.
+// Returns the smallest kept weight: the largest weights are kept up to `most` of them or a sum of `mass`, whichever is
+// fewer. 0 keeps all. `left` is scratch of `count` floats.
 float floor_of(const float* weights, int64_t count, int64_t most, double mass, float* left) {
     uint32_t known = 0;
     for (int shift = 2 * DIGIT_BITS; shift >= 0; shift -= DIGIT_BITS) {
@@ -33,7 +33,7 @@ float floor_of(const float* weights, int64_t count, int64_t most, double mass, f
             mass -= sums[at];
             at--;
         }
-        if (at < 0) return std::bit_cast<float>(known);  // all of these
+        if (at < 0) return std::bit_cast<float>(known);  // keeps all weights with this prefix
         known |= static_cast<uint32_t>(at) << shift;
         int64_t kept = 0;
         for (int64_t i = 0; i < count; i++)
@@ -58,11 +58,11 @@ int64_t choose(const Kernels& kernels, const float* logits, int64_t count, const
         floor = std::fmax(floor, floor_of(weights, count, how.top_k, mass, left));
     }
     const int64_t blocks = (count + CHOICE_BLOCK - 1) / CHOICE_BLOCK;
-    float* sums = left;  // what was there is done with
+    float* sums = left;  // the scratch of floor_of is free again
     kernels.keep(weights, count, floor, sums);
     double all = 0.0;
     for (int64_t b = 0; b < blocks; b++) all += sums[b];
-    int64_t end = blocks;  // behind the last block of which anything was kept
+    int64_t end = blocks;  // after the last block with a kept weight
     while (end > 0 && !(sums[end - 1] > 0.0f)) end--;
     const double point = how.point * all;
     double below = 0.0;

@@ -1,24 +1,23 @@
-// Attention of one query over the pages of its row, read in place. See level.cpp.
+// Attention of one decode query over the pages of its row, read in place. See level.cpp.
 //
-// Tokens are taken in runs of sixteen, at multiples of sixteen, and the softmax goes on from one span of them to the
-// next. The heads of a piece, which lie side by side in a page, take a span together, first all their keys and then all
-// their values: memory is fastest where it is read as it lies. Pages lie scattered, and only asking for them in time
-// hides what it takes to find them: each run asks for the one that is in its place in the next span, as much as is read,
-// as it is read, and never in a burst, which would be waited for, or lost. The softmax between keys and values asks for
-// the values of a span's last run, for memory would rest meanwhile. The last span asks for what the thread reads
-// first in the operation behind attention. A place outside a piece stands for its nearest
-// token, and its score is masked: memory that no token was written to is never read.
+// Tokens are processed in runs of RUN, at multiples of RUN; an online softmax carries over from span to span. The heads
+// of a piece are adjacent in a page and process a span together: first all their keys, then all their values. This
+// reads memory sequentially. Pages are scattered, so latency is hidden by prefetching. Each run prefetches the run at
+// its place in the next span, at the rate at which it reads. A burst of prefetches would stall or be dropped. The
+// softmax between keys and values prefetches the values of a span's last run, because memory would idle meanwhile. The
+// last span prefetches what the thread reads first in the next operation. A token position outside a piece reads the
+// nearest token inside, and its score is masked: unwritten memory is never read.
 //
-// A query's keys are cut at multiples of SEGMENT tokens, of twice as many and so on where they are many. Each segment has
-// a softmax of its own, and their results are added in the order of keys, by whoever computed them: so the bits of a
-// query's result follow from its keys alone, not from how many threads or rows there are, nor from pages.
+// A query's keys are cut into segments at multiples of SEGMENT tokens; the segment size doubles with many keys. Each
+// segment has its own softmax. Segment results are added in key order, independent of the computing threads. The bits
+// of a query's result therefore depend on its keys alone, not on the number of threads or rows, nor on the pages.
 #pragma once
 
 constexpr int64_t SPAN = 64;
 constexpr int64_t RUNS = SPAN / RUN;
-constexpr int HEADS_AT_ONCE = 4;  // query heads that share what is loaded of keys and values
+constexpr int HEADS_AT_ONCE = 4;  // query heads that share loaded keys and values
 
-// Scores of HEADS query heads, `wide` apart, with the keys of a run. ASK: as many keys from `next` on are asked for.
+// Scores of HEADS query heads, `wide` apart, with the keys of a run. ASK: prefetches as many keys from `next` on.
 template <int HEADS, bool ASK>
 INLINE void score(const bf16* q, int64_t wide, const bf16* keys, int64_t dim, const bf16* next, F* scores) {
     F some[HEADS][4];
@@ -63,8 +62,8 @@ static void score_runs(const Attention& a, const bf16* q, const Run* runs, int64
     }
 }
 
-// HEADS rows of `out` become `keep` times themselves, and weights times values of `count` runs are added: 32 * BLOCKS
-// columns from `c` on. ASK: as many values of the runs behind these are asked for.
+// HEADS rows of `out` are scaled by `keep`, and the weighted values of `count` runs are added: 32 * BLOCKS columns from
+// `c` on. ASK: prefetches as many values of the next runs.
 template <int HEADS, int BLOCKS, bool ASK>
 INLINE void mix(const Pages& pages, const Run* runs, int64_t count, const bf16* weights, const float* keep, float* out,
                 int64_t c) {
@@ -110,7 +109,7 @@ static void mix_runs(const Pages& pages, const Run* runs, int64_t count, const b
     for (; c < pages.dim; c += 32) mix<HEADS, 1, ASK>(pages, runs, count, weights, keep, out, c);
 }
 
-// By the number of heads. [1]: those that ask for what comes next, the first of all that share keys and values.
+// Kernels by number of heads. [1]: those that prefetch, for the first heads of all that share keys and values.
 struct RunsTable {
     void (*score[2][HEADS_AT_ONCE + 1])(const Attention&, const bf16*, const Run*, int64_t, float*) = {};
     void (*mix[2][HEADS_AT_ONCE + 1])(const Pages&, const Run*, int64_t, const bf16*, const float*, float*) = {};
@@ -124,7 +123,8 @@ struct RunsTable {
 };
 static constexpr RunsTable OF_RUNS;
 
-// What is known of some keys and each query head of a piece: the largest score, the sum of weights, the weighted values.
+// Partial result of a piece's query heads over some keys: the maximum score, the sum of weights, and the weighted
+// values.
 struct Result {
     float *most, *total, *out;
 };
@@ -133,7 +133,7 @@ INLINE Result result_at(float* at, int64_t heads) {
     return {at, at + head, at + 2 * head};
 }
 
-// Adds the result of the keys behind those of `sum`, of `heads` heads `wide` floats apart.
+// Adds to `sum` the result of the keys after it, for `heads` heads `wide` floats apart.
 static void join(const Result& sum, const Result& more, int64_t heads, int64_t wide) {
     alignas(64) float of_sum[MAX_GROUP], of_more[MAX_GROUP];
     for (int64_t h = 0, n; h < heads; h += 16) {
@@ -152,8 +152,8 @@ static void join(const Result& sum, const Result& more, int64_t heads, int64_t w
     }
 }
 
-// Of each query head of a segment: its result so far, sixteen parts of the sum of its weights, and how much less than
-// before the newest span what came earlier weighs. `ones`: not at all.
+// State of each query head of a segment: its result so far, sixteen partial sums of its weights, and `keep`, the factor
+// by which the newest span rescales earlier results. `ones`: factors of 1.
 struct Softmax {
     Result result;
     float sums[MAX_GROUP * 16], keep[MAX_GROUP], ones[MAX_GROUP];
@@ -166,8 +166,8 @@ INLINE void begin_segment(Softmax& s, float* at, int64_t heads, int64_t wide) {
     memset(s.result.out, 0, sizeof(float) * heads * wide);
 }
 
-// Scores of `heads` heads, sixteen at most, with a span become weights. `places`: the span's, of which [low, high) are seen.
-// Meanwhile `lines` from `next` on are asked for, if that is not null.
+// Turns scores of `heads` heads, at most sixteen, with a span into weights. The span has `places` positions, of which
+// [low, high) are visible. Meanwhile `lines` cache lines from `next` on are prefetched, unless `next` is null.
 static void soften_span(Softmax& s, int64_t head, int64_t heads, int64_t places, int64_t low, int64_t high,
                         float* scores, bf16* weights, const bf16* next, int64_t lines) {
     const bool plain = low <= 0 && high >= places;
@@ -212,15 +212,15 @@ INLINE void finish(const Attention& a, int64_t token, int64_t head, float most, 
     for (int64_t d = 0; d < dim; d += 16) store_n(to + d, load(from + d) * factor, dim - d);
 }
 
-// The runs of a piece from `t` on that belong to one span.
+// Number of runs of a piece from `t` on in one span.
 INLINE int64_t runs_from(const Piece& p, int64_t t) {
     const int64_t end = t / SPAN * SPAN + SPAN;
     return ((p.end < end ? p.end : end) - t + RUN - 1) / RUN;
 }
 INLINE int64_t first_run(const Piece& p) { return p.begin / RUN * RUN; }
 
-// Calls f(kv head of the piece, run, how many of one page, query head of the piece, how many at once, whether these are
-// the KV head's first) for all runs of the span at `t`, in the order of memory.
+// Calls f(KV head of the piece, run, number of runs in one page, query head of the piece, number of heads, whether
+// these are the KV head's first) for all runs of the span at `t`, in memory order.
 template <class Call>
 INLINE void by_pages(const Attention& a, const Piece& p, int64_t t, Call&& f) {
     const int64_t size = a.pages.page_tokens, count = runs_from(p, t);
@@ -233,7 +233,7 @@ INLINE void by_pages(const Attention& a, const Piece& p, int64_t t, Call&& f) {
     }
 }
 
-// `fresh`: nobody has asked for its beginning. `then`: what this thread is likely to compute next, or null: `soon`.
+// `fresh`: no earlier piece prefetched this piece. `then`: the piece this thread likely computes next; null: `soon`.
 static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* then, const Soon& soon) {
     const int64_t wide = padded(a.pages.dim), group = a.group, heads = p.heads * group;
     const int64_t token = a.offsets[p.row] + p.first, floats = result_floats(heads, wide);
@@ -246,7 +246,7 @@ static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* 
     float* segment = p.partial ? p.partial : own;
     const Result whole = result_at(segment, heads);
     begin_segment(softmax, segment, heads, wide);
-    if (fresh)  // keys alone: values find their way while these are computed with
+    if (fresh)  // keys only: values are prefetched while the keys are used
         for (int64_t r = 0; r < runs_from(p, first_run(p)); r++)
             for (int64_t kv = 0; kv < p.heads; kv++)
                 ask_run(key_of(a, p.row, p.head + kv, first_run(p) + r * RUN), a.pages.dim);

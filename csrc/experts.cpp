@@ -1,4 +1,4 @@
-// See experts.h. Each `run` does one thread's share.
+// See experts.h. Each `run` does one thread's share of the work.
 #include "experts.h"
 
 #include <algorithm>
@@ -7,23 +7,23 @@
 namespace pdk {
 namespace {
 
-constexpr int64_t LOAD = 6;  // loading a block of weights takes about as long as multiplying so many rows with it
+constexpr int64_t LOAD = 6;  // loading a block of weights takes about as long as multiplying this many rows with it
 
-// The operand from `row` on.
+// Returns the operand from `row` on.
 Operand from(const Operand& x, int64_t row) {
     const int64_t groups = row * x.k / BLOCK;
     if (x.format == Format::bf16) return {x.format, x.k, x.half + row * x.k, nullptr, nullptr, nullptr};
     return {x.format, x.k, nullptr, x.quarter + row * x.k, x.scale + groups, x.offset + groups};
 }
 
-// One of `count` experts.
+// Returns the weights of one of `count` experts.
 Weights of_expert(const Weights& w, int64_t expert, int64_t count) {
     const int64_t blocks = w.blocks / count, items = expert * blocks * BLOCK;
     const int64_t item_bytes = w.format == Format::bf16 ? 2 : 1;
     return {w.format, blocks, w.k, w.data + items * w.k * item_bytes, w.scale ? w.scale + items : nullptr, nullptr};
 }
 
-// Where the first block of a part lies; `wide`: blocks that count as one.
+// Returns where the first block of a part begins; `wide` is the number of blocks that count as one.
 Soon block_of(const Weights& w, const Part& part, int64_t count, int64_t wide) {
     const Weights own = of_expert(w, part.expert, count);
     return {own.data + wide * part.begin * block_bytes(own)};
@@ -42,7 +42,7 @@ void Route::run(Program& p, int thread) {
         int64_t* best = p.buffers[experts].room->as<int64_t>() + i * top_k;
         float* weight = p.floats(weights) + i * top_k;
         const auto above = [&](int64_t a, int64_t b) { return x[a] > x[b] || (std::isnan(x[b]) && !std::isnan(x[a])); };
-        for (int64_t e = 0, found = 0; e < count; e++) {  // the first of equals; a NaN where nothing else is left
+        for (int64_t e = 0, found = 0; e < count; e++) {  // ties go to the lower index; NaN ranks last
             if (found == top_k && !above(e, best[top_k - 1])) continue;
             int64_t at = found < top_k ? found++ : top_k - 1;
             for (; at > 0 && above(e, best[at - 1]); at--) best[at] = best[at - 1];
@@ -78,15 +78,15 @@ void Experts::sort(Program& p) const {
     if (mixture.counts)
         for (int64_t e = 0; e < mixture.count; e++) mixture.counts[e] += r.starts[e];
     int64_t end = 0;
-    for (int64_t e = 0; e <= mixture.count; e++) r.starts[e] = end += r.starts[e];  // where each ends
+    for (int64_t e = 0; e <= mixture.count; e++) r.starts[e] = end += r.starts[e];  // end of each expert's routes
     for (int64_t i = rows - 1; i >= 0; i--) {
-        const int64_t at = --r.starts[expert[i]];  // and now where it begins
+        const int64_t at = --r.starts[expert[i]];  // becomes the begin of the expert's routes
         r.tokens[at] = i / top_k;
         r.places[i] = at;
     }
 }
 
-// Calls call(part, the one behind it or null) for this thread's share of all experts that have rows.
+// Calls call(part, the next part or null) for this thread's share of all experts that have rows.
 template <class Call>
 void Experts::share_blocks(const Program& p, int thread, int64_t blocks, Call&& call) const {
     const std::vector<int64_t>& starts = p.routed.starts;
@@ -94,7 +94,7 @@ void Experts::share_blocks(const Program& p, int thread, int64_t blocks, Call&& 
     int64_t total = 0, low, high, before = 0;
     for (int64_t e = 0; e < mixture.count; e++) total += cost(e) * blocks;
     p.share(total, thread, low, high);
-    Part last{};  // one whose successor is still looked for, if it has blocks
+    Part last{};  // a part whose successor is not known yet; no blocks: none
     for (int64_t e = 0; e < mixture.count; before += cost(e++) * blocks) {
         if (cost(e) == 0) continue;
         const int64_t begin = std::clamp<int64_t>(up(std::max<int64_t>(low - before, 0), cost(e)), 0, blocks);

@@ -1,10 +1,10 @@
-// Mixtures of experts as operations of a program: where tokens go, and what their experts make of them. Made by api.cpp.
+// Mixture-of-experts operations of a program: routing, and the experts' feed-forward layers. Made by api.cpp.
 #pragma once
 #include "ops.h"
 
 namespace pdk {
 
-// The likeliest experts of each token, best first, and their probabilities.
+// Finds the likeliest experts of each token, best first, and their probabilities.
 struct Route : Op {
     int64_t logits, top_k;
     bool normalise;
@@ -14,19 +14,20 @@ struct Route : Op {
     void run(Program& p, int thread) override;
 };
 
-// The weights of `count` experts, one behind the other; `gate_up` as a gated product has them. `counts`: see pdk.h.
+// The weights of `count` experts, one after the other; `gate_up` has the layout of a gated product. `counts`: see
+// pdk.h.
 struct Mixture {
     int64_t count;
     Weights gate_up, down;
     int64_t* counts;
 };
 
-// Blocks [begin, end) of an expert's weights, or pairs of them, for all `rows` of its inputs, which begin at `row`.
+// Blocks [begin, end) of an expert's weights, or pairs of blocks, for all `rows` of its inputs, which begin at `row`.
 struct Part {
     int64_t expert, row, rows, begin, end;
 };
 
-// Routes are put in the order of their experts; each expert then multiplies all its rows at once.
+// Sorts routes by expert; each expert then multiplies all its rows at once.
 struct Experts : Op {
     Source source;
     int64_t experts, weights;
@@ -38,7 +39,7 @@ struct Experts : Op {
     void run(Program& p, int thread) override;
     void prepare_for(Program& p) override;
     bool prepares() const override { return true; }
-    Soon first_read(Program&, int) const override { return {}; }  // that depends on where tokens go
+    Soon first_read(Program&, int) const override { return {}; }  // unknown before routing
 
   private:
     int64_t tokens(const Program& p) const { return p.count(p.buffers[out].of_samples); }

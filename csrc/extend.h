@@ -1,9 +1,9 @@
-// Attention of many queries of one row over its pages: chunks of prompts. See level.cpp.
+// Attention of many queries of one row over its pages: prompt chunks. See level.cpp.
 //
-// Queries of one KV head, token by token and its heads beside each other, are the rows of two products: with the keys of
-// a tile, rearranged from their pages as weights of a linear layer are, and of what softmax makes of that with its
-// values. The softmax goes on from one tile to the next (arXiv:2205.14135). Tiles lie at multiples of TILE_KEYS: a query's
-// result has the same bits whatever chunk it is computed in.
+// The query rows of one KV head, ordered by token and then by head, enter two products. The first multiplies the keys
+// of a tile, which are repacked from their pages to the layout of linear weights. The second multiplies the softmax
+// weights with the tile's values. An online softmax carries over from tile to tile (arXiv:2205.14135). Tiles begin at
+// multiples of TILE_KEYS, so a query's result has the same bits in any chunk.
 #pragma once
 
 static_assert(MAX_QUERY_ROWS <= TILE_ROWS);
@@ -31,7 +31,8 @@ INLINE Scratch carve(uint8_t* at, int64_t rows, int64_t wide) {
     return s;
 }
 
-// Tokens [t, t + count) of the row as weights: keys [count / 32][wide / 2][32][2], values [wide / 32][count / 2][32][2].
+// Packs tokens [t, t + count) of the row as weights: keys [count / 32][wide / 2][32][2], values [wide / 32][count /
+// 2][32][2].
 INLINE void pack(const Attention& a, const Piece& p, int64_t t, int64_t count, const Scratch& s) {
     const int64_t dim = a.pages.dim, wide = padded(dim);
     alignas(64) bf16 room[RUN_ROOM];
@@ -58,7 +59,7 @@ INLINE void pack(const Attention& a, const Piece& p, int64_t t, int64_t count, c
     }
 }
 
-// 2^x of x <= 0, within 3 millionths: weights are rounded to bf16. About 1e-38 below -126.
+// 2^x for x <= 0, within 3e-6, which suffices because weights are rounded to bf16. About 1e-38 below -126.
 INLINE F power2(F x) {
     x = max(x, set1(-126.0f));
     F n = round(x), r = x - n;
@@ -72,12 +73,12 @@ INLINE F power2(F x) {
 
 constexpr float LOG2E = 1.44269504f;
 
-// Keys [low, high) of a tile, which a row sees.
+// Keys [low, high) of a tile that a row sees.
 struct Seen {
     int64_t low, high;
 };
 
-// The greatest of `count` scores, lane by lane; LEAST is written for what is not seen.
+// The maximum of `count` scores, lane by lane; masked scores are overwritten with LEAST.
 INLINE F greatest(float* x, int64_t count, const Seen& seen, float softcap) {
     F m = set1(LEAST);
     for (int64_t g = 0; g < count; g += 16) {
@@ -88,7 +89,7 @@ INLINE F greatest(float* x, int64_t count, const Seen& seen, float softcap) {
     return m;
 }
 
-// The same of all keys of a tile. A NaN is passed over here, too.
+// The same for all keys of a tile. Skips NaN, too.
 INLINE F greatest(const float* x) {
     F m = set1(LEAST);
 #pragma GCC unroll 8
@@ -96,7 +97,8 @@ INLINE F greatest(const float* x) {
     return m;
 }
 
-// Weights of `count` scores beside the greatest one, and their sum lane by lane. ALL: all are seen.
+// Computes weights of `count` scores relative to the maximum `highest`, and their sum lane by lane. ALL: no key is
+// masked.
 template <bool ALL>
 INLINE F weigh_keys(const float* x, bf16* weights, int64_t count, const Seen& seen, float highest) {
     F total = zero(), scale = set1(LOG2E), shift = set1(-LOG2E * highest);
@@ -110,7 +112,7 @@ INLINE F weigh_keys(const float* x, bf16* weights, int64_t count, const Seen& se
     return total;
 }
 
-// The fold of each of n vectors, a lane each; n up to 16.
+// Folds each of n vectors to one lane; n is at most 16.
 template <class Op>
 INLINE F fold_rows(F* rows, int64_t n, Op op) {
     for (int64_t i = n; i < 16; i++) rows[i] = zero();
@@ -119,9 +121,9 @@ INLINE F fold_rows(F* rows, int64_t n, Op op) {
     return fold_sixteen(some, op);
 }
 
-// Softmax of rows [row, row + n), n up to TILE_ROWS, over `count` scores each; `keep` is what their old results are worth
-// beside the new maxima. Each stage takes all rows, so that no row's fold is waited for. PLAIN: of all keys of a tile, all
-// of which are seen as they are; else `see` tells what a row sees.
+// Softmax of rows [row, row + n), n at most TILE_ROWS, over `count` scores each. `keep` receives the factors that
+// rescale old results to the new maxima. Each stage processes all rows, so that no row's fold stalls the next stage.
+// PLAIN: all keys of a full tile, unmasked and without softcap; otherwise `see` returns the keys that a row sees.
 template <bool PLAIN, class See>
 INLINE void soften(const Scratch& s, int64_t row, int64_t n, int64_t count, float softcap, const See& see, float* keep) {
     float *most = s.most + row, *total = s.total + row;
@@ -149,7 +151,7 @@ static void extend(const Attention& a, const Piece& p, uint8_t* scratch) {
     const int64_t first = a.offsets[p.row] + p.first, position = a.starts[p.row] + p.first;
     const bf16* q = a.q + (p.head * a.tokens + first) * group * wide;
     Scratch s = carve(scratch, rows, wide);
-    const QueryMultiplier multiplier((rows - 1) / ((rows - 1) / MAX_QUERY_ROWS + 1) + 1);  // of the largest tile
+    const QueryMultiplier multiplier((rows - 1) / ((rows - 1) / MAX_QUERY_ROWS + 1) + 1);  // rows of the largest tile
     memset(s.out, 0, sizeof(float) * rows * wide);
     for (int64_t r = 0; r < rows; r++) s.most[r] = LEAST, s.total[r] = 0.0f;
     for (int64_t t = p.begin / TILE_KEYS * TILE_KEYS; t < p.end; t += TILE_KEYS) {

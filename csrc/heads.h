@@ -1,7 +1,7 @@
-// Between the product that makes Q, K and V and attention: norm of heads, rotation, KV into its pages. See level.cpp.
+// Between the q/k/v projection and attention: head norms, rotation, and the KV write to pages. See level.cpp.
 #pragma once
 
-// One head of `dim`, normalised when there is a norm, rotated by the angles, times scale. x and out do not overlap.
+// One head of `dim`: normalised if `norm` is not null, rotated by the angles, times scale. x and out must not overlap.
 INLINE void turn(const float* x, int64_t dim, const float* norm, float eps, const float* cos, const float* sin,
                  float scale, float* out) {
     const int64_t half = dim / 2;
@@ -23,7 +23,7 @@ INLINE void narrow(const float* x, bf16* out, int64_t n) {
     for (int64_t d = 0; d < n; d += 16) store_half_n(out + d, load_n(x + d, n - d), n - d);
 }
 
-// Tokens [first, last).
+// Processes tokens [first, last).
 static void place(const Heads& h, const Pages& pages, const int64_t* write_pages, const int64_t* write_slots,
                   int64_t first, int64_t last) {
     const int64_t dim = h.dim, wide = padded(dim), group = h.heads / h.kv_heads;

@@ -1,7 +1,7 @@
-// All kernels, compiled once for each instruction-set level (PDK_LEVEL names it) and reached through its `Kernels`.
+// All kernels, compiled once per instruction-set level (named by PDK_LEVEL) and reached through its `Kernels`.
 //
-// Nothing here may be shared between levels by the linker: all functions are static, no templates of the standard
-// library are used.
+// The linker must not share code between levels. All functions are therefore static, and no standard library templates
+// are used.
 #include <immintrin.h>
 #include <math.h>
 #include <string.h>
@@ -13,10 +13,10 @@
 namespace pdk {
 namespace PDK_LEVEL {
 
-// How memory that comes next is asked for. NEAREST: the nearest cache that it is brought to, 3: the first, 2: the second.
-// FOUND_ROWS: while so few rows are multiplied the CPU finds the next block of weights by itself. Zen 4's first-level
-// cache waits for few lines at a time: with what comes from memory it has none left for what lies in the second. On Zen 5
-// decode attention needs it; on Xeons with AMX it is a tenth faster without.
+// Prefetch settings. NEAREST: the cache that prefetches target; 3: first level, 2: second level. FOUND_ROWS: up to this
+// many rows the hardware prefetcher finds the next block of weights. Zen 4's first-level cache has few outstanding
+// misses: prefetches from memory would block those served by the second level. On Zen 5 decode attention needs
+// NEAREST 3; on Xeons with AMX it is a tenth faster with NEAREST 2.
 #if defined(PDK_ZEN4)
 constexpr int NEAREST = 2, FOUND_ROWS = 4;
 #elif defined(PDK_AMX)

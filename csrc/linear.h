@@ -1,7 +1,7 @@
-// Linear layers on packed weights, and what makes their inputs. Included by level.cpp only.
+// Linear layers on packed weights, and preparation of their inputs. Included by level.cpp only.
 #pragma once
 
-// Rows [first, last) of x, normalised when there is a norm, as inputs of products.
+// Prepares rows [first, last) of x, normalised if `norm` is not null, as product inputs.
 static void prepare(const float* x, int64_t stride, int64_t columns, const float* norm, float eps, const Operand& out,
                     int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
@@ -18,7 +18,7 @@ static void prepare(const float* x, int64_t stride, int64_t columns, const float
     }
 }
 
-// Rows [first, last) normalised, as bf16 [rows][columns].
+// Normalises rows [first, last) to bf16 [rows][columns].
 static void norm_rows(const float* x, int64_t columns, const float* weight, float eps, bf16* out, int64_t first,
                       int64_t last) {
     for (int64_t i = first; i < last; i++) {
@@ -30,8 +30,8 @@ static void norm_rows(const float* x, int64_t columns, const float* weight, floa
     }
 }
 
-// Products of a tile, float [rows][32] at `from`, and what is still to be done with them: rows [row, row + rows) of
-// `block`. Of a gated product 16 columns are gate and 16 up, and with `pair` those of the block behind it lie in `second`.
+// The epilogue of a tile's products, float [rows][32] at `from`: rows [row, row + rows) of `block`. A gated product has
+// 16 columns of gate and 16 of up; with `pair` the products of the next block are in `second`.
 struct Rest {
     const Weights& w;
     const Output& o;
@@ -76,7 +76,7 @@ struct Rest {
     }
 };
 
-// Brings in the lines that a tile will write: they are in no near cache, and would be waited for.
+// Prefetches the output lines of a tile for writing, because they are in no near cache and stores would stall.
 struct Fetch {
     const Output& o;
     int64_t block = 0, row = 0, rows = 0;
@@ -97,7 +97,7 @@ struct Fetch {
     }
 };
 
-// What is done beside a tile's product, in each of its steps: with the products before, and for its own.
+// Work done in each step of a tile's product: the epilogue of the previous tile, and the output prefetch of this tile.
 struct Beside {
     Rest rest;
     Fetch fetch;
@@ -118,7 +118,7 @@ static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t fir
     if (gated) first *= 2, last *= 2;
     int64_t pass = ROW_BYTES / (w.format == Format::bf16 ? w.k * 2 : w.k) / most * most;
     if (pass < most) pass = most;
-    const bool overlaps = multiplier.tiles && gated;  // there is enough to do
+    const bool overlaps = multiplier.tiles && gated;  // only a gated epilogue has enough work
     const int64_t each = (most - 1) / (w.k / BLOCK) + 1;
     Beside beside{{w, o, pair}, {o}, overlaps ? each : 0, each};
     Rest& rest = beside.rest;
@@ -126,7 +126,7 @@ static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t fir
         const int64_t now = rows - begin < pass ? rows - begin : pass;
         for (int64_t block = first; block < last; block += wide) {
             const bool direct = multiplier.tiles && o.store == Store::write && !w.bias && (block + 1) * BLOCK <= o.columns;
-            // What is read behind this block, or pair of them: the next, the first again, or `soon`.
+            // Memory read after this block or pair of blocks: the next block, the first block again, or `soon`.
             const uint8_t *here = w.data + block * bytes, *next = here + wide * bytes;
             if (block + wide == last) next = begin + pass < rows ? w.data + first * bytes : soon.at;
             else if (now <= FOUND_ROWS) next = nullptr;

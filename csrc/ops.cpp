@@ -1,4 +1,4 @@
-// See ops.h. Each `run` does one thread's share.
+// See ops.h. Each `run` does one thread's share of the work.
 #include "ops.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The operations that programs are made of. Described in pdk.h, where they are asked for; made by api.cpp.
+// The operations of programs. pdk.h describes them at the functions that record them; api.cpp makes them.
 #pragma once
 #include "program.h"
 
@@ -18,7 +18,7 @@ struct Angles : Op {
     void run(Program& p, int thread) override;
 };
 
-// Where a product's inputs come from. buffer -1: from the gated product before.
+// Source of a product's inputs. buffer -1: the output of the previous gated product.
 struct Source {
     int64_t buffer, width;
     const float* norm;
@@ -37,7 +37,7 @@ struct Product : Op {
     Soon first_read(Program& p, int thread) const override;
 
   private:
-    void share(Program& p, int thread, int64_t& first, int64_t& last) const;  // blocks, or pairs of them
+    void share(Program& p, int thread, int64_t& first, int64_t& last) const;  // in blocks, or pairs of blocks
 };
 
 struct Norm : Op {
@@ -57,15 +57,15 @@ struct Place : Op {
     void run(Program& p, int thread) override;
 };
 
-// The plan's pieces are dealt out to the threads one by one, so that each knows what it computes next; who has no more
-// takes from the others.
+// Assigns the plan's pieces to threads round-robin, so that each thread knows its next piece. A thread without pieces
+// left steals from other threads.
 struct Attend : Op {
     struct alignas(64) Taken {
         std::atomic<int64_t> count{0};
     };
     int64_t layer, out;
     Mask mask;
-    std::vector<Taken> taken;  // [threads]: pieces of each that were begun
+    std::vector<Taken> taken;  // [threads]: begun pieces of each thread's share
     Attend(int64_t layer, int64_t out, const Mask& mask) : layer(layer), out(out), mask(mask) {}
     void run(Program& p, int thread) override;
     Soon first_read(Program& p, int thread) const override;
@@ -85,7 +85,7 @@ struct Select : Op {
     void run(Program& p, int thread) override;
 };
 
-// Threads look among the columns that their share of the product before has just written.
+// Each thread searches the columns that its share of the previous product has just written.
 struct Best : Op {
     int64_t in, out;
     std::vector<int64_t> found;  // [threads][samples]

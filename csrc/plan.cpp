@@ -7,13 +7,13 @@
 namespace pdk {
 namespace {
 
-constexpr int64_t SHORTEST = 128;  // keys of a piece of decode, below which cutting costs more than it gains
-constexpr int64_t MERGED = 32;     // keys that could be computed while a piece that was cut off is merged
-constexpr int64_t MOST_CUTS = 4;   // pieces for each thread that are enough
-constexpr int64_t WIDEST = 256;    // columns of keys that a piece has: what is asked for must stay in the cache
+constexpr int64_t SHORTEST = 128;  // minimum keys of a decode piece; shorter pieces cost more than they gain
+constexpr int64_t MERGED = 32;     // cost of merging a piece, in keys
+constexpr int64_t MOST_CUTS = 4;   // maximum pieces per thread
+constexpr int64_t WIDEST = 256;    // maximum key columns of a piece: prefetched data must stay in the cache
 constexpr int64_t QUERY_ROWS = 192;
 
-// How rows that decode are cut: KV heads of a piece, which lie side by side and are read together, and its longest.
+// How decode rows are cut: KV heads per piece, adjacent and read together, and the maximum keys per piece.
 struct Cut {
     int64_t heads, longest;
 };
@@ -24,30 +24,30 @@ int64_t heads_together(int64_t kv_heads, int64_t group, int64_t dim) {
     return heads;
 }
 
-// The keys [begin, end) of a query in pieces of whole segments, of which few are longer than `longest`.
+// The keys [begin, end) of a query cut into pieces of whole segments, of which few are longer than `longest`.
 struct Pieces {
     int64_t begin, end, segment, count;
     Pieces(int64_t begin, int64_t end, int64_t longest)
         : begin(begin), end(end), segment(segment_of(end - begin)),
           count(std::min((end - begin + longest - 1) / longest, segments(begin, end))) {}
-    // Where piece i begins, which is where the one before ends.
+    // Begin of piece i, which is the end of the previous piece.
     int64_t at(int64_t i) const {
         return i == 0 ? begin : i == count ? end : (begin / segment + segments(begin, end) * i / count) * segment;
     }
     int64_t segments(int64_t from, int64_t to) const { return (to - 1) / segment - from / segment + 1; }
 };
 
-// Which keys a query sees: [begin, end).
+// The keys [begin, end) that a query sees.
 struct Seen {
     int64_t begin, end;
     int64_t keys() const { return end - begin; }
 };
 
-// After how many keys the last of so many threads ends, where queries are cut as `longest` says and have `copies` of each
-// piece. As if pieces were taken as they come, which dealing them out and taking from others come near to; so the keys
-// of `seen` should descend.
+// Estimates the keys after which the last of the threads ends, with queries cut by `longest` and `copies` of each
+// piece. Simulates greedy assignment, which round-robin with stealing approximates. `seen` should be sorted by
+// descending keys.
 int64_t end_of_last(const std::vector<Seen>& seen, int64_t copies, int64_t longest, int threads) {
-    std::vector<int64_t> ends(threads);  // a heap, the thread that ends first on top
+    std::vector<int64_t> ends(threads);  // a heap with the thread that ends first on top
     for (const Seen& query : seen) {
         const Pieces cut(query.begin, query.end, longest);
         for (int64_t i = 0; i < cut.count * copies; i++) {
@@ -60,7 +60,7 @@ int64_t end_of_last(const std::vector<Seen>& seen, int64_t copies, int64_t longe
     return *std::max_element(ends.begin(), ends.end());
 }
 
-// The cut with which all threads are done soonest.
+// Finds the cut with which all threads are done soonest.
 Cut best_cut(const std::vector<Seen>& seen, int64_t kv_heads, int64_t together, int threads) {
     const int64_t uncut = INT64_MAX / 4;
     int64_t keys = 0;
@@ -74,7 +74,7 @@ Cut best_cut(const std::vector<Seen>& seen, int64_t kv_heads, int64_t together, 
     Cut best{together, uncut};
     int64_t soonest = INT64_MAX;
     for (const int64_t heads : {together, int64_t{1}}) {
-        const int64_t copies = kv_heads / heads, each = heads * 10 + (heads < together);  // one by one is a tenth slower
+        const int64_t copies = kv_heads / heads, each = heads * 10 + (heads < together);  // single heads are 10% slower
         for (int64_t cuts = 0; cuts <= MOST_CUTS; cuts++) {
             const int64_t longest = cuts ? part(copies, cuts) : uncut;
             const int64_t end = end_of_last(seen, copies, longest, threads) * each;
@@ -98,7 +98,7 @@ void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t d
     splits.clear();
     partials = 0;
     const auto begin_of = [&](int64_t position) { return window ? std::max<int64_t>(0, position - window + 1) : 0; };
-    // The pieces of a query that decodes, which differ from `piece` by their keys.
+    // Adds the pieces of a decode query, which differ from `piece` in their keys.
     const auto add = [&](const Pieces& cut, Piece piece) {
         const int64_t split = cut.count > 1 ? static_cast<int64_t>(splits.size()) : -1;
         int64_t count = 0;
@@ -112,7 +112,7 @@ void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t d
         splits.push_back({partials, count, cut.count});
         partials += count;
     };
-    // The first position of a row whose query decodes.
+    // The first position of a row that is computed as a decode token.
     const auto prompt_end = [&](int64_t r) { return std::clamp(step.prompts[r], step.starts[r], step.ends[r]); };
     std::vector<Seen> seen;
     for (int64_t r = 0; r < step.rows; r++)

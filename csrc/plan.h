@@ -1,4 +1,4 @@
-// How the attention of one step is cut into pieces, which are dealt out to threads. The same for all layers.
+// Cuts the attention of one step into pieces, which are assigned to threads. Shared by all layers.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -9,14 +9,14 @@
 
 namespace pdk {
 
-// A piece of decode or extend; and the split query whose partial results it leaves, from `partial` on (split -1: none).
+// A piece of decode or extend. `split`: the split query whose partial results it leaves from `partial` on; -1: none.
 struct Planned {
     Piece piece;
     bool decodes;
     int64_t split, partial, cost;
 };
 
-// A query whose keys are shared by `pieces`; whoever ends the last of them merges their partial results.
+// A query whose keys are divided among `pieces`. The thread that ends the last piece merges their partial results.
 struct Split {
     int64_t first_partial, partials, pieces;
 };
@@ -24,11 +24,11 @@ struct Split {
 struct Plan {
     std::vector<Planned> pieces;  // most costly first
     std::vector<Split> splits;
-    std::vector<std::atomic<int32_t>> done;  // pieces of each split that were ended since the plan was made
+    std::vector<std::atomic<int32_t>> done;  // ended pieces of each split since the plan was made
     int64_t partials = 0;
-    int64_t partial_floats = 0;  // of one
+    int64_t partial_floats = 0;  // floats of one partial result
 
-    // `window` 0: everything is seen.
+    // `window` 0: no sliding window.
     void make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t dim, int64_t window, int threads);
 };
 

@@ -14,12 +14,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int OFFERS = 200, OFFERS_IDLE = 50;  // before a thread sleeps: about 200 and 50 microseconds
-constexpr int SPINS_PER_OFFER = 20;  // enough for most barriers, where nobody is late
+constexpr int OFFERS = 200, OFFERS_IDLE = 50;  // yields before a thread sleeps: about 200 and 50 microseconds
+constexpr int SPINS_PER_OFFER = 20;  // enough for most barriers
 constexpr auto LONG = std::chrono::microseconds(1500);
 constexpr auto KEPT = std::chrono::milliseconds(10);
 
-// Lets others on this core run, unless one of them has just kept it for long.
+// Yields this core, unless the last yield lost it for long.
 void offer_core() {
     thread_local Clock::time_point keeps_until{};
     const auto before = Clock::now();
@@ -33,7 +33,7 @@ void wake_all(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
 }
 
-// Waits while `word` is `value`: awake for so many offers, then asleep, until somebody wakes those who sleep.
+// Waits while `word` is `value`: spins for `offers` yields, then sleeps until woken.
 void wait_while(std::atomic<uint32_t>& word, uint32_t value, int offers, std::atomic<uint32_t>& sleepers) {
     for (int i = 0; i < offers; i++) {
         for (int k = 0; k < SPINS_PER_OFFER; k++) {
@@ -69,7 +69,7 @@ void Pool::pin(int64_t cpu) {
     cpu_set_t set;
     CPU_ZERO(&set);
     CPU_SET(cpu, &set);
-    pthread_setaffinity_np(pthread_self(), sizeof(set), &set);  // a core that is gone is no reason to stop
+    pthread_setaffinity_np(pthread_self(), sizeof(set), &set);  // best effort: the core may be unavailable
 }
 
 void Pool::rouse() {

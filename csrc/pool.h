@@ -1,10 +1,10 @@
-// Threads that compute together. Owned by whoever opened it; one program runs at a time.
+// Threads that compute together. Owned by the code that opened it; one program runs at a time.
 //
-// A thread without work sleeps on a futex, but stays awake for a moment behind a run: a step may have several. Within a
-// run threads meet at barriers every few microseconds, so there they spin, but for a while only, and who spins offers its
-// core to others again and again: the server's other processes have tokens to deliver, briefly, and on cores that all
-// compute they would wait for one until the step is over. Somebody who computes as well would take a slice of
-// milliseconds at each barrier, so after one the core is kept for a while.
+// A thread without work sleeps on a futex, but stays awake for a moment after a run, because a step may have several
+// runs. Within a run threads meet at barriers every few microseconds, so they spin there for a limited time. A spinning
+// thread yields its core again and again: other processes of the server need a core briefly to deliver tokens, and
+// would wait until the step is over. A process that computes as well would take a slice of milliseconds at each
+// barrier. After one such slice the thread stops yielding for a while.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -22,13 +22,13 @@ class Pool {
 
     int size() const { return threads_; }
 
-    // Wakes the threads for a run that is about to begin: waking takes them tens of microseconds.
+    // Wakes the threads for a run that is about to begin; waking takes tens of microseconds.
     void rouse();
 
     // Calls work(argument, thread) on every thread, the caller being thread 0, and returns when all are done.
     void run(void (*work)(void*, int), void* argument);
 
-    // Waits for all threads of the run.
+    // Waits for all threads of the run (barrier).
     void meet();
 
   private:
@@ -44,7 +44,7 @@ class Pool {
     alignas(64) std::atomic<uint32_t> epoch_{0};
     alignas(64) std::atomic<uint32_t> arrived_{0};
     alignas(64) std::atomic<uint32_t> round_{0};
-    std::atomic<uint32_t> idle_{0}, late_{0};  // who sleeps until there is a run, or at a barrier
+    std::atomic<uint32_t> idle_{0}, late_{0};  // threads that sleep between runs, or at a barrier
 };
 
 }  // namespace pdk

@@ -11,7 +11,7 @@ namespace pdk {
 namespace {
 
 constexpr size_t LINE = 64, HUGE_PAGE = 2u << 20;
-constexpr int64_t GROW_TOKENS = 16;  // room is made for a multiple of so many, so that it is not made anew each step
+constexpr int64_t GROW_TOKENS = 16;  // buffers grow in multiples of this many tokens, so that they rarely grow
 
 size_t up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -142,7 +142,7 @@ Attention Program::attention_of(int64_t layer) const {
             step.starts, step.ends, step.offsets, step.table, step.table_stride};
 }
 
-// int8 with its scales and sums is smaller than bf16.
+// bf16 is the upper bound: int8 with its scales and sums is smaller.
 size_t Program::operand_bytes(int64_t rows, int64_t k) {
     return up(static_cast<size_t>(rows) * k * 2, LINE) + 3 * LINE;
 }

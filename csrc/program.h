@@ -1,7 +1,7 @@
-// A program: operations over buffers, put together once and run once a step for any number of tokens.
+// A program: operations over buffers, recorded once and run once per step for any number of tokens.
 //
-// Owned by whoever opened it through api.cpp. Every operation is run by all threads of the pool at once; each does its
-// share, and all meet before the next one begins.
+// Owned by the code that opened it through api.cpp. All threads of the pool run each operation together. Each thread
+// does its share, and all threads meet at a barrier before the next operation.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -14,7 +14,7 @@
 
 namespace pdk {
 
-// Memory that only grows; what it holds is lost when it does.
+// Memory that only grows; growing loses its contents.
 class Room {
   public:
     Room() = default;
@@ -35,18 +35,18 @@ struct Buffer {
     std::unique_ptr<Room> room;
 };
 
-// The tokens of a step by the experts that they go to, and what these work on. One for all mixtures of a program.
+// The tokens of a step sorted by expert, and the experts' buffers. Shared by all mixtures of a program.
 struct Routed {
-    std::vector<int64_t> starts;  // [experts + 1]: the routes of an expert are [starts[e], starts[e + 1])
-    std::vector<int64_t> tokens;  // [routes]: whose each is
-    std::vector<int64_t> places;  // [tokens][top_k]: which of the routes are a token's
+    std::vector<int64_t> starts;  // [experts + 1]: the routes of expert e are [starts[e], starts[e + 1])
+    std::vector<int64_t> tokens;  // [routes]: the token of each route
+    std::vector<int64_t> places;  // [tokens][top_k]: the routes of each token
     Room inputs, gated, outputs;
 };
 
-// A step of rows that decode, flattened.
+// A step of decode rows, flattened.
 class Decoded {
   public:
-    // Valid until the next one is read.
+    // The result is valid until the next call.
     pdk_step read(const pdk_decoding& rows, int64_t page_tokens);
 
   private:
@@ -56,18 +56,18 @@ class Decoded {
 
 class Program;
 
-// One operation. `run` is called on every thread, `prepare_for` on one before a step, of those that say so.
+// One operation. All threads call `run`. One thread calls `prepare_for` before a step, if `prepares` is true.
 class Op {
   public:
     virtual ~Op() = default;
     virtual void run(Program& p, int thread) = 0;
     virtual void prepare_for(Program&) {}
     virtual bool prepares() const { return false; }
-    // What this thread's share reads first of what no operation has just written; of an operation that reads no such
-    // memory, what the next one does.
+    // Memory that this thread's share reads first and that no operation has just written. An operation without such
+    // reads returns that of the next operation.
     virtual Soon first_read(Program& p, int thread) const { return soon(p, thread); }
 
-    Op* next = nullptr;  // the operation behind this one
+    Op* next = nullptr;  // the next operation
 
   protected:
     Soon soon(Program& p, int thread) const { return next ? next->first_read(p, thread) : Soon{}; }
@@ -84,19 +84,20 @@ class Program {
     void run(int64_t first, int64_t last);
 
     float* floats(int64_t buffer) const { return buffers[buffer].room->as<float>(); }
-    // Our share of n things: [first, last).
+    // The thread's share of n items: [first, last).
     void share(int64_t n, int thread, int64_t& first, int64_t& last) const;
     int64_t count(bool of_samples) const { return of_samples ? step.samples : step.tokens; }
     Pages pages_of(int64_t layer) const;
     Attention attention_of(int64_t layer) const;
-    // Widest input that an operation asks to have room for.
+    // Raises the maximum input width for which operand buffers are sized.
     void need_operand(int64_t k) { need(operand_width_, k); }
     void need_gated(int64_t k) { need(gated_width_, k); }
-    // Operands of `k` columns: prepared together, by one thread for itself, or left by a gated product.
+    // Operands of `k` columns: prepared by all threads together, prepared by one thread for itself, or left by a gated
+    // product.
     Operand shared(Format format, int64_t k) const;
     Operand own(Format format, int64_t k, int thread) const;
     Operand gated(Format format, int64_t k) const;
-    // An operand that lies in `room`, and the bytes that one takes.
+    // An operand in `room`, and its size in bytes.
     static Operand operand(const Room& room, Format format, int64_t rows, int64_t k);
     static size_t operand_bytes(int64_t rows, int64_t k);
 
@@ -105,26 +106,26 @@ class Program {
     const pdk_heads heads;
     pdk_step step{};
     std::vector<Buffer> buffers;
-    // The plan for attention with this window; made by `begin` for those that were asked for before.
+    // The attention plan for `window`. `begin` makes the plans of all windows requested before.
     Plan& plan_for(int64_t window);
     Room cos, sin, q, partials;
     Routed routed;
     Decoded decoded;
-    std::vector<std::unique_ptr<Room>> scratch;  // of each thread
+    std::vector<std::unique_ptr<Room>> scratch;  // one per thread
 
   private:
     void need(int64_t& width, int64_t k) {
-        if (k > width) width = k, tokens_ = samples_ = 0;  // room is made anew
+        if (k > width) width = k, tokens_ = samples_ = 0;  // forces the next `reserve` to resize
     }
 
     std::vector<std::unique_ptr<Op>> ops_;
-    std::vector<Op*> preparing_;  // those of them that want to be told of a step
+    std::vector<Op*> preparing_;  // operations whose `prepares` is true
     std::vector<std::pair<int64_t, std::unique_ptr<Plan>>> plans_;
     int64_t operand_width_ = 0, gated_width_ = 0, tokens_ = 0, samples_ = 0;
     Room shared_, gated_;
     std::vector<std::unique_ptr<Room>> own_;
 };
 
-constexpr int64_t OWN_ROWS = 16;  // up to this many rows each thread prepares inputs for itself: cheaper than meeting
+constexpr int64_t OWN_ROWS = 16;  // up to this many rows each thread prepares its own inputs: no barrier
 
 }  // namespace pdk

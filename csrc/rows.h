@@ -1,4 +1,4 @@
-// Arithmetic along a row: exp, silu, norms, quantization, argmax, weights of tokens. Included by level.cpp only.
+// Row arithmetic: exp, silu, norms, quantization, argmax, sampling weights. Included by level.cpp only.
 #pragma once
 
 struct Add {
@@ -8,7 +8,7 @@ struct Most {
     __attribute__((always_inline)) F operator()(F a, F b) const { return max(a, b); }
 };
 
-// e^x, within 2 units in the last place; about 1e-38 below -87. Cephes' polynomial.
+// e^x, within 2 units in the last place; about 1e-38 below -87. Uses Cephes' polynomial.
 INLINE F exp(F x) {
     x = min(max(x, set1(-87.3f)), set1(88.0f));
     F n = round(x * set1(1.44269504f));
@@ -30,11 +30,11 @@ INLINE float exp1(float x) {
 }
 INLINE F silu(F x) { return x / (set1(1.0f) + exp(zero() - x)); }
 INLINE F tanh(F x) {
-    F e = exp(x + x);  // its argument is clamped, so that this is 1 or -1 far out
+    F e = exp(x + x);  // exp clamps its argument, so that the result is 1 or -1 for large |x|
     return (e - set1(1.0f)) / (e + set1(1.0f));
 }
 
-// Scores within (-softcap, softcap); 0: as they are.
+// Soft-caps scores to (-softcap, softcap); softcap 0 returns them unchanged.
 INLINE F bend(F s, float softcap) { return softcap > 0.0f ? tanh(s * set1(1.0f / softcap)) * set1(softcap) : s; }
 
 INLINE float inverse_rms(const float* x, int64_t n, float eps) {
@@ -46,7 +46,7 @@ INLINE float inverse_rms(const float* x, int64_t n, float eps) {
     return 1.0f / sqrtf(sum(s) / (float)n + eps);
 }
 
-// 32 columns of one row of an operand.
+// Stores 32 columns of one row of an operand.
 INLINE void put_block(const Operand& o, int64_t row, int64_t column, F a, F b) {
     if (o.format == Format::bf16) {
         store_half(o.half + row * o.k + column, a);
@@ -64,7 +64,7 @@ INLINE void put_block(const Operand& o, int64_t row, int64_t column, F a, F b) {
     store_bytes(o.quarter + row * o.k + column + 16, y);
 }
 
-// The first of the largest; a NaN is never it unless all are.
+// Index of the maximum; ties go to the lower index. A NaN is skipped unless all are NaN.
 static int64_t argmax(const float* x, int64_t n) {
     float most = -INFINITY;
     int64_t block = 0;

@@ -1,21 +1,21 @@
-// Runs of sixteen tokens, at multiples of sixteen: where their keys and values lie, and asking for them. See level.cpp.
+// Runs of sixteen tokens, at multiples of sixteen: location of their keys and values, and prefetching. See level.cpp.
 #pragma once
 
 constexpr int64_t RUN_ROOM = 2 * RUN * MAX_DIM;
 
-// Keys and values of a run of one head, one token behind the other, and as much of each to ask for meanwhile.
+// Keys and values of a run of one head, token after token, and equal amounts of each to prefetch meanwhile.
 struct Run {
     const bf16 *keys, *values, *next_keys, *next_values;
 };
 
-// Where a token's key lies.
+// Returns the address of a token's key.
 INLINE const bf16* key_of(const Attention& a, int64_t row, int64_t head, int64_t token) {
     const int64_t size = a.pages.page_tokens;
     const bf16* page = a.pages.base + (a.table + row * a.table_stride)[token / size] * a.pages.page_stride;
     return page + (head * size + token % size) * a.pages.dim;
 }
 
-// Tokens [t, t + RUN) of a head of a piece: where they lie, or, where that is not in one piece, copied to `room`.
+// Locates tokens [t, t + RUN) of a head of a piece. Copies them to `room` when they are not contiguous.
 INLINE Run find(const Attention& a, const Piece& p, int64_t head, int64_t t, bf16* room) {
     const int64_t dim = a.pages.dim;
     if (a.pages.page_tokens % RUN == 0 && t >= p.begin && t + RUN <= p.end) {
@@ -32,24 +32,25 @@ INLINE Run find(const Attention& a, const Piece& p, int64_t head, int64_t t, bf1
     return {room, room + RUN * dim, keys, keys + a.pages.value_offset};
 }
 
-// Asks for 64 bytes; here and not sooner, where a compiler would put several of them together.
+// Prefetches 64 bytes. The barrier keeps the compiler from moving several prefetches together.
 INLINE void ask(const bf16* at) {
     asm volatile("" ::: "memory");
     __builtin_prefetch(at, 0, NEAREST);
 }
 
-// The same, while `now` is read; where it is not brought to the nearest cache, what lies 2 KB behind `now` is.
+// The same, while `now` is read. If prefetches target the second level, also prefetches 2 KB ahead of `now` to the
+// first.
 INLINE void ask_beside(const bf16* at, const bf16* now) {
     ask(at);
     if (NEAREST < 3) __builtin_prefetch(now + 1024, 0, 3);
 }
 
-// Asks for so many lines and gets behind them.
+// Prefetches `lines` cache lines and advances `at` past them.
 INLINE void ask_lines(const bf16*& at, int64_t lines) {
     for (; lines > 0; lines--, at += 32) ask(at);
 }
 
-// Asks for a run of a head at once.
+// Prefetches a whole run of a head.
 INLINE void ask_run(const bf16* at, int64_t dim) {
     for (int64_t i = 0; i < RUN * dim; i += 32) ask(at + i);
 }

@@ -1,11 +1,12 @@
-// The innermost loops: a few rows times one block of 32 outputs. Included by level.cpp only. See amx.h for others.
+// The innermost loops: a few rows times one block of 32 outputs. Included by level.cpp only. See amx.h for the AMX
+// version.
 //
-// A tile of R rows keeps 2 R accumulators in registers; the weights of the block stream past them once. Whatever R, each
-// output is summed up in the order of k: a row's result has the same bits in any company.
+// A tile of R rows keeps 2 R accumulators in registers; the weights of the block stream past them once. Each output is
+// summed in the order of k, independent of R. A row's result has the same bits in any batch.
 #pragma once
 
-// a[r][0..32) = sum over k of x[r][k] * w[k][0..32); w is [k / 2][32][2], rows of x are x_stride apart. LINES: for each two
-// lines of weights as many are brought into the caches, from `ahead` of `w` on.
+// a[r][0..32) = sum over k of x[r][k] * w[k][0..32); w is [k / 2][32][2], rows of x are x_stride apart. Prefetches
+// LINES cache lines per two lines of weights, from `w + ahead` on.
 template <int R, int LINES>
 INLINE void dots(const bf16* w, int64_t k, const bf16* x, int64_t x_stride, int64_t ahead, F (&a)[R][2]) {
     for (auto& row : a) row[0] = row[1] = zero();
@@ -50,7 +51,7 @@ static void tile_onto(const bf16* w, int64_t k, const bf16* x, int64_t x_stride,
         }
 }
 
-// The same of int8 weights, [k / 4][32][4] with 128 added, and rows in groups of 32 with a scale each.
+// The same for int8 weights, [k / 4][32][4] with 128 added, and rows in groups of 32 with a scale each.
 template <int R, int LINES>
 static void tile_quarter(const uint8_t* w, const float* scale, int64_t k, const Operand& x, int64_t row, float* out,
                          int64_t ahead) {
@@ -89,28 +90,28 @@ static void tile_quarter(const uint8_t* w, const float* scale, int64_t k, const 
     }
 }
 
-// What a product asks for while it computes: so many lines for each two that it reads (with AMX, for each 32), from so many
-// bytes behind its block on.
+// Prefetches of a product: `lines` per two cache lines of weights (with AMX, per 32), beginning `bytes` bytes after the
+// start of its block.
 struct Ask {
     int lines;
     int64_t bytes;
 };
 
-// As many bytes as a block has, from so many behind it on, while the last two tiles of rows, or the only one, are
-// multiplied with it: memory is to be busy all the while. `left`: of so many tiles, with this one.
+// Prefetches one block of bytes, beginning `from` bytes after the block's start, during the last two row tiles or the
+// only one, so that memory stays busy. `left`: number of the `tiles` tiles left, including this one.
 INLINE Ask ask_by_last(const Weights& w, int64_t tiles, int64_t left, int64_t from) {
     if (tiles == 1) return {2, from};
     if (left > 2) return {0, 0};
     return {1, left == 2 ? from : from + block_bytes(w) / 2};
 }
 
-constexpr int MAX_QUARTER_ROWS = MAX_ROWS < 6 ? MAX_ROWS : 6;  // integer and float accumulators live at once
+constexpr int MAX_QUARTER_ROWS = MAX_ROWS < 6 ? MAX_ROWS : 6;  // integer and float accumulators share the registers
 
 using TileHalf = void (*)(const bf16*, int64_t, const bf16*, int64_t, float*, int64_t, int64_t);
 using TileOnto = void (*)(const bf16*, int64_t, const bf16*, int64_t, float*, int64_t, const float*);
 using TileQuarter = void (*)(const uint8_t*, const float*, int64_t, const Operand&, int64_t, float*, int64_t);
 
-// By the number of rows, and LINES before that.
+// Kernels by LINES and by number of rows.
 struct TileTable {
     TileHalf half[3][MAX_ROWS + 1] = {};
     TileOnto onto[MAX_ROWS + 1] = {};
@@ -129,8 +130,8 @@ struct TileTable {
 };
 static constexpr TileTable TILES;
 
-// Calls f(row, count, tiles that are left with this one) for `rows` cut into as few tiles of up to `most` rows as there can
-// be: of about equal size, or else full ones but for the last.
+// Cuts `rows` into the fewest tiles of at most `most` rows, and calls f(row, count, tiles left including this one).
+// `equal`: tiles of about equal size; otherwise full tiles except for the last.
 template <class Call>
 INLINE void by_tiles(int64_t rows, int64_t most, bool equal, Call&& f) {
     const int64_t tiles = (rows + most - 1) / most;
@@ -142,12 +143,12 @@ INLINE void by_tiles(int64_t rows, int64_t most, bool equal, Call&& f) {
 }
 
 #ifndef PDK_AMX
-constexpr int64_t ROW_BYTES = 256 << 10;  // rows of one pass over the weights: they stay in the second-level cache
+constexpr int64_t ROW_BYTES = 256 << 10;  // input rows of one pass over the weights; they stay in the second-level cache
 constexpr int64_t ROOM_ROWS = MAX_ROWS;
 constexpr int64_t TILE_KEYS = MOST_TILE_KEYS, MAX_QUERY_ROWS = MAX_ROWS;  // keys and queries of one product of extend
 
-// What multiplies so many rows with weights of a format, up to `most` of them at a time. `tiles`: in full tiles, beside
-// whose products other things are done; else in parts of equal size.
+// Multiplies rows with weights of a format, at most `most` rows at a time. `tiles`: uses full tiles and overlaps other
+// work with their products; otherwise parts of equal size.
 struct Multiplier {
     const int64_t most;
     static constexpr bool tiles = false;
@@ -156,8 +157,8 @@ struct Multiplier {
 
     static Ask ask(const Weights& w, int64_t count, int64_t left, int64_t from) { return ask_by_last(w, count, left, from); }
 
-    // out = rows [row, row + count) of x times a block: float [count][32], `stride` apart. Rows before them may get theirs
-    // again, or in a room, which has TILE_ROWS in front, anything.
+    // out = rows [row, row + count) of x times a block: float [count][32], `stride` apart. Earlier rows may be written
+    // again with the same values. In scratch, which has TILE_ROWS rows in front, they may be undefined.
     template <class Beside>
     void times(const Weights& w, int64_t block, const Operand& x, int64_t row, int64_t count, const Ask& ask, float* out,
                int64_t stride, Beside&) const {
@@ -168,7 +169,7 @@ struct Multiplier {
     }
 };
 
-// What extend multiplies tiles of up to so many queries with.
+// The products of extend, for tiles of a given maximum number of queries.
 struct QueryMultiplier {
     explicit QueryMultiplier(int64_t) {}
 

@@ -154,7 +154,7 @@ INLINE void zip(P x, P y, P& first, P& last) {
 template <class Op>
 INLINE F fold_four(const F* r, Op op) {
     F s[4];
-    for (int i = 0; i < 4; i++) s[i] = op(r[i], F{r[i].b, r[i].a});  // of which the first half is used, as of all below
+    for (int i = 0; i < 4; i++) s[i] = op(r[i], F{r[i].b, r[i].a});  // only the first half is used, here and below
     const auto pair = [&](F x, F y) {
         return op(F{_mm256_unpacklo_ps(x.a, y.a), y.b}, F{_mm256_unpackhi_ps(x.a, y.a), y.b});
     };

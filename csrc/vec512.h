@@ -32,11 +32,11 @@ INLINE F round(F a) { return {_mm512_roundscale_ps(a.v, 8)}; }
 INLINE F scale2(F a, F n) { return {_mm512_scalef_ps(a.v, n.v)}; }  // a * 2^n, n whole
 INLINE float sum(F a) { return _mm512_reduce_add_ps(a.v); }
 INLINE float top(F a) { return _mm512_reduce_max_ps(a.v); }
-// then where a is at least `least`, elsewhere, and where a is NaN, 0.
+// `then` where a is at least `least`; 0 elsewhere, including where a is NaN.
 INLINE F or_zero(F a, F least, F then) {
     return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, least.v, _CMP_GE_OQ), then.v)};
 }
-// Lanes [low, high) of a, elsewhere b.
+// Lanes [low, high) of a, and b elsewhere.
 INLINE F within(F a, F b, int64_t low, int64_t high) {
     __mmask16 keep = (high <= 0 ? 0 : below16(high)) & (low <= 0 ? 0xffff : (__mmask16)~below16(low));
     return {_mm512_mask_blend_ps(keep, b.v, a.v)};
@@ -102,7 +102,7 @@ INLINE I dot4(I acc, P a, P b) {
 #endif
 }
 
-// Of two rows of 32 bf16, the pairs (a[i], b[i]): the first 16 and the last 16.
+// Interleaves two rows of 32 bf16 to pairs (a[i], b[i]): the first 16 and the last 16.
 INLINE void zip(P a, P b, P& first, P& last) {
     const __m512i even = _mm512_set_epi16(
         47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1,
@@ -111,7 +111,8 @@ INLINE void zip(P a, P b, P& first, P& last) {
     last.v = _mm512_permutex2var_epi16(a.v, _mm512_add_epi16(even, _mm512_set1_epi16(16)), b.v);
 }
 
-// Each of four vectors folded into four lanes; and of four such, in order, their sixteen vectors into a lane each.
+// fold_four folds each of four vectors into four lanes. fold_sixteen folds four such results, in order, into sixteen
+// lanes.
 template <class Op>
 INLINE F fold_four(const F* r, Op op) {
     F x = op(F{_mm512_unpacklo_ps(r[0].v, r[1].v)}, F{_mm512_unpackhi_ps(r[0].v, r[1].v)});
@@ -125,7 +126,7 @@ INLINE F fold_sixteen(const F* c, Op op) {
     return op(F{_mm512_shuffle_f32x4(x.v, y.v, 0x88)}, F{_mm512_shuffle_f32x4(x.v, y.v, 0xdd)});
 }
 
-// Sixteen rows of sixteen 32-bit items, transposed in place.
+// Transposes sixteen rows of sixteen 32-bit items in place.
 INLINE void transpose(P (&a)[16]) {
     __m512i t[16];
 #pragma GCC unroll 4

@@ -26,7 +26,7 @@ void put_half(const Weights& w, int64_t block, int64_t lane, const bf16* row, in
     for (int64_t q = 0; q < inputs; q++) to[q / 2 * 64 + q % 2] = row[q];
 }
 
-// Symmetric, one scale for all inputs of an output.
+// Symmetric quantization with one scale per output.
 void put_quarter(const Weights& w, int64_t block, int64_t lane, const bf16* row, int64_t inputs) {
     float most = 0.0f;
     for (int64_t q = 0; q < inputs; q++) most = std::fmax(most, std::fabs(wide(row[q])));

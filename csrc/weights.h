@@ -1,4 +1,4 @@
-// Packed weights and the memory they lie in. Made by api.cpp, read by operations.
+// Packed weights and their memory. Made by api.cpp, read by operations.
 #pragma once
 #include <cstddef>
 #include <vector>
@@ -7,15 +7,15 @@
 
 namespace pdk {
 
-// Memory in pieces of many megabytes, in huge pages where the system has them: reading weights is what a decode step
-// does most. Zeroed; given back when the arena ends.
+// Memory in chunks of many megabytes, in huge pages where the system has them, because a decode step mostly reads
+// weights. Zeroed; freed when the arena ends.
 class Arena {
   public:
     Arena() = default;
     ~Arena();
     Arena(const Arena&) = delete;
 
-    // `bytes` at a multiple of 4096; throws std::bad_alloc.
+    // Allocates `bytes` at a multiple of 4096; throws std::bad_alloc.
     void* take(size_t bytes);
     int64_t bytes() const { return taken_; }
 
@@ -30,7 +30,7 @@ class Arena {
     int64_t taken_ = 0;
 };
 
-// Rows of a part of the layer that begins at `block`; each of its blocks has as many outputs of each of the `parts`.
+// Packs rows of a part of the layer that begins at `block`; each block has the same number of outputs of each part.
 void put_rows(const Weights& w, int64_t block, int64_t part, int64_t parts, const bf16* from, int64_t rows, int64_t inputs,
               int64_t stride, const float* bias);
 
