@@ -219,7 +219,7 @@ INLINE int64_t runs_from(const Piece& p, int64_t t) {
 }
 INLINE int64_t first_run(const Piece& p) { return p.begin / RUN * RUN; }
 
-// Calls f(KV head of the piece, run, number of runs in one page, query head of the piece, number of heads, whether
+// Calls f(KV head of the piece, run, runs in one page, query head of the piece, number of heads, whether
 // these are the KV head's first) for all runs of the span at `t`, in memory order.
 template <class Call>
 INLINE void by_pages(const Attention& a, const Piece& p, int64_t t, Call&& f) {

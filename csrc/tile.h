@@ -98,7 +98,7 @@ struct Ask {
 };
 
 // Prefetches one block of bytes, beginning `from` bytes after the block's start, during the last two row tiles or the
-// only one, so that memory stays busy. `left`: number of the `tiles` tiles left, including this one.
+// only one. This keeps memory busy. `left`: number of the `tiles` tiles left, including this one.
 INLINE Ask ask_by_last(const Weights& w, int64_t tiles, int64_t left, int64_t from) {
     if (tiles == 1) return {2, from};
     if (left > 2) return {0, 0};
@@ -143,7 +143,7 @@ INLINE void by_tiles(int64_t rows, int64_t most, bool equal, Call&& f) {
 }
 
 #ifndef PDK_AMX
-constexpr int64_t ROW_BYTES = 256 << 10;  // input rows of one pass over the weights; they stay in the second-level cache
+constexpr int64_t ROW_BYTES = 256 << 10;  // input rows per pass over the weights: the second-level cache holds them
 constexpr int64_t ROOM_ROWS = MAX_ROWS;
 constexpr int64_t TILE_KEYS = MOST_TILE_KEYS, MAX_QUERY_ROWS = MAX_ROWS;  // keys and queries of one product of extend
 

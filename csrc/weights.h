@@ -7,8 +7,8 @@
 
 namespace pdk {
 
-// Memory in chunks of many megabytes, in huge pages where the system has them, because a decode step mostly reads
-// weights. Zeroed; freed when the arena ends.
+// Memory in chunks of many megabytes, in huge pages where the system has them: a decode step mostly reads weights.
+// Zeroed; freed when the arena ends.
 class Arena {
   public:
     Arena() = default;

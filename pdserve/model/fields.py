@@ -60,7 +60,7 @@ def read_texts(config: Mapping[str, Any], key: str, where: str) -> tuple[str, ..
     """Read a list of strings; an empty one when the field is absent."""
     value = config.get(key) or ()
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise ModelError(f"{where}: {key} is {_shown(value)}, expected a list of texts")
+        raise ModelError(f"{where}: {key} is {_shown(value)}, expected a list of strings")
     return tuple(value)
 
 
@@ -81,7 +81,7 @@ def read_token_ids(values: Iterable[Any], where: str) -> tuple[int, ...]:
 def _whole(value: Any, key: str, where: str) -> tuple[int, ...]:
     sound = isinstance(value, list | tuple) and len(value) <= MAX_TOKEN_IDS * 4
     if not sound or not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MAX_COUNT for n in value):
-        raise ModelError(f"{where}: {key} is {_shown(value)}, expected whole numbers")
+        raise ModelError(f"{where}: {key} is {_shown(value)}, expected non-negative integers")
     return tuple(value)
 
 

@@ -178,7 +178,7 @@ class Recorder:
                 ]
             seq = packet.seq and packet.seq + (
                 1 << 41
-            )  # its original number would acknowledge or replace a message of the real peer
+            )  # with its original number it would stand for a message of the real peer
             ways += [
                 lambda packet, key=other: replace(packet, seq=seq, body=replace(packet.body, key=key))  # type: ignore[misc]
                 for other in others

@@ -1,7 +1,7 @@
 """The grouped-query decoder: Llama, Qwen2, Qwen3 and Qwen3-MoE, distinguished by options of `ModelSpec`.
 
-Built by the loader, which fills `params`; run by the executor. A rank of a split model (`Parallel`) builds and runs
-its stage's layers, its share of their heads and feed-forward columns, and its share of the vocabulary.
+Built by the loader, which fills `params`; run by the executor. A rank of a split model (`Parallel`) has its
+stage's layers, its share of their heads and feed-forward columns, and its share of the vocabulary.
 """
 
 from __future__ import annotations
