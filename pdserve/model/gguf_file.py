@@ -1,6 +1,6 @@
 """Reads GGUF files (llama.cpp's format) as HF-named configs and tensors, through the `gguf` package.
 
-Called by `loader` to run such a file, and by `paths.export_hf` to write it as an HF directory.
+Called by `loader` to run such a file, and by `hf_export` to write it as an HF directory.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Empty: the prefix cache is in `memory/prefix_cache.py`."""
